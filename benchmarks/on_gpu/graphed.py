@@ -21,7 +21,7 @@ from benchmarks.on_gpu.part import HELPERS, ROOT, Report, Setting, checkpoint_of
 FIRST = ("sasrec", "harnet", "lightgcn", "plmu")
 NUM_AT_ONCE, THREADS = 8, 2
 TIMES, NUM_MODELS = 5.0, 11
-"""Goals: how many times faster than without graphs, and than other trainers; the first for so many models."""
+"""Goals: how many times faster a step is with graphs, for at least how many models; and than other trainers' steps."""
 OFF = ["--cuda-graphs", "off"]
 STEPS = 30
 BITS = [

@@ -122,7 +122,7 @@ class Graphs:
 
 @contextmanager
 def graphs_watched() -> Iterator[Graphs]:
-    """What happens within it; its lines are known after it."""
+    """Counts recordings and replays within it; afterwards it has the printed lines about graphs too."""
     found, kind, printed = Graphs(), torch.cuda.CUDAGraph, io.StringIO()
     capture_end, replay = kind.capture_end, kind.replay
 

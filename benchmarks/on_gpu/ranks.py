@@ -1,7 +1,7 @@
 """Several processes, as far as one GPU can show it: NCCL with one rank, gloo with two on the same GPU.
 
-In float64 they learn what one process learns. On the CPU there is gloo alone. With `--cuda-graphs on` they learn the
-same to the bit. Where there are several GPUs, so do 2 to 8 ranks over NCCL, and it is told how training scales.
+In float64 they learn what one process learns. On the CPU there is only gloo. `--cuda-graphs on` must not change a bit.
+Where there are several GPUs, 2 to 8 ranks over NCCL are compared too, and samples/s show how training scales.
 """
 
 import subprocess

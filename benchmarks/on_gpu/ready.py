@@ -87,7 +87,7 @@ def ms_of(run: Run, steps: Iterable[Step]) -> list[float]:
 
 
 def ms_of_loop(run: Run, num_steps: int) -> list[float]:
-    """The same of the trainer's loop, but for the first step."""
+    """Milliseconds of each step of the trainer's loop but the first."""
     marks, advance = [], run.log.advance
 
     def advanced(num_samples: int) -> None:
@@ -100,7 +100,7 @@ def ms_of_loop(run: Run, num_steps: int) -> list[float]:
 
 
 def bare_step(run: Run, window: Window) -> None:
-    """What one would write by hand."""
+    """Makes a step as a loop written by hand would."""
     phase, learner = run.task.phases[window.step.phase], run.learner
     batch = {name: value.to(learner.device, non_blocking=True) for name, value in window.micro_batches[0].batch.items()}
     (learner.enter(phase)(batch, phase)["loss"] / window.weight).backward()
@@ -174,7 +174,7 @@ def waited_for(setting: Setting, step: Step) -> float:
 
 
 def beside(setting: Setting, report: Report, name: str) -> dict[str, float]:
-    """The same net, optimizer and batches in other trainers, as their documentation teaches it."""
+    """Milliseconds of a step of other trainers, by name: they get the net, optimizer and batches of the run."""
     ms: dict[str, float] = {}
     for other, (package, steps_of) in OTHERS.items():
         if find_spec(package) is None:

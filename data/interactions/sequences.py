@@ -26,7 +26,7 @@ _FORMAT_VERSION = 2
 _LARGEST_SCALED_TIME = np.iinfo(np.int32).max
 _TRAIN_STREAM, _VAL_STREAM, _TEST_STREAM = range(3)
 _TRAIN_STEP, _EVALUATION_STEP, _SEEN_STEP = 8, 16, 128
-"""What histories and lists of items seen are padded to multiples of on a GPU.
+"""On a GPU, histories and lists of seen items are padded to multiples of these.
 
 Histories of an evaluation come in all lengths, and cost less than in training; items seen cost next to nothing.
 """

@@ -31,7 +31,7 @@ STRING_SNR_DB = (25.0, 40.0)
 
 _FULL_SCALE = np.float32(2.0**-15)
 _STEPS_PER_SECOND, _TARGET_STEP = 4, 32
-"""What audio and targets are padded to multiples of on a GPU; targets coarsely, since they cost next to nothing."""
+"""On a GPU, audio is padded to parts of a second, and targets, which cost next to nothing, to multiples of this."""
 _STRING_STREAM = 16  # beside those of augmentation, which has the same keys
 
 

@@ -59,7 +59,7 @@ def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) ->
 
 @lru_cache(maxsize=32)
 def _constants(ks: tuple[int, ...], length: int, device: torch.device) -> tuple[Tensor, ...]:
-    """The same for all batches, so that they go to a GPU once: shared, not to be written to.
+    """Constants of all batches, which go to a GPU once. They are shared: nobody may write to them.
 
     The cutoffs, (len(ks),) int64; which places lie within each, and what a hit there adds to the DCG, (length, len(ks))
     float64; the DCG of n hits at the top, at place n, (length + 1,) float64.

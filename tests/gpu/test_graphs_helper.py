@@ -254,7 +254,7 @@ def test_generators_of_devices_are_their_own():
 
 
 def _illegal():
-    """What a capture does not allow, by name: functions of a tensor on the GPU and one on the host."""
+    """Functions that no capture allows, by name, of a tensor on the GPU and one on the host."""
     import torch
 
     event = torch.cuda.Event()

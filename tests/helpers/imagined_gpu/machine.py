@@ -69,12 +69,12 @@ class Gpus:
 
     @property
     def num_captures(self) -> int:
-        """Of CUDA graphs, so far, in this process: those that have succeeded."""
+        """CUDA graphs that this process has captured, without those that broke off."""
         return torch_cuda.CUDAGraph.num_captures
 
     @property
     def num_replays(self) -> int:
-        """Of CUDA graphs, so far, in this process."""
+        """Replays of CUDA graphs in this process."""
         return torch_cuda.CUDAGraph.num_replays
 
     def mistakes(self) -> list[str]:
