@@ -10,7 +10,7 @@ LINES_AND_FILES = {
     "commands": (2890, 13),
     "common": (985, 7),
     "failure": (680, 4),
-    "loading": (922, 6),
+    "loading": (1165, 8),
     "logs": (720, 5),
     "loop": (5540, 26),
     "parallel": (2735, 13),

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trainer.loading.arrays import Array, arange_like, cast, namespace, take_along
 from trainer.loading.counter_random import normal, uniform
+from trainer.loading.on_device import Movable
 
 _TURN_STREAM, _MAP_STREAM, _JITTER_STREAM, _TEMPO_STREAM = range(4)
 
@@ -27,7 +29,7 @@ class Augmentation:
     jitter_std: float
 
 
-class WindowAugmenter:
+class WindowAugmenter(Movable):
     """Applies an Augmentation."""
 
     def __init__(self, strength: Augmentation, std: np.ndarray, seed: int, num_triplets: int = 3) -> None:
@@ -37,7 +39,7 @@ class WindowAugmenter:
         self._seed = seed
         self._num_channels, self._num_triplets = len(std), num_triplets
 
-    def __call__(self, signals: np.ndarray, epoch: int, index: np.ndarray) -> np.ndarray:
+    def __call__(self, signals: Array, epoch: int, index: Array) -> Array:
         """signals: (n, C, T) float32, left as they are. index: (n,) their sample ids."""
         num, _, length = signals.shape
         num_turned = 3 * self._num_triplets
@@ -45,7 +47,8 @@ class WindowAugmenter:
         triplets = signals[:, :num_turned].reshape(num, self._num_triplets, 3, length)
         augmented = (maps @ triplets).reshape(num, num_turned, length)
         if num_turned < self._num_channels:
-            augmented = np.concatenate([augmented, factors[:, :, None] * signals[:, num_turned:]], axis=1)
+            others = factors[:, :, None] * signals[:, num_turned:]
+            augmented = namespace(signals).concatenate([augmented, others], axis=1)
         if self._strength.tempo_spread > 0:
             draw = uniform(self._seed, epoch, index, (), _TEMPO_STREAM)
             augmented = at_tempo(augmented, 1 + np.float32(self._strength.tempo_spread) * (2 * draw - 1))
@@ -53,7 +56,7 @@ class WindowAugmenter:
             augmented += self._noise * normal(self._seed, epoch, index, signals.shape[1:], _JITTER_STREAM)
         return augmented
 
-    def linear_maps(self, epoch: int, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def linear_maps(self, epoch: int, index: Array) -> tuple[Array, Array]:
         """Of each window the random rotation, then scale, of its triplets, and the factors of its other channels.
 
         (n, num_triplets, 3, 3) and (n, C - 3 * num_triplets) float32.
@@ -62,28 +65,33 @@ class WindowAugmenter:
         axis, scale = draws[:, :3], 1 + np.float32(self._strength.scale_std) * draws[:, 3:]
         turn = uniform(self._seed, epoch, index, (), _TURN_STREAM)
         angle = np.float32(np.deg2rad(self._strength.max_rotation_deg)) * (2 * turn - 1)
-        of_triplets, of_others = np.split(scale, [3 * self._num_triplets], axis=1)
+        num_turned = 3 * self._num_triplets
         rotations = rotation_matrices(axis, angle)[:, None]
-        return of_triplets.reshape(len(index), self._num_triplets, 3, 1) * rotations, of_others
+        factors = scale[:, :num_turned].reshape(len(index), self._num_triplets, 3, 1)
+        return factors * rotations, scale[:, num_turned:]
 
 
-def rotation_matrices(axis: np.ndarray, angle: np.ndarray) -> np.ndarray:
+def rotation_matrices(axis: Array, angle: Array) -> Array:
     """Rotations by the angles (n,), in radians, about the axes (n, 3), of any length: (n, 3, 3), by Rodrigues."""
-    x, y, z = (axis / np.linalg.norm(axis, axis=1, keepdims=True)).T
-    zero = np.zeros_like(x)
-    cross = np.stack([zero, -z, y, z, zero, -x, -y, x, zero], axis=1).reshape(-1, 3, 3)
-    sin, cos = np.sin(angle)[:, None, None], np.cos(angle)[:, None, None]
-    return np.eye(3, dtype=axis.dtype) + sin * cross + (1 - cos) * (cross @ cross)
+    xp = namespace(axis)
+    x, y, z = (axis / xp.linalg.norm(axis, axis=1, keepdims=True)).T
+    zero = xp.zeros_like(x)
+    cross = xp.stack([zero, -z, y, z, zero, -x, -y, x, zero], axis=1).reshape(-1, 3, 3)
+    sin, cos = xp.sin(angle)[:, None, None], xp.cos(angle)[:, None, None]
+    ones = cast(arange_like(3, axis)[:, None] == arange_like(3, axis), "float32")
+    return ones + sin * cross + (1 - cos) * (cross @ cross)
 
 
-def at_tempo(signals: np.ndarray, factor: np.ndarray) -> np.ndarray:
+def at_tempo(signals: Array, factor: Array) -> Array:
     """Windows (n, C, T) played `factor` (n,) times as fast about their middles, by linear interpolation."""
+    xp = namespace(signals)
     last = signals.shape[-1] - 1
     middle = np.float32(last / 2)
-    time = np.clip((np.arange(last + 1, dtype=np.float32) - middle) * factor[:, None] + middle, 0, last)
-    before = np.minimum(time.astype(np.int64), last - 1)
+    offsets = cast(arange_like(last + 1, signals), "float32") - middle
+    time = xp.clip(offsets * factor[:, None] + middle, 0, last)
+    before = xp.clip(cast(time, "int64"), None, last - 1)
     share = (time - before)[:, None]
     before = before[:, None]
-    left, right = (np.take_along_axis(signals, position, axis=2) for position in (before, before + 1))
+    left, right = (take_along(signals, position, 2) for position in (before, before + 1))
     left += share * (right - left)
     return left

@@ -9,7 +9,9 @@ import numpy as np
 
 from data.har.augmentation import Augmentation, WindowAugmenter
 from trainer.common.errors import UserError
+from trainer.loading.arrays import Array, rows
 from trainer.loading.cache import Arrays
+from trainer.loading.on_device import Movable
 from trainer.loading.order import SampleKeys
 
 SIGNALS = tuple(f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
@@ -79,8 +81,10 @@ def triplets_first(names: Sequence[str]) -> tuple[list[str], int]:
     return [*first, *(name for name in names if name not in first)], len(triplets)
 
 
-class HarDataset:
+class HarDataset(Movable):
     """Windows of some people in physical units, in memory that processes share."""
+
+    rows_alike = True
 
     def __init__(self, recordings: HarRecordings, rows: np.ndarray) -> None:
         """rows: (n,) int64, which windows of the recordings."""
@@ -93,12 +97,13 @@ class HarDataset:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitems__(self, keys: SampleKeys) -> dict[str, np.ndarray]:
+    def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
         """{"signals": (n, C, T) float32, "label": (n,) int64}."""
-        signals = self._signals.take(self.rows.take(keys.index), axis=0)
+        index = self.here(keys.index)
+        signals = rows(self._signals, rows(self.rows, index))
         if self._augment is not None:
-            signals = self._augment(signals, keys.epoch, keys.index)
-        return {"signals": signals, "label": self.labels[keys.index]}
+            signals = self._augment(signals, keys.epoch, index)
+        return {"signals": signals, "label": rows(self.labels, index)}
 
     def augmented(self, strength: Augmentation, seed: int) -> "HarDataset":
         """The same windows, changed at random."""
@@ -115,8 +120,10 @@ class HarDataset:
         return signals.mean(axis=(0, 2), dtype=np.float64), std
 
 
-class FeaturedDataset:
+class FeaturedDataset(Movable):
     """A HarDataset whose samples carry features that were computed beforehand."""
+
+    rows_alike = True
 
     def __init__(self, dataset: HarDataset, features: np.ndarray) -> None:
         """features: (len(dataset), ...) float32."""
@@ -126,9 +133,9 @@ class FeaturedDataset:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitems__(self, keys: SampleKeys) -> dict[str, np.ndarray]:
+    def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
         """What the data set gives, and {"features": (n, ...) float32}."""
-        return {**self._dataset.__getitems__(keys), "features": self._features[keys.index]}
+        return {**self._dataset.__getitems__(keys), "features": rows(self._features, self.here(keys.index))}
 
 
 def split_by_subject(

@@ -4,6 +4,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
+import torch
 
 from data.har.augmentation import Augmentation
 from data.har.windows import (
@@ -16,6 +17,7 @@ from data.har.windows import (
 )
 from tests.helpers.uci_har_files import raw_windows
 from trainer.common.errors import UserError
+from trainer.loading.on_device import moved
 from trainer.loading.order import SampleKeys
 
 
@@ -97,3 +99,15 @@ def test_subjects_that_cannot_be_held_out_are_named(recordings) -> None:
     for num_folds in (1, 5):
         with pytest.raises(UserError, match=f"--folds {num_folds}: must be 2 to 4"):
             subject_folds(recordings, num_folds)
+
+
+def test_windows_on_a_device_are_varied_as_on_the_host(recordings) -> None:
+    splits = split_by_subject(recordings, 0, [3], Augmentation(15.0, 0.1, 0.1, 0.05))
+    there = moved(list(splits.values()), torch.device("cpu"))
+    for own, dataset in zip(splits.values(), there, strict=True):
+        every = keys(*range(len(own)), epoch=3)
+        expected, found = own.__getitems__(every), dataset.__getitems__(every)
+        assert np.array_equal(found["label"].numpy(), expected["label"])
+        assert found["signals"].dtype == torch.float32
+        np.testing.assert_allclose(found["signals"].numpy(), expected["signals"], rtol=0, atol=1e-5)
+    assert there[0]._signals is there[1]._signals

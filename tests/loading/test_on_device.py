@@ -1,0 +1,137 @@
+"""Data sets on a device have the samples, the order and the weights of the host."""
+
+from itertools import cycle, islice
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.loading.arrays import Array, arange_like, cast, empty_beside, namespace, rows
+from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets
+from trainer.loading.counter_random import below, normal, random_bits, uniform
+from trainer.loading.on_device import MOST_TOGETHER, DeviceLoader, Movable, moved, num_bytes
+from trainer.loading.order import SampleKeys
+
+HERE = torch.device("cpu")
+"""A device as good as any for operators of torch."""
+
+
+class Parts(Movable):
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+
+class Numbers(Movable):
+    """Draws for each sample, a weight of which the host knows, and a count of how often it was asked."""
+
+    stays = frozenset({"lengths"})
+
+    def __init__(self, parts: Parts, num: int, alike: bool) -> None:
+        self.parts, self.table, self.lengths = parts, np.arange(num) * 10, np.arange(num) % 5
+        self.rows_alike = alike  # type: ignore[misc]
+        self.num_asked = [0]
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
+        self.num_asked[0] += 1
+        index = self.here(keys.index)
+        width = 4 if self.rows_alike else int(self.lengths[keys.index].max())
+        drawn = uniform(7, keys.epoch, index, (width,), stream=3)
+        return {"drawn": drawn, "value": rows(self.table, index) + self.parts.values.sum(), "index": index}
+
+    def weights(self, keys: SampleKeys) -> np.ndarray:
+        return self.lengths[keys.index].astype(np.float32)
+
+
+def collate(samples: dict[str, Array], keys: SampleKeys) -> Batch:
+    batch = {name: torch.as_tensor(value) for name, value in samples.items() if name != "index"}
+    return batch | {"index": torch.from_numpy(keys.index), "weight": torch.ones(len(keys.index))}
+
+
+def datasets(alike: bool) -> list[Numbers]:
+    parts = Parts(np.ones(3, np.int64))
+    return [Numbers(parts, 100, alike), Numbers(parts, 60, alike)]
+
+
+def some_keys(num: int) -> list[SampleKeys]:
+    """Of two phases in turns, over two epochs, with placeholders and a short batch."""
+    rng = np.random.default_rng(0)
+    keys = [
+        SampleKeys(rng.integers(0, 60, size), epoch, phase, placeholder=place % 7 == 0, progress=place / num)
+        for place, (size, phase) in enumerate(islice(cycle(((4, 0), (4, 1), (3, 0))), num))
+        for epoch in (int(place > num // 2),)
+    ]
+    return [*keys, SampleKeys(np.array([5]), 1)]
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_batches_on_a_device_are_those_of_the_host(alike):
+    own = datasets(alike)
+    there = moved(own, HERE)
+    keys = some_keys(3 * MOST_TOGETHER + 1)
+    found = list(DeviceLoader(there, collate, HERE)(keys))
+    expected = list(BatchLoader(PhaseDatasets(own), collate)(keys))
+    assert len(found) == len(expected) == len(keys)
+    for key, one, other in zip(keys, found, expected, strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() - {"weight"}:
+            assert torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype
+        weights = own[key.phase].weights(key)
+        assert one["weight"].tolist() == ([0.0] * len(weights) if key.placeholder else weights.tolist())
+
+
+def test_samples_that_are_alike_in_any_batch_are_drawn_together():
+    keys = [SampleKeys(np.arange(i, i + 4), 0) for i in range(2 * MOST_TOGETHER)]
+    for alike, most in ((True, 2), (False, len(keys))):
+        own = datasets(alike)[:1]
+        list(DeviceLoader(moved(own, HERE), collate, HERE)(keys))
+        assert own[0].num_asked == [most]
+
+
+def test_large_batches_are_not_drawn_together(monkeypatch):
+    monkeypatch.setattr("trainer.loading.on_device.MOST_SAMPLES_TOGETHER", 10)
+    own = datasets(alike=True)[:1]
+    keys = [SampleKeys(np.arange(4), 0), SampleKeys(np.arange(4), 0), SampleKeys(np.arange(50), 0)]
+    assert [len(batch["index"]) for batch in DeviceLoader(moved(own, HERE), collate, HERE)(keys)] == [4, 4, 50]
+    assert own[0].num_asked == [2]
+
+
+def test_what_data_sets_share_is_moved_once():
+    own = datasets(alike=True)
+    there = moved(own, HERE)
+    assert there[0].parts is there[1].parts and there[0].parts is not own[0].parts
+    assert isinstance(there[0].table, torch.Tensor) and isinstance(there[0].lengths, np.ndarray)
+    assert own[0].device is None and isinstance(own[0].table, np.ndarray)
+    assert num_bytes(own) == sum(each.nbytes for each in (own[0].table, own[1].table, own[0].parts.values))
+
+
+def test_arrays_that_cannot_be_written_to_are_moved_without_a_warning(recwarn):
+    values = np.arange(3)
+    values.setflags(write=False)
+    assert moved([Parts(values)], HERE)[0].values.tolist() == [0, 1, 2]
+    assert not recwarn.list
+
+
+def test_numbers_of_keys_are_the_same_on_a_device():
+    index = np.random.default_rng(0).integers(0, 2**63 - 1, 20_000)
+    tensor = torch.from_numpy(index)
+    bits, words = random_bits(3, 5, index, 9, 2), random_bits(3, 5, tensor, 9, 2)
+    assert np.array_equal(words.numpy().view(np.uint64), bits)
+    assert torch.equal(uniform(3, 5, tensor, (2, 3)), torch.from_numpy(uniform(3, 5, index, (2, 3))))
+    limit = np.random.default_rng(1).integers(1, 2**31 - 1, len(index))
+    assert np.array_equal(below(words, torch.from_numpy(limit)).numpy(), below(bits, limit))
+    normals = normal(3, 5, tensor, (5,)).numpy()
+    assert np.abs(normals - normal(3, 5, index, (5,))).max() < 2e-6
+
+
+def test_functions_of_arrays_are_the_same_for_tensors():
+    array = np.arange(12.0).reshape(4, 3)
+    tensor = torch.from_numpy(array)
+    index = np.array([2, 0])
+    assert namespace(array) is np and namespace(tensor) is torch
+    assert np.array_equal(rows(tensor, torch.from_numpy(index)).numpy(), rows(array, index))
+    assert np.array_equal(arange_like(3, tensor).numpy(), arange_like(3, array))
+    assert cast(tensor, "int32").dtype == torch.int32 and cast(array, "int32").dtype == np.int32
+    assert empty_beside(tensor, (2,)).dtype == torch.float64 and empty_beside(array, (2,)).dtype == np.float64

@@ -1,0 +1,47 @@
+"""What numpy and torch spell differently, for data that lie on the host or on a device.
+
+numpy computes on the host, where it is the faster one on the few numbers of a batch, and torch on a device.
+"""
+
+import sys
+from typing import Any, Literal
+
+import numpy as np
+
+Array = Any
+"""A numpy array or a tensor. Both have operators, indexing, `shape` and methods such as `sum(axis=0)`."""
+
+
+def on_host(array: Array) -> bool:
+    """Whether it is numpy's; otherwise it is a tensor."""
+    return isinstance(array, np.ndarray | np.generic)
+
+
+def namespace(array: Array) -> Any:
+    """numpy for an array, torch for a tensor: functions that both have, such as `where`, `stack` and `cos`."""
+    return np if on_host(array) else sys.modules["torch"]  # which what computes on the host need not import
+
+
+def cast(array: Array, name: Literal["bool", "int32", "int64", "float32", "float64"]) -> Array:
+    """An array as another type; the array itself if it is of that type."""
+    return array.astype(name, copy=False) if on_host(array) else array.to(getattr(namespace(array), name))
+
+
+def rows(array: Array, index: Array) -> Array:
+    """The rows of an array (n, ...) at the positions index (m,): (m, ...)."""
+    return array.take(index, axis=0) if on_host(array) else array.index_select(0, index)
+
+
+def arange_like(num: int, array: Array) -> Array:
+    """The numbers 0 to num - 1, (num,) int64, where an array lies."""
+    return np.arange(num) if on_host(array) else namespace(array).arange(num, device=array.device)
+
+
+def empty_beside(array: Array, shape: tuple[int, ...]) -> Array:
+    """Memory of a shape where an array lies, of its type."""
+    return np.empty(shape, array.dtype) if on_host(array) else array.new_empty(shape)
+
+
+def take_along(array: Array, index: Array, axis: int) -> Array:
+    """The elements at positions along an axis, by `np.take_along_axis`, of the shape of index."""
+    return np.take_along_axis(array, index, axis) if on_host(array) else array.take_along_dim(index, axis)

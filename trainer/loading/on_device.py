@@ -1,0 +1,155 @@
+"""Data sets that lie on a GPU, and their batches, which are drawn there."""
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.loading.arrays import Array
+from trainer.loading.batches import Batch, Collate
+from trainer.loading.order import SampleKeys
+
+M = TypeVar("M", bound="Movable")
+
+MOST_TOGETHER, MOST_SAMPLES_TOGETHER = 32, 2**13
+"""Batches, and samples, that are drawn by the same kernels."""
+
+
+class Movable:
+    """A data set that can lie on a device, or a part of one: its attributes that are arrays are tensors there.
+
+    A data set that subclasses it says by that that `__getitems__` computes on tensors as on arrays: on
+    `self.here(keys.index)`, by operators and the functions of trainer.loading.arrays, and without waiting for a device.
+
+    device: where it lies; None on the host.
+    stays: names of attributes that stay arrays on the host, such as lengths that decide about padding.
+    rows_alike: whether a sample is the same in whatever batch: neither shape nor numbers depend on the other samples or
+        on `SampleKeys.progress`. Several batches are then drawn together.
+    """
+
+    device: torch.device | None = None
+    stays: ClassVar[frozenset[str]] = frozenset()
+    rows_alike: ClassVar[bool] = False
+
+    def here(self, values: np.ndarray) -> Array:
+        """Values of the host where this data set lies. Nobody waits for their copy."""
+        if self.device is None:
+            return values
+        return _pinned(torch.from_numpy(values), self.device).to(self.device, non_blocking=True)
+
+    def weights(self, keys: SampleKeys) -> np.ndarray:
+        """The number of loss terms of each sample, (n,) float32, by what the host knows; 1 for each by default.
+
+        On a device it takes the place of the batch's own "weight", for which the host would have to wait.
+        """
+        return np.ones(len(keys.index), np.float32)
+
+
+def num_bytes(parts: Iterable[Movable]) -> int:
+    """The memory that data sets take on a device, in bytes; what several of them share counts once."""
+    return sum({id(array): array.nbytes for part in parts for array in _arrays(part)}.values())
+
+
+def _arrays(part: Movable) -> Iterator[Array]:
+    for value in _moving(part).values():
+        if isinstance(value, Movable):
+            yield from _arrays(value)
+        else:
+            yield value
+
+
+def _moving(part: Movable) -> dict[str, Any]:
+    """The attributes of a part that are on a device if it is."""
+    return {
+        name: value
+        for name, value in vars(part).items()
+        if isinstance(value, Movable) or (isinstance(value, np.ndarray | Tensor) and name not in part.stays)
+    }
+
+
+def moved(parts: Sequence[M], device: torch.device) -> list[M]:
+    """Copies of data sets that lie on a device; what several of them share they share there too."""
+    found: dict[int, Any] = {}
+
+    def copied(value: Any) -> Any:
+        if id(value) not in found:
+            if isinstance(value, Movable):
+                found[id(value)] = own = copy.copy(value)
+                vars(own).update({name: copied(each) for name, each in _moving(value).items()}, device=device)
+            else:
+                # An array by `tensor`, which does not warn of memory-mapped files that nobody may write to.
+                is_tensor = isinstance(value, Tensor)
+                found[id(value)] = value.to(device) if is_tensor else torch.tensor(value, device=device)
+        return found[id(value)]
+
+    return [copied(part) for part in parts]
+
+
+class DeviceLoader:
+    """Yields the batches that keys name of data sets on a device, as `BatchLoader` does; nobody waits for them.
+
+    "index" and "weight" of a batch are on the host, which counts them.
+    """
+
+    def __init__(self, datasets: Sequence[Movable], collate: Collate, device: torch.device) -> None:
+        """datasets: of each phase, or one."""
+        self._datasets, self._collate, self._device = datasets, collate, device
+
+    def __call__(self, keys: Iterable[SampleKeys]) -> Iterator[Batch]:
+        keys = iter(keys)
+        while together := list(islice(keys, MOST_TOGETHER)):
+            yield from self._drawn(together)
+
+    def one(self, keys: SampleKeys) -> Batch:
+        """A single batch."""
+        return self._batch(replace(keys, few_lengths=True))
+
+    def close(self) -> None:
+        """Does nothing: no processes load."""
+
+    def _drawn(self, keys: Sequence[SampleKeys]) -> Iterator[Batch]:
+        """The batches of keys, in order. Those of one phase and epoch are drawn together where their rows allow it."""
+        drawn: dict[int, Batch] = {}
+        for position, key in enumerate(keys):
+            if position not in drawn:
+                group = self._group(keys, position)
+                indices = [keys[i].index for i in group]
+                whole = self._batch(replace(key, index=np.concatenate(indices)))
+                sizes = [len(index) for index in indices]
+                parts = {name: tensor.split(sizes) for name, tensor in whole.items()}
+                for number, i in enumerate(group):
+                    drawn[i] = {name: split[number] for name, split in parts.items()}
+            batch = drawn.pop(position)
+            if key.placeholder:
+                batch["weight"] = torch.zeros_like(batch["weight"])
+            yield batch
+
+    def _group(self, keys: Sequence[SampleKeys], first: int) -> list[int]:
+        """Positions of the keys that are drawn together with the first of them."""
+        if not self._datasets[keys[first].phase].rows_alike:
+            return [first]
+        alike = [i for i in range(first, len(keys)) if _kind(keys[i]) == _kind(keys[first])]
+        num_samples = np.cumsum([len(keys[i].index) for i in alike])
+        return alike[: max(1, int(np.searchsorted(num_samples, MOST_SAMPLES_TOGETHER, side="right")))]
+
+    def _batch(self, keys: SampleKeys) -> Batch:
+        keys = replace(keys, few_lengths=True)
+        dataset: Any = self._datasets[keys.phase]
+        batch = self._collate(dataset.__getitems__(keys), keys)
+        batch["weight"] = torch.from_numpy(dataset.weights(keys))
+        for name in ("index", "weight"):
+            batch[name] = _pinned(batch[name].cpu(), self._device)
+        return batch
+
+
+def _kind(keys: SampleKeys) -> tuple[int, int]:
+    return keys.phase, keys.epoch
+
+
+def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.pin_memory() if device.type == "cuda" else tensor
