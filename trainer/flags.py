@@ -233,7 +233,7 @@ class DeviceFlags(FlagGroup):
     device: str = flag("auto", "where to train: auto (a GPU if there is one), cpu, cuda or cuda:N")
     num_threads: int | None = flag(
         None, "CPU threads per process; a value of OMP_NUM_THREADS that you set counts too (default: all cores, shared "
-        "evenly by this machine's ranks)", local=True, at_least=1, at_most=MOST_THREADS,
+        "evenly by this machine's ranks; 1 beside a GPU)", local=True, at_least=1, at_most=MOST_THREADS,
     )  # fmt: skip
 
     def problems(self) -> list[str]:

@@ -1,6 +1,8 @@
 """What a run tells the libraries of a GPU before it computes."""
 
-from tests.helpers.imagined_gpu import on_imagined_gpus
+import pytest
+
+from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -34,3 +36,21 @@ def test_libraries_are_told_what_the_flags_and_the_task_mean(tmp_path):
                 assert told(task) == (False, False, False, ":4096:8")
         assert cudnn.allow_tf32 and torch.backends.cuda.cudnn_sdp_enabled() and WORKSPACE not in os.environ
     assert cudnn.benchmark
+
+
+@pytest.mark.parametrize(("variable", "num_threads"), [(None, 1), ("3", 3)])
+@on_imagined_gpus()
+def test_a_process_with_a_gpu_takes_one_cpu_thread_unless_told(variable, num_threads, tmp_path):
+    import os
+
+    import torch
+
+    from tests.conftest import WEIGHTED
+    from trainer.cli import main
+
+    torch.set_num_threads(num_threads if variable else 4)  # as torch reads the variable when it is imported
+    os.environ.pop("OMP_NUM_THREADS", None)
+    os.environ |= {"OMP_NUM_THREADS": variable} if variable else {}
+    argv = ["--task", WEIGHTED, "--num-train", "8", "--max-steps", "1", "--save-dir", str(tmp_path / "run")]
+    assert main([*argv, "--device", "cuda"], several_devices=False) == 0
+    assert f"Threads: {num_threads} per rank." in GPUS.printed()

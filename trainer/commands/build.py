@@ -109,7 +109,7 @@ def facts_of_start(flags: Flags) -> dict[str, Any]:
 def set_up_torch(flags: Flags, group: Group) -> None:
     """Threads, determinism, and the libraries of a GPU, for this process."""
     assert flags.task_type is not None
-    set_num_threads(flags.devices.num_threads, group.local_world_size)
+    set_num_threads(flags.devices.num_threads, group.local_world_size, group.device)
     is_gpu = group.device.type == "cuda"
     is_deterministic = flags.precision.deterministic or not is_gpu
     if is_deterministic:

@@ -33,15 +33,17 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", int(index or 0))
 
 
-def set_num_threads(requested: int | None, local_world_size: int) -> None:
-    """CPU threads of this process.
+def set_num_threads(requested: int | None, local_world_size: int, device: torch.device) -> None:
+    """CPU threads of this process, which computes on a device.
 
-    torchrun sets OMP_NUM_THREADS=1 for processes whose user said nothing, which would leave cores idle.
+    Beside a GPU one is enough: the host only starts its work, makes batches as its workers do, by one thread each, and
+    more would wait for each other at every small operation. torchrun sets OMP_NUM_THREADS=1 for processes whose user
+    said nothing, which would leave cores idle.
     """
     launcher_chose = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     user_chose = "OMP_NUM_THREADS" in os.environ and not launcher_chose
-    if requested is None and local_world_size > 1 and not user_chose:
-        requested = max(1, num_cores() // local_world_size)
+    if requested is None and not user_chose and (device.type == "cuda" or local_world_size > 1):
+        requested = 1 if device.type == "cuda" else max(1, num_cores() // local_world_size)
     if requested is not None:
         torch.set_num_threads(requested)
 
