@@ -12,7 +12,7 @@ LINES_AND_FILES = {
     "failure": (680, 4),
     "loading": (1165, 8),
     "logs": (720, 5),
-    "loop": (5540, 26),
+    "loop": (5600, 26),
     "parallel": (2735, 13),
     "trainer": (2150, 7),
 }

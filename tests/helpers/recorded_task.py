@@ -78,6 +78,24 @@ class CountingElsewhere(Network):
         return super().forward(x) * (1 + CALLS[0] % 7 / 10)
 
 
+FACTOR = [1.0]
+
+
+class ScaledElsewhere(Network):
+    def forward(self, x):
+        return super().forward(x) * FACTOR[0]
+
+
+class ChangingElsewhere(Shaped):
+    """Its later epochs set a number that is in no module."""
+
+    def build(self):
+        return ScaledElsewhere()
+
+    def on_epoch_start(self, objective, epoch, progress):
+        FACTOR[0] = 1.0 if epoch < 4 else 1.5
+
+
 KEPT: dict[int, torch.Tensor] = {}
 
 

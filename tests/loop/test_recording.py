@@ -26,7 +26,7 @@ def test_packed_tensors_come_back_as_they_were():
         "table": torch.ones(2, 0, 3),
         "is": torch.tensor(True),
     }
-    copies = Packed(values).copies()
+    copies = Packed(values).after(lambda: None)
     assert all(copies[name].shape == value.shape and torch.equal(copies[name], value) for name, value in values.items())
 
 

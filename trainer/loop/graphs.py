@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,6 +132,8 @@ class GraphedLearner(Learner, Watch):
     """A learner whose steps are recorded, and launched as CUDA graphs from the second time that a signature comes.
 
     only_if_faster: whether recordings are given up that gain nothing. strategy: of the run.
+
+    _untried: signatures recorded in this epoch. _due: signatures, and phases, that are compared the next time.
     """
 
     strategy: Strategy = field(kw_only=True)
@@ -138,7 +141,10 @@ class GraphedLearner(Learner, Watch):
     _gradients: dict[str, Gradients | None] = field(default_factory=dict, init=False)
     _rates: dict[str, list[Tensor]] = field(default_factory=dict, init=False)
     _num_looks: Counter[Key] = field(default_factory=Counter, init=False)
-    _checked: set[Key] = field(default_factory=set, init=False)
+    _untried: set[Key] = field(default_factory=set, init=False)
+    _due: set[Key | str] = field(default_factory=set, init=False)
+    _progress: Progress = field(default_factory=Progress, init=False)
+    _problems_of_updates: dict[str, str] = field(default_factory=dict, init=False)
     _lines: list[str] = field(default_factory=list, init=False)
     _held: dict[str, Any] = field(default_factory=dict, init=False)
 
@@ -154,12 +160,25 @@ class GraphedLearner(Learner, Watch):
     # --- what looks on ------------------------------------------------------------------------------------------------
 
     def remarks(self) -> Sequence[str]:
-        problems = {phase: self._obstacle(phase) for phase in self.params}
-        return [self._line(phase, problem) for phase, problem in problems.items() if problem is not None]
+        lines = []
+        for phase in self.params:
+            if (problem := self._obstacle(phase)) is not None:
+                lines.append(self._line(phase, problem))
+            elif (problem := self._obstacle_of_update(phase)) is not None:
+                lines.append(self._line(phase, problem, "updates"))
+        return lines
+
+    def begin(self, progress: Progress) -> None:
+        self._progress = progress
 
     def resume(self) -> None:
-        """Recordings are checked again, and go where tensors are elsewhere by now or numbers are others."""
-        self._checked.clear()
+        """Drops recordings where tensors are elsewhere by now or numbers are others; has some compared again.
+
+        Those are, at an epoch's start, the next one of each phase, and all that were recorded since the last start.
+        """
+        if self._progress.position.at_epoch_start:
+            self._due |= {*self.params, *self._untried}
+            self._untried.clear()
         self.enter(next(iter(self.params)))  # so that the same parameters require gradients each time
         held = outline(self.objective)
         for phase in self.params:
@@ -174,9 +193,17 @@ class GraphedLearner(Learner, Watch):
         self._held = held
 
     def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
-        for line in self._lines:
-            log.say(line)
-        self._lines.clear()
+        if self.strategy.group.world_size == 1:
+            self.settle(log)
+
+    def settle(self, log: Log) -> None:
+        """Says each line once, with the ranks that it is about where these are not all. All processes call it."""
+        group = self.strategy.group
+        of_ranks = [self._lines] if group.agrees(self._lines) else group.gather(self._lines)
+        for line in dict.fromkeys(chain(*of_ranks)):
+            ranks = [rank for rank, lines in enumerate(of_ranks) if line in lines]
+            log.say(line if len(ranks) == len(of_ranks) else f"Rank {', '.join(map(str, ranks))}: {line}")
+        self._lines = []
 
     def launching(self) -> AbstractContextManager[None]:
         gc.collect()  # the forwards that have tried the model in another stream, and are not freed yet
@@ -212,26 +239,26 @@ class GraphedLearner(Learner, Watch):
                 gradients.collect()
             return {name: value.detach() for name, value in sums.items()}
 
+        is_trusted = self._due.isdisjoint((key, phase))
         if micro_batch.num_samples == 0 or (recording is None and not self._is_wanted(key)):
             sums = launch()
-        elif recording is None or key not in self._checked:
+        elif recording is None or not is_trusted:
             sums = self._launched_and_compared(key, phase, gradients, micro_batch, factor, launch)
         else:
             with self.buffers.of_samples(micro_batch.num_samples):
                 strategy.group.activity.enter("forward")
-                self._replay(recording, micro_batch, factor)
+                sums = self._replayed(recording, micro_batch, factor)
                 gradients.replayed(recording.present)
             if is_last and self.buffers.is_active:
                 self.buffers.start_agreement(strategy.group)
-            sums = recording.results.copies()
         if is_last and strategy.group.world_size > 1:
             gradients.attach()
         return sums
 
-    def _replay(self, recording: Recording, micro_batch: WeightedBatch, factor: float) -> None:
+    def _replayed(self, recording: Recording, micro_batch: WeightedBatch, factor: float) -> Sums:
         fill(recording.inputs, micro_batch.batch)
         self._factor.fill_(factor)
-        recording.graph.replay()
+        return recording.results.after(recording.graph.replay)
 
     def _launched_and_compared(
         self,
@@ -244,9 +271,9 @@ class GraphedLearner(Learner, Watch):
     ) -> Sums:
         """Launches the kernels of a micro-batch one by one, which counts, and then its recording, which does not.
 
-        A recording is trusted until the next report if it came to the same. It is made where there is none.
+        A recording is trusted if it came to the same. It is made where there is none.
         """
-        recording, sums = self._recordings.get(key), {}
+        recording = self._recordings.get(key)
         gradients.attach()
         held = outline(self.objective)
         try:
@@ -254,15 +281,14 @@ class GraphedLearner(Learner, Watch):
         except RuntimeError as error:
             self._give_up(phase, self._account_of(error))
             return launch()
-        launched_s = self._seconds(lambda: sums.update(launch()))
+        sums, launched_s = self._timed(launch)
         if self._gradients[phase] is None:
             return sums
         after, problem = None, None
         try:
             with self.strategy.keeping_generators():
                 after, expected = self._moment(gradients), self._named(phase, gradients, sums)
-                changed = _first_difference(held, outline(self.objective))
-                if changed is not None:
+                if (changed := _first_difference(held, outline(self.objective))) is not None:
                     raise CannotBeRecorded(f"forwards give {changed} another value, which a recording would not")
                 if recording is None:
                     recording = self._recorded(phase, gradients, micro_batch, before)
@@ -271,17 +297,17 @@ class GraphedLearner(Learner, Watch):
 
                 def replayed(made: Recording = recording) -> dict[str, Tensor]:
                     before.put_back()
-                    replayed_s.append(self._seconds(lambda: self._replay(made, micro_batch, factor)))
+                    found, seconds = self._timed(lambda: self._replayed(made, micro_batch, factor))
+                    replayed_s.append(seconds)
                     gradients.replayed(made.present)
-                    return self._named(phase, gradients, made.results.copies())
+                    return self._named(phase, gradients, found)
 
                 rounding = ROUNDING if self.precision.autocast_dtype is None else ROUNDING_OF_HALVES
-                name = difference(expected, replayed(), replayed, rounding)
-                if name is not None:
+                if (name := difference(expected, replayed(), replayed, rounding)) is not None:
                     raise CannotBeRecorded(f"a recording came to another value of {name}")
-                if self.only_if_faster and launched_s < LEAST_GAIN * replayed_s[0]:
-                    times = 1e3 * replayed_s[0], 1e3 * launched_s
-                    raise CannotBeRecorded("recorded they take {:.2f} ms, and {:.2f} ms so".format(*times))
+                if self.only_if_faster and key not in self._recordings:
+                    replayed()  # the first replay may take longer
+                    _require_gain(launched_s, min(replayed_s))
         except Exception as error:  # an own forward may raise anything where it is recorded
             problem = self._account_of(error)
         if after is not None:
@@ -289,8 +315,9 @@ class GraphedLearner(Learner, Watch):
         if problem is not None:
             self._give_up(phase, problem)
         elif recording is not None:
+            self._untried |= {key} - self._recordings.keys()
             self._recordings[key] = recording
-            self._checked.add(key)
+            self._due -= {key, phase}
         return sums
 
     def _moment(self, gradients: Gradients) -> Moment:
@@ -332,12 +359,13 @@ class GraphedLearner(Learner, Watch):
         self._recordings.make_place()
         return True
 
-    def _seconds(self, function: Callable[[], Any]) -> float:
+    def _timed(self, function: Callable[[], Sums]) -> tuple[Sums, float]:
+        """What a function returns, and the seconds until the device has done it."""
         torch.cuda.synchronize(self.device)
         start = time.perf_counter()
-        function()
+        sums = function()
         torch.cuda.synchronize(self.device)
-        return time.perf_counter() - start
+        return sums, time.perf_counter() - start
 
     def _named(self, phase: str, gradients: Gradients, sums: Sums) -> dict[str, Tensor]:
         """Copies of what a forward and backward have come to, by name."""
@@ -364,10 +392,7 @@ class GraphedLearner(Learner, Watch):
                 if not lacks_memory(error):
                     raise
             # Outside of the handler, because the frames of the exception hold what is to be freed.
-            self._forwards.problem = _LACK
-            self.release()
-            free_memory()
-            self._lines.append(OUT_OF_MEMORY)
+            self._end_for_want_of_memory()
         return super().evaluate(net, strategy, batch)
 
     def _evaluated(self, net: nn.Module, batch: Batch) -> Outputs:
@@ -388,7 +413,12 @@ class GraphedLearner(Learner, Watch):
             gradients.present = gradients.flat.present
         key = "update", phase, gradients.present
         recording = self._recordings.used(key)
-        if recording is None and any(gradients.present) and self._records_update(phase) and self._is_wanted(key):
+        if (
+            recording is None
+            and any(gradients.present)
+            and not self._obstacle_of_update(phase)
+            and self._is_wanted(key)
+        ):
             recording = self._recorded_update(key, phase, gradients, global_norm)
         if recording is None:
             gradients.attach()
@@ -402,9 +432,17 @@ class GraphedLearner(Learner, Watch):
         for rate, group in zip(self._rates[phase], self._groups(phase), strict=True):
             group["lr"] = self.precision.rate(learning_rate * group.get("lr_scale", 1.0))
             rate.fill_(group["lr"])
-        recording.graph.replay()
-        gradients.begin()
-        return StepOutcome(**recording.results.copies())
+        try:
+            outcome = StepOutcome(**recording.results.after(recording.graph.replay))
+            gradients.begin()
+            return outcome
+        except RuntimeError as error:
+            if not lacks_memory(error):
+                raise
+        gradients.attach()
+        del recording  # which holds what is to be freed
+        self._end_for_want_of_memory()
+        return super().update(phase, learning_rate, global_norm)
 
     def _recorded_update(
         self, key: Key, phase: str, gradients: Gradients, global_norm: Callable[[Tensor], Tensor]
@@ -421,7 +459,9 @@ class GraphedLearner(Learner, Watch):
             graph, results = self._recorder.record(lambda: Packed(self.apply_gradients(phase, global_norm)._asdict()))
         except Exception as error:
             self.precision.forget_unscaling()
-            self._give_up(phase, self._account_of(error))
+            problem = self._problems_of_updates[phase] = self._account_of(error)
+            self._lines.append(self._line(phase, problem, "updates"))
+            self._forget()
             return None
         finally:
             for group, own in zip(groups, before, strict=True):
@@ -433,18 +473,11 @@ class GraphedLearner(Learner, Watch):
     def _groups(self, phase: str) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers[phase] for group in optimizer.param_groups]
 
-    def _records_update(self, phase: str) -> bool:
-        return not self._has_own_update(phase) and not self.buffers.forward_state.is_active
-
     def _may_replace(self, key: Key, phase: str) -> bool:
         """Whether an update may give modules other tensors or numbers. An optimizer does so at once, or never."""
         self._num_looks[key] += 1
         is_own = type(self.objective).after_step is not Objective.after_step
-        return is_own or (self._has_own_update(phase) and self._num_looks[key] < 5)
-
-    def _has_own_update(self, phase: str) -> bool:
-        is_known = all(map(can_be_recorded, self.optimizers[phase]))
-        return not is_known or type(self.objective).after_step is not Objective.after_step
+        return is_own or (self._obstacle_of_update(phase) is not None and self._num_looks[key] < 5)
 
     # --- what is not recorded -----------------------------------------------------------------------------------------
 
@@ -469,9 +502,15 @@ class GraphedLearner(Learner, Watch):
         self._recordings.clear()
         self._forwards.clear()
 
-    def _line(self, phase: str, problem: str) -> str:
-        steps = f"steps of phase {phase!r}" if len(self.params) > 1 else "steps"
-        return f"CUDA graphs: {steps} are launched kernel by kernel: {problem}."
+    def _end_for_want_of_memory(self) -> None:
+        self._forwards.problem = _LACK
+        self.release()
+        free_memory()
+        self._lines.append(OUT_OF_MEMORY)
+
+    def _line(self, phase: str, problem: str, what: str = "steps") -> str:
+        which = f"{what} of phase {phase!r}" if len(self.params) > 1 else what
+        return f"CUDA graphs: {which} are launched kernel by kernel: {problem}."
 
     def _account_of(self, error: Exception) -> str:
         """What stands in the way of a recording, with the line of code that the user may change."""
@@ -503,6 +542,17 @@ class GraphedLearner(Learner, Watch):
         changed = [change.path for change in state.changes.values() if not (change.is_buffer and change.in_place)]
         return f"forwards give {changed[0]} another value, which a recording would not" if changed else None
 
+    def _obstacle_of_update(self, phase: str) -> str | None:
+        """What keeps the update of a phase from being recorded; forward and backward may be all the same."""
+        if type(self.objective).after_step is not Objective.after_step:
+            return f"{type(self.objective).__name__} has an after_step of its own"
+        for optimizer in self.optimizers[phase]:
+            if not can_be_recorded(optimizer):
+                return f"{type(optimizer).__name__} is no fused Adam, AdamW or SGD without hooks"
+        if self.buffers.forward_state.is_active:
+            return "each step keeps buffers that forwards change in other memory"
+        return self._problems_of_updates.get(phase)
+
     def _obstacle_of_forwards(self) -> str | None:
         """The same for forwards alone."""
         if self.strategy.exchanges_in_forward or self.strategy.num_replicas > 1:
@@ -511,6 +561,11 @@ class GraphedLearner(Learner, Watch):
         names = [hooked] if hooked is not None else []
         names += [name for name, parameter in self.objective.named_parameters() if has_hooks(parameter)]
         return f"hooks of {names[0] or 'the objective'} would not be called" if names else None
+
+
+def _require_gain(launched_s: float, replayed_s: float) -> None:
+    if launched_s < LEAST_GAIN * replayed_s:
+        raise CannotBeRecorded(f"recorded they take {1e3 * replayed_s:.2f} ms, and {1e3 * launched_s:.2f} ms so")
 
 
 def _first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

@@ -109,8 +109,7 @@ class RecordedForwards:
 
 def _replayed(recording: RecordedForward, batch: Batch) -> Outputs:
     fill(recording.inputs, batch)
-    recording.graph.replay()
-    found = recording.results.copies()
+    found = recording.results.after(recording.graph.replay)
     return {name: PerSample(value) if name in recording.per_sample else value for name, value in found.items()}
 
 

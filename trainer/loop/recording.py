@@ -240,12 +240,17 @@ class Packed:
             (names, torch.cat([values[name].detach().reshape(-1) for name in names])) for names in by_type.values()
         ]
 
-    def copies(self) -> dict[str, Tensor]:
-        """The tensors by name, in memory that no recording writes to."""
+    def after(self, replay: Callable[[], None]) -> dict[str, Tensor]:
+        """The tensors by name, as the recording writes them that is replayed, in memory that no recording writes to.
+
+        That is taken before: where there is none, torch.OutOfMemoryError is raised, and nothing has been done.
+        """
+        copies = [torch.empty_like(part) for _, part in self.parts]
+        replay()
         found: dict[str, Tensor] = {}
-        for names, part in self.parts:
+        for (names, part), copy in zip(self.parts, copies, strict=True):
             sizes = [self._shapes[name].numel() for name in names]
-            found.update(zip(names, part.clone().split(sizes), strict=True))
+            found.update(zip(names, copy.copy_(part).split(sizes), strict=True))
         return {name: found[name].view(shape) for name, shape in self._shapes.items()}
 
 
