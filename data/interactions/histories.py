@@ -7,7 +7,7 @@ import numpy as np
 
 from data.files import shown
 from data.interactions.columns import ColumnChoice
-from data.interactions.item_sets import ragged
+from data.interactions.item_sets import Ragged
 from data.interactions.reader import Interactions, find_file, in_time_order
 from data.interactions.sequences import scaled_times
 from data.interactions.table import Table, read_table
@@ -100,14 +100,16 @@ class Histories:
         users, place = np.divmod(keys.index, self.num_places)
         start, end = self._interactions.offsets[users], self._interactions.offsets[users + 1]
         length = np.minimum(end - start, self._maxlen)
+        rows = Ragged(end - length, length, length.max(initial=0))
         batch: Arrays = {
-            "items": ragged(self._interactions.items, end - length, length).astype(np.int64),
+            "items": rows.of(self._interactions.items).astype(np.int64),
             "length": length,
             "user": users,
             "place": place,
         }
         if self._times is not None:
-            batch["times"] = ragged(self._times, end - length, length)
+            batch["times"] = rows.of(self._times)
         if self._mask_seen:
-            batch["seen"] = ragged(self._interactions.items, start, end - start).astype(np.int64)
+            history = Ragged(start, end - start, (end - start).max(initial=0))
+            batch["seen"] = history.of(self._interactions.items).astype(np.int64)
         return batch

@@ -4,11 +4,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trainer.loading.arrays import Array, arange_like, namespace, on_host
 from trainer.loading.cache import Arrays
+from trainer.loading.counter_random import below
+from trainer.loading.on_device import Movable
 
 
 @dataclass(frozen=True)
-class ItemSets:
+class ItemSets(Movable):
     """The distinct items of each user, and a bijection from numbers onto all the other items.
 
     With a user's items s_0 < s_1 < ... the r-th other item (r from 0, items from 1) is r + 1 + j, where j is the number
@@ -19,6 +22,8 @@ class ItemSets:
     items: (m,) int32, ascending for each user.
     thresholds: (m,) int64, u * (num_items + 1) + s_k - 1 - k: ascending.
     """
+
+    stays = frozenset({"items"})
 
     offsets: np.ndarray
     items: np.ndarray
@@ -40,28 +45,31 @@ class ItemSets:
         """What a cache keeps."""
         return {"offsets": self.offsets, "items": self.items, "thresholds": self.thresholds}
 
-    def sizes(self, users: np.ndarray) -> np.ndarray:
+    def sizes(self, users: Array) -> Array:
         """How many items are in the sets of the users (B,): (B,) int64."""
-        return self.offsets[users + 1] - self.offsets[users]
+        return self.offsets.take(users + 1) - self.offsets.take(users)
 
-    def num_others(self, users: np.ndarray) -> np.ndarray:
+    def num_others(self, users: Array) -> Array:
         """How many items are not in the sets of the users (B,): (B,) int64."""
         return self.num_items - self.sizes(users)
 
-    def others(self, users: np.ndarray, r: np.ndarray) -> np.ndarray:
+    def others(self, users: Array, r: Array) -> Array:
         """Items outside of the sets of the users (B,), by number: r (B, n), 0 <= r < num_others, to (B, n) int64."""
-        if r.shape[1] > self.num_items:
+        if on_host(r) and r.shape[1] > self.num_items:
             return self._others_by_table(users, r)
         return r + 1 + self._num_smaller(users, r)
 
-    def _num_smaller(self, users: np.ndarray, r: np.ndarray) -> np.ndarray:
+    def _num_smaller(self, users: Array, r: Array) -> Array:
         """How many items of the user are smaller than the r-th other item: (B, n).
 
-        A search among the user's own thresholds: one in all of them, np.searchsorted, reads more memory.
+        On the host a search among the user's own thresholds: one in all of them reads more memory. On a device the
+        latter is one kernel.
         """
+        wanted, first = users[:, None] * (self.num_items + 1) + r, self.offsets.take(users)[:, None]
+        if not on_host(r):
+            return namespace(r).searchsorted(self.thresholds, wanted, right=True) - first
         found = np.zeros(r.shape, np.int64)
-        wanted, size = users[:, None] * (self.num_items + 1) + r, self.sizes(users)[:, None]
-        last = self.offsets[users][:, None] - 1
+        last, size = first - 1, self.sizes(users)[:, None]
         for bit in reversed(range(int(size.max(initial=0)).bit_length())):
             more = found + (1 << bit)
             found = np.where((more <= size) & (self.thresholds[last + np.minimum(more, size)] <= wanted), more, found)
@@ -79,7 +87,7 @@ class ItemSets:
     def padded(self, users: np.ndarray, num_more: int = 0) -> np.ndarray:
         """The sets of the users (B,) and so many columns for more: (B, S + num_more) int64, zeros behind."""
         count = self.sizes(users)
-        return ragged(self.items, self.offsets[users], count, count.max(initial=0) + num_more).astype(np.int64)
+        return Ragged(self.offsets[users], count, count.max(initial=0) + num_more).of(self.items).astype(np.int64)
 
 
 def sorted_distinct(values: np.ndarray) -> np.ndarray:
@@ -88,35 +96,44 @@ def sorted_distinct(values: np.ndarray) -> np.ndarray:
     return ordered[np.diff(ordered, prepend=-1) > 0]
 
 
-def ragged(values: np.ndarray, start: np.ndarray, length: np.ndarray, width: int | None = None) -> np.ndarray:
-    """values[start : start + length] of each row, zeros behind: (B, width); by default as wide as the longest row."""
-    if width is None:
-        width = length.max(initial=0)
-    index = np.minimum(start[:, None] + np.arange(width), len(values) - 1)
-    return np.where(is_real(length, width), values[index], 0)
+class Ragged:
+    """Rows of different lengths that lie in arrays behind each other, as a matrix with zeros behind each.
+
+    is_real: (B, width) bool, which entries belong to the rows.
+    """
+
+    def __init__(self, start: Array, length: Array, width: int) -> None:
+        """start, length: (B,) int64, where the rows begin, and how long they are."""
+        column = arange_like(width, start)
+        self.is_real = column < length[:, None]
+        self._position = (start[:, None] + column) * self.is_real
+
+    def of(self, values: Array, ahead: int = 0) -> Array:
+        """values[start + ahead : start + ahead + length] of each row: (B, width), of the type of values."""
+        return values.take(self._position + ahead if ahead else self._position) * self.is_real
 
 
-def is_real(length: np.ndarray, width: int) -> np.ndarray:
-    """Which entries of rows that are as wide as the longest belong to them: (B, width) bool."""
-    return np.arange(width) < length[:, None]
-
-
-def below(bits: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Uniform words (B, n) to uniform numbers 0 <= r < limit (B,), int64; off from uniform by limit / 2^64 at most."""
-    return (bits % limit[:, None].astype(np.uint64)).astype(np.int64)
-
-
-def distinct_below(bits: np.ndarray, limit: np.ndarray) -> np.ndarray:
+def distinct_below(bits: Array, limit: Array) -> Array:
     """Uniform words (B, n) to n distinct numbers 0 <= r < limit (B,), int64; each set of n is equally probable.
 
     Floyd's algorithm (Bentley and Floyd, "A sample of brilliance", Communications of the ACM 30(9), 1987): in
     round i draw among the first limit - n + i + 1 numbers; the last of these, new in the round, replaces a repetition.
+
+    All rounds at once. A draw is a repetition if an earlier one was equal, which sorting shows. It is one too if it is
+    the number that was new in an earlier round and was chosen in it: there drawn, or put in the place of a repetition.
+    So each round is joined with the one in which its draw was new; each turn of the loop looks twice as far back.
     """
-    num = bits.shape[1]
-    chosen = np.empty((num, len(bits)), np.int64)
-    for i in range(num):
-        newest = limit - num + i
-        r = below(bits[:, i : i + 1], newest + 1)[:, 0]
-        repeated = (chosen[:i] == r).any(axis=0)
-        chosen[i] = np.where(repeated, newest, r)
-    return chosen.T
+    num, least = bits.shape[1], (limit - bits.shape[1])[:, None]
+    round_ = arange_like(num, bits)
+    newest = least + round_
+    drawn = below(bits.reshape(-1, 1), newest.reshape(-1) + 1).reshape(newest.shape)
+    row = arange_like(len(bits), bits)[:, None] * num
+    at = row + (drawn * num + round_).argsort(axis=1)
+    ordered = drawn.take(at)
+    is_newest = drawn == newest
+    is_newest.reshape(-1)[at[:, 1:]] |= ordered[:, 1:] == ordered[:, :-1]
+    xp = namespace(drawn)
+    joined = row + xp.where(drawn < least, round_, drawn - least)
+    for _ in range((num - 1).bit_length()):
+        is_newest, joined = is_newest | is_newest.take(joined), joined.take(joined)
+    return xp.where(is_newest, newest, drawn)

@@ -12,11 +12,13 @@ from typing import Literal
 import numpy as np
 
 from data.interactions.hold_out import HoldOut
-from data.interactions.item_sets import ItemSets, below, distinct_below, is_real, ragged
+from data.interactions.item_sets import ItemSets, Ragged, distinct_below
 from data.interactions.reader import Interactions
 from trainer.common.errors import UserError
+from trainer.loading.arrays import Array, cast
 from trainer.loading.cache import Arrays, cached_arrays
-from trainer.loading.counter_random import random_bits
+from trainer.loading.counter_random import below, random_bits
+from trainer.loading.on_device import Movable
 from trainer.loading.order import SampleKeys
 
 EvaluationNegatives = Literal["parity", "unseen", "clean"]
@@ -60,12 +62,14 @@ class _Split:
     scaled_times: np.ndarray | None
 
 
-class TrainSequences:
+class TrainSequences(Movable):
     """The training items of every user who has two or more: each item but the first is to be predicted.
 
     users: (n,) int64, the user of each sample. Of a history with more than maxlen items to predict there is a sample
         of the last of them, or with whole_histories as many as it takes to predict each item once, the newest first.
     """
+
+    stays = frozenset({"_lengths"})
 
     def __init__(
         self,
@@ -78,15 +82,17 @@ class TrainSequences:
         negatives: Negatives | None,
     ) -> None:
         """maxlen: inputs of a sample at most. seed: key of the negatives."""
-        self._interactions = interactions
-        self._split = split
+        self._num_users, self._items, self._times = interactions.num_users, interactions.items, split.scaled_times
+        self._sets = split.items
         self._seed = seed
         self._negatives = negatives
         self._maxlen = maxlen
         num_samples = -(-np.maximum(split.num_train - 1, 0) // maxlen)
         self.users, sample = _numbered(num_samples if whole_histories else np.minimum(num_samples, 1))
-        self._stop = split.num_train[self.users] - sample * maxlen
-        self._lengths = np.minimum(self._stop - 1, maxlen)
+        stop = split.num_train[self.users] - sample * maxlen
+        self._lengths = np.minimum(stop - 1, maxlen)
+        self._first = interactions.offsets[self.users] + stop - 1 - self._lengths
+        self._num_others = split.items.num_others(self.users)
 
     def __len__(self) -> int:
         return len(self.users)
@@ -94,14 +100,16 @@ class TrainSequences:
     @property
     def item_popularity(self) -> np.ndarray:
         """The share of all users who have each item in training, (num_items + 1,) float64; 0 for the padding."""
-        num_users_of = np.bincount(self._split.items.items, minlength=self._interactions.num_items + 1)
-        return num_users_of / self._interactions.num_users
+        return np.bincount(self._sets.items, minlength=self._sets.num_items + 1) / self._num_users
 
     def num_terms(self, index: np.ndarray) -> np.ndarray:
         """How many items are predicted for each of the samples (B,): (B,) int64."""
         return self._lengths[index]
 
-    def __getitems__(self, keys: SampleKeys) -> Arrays:
+    def weights(self, keys: SampleKeys) -> np.ndarray:
+        return self._lengths[keys.index].astype(np.float32)
+
+    def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
         """Training items of each user, as inputs and as targets, which are one ahead.
 
         {"items": (B, T) int64, "targets": (B, T) int64, "length": (B,) int64, "times": (B, T) int32 scaled times of
@@ -109,36 +117,33 @@ class TrainSequences:
         or (B, num) (absent where none are asked for)}. Negatives are uniform among the items that the user has not in
         training.
         """
-        users, length = self.users[keys.index], self._lengths[keys.index]
-        end = self._interactions.offsets[users] + self._stop[keys.index]
-        width = min(keys.padded_length(length.max(initial=0), _TRAIN_STEP), self._maxlen)
-        batch: Arrays = {
-            "items": ragged(self._interactions.items, end - 1 - length, length, width).astype(np.int64),
-            "targets": ragged(self._interactions.items, end - length, length, width).astype(np.int64),
+        index, lengths = self.here(keys.index), self._lengths[keys.index]
+        width = min(keys.padded_length(lengths.max(initial=0), _TRAIN_STEP), self._maxlen)
+        length = self.here(lengths)
+        rows = Ragged(self._first.take(index), length, width)
+        batch = {
+            "items": cast(rows.of(self._items), "int64"),
+            "targets": cast(rows.of(self._items, ahead=1), "int64"),
             "length": length,
         }
-        if self._split.scaled_times is not None:
-            batch["times"] = ragged(self._split.scaled_times, end - 1 - length, length, width)
+        if self._times is not None:
+            batch["times"] = rows.of(self._times)
         if self._negatives is not None:
-            batch["negatives"] = self._draw(keys, users, length, width, self._negatives)
+            batch["negatives"] = self._draw(keys.epoch, index, rows.is_real, self._negatives)
         return batch
 
-    def _draw(
-        self, keys: SampleKeys, users: np.ndarray, length: np.ndarray, width: int, negatives: Negatives
-    ) -> np.ndarray:
+    def _draw(self, epoch: int, index: Array, is_real: Array, negatives: Negatives) -> Array:
         # Counters go position by position, so that the draws of one do not depend on the padding behind it.
-        width = width if negatives.per_position else 1
-        bits = random_bits(self._seed, keys.epoch, keys.index, width * negatives.num, _TRAIN_STREAM)
-        num_others = self._split.items.num_others(users)
-        items = self._split.items.others(users, below(bits, num_others))
+        width = is_real.shape[1] if negatives.per_position else 1
+        bits = random_bits(self._seed, epoch, index, width * negatives.num, _TRAIN_STREAM)
+        items = self._sets.others(self.users.take(index), below(bits, self._num_others.take(index)))
         if not negatives.per_position:
             return items
-        items = items.reshape(len(users), width, negatives.num)
-        return np.where(is_real(length, width)[:, :, None], items, 0)
+        return items.reshape(len(index), width, negatives.num) * is_real[:, :, None]
 
 
 @dataclass(frozen=True)
-class _Candidates:
+class _Candidates(Movable):
     """Draws a user's negatives for evaluation.
 
     excluded: they are uniform among the other items.
@@ -150,7 +155,7 @@ class _Candidates:
     seed: int
     stream: int
 
-    def draw(self, users: np.ndarray, turn: np.ndarray) -> np.ndarray:
+    def draw(self, users: Array, turn: Array) -> Array:
         """Users (B,), and which of the user's held-out items it is, from 0, (B,): to items (B, 100) int64."""
         keys = users + turn * (len(self.excluded.offsets) - 1)
         bits = random_bits(self.seed, 0, keys, NUM_EVALUATION_NEGATIVES, self.stream)
@@ -159,13 +164,15 @@ class _Candidates:
         return self.excluded.others(users, r)
 
 
-class EvaluationSequences:
+class EvaluationSequences(Movable):
     """Each held-out item with the history before it, if there is any, and items that do not follow.
 
     Rows are ordered by the length of the history, so that neighbours need little padding.
 
     users: (n,) int64, the user of each row.
     """
+
+    stays = frozenset({"_position"})
 
     def __init__(
         self,
@@ -178,8 +185,7 @@ class EvaluationSequences:
         mask_seen: bool,
     ) -> None:
         """is_test: the targets are those of the test, not of the validation."""
-        self._interactions = interactions
-        self._split = split
+        self._items, self._times = interactions.items, split.scaled_times
         self._maxlen = maxlen
         self._candidates = candidates
         self._mask_seen = mask_seen
@@ -190,35 +196,37 @@ class EvaluationSequences:
         order = np.argsort(first[users] + turn, kind="stable")
         self.users, self._turn = users[order], turn[order]
         self._position = first[self.users] + self._turn
+        self._first = interactions.offsets[self.users]
 
     def __len__(self) -> int:
         return len(self.users)
 
-    def __getitems__(self, keys: SampleKeys) -> Arrays:
+    def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
         """The last maxlen items of each history, in the order of time, and what follows.
 
         {"items": (B, T) int64, "length": (B,) int64, "times": (B, T) int32 scaled times, from 1 (absent where
         interactions have no times), "target": (B,) int64, "candidates": (B, 100) int64, negatives, "seen": (B, S)
         int64, the items of the whole history, 0 in place of the target (absent unless asked for)}.
         """
-        users = self.users[keys.index]
-        start = self._interactions.offsets[users]
-        target = start + self._position[keys.index]
-        length = np.minimum(target - start, self._maxlen)
-        width = min(keys.padded_length(length.max(initial=0), _EVALUATION_STEP), self._maxlen)
-        batch: Arrays = {
-            "items": ragged(self._interactions.items, target - length, length, width).astype(np.int64),
+        positions = self._position[keys.index]
+        longest = positions.max(initial=0)
+        width = min(keys.padded_length(min(longest, self._maxlen), _EVALUATION_STEP), self._maxlen)
+        index, num_seen = self.here(keys.index), self.here(positions)
+        start, length = self._first.take(index), num_seen.clip(None, self._maxlen)
+        target = start + num_seen
+        rows = Ragged(target - length, length, width)
+        batch = {
+            "items": cast(rows.of(self._items), "int64"),
             "length": length,
-            "target": self._interactions.items[target].astype(np.int64),
-            "candidates": self._candidates.draw(users, self._turn[keys.index]),
+            "target": cast(self._items.take(target), "int64"),
+            "candidates": self._candidates.draw(self.users.take(index), self._turn.take(index)),
         }
-        if self._split.scaled_times is not None:
-            batch["times"] = ragged(self._split.scaled_times, target - length, length, width)
+        if self._times is not None:
+            batch["times"] = rows.of(self._times)
         if self._mask_seen:
-            num_seen = target - start
-            most = keys.padded_length(num_seen.max(initial=0), _SEEN_STEP)
-            history = ragged(self._interactions.items, start, num_seen, most).astype(np.int64)
-            batch["seen"] = np.where(history == batch["target"][:, None], 0, history)
+            most = keys.padded_length(longest, _SEEN_STEP)
+            history = cast(Ragged(start, num_seen, most).of(self._items), "int64")
+            batch["seen"] = history * (history != batch["target"][:, None])
         return batch
 
 

@@ -9,17 +9,20 @@ import numpy as np
 
 from data.interactions.item_sets import sorted_distinct
 from trainer.loading.cache import Arrays
+from trainer.loading.on_device import Movable
 
 SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True)
-class ItemLists:
+class ItemLists(Movable):
     """The distinct items of each user.
 
     offsets: (num_users + 1,) int64; the items of user u are at offsets[u] to offsets[u + 1].
     items: (n,) int32, ascending for each user.
     """
+
+    stays = frozenset({"offsets"})
 
     offsets: np.ndarray
     items: np.ndarray

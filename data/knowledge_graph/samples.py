@@ -8,13 +8,15 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
+import torch
 
-from data.interactions.item_sets import ItemSets, below, is_real, ragged
+from data.interactions.item_sets import ItemSets, Ragged
 from data.knowledge_graph.catalogue import Catalogue, ItemLists
 from data.knowledge_graph.edges import Edges
 from trainer.common.errors import UserError
-from trainer.loading.cache import Arrays
-from trainer.loading.counter_random import random_bits
+from trainer.loading.arrays import Array, cast, namespace, on_host
+from trainer.loading.counter_random import below, random_bits
+from trainer.loading.on_device import Movable
 from trainer.loading.order import SampleKeys
 
 _USER_STREAM, _ITEM_STREAM, _HEAD_STREAM, _TAIL_STREAM = range(4, 8)
@@ -23,8 +25,10 @@ _STEP = 128
 """Lists of items are padded to multiples of this on a GPU: beside the scores of all items they cost next to nothing."""
 
 
-class BprSamples:
+class BprSamples(Movable):
     """As many samples as training interactions: a user, an item that the user has, and one that the user has not."""
+
+    rows_alike = True
 
     def __init__(self, catalogue: Catalogue, seed: int, draw: Literal["users", "interactions"] = "users") -> None:
         """draw: what is drawn.
@@ -36,7 +40,7 @@ class BprSamples:
         Raises UserError when a user has all items, so that no negative is left.
         """
         train = catalogue.train
-        self._train = train
+        self._items = train.items
         self._seed = seed
         self._users_of_samples = train.users if draw == "interactions" else None
         self._users = np.flatnonzero(train.sizes)
@@ -49,29 +53,33 @@ class BprSamples:
             )
 
     def __len__(self) -> int:
-        return len(self._train)
+        return len(self._items)
 
-    def __getitems__(self, keys: SampleKeys) -> Arrays:
+    def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
         """{"user", "positive", "negative"}, each (B,) int64. The negative is uniform among the user's other items."""
-        bits = random_bits(self._seed, keys.epoch, keys.index, 2, _ITEM_STREAM)
+        index = self.here(keys.index)
+        bits = random_bits(self._seed, keys.epoch, index, 2, _ITEM_STREAM)
         if self._users_of_samples is not None:
-            users, position = self._users_of_samples[keys.index], keys.index
+            users, position = self._users_of_samples.take(index), index
         else:
-            users = self._users[_in_turns(self._seed, keys, len(self._users), len(self), _USER_STREAM)]
-            position = self._train.offsets[users] + below(bits[:, :1], self._sets.sizes(users))[:, 0]
+            turns = _turns(self._seed, keys.epoch, len(self._users), len(self), _USER_STREAM, self.device)
+            users = self._users.take(cast(turns.take(index), "int64"))
+            position = self._sets.offsets.take(users) + below(bits[:, :1], self._sets.sizes(users))[:, 0]
         return {
             "user": users,
-            "positive": self._train.items[position].astype(np.int64),
+            "positive": cast(self._items.take(position), "int64"),
             "negative": self._sets.others(users, below(bits[:, 1:], self._sets.num_others(users)))[:, 0] - 1,
         }
 
 
-class Triples:
+class Triples(Movable):
     """As many samples as edges: an edge of the graph, and a tail that would make it none.
 
     The samples of an epoch, in their order, go through one permutation of the nodes that are heads after another; the
     edge is uniform among those of the head. After the published code of KGAT.
     """
+
+    rows_alike = True
 
     def __init__(self, edges: Edges, seed: int) -> None:
         """Raises UserError when some head is joined to every node by one relation, so that no negative is left."""
@@ -97,30 +105,34 @@ class Triples:
     def __len__(self) -> int:
         return len(self._tail)
 
-    def __getitems__(self, keys: SampleKeys) -> Arrays:
+    def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
         """{"head", "relation", "tail", "negative"}, each (B,) int64.
 
         The negative is uniform among the nodes such that (head, relation, negative) is no edge.
         """
-        bits = random_bits(self._seed, keys.epoch, keys.index, 2, _TAIL_STREAM)
-        heads = self._heads[_in_turns(self._seed, keys, len(self._heads), len(self), _HEAD_STREAM)]
-        edge = self._offsets[heads] + below(bits[:, :1], self._degrees[heads])[:, 0]
-        sets = self._set_of_edge[edge].astype(np.int64)
+        index = self.here(keys.index)
+        bits = random_bits(self._seed, keys.epoch, index, 2, _TAIL_STREAM)
+        turns = _turns(self._seed, keys.epoch, len(self._heads), len(self), _HEAD_STREAM, self.device)
+        heads = self._heads.take(cast(turns.take(index), "int64"))
+        edge = self._offsets.take(heads) + below(bits[:, :1], self._degrees.take(heads))[:, 0]
+        sets = cast(self._set_of_edge.take(edge), "int64")
         return {
             "head": heads,
-            "relation": self._relation[edge].astype(np.int64),
-            "tail": self._tail[edge].astype(np.int64),
+            "relation": cast(self._relation.take(edge), "int64"),
+            "tail": cast(self._tail.take(edge), "int64"),
             "negative": self._sets.others(sets, below(bits[:, 1:], self._sets.num_others(sets)))[:, 0] - 1,
         }
 
 
-class UsersToRank:
+class UsersToRank(Movable):
     """The users with items to find, and which items those are.
 
     Ordered by the number of items seen, so that neighbours need little padding.
 
     users: (n,) int64, the user of each sample.
     """
+
+    stays = frozenset({"users"})
 
     def __init__(self, catalogue: Catalogue, split: Literal["val", "test"]) -> None:
         self._padding = catalogue.num_items
@@ -132,7 +144,7 @@ class UsersToRank:
     def __len__(self) -> int:
         return len(self.users)
 
-    def __getitems__(self, keys: SampleKeys) -> Arrays:
+    def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
         """{"user" (B,), "positives" (B, P), "seen" (B, S)} int64, rows padded behind with num_items.
 
         seen: the items of training, and for the test also those of validation; never to be recommended. (Where models
@@ -140,7 +152,7 @@ class UsersToRank:
         """
         users = self.users[keys.index]
         return {
-            "user": users,
+            "user": self.here(users),
             "positives": padded(self._positives, users, self._padding, keys),
             "seen": padded(self._seen, users, self._padding, keys),
         }
@@ -153,22 +165,24 @@ def _sets(offsets: np.ndarray, members: np.ndarray, num_members: int) -> ItemSet
     return ItemSets(offsets, members + 1, sets * (num_members + 1) + members - position, num_members)
 
 
-def padded(lists: ItemLists, users: np.ndarray, padding: int, keys: SampleKeys) -> np.ndarray:
+def padded(lists: ItemLists, users: np.ndarray, padding: int, keys: SampleKeys) -> Array:
     """The items of the users (B,): (B, as many as any of them has, or `keys.padded_length`) int64, padded behind."""
     start = lists.offsets[users]
     length = lists.offsets[users + 1] - start
-    items = ragged(lists.items, start, length, keys.padded_length(length.max(initial=0), _STEP)).astype(np.int64)
-    return np.where(is_real(length, items.shape[1]), items, padding)
-
-
-def _in_turns(seed: int, keys: SampleKeys, num_things: int, num_samples: int, stream: int) -> np.ndarray:
-    """Which of some things each sample is about, if each has its turn before any has another: (B,) int64."""
-    turns = _turns(seed, keys.epoch, num_things, -(-num_samples // num_things), stream)
-    return turns[keys.index].astype(np.int64)
+    rows = Ragged(lists.here(start), lists.here(length), keys.padded_length(length.max(initial=0), _STEP))
+    items = cast(rows.of(lists.items), "int64")
+    return namespace(items).where(rows.is_real, items, padding)
 
 
 @lru_cache(maxsize=4)  # of two data sets, for an epoch and the next, whose first batches are fetched ahead
-def _turns(seed: int, epoch: int, num_things: int, num_rounds: int, stream: int) -> np.ndarray:
-    """So many permutations of range(num_things) behind each other: (num_rounds * num_things,) int32."""
-    bits = random_bits(seed, epoch, np.arange(num_rounds), num_things, stream)
-    return np.argsort(bits, axis=1, kind="stable").astype(np.int32).ravel()
+def _turns(seed: int, epoch: int, num_things: int, num_samples: int, stream: int, device: torch.device | None) -> Array:
+    """Which of some things each sample is about, if each has its turn before any has another: (num_samples or more,)
+
+    Permutations of range(num_things) behind each other, int32.
+    """
+    num_rounds = -(-num_samples // num_things)
+    rounds = np.arange(num_rounds) if device is None else torch.arange(num_rounds, device=device)
+    bits = random_bits(seed, epoch, rounds, num_things, stream)
+    # Of tensors, whose words have a sign, the highest bit turned round, so that the order is that of the host.
+    order = np.argsort(bits, axis=1, kind="stable") if on_host(bits) else (bits ^ -(2**63)).argsort(dim=1, stable=True)
+    return cast(order, "int32").ravel()

@@ -1,14 +1,17 @@
 """Each workload that comes with the trainer, on one imagined GPU, on the second one, and on three."""
 
+import numpy as np
 import pytest
 import torch
 
 from tests.gpu.runs import EXACT, assert_same, run
 from tests.helpers import small_catalogue, small_seqrec, small_speech, small_table
-from tests.helpers.imagined_gpu import on_imagined_gpus
+from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
 from trainer.commands.build import build_loaders, build_task
 from trainer.commands.parse import parse
-from trainer.loading.order import evaluation_keys
+from trainer.loading.batches import gathered
+from trainer.loading.on_device import DeviceLoader, moved
+from trainer.loading.order import SampleKeys, evaluation_keys
 from trainer.parallel.strategy import SingleDevice
 
 SEQREC = ["--task", "seqrec", *small_seqrec.SMALL, "--k-core", 0, "--dropout", 0, "--max-steps", 3]
@@ -97,3 +100,22 @@ def test_every_workload_in_every_precision_in_every_form(name, form, amp, tmp_pa
     devices, several = FORMS[form]
     argv = [*settings_of(name, tmp_path), *devices, "--amp", amp, "--log-interval", 2, "--save-dir", tmp_path / "run"]
     run(cache_dir, *argv, several=several)
+
+
+@pytest.mark.parametrize("name", ["seqrec", "seqrec bce", "kgat"])
+@on_imagined_gpus(1)
+def test_nobody_waits_for_batches_that_are_drawn_on_a_gpu(name, tmp_path, cache_dir):
+    arguments = [*map(str, settings_of(name, tmp_path)), "--cache-dir", str(cache_dir / "lockstep")]
+    flags, problems = parse(arguments, several_devices=False)
+    assert problems == []
+    task, device = build_task(flags), torch.device("cuda")
+    datasets = [*map(task.training_data, task.phases), task.splits()["val"]]
+    for own, there in zip(datasets, moved(datasets, device), strict=True):
+        keys = [SampleKeys(np.arange(i, i + 4), epoch=2, few_lengths=True) for i in range(5)]
+        before = len(GPUS.waits)
+        batches = list(DeviceLoader([there], task.collate, device)(keys))
+        assert GPUS.waits[before:] == []
+        for key, batch in zip(keys, batches, strict=True):
+            expected = gathered(own, task.collate, key)
+            assert batch.keys() == expected.keys() and batch["weight"].device.type == "cpu"
+            assert all(torch.equal(batch[part].cpu(), values) for part, values in expected.items())

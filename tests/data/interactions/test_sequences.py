@@ -7,13 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from data.interactions.hold_out import HoldOut
 from data.interactions.item_sets import ItemSets, distinct_below
 from data.interactions.reader import Interactions, load_interactions
 from data.interactions.sequences import Negatives, split_interactions
+from tests.helpers.on_device import HERE, assert_equal_on_a_device
 from trainer.common.errors import UserError
-from trainer.loading.counter_random import random_bits
+from trainer.loading.counter_random import below, random_bits
+from trainer.loading.on_device import moved
 from trainer.loading.order import SampleKeys, evaluation_keys
 
 MAXLEN = 6
@@ -169,6 +172,39 @@ def test_what_is_not_there_or_not_asked_for_is_absent(make) -> None:
     data = make(from_lists(ITEMS, None, 130, "no times"), negatives=None, mask_seen=False)
     assert whole(data["train"]).keys() == {"items", "targets", "length"}
     assert whole(data["val"]).keys() == whole(data["test"]).keys() == {"items", "length", "target", "candidates"}
+
+
+@pytest.mark.parametrize("with_times", [True, False])
+@pytest.mark.parametrize(
+    ("negatives", "eval_negatives", "whole_histories"),
+    [
+        (Negatives(2, per_position=True), "parity", False),
+        (Negatives(70, per_position=True), "unseen", True),  # more of a sample than there are items
+        (Negatives(9, per_position=False), "clean", True),
+        (None, "parity", False),
+    ],
+)
+def test_batches_on_a_device_are_those_of_the_host(
+    make, interactions, negatives, eval_negatives, whole_histories, with_times
+) -> None:
+    data = make(
+        interactions if with_times else from_lists(ITEMS, None, 130, "no times"),
+        negatives=negatives,
+        eval_negatives=eval_negatives,
+        whole_histories=whole_histories,
+        mask_seen=with_times,
+    )
+    assert_equal_on_a_device(list(data.values()))
+    keys = SampleKeys(np.arange(8), 0)
+    lengths = data["train"].__getitems__(keys)["length"]
+    weights = data["train"].weights(keys)
+    assert weights.dtype == np.float32 and weights.tolist() == lengths.tolist() and len(set(weights)) > 1
+
+
+def test_what_parts_of_a_split_share_lies_on_a_device_once(make) -> None:
+    train, val, test = moved(list(make().values()), HERE)
+    assert train._items is val._items is test._items and train._sets is val._candidates.excluded
+    assert isinstance(train._items, torch.Tensor) and isinstance(train._lengths, np.ndarray)
 
 
 def test_no_user_to_evaluate(make) -> None:
@@ -373,6 +409,17 @@ def test_clean_candidates_are_all_that_is_left_where_that_is_just_enough(make) -
     items = [[1, 2, 3, 4, 5], [9, 9, 9]]
     batch = whole(make(from_lists(items, None, 105, "enough"), eval_negatives="clean")["test"])
     assert sorted(batch["candidates"][1].tolist()) == list(range(6, 106))
+
+
+@pytest.mark.parametrize(("num", "most"), [(1, 1), (3, 5), (8, 9), (100, 100), (100, 120), (100, 3000)])
+def test_distinct_numbers_are_those_of_floyd_round_by_round(num, most) -> None:
+    bits, limit = random_bits(0, 0, np.arange(60), num), np.random.default_rng(0).integers(num, most + 1, 60)
+    chosen = [[] for _ in limit]
+    for i in range(num):
+        newest = limit - num + i
+        for row, last, drawn in zip(chosen, newest, below(bits[:, i : i + 1], newest + 1)[:, 0], strict=True):
+            row.append(last if drawn in row else drawn)
+    assert np.array_equal(distinct_below(bits, limit), chosen)
 
 
 def test_every_set_of_distinct_numbers_is_equally_probable() -> None:

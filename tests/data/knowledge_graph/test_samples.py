@@ -9,6 +9,7 @@ import pytest
 from data.knowledge_graph.catalogue import ItemLists
 from data.knowledge_graph.edges import Edges, collaborative_graph
 from data.knowledge_graph.samples import BprSamples, Triples, UsersToRank
+from tests.helpers.on_device import assert_equal_on_a_device
 from trainer.common.errors import UserError
 from trainer.loading.order import SampleKeys
 
@@ -51,6 +52,12 @@ def test_a_sample_is_the_same_in_every_batch(catalogue, name) -> None:
         np.testing.assert_array_equal(np.concatenate([part[column] for part in parts]), values[shuffled])
     for other in (take(dataset, np.arange(len(dataset)), epoch=4), take(datasets(catalogue, 1)[name], shuffled, 3)):
         assert (other["negative"] != whole["negative"]).any()
+
+
+def test_samples_on_a_device_are_those_of_the_host(catalogue) -> None:
+    assert_equal_on_a_device(
+        [*datasets(catalogue).values(), *(UsersToRank(catalogue, part) for part in ("val", "test"))]
+    )
 
 
 @pytest.mark.parametrize("draw", ["users", "interactions"])

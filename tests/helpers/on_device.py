@@ -1,0 +1,33 @@
+"""Batches of data sets on a device, which must be those of the host."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from trainer.loading.on_device import Movable, moved
+from trainer.loading.order import SampleKeys
+
+HERE = torch.device("cpu")
+"""A device as good as any for operators of torch."""
+
+
+def some_keys(num_samples: int, epochs: Sequence[int] = (0, 3)) -> Iterator[SampleKeys]:
+    """All samples, some in any order and repeatedly, and a single one; padded to their longest and to few lengths."""
+    rng = np.random.default_rng(num_samples)
+    for epoch in epochs:
+        for index in (np.arange(num_samples), rng.integers(0, num_samples, 9), np.array([num_samples - 1])):
+            for few_lengths in (False, True):
+                yield SampleKeys(index, epoch, few_lengths=few_lengths)
+
+
+def assert_equal_on_a_device(datasets: Sequence[Movable]) -> None:
+    """To the bit, with the weights of the host."""
+    for own, there in zip(datasets, moved(datasets, HERE), strict=True):
+        for keys in some_keys(len(own)):
+            expected, found = own.__getitems__(keys), there.__getitems__(keys)
+            assert found.keys() == expected.keys()
+            for name, values in expected.items():
+                assert isinstance(found[name], torch.Tensor) and found[name].numpy().dtype == values.dtype
+                np.testing.assert_array_equal(found[name].numpy(), values, err_msg=name)
+            assert np.array_equal(there.weights(keys), own.weights(keys))
