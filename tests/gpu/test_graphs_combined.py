@@ -1,0 +1,107 @@
+"""Recorded steps together with what else a run may be asked for, on imagined GPUs."""
+
+import multiprocessing
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from tests.conftest import TINY, assert_same_bits, load
+from tests.gpu.runs import run
+from tests.gpu.test_graphs import GRAPHS, LONGER, told
+from tests.gpu.test_ranks import run_on_ranks
+from tests.gpu.test_training import POISONED
+from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from trainer.loop import progress
+from trainer.loop.graphs import GraphedLearner
+from trainer.loop.progress import Progress
+from trainer.loop.recording import Recorder
+
+CUDA = ["--device", "cuda", "--deterministic", "--ema-decay", 0.9]
+
+
+@on_imagined_gpus()
+def test_runs_of_several_seeds(tmp_path, cache_dir):
+    """Each in a process of its own, which here has the imagined GPUs of this one."""
+    record, get_context, note = Recorder.record, multiprocessing.get_context, tmp_path / "note"
+
+    def noted(self, function):
+        with note.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return record(self, function)
+
+    Recorder.record = noted
+    multiprocessing.get_context = lambda method=None: get_context("fork")
+    run(cache_dir, *LONGER, *CUDA, *GRAPHS, "--seeds", 2, "--save-dir", tmp_path / "recorded")
+    assert len(set(note.read_text().split()) - {str(os.getpid())}) == 2
+    for seed in (0, 1):
+        run(cache_dir, *LONGER, *CUDA, "--seed", seed, "--save-dir", tmp_path / f"{seed}")
+        assert_same_bits(load(tmp_path / f"{seed}" / "last.pth"), load(tmp_path / f"recorded/seed-{seed}/last.pth"))
+
+
+@on_imagined_gpus()
+def test_pauses_when_the_time_is_up_and_goes_on(tmp_path, cache_dir):
+    """In the middle of epochs of three steps, each of which takes a minute."""
+    clock, advance = SimpleNamespace(now=0.0), Progress.advance
+
+    def advance_and_tick(self, *step):
+        advance(self, *step)
+        clock.now += 60
+
+    Progress.advance, progress.time = advance_and_tick, SimpleNamespace(monotonic=lambda: clock.now)
+    run(cache_dir, *LONGER, *CUDA, "--save-dir", tmp_path / "launched")
+    steps = []
+    for minutes in (4, 7, 20):
+        run(cache_dir, *LONGER, *CUDA, *GRAPHS, "--max-minutes", minutes, "--save-dir", tmp_path / "recorded")
+        steps.append(load(tmp_path / "recorded" / "last.pth")["step"])
+    assert steps == [5, 8, 9]
+    assert GPUS.num_replays > 5
+    states = [load(tmp_path / name / "last.pth") for name in ("launched", "recorded")]
+    assert_same_bits(*({name: state[name] for name in ("model", "training_model", "optimizers")} for state in states))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@on_imagined_gpus()
+def test_a_signal_within_a_recording(number, tmp_path, cache_dir):
+    """Of forward and backward, of the update, of an evaluation's forward: the run stops after the step, and goes on."""
+    record, num_captures = Recorder.record, []
+
+    def interrupted(self, function):
+        def work():
+            num_captures.append(number)
+            if len(num_captures) == number:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return function()
+
+        return record(self, work)
+
+    Recorder.record = interrupted
+    run(cache_dir, *LONGER, *CUDA, "--save-dir", tmp_path / "launched")
+    more = [*LONGER, *CUDA, *GRAPHS, "--save-dir", tmp_path / "recorded"]
+    run(cache_dir, *more, status=128 + signal.SIGTERM)
+    assert "Stopped as asked" in GPUS.printed() and load(tmp_path / "recorded" / "last.pth")["step"] < 9
+    run(cache_dir, *more)
+    assert "kernel by kernel" not in GPUS.printed()
+    states = [load(tmp_path / name / "last.pth") for name in ("launched", "recorded")]
+    assert_same_bits(*({name: state[name] for name in ("model", "training_model", "optimizers")} for state in states))
+
+
+@on_imagined_gpus(2)
+def test_batch_norm_over_all_ranks_is_launched(tmp_path, cache_dir):
+    """Its own kernels are a GPU's alone, so here each rank takes its own statistics."""
+    nn.SyncBatchNorm.forward = nn.BatchNorm1d.forward
+    run_on_ranks(tmp_path, cache_dir, *TINY, *POISONED, "--on-nonfinite", "skip", "--batch-norm", "--sync-bn", *GRAPHS)
+    assert told() == [
+        "CUDA graphs: steps are launched kernel by kernel: --sync-bn exchanges statistics in the forward."
+    ]
+
+
+@on_imagined_gpus()
+def test_recordings_that_gain_nothing_are_given_up(tmp_path, cache_dir):
+    timed = GraphedLearner._timed
+    GraphedLearner._timed = lambda self, function: (timed(self, function)[0], 1e-3)
+    run(cache_dir, *LONGER, *CUDA, "--cuda-graphs", "auto", "--save-dir", tmp_path / "slow")
+    (line,) = told()
+    assert line.endswith("kernel by kernel: recorded they take 1.00 ms, and 1.00 ms so.")
