@@ -7,10 +7,10 @@ from tests.helpers import budget
 
 LINES_AND_FILES = {
     "checkpoint": (2070, 7),
-    "commands": (2890, 13),
+    "commands": (2930, 13),
     "common": (985, 7),
     "failure": (680, 4),
-    "loading": (1165, 8),
+    "loading": (1230, 8),
     "logs": (720, 5),
     "loop": (5600, 26),
     "parallel": (2735, 13),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trainer.loading.batches import Batch, KeyedDataset
     from trainer.loading.cache import cached_arrays
     from trainer.loading.counter_random import normal, random_bits, uniform
+    from trainer.loading.on_device import Movable
     from trainer.loading.order import SampleKeys
     from trainer.loading.torch_datasets import from_dataset
     from trainer.logs.logger import LoggedRun, Logger, Record
@@ -30,6 +31,7 @@ _HOMES = {
     "trainer.loading.cache": ("cached_arrays",),
     "trainer.loading.counter_random": ("normal", "random_bits", "uniform"),
     "trainer.common.errors": ("BadInput", "UserError"),
+    "trainer.loading.on_device": ("Movable",),
     "trainer.loading.order": ("SampleKeys",),
     "trainer.loading.torch_datasets": ("from_dataset",),
     "trainer.logs.logger": ("LoggedRun", "Logger", "Record"),

@@ -68,6 +68,10 @@ class RunFlags(FlagGroup):
         0, "data-loading processes per rank, and as many more for evaluation once it begins; 0 loads in the trainer, "
         "which is fastest where a batch is only gathered from memory", local=True, at_least=0,
     )  # fmt: skip
+    data_on: Literal["auto", "host", "device"] = flag(
+        "auto", "where data sets lie that can lie on a GPU, and their batches are made; auto: on the GPU if they take "
+        "at most a quarter of its free memory", local=True,
+    )  # fmt: skip
     cache_dir: Path = flag(DEFAULT_CACHE, "where parsed data sets are kept, shared by all ranks and runs", local=True)
     log_interval: int = flag(50, "optimizer steps between two log lines", metavar="STEPS", at_least=1)
     logger: tuple[str, ...] | None = flag(

@@ -39,15 +39,15 @@ class Numbers(Movable):
         index = self.here(keys.index)
         width = 4 if self.rows_alike else int(self.lengths[keys.index].max())
         drawn = uniform(7, keys.epoch, index, (width,), stream=3)
-        return {"drawn": drawn, "value": rows(self.table, index) + self.parts.values.sum(), "index": index}
+        weight = cast(rows(self.table, index) // 10 % 5, "float32")
+        return {"drawn": drawn, "value": rows(self.table, index) + self.parts.values.sum(), "weight": weight}
 
     def weights(self, keys: SampleKeys) -> np.ndarray:
         return self.lengths[keys.index].astype(np.float32)
 
 
 def collate(samples: dict[str, Array], keys: SampleKeys) -> Batch:
-    batch = {name: torch.as_tensor(value) for name, value in samples.items() if name != "index"}
-    return batch | {"index": torch.from_numpy(keys.index), "weight": torch.ones(len(keys.index))}
+    return {name: torch.as_tensor(value) for name, value in samples.items()} | {"index": torch.from_numpy(keys.index)}
 
 
 def datasets(alike: bool) -> list[Numbers]:

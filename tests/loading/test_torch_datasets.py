@@ -7,11 +7,20 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from tests.conftest import ROOT, assert_same_bits, cut_back, load
 from trainer import SampleKeys, UserError, from_dataset, random_bits
 from trainer.loading.batches import BatchLoader, Workers
+from trainer.loading.on_device import Movable, moved
 from trainer.loading.order import EpochOrder, split_global_batch
 from trainer.loading.torch_datasets import require_keyed
 from trainer.loop.contract import check_batch
@@ -261,3 +270,21 @@ def test_a_task_that_returns_a_data_set_of_torch_as_it_is_gets_a_sentence(run_he
     _, error = run_here(*RUN, "--save-dir", tmp_path / "run", "--no-adapted", status=2)
     assert "its data set 'train': Subset has no `__getitems__(keys)`; return trainer.from_dataset(" in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("subset", [False, True])
+def test_tensors_are_gathered_as_item_by_item_and_can_lie_on_a_device(subset):
+    whole = TensorDataset(torch.randn(20, 3), torch.arange(20), torch.arange(20.0))
+    dataset = Subset(Subset(whole, range(2, 17)), [4, 1, 9]) if subset else whole
+    names = ("x", "label", "weight")
+    keyed, one_by_one = (from_dataset(dataset, seed=0, names=names, collate=own) for own in (None, default_collate))
+    assert isinstance(keyed, Movable) and not isinstance(one_by_one, Movable)
+    assert len(keyed) == len(one_by_one) == len(dataset)
+    (there,) = moved([keyed], torch.device("cpu"))
+    keys = SampleKeys(np.array([2, 0, 2]), epoch=1)
+    expected = one_by_one.__getitems__(keys)
+    for found in (keyed.__getitems__(keys), there.__getitems__(keys)):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert there.weights(keys).tolist() == expected["weight"].tolist()
+    assert from_dataset(TensorDataset(torch.zeros(2)), seed=0, names=("x",)).weights(keys) is None

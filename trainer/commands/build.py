@@ -33,7 +33,9 @@ from trainer.commands.resume import (
 from trainer.commands.weights import initialise, resume_weights
 from trainer.common.errors import UserError
 from trainer.common.files import refusing_disk_errors
-from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets, Workers
+from trainer.flags import RunFlags
+from trainer.loading.batches import Batch, BatchLoader, KeyedDataset, PhaseDatasets, Workers
+from trainer.loading.on_device import DeviceLoader, Movable, moved, num_bytes
 from trainer.loading.order import SampleKeys
 from trainer.loading.torch_datasets import require_keyed
 from trainer.logs.background import BackgroundLogger
@@ -74,6 +76,8 @@ from trainer.task import Objective, Task, validation_sets
 
 TOO_LARGE = re.compile("overflow|not enough memory|allocate memory|out of memory|too big|dimension exceeded", re.I)
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+LARGEST_SHARE = 1 / 4
+"""Of a GPU's free memory: data that take more stay on the host, unless they are asked for."""
 
 
 def start_strategy(flags: Flags, environment: RankEnvironment | None) -> Strategy:
@@ -271,6 +275,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         f"Threads: {torch.get_num_threads()} per rank. Precision: {run.learner.precision}.",
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in task.splits().items())} samples. "
         f"Model: {run.learner.num_parameters} parameters.",
+        *where_data_are(task, run.loaders, flags.run.data_on, strategy.device),
         *task.remarks(),
         *_remarks_on_device(flags, strategy.device),
         *[remark for watch in run.watches for remark in watch.remarks()],
@@ -353,7 +358,7 @@ def assemble_run(
         plan=plan,
         memory=MemoryGuard(batches, limit, learner, strategy, directory),
         learning_rate=learning_rate,
-        loaders=build_loaders(task, flags.run.num_workers, strategy.group),
+        loaders=build_loaders(task, flags.run, strategy.group),
         directory=directory,
         saver=BackgroundSaver(directory.save),
         settings=flags.run,
@@ -429,15 +434,68 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
     return GraphedLearner(*parts, strategy=strategy, only_if_faster=flags.blocks.cuda_graphs == "auto")
 
 
-def build_loaders(task: Task, num_workers: int, group: Group) -> dict[str, BatchLoader]:
+def build_loaders(task: Task, given: RunFlags, group: Group) -> dict[str, BatchLoader]:
     """Of each data set. Evaluation has workers of its own: those of training hold what is loaded ahead."""
-    training, evaluation = (Workers(num_workers, for_gpu=group.device.type == "cuda") for _ in range(2))
-    phases = PhaseDatasets([task.training_data(phase) for phase in task.phases])
-    evaluated = {name: dataset for name, dataset in task.splits().items() if name != "train"}
-    return {
-        "train": BatchLoader(phases, task.collate, training),
-        **{name: BatchLoader(dataset, task.collate, evaluation) for name, dataset in evaluated.items()},
-    }
+    training, evaluation = (Workers(given.num_workers, for_gpu=group.device.type == "cuda") for _ in range(2))
+    loaders: dict[str, BatchLoader] = {}
+    sources = data_by_loader(task)
+    there = on_device(sources, given.data_on, group)
+    for name, datasets in sources.items():
+        if name in there:
+            loaders[name] = DeviceLoader(there[name], task.collate, group.device)
+        else:
+            loaders[name] = BatchLoader(
+                PhaseDatasets(datasets), task.collate, training if name == "train" else evaluation
+            )
+    return loaders
+
+
+def data_by_loader(task: Task) -> dict[str, list[KeyedDataset]]:
+    """The data sets of each loader: those of all phases for "train", and one for each other split."""
+    evaluated = {name: [dataset] for name, dataset in task.splits().items() if name != "train"}
+    return {"train": [task.training_data(phase) for phase in task.phases], **evaluated}
+
+
+def on_device(sources: Mapping[str, Sequence[KeyedDataset]], data_on: str, group: Group) -> dict[str, list[Movable]]:
+    """The data sets that are to lie on the device of this process, moved there. All processes call it.
+
+    sources: of `data_by_loader`. data_on: `--data-on`. Raises UserError where it asks for what cannot be.
+    """
+    if data_on == "host" or group.device.type != "cuda":
+        return {}
+    can_move = {name: parts for name, parts in sources.items() if all(isinstance(part, Movable) for part in parts)}
+    stays = [f"{name} ({type(sources[name][0]).__name__})" for name in sources if name not in can_move]
+    parts: list[Any] = [part for each in can_move.values() for part in each]
+    needed, free = num_bytes(parts), torch.cuda.mem_get_info(group.device)[0]
+    if data_on == "device":
+        if stays:
+            raise UserError(f"--data-on device: {', '.join(stays)} cannot lie on a GPU, being no Movable; take auto")
+        group.together(lambda: _require_memory(needed, free, group.device))
+    elif not all(group.gather(needed <= LARGEST_SHARE * free)):
+        return {}
+    there = iter(moved(parts, group.device))
+    return {name: [next(there) for _ in each] for name, each in can_move.items()}
+
+
+def _require_memory(needed: int, free: int, device: torch.device) -> None:
+    if needed > free:
+        raise UserError(
+            f"--data-on device: the data take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of {device} are free; "
+            "take --data-on host"
+        )
+
+
+def where_data_are(task: Task, loaders: Mapping[str, BatchLoader], data_on: str, device: torch.device) -> list[str]:
+    """The line about data on a GPU, where there is one."""
+    there = [name for name, loader in loaders.items() if isinstance(loader, DeviceLoader)]
+    parts: Any = [each for own in data_by_loader(task).values() for each in own if isinstance(each, Movable)]
+    if there:
+        return [f"Data on {device}: {', '.join(there)}, {num_bytes(parts) / 1e6:.1f} MB. Their batches are made there."]
+    if device.type == "cuda" and data_on == "auto" and parts:
+        return [f"Data on the host: they would take more than {LARGEST_SHARE:.0%} of the free memory of {device}."]
+    if device.type != "cuda" and data_on == "device":
+        return ["--data-on device: has no effect without a GPU."]
+    return []
 
 
 def example_batch(task: Task, phase: int, size: int, for_gpu: bool = False) -> Batch:

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.common.errors import UserError
 from trainer.loading.arrays import Array
-from trainer.loading.batches import Batch, Collate
+from trainer.loading.batches import Batch, BatchLoader, Collate
 from trainer.loading.order import SampleKeys
 
 M = TypeVar("M", bound="Movable")
@@ -21,33 +22,36 @@ MOST_TOGETHER, MOST_SAMPLES_TOGETHER = 32, 2**13
 
 
 class Movable:
-    """A data set that can lie on a device, or a part of one: its attributes that are arrays are tensors there.
+    """A data set that can lie on a device, or a part of one: attributes that are arrays, or dictionaries of arrays, are
+    tensors there.
 
     A data set that subclasses it says by that that `__getitems__` computes on tensors as on arrays: on
     `self.here(keys.index)`, by operators and the functions of trainer.loading.arrays, and without waiting for a device.
 
     device: where it lies; None on the host.
-    stays: names of attributes that stay arrays on the host, such as lengths that decide about padding.
+    of_tensors: whether its attributes are tensors on the host too, so that it computes with torch everywhere.
+    stays: names of attributes that stay on the host, such as lengths that decide about padding.
     rows_alike: whether a sample is the same in whatever batch: neither shape nor numbers depend on the other samples or
         on `SampleKeys.progress`. Several batches are then drawn together.
     """
 
     device: torch.device | None = None
+    of_tensors: ClassVar[bool] = False
     stays: ClassVar[frozenset[str]] = frozenset()
     rows_alike: ClassVar[bool] = False
 
     def here(self, values: np.ndarray) -> Array:
-        """Values of the host where this data set lies. Nobody waits for their copy."""
+        """Values of the host where this data set lies, (n,) int64 say. Nobody waits for their copy."""
         if self.device is None:
-            return values
+            return torch.from_numpy(values) if self.of_tensors else values
         return _pinned(torch.from_numpy(values), self.device).to(self.device, non_blocking=True)
 
-    def weights(self, keys: SampleKeys) -> np.ndarray:
-        """The number of loss terms of each sample, (n,) float32, by what the host knows; 1 for each by default.
+    def weights(self, keys: SampleKeys) -> np.ndarray | None:
+        """The number of loss terms of each sample, (n,) float32, by what the host knows.
 
-        On a device it takes the place of the batch's own "weight", for which the host would have to wait.
+        None, as by default, where a batch's own "weight" says so: the host waits for it if it is made on a device.
         """
-        return np.ones(len(keys.index), np.float32)
+        return None
 
 
 def num_bytes(parts: Iterable[Movable]) -> int:
@@ -55,21 +59,24 @@ def num_bytes(parts: Iterable[Movable]) -> int:
     return sum({id(array): array.nbytes for part in parts for array in _arrays(part)}.values())
 
 
-def _arrays(part: Movable) -> Iterator[Array]:
-    for value in _moving(part).values():
-        if isinstance(value, Movable):
+def _arrays(part: Any) -> Iterator[Array]:
+    if isinstance(part, np.ndarray | Tensor):
+        yield part
+    else:
+        for value in (part if isinstance(part, dict) else _moving(part)).values():
             yield from _arrays(value)
-        else:
-            yield value
 
 
 def _moving(part: Movable) -> dict[str, Any]:
     """The attributes of a part that are on a device if it is."""
-    return {
-        name: value
-        for name, value in vars(part).items()
-        if isinstance(value, Movable) or (isinstance(value, np.ndarray | Tensor) and name not in part.stays)
-    }
+    return {name: value for name, value in vars(part).items() if name not in part.stays and _is_moving(value)}
+
+
+def _is_moving(value: Any) -> bool:
+    if isinstance(value, dict):
+        return len(value) > 0 and all(map(_is_moving, value.values()))
+    is_array = isinstance(value, np.ndarray) and value.dtype.kind in "biuf"  # not of texts
+    return is_array or isinstance(value, Movable | Tensor)
 
 
 def moved(parts: Sequence[M], device: torch.device) -> list[M]:
@@ -78,7 +85,9 @@ def moved(parts: Sequence[M], device: torch.device) -> list[M]:
 
     def copied(value: Any) -> Any:
         if id(value) not in found:
-            if isinstance(value, Movable):
+            if isinstance(value, dict):
+                found[id(value)] = {name: copied(each) for name, each in value.items()}
+            elif isinstance(value, Movable):
                 found[id(value)] = own = copy.copy(value)
                 vars(own).update({name: copied(each) for name, each in _moving(value).items()}, device=device)
             else:
@@ -90,15 +99,17 @@ def moved(parts: Sequence[M], device: torch.device) -> list[M]:
     return [copied(part) for part in parts]
 
 
-class DeviceLoader:
-    """Yields the batches that keys name of data sets on a device, as `BatchLoader` does; nobody waits for them.
+class DeviceLoader(BatchLoader):
+    """Yields the batches that keys name of data sets on a device, made there; nobody waits for them.
 
-    "index" and "weight" of a batch are on the host, which counts them.
+    "index" and "weight" of a batch are on the host, which counts them. Raises UserError for a first batch whose weights
+    are not those of `Movable.weights`.
     """
 
     def __init__(self, datasets: Sequence[Movable], collate: Collate, device: torch.device) -> None:
         """datasets: of each phase, or one."""
         self._datasets, self._collate, self._device = datasets, collate, device
+        self._unchecked = set(range(len(datasets)))
 
     def __call__(self, keys: Iterable[SampleKeys]) -> Iterator[Batch]:
         keys = iter(keys)
@@ -141,10 +152,21 @@ class DeviceLoader:
         keys = replace(keys, few_lengths=True)
         dataset: Any = self._datasets[keys.phase]
         batch = self._collate(dataset.__getitems__(keys), keys)
-        batch["weight"] = torch.from_numpy(dataset.weights(keys))
+        known = dataset.weights(keys)
+        if known is not None:
+            self._check(keys.phase, dataset, batch["weight"], known)
+            batch["weight"] = torch.from_numpy(known)
         for name in ("index", "weight"):
             batch[name] = _pinned(batch[name].cpu(), self._device)
         return batch
+
+    def _check(self, phase: int, dataset: Movable, own: Tensor, known: np.ndarray) -> None:
+        if phase in self._unchecked and own.tolist() != known.tolist():
+            raise UserError(
+                f"{type(dataset).__name__}.weights: they differ from the 'weight' of a batch, {known.tolist()[:5]} "
+                f"from {own.tolist()[:5]}; make them the same, or leave the method out"
+            )
+        self._unchecked.discard(phase)
 
 
 def _kind(keys: SampleKeys) -> tuple[int, int]:

@@ -7,11 +7,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, default_collate
+from torch import Tensor
+from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
 from trainer.common.errors import UserError
 from trainer.loading.batches import KeyedDataset
 from trainer.loading.counter_random import random_bits
+from trainer.loading.on_device import Movable
 from trainer.loading.order import SampleKeys
 
 
@@ -34,6 +36,8 @@ def from_dataset(
 
     Example: `from_dataset(CIFAR10(path, transform=transform), seed=self.seed, names=("image", "label"))`.
 
+    A TensorDataset, or a Subset of one, gathers whole batches at once, and can lie on a GPU (`--data-on`).
+
     The random numbers that an item draws from `random`, `numpy.random` and torch's default generator, in its
     transforms for example, are a function of (seed, epoch, index): the same in whichever batch, worker or process it is
     made, before and after a resume. What these generators held before is put back. A generator that a transform owns,
@@ -55,7 +59,9 @@ def from_dataset(
     for method in ("__len__", "__getitem__"):
         if not hasattr(dataset, method):
             raise UserError(f"from_dataset({kind}): it has no `{method}`, and is asked for its samples by number")
-    return _KeyedItems(dataset, collate or default_collate, seed, names)
+    keyed = _KeyedItems(dataset, collate or default_collate, seed, names)
+    tensors = _tensors_of(dataset) if collate is None else None
+    return keyed if tensors is None else _KeyedTensors(keyed.named(tensors), len(dataset))
 
 
 def require_keyed(dataset: Any, where: str) -> None:
@@ -115,7 +121,7 @@ class _KeyedItems:
             for index, seeds in zip(keys.index.tolist(), words, strict=True):
                 _seed_draws(*seeds)
                 items.append(self.dataset[index])
-            return self._named(self._collated(items))
+            return self.named(self._collated(items))
 
     def _collated(self, items: list[Any]) -> Any:
         if self.collate is not default_collate:
@@ -128,7 +134,8 @@ class _KeyedItems:
                 "give `collate`, a function that makes one of a list of items"
             ) from None
 
-    def _named(self, batch: Any) -> dict[str, Any]:
+    def named(self, batch: Any) -> dict[str, Any]:
+        """The parts of a batch by their names. Raises UserError where one has none, or two."""
         where = f"from_dataset({type(self.dataset).__name__}, names={self.names})"
         own_names = batch if isinstance(batch, Mapping) else getattr(batch, "_fields", None)
         if own_names is not None and self.names is not None:
@@ -140,6 +147,33 @@ class _KeyedItems:
         if len(names) != len(parts):
             raise UserError(f'{where}: its items have {len(parts)} part(s); name each, as in names=("image", "label")')
         return dict(zip(names, parts, strict=True))
+
+
+class _KeyedTensors(Movable):
+    """Rows of tensors, as items one by one would be collated."""
+
+    of_tensors, rows_alike, stays = True, True, frozenset({"_weight"})
+
+    def __init__(self, tensors: Mapping[str, Tensor], num_rows: int) -> None:
+        self._tensors, self._weight, self._num_rows = dict(tensors), tensors.get("weight"), num_rows
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitems__(self, keys: SampleKeys) -> dict[str, Tensor]:
+        index = self.here(keys.index)
+        return {name: tensor[index] for name, tensor in self._tensors.items()}
+
+    def weights(self, keys: SampleKeys) -> np.ndarray | None:
+        return None if self._weight is None else self._weight[torch.from_numpy(keys.index)].numpy()
+
+
+def _tensors_of(dataset: Any) -> tuple[Tensor, ...] | None:
+    """What a TensorDataset, or a Subset of one, holds; None for another data set. A Subset's rows are copied."""
+    if type(dataset) is TensorDataset:
+        return dataset.tensors
+    whole = _tensors_of(dataset.dataset) if type(dataset) is Subset else None
+    return None if whole is None else tuple(tensor[torch.as_tensor(dataset.indices)] for tensor in whole)
 
 
 def _seed_draws(for_random: int, for_numpy: int, for_torch: int) -> None:

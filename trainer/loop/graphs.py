@@ -326,7 +326,7 @@ class GraphedLearner(Learner, Watch):
 
     def _recorded(self, phase: str, gradients: Gradients, micro_batch: WeightedBatch, before: Moment) -> Recording:
         """Rehearsed first: a wait in a recording breaks it off, which torch's generators and memory do not forget."""
-        inputs = {name: tensor.to(self.device) for name, tensor in micro_batch.batch.items()}
+        inputs = {name: tensor.to(self.device, copy=True) for name, tensor in micro_batch.batch.items()}
 
         def work() -> Packed:
             own = {name: tensor.detach() for name, tensor in inputs.items()}  # a forward may change this dictionary

@@ -104,7 +104,7 @@ class RecordedForwards:
 
     def _uploaded(self, batch: Batch) -> Batch:
         """The batch on the device, for one forward, which may change it."""
-        return {name: tensor.to(self._strategy.device) for name, tensor in batch.items()}
+        return {name: tensor.to(self._strategy.device, copy=True) for name, tensor in batch.items()}
 
 
 def _replayed(recording: RecordedForward, batch: Batch) -> Outputs:

@@ -1,0 +1,70 @@
+"""Data sets that lie on a GPU: what is learnt from them, and where they are refused."""
+
+import pytest
+
+from tests.conftest import assert_same_bits, load
+from tests.gpu.runs import assert_same, run
+from tests.gpu.test_training import HELPERS
+from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from trainer.commands import build
+
+MOVABLE = f"{HELPERS / 'movable_task.py'}"
+WEIGHTED = [
+    "--task", f"{MOVABLE}:MovableWeighted", "--device", "cuda", "--epochs", 3, "--batch-size", 3,
+    "--grad-accum-steps", 3, "--lr", 0.05, "--dropout", 0.2, "--amp", "off", "--deterministic",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+@on_imagined_gpus()
+def test_learns_what_data_on_the_host_teach_to_the_bit(graphs, tmp_path, cache_dir):
+    for place in ("host", "device"):
+        flags = ["--cuda-graphs", graphs, "--data-on", place, "--save-dir", tmp_path / place]
+        run(cache_dir, *WEIGHTED, *flags)
+    assert_same_bits(*(load(tmp_path / place / "last.pth") for place in ("host", "device")))
+    assert GPUS.printed().count("Data on cuda:0: train, val, test, ") == 1
+    assert "kernel by kernel" not in GPUS.printed()
+
+
+@on_imagined_gpus()
+def test_a_run_goes_on_with_data_elsewhere(tmp_path, cache_dir):
+    constant = [*WEIGHTED, "--schedule", "constant", "--warmup-steps", 3]
+    run(cache_dir, *constant, "--data-on", "host", "--save-dir", tmp_path / "whole")
+    for num_epochs, place in ((1, "device"), (2, "host"), (3, "device")):
+        run(cache_dir, *constant, "--data-on", place, "--epochs", num_epochs, "--save-dir", tmp_path / "resumed")
+    assert_same_bits(*(load(tmp_path / name / "last.pth") for name in ("whole", "resumed")))
+
+
+@on_imagined_gpus()
+def test_windows_of_har_are_varied_on_the_gpu(tmp_path, cache_dir):
+    har = ["--task", "har", "--max-steps", 3, "--dropout", 0, "--device", "cuda", "--amp", "off", "--optimizer", "sgd"]
+    for place in ("host", "device"):
+        run(cache_dir, *har, "--data-on", place, "--save-dir", tmp_path / place)
+    assert_same(tmp_path / "host", tmp_path / "device", 1e-6)
+
+
+@on_imagined_gpus()
+def test_what_takes_too_much_memory_stays_on_the_host(tmp_path, cache_dir, monkeypatch):
+    monkeypatch.setattr(build, "LARGEST_SHARE", 1e-9)
+    run(cache_dir, *WEIGHTED, "--epochs", 1, "--save-dir", tmp_path / "run")
+    assert "Data on the host: they would take more than" in GPUS.printed()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("HalfMovable", "--data-on device: val (Sequences) cannot lie on a GPU, being no Movable; take auto"),
+        ("WrongWeights", "WrongSequences.weights: they differ from the 'weight' of a batch, ["),
+    ],
+)
+@on_imagined_gpus()
+def test_what_cannot_lie_there_is_refused(name, message, tmp_path, cache_dir):
+    settings = [*WEIGHTED, "--task", f"{MOVABLE}:{name}", "--data-on", "device", "--save-dir", tmp_path / "run"]
+    run(cache_dir, *settings, status=2)
+    assert message in GPUS.printed()
+
+
+@on_imagined_gpus()
+def test_what_can_lie_there_does_beside_what_cannot(tmp_path, cache_dir):
+    run(cache_dir, *WEIGHTED, "--task", f"{MOVABLE}:HalfMovable", "--epochs", 1, "--save-dir", tmp_path / "run")
+    assert "Data on cuda:0: train, test, " in GPUS.printed()
