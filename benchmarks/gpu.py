@@ -36,6 +36,7 @@ PARTS = {
     MACHINE: 3.0,
     "exact": 4.0,
     "graphed": 9.0,
+    "whole": 10.0,
     "poisoned": 2.5,
     "snapshot": 1.0,
     "resumed": 3.5,

@@ -17,7 +17,7 @@ LINES_AND_FILES = {
     "trainer": (2150, 7),
 }
 """Of each room of trainer/ but profiling; "trainer" is the files in none."""
-BENCHMARKS = 4800
+BENCHMARKS = 4980
 TESTS = 48400
 FUNCTIONS_WITH_RUN = {"commands": 4, "loop": 10}
 FILES_OF_STEP, FUNCTIONS_OF_STEP = 18, 49

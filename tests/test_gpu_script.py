@@ -15,7 +15,7 @@ from benchmarks.on_gpu import exact, part, poisoned, snapshot
 from benchmarks.on_gpu.part import Report, Setting
 from tests.conftest import ROOT
 
-IN_THIS_PROCESS = [name for name in PARTS if name not in ("ranks", "profiled")]
+IN_THIS_PROCESS = [name for name in PARTS if name not in ("ranks", "profiled", "whole")]
 
 
 @pytest.fixture

@@ -1,0 +1,114 @@
+"""Whole commands by the wall clock, from their start to their last line, and how busy the GPU is in between.
+
+Real data are looked for in the folder LOCKSTEP_DATA; a command whose data are not there is left out. Little work takes
+one epoch of generated data.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.on_gpu import ready
+from benchmarks.on_gpu.models import chosen
+from benchmarks.on_gpu.part import CACHE, ROOT, Report, Setting, opened_model
+from trainer.profiling.measure import MeasuredRun
+
+GRAPHS = ["--cuda-graphs", "on"]
+NOTHING = "import torch; torch.zeros(1, device='{device}'); import main, tasks"
+"""What a command takes before the trainer does anything."""
+BUSY, NUM_BUSY = 0.8, 12
+"""Goal: the share of a step in which the GPU replays, for at least how many models."""
+LEAST_TABLES = {"off": 3000, "bf16": 3500}
+"""Goal: tables that nano sees a second, by precision."""
+ML_1M = "ml-1m/ml-1m_complete_order.txt.gz"
+
+
+class Whole(NamedTuple):
+    """A command and its goals. data: within LOCKSTEP_DATA. metrics: of test, by name, the least that is right."""
+
+    data: str
+    flags: list[str]
+    most_s: float
+    metrics: dict[str, float] = {}
+
+
+WHOLE = {
+    "har": Whole("uci_har/UCI HAR Dataset.zip", ["--epochs", "20", "--refit", "--seeds", "3"], 36, {"accuracy": 0.98}),
+    "sasrec, published": Whole(ML_1M, ["--config", "configs/seqrec/sasrec_published.toml"], 40),
+    "sasrec, softmax": Whole(
+        ML_1M, ["--config", "configs/seqrec/sasrec_softmax.toml", "--seeds", "3"], 180,
+        {"hr@10": 0.313, "ndcg@10": 0.182},
+    ),
+    "speech": Whole("fsdd/recordings.tar.gz", ["--task", "speech"], 30),
+    "kg-lightgcn": Whole("kgat/lfm1m.zip", ["--task", "kgat", "--model", "kg-lightgcn"], 30),
+}  # fmt: skip
+
+
+def measure(setting: Setting, report: Report) -> None:
+    nothing_s = seconds_of(["-c", NOTHING.format(device=setting.device)])
+    report.figure("imports and context, s", round(nothing_s, 2))
+    report.attempt("start", partial(start, setting, report, nothing_s))
+    for name in WHOLE if not setting.is_small else ():
+        report.attempt(name, partial(whole, setting, report, name))
+    names = chosen(setting, on_cpu="bprmf")
+    shares = {name: busy(setting, report, name) for name in names} if setting.is_gpu else {}
+    often = [name for name, share in shares.items() if share >= BUSY]
+    ready.judge(setting, report, f"models that are busy for {BUSY:.0%} of a step", len(often) >= NUM_BUSY, often)
+    for amp, least in LEAST_TABLES.items() if setting.is_gpu else ():
+        report.attempt(f"nano, {amp}", partial(tables, setting, report, amp, least))
+
+
+def seconds_of(arguments: Sequence[object]) -> float:
+    """How long a program of Python takes in a process of its own. Raises CalledProcessError."""
+    started = time.perf_counter()
+    subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, check=True)
+    return time.perf_counter() - started
+
+
+def command(setting: Setting, name: str, *flags: object) -> list[object]:
+    where = ["--save-dir", setting.folder / name, "--cache-dir", setting.folder.parent / CACHE]
+    return ["main.py", *flags, "--device", setting.device, *where, *setting.threads]
+
+
+def start(setting: Setting, report: Report, nothing_s: float) -> None:
+    """From the command to the end of its first step, once the cache has what the task generates."""
+    flags = ["--max-steps", 1, "--no-test", "--eval-every-steps", 1000]
+    for name in ("filled", "start"):
+        seconds = seconds_of(command(setting, name, *flags))
+    ready.judge(setting, report, "start beyond that, s", seconds - nothing_s <= 3, round(seconds - nothing_s, 2))
+
+
+def whole(setting: Setting, report: Report, name: str) -> None:
+    own, folder = WHOLE[name], os.environ.get("LOCKSTEP_DATA", "")
+    data = Path(folder) / own.data
+    if not folder or not data.exists():
+        report.figure(name, f"left out: {own.data} is not in LOCKSTEP_DATA")
+        return
+    seconds = seconds_of(command(setting, name, *own.flags, "--data-dir", data, *GRAPHS))
+    report.check(f"{name}, s", seconds <= own.most_s, round(seconds, 1))
+    if own.metrics:
+        mean = json.loads((setting.folder / name / "summary.json").read_text())["mean"]
+        for metric, least in own.metrics.items():
+            report.check(f"{name}, mean {metric}", mean[f"test/{metric}"] >= least, mean[f"test/{metric}"])
+
+
+def busy(setting: Setting, report: Report, name: str) -> float:
+    """The replay of a step over the time that the trainer's loop takes for one, with its data."""
+    ms = ready.speed(setting, report, name)
+    with opened_model(setting, *ready.model_flags(setting, name), *GRAPHS, "--amp", "off") as run:
+        step_ms = MeasuredRun(run).measure(*setting.pick((200, 60), (2, 1)))["step_ms_mean"]
+    share = round(ms["its replay"] / step_ms, 3)
+    report.figure(f"{name}, busy", share)
+    return share
+
+
+def tables(setting: Setting, report: Report, amp: str, least: int) -> None:
+    with opened_model(setting, *ready.model_flags(setting, "nano"), *GRAPHS, "--amp", amp) as run:
+        found = MeasuredRun(run).measure(*setting.pick((200, 60), (2, 1)))["samples_per_second"]
+    ready.judge(setting, report, f"nano, {amp}, tables a second", found >= least, round(found))
