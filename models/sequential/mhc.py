@@ -193,8 +193,8 @@ class _Sinkhorn(torch.autograd.Function):
         u = [torch.ones_like(kernel[:, 0])]
         v = []
         for _ in range(num_iterations):
-            v.append(1 / (kernel * u[-1].unsqueeze(1)).sum(0))
-            u.append(1 / (kernel * v[-1].unsqueeze(0)).sum(1))
+            v.append((kernel * u[-1].unsqueeze(1)).sum(0).reciprocal_())
+            u.append((kernel * v[-1].unsqueeze(0)).sum(1).reciprocal_())
         ctx.save_for_backward(kernel, torch.stack(u), torch.stack(v))
         return u[-1].unsqueeze(1) * kernel * v[-1].unsqueeze(0)
 
@@ -206,14 +206,14 @@ class _Sinkhorn(torch.autograd.Function):
         grad_u = (weighted * v[-1].unsqueeze(0)).sum(1)
         grad_v = (weighted * u[-1].unsqueeze(1)).sum(0)
         grad_kernel = u[-1].unsqueeze(1) * grad * v[-1].unsqueeze(0)
+        slope_u, slope_v = -u.square(), -v.square()  # of reciprocals
         for t in reversed(range(len(v))):
             # u[t + 1] = 1 / (K v[t])
-            row = -grad_u * u[t + 1].square()
+            row = grad_u * slope_u[t + 1]
             grad_kernel += row.unsqueeze(1) * v[t].unsqueeze(0)
-            grad_v = grad_v + (kernel * row.unsqueeze(1)).sum(0)
-            # v[t] = 1 / (K^T u[t])
-            column = -grad_v * v[t].square()
+            # v[t] = 1 / (K^T u[t]). Only the last v is part of the result.
+            from_row = (kernel * row.unsqueeze(1)).sum(0)
+            column = slope_v[t] * (from_row if t < len(v) - 1 else grad_v + from_row)
             grad_kernel += u[t].unsqueeze(1) * column.unsqueeze(0)
             grad_u = (kernel * column.unsqueeze(0)).sum(1)
-            grad_v = torch.zeros_like(grad_v)  # only the last v is part of the result
         return grad_kernel * kernel, None
