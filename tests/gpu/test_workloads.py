@@ -113,8 +113,10 @@ def test_nobody_waits_for_batches_that_are_drawn_on_a_gpu(name, tmp_path, cache_
     datasets = [*map(task.training_data, task.phases), task.splits()["val"]]
     for own, there in zip(datasets, moved(datasets, device), strict=True):
         keys = [SampleKeys(np.arange(i, i + 4), epoch=2, few_lengths=True) for i in range(5)]
+        loader = DeviceLoader([there], task.collate, device)
+        loader.one(keys[0])  # checks the weights
         before = len(GPUS.waits)
-        batches = list(DeviceLoader([there], task.collate, device)(keys))
+        batches = list(loader(keys))
         assert GPUS.waits[before:] == []
         for key, batch in zip(keys, batches, strict=True):
             expected = gathered(own, task.collate, key)
