@@ -3,6 +3,8 @@
 LightGCN propagates over the graph of users and items, with a knowledge graph or without.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +33,9 @@ class LightGCN(Recommender):
 
     Nodes of the graph: users, then items.
     """
+
+    stays_eager: ClassVar[bool] = True
+    """Under `torch.compile`, which has no sparse products: between them are a dozen pieces too small to gain by it."""
 
     def __init__(
         self, users: Tensor, items: Tensor, num_users: int, num_items: int, width: int = 64, num_layers: int = 3

@@ -5,6 +5,7 @@ import torch
 
 from trainer.commands.build import build_task, example_batch
 from trainer.commands.parse import parse
+from trainer.loop import blocks as loop_blocks
 from trainer.loop.contract import check_blocks
 
 HAR = ["--model", "harnet", "--num-members", "2"]
@@ -44,3 +45,18 @@ def test_blocks_are_submodules_that_a_forward_calls_in_order(argv, names, cache_
     torch.manual_seed(0)
     objective(example_batch(task, 0, 2))
     assert called == names
+
+
+def test_the_propagation_of_lightgcn_is_not_compiled(cache_dir, monkeypatch):
+    """The compiler would cut it into pieces at each sparse product."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(loop_blocks, "BACKEND", "aot_eager")
+    flags, _ = parse(["--task", "kgat", "--model", "kg-lightgcn", "--cache-dir", str(cache_dir)], several_devices=False)
+    task = build_task(flags)
+    objective, batch = task.build_objective(), example_batch(task, 0, 4)
+    expected = objective(batch)["loss"]
+    loop_blocks.compile_units([objective])
+    counters.clear()
+    torch.testing.assert_close(objective(batch)["loss"], expected)
+    assert 0 < counters["stats"]["unique_graphs"] <= 2
