@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tasks.har import HarFlags, HarTask
 from trainer.flags import DeviceFlags, MultiDeviceFlags
-from trainer.loading.batches import BatchLoader, WeightedBatch, weighted
+from trainer.loading.batches import WeightedBatch, weighted
 from trainer.loading.order import EpochOrder, SampleKeys
+from trainer.loading.workers import BatchLoader
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
 from trainer.loop.precision import Precision, in_precision

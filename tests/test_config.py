@@ -22,6 +22,7 @@ class Example(FlagGroup):
     file: Path | None = flag(None, "a file")
     on: bool = flag(False, "turns on")
     extra: bool = flag(True, "leaves out")
+    number: int | Literal["auto"] = flag("auto", "a number or a word", at_least=0)
 
     def problems(self):
         return ["--rate and --kind: do not go together"] if self.rate == 0.25 and self.kind == "b" else []
@@ -38,10 +39,12 @@ def test_defaults():
 
 def test_every_type_is_read():
     example, problems = read(
-        *"--rate .1 --big-count 4 --kind b --sizes 3 4 5 --ids 0,1 --file x/y --on --no-extra".split()
+        *"--rate .1 --big-count 4 --kind b --sizes 3 4 5 --ids 0,1 --file x/y --on --no-extra --number 0".split()
     )
     assert problems == []
-    assert example == Example(0.1, 4, "b", (3, 4, 5), (0, 1), Path("x/y"), True, False)
+    assert example == Example(0.1, 4, "b", (3, 4, 5), (0, 1), Path("x/y"), True, False, 0)
+    assert checked_defaults([Example], {"number": "auto"}) == {"number": "auto"}
+    assert arguments_of([Example], {"number": 3}) == (["--number=3"], [])
 
 
 @dataclass
@@ -121,6 +124,8 @@ def test_files_add_up_and_may_have_commas_in_their_names():
         ("--rate -0.5", "--rate -0.5: must be at least 0 and below 1"),
         ("--rate nan", "--rate nan: must be a finite number"),
         ("--rate x", "--rate x: must be a number"),
+        ("--number many", "--number many: must be auto or a whole number"),
+        ("--number -1", "--number -1: must be at least 0"),
         ("--big-count 2.5", "--big-count 2.5: must be a whole number"),
         ("--big-count 0", "--big-count 0: must be above 0 and at most 10"),
         ("--kind c", "--kind c: must be one of a, b"),

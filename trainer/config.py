@@ -8,6 +8,7 @@ import math
 import operator
 import re
 import shlex
+import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -110,7 +111,8 @@ def given_flags(group: FlagGroup, fields: Iterable[str]) -> list[str]:
 class Option:
     """A field of a group as a flag.
 
-    name: that of a switch which is on by default turns it off. type: of the value, or of each one of a list.
+    name: that of a switch which is on by default turns it off. type: of the value, or of each one of a list. words: the
+    texts that may stand in place of a number.
     """
 
     help: str
@@ -128,7 +130,9 @@ class Option:
         self.name = flag_name(f"no_{field.name}" if self.default is True else field.name)
         parts = typing.get_args(hint)
         self.is_optional = type(None) in parts
-        self.type = next(part for part in parts if part is not type(None)) if self.is_optional else hint
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        self.type = next(part for part in parts if part is not type(None)) if is_union else hint
+        self.words = [word for part in parts[1:] for word in typing.get_args(part)] if is_union else []
         self.is_list = typing.get_origin(self.type) is tuple
         if self.is_list:
             self.type = typing.get_args(self.type)[0]
@@ -180,8 +184,8 @@ class Option:
         return tuple(map(self._checked_one, value))
 
     def _checked_one(self, value: Any) -> Any:
-        types = {int: int, float: int | float, Path: str | Path}.get(self.type, str)
-        if not isinstance(value, types) or isinstance(value, bool):
+        kind = {int: int, float: int | float, Path: str | Path}.get(self.type, str)
+        if value not in self.words and (not isinstance(value, kind) or isinstance(value, bool)):
             raise ValueError(f"must be {self._kind}")
         if value == "" != self.default:
             raise ValueError("must not be empty")
@@ -239,6 +243,8 @@ class Option:
             return path if path == self.default else expanded(path)  # a default stays as runs have recorded it
         if self.type not in (int, float):
             return checked_text(text)
+        if text in self.words:
+            return text
         try:
             number = self.type(text)
         except ValueError:
@@ -256,7 +262,7 @@ class Option:
     def _kind(self) -> str:
         if self.choices:
             return f"one of {', '.join(self.choices)}"
-        return {int: "a whole number", float: "a number"}.get(self.type, "text")
+        return " or ".join([*self.words, {int: "a whole number", float: "a number"}.get(self.type, "text")])
 
 
 def options(*group_types: type) -> dict[str, Option]:

@@ -64,9 +64,10 @@ class RunFlags(FlagGroup):
         False, "score the validation set before the first step too: weights that training does not improve are kept",
     )  # fmt: skip
     seed: int = flag(0, "of initial weights, sample order, augmentation and dropout", at_least=0, below=2**63)
-    num_workers: int = flag(
-        0, "data-loading processes per rank, and as many more for evaluation once it begins; 0 loads in the trainer, "
-        "which is fastest where a batch is only gathered from memory", local=True, at_least=0,
+    num_workers: int | Literal["auto"] = flag(
+        "auto", "data-loading processes per rank; 0 loads in the trainer, which is fastest where a batch is only "
+        "gathered from memory; auto: 0 on the CPU, beside a GPU up to 8 if the first steps show that they save time",
+        local=True, at_least=0,
     )  # fmt: skip
     data_on: Literal["auto", "host", "device"] = flag(
         "auto", "where data sets lie that can lie on a GPU, and their batches are made; auto: on the GPU if they take "

@@ -16,8 +16,9 @@ from torch import nn
 
 from benchmarks.on_gpu.models import BATCH_SIZES, MODELS
 from benchmarks.on_gpu.part import Report, Setting, graphs_watched, opened_model
-from trainer.loading.batches import Batch, BatchLoader
+from trainer.loading.batches import Batch
 from trainer.loading.order import SampleKeys
+from trainer.loading.workers import BatchLoader
 from trainer.loop.run import Run
 from trainer.loop.windows import Window, training_windows
 from trainer.profiling.measure import MeasuredRun, with_at_most

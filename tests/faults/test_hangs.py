@@ -371,7 +371,7 @@ def test_a_process_that_hangs_for_ever_loses_its_data_loading_processes(tmp_path
 import os, sys, time
 from pathlib import Path
 import numpy as np, torch
-from trainer.loading.batches import BatchLoader, Workers
+from trainer.loading.workers import BatchLoader, Workers
 from trainer.loading.order import SampleKeys
 
 class Stuck:

@@ -12,7 +12,7 @@ from trainer.commands.parse import parse
 from trainer.loading.batches import gathered
 from trainer.loading.on_device import DeviceLoader, moved
 from trainer.loading.order import SampleKeys, evaluation_keys
-from trainer.parallel.strategy import SingleDevice
+from trainer.loading.workers import Workers
 
 SEQREC = ["--task", "seqrec", *small_seqrec.SMALL, "--k-core", 0, "--dropout", 0, "--max-steps", 3]
 KGAT = ["--task", "kgat", "--ks", 2, 5, "--epochs", 1, "--lr", 0.01, "--dropout", 0, "--embed-dim", 8,
@@ -75,10 +75,9 @@ def test_workloads(name, tmp_path, cache_dir):
 def test_what_is_padded_for_a_gpu_has_few_lengths(cache_dir):
     flags, problems = parse(["--task", "seqrec", "--cache-dir", str(cache_dir / "lockstep")], several_devices=False)
     assert problems == []
-    task, device = build_task(flags), torch.device("cuda")
-    widths = {}
-    for num_workers in (0, 1):
-        loader = build_loaders(task, flags.run, SingleDevice(device).group)["val"]
+    task, widths = build_task(flags), {}
+    for num_workers in (1, 0):
+        loader = build_loaders(task, Workers(num_workers, for_gpu=True))["val"]
         own = [batch["items"].shape[1] for batch in loader(evaluation_keys(len(task.splits()["val"]), (0, 1), 16))]
         widths[num_workers] = [*own, loader.one(next(evaluation_keys(1, (0, 1), 1)))["items"].shape[1]]
         loader.close()

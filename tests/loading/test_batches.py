@@ -16,20 +16,20 @@ from tests.conftest import ROOT, TINY, assert_same_bits, load, read_metrics
 from tests.helpers import forks
 from tests.helpers.weighted_task import Sequences, Weighted, WeightedFlags
 from trainer.common.errors import UserError
-from trainer.loading.batches import Batch, BatchLoader, Workers
+from trainer.loading.batches import Batch
 from trainer.loading.order import SampleKeys, evaluation_keys
+from trainer.loading.workers import BatchLoader, Workers
 
 # --- what they load ----------------------------------------------------------------------------------------------
 
 
 def of_workers(num_workers: int) -> dict[str, BatchLoader]:
-    """Training by its own workers, two other data sets by theirs."""
-    collate = Weighted(WeightedFlags(), 0, Path()).collate
-    training, evaluation = Workers(num_workers), Workers(num_workers)
+    """Training and two other data sets."""
+    collate, workers = Weighted(WeightedFlags(), 0, Path()).collate, Workers(num_workers)
     return {
-        "train": BatchLoader(Sequences(40, 0, True), collate, training),
-        "val": BatchLoader(Sequences(11, 1, False), collate, evaluation),
-        "test": BatchLoader(Sequences(6, 2, False), collate, evaluation),
+        "train": BatchLoader(Sequences(40, 0, True), collate, workers),
+        "val": BatchLoader(Sequences(11, 1, False), collate, workers, "evaluation"),
+        "test": BatchLoader(Sequences(6, 2, False), collate, workers, "evaluation"),
     }
 
 
@@ -63,7 +63,7 @@ def test_an_evaluation_between_two_training_batches_disturbs_nothing(num_workers
     assert_same_batches(evaluated(loaders), expected_evaluation)
     found += [next(stream) for _ in range(2)]
     assert_same_batches([loaders["val"].one(key) for key in evaluation_keys(11, (0, 1), 4)], expected_evaluation[:3])
-    assert len(multiprocessing.active_children()) == 2 * num_workers
+    assert len(multiprocessing.active_children()) == num_workers
     assert_same_batches([*found, *stream], expected)
     assert torch.equal(torch.random.get_rng_state(), state)
     for loader in loaders.values():
@@ -107,9 +107,7 @@ def test_a_run_is_the_same_with_workers(world_size, run_here, environment, tmp_p
 
 def test_the_start_says_how_many_there_are(train, tmp_path):
     assert "Workers: 0 per rank, 0 in all. Threads" in train(tmp_path / "0")
-    assert "Workers: 2 per rank, 2 in all, and as many for evaluation. Threads" in train(
-        tmp_path / "2", "--num-workers", 2
-    )
+    assert "Workers: 2 per rank, 2 in all. Threads" in train(tmp_path / "2", "--num-workers", 2)
     assert not multiprocessing.active_children()
 
 
@@ -149,7 +147,7 @@ def test_workers_end_with_a_trainer_that_is_killed(environment):
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as trainer:
         workers = list(map(int, trainer.stdout.readline().split()))
         assert trainer.wait(60) == -signal.SIGKILL
-    assert len(workers) == 2
+    assert len(workers) == 1
     deadline = time.monotonic() + 2
     while any(map(is_alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -160,7 +158,7 @@ OUT_OF_FILES = """
 import resource
 from pathlib import Path
 import numpy as np
-from trainer.loading.batches import BatchLoader, Workers
+from trainer.loading.workers import BatchLoader, Workers
 from trainer.common.errors import UserError
 from trainer.loading.order import SampleKeys
 from tests.helpers.weighted_task import Sequences, Weighted, WeightedFlags

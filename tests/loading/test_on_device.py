@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from trainer.loading.arrays import Array, arange_like, cast, empty_beside, namespace, rows
-from trainer.loading.batches import Batch, BatchLoader, PhaseDatasets
+from trainer.loading.batches import Batch, PhaseDatasets
 from trainer.loading.counter_random import below, normal, random_bits, uniform
 from trainer.loading.on_device import MOST_TOGETHER, DeviceLoader, Movable, moved, num_bytes
 from trainer.loading.order import SampleKeys
+from trainer.loading.workers import BatchLoader
 
 HERE = torch.device("cpu")
 """A device as good as any for operators of torch."""

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.loading.batches import BatchLoader, Workers
 from trainer.loading.order import EpochOrder, SampleKeys, evaluation_keys, num_micro_batches, split_global_batch
+from trainer.loading.workers import BatchLoader, Workers
 
 WORLDS = (1, 2, 3, 5)
 

@@ -19,10 +19,10 @@ from torch.utils.data import (
 
 from tests.conftest import ROOT, assert_same_bits, cut_back, load
 from trainer import SampleKeys, UserError, from_dataset, random_bits
-from trainer.loading.batches import BatchLoader, Workers
 from trainer.loading.on_device import Movable, moved
 from trainer.loading.order import EpochOrder, split_global_batch
 from trainer.loading.torch_datasets import require_keyed
+from trainer.loading.workers import BatchLoader, Workers
 from trainer.loop.contract import check_batch
 from trainer.task import Task
 

@@ -12,8 +12,8 @@ from trainer.checkpoint.manifest import Retention
 from trainer.commands.build import build_run, build_task
 from trainer.commands.parse import parse
 from trainer.common.errors import UserError
-from trainer.loading.batches import BatchLoader
 from trainer.loading.order import EpochOrder, SampleKeys, num_micro_batches
+from trainer.loading.workers import BatchLoader
 from trainer.loop.buffers import Buffers
 from trainer.loop.contract import leaves_a_single_sample
 from trainer.loop.schedule import lr_factor

@@ -15,7 +15,7 @@ from tests.helpers.scored_task import Points, Scored
 from trainer.commands.build import assemble_run, build_task
 from trainer.commands.parse import parse
 from trainer.common.errors import UserError
-from trainer.loading.batches import BatchLoader
+from trainer.loading.workers import BatchLoader
 from trainer.loop.evaluate import evaluate
 from trainer.loop.totals import PerSampleOutputs, in_order, joined
 from trainer.parallel.strategy import SingleDevice

@@ -13,8 +13,9 @@ from tasks.seqrec import SeqrecFlags, SeqrecTask
 from tasks.speech import SpeechFlags, SpeechTask
 from tests.helpers.weighted_task import Weighted, WeightedFlags
 from trainer.flags import DeviceFlags, MultiDeviceFlags
-from trainer.loading.batches import BatchLoader, weighted
+from trainer.loading.batches import weighted
 from trainer.loading.order import SampleKeys, split_global_batch
+from trainer.loading.workers import BatchLoader
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
 from trainer.loop.precision import Precision, in_precision

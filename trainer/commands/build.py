@@ -5,7 +5,7 @@ import random
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,11 @@ from trainer.commands.weights import initialise, resume_weights
 from trainer.common.errors import UserError
 from trainer.common.files import refusing_disk_errors
 from trainer.flags import RunFlags
-from trainer.loading.batches import Batch, BatchLoader, KeyedDataset, PhaseDatasets, Workers
+from trainer.loading.batches import Batch, KeyedDataset, PhaseDatasets
 from trainer.loading.on_device import DeviceLoader, Movable, moved, num_bytes
 from trainer.loading.order import SampleKeys
 from trainer.loading.torch_datasets import require_keyed
+from trainer.loading.workers import BatchLoader, Lane, Workers, shared_memory
 from trainer.logs.background import BackgroundLogger
 from trainer.logs.console import say
 from trainer.logs.logger import LoggedRun
@@ -63,10 +64,10 @@ from trainer.loop.plan import SampleOrder
 from trainer.loop.precision import choose_precision, in_precision, module_in_dtype, with_dense_tensors
 from trainer.loop.rank_times import RankTimes
 from trainer.loop.run import Run
-from trainer.loop.watch import Watch
+from trainer.loop.watch import Remarks, Watch
 from trainer.parallel.data_parallel import start_data_parallel
 from trainer.parallel.ddp import Replicated
-from trainer.parallel.devices import pick_device, set_num_threads
+from trainer.parallel.devices import num_cores, pick_device, set_num_threads
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.group import Group
 from trainer.parallel.process_group import ProcessGroup
@@ -78,6 +79,10 @@ TOO_LARGE = re.compile("overflow|not enough memory|allocate memory|out of memory
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 LARGEST_SHARE = 1 / 4
 """Of a GPU's free memory: data that take more stay on the host, unless they are asked for."""
+SURELY_FITS = 2**30
+"""Bytes: data that take no more lie on the GPU later, as far as that can be told before it is used."""
+MOST_WORKERS = 8
+"""Without a number of the user's: with them a step of 1.3 ms has its batches, of which each takes 10 ms."""
 
 
 def start_strategy(flags: Flags, environment: RankEnvironment | None) -> Strategy:
@@ -177,26 +182,29 @@ def build_run(flags: Flags, task: Task, strategy: Strategy, directory: RunDirect
     state = strategy.load_on_main(lambda: choose_start(directory, given), LARGE)
     before = state or strategy.group.on_main(lambda: directory.earlier_attempt)
     run = assemble_run(flags, task, strategy, directory, before, is_new=state is None)
-    run.facts["code"] = strategy.group.on_main(lambda: identify_code(type(task)))
-    run.facts["run_id"] = strategy.group.on_main(lambda: choose_run_id(directory, given, state))
-    unknown = run.memory.limit
-    limit = strategy.group.on_main(
-        lambda: unknown if starts_over(directory, given) else unknown.remembered(directory.path, say)
-    )
-    run.memory.apply(limit)
-    if state is None:
-        notes = initialise(run.learner, given, task.shipped_weights(), strategy)
-        prepare_training(flags, task, run.learner, strategy, run.plan.orders, run.memory)
-    else:
-        changes = Changes(state, run.facts, task)
-        changes.refuse_another_run()
-        advice = "choose another --save-dir, or start over with --fresh"
-        resume_weights(run.learner, state, strategy, f"{changes.undo_hint()}, {advice}")
-        prepare_training(flags, task, run.learner, strategy, run.plan.orders, run.memory)
-        changes.refuse_reordered(run.learner.objective.model.state_dict())
-        run.progress = restore_progress(run.learner, run.strategy, state)
-        forget_values = partial(strategy.group.on_main, directory.forget_values)
-        notes = resume(changes, run.plan, run.progress, run.is_complete, forget_values)
+    with ExitStack() as on_failure:
+        on_failure.callback(run.close)  # whose workers run already
+        run.facts["code"] = strategy.group.on_main(lambda: identify_code(type(task)))
+        run.facts["run_id"] = strategy.group.on_main(lambda: choose_run_id(directory, given, state))
+        unknown = run.memory.limit
+        limit = strategy.group.on_main(
+            lambda: unknown if starts_over(directory, given) else unknown.remembered(directory.path, say)
+        )
+        run.memory.apply(limit)
+        if state is None:
+            notes = initialise(run.learner, given, task.shipped_weights(), strategy)
+            prepare_training(flags, task, run.learner, strategy, run.plan.orders, run.memory)
+        else:
+            changes = Changes(state, run.facts, task)
+            changes.refuse_another_run()
+            advice = "choose another --save-dir, or start over with --fresh"
+            resume_weights(run.learner, state, strategy, f"{changes.undo_hint()}, {advice}")
+            prepare_training(flags, task, run.learner, strategy, run.plan.orders, run.memory)
+            changes.refuse_reordered(run.learner.objective.model.state_dict())
+            run.progress = restore_progress(run.learner, run.strategy, state)
+            forget_values = partial(strategy.group.on_main, directory.forget_values)
+            notes = resume(changes, run.plan, run.progress, run.is_complete, forget_values)
+        on_failure.pop_all()
     return run, [*notes, *limit.note()]
 
 
@@ -258,7 +266,7 @@ def _is_to_take_over(directory: RunDirectory, source: Path, step: int) -> bool:
 
 def describe_run(run: Run, flags: Flags) -> list[str]:
     """The lines at the start of every run."""
-    task, strategy, batches, num_workers = run.task, run.strategy, run.memory.splits, flags.run.num_workers
+    task, strategy, batches, num_workers = run.task, run.strategy, run.memory.splits, run.workers.num_workers
     world_size, num_devices = strategy.group.world_size, strategy.num_devices
     lines = [f"Devices: {strategy.describe()}"]
     for phase, split in zip(task.phases, batches, strict=True):
@@ -271,7 +279,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         )
     lines += [
         f"Workers: {num_workers} per rank, {num_workers * world_size} in all"
-        f"{', and as many for evaluation' if num_workers else ''}. "
+        f"{', if the first steps show that they save time' if run.workers.on_trial else ''}. "
         f"Threads: {torch.get_num_threads()} per rank. Precision: {run.learner.precision}.",
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in task.splits().items())} samples. "
         f"Model: {run.learner.num_parameters} parameters.",
@@ -341,34 +349,50 @@ def assemble_run(
     directory: for a run that trains. before: `facts` of the checkpoint to resume, or of an attempt that saved none.
     is_new: it resumes nothing, and no checkpoint brings what the task gives a new model.
     """
-    facts = start_facts(flags, task, strategy)
-    batches, facts["lr_factor"] = arrange_batches(flags, facts["config"], facts["batch_sizes"], strategy, before)
-    plan = build_plan(flags, task, batches)
-    learning_rate = build_learning_rate(flags, task, plan, facts["lr_factor"])
-    facts["global_batch_sizes"] = [split.global_batch_size for split in batches]
-    facts["phase_sizes"] = plan.phase_sizes
-    directory = directory or RunDirectory(flags.checkpoint.save_dir, retention_of(flags.checkpoint, task), say)
-    learner = build_learner(flags, task, strategy, is_new)
-    model = learner.objective.model
-    limit = MemoryLimit(strategy.device_kind, flags.batch.batch_size)
-    return Run(
-        task=task,
-        strategy=strategy,
-        learner=learner,
-        plan=plan,
-        memory=MemoryGuard(batches, limit, learner, strategy, directory),
-        learning_rate=learning_rate,
-        loaders=build_loaders(task, flags.run, strategy.group),
-        directory=directory,
-        saver=BackgroundSaver(directory.save),
-        settings=flags.run,
-        saving=flags.checkpoint,
-        patience=flags.learning.early_stopping_patience,
-        eval_batch_size=flags.batch.eval_batch_size or flags.batch.batch_size,
-        watches=build_watches(flags, task, learner, strategy, learning_rate.peak),
-        model_outline={name: (weight.dtype, tuple(weight.shape)) for name, weight in model.state_dict().items()},
-        facts=facts,
-    )
+    workers = build_workers(flags.run, task, strategy.group, trains=directory is not None)
+    loaders, tells = build_loaders(task, workers), workers.num_workers > 0
+    with ExitStack() as on_failure:
+        on_failure.callback(workers.close)
+        if strategy.device.type == "cuda":
+            workers.start()
+            strategy.group.check_devices()
+        facts = start_facts(flags, task, strategy)
+        batches, facts["lr_factor"] = arrange_batches(flags, facts["config"], facts["batch_sizes"], strategy, before)
+        plan = build_plan(flags, task, batches)
+        learning_rate = build_learning_rate(flags, task, plan, facts["lr_factor"])
+        facts["global_batch_sizes"] = [split.global_batch_size for split in batches]
+        facts["phase_sizes"] = plan.phase_sizes
+        directory = directory or RunDirectory(flags.checkpoint.save_dir, retention_of(flags.checkpoint, task), say)
+        learner = build_learner(flags, task, strategy, is_new)
+        model = learner.objective.model
+        limit = MemoryLimit(strategy.device_kind, flags.batch.batch_size)
+        loaders |= loaders_on_device(task, flags.run.data_on, strategy.group)
+        if all(isinstance(loader, DeviceLoader) for loader in loaders.values()):
+            workers.end()
+        run = Run(
+            task=task,
+            strategy=strategy,
+            learner=learner,
+            plan=plan,
+            memory=MemoryGuard(batches, limit, learner, strategy, directory),
+            learning_rate=learning_rate,
+            workers=workers,
+            loaders=loaders,
+            directory=directory,
+            saver=BackgroundSaver(directory.save),
+            settings=flags.run,
+            saving=flags.checkpoint,
+            patience=flags.learning.early_stopping_patience,
+            eval_batch_size=flags.batch.eval_batch_size or flags.batch.batch_size,
+            watches=[
+                *([Remarks(workers.take_remarks)] if tells else []),
+                *build_watches(flags, task, learner, strategy, learning_rate.peak),
+            ],
+            model_outline={name: (weight.dtype, tuple(weight.shape)) for name, weight in model.state_dict().items()},
+            facts=facts,
+        )
+        on_failure.pop_all()
+    return run
 
 
 # --- the parts ---------------------------------------------------------------------------------------------------
@@ -434,20 +458,33 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
     return GraphedLearner(*parts, strategy=strategy, only_if_faster=flags.blocks.cuda_graphs == "auto")
 
 
-def build_loaders(task: Task, given: RunFlags, group: Group) -> dict[str, BatchLoader]:
-    """Of each data set. Evaluation has workers of its own: those of training hold what is loaded ahead."""
-    training, evaluation = (Workers(given.num_workers, for_gpu=group.device.type == "cuda") for _ in range(2))
-    loaders: dict[str, BatchLoader] = {}
-    sources = data_by_loader(task)
-    there = on_device(sources, given.data_on, group)
-    for name, datasets in sources.items():
-        if name in there:
-            loaders[name] = DeviceLoader(there[name], task.collate, group.device)
-        else:
-            loaders[name] = BatchLoader(
-                PhaseDatasets(datasets), task.collate, training if name == "train" else evaluation
-            )
-    return loaders
+def build_workers(given: RunFlags, task: Task, group: Group, trains: bool) -> Workers:
+    """As `--num-workers` wants them. trains: whether there will be steps by which a trial can judge."""
+    for_gpu = group.device.type == "cuda"
+    if given.num_workers != "auto":
+        return Workers(given.num_workers, for_gpu)
+    training = data_by_loader(task)["train"]
+    movable = [each for each in training if isinstance(each, Movable)]
+    moves = len(movable) == len(training) and given.data_on != "host" and num_bytes(movable) <= SURELY_FITS
+    spare = num_cores() // group.local_world_size - 1
+    # On a CPU training needs the cores itself.
+    num_workers = max(0, min(MOST_WORKERS, spare)) if for_gpu and trains and not moves else 0
+    return Workers(num_workers, for_gpu, on_trial=num_workers > 0, room=shared_memory() / group.local_world_size)
+
+
+def build_loaders(task: Task, workers: Workers) -> dict[str, BatchLoader]:
+    """Of all data sets, on the host."""
+    lanes: dict[str, Lane] = {"train": "training"}
+    return {
+        name: BatchLoader(PhaseDatasets(datasets), task.collate, workers, lanes.get(name, "evaluation"))
+        for name, datasets in data_by_loader(task).items()
+    }
+
+
+def loaders_on_device(task: Task, data_on: str, group: Group) -> dict[str, BatchLoader]:
+    """Of the data sets that are to lie on the device of this process; see `on_device`."""
+    there = on_device(data_by_loader(task), data_on, group)
+    return {name: DeviceLoader(datasets, task.collate, group.device) for name, datasets in there.items()}
 
 
 def data_by_loader(task: Task) -> dict[str, list[KeyedDataset]]:

@@ -163,6 +163,14 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return any([*own, *of_all])
 
 
+# --- GPUs --------------------------------------------------------------------------------------------------------
+
+
+def when_cuda_is_initialised(callback: Callable[[], None]) -> None:
+    """Calls a function once CUDA is initialised, now if it is already. Fallback: now, which initialises CUDA."""
+    getattr(torch.cuda, "_lazy_call", lambda call: call())(callback)
+
+
 # --- memory of a GPU ---------------------------------------------------------------------------------------------
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from trainer.common.errors import UserError
 from trainer.loading.arrays import Array
-from trainer.loading.batches import Batch, BatchLoader, Collate
+from trainer.loading.batches import Batch, Collate
 from trainer.loading.order import SampleKeys
+from trainer.loading.workers import BatchLoader
 
 M = TypeVar("M", bound="Movable")
 

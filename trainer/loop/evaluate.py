@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from trainer.common.errors import UserError
 from trainer.common.tensors import is_sharded
-from trainer.loading.batches import BatchLoader
 from trainer.loading.order import SampleKeys
+from trainer.loading.workers import BatchLoader
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.contract import check_outputs, checked_metrics
 from trainer.loop.learner import Learner

@@ -11,7 +11,7 @@ from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.failure.signals import StopRequest
 from trainer.flags import CheckpointFlags, RunFlags
-from trainer.loading.batches import BatchLoader
+from trainer.loading.workers import BatchLoader, Workers
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.learner import Learner
 from trainer.loop.memory import MemoryGuard
@@ -41,6 +41,7 @@ class Run:
     plan: Plan
     memory: MemoryGuard
     learning_rate: LearningRate
+    workers: Workers
     loaders: dict[str, BatchLoader]
     directory: RunDirectory
     saver: BackgroundSaver

@@ -1,6 +1,6 @@
 """The protocol of whatever looks on while a run trains, and is not needed to train; and what it sees of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -71,6 +71,20 @@ class Watch:
 
     def before_save(self, step: int, log: Log) -> None:
         """A checkpoint is about to be made, after so many optimizer steps."""
+
+
+class Remarks(Watch):
+    """Says what something that is no watch has to tell the user. take: returns the lines that are new."""
+
+    def __init__(self, take: Callable[[], Sequence[str]]) -> None:
+        self._take = take
+
+    def remarks(self) -> Sequence[str]:
+        return self._take()
+
+    def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
+        for line in self._take():
+            log.say(line)
 
 
 def settle(watches: Sequence[Watch], log: Log) -> None:

@@ -6,8 +6,9 @@ from itertools import chain, tee
 from typing import NamedTuple, TypeVar
 
 from trainer.failure.signals import StopRequest
-from trainer.loading.batches import BatchLoader, WeightedBatch, weighted
+from trainer.loading.batches import WeightedBatch, weighted
 from trainer.loading.order import SampleKeys, evaluation_keys, split_global_batch
+from trainer.loading.workers import BatchLoader
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.plan import Plan, PlannedStep
 from trainer.loop.progress import Progress

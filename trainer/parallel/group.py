@@ -3,6 +3,7 @@
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from trainer.common.errors import UserError
 from trainer.common.process import own_name
+from trainer.common.torch_private import when_cuda_is_initialised
 from trainer.failure.diagnosis import Diagnosis
 from trainer.failure.errors import EXIT_BAD_INPUT, Failure, print_refusal
 from trainer.failure.heartbeat import CurrentActivity
@@ -48,10 +50,13 @@ class Group:
         self.diagnosis = Diagnosis(self.activity)
 
     def use(self, devices: Sequence[torch.device]) -> None:
-        """Feeds these devices from now on."""
+        """Feeds these devices from now on. CUDA is not initialised by that, so processes may still be forked."""
         self.devices = devices
         if devices and devices[0].type == "cuda":
-            torch.cuda.set_device(devices[0])
+            when_cuda_is_initialised(partial(torch.cuda.set_device, devices[0]))
+
+    def check_devices(self) -> None:
+        """Initialises CUDA on several processes. All call it; raises UserError, on all of them, for a GPU of two."""
 
     @property
     def device(self) -> torch.device:

@@ -120,12 +120,25 @@ class ProcessGroup(Group):
             raise error if self._tells_user else Failure(str(error), EXIT_BAD_INPUT) from None
 
     def _take_device(self, local_rank: int, gpus: Sequence[int]) -> None:
-        """Raises UserError on all processes; Failure, of which the user is told, where one cannot use its device."""
-        try:
+        """Raises UserError on all processes."""
+        with self._failing_in_start_up():
             self.use([self.together(lambda: _rank_device(local_rank, gpus))])
+
+    def check_devices(self) -> None:
+        if self.device.type == "cuda":
+            with self._failing_in_start_up():
+                torch.cuda.init()
             if self.backend == "nccl":
                 self._refuse_shared_gpus()
-        except RuntimeError as error:  # of CUDA, or since another process has left for that
+
+    @contextmanager
+    def _failing_in_start_up(self) -> Iterator[None]:
+        """Around what uses the device first. Raises Failure, of which the user is told, where that cannot be done."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:  # of CUDA, or since another process has left for that
             problem = f"rank {self.rank} of {self.world_size} failed in start-up: {reason(error)}"
             print_error(problem)
             raise Failure(problem) from None

@@ -99,6 +99,7 @@ def _exchange(multi: MultiDeviceFlags, devices: DeviceFlags, result: Path, envir
     def work() -> int:
         strategy = Replicated(ProcessGroup(environment, multi, devices))
         with in_use(strategy.group):
+            strategy.group.check_devices()
             finding = of_exchange(strategy)
             if strategy.group.is_main:
                 print(finding, flush=True)

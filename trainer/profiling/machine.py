@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from trainer.common.errors import reason
-from trainer.loading.batches import BatchLoader, Workers
 from trainer.loading.order import SampleKeys
+from trainer.loading.workers import BatchLoader, Workers
 from trainer.parallel.devices import num_cores
 from trainer.parallel.process_group import available_backends
 from trainer.profiling.meters import MIB, Timer

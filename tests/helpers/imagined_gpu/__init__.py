@@ -15,6 +15,7 @@ The test fails by itself if
 - memory of the host is touched that a copy from a GPU fills, before the right GPU has been waited for. Whoever looks
   too early finds NaN there, or True, or 77;
 - pinned memory is changed that is copied to a GPU, by a replay too, before that GPU has been waited for;
+- the process forks after it has initialised CUDA;
 - the host waits for a GPU within an optimizer step (`may_wait=True` allows it), outside of logging and saving.
 
 `GPUS` knows more: memory in use, a limit beyond which there is `torch.OutOfMemoryError`, every wait with its place, and

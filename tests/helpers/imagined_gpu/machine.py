@@ -29,6 +29,7 @@ class Gpus:
     def __init__(self) -> None:
         self.waits: list[Wait] = []
         self._copies: list[str] = []
+        self._forks: list[str] = []
         self._steps = 0  # how deep the program is within a step, or not if below 1
         self._may_wait = False
 
@@ -46,6 +47,7 @@ class Gpus:
         self._told = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char, ctypes.c_char_p)(self._tell)
         self._library.imagined_start(self._told)
         torch_cuda.install(self._library, num_gpus, capability, self._wait_for)
+        os.register_at_fork(before=self._note_fork)
         self._watch_steps()
         if "LOCKSTEP_LINES" in os.environ:
             import torch
@@ -87,6 +89,7 @@ class Gpus:
             number, copy = (getattr(self._library, f"imagined_{name}") for name in (f"num_{what}", what))
             places = dict.fromkeys(self._copies[copy(i)] for i in range(number()))
             found += [f"{mistake}: what {place} copies" for place in places]
+        found += [f"forked a process that uses CUDA, at {place}" for place in dict.fromkeys(self._forks)]
         if not self._may_wait:
             places = dict.fromkeys((wait.what, wait.place) for wait in self.waits if wait.in_step)
             found += [f"waited for a GPU within a step, at {place}: {what}" for what, place in places]
@@ -95,6 +98,7 @@ class Gpus:
     def forget_mistakes(self) -> None:
         """For a test that makes them on purpose."""
         self._library.imagined_forget_touched()
+        self._forks.clear()
         self.waits.clear()
 
     def _tell(self, kind: bytes, what: bytes) -> int:
@@ -112,6 +116,10 @@ class Gpus:
         torch_cuda.check(self._library.imagined_wait(device, ctypes.c_int64(ticket)))
         if what:
             self._tell(b"w", what.encode())
+
+    def _note_fork(self) -> None:
+        if torch_cuda.is_initialized:
+            self._forks.append(_place())
 
     def _watch_steps(self) -> None:
         """Within a step, the host may wait where it logs or saves, or asks for that."""

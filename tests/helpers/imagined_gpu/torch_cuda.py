@@ -121,6 +121,20 @@ def end_allocating(device: int, pool: Any) -> None:
     CUDAGraph._allocating.remove(pool)
 
 
+is_initialized = False
+
+
+def initialise() -> None:
+    """torch.cuda.init."""
+    global is_initialized
+    import torch
+
+    if not is_initialized:
+        is_initialized = torch.cuda._initialized = True
+        for call, _ in torch.cuda._queued_calls:
+            call()
+
+
 def empty_cache() -> None:
     """torch.cuda.empty_cache."""
     if CUDAGraph._allocating:
@@ -201,9 +215,9 @@ def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wa
     cuda: Any = torch.cuda
     replaced = {
         "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "_lazy_init": lambda: None,
-        "init": lambda: None,
+        "is_initialized": lambda: is_initialized,
+        "_lazy_init": initialise,
+        "init": initialise,
         "device_count": lambda: num_gpus,
         "current_device": lambda: int(library.imagined_device()),
         "set_device": lambda device: exchange_device(index(device)),
@@ -235,17 +249,28 @@ def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wa
         "Event": Event,
         "default_generators": generators,
     }
+    initialising = {"current_device", "set_device", "get_device_name", "get_device_capability", "get_device_properties",
+                    "mem_get_info", "current_stream", "default_stream", "synchronize"}  # fmt: skip
+    replaced |= {name: _after_initialising(replaced[name]) for name in initialising}
+    cuda._queued_calls.clear()  # those of torch itself look at a real GPU
     for name, replacement in replaced.items():
         assert hasattr(cuda, name), name
         for module in (cuda, cuda.random):  # which has some of them under names of its own
             if hasattr(module, name):
                 setattr(module, name, replacement)
-    cuda._initialized = True  # without which torch.utils.checkpoint leaves out the generators of GPUs
     torch.backends.cuda.is_built = lambda: True
     torch._C._host_emptyCache = lambda: None
     torch._C._cuda_endAllocateToPool = end_allocating
     _install_resizing(torch)
     _install_exchanges(torch)
+
+
+def _after_initialising(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        initialise()
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _install_resizing(torch: Any) -> None:

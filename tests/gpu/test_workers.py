@@ -1,0 +1,107 @@
+"""Batches for a GPU: worker processes on trial, none forked from a process with CUDA, and pinned memory."""
+
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import ROOT, assert_same_bits
+from tests.gpu.runs import tiny
+from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.weighted_task import Sequences, Weighted, WeightedFlags
+from trainer.commands import build
+from trainer.loading.order import SampleKeys
+from trainer.loading.workers import BatchLoader, Workers
+
+HELPERS = ROOT / "tests" / "helpers"
+SLEEPY = ["--task", f"{HELPERS / 'sleepy_task.py'}:Sleepy", "--data-s", 0.004]
+COUNTING = ["--task", f"{HELPERS / 'counting_task.py'}:Counting", "--data-s", 0.004]
+LONG = ["--num-train", 96, "--batch-size", 2, "--epochs", 1, "--dropout", 0.2, "--device", "cuda:0"]
+HERE = "Workers: batches are made in the trainer's process: "
+
+
+def told() -> list[str]:
+    return [line.split("] ")[-1] for line in GPUS.printed().splitlines() if "Workers: " in line]
+
+
+@on_imagined_gpus()
+def test_slow_data_get_workers_and_the_same_bits(tmp_path, cache_dir):
+    """Those that are to spare beside the trainer; training and evaluations, of which the last one comes at the end."""
+    build.num_cores = lambda: 3
+    assert not torch.cuda.is_initialized()
+    found = tiny(cache_dir, tmp_path / "auto", *SLEEPY, *LONG, "--eval-every-steps", 25)
+    start, decision = told()
+    assert start.startswith("Workers: 2 per rank, 2 in all, if the first steps show that they save time. Threads: 1 ")
+    assert decision.startswith("Workers: a batch takes ") and "so 2 processes make them from now on" in decision
+    assert torch.cuda.is_initialized() and not multiprocessing.active_children()
+    expected = tiny(cache_dir, tmp_path / "here", *SLEEPY, *LONG, "--eval-every-steps", 25, "--num-workers", 0)
+    assert_same_bits(found, expected)
+
+
+@on_imagined_gpus()
+def test_batches_that_would_fill_shared_memory_are_made_by_the_trainer(tmp_path, cache_dir):
+    build.num_cores, build.shared_memory = lambda: 9, lambda: 16 * 200
+    tiny(cache_dir, tmp_path / "run", *SLEEPY, *LONG)
+    assert told()[1:] == [f"{HERE}16 of them would not fit into /dev/shm."]
+
+
+@on_imagined_gpus()
+def test_quick_data_are_loaded_by_the_trainer(tmp_path, cache_dir):
+    build.num_cores = lambda: 9
+    tiny(cache_dir, tmp_path / "run", *LONG, "--delay-s", 0.002)
+    start, decision = told()
+    assert "Workers: 8 per rank" in start
+    assert decision.startswith(f"{HERE}a batch takes 0.") and "ms to learn from" in decision
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("holds", "why"),
+    [
+        ("counts", "Counted.counts changes, which other processes would not know."),
+        ("connection", "nobody knows whether processes can share SleepySequences.connection."),
+    ],
+)
+@on_imagined_gpus()
+def test_data_that_processes_must_not_have_copies_of_stay(holds, why, tmp_path, cache_dir):
+    build.num_cores = lambda: 2
+    tiny(cache_dir, tmp_path / "auto", *COUNTING, *LONG, "--holds", holds)
+    assert told()[1:] == [HERE + why]
+
+
+@on_imagined_gpus()
+def test_a_number_starts_workers_whatever_the_data_hold_but_none_by_a_fork_of_a_process_with_cuda(tmp_path, cache_dir):
+    counting = [*COUNTING, *LONG, "--max-minutes", 9, "--num-workers", 2]
+    first = tiny(cache_dir, tmp_path / "first", *counting)
+    start, changed = told()
+    assert start.startswith("Workers: 2 per rank, 2 in all. ")
+    assert changed == "Workers: Counted.counts has changed since they began, which they do not know."
+    assert_same_bits(first, tiny(cache_dir, tmp_path / "second", *counting))
+    assert told()[2].startswith("Workers: 0 per rank, 0 in all. ")
+    assert told()[3:] == [f"{HERE}it uses CUDA already, after which none may be forked."]
+
+
+@on_imagined_gpus()
+def test_batches_wait_in_pinned_memory_until_they_were_copied():
+    """Which torch does not use again before; who changes it too early is noticed."""
+    collate = Weighted(WeightedFlags(), 0, Path()).collate
+    keys = [SampleKeys(np.arange(i, i + 4), epoch=1) for i in range(0, 40, 4)]
+    expected = list(BatchLoader(Sequences(40, 0, True), collate)(keys))
+    several = {number: BatchLoader(Sequences(40, 0, True), collate, Workers(number, for_gpu=True)) for number in (1, 0)}
+    for loader in several.values():
+        sent, early = [], []
+        for batch in loader(keys):
+            assert all(tensor.is_pinned() for tensor in batch.values())
+            sent.append({name: tensor.to("cuda", non_blocking=True) for name, tensor in batch.items()})
+        assert all(
+            torch.equal(own["features"].cpu(), other["features"]) for own, other in zip(sent, expected, strict=True)
+        )
+        assert not [mistake for mistake in GPUS.mistakes() if "changed" in mistake]
+        for batch in loader(keys[:1]):
+            early.append(batch["features"].to("cuda", non_blocking=True))
+            batch["features"].zero_()
+        assert any("changed before it is known to have been copied" in mistake for mistake in GPUS.mistakes())
+        GPUS.forget_mistakes()
+        loader.close()

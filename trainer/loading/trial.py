@@ -1,0 +1,115 @@
+"""Whether worker processes save time, and whether they may have the data: what the first batches take and change."""
+
+import io
+import pickle
+from collections.abc import Iterable
+from functools import cached_property
+from hashlib import blake2b
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.common.torch_private import num_writes
+
+NUM_BATCHES, BLOCK = 40, 8
+"""Batches that a trial takes; the quickest block of so many counts, without the first one."""
+LEAST_S, LEAST_SHARE = 5e-4, 0.1
+"""To receive a batch of another process takes some tenths of a millisecond; of a step's time."""
+MOST_COMPARED, MOST_READ = 2**16, 2**24
+"""Bytes of an array whose numbers are compared; of what an attribute holds besides arrays."""
+UNKNOWN = "unknown"
+"""Of what cannot be looked into, such as an open database: nobody can tell whether processes may share it."""
+_NOT_ENTERED = (type, FunctionType, BuiltinFunctionType, ModuleType)
+
+
+class Trial:
+    """What this process takes to make a batch, and what passes until it is asked for the next one."""
+
+    def __init__(self) -> None:
+        self._times: list[tuple[float, float]] = []
+        self._last: float | None = None
+
+    def add(self, start: float, end: float) -> bool:
+        """Notes when the making of a batch began and ended; returns whether that was the last one."""
+        if self._last is not None:
+            self._times.append((end - start, start - self._last))
+        self._last = end
+        return len(self._times) == NUM_BATCHES
+
+    def pause(self) -> None:
+        """What passes until the next batch does not count, such as an evaluation."""
+        self._last = None
+
+    def outcome(self) -> tuple[bool, str]:
+        """Whether processes save time, and the times in words. A GPU that is behind the host shows in neither."""
+        blocks = [self._times[start : start + BLOCK] for start in range(BLOCK, NUM_BATCHES, BLOCK)]
+        made, between = min(([sum(part) / BLOCK for part in zip(*block, strict=True)] for block in blocks), key=sum)
+        times = f"a batch takes {1e3 * made:.2g} ms to make and {1e3 * between:.2g} ms to learn from"
+        return made >= max(LEAST_S, LEAST_SHARE * (made + between)), times
+
+
+def outline(roots: Iterable[Any]) -> dict[str, Any]:
+    """By name, such as "Windows.cache", a digest of what each attribute of some objects holds, or UNKNOWN.
+
+    Two outlines are equal where nothing was changed, but for single numbers of large arrays. Whoever reads from an open
+    file or draws from a generator changes it.
+    """
+    found: dict[str, Any] = {}
+    for root in roots:
+        for name, value in _attributes(root).items():
+            path = f"{type(root).__name__}.{name}"
+            inner = {} if isinstance(value, (*_NOT_ENTERED, Tensor)) else _attributes(value)
+            found |= {f"{path}.{part}": _digest(item) for part, item in inner.items()} or {path: _digest(value)}
+    return found
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """By name; without what a process works out when it is first asked, which changes nothing."""
+    held, kind = getattr(value, "__dict__", {}), type(value)
+    return {name: item for name, item in held.items() if not isinstance(getattr(kind, name, None), cached_property)}
+
+
+def _digest(value: Any) -> bytes | str:
+    digest = _Digest()
+    try:
+        _Outliner(digest, protocol=5).dump(value)
+    except Exception:  # whatever an object raises that does not let itself be looked into, or is too large
+        return UNKNOWN
+    return digest.found.digest()
+
+
+class _Digest:
+    """A file that keeps a digest of what is written. Raises OverflowError beyond MOST_READ."""
+
+    def __init__(self) -> None:
+        self.found, self._num_bytes = blake2b(digest_size=16), 0
+
+    def write(self, data: Any) -> None:
+        self._num_bytes += memoryview(data).nbytes
+        if self._num_bytes > MOST_READ:
+            raise OverflowError
+        self.found.update(data)
+
+
+class _Outliner(pickle.Pickler):
+    """Walks through all that an object holds. Of tensors, functions and files it writes where and in which state."""
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.data_ptr() if value.layout == torch.strided else id(value), value.shape, num_writes(value)
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            numbers = value.tobytes() if value.nbytes <= MOST_COMPARED else b""
+            return value.__array_interface__["data"], value.shape, numbers
+        if isinstance(value, io.IOBase):
+            return id(value), value.tell()
+        if isinstance(value, torch.Generator):
+            return value.get_state().numpy().tobytes()
+        return id(value) if isinstance(value, _NOT_ENTERED) else None
+
+    def reducer_override(self, value: Any) -> Any:
+        """All attributes, of an object that would leave some out when it is sent to a process."""
+        own = type(value).__dict__.get("__getstate__")
+        return NotImplemented if own is None else (type(value), (), dict(vars(value)))
