@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.conftest import TINY, assert_same_bits, load
 from tests.gpu.runs import results, run
@@ -184,27 +185,44 @@ def test_a_rank_that_launches_alone_is_named(tmp_path, cache_dir):
     assert told() == ["Rank 1: CUDA graphs: steps are launched kernel by kernel: there is no memory for a recording."]
 
 
-@on_imagined_gpus()
-def test_a_lack_of_memory_ends_recordings_first(tmp_path, cache_dir):
-    """In a replay of an evaluation, of a micro-batch and of an update: each step is trained on once."""
-    after, replayed = Packed.after, []
+def lack_memory_in(name, after=Packed.after):
+    """From now on the fourth replay of its kind finds none, but on rank 0 of several."""
+    replayed = []
 
     def lacking(self, replay):
-        # The fourth one of its kind.
-        replayed.append("update" if "applied" in self._shapes else "steps" if torch.is_grad_enabled() else "evaluation")
-        if replayed.count(name) != 4 or replayed[-1] != name:
+        replayed.append("update" if "applied" in self._shapes else "step" if torch.is_grad_enabled() else "evaluation")
+        on_rank_0 = dist.is_initialized() and dist.get_rank() == 0
+        if on_rank_0 or replayed.count(name) != 4 or replayed[-1] != name:
             return after(self, replay)
+        GPUS.limit_memory(GPUS.memory_in_use(1), 1)
         GPUS.limit_memory(GPUS.memory_in_use())
         try:
             return after(self, replay)
         finally:
             GPUS.limit_memory(2**34)
+            GPUS.limit_memory(2**34, 1)
 
     Packed.after = lacking
-    for number, name in enumerate(("evaluation", "steps", "update"), 1):
-        replayed.clear()
-        learns_the_same(tmp_path / name, cache_dir, *LONGER, "--amp", "fp16")
-        assert GPUS.printed().count("Out of memory: going on without CUDA graphs.") == number
+
+
+@pytest.mark.parametrize("name", ["evaluation", "step", "update"])
+@on_imagined_gpus()
+def test_a_lack_of_memory_ends_recordings_first(name, tmp_path, cache_dir):
+    """Each step is trained on once."""
+    lack_memory_in(name)
+    learns_the_same(tmp_path, cache_dir, *LONGER, "--amp", "fp16")
+    assert GPUS.printed().count("Out of memory: going on without CUDA graphs.") == 1
+
+
+@on_imagined_gpus(2)
+def test_a_rank_that_lacks_memory_goes_on_alone(tmp_path, cache_dir):
+    lack_memory_in("step")
+    argv = [*LONGER, *POISONED, "--on-nonfinite", "skip", "--batch-norm", "--batch-size", 4, "--global-batch-size", 8]
+    for name, more in (("launched", []), ("recorded", GRAPHS)):
+        (tmp_path / name).mkdir()
+        run_on_ranks(tmp_path / name, cache_dir, *argv, *more)
+    assert GPUS.printed().count("Rank 1: Out of memory: going on without CUDA graphs.") == 1
+    assert_same_bits(*(load(tmp_path / name / "ranks" / "last.pth") for name in ("launched", "recorded")))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Outputs, Sums, sparse_parameters
 
 Key = tuple[Any, ...]
+T = TypeVar("T")
 
 MOST_GRAPHS = 64
 """Recordings that are kept."""
@@ -66,6 +67,10 @@ class Recording(NamedTuple):
     results: Packed
     present: tuple[bool, ...]
     reads: Sequence[Tensor] = ()
+
+    def replayed(self) -> dict[str, Tensor]:
+        """Copies of its results. Raises torch.OutOfMemoryError before anything is done."""
+        return self.results.after(self.graph.replay)
 
 
 class Gradients:
@@ -245,12 +250,16 @@ class GraphedLearner(Learner, Watch):
         elif recording is None or not is_trusted:
             sums = self._launched_and_compared(key, phase, gradients, micro_batch, factor, launch)
         else:
-            with self.buffers.of_samples(micro_batch.num_samples):
-                strategy.group.activity.enter("forward")
-                sums = self._replayed(recording, micro_batch, factor)
-                gradients.replayed(recording.present)
-            if is_last and self.buffers.is_active:
-                self.buffers.start_agreement(strategy.group)
+            strategy.group.activity.enter("forward")
+            present = recording.present
+            del recording  # which holds memory that may be freed
+            found = self._attempt(lambda: self._replayed(self._recordings[key], micro_batch, factor))
+            if found is not None:
+                self.buffers.of_samples(micro_batch.num_samples)
+                gradients.replayed(present)
+                if is_last and self.buffers.is_active:
+                    self.buffers.start_agreement(strategy.group)
+            sums = launch() if found is None else found
         if is_last and strategy.group.world_size > 1:
             gradients.attach()
         return sums
@@ -258,7 +267,7 @@ class GraphedLearner(Learner, Watch):
     def _replayed(self, recording: Recording, micro_batch: WeightedBatch, factor: float) -> Sums:
         fill(recording.inputs, micro_batch.batch)
         self._factor.fill_(factor)
-        return recording.results.after(recording.graph.replay)
+        return recording.replayed()
 
     def _launched_and_compared(
         self,
@@ -307,7 +316,8 @@ class GraphedLearner(Learner, Watch):
                     raise CannotBeRecorded(f"a recording came to another value of {name}")
                 if self.only_if_faster and key not in self._recordings:
                     replayed()  # the first replay may take longer
-                    _require_gain(launched_s, min(replayed_s))
+                    if launched_s < LEAST_GAIN * min(replayed_s):
+                        raise CannotBeRecorded(f"recorded they are less than {LEAST_GAIN} times as fast")
         except Exception as error:  # an own forward may raise anything where it is recorded
             problem = self._account_of(error)
         if after is not None:
@@ -385,15 +395,8 @@ class GraphedLearner(Learner, Watch):
         self._records_evaluation = self._obstacle_of_forwards() is None
 
     def evaluate(self, net: nn.Module, strategy: Strategy, batch: Batch) -> Outputs:
-        if self._records_evaluation:
-            try:
-                return self._evaluated(net, batch)
-            except RuntimeError as error:
-                if not lacks_memory(error):
-                    raise
-            # Outside of the handler, because the frames of the exception hold what is to be freed.
-            self._end_for_want_of_memory()
-        return super().evaluate(net, strategy, batch)
+        outputs = self._attempt(lambda: self._evaluated(net, batch)) if self._records_evaluation else None
+        return outputs if outputs is not None else super().evaluate(net, strategy, batch)
 
     def _evaluated(self, net: nn.Module, batch: Batch) -> Outputs:
         was_recorded = self._forwards.problem is None
@@ -432,17 +435,13 @@ class GraphedLearner(Learner, Watch):
         for rate, group in zip(self._rates[phase], self._groups(phase), strict=True):
             group["lr"] = self.precision.rate(learning_rate * group.get("lr_scale", 1.0))
             rate.fill_(group["lr"])
-        try:
-            outcome = StepOutcome(**recording.results.after(recording.graph.replay))
-            gradients.begin()
-            return outcome
-        except RuntimeError as error:
-            if not lacks_memory(error):
-                raise
-        gradients.attach()
-        del recording  # which holds what is to be freed
-        self._end_for_want_of_memory()
-        return super().update(phase, learning_rate, global_norm)
+        del recording
+        results = self._attempt(lambda: self._recordings[key].replayed())
+        if results is None:
+            gradients.attach()
+            return super().update(phase, learning_rate, global_norm)
+        gradients.begin()
+        return StepOutcome(**results)
 
     def _recorded_update(
         self, key: Key, phase: str, gradients: Gradients, global_norm: Callable[[Tensor], Tensor]
@@ -502,11 +501,19 @@ class GraphedLearner(Learner, Watch):
         self._recordings.clear()
         self._forwards.clear()
 
-    def _end_for_want_of_memory(self) -> None:
+    def _attempt(self, replay: Callable[[], T]) -> T | None:
+        """What a replay comes to; None where it finds no memory, which ends all recordings."""
+        try:
+            return replay()
+        except RuntimeError as error:
+            if not lacks_memory(error):
+                raise
+        # Outside of the handler, because the frames of the exception hold what is to be freed.
         self._forwards.problem = _LACK
         self.release()
         free_memory()
         self._lines.append(OUT_OF_MEMORY)
+        return None
 
     def _line(self, phase: str, problem: str, what: str = "steps") -> str:
         which = f"{what} of phase {phase!r}" if len(self.params) > 1 else what
@@ -561,11 +568,6 @@ class GraphedLearner(Learner, Watch):
         names = [hooked] if hooked is not None else []
         names += [name for name, parameter in self.objective.named_parameters() if has_hooks(parameter)]
         return f"hooks of {names[0] or 'the objective'} would not be called" if names else None
-
-
-def _require_gain(launched_s: float, replayed_s: float) -> None:
-    if launched_s < LEAST_GAIN * replayed_s:
-        raise CannotBeRecorded(f"recorded they take {1e3 * replayed_s:.2f} ms, and {1e3 * launched_s:.2f} ms so")
 
 
 def _first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
