@@ -118,11 +118,19 @@ class BatchFlags(FlagGroup):
         None, "samples per optimizer step over all devices; --grad-accum-steps then follows from it",
         excludes=("grad_accum_steps",), at_least=1, at_most=MOST_SAMPLES,
     )  # fmt: skip
+    parts: int = flag(
+        0, "cut each global batch into N parts, each with a backward of its own, and add them up in one order: the "
+        "same bits on 1, 2, 4, ... up to N devices. A power of two; without --global-batch-size a global batch is N "
+        "times --batch-size; 0 is off", metavar="N", excludes=("grad_accum_steps",), at_least=0, at_most=MOST_SAMPLES,
+    )  # fmt: skip
     drop_last: bool = flag(False, "leave out the last global batch of an epoch where it would be short")
     eval_batch_size: int | None = flag(
         None, "samples per device per forward in evaluation; no metric depends on it (default: --batch-size)",
         at_least=1, at_most=MOST_SAMPLES,
     )  # fmt: skip
+
+    def problems(self) -> list[str]:
+        return [f"--parts {self.parts}: must be a power of two"] if self.parts & (self.parts - 1) else []
 
 
 @dataclass

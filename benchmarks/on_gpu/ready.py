@@ -64,7 +64,7 @@ def ready_run(setting: Setting, *flags: object) -> Iterator[tuple[Run, list[Wind
         loader: Any = Ready(run.loaders["train"])
         run.plan, run.loaders["train"] = replace(run.plan, orders=orders), loader
         sizes = [split.micro_batch_size for split in run.memory.splits]
-        windows = [*training_windows(run.plan, run.progress, sizes, loader, run.group, run.log)]
+        windows = [*training_windows(run.plan, run.progress, sizes, loader, run.strategy, run.log)]
         run.learner.train()
         yield run, windows, -(-setting.pick(NUM_STEPS, 2) // len(windows))
 

@@ -77,6 +77,34 @@ def run_group(
             process.kill()
 
 
+def call_on_ranks(
+    function: Callable[[RankEnvironment], int], world_size: int, folder: Path, timeout_s: float = 120
+) -> list[int | None]:
+    """Calls a function in so many processes, each with who it is; returns what it has returned there.
+
+    function: picklable. folder: where they meet, and keep what they print, each in a file of its own.
+    """
+    ranks = [
+        RankEnvironment(rank, world_size, rank, world_size, f"file://{folder}/meeting") for rank in range(world_size)
+    ]
+    processes = [_context.Process(target=_call, args=(function, rank, folder)) for rank in ranks]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout_s)
+        return [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _call(function: Callable[[RankEnvironment], int], rank: RankEnvironment, folder: Path) -> None:
+    for stream in (1, 2):
+        os.dup2(os.open(folder / f"rank{rank.rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    sys.exit(function(rank))
+
+
 def _run(
     argv: list[str],
     variables: Mapping[str, str],

@@ -60,8 +60,10 @@ from trainer.loop.lockstep import Lockstep
 from trainer.loop.memory import MemoryGuard, MemoryLimit
 from trainer.loop.optimizers import build_optimizers, completed_groups, moments_of
 from trainer.loop.outcomes import StepOutcomes
+from trainer.loop.parts import PartsLearner, totals_maker
 from trainer.loop.plan import SampleOrder
 from trainer.loop.precision import choose_precision, in_precision, module_in_dtype, with_dense_tensors
+from trainer.loop.progress import Progress
 from trainer.loop.rank_times import RankTimes
 from trainer.loop.run import Run
 from trainer.loop.watch import Remarks, Watch
@@ -72,6 +74,7 @@ from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.group import Group
 from trainer.parallel.process_group import ProcessGroup
 from trainer.parallel.strategy import SingleDevice, Strategy
+from trainer.parallel.tree import OneDeviceInParts, ReplicatedInParts
 from trainer.registry import without_folder
 from trainer.task import Objective, Task, validation_sets
 
@@ -87,8 +90,10 @@ MOST_WORKERS = 8
 
 def start_strategy(flags: Flags, environment: RankEnvironment | None) -> Strategy:
     """The devices of this process. Raises UserError."""
+    num_parts = flags.batch.parts
     if flags.multi is None:
-        return SingleDevice(pick_device(flags.devices.device))
+        device = pick_device(flags.devices.device)
+        return OneDeviceInParts(device, num_parts=num_parts) if num_parts else SingleDevice(device)
     if not flags.multi.has_processes:
         return start_data_parallel(flags.devices, flags.multi)
     assert environment is not None
@@ -97,6 +102,8 @@ def start_strategy(flags: Flags, environment: RankEnvironment | None) -> Strateg
         from trainer.parallel.fsdp import Sharded
 
         return Sharded(group, flags.multi.shard_size, reshards=flags.multi.reshard == "always")
+    if num_parts:
+        return ReplicatedInParts(group, num_parts=num_parts)
     return Replicated(group, flags.multi.sync_bn, flags.multi.find_unused_parameters)
 
 
@@ -118,7 +125,10 @@ def facts_of_start(flags: Flags) -> dict[str, Any]:
 def set_up_torch(flags: Flags, group: Group) -> None:
     """Threads, determinism, and the libraries of a GPU, for this process."""
     assert flags.task_type is not None
-    set_num_threads(flags.devices.num_threads, group.local_world_size, group.device)
+    # Under --parts they must not depend on the number of processes, for more threads add up in another order.
+    set_num_threads(flags.devices.num_threads, group.local_world_size, group.device, takes_one=flags.batch.parts > 0)
+    if flags.batch.parts and group.device.type == "cpu":
+        group.require_same({"--num-threads": torch.get_num_threads()}, "--parts needs equally many on all ranks")
     is_gpu = group.device.type == "cuda"
     is_deterministic = flags.precision.deterministic or not is_gpu
     if is_deterministic:
@@ -197,6 +207,7 @@ def build_run(flags: Flags, task: Task, strategy: Strategy, directory: RunDirect
         else:
             changes = Changes(state, run.facts, task)
             changes.refuse_another_run()
+            changes.refuse_other_threads()
             advice = "choose another --save-dir, or start over with --fresh"
             resume_weights(run.learner, state, strategy, f"{changes.undo_hint()}, {advice}")
             prepare_training(flags, task, run.learner, strategy, run.plan.orders, run.memory)
@@ -277,6 +288,9 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
             f"{num_devices} device(s) x {split.grad_accum_steps} accumulation step(s)"
             f"{'' if exact else ', the last ones smaller'}"
         )
+    if strategy.num_parts:
+        each = f"{len(strategy.shards)} on each device, with a forward and backward of its own"
+        lines.append(f"Parts: {strategy.num_parts}, {each}: the same bits on any number of devices of this kind.")
     lines += [
         f"Workers: {num_workers} per rank, {num_workers * world_size} in all"
         f"{', if the first steps show that they save time' if run.workers.on_trial else ''}. "
@@ -299,9 +313,12 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
 
 
 def _remarks_on_device(flags: Flags, device: torch.device) -> list[str]:
+    lines = []
     if flags.blocks.cuda_graphs == "on" and device.type != "cuda":
-        return ["--cuda-graphs on: has no effect without a GPU."]
-    return []
+        lines.append("--cuda-graphs on: has no effect without a GPU.")
+    if flags.blocks.cuda_graphs != "off" and device.type == "cuda" and flags.batch.parts:
+        lines.append("CUDA graphs: steps are launched kernel by kernel: --parts adds up the gradients of each part.")
+    return lines
 
 
 def prepare_training(
@@ -384,6 +401,7 @@ def assemble_run(
             saving=flags.checkpoint,
             patience=flags.learning.early_stopping_patience,
             eval_batch_size=flags.batch.eval_batch_size or flags.batch.batch_size,
+            progress=Progress(new_totals=totals_maker(strategy)),
             watches=[
                 *([Remarks(workers.take_remarks)] if tells else []),
                 *build_watches(flags, task, learner, strategy, learning_rate.peak),
@@ -451,6 +469,8 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
         objective = strategy.place(build, task.blocks, complete)
     ema = ExponentialMovingAverage(objective.model, flags.learning.ema_decay)
     parts = objective, in_precision(objective, precision), strategy.device, precision, flags.learning.max_grad_norm, ema
+    if strategy.num_parts:
+        return PartsLearner(*parts)
     if flags.blocks.cuda_graphs == "off" or strategy.device.type != "cuda":
         return Learner(*parts)
     from trainer.loop.graphs import GraphedLearner

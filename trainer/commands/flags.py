@@ -112,6 +112,12 @@ def contradictions(flags: Flags) -> list[str]:
             "--optimizer muon: orthogonalises whole matrices, of which a process of --multi-gpu fsdp has a part; take "
             "--multi-gpu ddp, or another optimizer"
         )
+    if flags.batch.parts and flags.multi is not None:
+        parts, multi_gpu = f"--parts {flags.batch.parts}", flags.multi.multi_gpu
+        if multi_gpu not in (None, forms.USUAL):
+            found.append(f"{parts}: --multi-gpu {multi_gpu} adds up otherwise; take --multi-gpu {forms.USUAL}")
+        if flags.multi.sync_bn:
+            found.append(f"{parts} and --sync-bn: exclude each other; a part has statistics of its own")
     uses = {"--predict": flags.prediction.predict, "--export": flags.exporting.export}
     if flags.multi is not None:
         found += [f"{use}: runs on one device; use main.py" for use, file in uses.items() if file is not None]

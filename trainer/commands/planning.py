@@ -10,7 +10,7 @@ from trainer.loop.schedule import LearningRate, device_scaling_factor
 from trainer.parallel.strategy import Strategy
 from trainer.task import Task, validation_sets
 
-BATCH_FLAGS = ("--batch-size", "--grad-accum-steps", "--global-batch-size", "--scale-lr")
+BATCH_FLAGS = ("--batch-size", "--grad-accum-steps", "--global-batch-size", "--scale-lr", "--parts")
 
 
 def arrange_batches(
@@ -19,12 +19,14 @@ def arrange_batches(
     """How the batches of each phase are cut, and the factor of `--scale-lr`.
 
     sizes: of each phase, samples per device per forward. A resumed run whose batch sizes are asked for as before keeps
-    its global batches and factor, whatever the devices are now.
+    its global batches and factor, whatever the devices are now. Raises UserError for what `--parts` cannot cut.
     """
-    batch, devices = flags.batch, (strategy.num_devices, strategy.group.world_size)
+    batch, devices = flags.batch, (strategy.num_devices, strategy.group.world_size, strategy.num_parts)
+    if strategy.num_parts:
+        _refuse_uneven_parts(flags, strategy)
     if (
         before is not None
-        and all(before["config"].get(name) == values[name] for name in BATCH_FLAGS)
+        and all({"--parts": 0, **before["config"]}.get(name) == values[name] for name in BATCH_FLAGS)
         and before["batch_sizes"] == sizes
     ):
         pairs = zip(sizes, before["global_batch_sizes"], strict=True)
@@ -36,6 +38,18 @@ def arrange_batches(
     )
     one_device = sizes[0] * batch.grad_accum_steps
     return splits, device_scaling_factor(flags.learning.scale_lr, splits[0].global_batch_size, one_device)
+
+
+def _refuse_uneven_parts(flags: Flags, strategy: Strategy) -> None:
+    """Raises UserError for parts that are not equally many on all devices, too large, or without samples."""
+    asked, least, size = flags.batch.global_batch_size, strategy.num_parts, flags.batch.batch_size
+    if least % strategy.num_devices:
+        raise flags.refusal(f"--parts {least}: {strategy.num_devices} devices cannot share them; take a multiple")
+    if asked is not None and not least <= asked <= least * size:
+        raise flags.refusal(
+            f"--global-batch-size {asked}: --parts {least} of at most --batch-size {size} samples hold {least} to "
+            f"{least * size}; change one of the three"
+        )
 
 
 def build_plan(flags: Flags, task: Task, batches: Sequence[BatchSplit]) -> Plan:

@@ -130,6 +130,8 @@ class Changes:
         self.then, self.now = then, now
         self.flags = changed_flags(then.get("config", {}), now["config"])
         self._task = task
+        num_parts = then.get("config", {}).get("--parts", 0)
+        self._in_parts = bool(0 < num_parts == now["config"]["--parts"])  # so that the devices do not matter
 
     def undo_hint(self, otherwise: str = "give the flags that it was trained with") -> str:
         """What to undo when the model or the data are others: the task's flags that changed. otherwise: if none."""
@@ -153,6 +155,16 @@ class Changes:
                 "of the task, or choose another --save-dir"
             )
         self.refuse_other_data("the checkpoint", to_train=True)
+
+    def refuse_other_threads(self) -> None:
+        """Raises UserError where `--parts` could not go on to the bit, since a CPU now has more or fewer threads."""
+        then, now = self.then["environment"], self.now["environment"]
+        before, threads = then.get("num_threads_per_rank"), now["num_threads_per_rank"]
+        if self._in_parts and now["device_type"] == then.get("device_type") == "cpu" and before != threads:
+            raise UserError(
+                f"--num-threads {threads}: the checkpoint was trained with {before}, on which the bits depend that "
+                f"--parts promises; give --num-threads {before}"
+            )
 
     def refuse_reordered(self, names: Iterable[str]) -> None:
         """Raises UserError where the model has its weights in another order. names: of the model's."""
@@ -242,7 +254,9 @@ class Changes:
                 f"The global batch stays at {' and '.join(map(str, wholes))} samples on {now['num_devices']} device(s) "
                 f"instead of {then['num_devices']}; per-device batch and accumulation are derived anew."
             )
-        different = [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
+        counts = ("world_size", "num_devices") if self._in_parts else ()
+        names = [name for name in now if name not in counts and then.get(name) != now[name]]
+        different = [f"{name} {then.get(name)} -> {now[name]}" for name in names]
         if different:
             notes.append(f"Equal to an unbroken run up to rounding, not to the bit, since: {', '.join(different)}.")
         return notes

@@ -305,6 +305,17 @@ class ForwardState:
         self._before.put_back()
         self._local_before.write()
 
+    @contextmanager
+    def once_more(self) -> Iterator[None]:
+        """Around forward and backward of a further part of a step: from the state before the step, without a trace."""
+        state, local = State([*self._shared.values(), *self._attributes]), References(self._local.values())
+        self.undo()
+        try:
+            yield
+        finally:
+            state.put_back()
+            local.write()
+
     def undo_unless(self, applied: Tensor) -> None:
         """After a step. applied: whether it was, on the device.
 

@@ -14,6 +14,7 @@ from trainer.common.tensors import local_shards
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.learner import Learner
 from trainer.loop.module_state import persistent_buffers
+from trainer.loop.parts import PartTotals, restored_totals, totals_maker
 from trainer.loop.progress import Progress
 from trainer.loop.run import Run
 from trainer.loop.totals import share_of
@@ -39,13 +40,15 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     progress.last_save = progress.step
     strategy.sync_buffers(persistent_buffers(learner.objective))
     totals = {phase: own.reduced(strategy.group) for phase, own in progress.totals.items()}
-    # As after a resume, so that an unbroken run adds up in the same order.
-    _share(strategy.group, progress, totals)
+    rows = {phase: own.rows(strategy.group) for phase, own in progress.totals.items() if isinstance(own, PartTotals)}
+    if not rows:
+        # As after a resume, so that an unbroken run adds up in the same order.
+        _share(strategy.group, progress, totals)
     strategy.group.activity.enter("saving")
     state = strategy.full_state(learner.objective, learner.optimizers)
     weights = state["model"]
     learner.ema.put_into(state, strategy.full_weights)
-    verdict = {"value": value, "is_best": is_best}
+    verdict = {"value": value, "is_best": is_best} | ({"totals_of_parts": rows} if rows else {})
 
     def save_on_main() -> None:
         refuse_non_finite(learner, weights, progress, run.learning_rate.peak)
@@ -174,6 +177,10 @@ def restore_progress(learner: Learner, strategy: Strategy, state: Mapping[str, A
     strategy.load_moments(state["optimizers"], learner.optimizers, dtype)
     if state["scaler"] and learner.precision.scaler.is_enabled():
         learner.precision.scaler.load_state_dict(state["scaler"])
-    progress = Progress(**read_progress(state), last_save=state["step"])
+    progress = Progress(**read_progress(state), last_save=state["step"], new_totals=totals_maker(strategy))
     _share(strategy.group, progress, state["totals"])
+    if strategy.num_parts:
+        rows = state.get("totals_of_parts", {})
+        own = {phase: restored_totals(strategy, its, rows.get(phase, ())) for phase, its in state["totals"].items()}
+        progress.totals = own
     return progress

@@ -206,9 +206,10 @@ def check_single_samples(
 
 def leaves_a_single_sample(strategy: Strategy, global_batch_size: int, micro_batch_size: int) -> bool:
     """Whether a device gets one sample alone in some forward of a global batch. The first and last rank show it."""
-    world_size, samples = strategy.group.world_size, np.arange(global_batch_size)
-    shares = [split_global_batch(samples, (rank, world_size), micro_batch_size, 0) for rank in (0, world_size - 1)]
-    parts = [torch.from_numpy(keys.index).chunk(strategy.num_replicas) for share in shares for keys in share]
+    num_shards, samples = strategy.num_parts or strategy.group.world_size, np.arange(global_batch_size)
+    shares = [split_global_batch(samples, (shard, num_shards), micro_batch_size, 0) for shard in (0, num_shards - 1)]
+    trained = [keys for share in shares for keys in share if not (strategy.num_parts and keys.placeholder)]
+    parts = [torch.from_numpy(keys.index).chunk(strategy.num_replicas) for keys in trained]
     return any(len(part[-1]) == 1 for part in parts)
 
 

@@ -41,11 +41,11 @@ def evaluate(run: Run, split: str) -> Sums:
 
     Raises StopRequested if the run was asked to stop meanwhile; UserError for outputs that cannot be put together.
     """
-    learner, totals, per_sample = run.learner, Totals(), PerSampleOutputs()
+    learner, totals, per_sample = run.learner, run.progress.new_totals(), PerSampleOutputs()
     run.strategy.sync_buffers(persistent_buffers(learner.objective))
     net = run.strategy.evaluation_module(learner.net)
     num_samples, size = len(run.task.splits()[split]), run.eval_batch_size
-    batches = evaluation_batches(run.loaders[split], num_samples, size * run.strategy.num_replicas, run.group)
+    batches = evaluation_batches(run.loaders[split], num_samples, size * run.strategy.num_replicas, run.strategy)
     net.eval()
     with learner.ema.applied(), run.memory.refusing_lack(size, f"take --eval-batch-size {-(-size // 2)}"):
         start_evaluation(learner.objective, learner.precision, run.strategy)

@@ -114,7 +114,7 @@ class MemoryGuard:
     def apply(self, limit: MemoryLimit) -> None:
         """Takes no more samples per forward of the first phase than fit, and of other phases in proportion."""
         self.limit, fits, asked = limit, limit.batch_size, self.splits[0].batch_size
-        if fits is not None and fits < asked:
+        if fits is not None and fits < asked and not self._strategy.num_parts:
             self.splits = self._resized(lambda size: -(-size * fits // asked))
 
     # --- training ------------------------------------------------------------------------------------------------
@@ -158,7 +158,10 @@ class MemoryGuard:
 
         Raises UserError when a single sample did not fit.
         """
-        before = self.splits[phase]
+        before, num_parts = self.splits[phase], self._strategy.num_parts
+        if num_parts:
+            advice = f"--parts {num_parts} makes no smaller ones by itself; take a lower --batch-size, or more --parts"
+            raise self._hopeless(f"with parts of {before.batch_size} samples", advice)
         if before.batch_size == 1:
             raise self._hopeless(_SINGLE)
         self.splits = self._resized(lambda size: -(-size // 2))

@@ -291,13 +291,22 @@ class BatchSplit:
 
 
 def split_batch(
-    batch_size: int, grad_accum_steps: int, global_batch_size: int | None, num_devices: int, world_size: int
+    batch_size: int,
+    grad_accum_steps: int,
+    global_batch_size: int | None,
+    num_devices: int,
+    world_size: int,
+    num_parts: int = 0,
 ) -> BatchSplit:
-    """Derives what the user left open.
+    """Derives what the user left open. num_parts: of `--parts`, which do not depend on the devices.
 
     With `global_batch_size` given, `batch_size` is the most that one device takes at once, and the number of
     accumulation steps follows; a share that does not divide evenly is trained on exactly all the same.
     """
+    if num_parts:
+        global_batch_size = global_batch_size or batch_size * num_parts
+        part = -(-global_batch_size // num_parts)
+        return BatchSplit(part, part, num_parts // num_devices, global_batch_size)
     devices_per_process = num_devices // world_size
     if global_batch_size is None:
         global_batch_size = batch_size * grad_accum_steps * num_devices

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from trainer.checkpoint.format import Best, SavedProgress
@@ -17,12 +17,14 @@ class Progress(SavedProgress):
     last_save: optimizer steps done at the last checkpoint.
     totals: of each phase, sums over this process's share of the steps since the last report.
     own_samples: of `samples`, those that this process's totals cover.
+    new_totals: makes totals of nothing.
     clock: when it was last read; None before the first reading, which starts the time.
     """
 
     last_save: int = 0
     totals: dict[str, Totals] = field(default_factory=dict)
     own_samples: int = 0
+    new_totals: Callable[[], Totals] = Totals
     clock: float | None = None
 
     def start_epoch(self, epoch: int, phases: Sequence[str]) -> None:
@@ -33,7 +35,7 @@ class Progress(SavedProgress):
     def start_segment(self, phases: Sequence[str]) -> None:
         """After a report."""
         self.last_report = self.step
-        self.totals = {phase: Totals() for phase in phases}
+        self.totals = {phase: self.new_totals() for phase in phases}
         self.reported = dict.fromkeys(phases, (0.0, 0.0))
         self.samples = self.own_samples = 0
         self.misses_samples = False

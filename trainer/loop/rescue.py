@@ -211,7 +211,8 @@ def _copied(
             learner.buffers.undo()
         weights = strategy.full_state(learner.objective, learner.optimizers)
         learner.ema.put_into(weights, strategy.full_weights)
-        state = state_of(learner, weights, *_own(step.progress, is_behind=last.queue.lag > 0)) | facts
+        lacks_totals = last.queue.lag > 0 or (strategy.num_parts > 0 and strategy.group.world_size > 1)
+        state = state_of(learner, weights, *_own(step.progress, lacks_totals)) | facts
         # Locking pages may wait for the device.
         copied = snapshot(state, page_locked=False)
     # A thread that trains may have gone on meanwhile.
@@ -222,13 +223,14 @@ def _copied(
     return copied | {"value": None, "is_best": False}
 
 
-def _own(progress: Progress, is_behind: bool) -> tuple[Progress, dict[str, dict[str, Tensor]]]:
+def _own(progress: Progress, lacks_totals: bool) -> tuple[Progress, dict[str, dict[str, Tensor]]]:
     """The progress with this process's own totals, and these.
 
-    is_behind: the device may be behind the host, and nothing says which of the sums are done.
+    lacks_totals: the device may be behind the host, and nothing says which of the sums are done; or the samples of the
+    parts that this process has summed are not counted.
     """
-    totals = {phase: {} if is_behind else own.unreduced() for phase, own in progress.totals.items()}
-    samples = 0 if is_behind else progress.own_samples
+    totals = {phase: {} if lacks_totals else own.unreduced() for phase, own in progress.totals.items()}
+    samples = 0 if lacks_totals else progress.own_samples
     reported = {
         phase: (float(sums["loss"]), float(sums["weight"])) if sums else (0.0, 0.0) for phase, sums in totals.items()
     }

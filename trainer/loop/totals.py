@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,8 +32,8 @@ class Totals:
         self._weights: list[float] = []
         self._applied: list[Tensor] = []
 
-    def add(self, sums: Sums, weight: float, applied: bool | Tensor = True) -> None:
-        """sums: by name, of any shape, which stays the same.
+    def add(self, sums: Sums, weight: Any, applied: bool | Tensor = True) -> None:
+        """sums: by name, of any shape, which stays the same. weight: a float.
 
         applied: of a step of training, whether it was (see `StepResult`); one that was not does not count.
 
@@ -62,9 +63,13 @@ class Totals:
         for name, part in parts.items():
             if counts is not None:
                 part = torch.where(counts.view(-1, *[1] * (part.dim() - 1)), part, 0)
-            added = part.double().sum(0)
-            self._sums[name] = self._sums[name] + added if name in self._sums else added
+            self._sums[name] = self._added(self._sums.get(name), part.double())
         self._kept, self._weights, self._applied = [], [], []
+
+    def _added(self, before: Tensor | None, parts: Tensor) -> Tensor:
+        """A sum so far, if there is one, and (n, ...) more."""
+        added = parts.sum(0)
+        return added if before is None else before + added
 
     def _stacked(self, name: str, zero: Tensor) -> Tensor:
         values = [sums.get(name, zero) for sums in self._kept]

@@ -74,7 +74,7 @@ def train_epoch(run: Run) -> None:
         return 0 < 60 * run.settings.max_minutes <= progress.train_seconds + since_save, saves
 
     sizes = [split.micro_batch_size for split in run.memory.splits]
-    windows = training_windows(plan, progress, sizes, run.loaders["train"], run.group, run.log)
+    windows = training_windows(plan, progress, sizes, run.loaders["train"], run.strategy, run.log)
     start_segment(run.learner, run.watches, run.log, plan, progress.position)
     for window, agreed in agree_ahead(windows, run.group, run.stop, clock if run.group.is_main else None):
         if progress.last_report < progress.step and plan.reports_after(progress.step):

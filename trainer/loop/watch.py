@@ -20,9 +20,10 @@ Place = Literal["forward", "update"]
 class StepResult(NamedTuple):
     """What an optimizer step came to; the tensors are on the device.
 
-    sums: of this process's samples. grad_norm: of the whole gradient, before clipping. applied: whether the step
-    changed anything, which it does if the norm is finite. alarm: whether the user has to know that it did not; both are
-    plain bools where the host knows them without waiting, on the CPU. The last three are the same on every process.
+    sums: of this process's samples; under `--parts` (parts, ...), a row for each part if it has several. grad_norm: of
+    the whole gradient, before clipping. applied: whether the step changed anything, which it does if the norm is
+    finite. alarm: whether the user has to know that it did not; both are plain bools where the host knows them without
+    waiting, on the CPU. The last three are the same on every process.
     """
 
     sums: Sums

@@ -1,10 +1,12 @@
 """What each step and each evaluation forward works on, fetched ahead and agreed on by all processes."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, tee
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from trainer.common.errors import UserError
 from trainer.failure.signals import StopRequest
 from trainer.loading.batches import WeightedBatch, weighted
 from trainer.loading.order import SampleKeys, evaluation_keys, split_global_batch
@@ -13,6 +15,7 @@ from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.plan import Plan, PlannedStep
 from trainer.loop.progress import Progress
 from trainer.parallel.group import Group
+from trainer.parallel.strategy import Strategy
 
 
 class StopRequested(Exception):
@@ -26,12 +29,13 @@ class TimeIsUp(StopRequested):
 class Window(NamedTuple):
     """The micro-batches of one optimizer step on this process.
 
-    weight: loss terms of this process's part. num_samples: of this part, without placeholders.
+    weight: loss terms of this process's share of the global batch; under `--parts` of each part, 0 of those of others.
+    num_samples: of this share, without placeholders.
     """
 
     step: PlannedStep
     micro_batches: list[WeightedBatch]
-    weight: float
+    weight: float | list[float]
     num_samples: int
 
 
@@ -57,22 +61,29 @@ def training_windows(
     progress: Progress,
     micro_batch_sizes: Sequence[int],
     loader: BatchLoader,
-    group: Group,
+    strategy: Strategy,
     log: RunLog | SilentLog,
 ) -> Iterator[Window]:
-    """This process's part of each global batch that is left in the epoch. micro_batch_sizes: of each phase."""
-    shard = group.rank, group.world_size
+    """This process's share of each global batch that is left in the epoch. micro_batch_sizes: of each phase.
+
+    Raises UserError for a batch of a task's own order that is too large for `--parts`.
+    """
+    shards, num_parts, group = strategy.shards, strategy.num_parts, strategy.group
     planned, ahead = tee(
         (
             step,
-            split_global_batch(
-                plan.orders[step.phase].samples(step.epoch, step.start, step.end),
-                shard,
-                micro_batch_sizes[step.phase],
-                step.epoch,
-                step.phase,
-                step.progress / plan.total,
-            ),
+            [
+                keys
+                for shard in shards
+                for keys in split_global_batch(
+                    plan.orders[step.phase].samples(step.epoch, step.start, step.end),
+                    shard,
+                    micro_batch_sizes[step.phase],
+                    step.epoch,
+                    step.phase,
+                    step.progress / plan.total,
+                )
+            ],
         )
         for step in plan.rest_of_epoch(progress.position, progress.step)
     )
@@ -82,7 +93,14 @@ def training_windows(
         started = time.perf_counter()
         own = [next(batches) for _ in keys]
         log.data_wait_seconds += time.perf_counter() - started
-        yield Window(step, own, sum(each.weight for each in own), sum(each.num_samples for each in own))
+        if len(own) > len(shards) and num_parts:
+            whole = f"the task's order has a global batch of {step.end - step.start} samples"
+            raise UserError(f"--parts {num_parts}: {whole}, more than parts of --batch-size hold; raise one of the two")
+        weight: float | list[float] = sum(each.weight for each in own)
+        if num_parts:
+            weight = [0.0] * num_parts
+            weight[shards[0][0] : shards[-1][0] + 1] = [each.weight for each in own]
+        yield Window(step, own, weight, sum(each.num_samples for each in own))
 
 
 def _loaded(loader: BatchLoader, keys: Iterable[SampleKeys]) -> Iterator[WeightedBatch]:
@@ -90,11 +108,14 @@ def _loaded(loader: BatchLoader, keys: Iterable[SampleKeys]) -> Iterator[Weighte
     return map(weighted, loader(ahead), (its.placeholder for its in own))
 
 
-def evaluation_batches(loader: BatchLoader, num_samples: int, batch_size: int, group: Group) -> Iterator[WeightedBatch]:
+def evaluation_batches(
+    loader: BatchLoader, num_samples: int, batch_size: int, strategy: Strategy
+) -> Iterator[WeightedBatch]:
     """This process's batches of a data set of so many samples; equally many on every process."""
-    batches = _loaded(loader, evaluation_keys(num_samples, (group.rank, group.world_size), batch_size))
+    of_shards = (evaluation_keys(num_samples, shard, batch_size) for shard in strategy.shards)
+    batches = _loaded(loader, chain.from_iterable(zip(*of_shards, strict=True)))
     while True:
-        group.activity.enter("data loading of the evaluation")
+        strategy.group.activity.enter("data loading of the evaluation")
         batch = next(batches, None)
         if batch is None:
             return
@@ -117,9 +138,11 @@ def agree_ahead(
         pending = None
         if piece is not None:
             asked = stop.signal_number is not None
-            pending = group.start_sum(Agreed(piece.weight, asked, *(clock() if clock is not None else NO_CLOCK)))
+            weights: Any = piece.weight if isinstance(piece.weight, list) else [piece.weight]
+            pending = group.start_sum([*weights, asked, *(clock() if clock is not None else NO_CLOCK)])
         if waiting is not None:
-            agreed = Agreed(*waiting[1]())
+            summed = waiting[1]()
+            agreed = Agreed(math.fsum(summed[:-3]), *summed[-3:])
             if agreed.num_stop_requests > 0:
                 raise StopRequested
             if agreed.time_is_up > 0:

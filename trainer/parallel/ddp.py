@@ -150,7 +150,8 @@ class Replicated(Distributed):
                 "--backend nccl: carries no sparse gradients, as those of nn.Embedding(sparse=True); take "
                 "--backend gloo, or build those embeddings without sparse=True"
             )
-        self.overlaps = sum(p.nbytes for p in objective.parameters() if p not in self._sparse) > OVERLAP_BYTES
+        num_bytes = sum(p.nbytes for p in objective.parameters() if p not in self._sparse)
+        self.overlaps = num_bytes > OVERLAP_BYTES and not self.num_parts
         self.gradient_divisor = self.group.world_size if self.overlaps else 1
         return objective
 

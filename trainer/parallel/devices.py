@@ -33,8 +33,10 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", int(index or 0))
 
 
-def set_num_threads(requested: int | None, local_world_size: int, device: torch.device) -> None:
-    """CPU threads of this process, which computes on a device.
+def set_num_threads(
+    requested: int | None, local_world_size: int, device: torch.device, takes_one: bool = False
+) -> None:
+    """CPU threads of this process, which computes on a device. takes_one: as beside a GPU unless the user says more.
 
     Beside a GPU one is enough: the host only starts its work, makes batches as its workers do, by one thread each, and
     more would wait for each other at every small operation. torchrun sets OMP_NUM_THREADS=1 for processes whose user
@@ -42,8 +44,9 @@ def set_num_threads(requested: int | None, local_world_size: int, device: torch.
     """
     launcher_chose = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     user_chose = "OMP_NUM_THREADS" in os.environ and not launcher_chose
-    if requested is None and not user_chose and (device.type == "cuda" or local_world_size > 1):
-        requested = 1 if device.type == "cuda" else max(1, num_cores() // local_world_size)
+    takes_one |= device.type == "cuda"
+    if requested is None and not user_chose and (takes_one or local_world_size > 1):
+        requested = 1 if takes_one else max(1, num_cores() // local_world_size)
     if requested is not None:
         torch.set_num_threads(requested)
 

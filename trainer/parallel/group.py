@@ -89,6 +89,12 @@ class Group:
         """
         return lambda: None
 
+    def sum_in_tree(self, values: Tensor) -> None:
+        """Sum over processes of a tensor of one dimension on this process's device, in place.
+
+        Neighbours are added, then neighbouring pairs, and so on: the number of processes is a power of two.
+        """
+
     def barrier(self) -> None:
         """Waits on the host until all processes are here, where the devices would wait for each other in silence."""
 

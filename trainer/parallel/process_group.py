@@ -229,6 +229,21 @@ class ProcessGroup(Group):
         else:
             dist.all_reduce(values)
 
+    def sum_in_tree(self, values: Tensor) -> None:
+        self.activity.enter(EXCHANGE)
+        if values.nbytes * (self.world_size - 1) <= DIRECT_BYTES:
+            found = [torch.empty_like(values) for _ in range(self.world_size)]
+            dist.all_gather(found, values)
+            values.copy_(sum_of_neighbours(found))
+            return
+        # Each process adds up a slice: as many bytes travel as in a ring.
+        size = -(-len(values) // self.world_size)
+        sent = torch.cat([values, values.new_zeros(self.world_size * size - len(values))])
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent)
+        dist.all_gather([*sent.split(size)], sum_of_neighbours(received.split(size)))
+        values.copy_(sent[: len(values)])
+
     def gather(self, value: T) -> list[T]:
         self.activity.enter(EXCHANGE)
         values: list[Any] = [None] * self.world_size
@@ -295,6 +310,13 @@ def sum_directly(values: Tensor, rank: int, world_size: int, timeout: timedelta)
     for work in (*sent, *received):
         work.wait(timeout)  # type: ignore[union-attr]
     values.copy_(reduce(torch.add, found))
+
+
+def sum_of_neighbours(values: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors, as many as a power of two: neighbours are added, then neighbouring pairs, and so on."""
+    while len(values) > 1:
+        values = [one + other for one, other in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
 
 
 def first_sharing_ranks(gpus: Sequence[tuple[str, str]]) -> list[int]:

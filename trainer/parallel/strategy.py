@@ -38,7 +38,8 @@ class Strategy:
     `gradient_sync` is disabled. exchanges_in_forward: whether every forward waits for the other processes, so that all
     must make equally many. shard_size: processes of consecutive ranks that have one copy of the parameters between
     them. has_full_state: whether this process has all that a checkpoint holds, and can save after a failure without
-    others. draws_on_host: whether forwards draw from generators of the host, as some do that leave out layers or mask
+    others. num_parts: into which every global batch is cut, whatever the devices; 0 where each process has one share of
+    it. draws_on_host: whether forwards draw from generators of the host, as some do that leave out layers or mask
     their inputs: Python's or numpy's, or torch's where the model is on a GPU.
     """
 
@@ -47,6 +48,7 @@ class Strategy:
     exchanges_in_forward: bool = False
     shard_size: int = 1
     has_full_state: bool = True
+    num_parts: int = 0
     draws_on_host: bool = False
 
     def __init__(self, group: Group) -> None:
@@ -76,6 +78,11 @@ class Strategy:
     def device_kind(self) -> str:
         """What the devices of this process are called by their maker."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+
+    @property
+    def shards(self) -> Sequence[tuple[int, int]]:
+        """What this process computes of each global batch and data set: of each shard its number and of how many."""
+        return [(self.group.rank, self.group.world_size)]
 
     def describe(self) -> str:
         """The devices, in a few words. All processes call it."""

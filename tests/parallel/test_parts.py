@@ -1,0 +1,243 @@
+"""`--parts`: the same bits on one device and on several, which are those of a bare loop that adds in a binary tree."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import ROOT, cut_back, load, read_metrics, results_of
+from tests.helpers.forks import call_on_ranks
+from tests.helpers.parted_task import Parted, PartedFlags
+from trainer.cli import main
+from trainer.loading.order import EpochOrder, SampleKeys
+from trainer.loading.workers import BatchLoader
+from trainer.parallel import process_group
+from trainer.parallel.strategy import SingleDevice, Strategy
+from trainer.parallel.tree import InParts, TreeSum
+
+FILE = ROOT / "tests" / "helpers" / "parted_task.py"
+NUM_PARTS, SIZE, EPOCHS, LR, MAX_NORM = 16, 3, 3, 0.02, 1.0
+WHOLE = NUM_PARTS * SIZE
+MID_EPOCH = 3
+"""An optimizer step. Every epoch has two, the second one of 5 samples, so that most of its parts are empty."""
+FLAGS = [
+    "--epochs", EPOCHS, "--batch-size", SIZE, "--parts", NUM_PARTS, "--lr", LR, "--device", "cpu", "--log-interval", 2,
+    "--save-every-steps", MID_EPOCH, "--keep-checkpoints", 0,
+]  # fmt: skip
+EXACT = ["--schedule", "constant", "--warmup-epochs", 0, "--max-grad-norm", MAX_NORM]
+CASES = {
+    "one phase": ["--task", f"{FILE}:Parted", *EXACT],
+    "two phases": [
+        "--task", f"{FILE}:InTurns", "--amp", "bf16", "--ema-decay", 0.9, "--optimizer", "sgd", "--momentum", 0.9,
+        "--max-grad-norm", 0.05,
+    ],
+}  # fmt: skip
+
+
+# --- the bare loop -----------------------------------------------------------------------------------------------
+
+
+def in_tree(values):
+    """The sum of the values, where None adds nothing."""
+    if len(values) == 1:
+        return values[0]
+    half = len(values) // 2
+    found = [each for each in (in_tree(values[:half]), in_tree(values[half:])) if each is not None]
+    return found[0] + found[1] if len(found) == 2 else (found or [None])[0]
+
+
+def learnt():
+    """The state of the model after plain float32 steps of torch's AdamW, and the number of steps that were clipped."""
+    task = Parted(PartedFlags(), seed=0, cache_dir=None)
+    torch.manual_seed(0)
+    objective = task.build_objective().train()
+    model, loader = objective.model, BatchLoader(task.splits()["train"], task.collate)
+    strategy, num_train = SingleDevice(torch.device("cpu")), task.config.num_train
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.01},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    params = [p for group in groups for p in group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
+    num_clipped = 0
+    for epoch in range(EPOCHS):
+        order = EpochOrder(0, epoch, 0, num_train).take(0, num_train)
+        for start in range(0, num_train, WHOLE):
+            samples = order[start : start + WHOLE]
+            keys = [SampleKeys(samples[part::NUM_PARTS], epoch) for part in range(min(NUM_PARTS, len(samples)))]
+            batches = list(loader(keys))
+            total = math.fsum(math.fsum(batch["weight"].tolist()) for batch in batches)
+            before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            grads, changes = [], []
+            for part, batch in enumerate(batches):
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(before[name])
+                strategy.seed_dropout(0, epoch, 0, start, part, same_everywhere=True)
+                loss = objective(batch)["loss"]
+                loss.backward(torch.tensor(1 / total))
+                grads.append([p.grad for p in params])
+                model.zero_grad()
+                statistics = [model.norm.running_mean - before["norm.running_mean"]]
+                statistics += [model.norm.running_var - before["norm.running_var"]]
+                changes.append([each * len(batch["weight"]) for each in statistics])
+                if part == 0:
+                    first = model.queue.clone(), model.num_forwards.clone()
+            lacking = [None] * (NUM_PARTS - len(batches))
+            for parameter, *own in zip(params, *grads, strict=True):
+                parameter.grad = in_tree([*own, *lacking])
+            for name, *own in zip(("running_mean", "running_var"), *changes, strict=True):
+                change = in_tree([*own, *lacking]) / len(samples)
+                getattr(model.norm, name).copy_(before[f"norm.{name}"] + change)
+            model.norm.num_batches_tracked.copy_(before["norm.num_batches_tracked"] + len(batches))
+            model.queue.copy_(first[0])
+            model.num_forwards.copy_(first[1])
+            num_clipped += bool(nn.utils.clip_grad_norm_(params, MAX_NORM) > MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.state_dict(), num_clipped
+
+
+def test_one_device_learns_the_bits_of_a_bare_loop(run_here, tmp_path):
+    out, _ = run_here(*CASES["one phase"], *FLAGS, "--save-dir", tmp_path)
+    assert f"Parts: {NUM_PARTS}, {NUM_PARTS} on each device, with a forward and backward of its own" in out
+    expected, num_clipped = learnt()
+    found = load(tmp_path / "last.pth")["model"]
+    assert num_clipped > 0
+    assert {name: digest(value) for name, value in found.items()} == {n: digest(v) for n, v in expected.items()}
+
+
+# --- several devices ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def attributes(owner, **others):
+    before = {name: vars(owner)[name] for name in others}
+    for name, value in others.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def in_order_of_rank():
+    """Neighbouring parts on different devices, so that what is added first depends on their number."""
+
+    def seed_dropout(self, *key, same_everywhere=False):
+        Strategy.seed_dropout(self, *key[:-1], self.shards[key[-1]][0], same_everywhere=True)
+
+    def shards(self):
+        return [(part, NUM_PARTS) for part in range(self.group.rank, NUM_PARTS, self.group.world_size)]
+
+    return attributes(InParts, shards=property(shards), seed_dropout=seed_dropout)
+
+
+def accumulated():
+    """All parts of a device into one gradient, one after another."""
+    return attributes(TreeSum, take=lambda self, level: self.waiting.pop()[1] if self.waiting else None)
+
+
+BROKEN = {"in order of rank": in_order_of_rank, "accumulated": accumulated}
+
+
+def run_all(environment, folder, before):
+    """What each process of a world does. before: the folder of a world from whose mid-epoch saves it goes on."""
+    status = 0
+    for name in CASES:
+        with attributes(process_group, DIRECT_BYTES=0) if name == "two phases" else nullcontext():  # in slices
+            status |= run_once(environment, name, folder / name)
+        if before is not None:
+            if environment.rank == 0:  # the others wait for it
+                cut_back(before / name, up_to_mid_epoch(before / name), folder / f"{name} resumed")
+            status |= run_once(environment, name, folder / f"{name} resumed")
+    for name, broken in BROKEN.items():
+        with broken():
+            status |= run_once(environment, "one phase", folder / name, "--epochs", 2)
+    return status
+
+
+def up_to_mid_epoch(place):
+    """The entries of the manifest."""
+    entries = json.loads((place / "manifest.json").read_text())["checkpoints"]
+    (middle,) = [i for i, entry in enumerate(entries) if entry["step"] == MID_EPOCH and entry["samples"] > 0]
+    return entries[: middle + 1]
+
+
+def run_once(environment, name, place, *more):
+    argv = [str(each) for each in (*CASES[name], *FLAGS, "--save-dir", place, *more)]
+    if environment.world_size == 1:
+        return main(argv, several_devices=False)
+    meeting = dataclasses.replace(environment, init_method=f"{environment.init_method}-{place.name.replace(' ', '-')}")
+    return main([*argv, "--multi-gpu", "ddp"], several_devices=True, environment=meeting)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The folder of runs of each world, each of which also goes on from the runs of the one before."""
+    found = {}
+    for world_size in (4, 2, 1):
+        folder = tmp_path_factory.mktemp("world")
+        before = found.get(2 * world_size)
+        statuses = call_on_ranks(functools.partial(run_all, folder=folder, before=before), world_size, folder)
+        assert statuses == [0] * world_size, (folder / "rank0.txt").read_text()[-3000:]
+        found[world_size] = folder
+    return found
+
+
+def digest(value):
+    """The sha256 of the bytes of a tensor, or of a nested state."""
+    sha = hashlib.sha256()
+
+    def add(part):
+        if isinstance(part, torch.Tensor):
+            sha.update(part.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        elif isinstance(part, dict):
+            for name, item in part.items():
+                add(name)
+                add(item)
+        elif isinstance(part, list | tuple):
+            for item in part:
+                add(item)
+        else:
+            sha.update(repr(part).encode())
+
+    add(value)
+    return sha.hexdigest()
+
+
+def digests(folder):
+    """Of all that a run has learnt, and of what it has logged."""
+    state = load(folder / "last.pth")
+    learnt = ("model", "training_model", "optimizers", "best", "totals", "position")
+    logged = {event: read_metrics(folder, event) for event in ("epoch", "step", "result")}
+    kept = {name: state[name] for name in learnt if name in state} | {"metrics": results_of(folder)["metrics"]}
+    assert all(logged.values())
+    return {name: digest(value) for name, value in (kept | logged).items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_several_devices_learn_the_same_bits(world_size, case, folders):
+    assert digests(folders[world_size] / case) == digests(folders[1] / case)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_goes_on_to_the_bit_with_half_as_many_devices(world_size, case, folders):
+    assert digests(folders[world_size] / f"{case} resumed") == digests(folders[1] / case)
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_another_order_of_adding_up_shows(world_size, broken, folders):
+    """Or these tests would prove nothing."""
+    places = folders[1] / "one phase", folders[world_size] / broken
+    right, wrong = (load(place / up_to_mid_epoch(place)[-1]["file"]) for place in places)
+    assert digest(wrong["model"]) != digest(right["model"])

@@ -1,0 +1,165 @@
+"""A step whose global batch is cut into parts, on any number of devices alike (`--parts`).
+
+What a forward and a backward come to is kept apart for each part, and added in one tree (see trainer/parallel/tree.py).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.loading.batches import WeightedBatch
+from trainer.loop.buffers import Buffers
+from trainer.loop.learner import Learner
+from trainer.loop.totals import Totals
+from trainer.parallel.group import Group, require_shape
+from trainer.parallel.strategy import Strategy
+from trainer.parallel.tree import NOTHING, InParts, TreeSum
+from trainer.task import Sums
+
+
+class PartsLearner(Learner):
+    """A learner whose micro-batches are parts, each with a backward of its own. One without samples is left out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.buffers = PartBuffers(self.objective)
+        self._rows: list[Sums] = []
+
+    def accumulate(
+        self, strategy: Strategy, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool
+    ) -> Sums:
+        """As of a `Learner`; returns the sums of all parts of the step with the last one, {} before."""
+        assert isinstance(strategy, InParts)
+        tree = strategy.tree_of(self.params[phase])
+        if is_first:
+            self._rows = []
+            tree.begin()
+        sums: Sums = {}
+        if micro_batch.num_samples > 0:
+            sums = super().accumulate(strategy, phase, micro_batch, factor, is_first, is_last)
+            tree.add()
+        self._rows.append({name: value.detach() for name, value in sums.items()})
+        return as_rows(self._rows) if is_last else {}
+
+
+def as_rows(parts: Sequence[Sums]) -> Sums:
+    """The sums of each part as (parts, ...) tensors, zeros where a part lacks one."""
+    examples = {name: value for sums in parts for name, value in sums.items()}
+    for name, example in examples.items():
+        for sums in parts:
+            require_shape(name, sums.get(name, example).shape, example.shape)
+    return {
+        name: torch.stack([sums.get(name, torch.zeros_like(example)) for sums in parts])
+        for name, example in examples.items()
+    }
+
+
+class PartBuffers(Buffers):
+    """Every part starts from what the model holds before the step.
+
+    Running statistics then change by the mean of their changes in all parts, weighted by samples, and count the parts
+    that have any. Of whatever else forwards change, all take what part 0 has left.
+    """
+
+    def keep(self) -> None:
+        super().keep()
+        self._num_parts, self._changes = 0, TreeSum()
+
+    @contextmanager
+    def of_samples(self, num_samples: int) -> Iterator[None]:
+        is_further = self._num_parts > 0 and self.forward_state.is_active
+        self._num_parts += 1
+        with self.forward_state.once_more() if is_further else nullcontext():
+            yield
+        if self._kinds:
+            statistics, *counters = (kind.flattened() - kind.kept for kind in self._kinds)
+            weighted = statistics * num_samples, torch.full_like(statistics[:1], num_samples)
+            self._changes.add(torch.cat([*weighted, *(each.to(statistics.dtype) for each in counters)]))
+            for kind in self._kinds:
+                kind.set(kind.kept)
+
+    def start_agreement(self, group: Group) -> None:
+        """Nothing: changes travel when all parts are done."""
+
+    def agree(self, strategy: Strategy) -> None:
+        self.forward_state.agree(strategy)
+        if not self._kinds:
+            return
+        kept = [kind.kept for kind in self._kinds]
+        sizes = [len(kept[0]), 1, *map(len, kept[1:])]
+        total = self._changes.total()
+        if total is None:
+            total = torch.full_like(kept[0][:1], NOTHING).repeat(sum(sizes))
+        strategy.group.sum_in_tree(total)
+        changes, num_samples, *counts = total.split(sizes)
+        for kind, change in zip(self._kinds, [changes / num_samples, *counts], strict=True):
+            kind.set(kind.kept + change.to(kind.kept.dtype))
+
+
+class PartTotals(Totals):
+    """Totals of each part that this process computes, apart: their sum over all parts is made when it is read.
+
+    first: of its parts. rows: what there is of each of them already.
+    """
+
+    def __init__(self, first: int, rows: Sequence[Mapping[str, Tensor]]) -> None:
+        self._first, self._next = first, 0
+        self._own = [_InOrder(row) for row in rows]
+
+    def add(self, sums: Sums, weight: Any, applied: bool | Tensor = True) -> None:
+        """The parts have their turns. weight: of one part; or of all of a step, whose sums then are `as_rows`."""
+        weights = weight[self._first :][: len(self._own)] if isinstance(weight, list) else [weight]
+        for number, own in enumerate(weights):
+            row = {name: value[number] for name, value in sums.items()} if isinstance(weight, list) else sums
+            if row:
+                self._own[self._next].add(row, own, applied)
+            self._next = (self._next + 1) % len(self._own)
+
+    def unreduced(self) -> dict[str, Tensor]:
+        return _in_tree([own.unreduced() for own in self._own])
+
+    def reduced(self, group: Group) -> dict[str, Tensor]:
+        return _in_tree(self.rows(group))
+
+    def rows(self, group: Group) -> list[dict[str, Tensor]]:
+        """The totals of all parts of all processes. All of them call it."""
+        return [row for rows in group.gather([own.unreduced() for own in self._own]) for row in rows]
+
+
+class _InOrder(Totals):
+    """Adds one after another, so that no read between two of them, as a save makes it, changes a bit."""
+
+    def _added(self, before: Tensor | None, parts: Tensor) -> Tensor:
+        return sum(parts, torch.zeros_like(parts[0]) if before is None else before)
+
+
+def _in_tree(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The sums of rows. Of a name that one of two neighbours lacks it is the other's."""
+    while len(rows) > 1:
+        pairs = zip(rows[::2], rows[1::2], strict=True)
+        rows = [{**one, **other, **_shared(one, other)} for one, other in pairs]
+    return rows[0]
+
+
+def _shared(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
+    names = one.keys() & other.keys()
+    for name in names:
+        require_shape(name, other[name].shape, one[name].shape, " in another part")
+    return {name: one[name] + other[name] for name in names}
+
+
+def totals_maker(strategy: Strategy) -> Callable[[], Totals]:
+    """Makes the totals of nothing, as this strategy sums."""
+    return partial(restored_totals, strategy, {}, ()) if strategy.num_parts else Totals
+
+
+def restored_totals(strategy: Strategy, total: Mapping[str, Tensor], rows: Sequence[Mapping[str, Tensor]]) -> Totals:
+    """Totals as a checkpoint holds them; of another number of parts, or of none, all of it counts as part 0's."""
+    if len(rows) != strategy.num_parts:
+        rows = [total, *([{}] * (strategy.num_parts - 1))]
+    numbers, device = [part for part, _ in strategy.shards], strategy.device
+    return PartTotals(numbers[0], [{name: v.to(device) for name, v in rows[part].items()} for part in numbers])
