@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("trainer", "tasks", "models", "data")
 SCRIPTS = ("main", "main_multi_gpu", "profiler")
 CLASSIFIER = "tasks.tabular_classifier"
-FILES_OF_TRAINER = {"__init__.py", "task.py", "config.py", "flags.py", "registry.py", "cli.py", "api.py"}
+FILES_OF_TRAINER = {"__init__.py", "task.py", "script.py", "config.py", "flags.py", "registry.py", "cli.py", "api.py"}
 
 # --- the rooms, and what each may import beside itself: whole rooms, or single modules ----------------------------
 
@@ -33,10 +33,11 @@ ARROWS = {
     "trainer.loading": {"trainer.common"},
     "trainer.config": {"trainer.loading", "trainer.common"},
     "trainer.flags": {"trainer.config", "trainer.common"},
-    "trainer.task": {"trainer.loading", "trainer.common"},
+    "trainer.task": {"trainer.config", "trainer.loading", "trainer.common"},
     "models": {"trainer.loading", "trainer.common"},
     "data": {"trainer.loading", "trainer.common"},
     "trainer.registry": CONTRACT,
+    "trainer.script": CONTRACT | {"trainer.parallel", "trainer.registry"},
     "trainer.failure": {"trainer.common"},
     "trainer.parallel": CONTRACT | {"trainer.flags", "trainer.failure"},
     "trainer.checkpoint": CONTRACT | {"trainer.flags"},
@@ -45,7 +46,8 @@ ARROWS = {
     "trainer.commands": BELOW_THE_LOOP | {"trainer.registry", "trainer.loop"},
     "trainer.profiling": BELOW_THE_LOOP | {"trainer.registry", "trainer.loop", "trainer.commands"},
     "trainer.cli": BELOW_THE_LOOP | {"trainer.registry", "trainer.loop", "trainer.commands"},
-    "trainer.api": BELOW_THE_LOOP | {"trainer.registry", "trainer.loop", "trainer.commands", "trainer.cli"},
+    "trainer.api": BELOW_THE_LOOP
+    | {"trainer.registry", "trainer.script", "trainer.loop", "trainer.commands", "trainer.cli"},
     "tasks": CONTRACT | {"trainer.checkpoint", "models", "data"},
     CLASSIFIER: BELOW_THE_LOOP | {"tasks", "trainer.api", "trainer.commands", "models", "data"},
     "main": {"tasks", "trainer.cli", "trainer.failure.signals"},

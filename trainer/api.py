@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import runpy
 import signal
 import sys
 import threading
@@ -14,12 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
+from itertools import count
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.checkpoint.directory import METRICS
 from trainer.checkpoint.manifest import RESULTS, read_json, read_state
@@ -31,13 +34,15 @@ from trainer.commands.weights import trained_model
 from trainer.common import forms
 from trainer.common.errors import UserError
 from trainer.common.files import with_nan
+from trainer.common.process import to_stderr
 from trainer.config import arguments_of, refuse
 from trainer.failure.errors import EXIT_BAD_INPUT, Failure
 from trainer.failure.signals import STOP_SIGNALS, LeftAtOnce, handlers_restored
 from trainer.flags import RETIRED, TRAINER_GROUPS, ExportFlags, MultiDeviceFlags, PredictFlags, SeveralFlags
 from trainer.parallel.environment import RankEnvironment, is_launched
-from trainer.parallel.launch import EXIT_UNGUARDED, imports_script_of_parent
-from trainer.registry import name_of, source_file
+from trainer.parallel.launch import EXIT_UNGUARDED, imports_script_of_parent, num_processes
+from trainer.registry import find_task, name_of, source_file
+from trainer.script import Outputs, Script, predicted, task_of
 from trainer.task import Task
 
 LOADS_WITHIN_S = 60.0
@@ -49,6 +54,10 @@ NOT_OF_ONE_RUN = (
     *(field.name for group in (SeveralFlags, PredictFlags, ExportFlags) for field in fields(group)),
 )
 """Flags that ask for something else than to train one run."""
+OF_SCRIPT = ("val", "test", "names", "collate", "optimizer")
+"""What `fit` takes by name of a script, beside flags."""
+_calls = count()
+_rank: "_Rank | None" = None
 _in_use = threading.Lock()
 ONE_RUN = "fit trains one run of the class that it is given; leave it out"
 
@@ -91,6 +100,17 @@ class SavedRun:
         """The trained model; see `trainer.load`."""
         return load(self.path, self.task)
 
+    def predict(self, dataset: Any, outputs: Outputs | None = None, batch_size: int = 256) -> Tensor:
+        """What the trained model answers for each item of a data set: (n, ...), on the CPU, in order.
+
+        For a run that `fit` made of a model. dataset: as those of `fit`; of its items, parts behind may be missing.
+        outputs: outputs(model, batch) returns (B, ...); by default the model's own answer to the first part of a batch.
+        batch_size: samples per forward, in eval mode, on a GPU if there is one. Raises UserError.
+        """
+        if self.task is None or not issubclass(self.task, Script):
+            raise UserError(f"{self.path}: predict is for a run that fit made of a model; use --predict")
+        return predicted(self.task, self.load(), dataset, outputs, batch_size)
+
 
 class Fitted(NamedTuple):
     """What `fit` returns. metrics: see `SavedRun.metrics`; none of a run that was stopped."""
@@ -99,15 +119,33 @@ class Fitted(NamedTuple):
     run: SavedRun
 
 
-def fit(task: type[Task], /, **settings: Any) -> Fitted:
-    """Trains a task as the command line does, and goes on with or finds finished what `save_dir` holds.
+def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) -> Fitted:
+    """Trains as the command line does, and goes on with or finds finished what `save_dir` holds.
 
-    task: the class, wherever it is defined. settings: flags by the names of their fields, the trainer's and those of
-    `task.Config`: `save_dir="runs/a", lr=1e-3, no_test=True`. A switch is what its field is, True or False; a list is a
-    list or a tuple; None leaves a flag at its default, a flag of the task at what the run in `save_dir` has, if any.
+    Of a task:
+
+        metrics, run = trainer.fit(Spirals, save_dir="runs/spirals", epochs=40, hidden_units=64)
+        model = run.load()
+
+    task: its class, wherever it is defined, or what `--task` takes, as "har". settings: flags by the names of their
+    fields, the trainer's and those of `task.Config`. A switch is what its field is, True or False; a list is a list or
+    a tuple; None leaves a flag at its default, a flag of the task at what the run in `save_dir` has, if any.
+
+    Of what a script has, a model, data and a loss, fit(model, train, loss, *, val, test, names, collate, optimizer):
+
+        def loss(model, batch):
+            return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+        metrics, run = trainer.fit(Net(), train, loss, val=val, names=("x", "y"), epochs=10, lr=1e-3)
+
+    model: is copied, and stays as it is. train, val, test: data sets of torch, TensorDatasets, or DataLoaders, of which
+    data set, batch_size, drop_last, num_workers and collate_fn are taken. loss: returns a number for each sample of the
+    batch, (B,), or a dictionary of such rows with "loss" among them; the others are metrics. Where the data have a part
+    "weight", it is the number of loss terms of a sample, by which sums are divided. names, collate: see
+    `from_dataset`. optimizer: a name that `--optimizer` takes, a class, or a functools.partial of one without lr.
 
     Processes that a launcher started all call it, and train together. Without a launcher `multi_gpu="ddp"` starts
-    processes by itself, which import the class.
+    processes by itself: they import the class, or run the script again as far as this call.
 
     An interrupt while it trains saves, and returns the run with the state "preempted" and no metrics; a second one
     raises KeyboardInterrupt at once, and so does one before training. `max_minutes` does the same with "paused". What a
@@ -115,22 +153,20 @@ def fit(task: type[Task], /, **settings: Any) -> Fitted:
 
     Raises UserError with all mistakes in the settings, or what else has to be changed first. Raises what the task's
     code raises; where several processes train, Failure in those whose code did not.
-
-    Example:
-        metrics, run = trainer.fit(Spirals, save_dir="runs/spirals", epochs=40, hidden_units=64)
-        model = run.load()
     """
     if imports_script_of_parent():
         sys.exit(EXIT_UNGUARDED)  # the parent says why
     try:
-        argv, problems, several_devices = _command_line(task, settings)
-        flags, environment = read_command_line(argv, several_devices, task_type=task, problems=problems)
+        task_type = _task_of(task, script, settings)
+        argv, problems, several_devices = _command_line(task_type, settings)
+        if issubclass(task_type, Script):
+            return _fit_script(argv, several_devices, task_type, problems)
+        flags, environment = read_command_line(argv, several_devices, task_type=task_type, problems=problems)
         _refuse_other_than_one_run(flags)
-        run = SavedRun(flags.checkpoint.save_dir, task)
+        run = SavedRun(flags.checkpoint.save_dir, task_type)
         if starts_processes(flags.multi, environment):
             return _fit_in_processes(flags.multi, flags.devices.device, argv, run)
-        with process_restored():
-            return _fit_here(flags, argv, environment, run)
+        return _fit_here(flags, argv, environment, run)
     except UserError as error:
         end: BaseException = UserError(str(error))
     except Failure as failure:
@@ -158,10 +194,23 @@ def load(run_directory: str | Path, task: type[Task] | None = None) -> nn.Module
     raise UserError(refusal)
 
 
+def _task_of(task: Any, script: Sequence[Any], settings: dict[str, Any]) -> type[Task]:
+    """The class of what `fit` is given first. settings: those that describe a script's task are taken out of them."""
+    if isinstance(task, nn.Module):
+        if len(script) != 2:
+            raise UserError("fit(model, train, loss): a model comes with its training data and its loss")
+        train, loss = script
+        own = {name: settings.pop(name) for name in OF_SCRIPT if name in settings}
+        return task_of(task, train, loss, settings, **own)
+    if script:
+        raise UserError(f"fit: {task!r} is followed by {len(script)} more: settings are given by their names")
+    return find_task(task) if isinstance(task, str) else task
+
+
 def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[str], list[str], bool]:
     """The command line that says the same, what is wrong with it already, and whether it is of main_multi_gpu.py."""
     if not (isinstance(task, type) and issubclass(task, Task)):
-        raise UserError(f"{task!r}: must be a class derived from trainer.Task")
+        raise UserError(f"fit: {task!r}: must be a class derived from trainer.Task, the name of one, or a model")
     given = {name: value for name, value in settings.items() if value is not None}
     if is_launched(os.environ):
         given = {"multi_gpu": forms.USUAL, **given}
@@ -182,11 +231,65 @@ def _refuse_other_than_one_run(flags: Flags) -> None:
 
 
 def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | None, run: SavedRun) -> Fitted:
-    strategy = start_strategy(flags, environment)
-    strategy.group.diagnosis.prints = environment is not None  # of several processes one speaks for all
-    with strategy.group.in_use():
-        run_command(flags, argv, strategy)
-        return Fitted(strategy.group.on_main(lambda: _metrics_at_end(run)), run)
+    with process_restored():
+        strategy = start_strategy(flags, environment)
+        strategy.group.diagnosis.prints = environment is not None  # of several processes one speaks for all
+        with strategy.group.in_use():
+            run_command(flags, argv, strategy)
+            return Fitted(strategy.group.on_main(lambda: _metrics_at_end(run)), run)
+
+
+def _fit_script(argv: Sequence[str], several_devices: bool, task_type: type[Task], problems: Sequence[str]) -> Fitted:
+    """Trains what a script describes; a process that runs the script again trains as one of its ranks."""
+    number = next(_calls)
+    if _rank is not None and number == _rank.number:
+        sys.exit(run_process(_rank.argv, True, _rank.environment, task_type))  # what follows is for the first process
+    flags, environment = read_command_line(argv, several_devices, task_type=task_type, problems=problems)
+    run = SavedRun(flags.checkpoint.save_dir, task_type)
+    if _rank is not None:
+        return Fitted(_metrics_at_end(run), run)  # trained before
+    _refuse_other_than_one_run(flags)
+    if not starts_processes(flags.multi, environment):
+        return _fit_here(flags, argv, environment, run)
+    form, main = f"multi_gpu {flags.multi.multi_gpu}", sys.modules["__main__"]
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    if file is None or not Path(file).is_file():
+        size = num_processes(flags.multi, flags.devices.device)
+        raise UserError(
+            f"{form}: a notebook or a prompt cannot be run again, once for each rank; put it into a file, train.py, "
+            f"and type: torchrun --standalone --nproc_per_node={size} train.py"
+        )
+    name = None if spec is None else spec.name
+    sys.modules["__main__"] = ModuleType("__main__")  # or new processes would run it as a module, too
+    try:
+        run_rank = partial(_run_as_rank, file, name, number)
+        status = start_processes(flags.multi, flags.devices.device, argv, run_rank)
+    finally:
+        sys.modules["__main__"] = main
+    return _ended(status, form, run)
+
+
+class _Rank(NamedTuple):
+    """What this process trains for another one: from which call of `fit` of a script on, and as which rank."""
+
+    number: int
+    argv: Sequence[str]
+    environment: RankEnvironment
+
+
+def _run_as_rank(
+    file: str, module: str | None, number: int, argv: Sequence[str], several_devices: bool, environment: RankEnvironment
+) -> int:
+    """Runs a script, as far as the call of that number, in a new process out of reach of a terminal's Ctrl-C."""
+    global _rank
+    os.setsid()
+    _rank = _Rank(number, argv, environment)
+    if module is not None:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(file, run_name="__main__")
+    to_stderr(f"{file}: run again for rank {environment.rank}, it did not come to its call {number + 1} of fit")
+    return EXIT_BAD_INPUT
 
 
 def _fit_in_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str], run: SavedRun) -> Fitted:
@@ -204,6 +307,11 @@ def _fit_in_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str],
             f"{form}: the processes that it starts import this script, and came upon this call of fit again; "
             'put it below `if __name__ == "__main__":`'
         )
+    return _ended(status, form, run)
+
+
+def _ended(status: int, form: str, run: SavedRun) -> Fitted:
+    """What processes have come to that ended with this status, as a shell counts. Raises Failure where it is one."""
     if status == EXIT_BAD_INPUT:
         raise UserError(f"{form}: the processes that it started refused to train, and said why on standard error")
     # What ends otherwise, as by SIGKILL, may have left the state of a start before it.

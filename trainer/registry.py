@@ -15,6 +15,8 @@ Registry = Mapping[str, "str | type[Task]"]
 
 PACKAGE = "tasks"
 """Its TASKS are the workloads where no program has handed in others."""
+SCRIPT = "ScriptOfFit"
+"""The class that `trainer.fit` makes of a model, data and a loss; only the script that calls it has them."""
 IN_NO_FILE = "__main__"
 """What stands for the file of a class that has none."""
 
@@ -54,6 +56,7 @@ def default_task() -> str:
 
 def find_task(name: str) -> type[Task]:
     """`--task` -> the task's class: the name of a workload, or path/to/file.py:ClassName. Raises UserError."""
+    _refuse_script(name)
     if ":" in name:
         return find_class(name, "--task", Task, comes_first=True)
     entry = workloads().get(name)
@@ -88,9 +91,19 @@ def source_file(task_type: type[Task]) -> Path | None:
 def known_task(name: str) -> type[Task] | None:
     """The class that a run names, where it is a workload or this process has defined it.
 
-    A file that a run names is not executed: who made the run may have chosen it.
+    A file that a run names is not executed: who made the run may have chosen it. Raises UserError for a script's.
     """
+    _refuse_script(name)
     return find_task(name) if name in workloads() else _defined_task(name)
+
+
+def _refuse_script(name: str) -> None:
+    file, _, class_name = name.rpartition(":")
+    if class_name == SCRIPT:
+        raise UserError(
+            f"--task {name}: trained by trainer.fit(model, ...) in {Path(file).name}, which alone has the model; there "
+            "`run.load()` returns it, and `run.predict(dataset)` what it predicts"
+        )
 
 
 def _defined_task(name: str) -> type[Task] | None:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from trainer.common.errors import UserError
 from trainer.common.validation import expanded
+from trainer.config import FlagGroup
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.order import SampleKeys
 
@@ -40,6 +42,11 @@ class Exported(NamedTuple):
     inputs: Mapping[str, Any]
     expected: Any
     lengths: Mapping[str, Sequence[int]] = {}
+
+
+@dataclass
+class NoFlags(FlagGroup):
+    """Task: no flags of its own"""
 
 
 Outputs = Mapping[str, Tensor | PerSample]
@@ -147,9 +154,9 @@ class Task(ABC):
                 return {name: float(sums[key] / sums["weight"]) for name, key in names.items()}
     """
 
-    Config: ClassVar[type]
-    """A dataclass of `trainer.config.flag` fields; each becomes a command-line flag."""
-    monitor: tuple[str, Literal["max", "min"]]
+    Config: ClassVar[type] = NoFlags
+    """A dataclass of `trainer.config.flag` fields; each becomes a command-line flag. By default there are none."""
+    monitor: tuple[str, Literal["max", "min"]] = ("val/loss", "min")
     """The validation metric that defines "best", for example ("val/accuracy", "max") or ("val/far/loss", "min")."""
     phases: tuple[str, ...] = ("train",)
     """Parts of training, each with data, a loss, parameters and optimizers of its own; may depend on the config.
@@ -192,10 +199,10 @@ class Task(ABC):
 
     @abstractmethod
     def splits(self) -> Mapping[str, KeyedDataset]:
-        """The data sets "train", "test" and those to validate on: "val", or any number of "val/NAME", or both.
+        """The data sets "train", those to validate on, "val", or any number of "val/NAME", or both, and "test".
 
-        Without any to validate on the weights after the last epoch count as the best. May raise UserError. Called
-        several times: keep the result.
+        Without any to validate on the weights after the last epoch count as the best. Without a test set the scores of
+        a run are its best ones on the validation set. May raise UserError. Called several times: keep the result.
         """
 
     @abstractmethod
@@ -249,24 +256,23 @@ class Task(ABC):
         has the weights to begin with.
         """
 
-    @abstractmethod
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Turns reduced sums (float64, CPU) into metrics. The trainer adds "weight", the number of loss terms.
+
+        By default a metric for each sum that is a single number: divided by the weight, a mean.
 
         Gets the statistics of eval mode, and those of train mode too unless `summarise_training` does. What eval mode
         returns as `PerSample` comes as one tensor (n, ...) on the CPU, each sample of the data set once, in order of
         index. Called on the main process alone, whose metrics count on all of them.
         """
+        return means_of(sums)
 
     def summarise_training(self, sums: dict[str, Tensor], phase: str) -> dict[str, float]:
-        """The same of a phase's sums in train mode.
+        """Turns a phase's reduced sums in train mode into metrics.
 
         By default `summarise` does it where there is one phase; of several, the means of all that are single numbers.
         """
-        if len(self.phases) == 1:
-            return self.summarise(sums)
-        means = {name: value / sums["weight"] for name, value in sums.items() if name != "weight"}
-        return {name: float(mean) for name, mean in means.items() if mean.numel() == 1}
+        return self.summarise(sums) if len(self.phases) == 1 else means_of(sums)
 
     def details(self, sums: dict[str, Tensor]) -> dict[str, Any]:
         """What results.json holds of the final scores besides metrics, for example a confusion matrix; plain values.
@@ -457,6 +463,12 @@ def validation_sets(splits: Iterable[str]) -> list[str]:
     Sorted, since all processes must go through them in one order, whatever that of `splits` is on each.
     """
     return sorted(name for name in splits if name.partition("/")[0] == "val")
+
+
+def means_of(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Each reduced sum that is a single number, divided by the weight."""
+    numbers = {name: value for name, value in sums.items() if name != "weight" and value.dim() == 0}
+    return {name: float(value / sums["weight"]) for name, value in numbers.items()}
 
 
 def sparse_parameters(module: nn.Module) -> list[Tensor]:

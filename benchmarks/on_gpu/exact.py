@@ -10,19 +10,8 @@ from benchmarks.on_gpu.models import chosen, without_dropout
 from benchmarks.on_gpu.part import Report, Setting, difference, last, metrics, run
 
 LIMIT = 1e-9
-FLAGS = [
-    "--dtype",
-    "float64",
-    "--data-on",
-    "host",
-    "--schedule",
-    "constant",
-    "--eval-batch-size",
-    "64",
-    "--no-test",
-    "--ema-decay",
-    "0.9",
-]
+FLAGS = ["--dtype", "float64", "--data-on", "host", "--schedule", "constant"]
+FLAGS += ["--eval-batch-size", "64", "--no-test", "--ema-decay", "0.9"]
 BATCH_SIZE = 4
 
 

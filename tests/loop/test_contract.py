@@ -66,7 +66,6 @@ BEFORE_TRAINING = {
     "monitor": (broken(monitor="val/loss"), "Broken.monitor val/loss: must be a metric and 'max' or 'min'"),
     "mode": (broken(monitor=("val/loss", "least")), "Broken.monitor ('val/loss', 'least'): must be"),
     "no train": (with_splits(lambda splits: {"test": splits["test"]}), "Broken.splits: returns test and no 'train'"),
-    "no test": (with_splits(lambda splits: {"train": splits["train"]}), "Broken.splits: returns train and no 'test'"),
     "no mapping": (with_splits(lambda splits: [*splits.values()]), "Broken.splits: returns a list, not a mapping"),
     "an unknown set": (
         with_splits(lambda splits: {**splits, "validation": splits["val"]}),

@@ -25,19 +25,23 @@ from trainer.loop.precision import in_precision
 from trainer.loop.run import Run
 from trainer.parallel.devices import pick_device
 from trainer.parallel.strategy import SingleDevice, Strategy
-from trainer.task import Task
+from trainer.task import Sums, Task
 
 
-def score(run: Run, on_test: bool) -> None:
+def score(run: Run, no_test: bool) -> None:
     """Ends a run: scores it and writes results.json. Raises StopRequested if asked to stop meanwhile.
 
-    on_test: score the test set, with the best weights. Otherwise the validation sets, with the last weights: those
-    that the same settings would give without any.
+    The test set is scored with the best weights. Without one the scores are the best on the validation sets, or of
+    training where there are none either; they are not computed again.
+
+    no_test: score the validation sets instead, with the last weights: those that the same settings would give without
+    any.
     """
     progress, has_validation = run.progress, run.plan.has_validation
     progress.read_clock()
     weights = {"epoch": progress.position.epoch, "step": progress.step, "is_best": False}
-    if on_test and has_validation:
+    on_test, sums = has_test(run.task) and not no_test, dict[str, Sums]()
+    if has_validation and not no_test:
         best = run.strategy.load_on_main(lambda: _best_weights(run.directory), LARGE)
         if best:
             use_weights(
@@ -45,9 +49,11 @@ def score(run: Run, on_test: bool) -> None:
             )
             weights = best
         else:
-            run.log.say("There is no intact best checkpoint: the test set is scored with the last weights.")
-    sums = {"test": evaluate(run, "test")} if on_test else validate(run)
-    metrics = metrics_of(run.task, run.group, sums)
+            run.log.say("There is no intact best checkpoint: the scores are those of the last weights.")
+    metrics = {} if on_test or no_test else run.scores
+    if not metrics:
+        sums = {"test": evaluate(run, "test")} if on_test else validate(run)
+        metrics = metrics_of(run.task, run.group, sums)
     run.log.result(progress.step, f"with the {'best' if weights['is_best'] else 'last'} weights", metrics)
     if on_test:
         log_pictures(run, sums)
@@ -77,6 +83,11 @@ def score(run: Run, on_test: bool) -> None:
         )
 
     run.group.on_main(write_results)  # last, since it says that nothing is left to do
+
+
+def has_test(task: Task) -> bool:
+    """Whether a task has a test set."""
+    return "test" in task.splits()
 
 
 def _best_weights(directory: RunDirectory) -> dict[str, Any]:
@@ -111,7 +122,8 @@ def evaluate_only(flags: Flags, task: Task, strategy: Strategy) -> None:
             task.check_weights(run.learner.objective)
         lines = [*trained.remarks, *describe_run(run, flags), f"Evaluating {label}.", *changes.notes_on_data]
         lines += [] if trained.comes_with_task else changes.notes_on_scoring
-        sums = validate(run) | ({"test": evaluate(run, "test")} if not flags.run.no_test else {})
+        on_test = has_test(task) and not flags.run.no_test
+        sums = validate(run) | ({"test": evaluate(run, "test")} if on_test else {})
         lines += [scores_text(metrics_of(task, strategy.group, {split: own})) for split, own in sums.items()]
     if strategy.group.is_main:
         say("\n".join(lines))

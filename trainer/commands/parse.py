@@ -12,7 +12,7 @@ from trainer.commands.weights import find_record, ships_weights
 from trainer.common.errors import UserError
 from trainer.config import FlagGroup, checked_defaults, flag_name, names_given, options, parse_flags, values_given
 from trainer.flags import GROUPS, RETIRED, TRAINER_GROUPS, CheckpointFlags, ConfigFlags, MultiDeviceFlags, RunFlags
-from trainer.registry import default_task, find_task, is_same_task, known_task, workloads
+from trainer.registry import SCRIPT, default_task, find_task, is_same_task, known_task, workloads
 from trainer.task import Task
 
 DESCRIPTION = {
@@ -168,9 +168,9 @@ def _take_from_run(
 
 def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[type]) -> dict[str, Any]:
     """What the trainer's flags are for a task unless somebody says otherwise. Raises UserError for a mistake in it."""
-    own_type, name = getattr(task_type, "Config", None), task_type.__name__
-    if not dataclasses.is_dataclass(own_type):
-        raise UserError(f"--task {task_name}: {name} has no `Config`, the dataclass of its flags")
+    name = task_type.__name__
+    if not dataclasses.is_dataclass(task_type.Config):
+        raise UserError(f"--task {task_name}: {name}.Config must be a dataclass of its flags")
     try:
         own = options(task_type.Config)
     except TypeError as error:
@@ -181,7 +181,9 @@ def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[ty
     if missing := ", ".join(sorted(task_type.__abstractmethods__)):
         raise UserError(f"--task {task_name}: {name} must have {missing}; see Task in trainer/task.py")
     # A folder of its own, since a run of one task cannot go on in that of another.
-    folder = CheckpointFlags.save_dir / (task_name if task_name in workloads() else name)
+    file = task_name.rpartition(":")[0]
+    own_name = Path(file).stem.strip("_") if name == SCRIPT else name
+    folder = CheckpointFlags.save_dir / (task_name if task_name in workloads() else own_name)
     try:
         if not isinstance(task_type.defaults, Mapping):
             raise TypeError("must be a mapping of fields to values")

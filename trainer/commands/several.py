@@ -312,7 +312,7 @@ class SeveralRuns:
             scored = before.get("ensemble")
             return summary | {"ensemble": scored and with_nan(scored)}
         ensemble = None
-        if self.flags.several.folds == 0 and not self.flags.run.no_test:
+        if self.flags.several.folds == 0 and not self.flags.run.no_test and "test" in self.task.splits():
             ensemble = ensemble_metrics(self.flags, self.task, [job.directory for job in self.jobs], stop)
         return summary | {"ensemble": ensemble}
 

@@ -15,7 +15,7 @@ from functools import partial
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.manifest import CONFIG, RESULTS, STATE, State, read_json, read_state, retention_of
 from trainer.commands.build import build_run, open_run
-from trainer.commands.evaluate import better_can_be_scored, score
+from trainer.commands.evaluate import better_can_be_scored, has_test, score
 from trainer.commands.flags import Flags
 from trainer.commands.resume import brings_another_run, changed_since_last_start, differences
 from trainer.common.errors import UserError
@@ -75,7 +75,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
             try:
                 with run.learner.launching():
                     train(run)
-                    score(run, not flags.run.no_test)
+                    score(run, flags.run.no_test)
             except TimeIsUp:
                 message = _time_is_up(flags.run.max_minutes, run.progress)
                 state.enter("paused", message)
@@ -101,7 +101,8 @@ def _is_finished(run: Run, flags: Flags) -> bool:
     if run.group.on_main(lambda: brings_another_run(run.directory, flags.checkpoint.resume_from)):
         return False
     results = run.group.on_main(lambda: read_json(path / RESULTS))
-    is_finished = results.get("step") == progress.step and (results.get("scored") == "test" or flags.run.no_test)
+    is_scored = results.get("scored") == "test" or flags.run.no_test or not has_test(run.task)
+    is_finished = results.get("step") == progress.step and is_scored
     if is_finished and run.plan.has_validation:
         is_finished = not run.group.on_main(lambda: better_can_be_scored(run.directory, results))
     if is_finished and run.group.is_main:

@@ -68,13 +68,18 @@ def require_keyed(dataset: Any, where: str) -> None:
     """Raises UserError for a data set that cannot be asked for samples by their keys. where: what to call it."""
     if isinstance(dataset, IterableDataset):
         raise UserError(_iterable(where))
-    if not hasattr(type(dataset), "__getitems__") or _takes_lists(dataset):
+    if not is_keyed(dataset):
         raise UserError(
             f"{where}: {type(dataset).__name__} has no `__getitems__(keys)`; return "
             "trainer.from_dataset(dataset, seed=self.seed) instead"
         )
     if not hasattr(dataset, "__len__"):
         raise UserError(f"{where}: {type(dataset).__name__} has no `__len__`, the number of its samples")
+
+
+def is_keyed(dataset: Any) -> bool:
+    """Whether a data set is asked for samples by their keys."""
+    return hasattr(type(dataset), "__getitems__") and not _takes_lists(dataset)
 
 
 def _takes_lists(dataset: Any) -> bool:

@@ -32,7 +32,7 @@ class Run:
     a checkpoint records for the next start: flags, versions, batch arithmetic. model_outline: type and shape of each
     weight and buffer of a checkpoint, as the model was built. tried_saving: phases after whose first step it was tried.
     patience: evaluations without a better score; 0 waits for ever. eval_batch_size: samples per device per forward in
-    evaluation.
+    evaluation. scores: metrics of the best report since this start, or of the last one where nothing is validated.
     """
 
     task: Task
@@ -56,6 +56,7 @@ class Run:
     log: RunLog | SilentLog = field(default_factory=SilentLog)
     stop: StopRequest = field(default_factory=StopRequest)
     progress: Progress = field(default_factory=Progress)
+    scores: dict[str, float] = field(default_factory=dict)
 
     @property
     def group(self) -> Group:

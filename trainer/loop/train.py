@@ -246,6 +246,8 @@ def report(run: Run, at_start: bool = False) -> None:
     elif not at_start:
         progress.start_segment(task.phases)
     is_best = value is not None and progress.judge(value, task.monitor[1])
+    if is_best or not plan.has_validation:
+        run.scores = metrics
     run.log.report(progress.step, progress.position, plan.epochs_done(progress.position), metrics)
     if validation:
         log_pictures(run, validation)

@@ -1,0 +1,289 @@
+"""A model, data and a loss in one call: it learns what a bare loop learns, and takes no mean for a sum."""
+
+import subprocess
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler
+
+import trainer
+from tests.conftest import ROOT, assert_same_bits, load
+from trainer import UserError
+from trainer.loading.order import EpochOrder
+
+NAMES = ("x", "y")
+X = torch.randn(60, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+Y = (X.sum(1) > 0).long()
+TRAIN, VAL = TensorDataset(X[:40], Y[:40]), TensorDataset(X[40:], Y[40:])
+EXACT = {"device": "cpu", "dtype": "float64", "num_threads": 1, "schedule": "constant", "warmup_steps": 0, "lr": 0.05}
+
+
+class Pairs(Dataset):
+    """Items one by one."""
+
+    def __len__(self):
+        return len(TRAIN)
+
+    def __getitem__(self, index):
+        return TRAIN[index]
+
+
+def net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+
+def nll(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+
+def scored(model, batch):
+    logits = model(batch["x"])
+    losses = F.cross_entropy(logits, batch["y"], reduction="none")
+    return {"loss": losses, "accuracy": logits.argmax(1) == batch["y"]}
+
+
+def fit(tmp_path, train=TRAIN, loss=nll, model=None, **settings):
+    settings = {"names": NAMES, "save_dir": tmp_path / "run", "max_steps": 6, **EXACT, **settings}
+    return trainer.fit(model or net(), train, loss, **settings)
+
+
+def bare_loop(make_optimizer, num_steps=6, batch_size=8):
+    """Weights after some steps of a loop written by hand, on the batches that the trainer has."""
+    model = net()
+    optimizer = make_optimizer(model.parameters())
+    orders = (EpochOrder(0, epoch, 0, len(TRAIN)) for epoch in range(num_steps))
+    batches = (order.take(i, i + batch_size) for order in orders for i in range(0, len(TRAIN), batch_size))
+    for _, index in zip(range(num_steps), batches, strict=False):
+        x, y = TRAIN[torch.from_numpy(index.copy())]
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        optimizer.step()
+    return model.state_dict()
+
+
+# --- what is learnt ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("train", [TRAIN, Pairs(), DataLoader(Pairs(), 8), Subset(TRAIN, range(40))])
+@pytest.mark.parametrize("more", [{}, {"batch_size": 3, "global_batch_size": 8}])
+def test_learns_what_a_bare_loop_learns(train, more, tmp_path):
+    optimizer = partial(torch.optim.SGD, momentum=0.9)
+    settings = {"batch_size": 8, "max_grad_norm": 0, "optimizer": optimizer, "weight_decay": 0, **more}
+    _, run = fit(tmp_path, train, **settings)
+    expected = bare_loop(lambda parameters: optimizer(parameters, lr=0.05))
+    for name, weight in run.load().state_dict().items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-14)
+
+
+def test_the_model_is_copied(tmp_path):
+    model = net()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    _, run = fit(tmp_path, model=model)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert not torch.equal(run.load()[0].weight, before["0.weight"])
+
+
+def test_scores_are_those_of_the_best_epoch_and_nothing_is_scored_twice(tmp_path):
+    forwards = []
+
+    def counted(model, batch):
+        forwards.append(model.training)
+        return scored(model, batch)
+
+    metrics, run = fit(tmp_path, loss=counted, val=VAL, batch_size=8, max_steps=None, epochs=3)
+    assert set(metrics) == {"train/loss", "train/accuracy", "val/loss", "val/accuracy"}
+    assert forwards.count(False) == 3 * -(-len(VAL) // 8)
+    expected = nll(run.load(), {"x": X[40:], "y": Y[40:]}).mean().item()
+    assert metrics["val/loss"] == pytest.approx(expected, rel=1e-12)
+    assert run.results["scored"] == "val"
+    assert fit(tmp_path, loss=counted, val=VAL, batch_size=8, max_steps=None, epochs=3)[0] == metrics
+
+
+def test_a_run_killed_before_its_scores_computes_them(tmp_path):
+    settings = {"val": VAL, "max_steps": None, "epochs": 2}
+    metrics, run = fit(tmp_path, **settings)
+    (run.path / "results.json").unlink()
+    again, _ = fit(tmp_path, **settings)
+    assert again["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-12)
+
+
+def test_with_a_test_set_it_is_scored(tmp_path):
+    metrics, _ = fit(tmp_path, test=VAL)
+    assert list(metrics) == ["test/loss"]
+
+
+def test_neither_validation_nor_test(tmp_path):
+    metrics, _ = fit(tmp_path)
+    assert list(metrics) == ["train/loss"]
+
+
+def test_weights_are_numbers_of_loss_terms(tmp_path):
+    weight = torch.arange(1.0, 41)
+    data = TensorDataset(X[:40], Y[:40], weight)
+
+    def terms(model, batch):
+        return nll(model, batch) * batch["weight"]
+
+    settings = {"names": (*NAMES, "weight"), "loss": terms, "batch_size": 40, "max_steps": 1}
+    metrics, _ = fit(tmp_path, data, **settings)
+    expected = (nll(net(), {"x": X[:40], "y": Y[:40]}) * weight).sum() / weight.sum()
+    assert metrics["train/loss"] == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_predicts_in_order(tmp_path):
+    _, run = fit(tmp_path)
+    model = run.load()
+    assert torch.equal(run.predict(VAL, batch_size=7), model(X[40:]).detach())
+    assert torch.equal(run.predict(TensorDataset(X[40:])), model(X[40:]).detach())
+    classes = run.predict(DataLoader(VAL), lambda model, batch: model(batch["x"]).argmax(1))
+    assert torch.equal(classes, model(X[40:]).argmax(1))
+
+
+def test_goes_on_and_names_another_loss(tmp_path, capsys):
+    fit(tmp_path, max_steps=4)
+    _, run = fit(tmp_path, max_steps=6)
+    whole = trainer.fit(net(), TRAIN, nll, names=NAMES, save_dir=tmp_path / "whole", max_steps=6, **EXACT)[1]
+    assert_same_bits(load(run.path / "last.pth"), load(whole.path / "last.pth"))
+    capsys.readouterr()
+    fit(tmp_path, loss=lambda model, batch: 2 * nll(model, batch), max_steps=8)
+    line = next(line for line in capsys.readouterr().out.splitlines() if "--loss" in line)
+    assert line.startswith("Changed since the checkpoint: --loss nll (") and "<lambda>" in line
+
+
+def test_a_workload_by_its_name(tmp_path):
+    metrics, _ = trainer.fit("har", save_dir=tmp_path, max_steps=1, num_threads=1, device="cpu", no_test=True)
+    assert "val/accuracy" in metrics
+
+
+# --- several processes -------------------------------------------------------------------------------------------
+
+SCRIPT = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import trainer
+from tests.test_script import EXACT, NAMES, TRAIN, VAL, net, nll
+settings = dict(names=NAMES, max_steps=6, global_batch_size=8, **EXACT)
+print("begins")
+first, _ = trainer.fit(net(), TRAIN, nll, save_dir="first", **settings, multi_gpu="ddp", nproc=2)
+second, run = trainer.fit(net(), TRAIN, nll, val=VAL, save_dir="second", **settings, multi_gpu="ddp", nproc=2)
+print("ends", first, second, run.results["world_size"])
+"""
+
+
+def test_a_script_is_run_again_for_each_rank(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("begins") == 5 and done.stdout.count("ends") == 1
+    one, _ = fit(tmp_path, global_batch_size=8)
+    ends = next(line for line in done.stdout.splitlines() if line.startswith("ends"))
+    assert float(ends.split("'train/loss': ")[1].split("}")[0]) == pytest.approx(one["train/loss"], rel=1e-12)
+    assert ends.endswith(" 2")
+
+
+def test_a_prompt_is_told_what_to_type(tmp_path):
+    code = SCRIPT.replace('print("begins")', "")
+    done = subprocess.run([sys.executable, "-"], input=code, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "and type: torchrun --standalone --nproc_per_node=2 train.py" in done.stderr
+
+
+# --- mistakes ----------------------------------------------------------------------------------------------------
+
+
+def loader(**settings):
+    return DataLoader(TRAIN, **{"batch_size": 4, **settings})
+
+
+REFUSED = {
+    "a mean": (
+        {"loss": lambda model, batch: nll(model, batch).mean()},
+        "fit: the loss returned shape () for 'loss': must be one number for each of the 2 samples",
+    ),
+    "rows of several terms": (
+        {"loss": lambda model, batch: nll(model, batch)[:, None].expand(-1, 3)},
+        "fit: the loss returned shape (2, 3) for 'loss'",
+    ),
+    "a metric that is a mean": (
+        {"loss": lambda model, batch: {"loss": nll(model, batch), "accuracy": torch.tensor(1.0)}},
+        "fit: the loss returned shape () for 'accuracy'",
+    ),
+    "a number": ({"loss": lambda model, batch: {"loss": nll(model, batch), "n": 3}}, "returned a int for 'n'"),
+    "no loss": ({"loss": lambda model, batch: {"nll": nll(model, batch)}}, "fit: the loss returned nll, and no 'loss'"),
+    "no function": ({"loss": "nll"}, "fit: loss 'nll': must be a function of a model and a batch"),
+    "no names": ({"names": None}, "fit, train: its data set (TensorDataset, names=None): its items have 2 part(s)"),
+    "a lazy model": (
+        {"model": nn.LazyLinear(2)},
+        "has no shape before a first forward; call the model once",
+    ),
+    "a sampler": (
+        {"train": loader(sampler=WeightedRandomSampler(torch.ones(40), 40))},
+        "fit, train: the DataLoader has the sampler WeightedRandomSampler, which a run that resumes",
+    ),
+    "a batch sampler": (
+        {"train": DataLoader(TRAIN, batch_sampler=[[0, 1], [2, 3]])},
+        "fit, train: the DataLoader has a batch_sampler",
+    ),
+    "a generator": (
+        {"val": loader(generator=torch.Generator(), worker_init_fn=print)},
+        "fit, val: the DataLoader has the worker_init_fn and the generator",
+    ),
+    "an optimizer": (
+        {"optimizer": torch.optim.SGD(net().parameters(), lr=0.1)},
+        "fit: optimizer SGD is an instance, of the parameters of your model",
+    ),
+    "an optimizer with a rate": (
+        {"optimizer": partial(torch.optim.SGD, lr=0.1)},
+        "fit: the partial of SGD has its own lr; leave it out, and give fit lr=...",
+    ),
+    "no optimizer": ({"optimizer": 3}, "fit: optimizer 3: must be a name, such as 'adamw', a class"),
+    "a flag that is none": ({"learning_rate": 0.1}, "learning_rate: no such"),
+}
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED.values(), ids=REFUSED)
+def test_mistakes_are_named(settings, message, tmp_path):
+    with pytest.raises(UserError) as error:
+        fit(tmp_path, **settings)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("call", [lambda: trainer.fit(net(), TRAIN), lambda: trainer.fit("har", TRAIN)])
+def test_what_does_not_belong_together_is_named(call):
+    with pytest.raises(UserError, match="fit"):
+        call()
+
+
+def test_a_loader_says_what_is_taken_of_it(tmp_path, capsys):
+    fit(tmp_path, loader(shuffle=True, drop_last=True, batch_size=7), val=loader(batch_size=5))
+    out = capsys.readouterr().out
+    assert "Of the DataLoader train are taken: its data set, batch_size 7, drop_last True, num_workers 0." in out
+    assert "Of the DataLoader val are taken: its data set, eval_batch_size 5." in out
+    fit(tmp_path / "own", loader(), batch_size=9)
+    assert "taken: its data set, drop_last False" in capsys.readouterr().out
+
+
+def test_only_the_script_has_the_model(tmp_path, run_here):
+    _, run = fit(tmp_path)
+    message = "trained by trainer.fit(model, ...) in test_script.py, which alone has the model"
+    with pytest.raises(UserError, match=r"trained by trainer\.fit"):
+        trainer.load(run.path)
+    task = run.results["task"]
+    assert message in run_here("--task", task, "--predict", "x.csv", "--save-dir", run.path, status=2).err
+
+
+def test_own_collate(tmp_path):
+    def collate(items):
+        return {"x": torch.stack([x for x, _ in items]), "y": torch.stack([y for _, y in items])}
+
+    one, _ = fit(tmp_path, names=None, collate=collate)
+    other, _ = fit(tmp_path / "other", DataLoader(TRAIN, 32, collate_fn=collate), names=None)
+    assert one == other == fit(tmp_path / "tensors")[0]
+    assert np.isfinite(one["train/loss"])

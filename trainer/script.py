@@ -1,0 +1,247 @@
+"""What a script has, a model, data and a loss, as a task: see `trainer.fit`."""
+
+import copy
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
+
+from trainer.common.errors import UserError
+from trainer.config import FlagGroup, flag
+from trainer.loading.batches import Batch, KeyedDataset
+from trainer.loading.order import SampleKeys
+from trainer.loading.torch_datasets import from_dataset, is_keyed
+from trainer.parallel.devices import pick_device
+from trainer.registry import SCRIPT
+from trainer.task import Objective, ParamGroup, Sums, Task
+
+Loss = Callable[[nn.Module, Batch], Tensor | Mapping[str, Tensor]]
+Outputs = Callable[[nn.Module, Batch], Tensor]
+
+
+@dataclass
+class ScriptFlags(FlagGroup):
+    """Task: a script"""
+
+    loss: str = flag("", "the name of the loss, and the first digits of the sha256 of its source", local=True)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a script hands to `trainer.fit`. remarks: what is taken of its loaders. datasets: by split."""
+
+    model: nn.Module
+    loss: Loss
+    datasets: Mapping[str, Any]
+    names: Sequence[str] | None
+    collates: Mapping[str, Any]
+    collate: Any
+    build_optimizer: Callable[..., torch.optim.Optimizer] | None
+    remarks: Sequence[str] = field(default=())
+
+
+class Script(Task):
+    """A job as a task. `task_of` makes a class of each job."""
+
+    Config = ScriptFlags
+    job: ClassVar[Job]
+
+    def splits(self) -> Mapping[str, KeyedDataset]:
+        if not hasattr(self, "_splits"):
+            self._splits = {name: self._keyed(name, dataset) for name, dataset in self.job.datasets.items()}
+        return self._splits
+
+    def _keyed(self, name: str, dataset: Any) -> KeyedDataset:
+        if is_keyed(dataset):
+            return dataset
+        try:
+            return from_dataset(dataset, self.job.collates.get(name), seed=self.seed, names=self.job.names)
+        except UserError as error:
+            raise UserError(f"fit, {name}: {error}".replace("from_dataset(", "its data set (", 1)) from None
+
+    def remarks(self) -> Sequence[str]:
+        return self.job.remarks
+
+    def build_objective(self) -> Objective:
+        return Rows(copy.deepcopy(self.job.model), self.job.loss)
+
+    def build_optimizers(
+        self, phase: str, groups: list[ParamGroup], lr: float
+    ) -> Sequence[torch.optim.Optimizer] | None:
+        return None if self.job.build_optimizer is None else [self.job.build_optimizer(groups, lr=lr)]
+
+
+class Rows(Objective):
+    """A model with a loss that returns rows, a number for each sample."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__(model)
+        self._loss = loss
+
+    def forward(self, batch: Batch, phase: str = "train") -> Sums:
+        found = self._loss(self.model, batch)
+        rows = dict(found) if isinstance(found, Mapping) else {"loss": found}
+        if "loss" not in rows:
+            raise UserError(
+                f"fit: the loss returned {', '.join(map(str, rows)) or 'nothing'}, and no 'loss' among them"
+            )
+        return {name: self._sum(name, value, len(batch["weight"])) for name, value in rows.items()}
+
+    def _sum(self, name: str, row: object, num_samples: int) -> Tensor:
+        """Raises UserError for what has not one number for each sample, as a mean."""
+        if isinstance(row, Tensor) and row.shape == (num_samples,):
+            return row.sum()
+        what = f"shape {tuple(row.shape)}" if isinstance(row, Tensor) else f"a {type(row).__name__}"
+        raise UserError(
+            f"fit: the loss returned {what} for {name!r}: must be one number for each of the {num_samples} samples of "
+            "the batch, so that any split of it adds up to the same; take reduction='none', and of several terms of a "
+            "sample their sum, with their number as its 'weight', or their mean"
+        )
+
+
+def task_of(
+    model: nn.Module,
+    train: Any,
+    loss: Loss,
+    settings: dict[str, Any],
+    val: Any = None,
+    test: Any = None,
+    names: Sequence[str] | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    optimizer: Any = None,
+) -> type[Script]:
+    """The task that a script describes; see `trainer.fit`.
+
+    settings: flags, to which come those that loaders and the optimizer say, unless they are there. Raises UserError.
+    """
+    if not callable(loss):
+        raise UserError(f"fit: loss {loss!r}: must be a function of a model and a batch: a number for each sample")
+    _refuse_lazy(model)
+    given = {"train": train, "val": val, "test": test}
+    datasets, collates, remarks = {}, {}, []
+    for name, source in given.items():
+        if source is not None:
+            datasets[name], collates[name], said = _taken(name, source, settings)
+            collates[name] = collate or collates[name]
+            remarks += said
+    try:
+        own = copy.deepcopy(model).cpu()
+    except Exception as error:  # whatever a module of the user's raises
+        raise UserError(f"fit: the model cannot be copied ({type(error).__name__}: {error}); build it anew") from None
+    settings["loss"] = _identity(loss)
+    job = Job(own, loss, datasets, names, collates, collate, _builder(optimizer, settings), tuple(remarks))
+    return type(SCRIPT, (Script,), {"job": job, "__module__": getattr(_function_of(loss), "__module__", "__main__")})
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    lazy = [name for name, value in [*model.named_parameters(), *model.named_buffers()] if is_lazy(value)]
+    if lazy:
+        raise UserError(f"fit: {lazy[0]} of the model has no shape before a first forward; call the model once")
+
+
+def _function_of(loss: Loss) -> Any:
+    return loss.func if isinstance(loss, partial) else loss
+
+
+def _identity(loss: Loss) -> str:
+    """Its qualified name, and the digest of its source where that can be read."""
+    function = _function_of(loss)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    try:
+        source = inspect.getsource(function if hasattr(function, "__qualname__") else type(function))
+    except (OSError, TypeError):
+        return name
+    return f"{name} ({hashlib.sha256(source.encode()).hexdigest()[:8]})"
+
+
+@torch.no_grad()
+def predicted(
+    task_type: type[Script], model: nn.Module, dataset: Any, outputs: Outputs | None, batch_size: int
+) -> Tensor:
+    """What a trained model answers for each item; see `SavedRun.predict`."""
+    if isinstance(dataset, DataLoader):
+        dataset = dataset.dataset
+    job, device = task_type.job, pick_device("auto")
+    if not is_keyed(dataset):
+        item = dataset[0]
+        num_parts = len(item) if isinstance(item, tuple | list) else 1
+        names = None if isinstance(item, Mapping) or job.names is None else job.names[:num_parts]
+        dataset = from_dataset(dataset, job.collate, seed=0, names=names)
+    task = task_type(task_type.Config(), 0, Path())
+    answers, model = [], model.to(device).eval()
+    for start in range(0, len(dataset), batch_size):
+        keys = SampleKeys(np.arange(start, min(start + batch_size, len(dataset))), epoch=0)
+        batch = task.collate(dataset.__getitems__(keys), keys)
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        answers.append((outputs or _answer_to_first)(model, batch).cpu())
+    return torch.cat(answers)
+
+
+def _answer_to_first(model: nn.Module, batch: Batch) -> Tensor:
+    answer: Tensor = model(next(iter(batch.values())))
+    return answer
+
+
+# --- loaders -----------------------------------------------------------------------------------------------------
+
+
+def _taken(name: str, source: Any, settings: dict[str, Any]) -> tuple[Any, Any, list[str]]:
+    """The data set of a split, how its items are collated, and what is said of it. Raises UserError."""
+    if not isinstance(source, DataLoader):
+        return source, None, []
+    _refuse_settings(name, source)
+    flags = {"batch_size": source.batch_size, "drop_last": source.drop_last, "num_workers": source.num_workers}
+    if name != "train":
+        flags = {"eval_batch_size": source.batch_size}
+    taken = {flag: value for flag, value in flags.items() if settings.get(flag) is None}
+    settings |= taken
+    said = ", ".join(f"{flag} {value}" for flag, value in taken.items())
+    collate = None if source.collate_fn is default_collate else source.collate_fn
+    order = " The order of its samples is the trainer's, another in each epoch." if name == "train" else ""
+    return source.dataset, collate, [f"Of the DataLoader {name} are taken: its data set, {said or 'no flag'}.{order}"]
+
+
+def _refuse_settings(name: str, loader: DataLoader[Any]) -> None:
+    """Raises UserError for what a DataLoader has that a trainer with an order of its own cannot keep to."""
+    sampler, found = loader.sampler, []
+    if type(sampler) not in (SequentialSampler, RandomSampler) or getattr(sampler, "replacement", False):
+        found.append(f"the sampler {type(sampler).__name__}")
+    if loader.batch_size is None or type(loader.batch_sampler) is not torch.utils.data.BatchSampler:
+        found.append("a batch_sampler, or batches that the data set makes")
+    found += [f"the {each}" for each in ("worker_init_fn", "generator") if getattr(loader, each) is not None]
+    if found:
+        raise UserError(
+            f"fit, {name}: the DataLoader has {' and '.join(found)}, which a run that resumes, or goes on with another "
+            f"number of devices, cannot keep to; hand in its `dataset`, and see Task.order for an order of your own"
+        )
+
+
+# --- the optimizer -----------------------------------------------------------------------------------------------
+
+
+def _builder(optimizer: Any, settings: dict[str, Any]) -> Callable[..., torch.optim.Optimizer] | None:
+    """What makes the optimizer of its parameters and lr; None where a flag says which. Raises UserError."""
+    if optimizer is None or isinstance(optimizer, str):
+        settings |= {} if optimizer is None else {"optimizer": optimizer}
+        return None
+    kind = optimizer.func if isinstance(optimizer, partial) else optimizer
+    if isinstance(kind, torch.optim.Optimizer):
+        raise UserError(
+            f"fit: optimizer {type(kind).__name__} is an instance, of the parameters of your model, and a copy of the "
+            f"model is trained; give the class {type(kind).__name__}, or a functools.partial of it with its settings"
+        )
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise UserError(f"fit: optimizer {optimizer!r}: must be a name, such as 'adamw', a class, or a partial of one")
+    if isinstance(optimizer, partial) and ("lr" in optimizer.keywords or optimizer.args):
+        raise UserError(f"fit: the partial of {kind.__name__} has its own lr; leave it out, and give fit lr=...")
+    build: Callable[..., torch.optim.Optimizer] = optimizer
+    return build
