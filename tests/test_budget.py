@@ -10,7 +10,7 @@ LINES_AND_FILES = {
     "commands": (3030, 13),
     "common": (993, 7),
     "failure": (680, 4),
-    "loading": (1500, 10),
+    "loading": (1505, 10),
     "logs": (720, 5),
     "loop": (5900, 28),
     "parallel": (2960, 14),

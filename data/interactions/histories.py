@@ -7,11 +7,11 @@ import numpy as np
 
 from data.files import shown
 from data.interactions.columns import ColumnChoice
-from data.interactions.item_sets import Ragged
 from data.interactions.reader import Interactions, find_file, in_time_order
 from data.interactions.sequences import scaled_times
 from data.interactions.table import Table, read_table
 from trainer.common.errors import UserError
+from trainer.loading.arrays import Ragged
 from trainer.loading.cache import Arrays
 from trainer.loading.order import SampleKeys
 

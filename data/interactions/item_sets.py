@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.loading.arrays import Array, arange_like, namespace, on_host
+from trainer.loading.arrays import Array, Ragged, arange_like, namespace, on_host
 from trainer.loading.cache import Arrays
 from trainer.loading.counter_random import below
 from trainer.loading.on_device import Movable
@@ -94,23 +94,6 @@ def sorted_distinct(values: np.ndarray) -> np.ndarray:
     """np.unique of (n,) integers from 0; since numpy 2.3 that hashes them, which takes ten times as long."""
     ordered = np.sort(values)
     return ordered[np.diff(ordered, prepend=-1) > 0]
-
-
-class Ragged:
-    """Rows of different lengths that lie in arrays behind each other, as a matrix with zeros behind each.
-
-    is_real: (B, width) bool, which entries belong to the rows.
-    """
-
-    def __init__(self, start: Array, length: Array, width: int) -> None:
-        """start, length: (B,) int64, where the rows begin, and how long they are."""
-        column = arange_like(width, start)
-        self.is_real = column < length[:, None]
-        self._position = (start[:, None] + column) * self.is_real
-
-    def of(self, values: Array, ahead: int = 0) -> Array:
-        """values[start + ahead : start + ahead + length] of each row: (B, width), of the type of values."""
-        return values.take(self._position + ahead if ahead else self._position) * self.is_real
 
 
 def distinct_below(bits: Array, limit: Array) -> Array:

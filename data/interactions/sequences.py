@@ -12,10 +12,10 @@ from typing import Literal
 import numpy as np
 
 from data.interactions.hold_out import HoldOut
-from data.interactions.item_sets import ItemSets, Ragged, distinct_below
+from data.interactions.item_sets import ItemSets, distinct_below
 from data.interactions.reader import Interactions
 from trainer.common.errors import UserError
-from trainer.loading.arrays import Array, cast
+from trainer.loading.arrays import Array, Ragged, cast
 from trainer.loading.cache import Arrays, cached_arrays
 from trainer.loading.counter_random import below, random_bits
 from trainer.loading.on_device import Movable

@@ -10,11 +10,11 @@ from typing import Literal
 import numpy as np
 import torch
 
-from data.interactions.item_sets import ItemSets, Ragged
+from data.interactions.item_sets import ItemSets
 from data.knowledge_graph.catalogue import Catalogue, ItemLists
 from data.knowledge_graph.edges import Edges
 from trainer.common.errors import UserError
-from trainer.loading.arrays import Array, cast, namespace, on_host
+from trainer.loading.arrays import Array, Ragged, cast, namespace, on_host
 from trainer.loading.counter_random import below, random_bits
 from trainer.loading.on_device import Movable
 from trainer.loading.order import SampleKeys

@@ -6,7 +6,7 @@ Everything random is a function of seed, epoch and sample, never of the batch.
 import math
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,8 +16,9 @@ from trainer.loading.counter_random import normal, uniform
 Length = TypeVar("Length", int, np.ndarray)
 
 _AUDIO_STREAM, _WARP_STREAM, _FREQ_STREAM, _TIME_STREAM, _MASKING_STREAM, _WORD_STREAM, _ROOM_STREAM = range(7)
-_NOISE_LENGTH = 2**16
-_COLOURS = (0.0, 0.7, 0.97)
+NOISE_LENGTH = 2**16
+COLOURS = (0.0, 0.7, 0.97)
+"""c of noise n_t = c n_(t-1) + white noise."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,29 @@ class Augmentation:
         return lowest - 20 * math.log10(factor), highest - 20 * math.log10(factor)
 
 
+class Noise(NamedTuple):
+    """Noise of each of several recordings.
+
+    snr_db: mean power of the recording over that of the noise, in dB; infinite where there is none. start: int64, where
+    in its table the noise begins. colour: int64, which table, a position in COLOURS.
+    """
+
+    snr_db: np.ndarray
+    start: np.ndarray
+    colour: np.ndarray
+
+    @classmethod
+    def drawn(cls, snr_db: tuple[float, float], ratio: np.ndarray, part: np.ndarray, colour: np.ndarray) -> "Noise":
+        """Of draws in [0, 1). snr_db: the ratio is uniform between these."""
+        lowest, highest = snr_db
+        start = (part * (NOISE_LENGTH / 2)).astype(np.int64)
+        return cls(lowest + (highest - lowest) * ratio, start, (colour * len(COLOURS)).astype(np.int64))
+
+
+Changes = tuple[np.ndarray, np.ndarray, np.ndarray, Noise | None]
+"""Of n utterances: percent of the time, (n,) int64; gain and tilt, (n,) float32; noise, of (n,) each, or none."""
+
+
 class Augmenter:
     """Applies an Augmentation: to audio itself, and by numbers for the front end of the model."""
 
@@ -98,28 +122,31 @@ class Augmenter:
         draws = uniform(self._seed, epoch, index, (num_words,), _WORD_STREAM)
         return _percent(self._strength.word_speed_percent, draws)
 
-    def add_room(self, recordings: list[np.ndarray], epoch: int, index: int) -> None:
-        """Adds to the recordings (length,) float32 of one string the noise of their room, in place, or nothing."""
-        draws = uniform(self._seed, epoch, np.array([index]), (3 + len(recordings),), _ROOM_STREAM)[0]
-        if draws[0] < self._strength.room_share:
-            lowest, highest = self._strength.room_snr_db
-            colour = _COLOURS[int(draws[2] * len(_COLOURS))]
-            for audio, draw in zip(recordings, draws[3:], strict=True):
-                add_noise(audio, lowest + (highest - lowest) * draws[1], draw, colour)
+    def rooms(self, epoch: int, index: np.ndarray, num_words: int) -> Noise:
+        """The noise of the room that each recording of strings brings along: (n, num_words) each."""
+        draws = uniform(self._seed, epoch, index, (3 + num_words,), _ROOM_STREAM)
+        has_room, ratio, colour = (draws[:, i : i + 1].repeat(num_words, axis=1) for i in range(3))
+        noise = Noise.drawn(self._strength.room_snr_db, ratio, draws[:, 3:], colour)
+        return noise._replace(snr_db=np.where(has_room < self._strength.room_share, noise.snr_db, np.inf))
+
+    def changes(self, epoch: int, index: np.ndarray) -> Changes:
+        """What `audio` changes."""
+        strength, draws = self._strength, self._draws(epoch, index)
+        gain, tilt = from_db(strength.gain_db * (2 * draws[:, 1] - 1)), strength.tilt * (2 * draws[:, 4] - 1)
+        snr_db = strength.noise_snr_db
+        noise = None if snr_db is None else Noise.drawn(snr_db, draws[:, 2], draws[:, 3], draws[:, 5])
+        return _percent(strength.speed_percent, draws[:, 0]), gain, tilt, noise
 
     def audio(self, utterances: list[np.ndarray], epoch: int, index: np.ndarray) -> list[np.ndarray]:
         """n utterances (length,) float32 at another speed, louder or softer, noisy; may change them in place."""
-        draws = self._draws(epoch, index)
-        gain = from_db(self._strength.gain_db * (2 * draws[:, 1] - 1))
+        percents, gain, tilt, noise = self.changes(epoch, index)
         changed = []
-        percents = _percent(self._strength.speed_percent, draws[:, 0])
-        for audio, percent, factor, draw in zip(utterances, percents, gain, draws, strict=True):
-            audio = at_duration(audio, int(percent))
-            audio *= factor
-            audio[1:] -= np.float32(self._strength.tilt * (2 * draw[4] - 1)) * audio[:-1]
-            if self._strength.noise_snr_db is not None:
-                lowest, highest = self._strength.noise_snr_db
-                add_noise(audio, lowest + (highest - lowest) * draw[2], draw[3], _COLOURS[int(draw[5] * len(_COLOURS))])
+        for i, audio in enumerate(utterances):
+            audio = at_duration(audio, int(percents[i]))
+            audio *= gain[i]
+            audio[1:] -= tilt[i] * audio[:-1]
+            if noise is not None:
+                add_noise(audio, noise.snr_db[i], noise.start[i], noise.colour[i])
             changed.append(audio)
         return changed
 
@@ -166,22 +193,17 @@ def at_duration(audio: np.ndarray, percent: int) -> np.ndarray:
     """
     if percent == 100:
         return audio
-    # Zeros also keep the end from ringing into the start.
-    hundreds = _fast_length(len(audio) // 100 + 2)
-    spectrum = np.fft.rfft(audio, 100 * hundreds)
-    resampled = np.fft.irfft(spectrum, percent * hundreds)[: length_at(len(audio), percent)]
+    num = hundreds(len(audio))
+    spectrum = np.fft.rfft(audio, 100 * num)
+    resampled = np.fft.irfft(spectrum, percent * num)[: length_at(len(audio), percent)]
     return (resampled * np.float32(percent / 100)).astype(np.float32, copy=False)
 
 
-def add_noise(audio: np.ndarray, snr_db: float, draw: float, colour: float = 0.0) -> None:
-    """Adds noise to audio (length,) float32, in place.
-
-    snr_db: mean power of the audio over that of the noise, in dB. draw: in [0, 1), which part of a table is the noise.
-    colour: c of the noise n_t = c n_(t-1) + white noise, in [0, 1).
-    """
+def add_noise(audio: np.ndarray, snr_db: float, start: int, colour: int = 0) -> None:
+    """Adds noise to audio (length,) float32, in place; see `Noise`."""
     power = np.dot(audio, audio) / len(audio)
-    start = int(draw * _NOISE_LENGTH / 2)
-    noise = np.resize(_noise(colour)[start:], len(audio))
+    table = noise_tables()[colour * NOISE_LENGTH : (colour + 1) * NOISE_LENGTH]
+    noise = np.resize(table[start:], len(audio))
     noise *= np.sqrt(power) * from_db(-snr_db)
     audio += noise
 
@@ -197,23 +219,29 @@ def _percent(spread: int, draws: np.ndarray) -> np.ndarray:
 
 
 @cache
-def _noise(colour: float) -> np.ndarray:
-    """Noise of unit variance, (_NOISE_LENGTH,) float32: numbers from a table cost a tenth of new ones."""
-    white = normal(0, 0, np.zeros(1, np.int64), (_NOISE_LENGTH,))[0]
-    response = 1 / (1 - colour * np.exp(-2j * np.pi * np.fft.rfftfreq(_NOISE_LENGTH)))
-    noise = np.fft.irfft(np.fft.rfft(white) * response, _NOISE_LENGTH)
-    return (noise / noise.std()).astype(np.float32)
+def noise_tables() -> np.ndarray:
+    """Noise of unit variance of each of COLOURS, one behind the other, (len(COLOURS) * NOISE_LENGTH,) float32.
+
+    Numbers from a table cost a tenth of new ones.
+    """
+    white = np.fft.rfft(normal(0, 0, np.zeros(1, np.int64), (NOISE_LENGTH,))[0])
+    turn = np.exp(-2j * np.pi * np.fft.rfftfreq(NOISE_LENGTH))
+    tables = [np.fft.irfft(white * (1 / (1 - colour * turn)), NOISE_LENGTH) for colour in COLOURS]
+    return np.concatenate([(noise / noise.std()).astype(np.float32) for noise in tables])
 
 
 @cache
-def _fast_length(least: int) -> int:
-    """The smallest product of twos, threes and fives that is at least so large."""
-    length = least
+def hundreds(length: int) -> int:
+    """Hundreds of samples in the transform of audio of a length: a product of twos, threes and fives.
+
+    It leaves room for zeros, which keep the end from ringing into the start.
+    """
+    num = length // 100 + 2
     while True:
-        rest = length
+        rest = num
         for prime in (2, 3, 5):
             while rest % prime == 0:
                 rest //= prime
         if rest == 1:
-            return length
-        length += 1
+            return num
+        num += 1

@@ -8,18 +8,22 @@ A batch is what `__getitems__` returns:
 
 Audio and targets are padded to `SampleKeys.padded_length`.
 
-Everything random is a function of seed, epoch and sample, never of the batch.
+Everything random is a function of seed, epoch and sample, never of the batch. The host draws it; on a device the audio
+is made there, all of a batch at once (`waves`), and differs from the host's by less than -100 dB of its power.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.speech.augmentation import Augmenter, add_noise, at_duration, from_db, length_at
+from data.speech import waves
+from data.speech.augmentation import Augmenter, Noise, add_noise, at_duration, from_db, length_at, noise_tables
 from data.speech.corpus import Corpus
 from data.speech.text import Alphabet
+from trainer.loading.arrays import Array, Ragged, cast
 from trainer.loading.cache import Arrays
 from trainer.loading.counter_random import uniform
+from trainer.loading.on_device import Movable
 from trainer.loading.order import SampleKeys
 
 MOST_GAP_S = 0.4
@@ -35,37 +39,77 @@ _STEPS_PER_SECOND, _TARGET_STEP = 4, 32
 _STRING_STREAM = 16  # beside those of augmentation, which has the same keys
 
 
-class Utterances:
+class _OfCorpus(Movable):
+    """What data sets of a corpus share: they find its recordings, and vary what is made of them."""
+
+    stays = frozenset({"indices", "_durations", "_first", "_count"})
+
+    def __init__(self, corpus: Corpus, alphabet: Alphabet | None, augmenter: Augmenter | None) -> None:
+        self.corpus = corpus
+        self._alphabet = alphabet
+        self._augmenter = augmenter
+        self._durations = np.diff(corpus.offsets)
+        self._audio: Array = corpus.audio
+        self._noise_tables: Array = noise_tables()
+
+    def _recordings(self, which: np.ndarray, factors: np.ndarray) -> Array:
+        """Recordings (m,) times factors (m,) float32, on a device: (m, length of the longest) float32, zeros behind."""
+        length = self._durations[which]
+        rows = Ragged(self.here(self.corpus.offsets[which]), self.here(length), int(length.max()))
+        return cast(rows.of(self._audio), "float32") * self.here(factors * _FULL_SCALE)[:, None]
+
+    def _batch(
+        self, audio: Any, lengths: np.ndarray, recordings: np.ndarray, transcripts: list[str], keys: SampleKeys
+    ) -> dict[str, Array]:
+        """See the top of this file. audio: (length,) float32 of each sample; on a device all, (B, S), zeros behind."""
+        augmenter, step = self._augmenter, self.corpus.sample_rate // _STEPS_PER_SECOND
+        batch: Arrays = {"recordings": recordings}
+        if self._alphabet is not None:
+            symbols = [self._alphabet.encode(text) for text in transcripts]
+            batch["targets"], batch["target_length"] = _padded(symbols, np.dtype(np.int64), keys, _TARGET_STEP)
+        if augmenter is not None:
+            batch |= augmenter.for_front_end(keys.epoch, keys.index)
+        if self.device is None:
+            audio = audio if augmenter is None else augmenter.audio(audio, keys.epoch, keys.index)
+            batch["audio"], batch["num_samples"] = _padded(audio, np.dtype(np.float32), keys, step)
+            return batch
+        changes = None if augmenter is None else augmenter.changes(keys.epoch, keys.index)
+        batch["num_samples"] = lengths if changes is None else length_at(lengths, changes[0])
+        width = keys.padded_length(batch["num_samples"].max(), step)
+        audio = waves.changed(audio, lengths, changes, width, self._noise_tables, self.here)
+        return {name: self.here(values) for name, values in batch.items()} | {"audio": audio}
+
+
+class Utterances(_OfCorpus):
     """Utterances of a corpus, one sample each."""
 
     def __init__(
         self, corpus: Corpus, indices: np.ndarray, alphabet: Alphabet | None, augmenter: Augmenter | None = None
     ) -> None:
         """indices: (n,) int64, which utterances. alphabet: of the targets; None for none."""
+        super().__init__(corpus, alphabet, augmenter)
         self.indices = indices
-        self.corpus = corpus
-        self._alphabet = alphabet
-        self._augmenter = augmenter
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def lengths(self, epoch: int) -> np.ndarray:
         """Samples of audio of each, (n,) int64: `num_samples` of the batches of that epoch."""
-        lengths = np.diff(self.corpus.offsets)[self.indices]
+        lengths = self._durations[self.indices]
         return lengths if self._augmenter is None else self._augmenter.lengths(lengths, epoch, np.arange(len(self)))
 
     def transcripts(self, index: np.ndarray) -> list[str]:
         """What is said in the samples."""
         return [self.corpus.transcripts[i] for i in self.indices[index]]
 
-    def __getitems__(self, keys: SampleKeys) -> Arrays:
+    def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
         """See the top of this file."""
-        audio = [self.corpus.utterance(i) * _FULL_SCALE for i in self.indices[keys.index]]
-        batch = _batch(
-            audio, self.transcripts(keys.index), self.corpus.sample_rate, self._alphabet, self._augmenter, keys
-        )
-        return batch | {"recordings": self.indices[keys.index, None]}
+        which = self.indices[keys.index]
+        if self.device is None:
+            audio = [self.corpus.utterance(i) * _FULL_SCALE for i in which]
+        else:
+            audio = self._recordings(which, np.ones(len(which), np.float32))
+        return self._batch(audio, self._durations[which], which[:, None], self.transcripts(keys.index), keys)
 
 
 class _Plan(NamedTuple):
@@ -74,7 +118,7 @@ class _Plan(NamedTuple):
     recordings: (n, W) int64, positions in the corpus. is_word: (n, W) bool, which of them there are.
     percent: (n, W) int64, how much of its time each lasts.
     gaps: (n, W + 1) int64, samples of silence before each, and after the last one; 0 where there is none.
-    level: (n, W) float32, factors on the amplitude. noise: (n, 2), draws in [0, 1).
+    level: (n, W) float32, factors on the amplitude. noise: (n,) each. room: (n, W) each; None without augmentation.
     """
 
     recordings: np.ndarray
@@ -82,10 +126,11 @@ class _Plan(NamedTuple):
     percent: np.ndarray
     gaps: np.ndarray
     level: np.ndarray
-    noise: np.ndarray
+    noise: Noise
+    room: Noise | None
 
 
-class Strings:
+class Strings(_OfCorpus):
     """Strings of several recordings of one speaker, with gaps between them and light noise: others in each epoch.
 
     Evaluation, which is always that of epoch 0, has the same strings whenever it has the same seed.
@@ -110,14 +155,11 @@ class Strings:
         growing_epochs: strings begin as single recordings and are of full length after so many epochs: CTC learns what
             sounds like what from short ones much sooner.
         """
-        self.corpus = corpus
-        self._alphabet = alphabet
-        self._augmenter = augmenter
+        super().__init__(corpus, alphabet, augmenter)
         self._num_words = num_words
         self._num_strings = num_strings
         self._seed = seed
         self._growing_epochs = growing_epochs
-        self._durations = np.diff(corpus.offsets)
         # Recordings by speaker, and for each of them where those of its speaker begin and how many they are.
         speakers = np.array([corpus.speakers[i] for i in indices])
         order = np.argsort(speakers, kind="stable")
@@ -133,22 +175,30 @@ class Strings:
     def lengths(self, epoch: int) -> np.ndarray:
         """Samples of audio of each, (n,) int64: `num_samples` of the batches of that epoch."""
         index = np.arange(len(self))
-        plan = self._plan(epoch, index)
-        of_words = length_at(self._durations[plan.recordings], plan.percent) * plan.is_word
-        lengths = of_words.sum(axis=1) + plan.gaps.sum(axis=1)
+        lengths = self._lengths(self._plan(epoch, index))
         return lengths if self._augmenter is None else self._augmenter.lengths(lengths, epoch, index)
 
     def transcripts(self, index: np.ndarray, epoch: int = 0) -> list[str]:
         """What is said in the samples."""
         return self._joined(self._plan(epoch, index))
 
-    def __getitems__(self, keys: SampleKeys) -> Arrays:
+    def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
         """See the top of this file."""
         plan = self._plan(keys.epoch, keys.index)
-        rows = (_Plan(*row) for row in zip(*plan, strict=True))
-        audio = [self._string(row, keys.epoch, i) for row, i in zip(rows, keys.index, strict=True)]
-        batch = _batch(audio, self._joined(plan), self.corpus.sample_rate, self._alphabet, self._augmenter, keys)
-        return batch | {"recordings": np.where(plan.is_word, plan.recordings, -1)}
+        if self.device is None:
+            audio: Any = [self._string(plan, row) for row in range(len(keys.index))]
+        else:
+            audio = self._strings(plan)
+        recordings = np.where(plan.is_word, plan.recordings, -1)
+        return self._batch(audio, self._lengths(plan), recordings, self._joined(plan), keys)
+
+    def _lengths_of_words(self, plan: _Plan) -> np.ndarray:
+        """(n, W) int64, 0 where there is none."""
+        return length_at(self._durations[plan.recordings], plan.percent) * plan.is_word
+
+    def _lengths(self, plan: _Plan) -> np.ndarray:
+        """Samples of each string before it is varied, (n,) int64."""
+        return self._lengths_of_words(plan).sum(axis=1) + plan.gaps.sum(axis=1)
 
     def _plan(self, epoch: int, index: np.ndarray) -> _Plan:
         width = self._num_words[1]
@@ -161,9 +211,10 @@ class Strings:
         # The first recording is any, so that speakers appear as often as they have recordings; it names the speaker.
         leader = (which[:, :1] * len(self.indices)).astype(np.int64)
         others = self._first[leader] + (which[:, 1:] * self._count[leader]).astype(np.int64)
-        percent = np.full((len(index), width), 100)
+        percent, room = np.full((len(index), width), 100), None
         if self._augmenter is not None:
             percent = self._augmenter.word_percent(epoch, index, width)
+            room = self._augmenter.rooms(epoch, index, width)
         gaps = (gap * (MOST_GAP_S * self.corpus.sample_rate)).astype(np.int64)
         return _Plan(
             self.indices[np.concatenate([leader, others], axis=1)],
@@ -171,26 +222,43 @@ class Strings:
             percent,
             np.where(word <= num_words, gaps, 0),
             from_db(LEVEL_DB * (2 * level - 1)),
-            noise,
+            Noise.drawn(STRING_SNR_DB, noise[:, 0], noise[:, 1], np.zeros(len(index))),
+            room,
         )
 
-    def _string(self, plan: _Plan, epoch: int, index: int) -> np.ndarray:
-        """The audio of one string, (length,) float32. plan: its row."""
+    def _string(self, plan: _Plan, row: int) -> np.ndarray:
+        """The audio of one string, (length,) float32."""
+        is_word, gaps = plan.is_word[row], plan.gaps[row]
         words = [
             at_duration(self.corpus.utterance(i) * (factor * _FULL_SCALE), percent)
-            for i, percent, factor in zip(plan.recordings[plan.is_word], plan.percent, plan.level, strict=False)
+            for i, percent, factor in zip(
+                plan.recordings[row, is_word], plan.percent[row], plan.level[row], strict=False
+            )
         ]
-        if self._augmenter is not None:
-            self._augmenter.add_room(words, epoch, index)
-        audio = np.zeros(sum(map(len, words)) + plan.gaps.sum(), np.float32)
+        if plan.room is not None and np.isfinite(plan.room.snr_db[row, 0]):
+            for word, noise in zip(words, zip(*(part[row] for part in plan.room), strict=True), strict=False):
+                add_noise(word, *noise)
+        audio = np.zeros(sum(map(len, words)) + gaps.sum(), np.float32)
         end = 0
-        for word, gap in zip(words, plan.gaps, strict=False):
+        for word, gap in zip(words, gaps, strict=False):
             start = end + gap
             end = start + len(word)
             audio[start:end] = word
-        lowest, highest = STRING_SNR_DB
-        add_noise(audio, lowest + (highest - lowest) * plan.noise[0], plan.noise[1])
+        add_noise(audio, *(part[row] for part in plan.noise))
         return audio
+
+    def _strings(self, plan: _Plan) -> Array:
+        """The audio of all strings, on a device: (n, length of the longest) float32."""
+        is_word, tables, here = plan.is_word, self._noise_tables, self.here
+        which, of_words, lengths = plan.recordings[is_word], self._lengths_of_words(plan), self._lengths(plan)
+        before, after, width = self._durations[which], of_words[is_word], int(lengths.max())
+        words = self._recordings(which, plan.level[is_word])
+        words = waves.at_durations(words, before, plan.percent[is_word], int(after.max()), here)
+        if plan.room is not None:
+            words = waves.noisy(words, after, Noise(*(part[is_word] for part in plan.room)), tables, here)
+        begin = width * np.arange(len(lengths))[:, None] + np.cumsum(plan.gaps[:, :-1] + of_words, axis=1) - of_words
+        strings = waves.joined(words, after, begin[is_word], (len(lengths), width), here)
+        return waves.noisy(strings, lengths, plan.noise, tables, here)
 
     def _joined(self, plan: _Plan) -> list[str]:
         """What is said."""
@@ -198,27 +266,6 @@ class Strings:
             " ".join(self.corpus.transcripts[i] for i in row[is_word])
             for row, is_word in zip(plan.recordings, plan.is_word, strict=True)
         ]
-
-
-def _batch(
-    utterances: list[np.ndarray],
-    transcripts: list[str],
-    sample_rate: int,
-    alphabet: Alphabet | None,
-    augmenter: Augmenter | None,
-    keys: SampleKeys,
-) -> Arrays:
-    """See the top of this file. utterances: of (length,) float32 each."""
-    batch: Arrays = {}
-    if augmenter is not None:
-        utterances = augmenter.audio(utterances, keys.epoch, keys.index)
-        batch |= augmenter.for_front_end(keys.epoch, keys.index)
-    step = sample_rate // _STEPS_PER_SECOND
-    batch["audio"], batch["num_samples"] = _padded(utterances, np.dtype(np.float32), keys, step)
-    if alphabet is not None:
-        symbols = [alphabet.encode(text) for text in transcripts]
-        batch["targets"], batch["target_length"] = _padded(symbols, np.dtype(np.int64), keys, _TARGET_STEP)
-    return batch
 
 
 def _padded(rows: list[np.ndarray], dtype: np.dtype, keys: SampleKeys, step: int) -> tuple[np.ndarray, np.ndarray]:

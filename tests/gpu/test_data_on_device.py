@@ -5,6 +5,7 @@ import pytest
 from tests.conftest import assert_same_bits, load
 from tests.gpu.runs import assert_same, run
 from tests.gpu.test_training import HELPERS
+from tests.helpers import small_speech
 from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
 from trainer.commands import build
 
@@ -35,11 +36,13 @@ def test_a_run_goes_on_with_data_elsewhere(tmp_path, cache_dir):
     assert_same_bits(*(load(tmp_path / name / "last.pth") for name in ("whole", "resumed")))
 
 
+@pytest.mark.parametrize("task", [["har"], ["speech", *small_speech.SMALL]], ids=["har", "speech"])
 @on_imagined_gpus()
-def test_windows_of_har_are_varied_on_the_gpu(tmp_path, cache_dir):
-    har = ["--task", "har", "--max-steps", 3, "--dropout", 0, "--device", "cuda", "--amp", "off", "--optimizer", "sgd"]
+def test_what_is_varied_on_the_gpu_teaches_what_the_host_varies(task, tmp_path, cache_dir):
+    data = ["--data-dir", small_speech.write_digits(tmp_path / "data")] if task[0] == "speech" else []
+    plain = ["--max-steps", 3, "--dropout", 0, "--device", "cuda", "--amp", "off", "--optimizer", "sgd"]
     for place in ("host", "device"):
-        run(cache_dir, *har, "--data-on", place, "--save-dir", tmp_path / place)
+        run(cache_dir, "--task", *task, *data, *plain, "--data-on", place, "--save-dir", tmp_path / place)
     assert_same(tmp_path / "host", tmp_path / "device", 1e-6)
 
 

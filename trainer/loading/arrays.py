@@ -45,3 +45,20 @@ def empty_beside(array: Array, shape: tuple[int, ...]) -> Array:
 def take_along(array: Array, index: Array, axis: int) -> Array:
     """The elements at positions along an axis, by `np.take_along_axis`, of the shape of index."""
     return np.take_along_axis(array, index, axis) if on_host(array) else array.take_along_dim(index, axis)
+
+
+class Ragged:
+    """Rows of different lengths that lie in arrays behind each other, as a matrix with zeros behind each.
+
+    is_real: (B, width) bool, which entries belong to the rows.
+    """
+
+    def __init__(self, start: Array, length: Array, width: int) -> None:
+        """start, length: (B,) int64, where the rows begin, and how long they are."""
+        column = arange_like(width, start)
+        self.is_real = column < length[:, None]
+        self._position = (start[:, None] + column) * self.is_real
+
+    def of(self, values: Array, ahead: int = 0) -> Array:
+        """values[start + ahead : start + ahead + length] of each row: (B, width), of the type of values."""
+        return values.take(self._position + ahead if ahead else self._position) * self.is_real
