@@ -77,17 +77,13 @@ class ItemSets(Movable):
 
     def _others_by_table(self, users: np.ndarray, r: np.ndarray) -> np.ndarray:
         """The same from lists of all others, which pays where there are more numbers than items."""
+        size = self.sizes(users)
         is_other = np.ones((len(users), self.num_items + 1), bool)
         is_other[:, 0] = False
-        is_other[np.arange(len(users))[:, None], self.padded(users)] = False
-        others = np.nonzero(is_other)[1]
-        num_others = self.num_others(users)
+        own = Ragged(self.offsets[users], size, size.max(initial=0)).of(self.items)
+        is_other[np.arange(len(users))[:, None], own] = False
+        others, num_others = np.nonzero(is_other)[1], self.num_items - size
         return others[(np.cumsum(num_others) - num_others)[:, None] + r]
-
-    def padded(self, users: np.ndarray, num_more: int = 0) -> np.ndarray:
-        """The sets of the users (B,) and so many columns for more: (B, S + num_more) int64, zeros behind."""
-        count = self.sizes(users)
-        return Ragged(self.offsets[users], count, count.max(initial=0) + num_more).of(self.items).astype(np.int64)
 
 
 def sorted_distinct(values: np.ndarray) -> np.ndarray:

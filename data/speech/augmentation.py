@@ -115,7 +115,7 @@ class Augmenter:
 
     def lengths(self, lengths: np.ndarray, epoch: int, index: np.ndarray) -> np.ndarray:
         """How long utterances of so many samples (n,) become: (n,) int64. index: (n,) their sample ids."""
-        return length_at(lengths, _percent(self._strength.speed_percent, self._draws(epoch, index)[:, 0]))
+        return length_at(lengths, self.changes(epoch, index)[0])
 
     def word_percent(self, epoch: int, index: np.ndarray, num_words: int) -> np.ndarray:
         """How many percent of its time each recording of strings is to last: (n, num_words) int64."""
@@ -130,8 +130,8 @@ class Augmenter:
         return noise._replace(snr_db=np.where(has_room < self._strength.room_share, noise.snr_db, np.inf))
 
     def changes(self, epoch: int, index: np.ndarray) -> Changes:
-        """What `audio` changes."""
-        strength, draws = self._strength, self._draws(epoch, index)
+        """What `audio` changes, by draws of speed, gain, signal-to-noise ratio, noise, tilt, colour of the noise."""
+        strength, draws = self._strength, uniform(self._seed, epoch, index, (6,), _AUDIO_STREAM)
         gain, tilt = from_db(strength.gain_db * (2 * draws[:, 1] - 1)), strength.tilt * (2 * draws[:, 4] - 1)
         snr_db = strength.noise_snr_db
         noise = None if snr_db is None else Noise.drawn(snr_db, draws[:, 2], draws[:, 3], draws[:, 5])
@@ -174,10 +174,6 @@ class Augmenter:
             "freq_masks": np.stack([first_bin, num_bins], axis=2).astype(np.int64),
             "time_masks": np.stack([start, share], axis=2),
         }
-
-    def _draws(self, epoch: int, index: np.ndarray) -> np.ndarray:
-        """(n, 6) in [0, 1): of speed, gain, signal-to-noise ratio, noise, tilt, colour of the noise."""
-        return uniform(self._seed, epoch, index, (6,), _AUDIO_STREAM)
 
 
 def length_at(length: Length, percent: Length) -> Length:
