@@ -14,6 +14,7 @@ from tests.helpers.weighted_task import Sequences, Weighted, WeightedFlags
 from trainer.commands import build
 from trainer.loading.order import SampleKeys
 from trainer.loading.workers import BatchLoader, Workers
+from trainer.parallel import strategy
 
 HELPERS = ROOT / "tests" / "helpers"
 SLEEPY = ["--task", f"{HELPERS / 'sleepy_task.py'}:Sleepy", "--data-s", 0.004]
@@ -105,3 +106,20 @@ def test_batches_wait_in_pinned_memory_until_they_were_copied():
         assert any("changed before it is known to have been copied" in mistake for mistake in GPUS.mistakes())
         GPUS.forget_mistakes()
         loader.close()
+
+
+@on_imagined_gpus()
+def test_what_is_sent_ahead_changes_nothing(tmp_path, cache_dir):
+    """Neither steps nor evaluations, launched or recorded; a GPU that lacks memory for it gets the batch later."""
+    found = []
+    for strategy.SMALLEST_UPLOAD in (0, 2**18):
+        for graphs in ("on", "off"):
+            more = ["--device", "cuda", "--epochs", 2, "--dropout", 0.2, "--cuda-graphs", graphs, "--deterministic"]
+            found.append(tiny(cache_dir, tmp_path / f"{strategy.SMALLEST_UPLOAD} {graphs}", *more))
+    for other in found[1:]:
+        assert_same_bits({"model": found[0]["model"]}, {"model": other["model"]})
+    device = torch.device("cuda", 0)
+    batch = {name: torch.ones(2**16).pin_memory() for name in ("features", "index", "weight")}
+    assert [value.is_cuda for value in strategy.SingleDevice(device).upload(batch).values()] == [True, False, False]
+    GPUS.limit_memory(GPUS.memory_in_use())
+    assert strategy.SingleDevice(device).upload(batch) is batch

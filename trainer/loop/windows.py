@@ -100,12 +100,18 @@ def training_windows(
         if num_parts:
             weight = [0.0] * num_parts
             weight[shards[0][0] : shards[-1][0] + 1] = [each.weight for each in own]
+        if len(own) == 1:  # of several the first would be on the device long before its use
+            own = [_uploaded(own[0], strategy)]
         yield Window(step, own, weight, sum(each.num_samples for each in own))
 
 
 def _loaded(loader: BatchLoader, keys: Iterable[SampleKeys]) -> Iterator[WeightedBatch]:
     own, ahead = tee(keys)
     return map(weighted, loader(ahead), (its.placeholder for its in own))
+
+
+def _uploaded(batch: WeightedBatch, strategy: Strategy) -> WeightedBatch:
+    return batch._replace(batch=strategy.upload(batch.batch))
 
 
 def evaluation_batches(
@@ -119,7 +125,7 @@ def evaluation_batches(
         batch = next(batches, None)
         if batch is None:
             return
-        yield batch
+        yield _uploaded(batch, strategy)
 
 
 def agree_ahead(

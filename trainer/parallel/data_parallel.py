@@ -71,6 +71,8 @@ class DataParallel(Strategy):
     def to_device(self, batch: Batch) -> Batch:
         return batch  # the wrapper's scatter moves each part to its own device
 
+    upload = to_device
+
 
 def start_data_parallel(devices: DeviceFlags, flags: MultiDeviceFlags) -> Strategy:
     """`--multi-gpu dp` on whatever there is."""

@@ -21,6 +21,10 @@ from trainer.task import Objective
 
 T = TypeVar("T")
 
+SMALLEST_UPLOAD, LARGEST_UPLOAD = 2**18, 2**26
+"""Bytes of a batch that is copied to a GPU ahead of its use, beside what that computes."""
+COUNTED = ("index", "weight")
+"""Parts of a batch that the host reads."""
 _SIX_NUMBERS = struct.Struct("<6q")
 
 
@@ -53,6 +57,7 @@ class Strategy:
 
     def __init__(self, group: Group) -> None:
         self.group = group
+        self._uploads: torch.cuda.Stream | None = None
 
     @property
     def devices(self) -> Sequence[torch.device]:
@@ -126,6 +131,31 @@ class Strategy:
         if device.type == "cpu":
             return batch
         return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+    def upload(self, batch: Batch) -> Batch:
+        """The batch with its large tensors on their way to the device, while that computes; see `to_device`.
+
+        What is launched from now on waits for them. Left as it is: a batch so small that its copies hardly take time,
+        or so large that one ahead of its use would take memory from the model, and what the host counts by.
+        """
+        device = self.device
+        if device.type != "cuda":
+            return batch
+        if not SMALLEST_UPLOAD <= sum(value.nbytes for value in batch.values() if not value.is_cuda) <= LARGEST_UPLOAD:
+            return batch
+        self._uploads = self._uploads or torch.cuda.Stream(device)
+        current = torch.cuda.current_stream(device)
+        try:
+            with torch.cuda.stream(self._uploads):
+                sent = {
+                    name: value.to(device, non_blocking=True) for name, value in batch.items() if name not in COUNTED
+                }
+        except torch.OutOfMemoryError:
+            return batch
+        current.wait_stream(self._uploads)
+        for tensor in sent.values():
+            tensor.record_stream(current)  # or its memory might be used for the next batch before this stream is done
+        return {name: sent.get(name, value) for name, value in batch.items()}
 
     def seed_dropout(self, *key: int, same_everywhere: bool = False) -> None:
         """Makes what follows on all generators a function of the key, of this process and of the device.
