@@ -9,7 +9,7 @@ LINES_AND_FILES = {
     "checkpoint": (2070, 7),
     "commands": (3030, 13),
     "common": (993, 7),
-    "failure": (680, 4),
+    "failure": (681, 4),
     "loading": (1505, 10),
     "logs": (720, 5),
     "loop": (5900, 28),

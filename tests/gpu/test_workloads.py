@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.gpu.runs import EXACT, assert_same, run
+from tests.gpu.test_graphs import learns_the_same, told
 from tests.helpers import small_catalogue, small_seqrec, small_speech, small_table
 from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
 from trainer.commands.build import build_loaders, build_task
@@ -37,6 +38,9 @@ VARIANTS = {
     "speech lmu": [*SPEECH, *small_speech.SMALL_LMU],
     "speech streaming": [*SPEECH, *small_speech.SMALL, "--streaming", "--augmentation", 0],
 }
+GRAPH = ["--task", "kgat", "--ks", 2, 5, "--lr", 0.01, "--embed-dim", 8, "--model"]
+RECORDED = WORKLOADS | VARIANTS | {f"kgat {model}": [*GRAPH, model] for model in ("lightgcn", "kg-lightgcn", "bprmf")}
+del RECORDED["kgat deterministic"], RECORDED["har deepconvlstm"]  # which takes two minutes, as tabicl would
 DATA = {
     "seqrec": small_seqrec.write_interactions,
     "kgat": small_catalogue.write_catalogue,
@@ -101,6 +105,21 @@ def test_every_workload_in_every_precision_in_every_form(name, form, amp, tmp_pa
     devices, several = FORMS[form]
     argv = [*settings_of(name, tmp_path), *devices, "--amp", amp, "--log-interval", 2, "--save-dir", tmp_path / "run"]
     run(cache_dir, *argv, several=several)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "seqrec")) for name in RECORDED]
+)
+@on_imagined_gpus(1, may_wait=True)
+def test_recorded_workloads_learn_the_same_to_the_bit(name, tmp_path, cache_dir):
+    """Speech of a new length waits for a constant, once."""
+    domain = name.split()[0]
+    more = [*RECORDED[name], "--eval-every-steps", 3, "--warmup-epochs", 0]
+    more += ["--dropout", 0.1] if domain not in ("kgat", "tabular") else []
+    more += ["--epochs", 3] if domain == "kgat" else ["--max-steps", 8]
+    data = ["--data-dir", DATA[domain](tmp_path / "data")] if domain in DATA else []
+    learns_the_same(tmp_path, cache_dir, *more, *data, "--global-batch-size", 12)
+    assert GPUS.num_replays > 5 and told() == []
 
 
 @pytest.mark.parametrize("name", ["seqrec", "seqrec bce", "kgat", "speech", "speech strings"])
