@@ -27,6 +27,9 @@ SETTINGS = {
     "sgd": [*LONGER, "--amp", "off", "--optimizer", "sgd", "--momentum", 0.9],
     "skipped steps": [*LONGER, *POISONED, "--epochs", 4, "--on-nonfinite", "skip", "--batch-norm", "--ema-decay", 0.9],
     "two phases": [*PIECES, "--amp", "off"],
+    "parts": [
+        *LONGER, *POISONED, "--epochs", 4, "--on-nonfinite", "skip", "--batch-norm", "--batch-size", 4, "--parts", 2,
+    ],
     "batch norm, and a parameter without a gradient": ["--task", f"{HELPERS / 'recorded_task.py'}:Plain"],
     "a constant that a cache drops": ["--task", f"{HELPERS / 'recorded_task.py'}:CachingTask"],
     "an epoch's own number": ["--task", f"{HELPERS / 'refreshing_task.py'}:Refreshing", "--num-train", 24],

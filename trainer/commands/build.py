@@ -313,12 +313,9 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
 
 
 def _remarks_on_device(flags: Flags, device: torch.device) -> list[str]:
-    lines = []
     if flags.blocks.cuda_graphs == "on" and device.type != "cuda":
-        lines.append("--cuda-graphs on: has no effect without a GPU.")
-    if flags.blocks.cuda_graphs != "off" and device.type == "cuda" and flags.batch.parts:
-        lines.append("CUDA graphs: steps are launched kernel by kernel: --parts adds up the gradients of each part.")
-    return lines
+        return ["--cuda-graphs on: has no effect without a GPU."]
+    return []
 
 
 def prepare_training(
@@ -469,13 +466,12 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
         objective = strategy.place(build, task.blocks, complete)
     ema = ExponentialMovingAverage(objective.model, flags.learning.ema_decay)
     parts = objective, in_precision(objective, precision), strategy.device, precision, flags.learning.max_grad_norm, ema
-    if strategy.num_parts:
-        return PartsLearner(*parts)
     if flags.blocks.cuda_graphs == "off" or strategy.device.type != "cuda":
-        return Learner(*parts)
-    from trainer.loop.graphs import GraphedLearner
+        return PartsLearner(*parts) if strategy.num_parts else Learner(*parts)
+    from trainer.loop.graphs import GraphedInParts, GraphedLearner
 
-    return GraphedLearner(*parts, strategy=strategy, only_if_faster=flags.blocks.cuda_graphs == "auto")
+    kind = GraphedInParts if strategy.num_parts else GraphedLearner
+    return kind(*parts, strategy=strategy, only_if_faster=flags.blocks.cuda_graphs == "auto")
 
 
 def build_workers(given: RunFlags, task: Task, group: Group, trains: bool) -> Workers:

@@ -27,6 +27,7 @@ from trainer.loop.learner import Learner
 from trainer.loop.memory import OUT_OF_MEMORY, free_memory, lacks_memory
 from trainer.loop.module_state import ABSENT, WholeState, outline, outline_of
 from trainer.loop.optimizers import can_be_recorded
+from trainer.loop.parts import PartsLearner
 from trainer.loop.precision import StepOutcome
 from trainer.loop.progress import Progress
 from trainer.loop.recorded_forwards import RecordedForwards
@@ -260,7 +261,7 @@ class GraphedLearner(Learner, Watch):
                 if is_last and self.buffers.is_active:
                     self.buffers.start_agreement(strategy.group)
             sums = launch() if found is None else found
-        if is_last and strategy.group.world_size > 1:
+        if is_last and (strategy.group.world_size > 1 or strategy.num_parts):
             gradients.attach()
         return sums
 
@@ -412,7 +413,9 @@ class GraphedLearner(Learner, Watch):
         gradients = self._gradients.get(phase)
         if gradients is None:
             return super().update(phase, learning_rate, global_norm)
-        if self.strategy.group.world_size > 1:  # the exchange may have brought some, or taken them away
+        if self.strategy.num_parts:  # whose sum lies elsewhere
+            gradients.collect()
+        elif self.strategy.group.world_size > 1:  # the exchange may have brought some, or taken them away
             gradients.present = gradients.flat.present
         key = "update", phase, gradients.present
         recording = self._recordings.used(key)
@@ -568,6 +571,10 @@ class GraphedLearner(Learner, Watch):
         names = [hooked] if hooked is not None else []
         names += [name for name, parameter in self.objective.named_parameters() if has_hooks(parameter)]
         return f"hooks of {names[0] or 'the objective'} would not be called" if names else None
+
+
+class GraphedInParts(PartsLearner, GraphedLearner):
+    """Replays forward and backward of each part; sums are made between replays."""
 
 
 def _first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

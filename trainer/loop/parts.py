@@ -24,6 +24,8 @@ from trainer.task import Sums
 class PartsLearner(Learner):
     """A learner whose micro-batches are parts, each with a backward of its own. One without samples is left out."""
 
+    buffers: "PartBuffers"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.buffers = PartBuffers(self.objective)
@@ -40,7 +42,8 @@ class PartsLearner(Learner):
             tree.begin()
         sums: Sums = {}
         if micro_batch.num_samples > 0:
-            sums = super().accumulate(strategy, phase, micro_batch, factor, is_first, is_last)
+            with self.buffers.of_part(micro_batch.num_samples) if self.buffers.is_active else nullcontext():
+                sums = super().accumulate(strategy, phase, micro_batch, factor, is_first=True, is_last=True)
             tree.add()
         self._rows.append({name: value.detach() for name, value in sums.items()})
         return as_rows(self._rows) if is_last else {}
@@ -70,7 +73,8 @@ class PartBuffers(Buffers):
         self._num_parts, self._changes = 0, TreeSum()
 
     @contextmanager
-    def of_samples(self, num_samples: int) -> Iterator[None]:
+    def of_part(self, num_samples: int) -> Iterator[None]:
+        """Around forward and backward of a part. num_samples: at least 1."""
         is_further = self._num_parts > 0 and self.forward_state.is_active
         self._num_parts += 1
         with self.forward_state.once_more() if is_further else nullcontext():

@@ -1,0 +1,35 @@
+"""`--parts` on imagined GPUs: the same bits on one and on two."""
+
+import pytest
+
+from tests.conftest import TINY
+from tests.gpu.runs import run
+from tests.gpu.test_ranks import run_on_ranks
+from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.imagined_gpu.ranks import run_ranks
+from tests.parallel.test_parts import FILE, digests
+
+FLAGS = ["--epochs", 2, "--batch-size", 3, "--parts", 8, "--lr", 0.02, "--log-interval", 2]
+
+
+@pytest.mark.parametrize("more", [["Parted", "--amp", "fp16"], ["InTurns", "--ema-decay", 0.9]], ids=str)
+@on_imagined_gpus(2, may_wait=True)
+def test_two_gpus_learn_the_same_bits_as_one(more, tmp_path, cache_dir):
+    """The task itself waits, to see which samples there are; in a short step a rank without any asks the others."""
+    argv = ["--task", f"{FILE}:{more[0]}", *more[1:], *FLAGS, "--cache-dir", cache_dir / "lockstep"]
+    on_two = ["--multi-gpu", "ddp", "--backend", "gloo", "--num-threads", 1, "--save-dir", tmp_path / "two"]
+    assert run_ranks([*argv, *on_two], 2, tmp_path / "meeting") == [0, 0]
+    assert "cuda:1" in GPUS.printed()
+    run(cache_dir, *argv, "--save-dir", tmp_path / "one")
+    assert digests(tmp_path / "two") == digests(tmp_path / "one")
+
+
+@pytest.mark.parametrize("more", [[], ["--cuda-graphs", "on", "--epochs", 3]], ids=["launched", "recorded"])
+@on_imagined_gpus(2)
+def test_no_step_waits_for_a_gpu(more, tmp_path, cache_dir):
+    argv = [*TINY, "--batch-size", 2, "--parts", 4, "--dropout", 0.3, "--log-interval", 2, *more]
+    run_on_ranks(tmp_path, cache_dir, *argv)
+    GPUS.printed()
+    run(cache_dir, *argv, "--save-dir", tmp_path / "one")
+    assert digests(tmp_path / "ranks") == digests(tmp_path / "one")
+    assert not more or GPUS.num_replays > 5
