@@ -54,8 +54,8 @@ class _OfCorpus(Movable):
 
     def _recordings(self, which: np.ndarray, factors: np.ndarray) -> Array:
         """Recordings (m,) times factors (m,) float32, on a device: (m, length of the longest) float32, zeros behind."""
-        length = self._durations[which]
-        rows = Ragged(self.here(self.corpus.offsets[which]), self.here(length), int(length.max()))
+        start, length = self.here(np.stack([self.corpus.offsets[which], self._durations[which]]))
+        rows = Ragged(start, length, int(self._durations[which].max()))
         return cast(rows.of(self._audio), "float32") * self.here(factors * _FULL_SCALE)[:, None]
 
     def _batch(

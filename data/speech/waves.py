@@ -40,21 +40,21 @@ def at_durations(audio: Tensor, length: np.ndarray, percent: np.ndarray, width: 
     if (percent == 100).all():
         return F.pad(audio, (0, width - audio.shape[1]))
     periods = np.array([100 * hundreds(each) for each in length.tolist()])
-    old, new = here(periods)[:, None], here(percent * periods // 100)[:, None]
+    old, new, end = here(np.stack([periods, percent * periods // 100, length_at(length, percent)]))[..., None]
     # Bins of a real signal stand for two, but for the first and, if there is one, that of half the new rate.
     twice_bin = 2 * torch.arange(int(periods.max()) // 2 + 1, device=audio.device)
     weight = (twice_bin <= old) * ((twice_bin < new).float() + (twice_bin <= new))
     weight[:, 0] = 1
     spectrum = chirp_z(audio, old, -1, len(twice_bin)) * (weight / old)
-    return _ended(chirp_z(spectrum, new, 1, width).real, length_at(length, percent), here)
+    return _ended(chirp_z(spectrum, new, 1, width).real, end)
 
 
 def noisy(audio: Tensor, length: np.ndarray, noise: Noise, tables: Tensor, here: Here) -> Tensor:
     """`augmentation.add_noise` to each row."""
-    start, table = here(noise.start)[:, None], here(noise.colour * NOISE_LENGTH)[:, None]
+    start, first, end = here(np.stack([noise.start, noise.colour * NOISE_LENGTH + noise.start, length]))[..., None]
     column = torch.arange(audio.shape[1], device=audio.device)
-    found = _ended(tables.take(table + start + column % (NOISE_LENGTH - start)), length, here)
-    power = audio.square().sum(1, keepdim=True) / here(length)[:, None]
+    found = _ended(tables.take(first + column % (NOISE_LENGTH - start)), end)
+    power = audio.square().sum(1, keepdim=True) / end
     return audio + found * (power.sqrt() * here(from_db(-noise.snr_db))[:, None])
 
 
@@ -65,9 +65,10 @@ def changed(
     if changes is None:
         return F.pad(audio, (0, width - audio.shape[1]))
     percent, gain, tilt, noise = changes
-    audio = at_durations(audio, length, percent, width, here) * here(gain)[:, None]
+    gain_here, tilt_here = here(np.stack([gain, tilt]))[..., None]
+    audio = at_durations(audio, length, percent, width, here) * gain_here
     length = length_at(length, percent)
-    audio = _ended(audio - here(tilt)[:, None] * F.pad(audio, (1, -1)), length, here)
+    audio = _ended(audio - tilt_here * F.pad(audio, (1, -1)), here(length)[:, None])
     return audio if noise is None else noisy(audio, length, noise, tables, here)
 
 
@@ -76,13 +77,14 @@ def joined(words: Tensor, length: np.ndarray, begin: np.ndarray, shape: tuple[in
 
     length: (m,). begin: (m,) int64, ascending, where each word begins in the strings, if they lie behind each other.
     """
-    begin_here, position = here(begin), torch.arange(shape[0] * shape[1], device=words.device)
-    number = (torch.searchsorted(begin_here, position, right=True) - 1).clamp(min=0)
-    time = position - begin_here.take(number)
-    is_word = (time >= 0) & (time < here(length).take(number))
+    first, num = here(np.stack([begin, length]))
+    position = torch.arange(shape[0] * shape[1], device=words.device)
+    number = (torch.searchsorted(first, position, right=True) - 1).clamp(min=0)
+    time = position - first.take(number)
+    is_word = (time >= 0) & (time < num.take(number))
     return (words.take((number * words.shape[1] + time) * is_word) * is_word).view(shape)
 
 
-def _ended(audio: Tensor, length: np.ndarray, here: Here) -> Tensor:
-    """With zeros behind the end of each row."""
-    return audio * (torch.arange(audio.shape[1], device=audio.device) < here(length)[:, None])
+def _ended(audio: Tensor, length: Tensor) -> Tensor:
+    """With zeros behind the length (B, 1) of each row."""
+    return audio * (torch.arange(audio.shape[1], device=audio.device) < length)
