@@ -187,3 +187,36 @@ def test_a_batch_that_cannot_be_sent_ends_the_run(environment, tmp_path):
     )  # fmt: skip
     assert done.returncode != 0
     assert "path too long" in done.stderr and "exited unexpectedly" in done.stderr
+
+
+class Noted(Sequences):
+    """Notes in a file that it was asked, and for which samples."""
+
+    def __init__(self, note: Path, *arguments) -> None:
+        super().__init__(*arguments)
+        self.note = note
+
+    def __getitems__(self, keys):
+        with self.note.open("a") as file:
+            file.write(f"{keys.index[0]} ")
+        return super().__getitems__(keys)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_idle_workers_begin_with_what_is_prepared(num_workers, tmp_path):
+    collate, workers = Weighted(WeightedFlags(), 0, Path()).collate, Workers(num_workers)
+    train = BatchLoader(Sequences(40, 0, True), collate, workers)
+    val = BatchLoader(Noted(tmp_path / "note", 11, 1, False), collate, workers, "evaluation")
+    keys = list(evaluation_keys(11, (0, 1), 4))
+    expected = [list(here(own)) for here, own in zip(of_workers(0).values(), (TRAINING_KEYS, keys), strict=False)]
+    for round in range(2):  # the second time something else is prepared than is then asked for
+        found = train(TRAINING_KEYS)
+        val.prepare(round, keys if round == 0 else keys[1:])
+        assert_same_batches(list(found), expected[0])
+        deadline = time.monotonic() + 20
+        while num_workers and round == 0 and not (tmp_path / "note").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (tmp_path / "note").exists() == (num_workers > 0 or round > 0)
+        assert_same_batches(list(val(keys, 0)), expected[1])
+        assert_same_batches(list(train(TRAINING_KEYS[:3])), expected[0][:3])
+    workers.close()

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.queues import Queue
 from typing import Any, Literal
@@ -128,14 +128,30 @@ class Workers:
         self._prime()
 
     def load(self, number: int, keys: Iterable[SampleKeys], lane: Lane) -> "BatchStream":
-        """The batches that keys name of one data set, in order. What was loaded in its lane before is left."""
-        keys = map(self.completed, keys) if self._for_gpu else keys
-        stream = BatchStream(self, lane, ((number, key) for key in keys))
-        self._streams = [other for other in self._streams if other.lane != lane] + [stream]
-        self._trial.pause()
-        if self._may_ask() and len(self._asked) < 2 * self.num_workers:  # which is what a DataLoader asks ahead
+        """The batches that keys name of one data set, in order; see `begin`."""
+        return self.begin(self._stream(number, keys, lane))
+
+    def load_ahead(self, number: int, keys: Iterable[SampleKeys], lane: Lane) -> "BatchStream | None":
+        """The same for later: processes begin with it when they have nothing else to do. None where there are none."""
+        if self._processes is None or self.on_trial:
+            return None
+        self._streams.insert(0, self._stream(number, keys, lane))
+        stream = self._streams[0]
+        if not self._asked:
             self._prime()
         return stream
+
+    def begin(self, stream: "BatchStream") -> "BatchStream":
+        """From now on this stream comes first. What was loaded in its lane before is left."""
+        self._streams = [other for other in self._streams if other.lane != stream.lane] + [stream]
+        self._trial.pause()
+        if self._may_ask() and len(self._asked) < self.num_workers:  # of up to two each
+            self._prime()
+        return stream
+
+    def _stream(self, number: int, keys: Iterable[SampleKeys], lane: Lane) -> "BatchStream":
+        keys = map(self.completed, keys) if self._for_gpu else keys
+        return BatchStream(self, lane, ((number, key) for key in keys))
 
     def next_of(self, stream: "BatchStream") -> Batch:
         """The next batch of a stream. Raises StopIteration after the last one, and what the making of it raised."""
@@ -284,9 +300,20 @@ class BatchLoader:
     ) -> None:
         self._dataset, self._collate, self._workers, self._lane = dataset, collate, workers or Workers(), lane
         self._number = self._workers.add(dataset, collate)
+        self._prepared: tuple[Hashable, BatchStream | None] = (None, None)
 
-    def __call__(self, keys: Iterable[SampleKeys]) -> Iterator[Batch]:
+    def __call__(self, keys: Iterable[SampleKeys], what: Hashable = None) -> Iterator[Batch]:
+        """what: names the keys for `prepare`."""
+        name, stream = self._prepared
+        self._prepared = None, None
+        if stream is not None and name == what:
+            return self._workers.begin(stream)
         return self._workers.load(self._number, keys, self._lane)
+
+    def prepare(self, what: Hashable, keys: Iterable[SampleKeys]) -> None:
+        """Has idle workers begin with what is to be loaded next, unless that is begun already."""
+        if self._prepared[0] != what:
+            self._prepared = what, self._workers.load_ahead(self._number, keys, self._lane)
 
     def one(self, keys: SampleKeys) -> Batch:
         """A single batch, gathered in this process: there is nothing to do for workers meanwhile."""

@@ -21,10 +21,18 @@ from trainer.loop.progress import Progress
 from trainer.loop.run import Run
 from trainer.loop.totals import add_sums
 from trainer.loop.watch import Log, StepRecord, StepResult, Watch, settle
-from trainer.loop.windows import Agreed, StopRequested, Window, agree_ahead, training_windows
+from trainer.loop.windows import (
+    Agreed,
+    StopRequested,
+    Window,
+    agree_ahead,
+    prepare_evaluation,
+    prepare_training,
+    training_windows,
+)
 from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
-from trainer.task import Sums
+from trainer.task import Sums, Task, validation_sets
 
 
 def train(run: Run) -> None:
@@ -76,6 +84,10 @@ def train_epoch(run: Run) -> None:
     sizes = [split.micro_batch_size for split in run.memory.splits]
     windows = training_windows(plan, progress, sizes, run.loaders["train"], run.strategy, run.log)
     start_segment(run.learner, run.watches, run.log, plan, progress.position)
+    num_epochs, splits = progress.position.epoch + 1, run.task.splits()
+    for name in validation_sets(splits) if plan.validates_after(num_epochs, progress.step) else ():
+        size = run.eval_batch_size * run.strategy.num_replicas
+        prepare_evaluation(run.loaders[name], len(splits[name]), size, run.strategy)
     for window, agreed in agree_ahead(windows, run.group, run.stop, clock if run.group.is_main else None):
         if progress.last_report < progress.step and plan.reports_after(progress.step):
             end_segment(run.watches, run.log)
@@ -85,6 +97,9 @@ def train_epoch(run: Run) -> None:
             start_segment(run.learner, run.watches, run.log, plan, progress.position)
         train_window(run, window, agreed)
     end_segment(run.watches, run.log)
+    if not run.is_complete and type(run.task).on_epoch_start is Task.on_epoch_start:  # which may change the data
+        start = Position(num_epochs, others=progress.position.others)
+        prepare_training(plan, start, progress.step, sizes, run.loaders["train"], run.strategy)
 
 
 def start_segment(learner: Learner, watches: Sequence[Watch], log: Log, plan: Plan, position: Position) -> None:
