@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import ROOT, assert_same_bits
+from tests.conftest import ROOT, TINY, assert_same_bits
 from tests.gpu.runs import tiny
 from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.imagined_gpu.ranks import run_ranks
 from tests.helpers.weighted_task import Sequences, Weighted, WeightedFlags
 from trainer.commands import build
 from trainer.loading.order import SampleKeys
@@ -19,7 +20,20 @@ from trainer.parallel import strategy
 HELPERS = ROOT / "tests" / "helpers"
 SLEEPY = ["--task", f"{HELPERS / 'sleepy_task.py'}:Sleepy", "--data-s", 0.004]
 COUNTING = ["--task", f"{HELPERS / 'counting_task.py'}:Counting", "--data-s", 0.004]
-LONG = ["--num-train", 96, "--batch-size", 2, "--epochs", 1, "--dropout", 0.2, "--device", "cuda:0"]
+LONG = [
+    "--num-train",
+    96,
+    "--batch-size",
+    2,
+    "--epochs",
+    1,
+    "--dropout",
+    0.2,
+    "--device",
+    "cuda:0",
+    "--num-workers",
+    "auto",
+]
 HERE = "Workers: batches are made in the trainer's process: "
 
 
@@ -35,7 +49,7 @@ def test_slow_data_get_workers_and_the_same_bits(tmp_path, cache_dir):
     found = tiny(cache_dir, tmp_path / "auto", *SLEEPY, *LONG, "--eval-every-steps", 25)
     start, decision = told()
     assert start.startswith("Workers: 2 per rank, 2 in all, if the first steps show that they save time. Threads: 1 ")
-    assert decision.startswith("Workers: a batch takes ") and "so 2 processes make them from now on" in decision
+    assert decision.startswith("Workers: a batch takes ") and "so 2 process(es) make them from now on" in decision
     assert torch.cuda.is_initialized() and not multiprocessing.active_children()
     expected = tiny(cache_dir, tmp_path / "here", *SLEEPY, *LONG, "--eval-every-steps", 25, "--num-workers", 0)
     assert_same_bits(found, expected)
@@ -123,3 +137,26 @@ def test_what_is_sent_ahead_changes_nothing(tmp_path, cache_dir):
     assert [value.is_cuda for value in strategy.SingleDevice(device).upload(batch).values()] == [True, False, False]
     GPUS.limit_memory(GPUS.memory_in_use())
     assert strategy.SingleDevice(device).upload(batch) is batch
+
+
+@on_imagined_gpus(2)
+def test_each_rank_has_workers_of_its_own(tmp_path, cache_dir):
+    build.num_cores = lambda: 4
+    argv = [
+        "--multi-gpu",
+        "ddp",
+        "--backend",
+        "gloo",
+        *TINY,
+        *SLEEPY,
+        *LONG,
+        "--num-train",
+        192,
+        "--cache-dir",
+        cache_dir,
+    ]
+    argv[argv.index("cuda:0")] = "cuda"
+    assert run_ranks([*argv, "--save-dir", tmp_path / "run"], 2, tmp_path / "meeting") == [0, 0], GPUS.printed()
+    start, decision = told()
+    assert start.startswith("Workers: 1 per rank, 2 in all, if ")
+    assert decision.endswith("so 1 process(es) make them from now on.")

@@ -242,7 +242,7 @@ class Workers:
         elif 2 * self.num_workers * batch_bytes > self._room:
             self._end(f"{2 * self.num_workers} of them would not fit into {SHARED_MEMORY}")
         elif self._may_ask():
-            self._remarks.append(f"Workers: {times}, so {self.num_workers} processes make them from now on.")
+            self._remarks.append(f"Workers: {times}, so {self.num_workers} process(es) make them from now on.")
             self._prime()
 
     def _may_ask(self) -> bool:
