@@ -2,10 +2,11 @@
 
     python benchmarks/exchange.py
 
-The default model's training step in two processes that run four kinds of it in turns, a block of steps each:
+The default model's training step in two processes that run five kinds of it in turns, a block of steps each:
 without any exchange; each waiting for the other once a step, without exchanging anything; a bare hand-written loop
-under DistributedDataParallel; Lockstep's step. Processes that wait for each other go at the pace of the slower one, and
-the speed of a shared machine's cores varies: the second is the most that any exchange could reach on it.
+under DistributedDataParallel; Lockstep's step; the same with `--parts 2`, a part for each process. Processes that wait
+for each other go at the pace of the slower one, and the speed of a shared machine's cores varies: the second is the
+most that any exchange could reach on it.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from trainer.loading.order import EpochOrder, SampleKeys
 from trainer.loading.workers import BatchLoader
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.learner import Learner
+from trainer.loop.parts import PartsLearner
 from trainer.loop.precision import Precision, in_precision
 from trainer.loop.train import train_step
 from trainer.parallel.ddp import Replicated
@@ -38,6 +40,7 @@ from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.launch import launch
 from trainer.parallel.process_group import ProcessGroup
 from trainer.parallel.strategy import SingleDevice, Strategy
+from trainer.parallel.tree import ReplicatedInParts
 from trainer.task import Objective
 
 BATCH_SIZE = 32
@@ -68,7 +71,8 @@ def lockstep_step(task: HarTask, strategy: Strategy, batches: Iterator[WeightedB
     precision = Precision("off", torch.float32, CPU)
     objective = strategy.place(task.build_objective, task.blocks, complete=lambda _: None)
     net = in_precision(objective, precision)
-    learner = Learner(objective, net, CPU, precision, 1.0, ExponentialMovingAverage(objective.model, decay=0))
+    kind = PartsLearner if strategy.num_parts else Learner
+    learner = kind(objective, net, CPU, precision, 1.0, ExponentialMovingAverage(objective.model, decay=0))
     optimizer, params = optimized(objective)
     learner.set_trained({"train": params})
     learner.nets["train"] = strategy.wrap(net)
@@ -131,6 +135,7 @@ def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
         "waiting_only": waiting_step(alone, environment.rank, counters),
         "bare_ddp": bare_step(under_ddp(task.build_objective()), batches),
         "lockstep": lockstep_step(task, strategy, batches),
+        "parts": lockstep_step(task, ReplicatedInParts(strategy.group, num_parts=WORLD_SIZE), batches),
     }
     means = {name: times[:, 0] for name, times in in_turns(steps, rounds, strategy).items()}
     if strategy.group.is_main:
@@ -139,6 +144,7 @@ def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
             "step_ms": {name: round(1e3 * float(times.median()), 2) for name, times in means.items()},
             "efficiency": {name: round(float((alone_s / times).median()), 3) for name, times in means.items()},
             "lockstep_over_bare_ddp": round(float((means["lockstep"] / means["bare_ddp"]).median()), 3),
+            "parts_over_lockstep": round(float((means["parts"] / means["lockstep"]).median()), 3),
         }
         (folder / "result.json").write_text(json.dumps(result))
     strategy.group.close()

@@ -6,13 +6,22 @@ from functools import partial
 
 import pytest
 
-from tests.faults.lives import DOUBLE, FIRST_SEED, HARD, IN_STEPS, assert_as_unbroken, broken_life, unbroken_life
+from tests.faults.lives import (
+    DOUBLE,
+    FIRST_SEED,
+    HARD,
+    IN_PARTS,
+    IN_STEPS,
+    assert_as_unbroken,
+    broken_life,
+    unbroken_life,
+)
 
 
 def live_and_compare(base, recipe, start, worlds, seed, unbroken):
     """Returns what the kills hit. A life that ends another way than the unbroken one fails."""
     print(f"seed {seed}, worlds {worlds}")
-    same_bits = len(set(worlds)) == 1
+    same_bits = len(set(worlds)) == 1 or recipe is IN_PARTS
     expected = unbroken(recipe, worlds[0])
     life = broken_life(base, recipe, start, worlds, random.Random(seed), expected.seconds / 2)
     assert_as_unbroken(life, expected, same_bits)
@@ -47,9 +56,9 @@ def test_models_in_parts_killed_at_random(worlds, tmp_path, forked_in_parts, unb
     assert live_and_compare(tmp_path, recipe, forked_in_parts, worlds, FIRST_SEED, known).total() > 0
 
 
-def live_until(num_kills, worlds, base, start, unbroken):
+def live_until(num_kills, worlds, base, start, unbroken, recipe=None):
     """Lives one life after the other, and prints their seeds and what their kills hit."""
-    recipe = HARD if len(worlds) == 1 else DOUBLE
+    recipe = recipe or (HARD if len(worlds) == 1 else DOUBLE)
     kills: Counter[tuple[str, str]] = Counter()
     seed = FIRST_SEED
     while kills.total() < num_kills:
@@ -67,6 +76,12 @@ def live_until(num_kills, worlds, base, start, unbroken):
 @pytest.mark.parametrize("worlds", [[1], [2], [3], [1, 2, 3, 1]], ids=str)
 def test_killed_at_random_many_times(worlds, tmp_path, forked, unbroken):
     live_until(100, worlds, tmp_path, forked, unbroken)
+
+
+@pytest.mark.slow
+def test_parts_killed_at_random_end_with_the_same_bits_in_any_world(tmp_path, forked, unbroken):
+    draw = random.Random(FIRST_SEED)
+    live_until(60, [draw.choice((1, 2, 4)) for _ in range(100)], tmp_path, forked, unbroken, IN_PARTS)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import pytest
 
 from tests.conftest import TINY
 from tests.gpu.runs import run
+from tests.gpu.test_memory import ROOM, WIDE
 from tests.gpu.test_ranks import run_on_ranks
 from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
 from tests.helpers.imagined_gpu.ranks import run_ranks
@@ -33,3 +34,11 @@ def test_no_step_waits_for_a_gpu(more, tmp_path, cache_dir):
     run(cache_dir, *argv, "--save-dir", tmp_path / "one")
     assert digests(tmp_path / "ranks") == digests(tmp_path / "one")
     assert not more or GPUS.num_replays > 5
+
+
+@on_imagined_gpus()
+def test_a_part_that_does_not_fit_is_refused(tmp_path, cache_dir):
+    GPUS.limit_memory(ROOM)
+    argv = [*TINY, *WIDE, "--parts", 2, "--global-batch-size", 96, "--eval-batch-size", 8, "--save-dir", tmp_path]
+    run(cache_dir, *argv, "--device", "cuda", status=2)
+    assert "with parts of 48 samples: --parts 2 makes no smaller ones by itself; take a lower" in GPUS.printed()

@@ -15,11 +15,14 @@ from tests.conftest import ROOT, cut_back, load, read_metrics, results_of
 from tests.helpers.forks import call_on_ranks
 from tests.helpers.parted_task import Parted, PartedFlags
 from trainer.cli import main
+from trainer.commands.parse import parse
+from trainer.commands.planning import arrange_batches
+from trainer.common.errors import UserError
 from trainer.loading.order import EpochOrder, SampleKeys
 from trainer.loading.workers import BatchLoader
 from trainer.parallel import process_group
 from trainer.parallel.strategy import SingleDevice, Strategy
-from trainer.parallel.tree import InParts, TreeSum
+from trainer.parallel.tree import InParts, OneDeviceInParts, TreeSum
 
 FILE = ROOT / "tests" / "helpers" / "parted_task.py"
 NUM_PARTS, SIZE, EPOCHS, LR, MAX_NORM = 16, 3, 3, 0.02, 1.0
@@ -241,3 +244,88 @@ def test_another_order_of_adding_up_shows(world_size, broken, folders):
     places = folders[1] / "one phase", folders[world_size] / broken
     right, wrong = (load(place / up_to_mid_epoch(place)[-1]["file"]) for place in places)
     assert digest(wrong["model"]) != digest(right["model"])
+
+
+TABLES = {
+    "har": ["--task", "har", "--num-members", 1],
+    "seqrec": ["--task", "seqrec"],
+    "kgat": ["--task", "kgat"],
+    "speech": ["--task", "speech"],
+    "tabular": ["--task", "tabular", "--num-tables", 64, "--num-val-tables", 16],
+    "eight processes": [*CASES["one phase"], "--worlds", "1,2,4,8"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLES)
+def test_the_table_of_digests(name, command):
+    """Of each workload."""
+    more = ["--max-steps", 4, "--batch-size", 4, "--device", "cpu"]
+    out = command("benchmarks/equal_bits.py", *TABLES[name], *more, timeout=900).stdout
+    assert json.loads(out.splitlines()[-1])["equal"]
+
+
+# --- what is refused, and what goes on -----------------------------------------------------------------------------
+
+
+REFUSED = {
+    "--parts 3": "--parts 3: must be a power of two",
+    "--parts 4 --grad-accum-steps 2": "--parts 4 and --grad-accum-steps 2: exclude each other",
+    "--parts 4 --multi-gpu fsdp": "--parts 4: --multi-gpu fsdp adds up otherwise; take --multi-gpu ddp",
+    "--parts 4 --multi-gpu dp": "--parts 4: --multi-gpu dp adds up otherwise; take --multi-gpu ddp",
+    "--parts 4 --multi-gpu ddp --sync-bn": "--parts 4 and --sync-bn: exclude each other",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_flags_that_do_not_go_together_are_refused(words):
+    _, problems = parse(words.split(), several_devices="--multi-gpu" in words)
+    assert any(problem.startswith(REFUSED[words]) for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("words", "num_devices", "message"),
+    [
+        ("--parts 4", 3, "--parts 4: 3 devices cannot share them; take a multiple"),
+        ("--parts 4", 8, "--parts 4: 8 devices cannot share them; take a multiple"),
+        (
+            "--parts 4 --global-batch-size 3",
+            1,
+            "--global-batch-size 3: --parts 4 of at most --batch-size 32",
+        ),
+        ("--parts 2 --global-batch-size 65", 1, "--global-batch-size 65: --parts 2 of at most --batch-size 32 samples"),
+    ],
+)
+def test_parts_that_cannot_be_cut_are_refused(words, num_devices, message):
+    flags, _ = parse(words.split(), several_devices=False)
+    strategy = OneDeviceInParts(torch.device("cpu"), num_parts=flags.batch.parts)
+    strategy.group.world_size = num_devices
+    with pytest.raises(UserError, match=message):
+        arrange_batches(flags, {}, [32], strategy, None)
+
+
+def test_sparse_gradients_are_refused(run_here, tmp_path):
+    task = f"{ROOT / 'tests' / 'helpers' / 'token_task.py'}:Sparse"
+    _, err = run_here("--task", task, "--parts", 2, "--device", "cpu", "--save-dir", tmp_path, status=2)
+    assert "--parts: adds no sparse gradients" in err
+
+
+def test_a_run_does_not_go_on_with_other_threads(run_here, tmp_path):
+    argv, num_threads = [*CASES["one phase"], *FLAGS, "--save-dir", tmp_path], torch.get_num_threads()
+    run_here(*argv, "--epochs", 1)
+    _, err = run_here(*argv, "--epochs", 2, "--num-threads", 2, status=2)
+    torch.set_num_threads(num_threads)
+    assert "--num-threads 2: the checkpoint was trained with 1" in err and "give --num-threads 1" in err
+
+
+def test_a_run_may_go_on_in_parts_and_without(run_here, tmp_path):
+    """From the middle of an epoch, with the sums of the epoch so far."""
+    argv = [*CASES["one phase"], *FLAGS, "--epochs", 1, "--global-batch-size", 16, "--dropout", 0]
+    losses, more = [], []
+    for parts in (0, 16, 8, 0):
+        place = tmp_path / f"{len(losses)}"
+        run_here(*argv, "--batch-size", 16, "--parts", parts, "--save-dir", place, *more)
+        more = ["--resume-from", place / "checkpoint_0_0_48.pth"]
+        losses += [record["train/loss"] for record in read_metrics(place, "epoch")]
+    assert len(losses) == 4
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-2)

@@ -85,9 +85,8 @@ class StepOutcomes(Watch):
         """Which step, whose loss, and which samples. All processes call it."""
         step, world_size = record.planned, self._strategy.group.world_size
         own_loss_is_bad = torch.zeros(world_size, dtype=torch.float64)
-        own_loss_is_bad[self._strategy.group.rank] = not all(
-            bool(torch.isfinite(value).all()) for name, value in record.result.sums.items() if name == "loss"
-        )
+        loss = record.result.sums.get("loss", torch.zeros(()))  # a process may have no part with samples
+        own_loss_is_bad[self._strategy.group.rank] = not bool(torch.isfinite(loss).all())
         ranks = self._strategy.group.sum(own_loss_is_bad).nonzero().flatten().tolist()
         if ranks:
             cause = "the loss" + (f" of rank {', '.join(map(str, ranks))}" if world_size > 1 else "")

@@ -231,18 +231,28 @@ class ProcessGroup(Group):
 
     def sum_in_tree(self, values: Tensor) -> None:
         self.activity.enter(EXCHANGE)
-        if values.nbytes * (self.world_size - 1) <= DIRECT_BYTES:
+        is_small = values.nbytes * (self.world_size - 1) <= DIRECT_BYTES
+        if is_small or (self.backend == "gloo" and not values.is_cpu):  # gloo swaps tensors of the host alone
             found = [torch.empty_like(values) for _ in range(self.world_size)]
             dist.all_gather(found, values)
             values.copy_(sum_of_neighbours(found))
             return
         # Each process adds up a slice: as many bytes travel as in a ring.
-        size = -(-len(values) // self.world_size)
-        sent = torch.cat([values, values.new_zeros(self.world_size * size - len(values))])
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent)
-        dist.all_gather([*sent.split(size)], sum_of_neighbours(received.split(size)))
-        values.copy_(sent[: len(values)])
+        slices = values.tensor_split(self.world_size)
+        own = slices[self.rank]
+        found = [own if other == self.rank else torch.empty_like(own) for other in range(self.world_size)]
+        self._swap(slices, found)
+        own.copy_(sum_of_neighbours(found))
+        self._swap([own] * self.world_size, slices)
+
+    def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Sends each other process what has its place in `sent`, and receives in place what it sends."""
+        others = [other for other in range(self.world_size) if other != self.rank]
+        ops = [dist.P2POp(dist.isend, sent[other], other) for other in others]
+        ops += [dist.P2POp(dist.irecv, received[other], other) for other in others]
+        limit = [timedelta(seconds=self._timeout_s)] if sent[0].is_cpu else []  # with one the host waits for a GPU
+        for work in dist.batch_isend_irecv(ops):
+            work.wait(*limit)
 
     def gather(self, value: T) -> list[T]:
         self.activity.enter(EXCHANGE)
