@@ -12,7 +12,7 @@ LINES_AND_FILES = {
     "failure": (681, 4),
     "loading": (1532, 10),
     "logs": (720, 5),
-    "loop": (5907, 28),
+    "loop": (5911, 28),
     "parallel": (2980, 14),
     "trainer": (2550, 8),
 }

@@ -155,7 +155,7 @@ def without_counting(sums: Sums) -> Sums:
 
 
 MOST_IN_FLIGHT = 32
-"""Batches whose outputs are on their way from a GPU; a wait for all of them at once costs next to nothing."""
+"""Batches whose outputs are on their way from a GPU; once there are so many, the host takes the older half."""
 
 
 class PerSampleOutputs:
@@ -164,7 +164,7 @@ class PerSampleOutputs:
     def __init__(self) -> None:
         self._index: list[Tensor] = []
         self._parts: list[dict[str, Tensor]] = []
-        self._num_in_flight, self._device = 0, HOST
+        self._arrived: list[torch.cuda.Event] = []  # of those on their way, the last ones
         self._names: set[str] | None = None
 
     def add(self, index: Tensor, outputs: Outputs) -> None:
@@ -181,17 +181,21 @@ class PerSampleOutputs:
             self._index.append(index)
             # A copy of its own: a slice would keep the whole alive. From a GPU it is not waited for.
             self._parts.append({k: values.to("cpu", non_blocking=True, copy=True) for k, values in found.items()})
-            self._device = next(iter(found.values())).device
-            self._num_in_flight += self._device != HOST
-            if self._num_in_flight == MOST_IN_FLIGHT:
-                self._land()
+            device = next(iter(found.values())).device
+            if device != HOST:
+                self._arrived.append(torch.cuda.current_stream(device).record_event())
+            if len(self._arrived) == MOST_IN_FLIGHT:
+                self._land(MOST_IN_FLIGHT // 2)
 
-    def _land(self) -> None:
-        """Puts what is in flight from a GPU into ordinary memory: torch locks the pages that it does not wait for."""
-        torch.cuda.current_stream(self._device).synchronize()
-        landed = self._parts[-self._num_in_flight :]
-        self._parts[-self._num_in_flight :] = [{k: values.clone() for k, values in part.items()} for part in landed]
-        self._num_in_flight = 0
+    def _land(self, num: int) -> None:
+        """Puts the first batches in flight into ordinary memory: torch locks the pages that it does not wait for.
+
+        The GPU has the others to go on with meanwhile.
+        """
+        self._arrived[num - 1].synchronize()
+        landing = slice(len(self._parts) - len(self._arrived), len(self._parts) - len(self._arrived) + num)
+        self._parts[landing] = [{k: values.clone() for k, values in part.items()} for part in self._parts[landing]]
+        del self._arrived[:num]
 
     def gathered(self, group: Group, num_samples: int) -> dict[str, Tensor]:
         """On the main process each output of the whole data set, (num_samples, ...); nothing on the others.
@@ -202,8 +206,8 @@ class PerSampleOutputs:
         group.require_same(names, "the objective must return the same ones for all batches, on all ranks")
         if not self._index:
             return {}
-        if self._num_in_flight:
-            self._land()
+        if self._arrived:
+            self._land(len(self._arrived))
         shares = group.gather_on_main((torch.cat(self._index), group.together(self._joined)))
         whole: dict[str, Tensor] = {}
         group.on_main(lambda: whole.update(in_order(shares, num_samples)))
