@@ -10,9 +10,9 @@ LINES_AND_FILES = {
     "commands": (3030, 13),
     "common": (993, 7),
     "failure": (681, 4),
-    "loading": (1532, 10),
+    "loading": (1509, 10),
     "logs": (720, 5),
-    "loop": (5911, 28),
+    "loop": (5920, 28),
     "parallel": (2980, 14),
     "trainer": (2550, 8),
 }

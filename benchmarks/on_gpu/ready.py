@@ -42,10 +42,10 @@ class Ready:
     """Loads the batches of an epoch once: every epoch has the same ones, whatever its order."""
 
     def __init__(self, loader: BatchLoader) -> None:
-        self._loader, self.close, self.prepare = loader, loader.close, loader.prepare
+        self._loader, self.close = loader, loader.close
         self._batches: defaultdict[int, list[Batch]] = defaultdict(list)
 
-    def __call__(self, keys: Iterable[SampleKeys], what: object = None) -> Iterator[Batch]:
+    def __call__(self, keys: Iterable[SampleKeys], ahead: bool = False) -> Iterator[Batch]:
         places: defaultdict[int, int] = defaultdict(int)
         for key in keys:
             batches = self._batches[key.phase]

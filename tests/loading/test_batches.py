@@ -27,9 +27,9 @@ def of_workers(num_workers: int) -> dict[str, BatchLoader]:
     """Training and two other data sets."""
     collate, workers = Weighted(WeightedFlags(), 0, Path()).collate, Workers(num_workers)
     return {
-        "train": BatchLoader(Sequences(40, 0, True), collate, workers),
-        "val": BatchLoader(Sequences(11, 1, False), collate, workers, "evaluation"),
-        "test": BatchLoader(Sequences(6, 2, False), collate, workers, "evaluation"),
+        "train": BatchLoader(Sequences(40, 0, True), collate, workers, trains=True),
+        "val": BatchLoader(Sequences(11, 1, False), collate, workers),
+        "test": BatchLoader(Sequences(6, 2, False), collate, workers),
     }
 
 
@@ -203,20 +203,24 @@ class Noted(Sequences):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_idle_workers_begin_with_what_is_prepared(num_workers, tmp_path):
+def test_idle_workers_begin_with_what_is_wanted_later(num_workers, tmp_path):
+    """Of two, with the first one that was asked for; and what nobody wants any more is not made."""
     collate, workers = Weighted(WeightedFlags(), 0, Path()).collate, Workers(num_workers)
-    train = BatchLoader(Sequences(40, 0, True), collate, workers)
-    val = BatchLoader(Noted(tmp_path / "note", 11, 1, False), collate, workers, "evaluation")
+    train = BatchLoader(Sequences(40, 0, True), collate, workers, trains=True)
+    one, other = (BatchLoader(Noted(tmp_path / name, 11, 1, False), collate, workers) for name in ("one", "other"))
     keys = list(evaluation_keys(11, (0, 1), 4))
     expected = [list(here(own)) for here, own in zip(of_workers(0).values(), (TRAINING_KEYS, keys), strict=False)]
-    for round in range(2):  # the second time something else is prepared than is then asked for
-        found = train(TRAINING_KEYS)
-        val.prepare(round, keys if round == 0 else keys[1:])
-        assert_same_batches(list(found), expected[0])
-        deadline = time.monotonic() + 20
-        while num_workers and round == 0 and not (tmp_path / "note").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert (tmp_path / "note").exists() == (num_workers > 0 or round > 0)
-        assert_same_batches(list(val(keys, 0)), expected[1])
-        assert_same_batches(list(train(TRAINING_KEYS[:3])), expected[0][:3])
+    found = train(TRAINING_KEYS)
+    early, dropped, later = one(keys, ahead=True), other(keys, ahead=True), one(keys[1:], ahead=True)
+    del dropped
+    assert_same_batches(list(found), expected[0])
+    deadline = time.monotonic() + 20
+    while num_workers and not (tmp_path / "one").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (tmp_path / "one").exists() == (num_workers > 0)
+    next_epoch = train(TRAINING_KEYS, ahead=True)
+    assert_same_batches(list(later), expected[1][1:])
+    assert_same_batches(list(early), expected[1])
+    assert_same_batches(list(next_epoch), expected[0])
+    assert not (tmp_path / "other").exists()
     workers.close()

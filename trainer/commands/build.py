@@ -38,7 +38,7 @@ from trainer.loading.batches import Batch, KeyedDataset, PhaseDatasets
 from trainer.loading.on_device import DeviceLoader, Movable, moved, num_bytes
 from trainer.loading.order import SampleKeys
 from trainer.loading.torch_datasets import require_keyed
-from trainer.loading.workers import BatchLoader, Lane, Workers, shared_memory
+from trainer.loading.workers import BatchLoader, Workers, shared_memory
 from trainer.logs.background import BackgroundLogger
 from trainer.logs.console import say
 from trainer.logs.logger import LoggedRun
@@ -490,9 +490,8 @@ def build_workers(given: RunFlags, task: Task, group: Group, trains: bool) -> Wo
 
 def build_loaders(task: Task, workers: Workers) -> dict[str, BatchLoader]:
     """Of all data sets, on the host."""
-    lanes: dict[str, Lane] = {"train": "training"}
     return {
-        name: BatchLoader(PhaseDatasets(datasets), task.collate, workers, lanes.get(name, "evaluation"))
+        name: BatchLoader(PhaseDatasets(datasets), task.collate, workers, trains=name == "train")
         for name, datasets in data_by_loader(task).items()
     }
 

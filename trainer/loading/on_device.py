@@ -1,7 +1,7 @@
 """Data sets that lie on a GPU, and their batches, which are drawn there."""
 
 import copy
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, ClassVar, TypeVar
@@ -112,7 +112,7 @@ class DeviceLoader(BatchLoader):
         self._datasets, self._collate, self._device = datasets, collate, device
         self._unchecked = set(range(len(datasets)))
 
-    def __call__(self, keys: Iterable[SampleKeys], what: Hashable = None) -> Iterator[Batch]:
+    def __call__(self, keys: Iterable[SampleKeys], ahead: bool = False) -> Iterator[Batch]:
         keys = iter(keys)
         while together := list(islice(keys, MOST_TOGETHER)):
             yield from self._drawn(together)
@@ -120,9 +120,6 @@ class DeviceLoader(BatchLoader):
     def one(self, keys: SampleKeys) -> Batch:
         """A single batch."""
         return self._batch(replace(keys, few_lengths=True))
-
-    def prepare(self, what: Hashable, keys: Iterable[SampleKeys]) -> None:
-        """Does nothing here: no processes load."""
 
     def close(self) -> None:
         """Does nothing: no processes load."""

@@ -10,10 +10,11 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.queues import Queue
-from typing import Any, Literal
+from typing import Any
+from weakref import ref
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -31,7 +32,6 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 SHARED_MEMORY = "/dev/shm"
 CAN_FORK = "fork" in multiprocessing.get_all_start_methods()
 
-Lane = Literal["training", "evaluation"]
 Request = tuple[int, SampleKeys]
 """What travels to a worker: the data set that is meant, by its number, and one key. One batch travels back."""
 
@@ -69,30 +69,25 @@ class _NumberedBatches(Dataset[Batch | UserError]):
 class Workers:
     """Makes the batches of loaders, in this process or in worker processes.
 
-    Loaders have lanes: of each lane one stream of batches is taken at a time, and one of evaluation between two batches
-    of training, which the processes have made ahead.
-
     num_workers: 0 makes batches in this process, which is fastest for what is only gathered from memory; otherwise this
         number of processes, which start when they are first needed, or by `start`.
     for_gpu: batches are put into page-locked memory, so that copies to a GPU do not wait, and have few lengths; see
         `SampleKeys.padded_length`.
-    on_trial: this process makes the first batches of training. Then the processes do if that saves time and they may
-        have the data, or end.
-    room: bytes of shared memory for batches that are on their way; after a trial the processes keep to it.
+    on_trial: this process makes the first batches of training. Then the processes do if that saves time, if they may
+        have the data, and if what is on its way from them takes `room` bytes of shared memory at most; or they end.
     """
 
     def __init__(
         self, num_workers: int = 0, for_gpu: bool = False, on_trial: bool = False, room: float = math.inf
     ) -> None:
         self.num_workers, self.on_trial, self._room = num_workers, on_trial, room
-        self._remarks: list[str] = []
         self._for_gpu, self._trial, self._is_auto = for_gpu, Trial(), on_trial
+        self._remarks: list[str] = []
         self._batches = _NumberedBatches()
         self._arriving: Iterator[Batch | UserError] = iter(())
-        self._streams: list[BatchStream] = []
-        """With requests left, of which the last one's come first."""
-        self._asked: deque[BatchStream] = deque()
-        """Whose batches the processes are to send, in order."""
+        # Streams are those of their readers, and gone with them.
+        self._streams: list[ref[BatchStream]] = []  # with requests left; those of the last one come first
+        self._asked: deque[ref[BatchStream]] = deque()  # one entry for each batch that is on its way
         self._at_start: dict[str, Any] | None = None
         self._processes: DataLoader[Batch | UserError] | None = None
         if num_workers > 0:
@@ -127,50 +122,42 @@ class Workers:
         self._at_start = self._outline()
         self._prime()
 
-    def load(self, number: int, keys: Iterable[SampleKeys], lane: Lane) -> "BatchStream":
-        """The batches that keys name of one data set, in order; see `begin`."""
-        return self.begin(self._stream(number, keys, lane))
+    def load(self, number: int, keys: Iterable[SampleKeys], trains: bool, ahead: bool) -> "BatchStream":
+        """The batches that keys name of one data set, in order. Processes begin with it when this is read last.
 
-    def load_ahead(self, number: int, keys: Iterable[SampleKeys], lane: Lane) -> "BatchStream | None":
-        """The same for later: processes begin with it when they have nothing else to do. None where there are none."""
-        if self._processes is None or self.on_trial:
-            return None
-        self._streams.insert(0, self._stream(number, keys, lane))
-        stream = self._streams[0]
-        if not self._asked:
-            self._prime()
-        return stream
-
-    def begin(self, stream: "BatchStream") -> "BatchStream":
-        """From now on this stream comes first. What was loaded in its lane before is left."""
-        self._streams = [other for other in self._streams if other.lane != stream.lane] + [stream]
-        self._trial.pause()
-        if self._may_ask() and len(self._asked) < self.num_workers:  # of up to two each
-            self._prime()
-        return stream
-
-    def _stream(self, number: int, keys: Iterable[SampleKeys], lane: Lane) -> "BatchStream":
+        trains: whether they count in a trial. ahead: processes begin only when they have nothing else to do.
+        """
         keys = map(self.completed, keys) if self._for_gpu else keys
-        return BatchStream(self, lane, ((number, key) for key in keys))
+        stream = BatchStream(self, ((number, key) for key in keys), trains)
+        self._streams.insert(0 if ahead else len(self._streams), ref(stream))
+        self._trial.pause()
+        is_busy = len(self._asked) >= (1 if ahead else self.num_workers)  # of up to two each
+        if self._may_ask() and not is_busy:
+            self._prime()
+        return stream
 
     def next_of(self, stream: "BatchStream") -> Batch:
         """The next batch of a stream. Raises StopIteration after the last one, and what the making of it raised."""
-        while not stream.arrived and stream in self._asked:
+        own = ref(stream)
+        while not stream.arrived and own in self._asked:
             self._receive()
         if stream.arrived:
             batch = stream.arrived.popleft()
             if isinstance(batch, Exception):
                 raise batch
             return batch
-        if self._processes is not None and not self.on_trial and stream in self._streams:
-            del self._streams[self._streams.index(stream) + 1 :]  # which were left in the middle
+        if self._processes is not None and not self.on_trial and own in self._streams:  # others came before it
+            self._streams.remove(own)
+            self._streams.append(own)
             self._prime()
             return self.next_of(stream)
         (number, key), start = next(stream.requests), time.perf_counter()
         batch = gathered(*self._batches.sources[number], key)
         if self._for_gpu:
             batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-        if self.on_trial and stream.lane == "training" and self._trial.add(start, time.perf_counter()):
+        if not stream.trains:
+            self._trial.pause()
+        elif self.on_trial and self._trial.add(start, time.perf_counter()):
             self._decide(sum(tensor.nbytes for tensor in batch.values()))
         return batch
 
@@ -206,7 +193,8 @@ class Workers:
     def __next__(self) -> Request:
         """What the processes are asked for next, as the sampler of their DataLoader."""
         while self._streams and not self.on_trial:
-            request = next(self._streams[-1].requests, None)
+            stream = self._streams[-1]()
+            request = next(stream.requests, None) if stream is not None else None
             if request is not None:
                 self._asked.append(self._streams[-1])
                 return request
@@ -227,11 +215,13 @@ class Workers:
             raise
 
     def _receive(self) -> None:
-        stream = self._asked.popleft()
+        stream = self._asked.popleft()()
         try:
-            stream.arrived.append(next(self._arriving))
+            batch: Batch | Exception = next(self._arriving)
         except Exception as error:  # for when its turn comes
-            stream.arrived.append(error)
+            batch = error
+        if stream is not None:
+            stream.arrived.append(batch)
 
     def _decide(self, batch_bytes: int) -> None:
         """Ends the trial."""
@@ -284,8 +274,8 @@ class BatchStream(Iterator[Batch]):
     requests: not asked of processes yet. arrived: batches, and what was raised instead, that nobody has taken yet.
     """
 
-    def __init__(self, workers: Workers, lane: Lane, requests: Iterator[Request]) -> None:
-        self._workers, self.lane, self.requests = workers, lane, requests
+    def __init__(self, workers: Workers, requests: Iterator[Request], trains: bool) -> None:
+        self._workers, self.requests, self.trains = workers, requests, trains
         self.arrived: deque[Batch | Exception] = deque()
 
     def __next__(self) -> Batch:
@@ -296,24 +286,14 @@ class BatchLoader:
     """Yields the batches of a data set that keys name. workers: by default this process makes them."""
 
     def __init__(
-        self, dataset: KeyedDataset, collate: Collate, workers: Workers | None = None, lane: Lane = "training"
+        self, dataset: KeyedDataset, collate: Collate, workers: Workers | None = None, trains: bool = False
     ) -> None:
-        self._dataset, self._collate, self._workers, self._lane = dataset, collate, workers or Workers(), lane
+        self._dataset, self._collate, self._workers, self._trains = dataset, collate, workers or Workers(), trains
         self._number = self._workers.add(dataset, collate)
-        self._prepared: tuple[Hashable, BatchStream | None] = (None, None)
 
-    def __call__(self, keys: Iterable[SampleKeys], what: Hashable = None) -> Iterator[Batch]:
-        """what: names the keys for `prepare`."""
-        name, stream = self._prepared
-        self._prepared = None, None
-        if stream is not None and name == what:
-            return self._workers.begin(stream)
-        return self._workers.load(self._number, keys, self._lane)
-
-    def prepare(self, what: Hashable, keys: Iterable[SampleKeys]) -> None:
-        """Has idle workers begin with what is to be loaded next, unless that is begun already."""
-        if self._prepared[0] != what:
-            self._prepared = what, self._workers.load_ahead(self._number, keys, self._lane)
+    def __call__(self, keys: Iterable[SampleKeys], ahead: bool = False) -> Iterator[Batch]:
+        """ahead: they are wanted later, so workers begin when they have nothing else to do."""
+        return self._workers.load(self._number, keys, self._trains, ahead)
 
     def one(self, keys: SampleKeys) -> Batch:
         """A single batch, gathered in this process: there is nothing to do for workers meanwhile."""

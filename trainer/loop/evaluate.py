@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +46,9 @@ def evaluate(run: Run, split: str) -> Sums:
     run.strategy.sync_buffers(persistent_buffers(learner.objective))
     net = run.strategy.evaluation_module(learner.net)
     num_samples, size = len(run.task.splits()[split]), run.eval_batch_size
-    batches = evaluation_batches(run.loaders[split], num_samples, size * run.strategy.num_replicas, run.strategy)
+    batches = run.prepared.pop(split, None) or evaluation_batches(
+        run.loaders[split], num_samples, size * run.strategy.num_replicas, run.strategy
+    )
     net.eval()
     with learner.ema.applied(), run.memory.refusing_lack(size, f"take --eval-batch-size {-(-size // 2)}"):
         start_evaluation(learner.objective, learner.precision, run.strategy)
@@ -60,6 +63,16 @@ def evaluate(run: Run, split: str) -> Sums:
     net.train()
     sums = totals.reduced(run.group)
     return sums | per_sample.gathered(run.group, num_samples)
+
+
+def prepare_validation(
+    prepared: dict[str, Iterator[Any]], task: Task, loaders: Mapping[str, BatchLoader], size: int, strategy: Strategy
+) -> None:
+    """Has idle workers begin with the validation sets; see `Run.prepared`. size: samples per device per forward."""
+    splits = task.splits()
+    for name in validation_sets(splits):
+        own = loaders[name], len(splits[name]), size * strategy.num_replicas, strategy
+        prepared[name] = prepared.get(name) or evaluation_batches(*own, ahead=True)
 
 
 def metrics_of(task: Task, group: Group, sums: Mapping[str, Sums]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """A run in progress: everything that one process trains with."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,9 +30,11 @@ class Run:
 
     memory: how the global batches of each phase are cut. directory, saver: used on the main process alone. facts: what
     a checkpoint records for the next start: flags, versions, batch arithmetic. model_outline: type and shape of each
-    weight and buffer of a checkpoint, as the model was built. tried_saving: phases after whose first step it was tried.
-    patience: evaluations without a better score; 0 waits for ever. eval_batch_size: samples per device per forward in
-    evaluation. scores: metrics of the best report since this start, or of the last one where nothing is validated.
+    weight and buffer of a checkpoint, as the model was built. prepared: batches that idle workers begin with, of
+    validation sets by name, and the windows of the next epoch as "train". tried_saving: phases after whose first step
+    it was tried. patience: evaluations without a better score; 0 waits for ever. eval_batch_size: samples per device
+    per forward in evaluation. scores: metrics of the best report since this start, or of the last one where nothing is
+    validated.
     """
 
     task: Task
@@ -52,6 +54,7 @@ class Run:
     watches: list[Watch]
     facts: dict[str, Any]
     model_outline: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    prepared: dict[str, Iterator[Any]] = field(default_factory=dict)
     tried_saving: set[str] = field(default_factory=set)
     log: RunLog | SilentLog = field(default_factory=SilentLog)
     stop: StopRequest = field(default_factory=StopRequest)

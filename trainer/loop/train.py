@@ -5,6 +5,7 @@ It does not know which task it trains, on how many devices, or in which precisio
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -13,7 +14,15 @@ from trainer.loading.batches import WeightedBatch
 from trainer.loading.order import Position
 from trainer.loop.checkpointing import finish_saving, report_saving, save, try_saving
 from trainer.loop.contract import monitored
-from trainer.loop.evaluate import log_pictures, metrics_of, of_phase, start_epoch, training_metrics, validate
+from trainer.loop.evaluate import (
+    log_pictures,
+    metrics_of,
+    of_phase,
+    prepare_validation,
+    start_epoch,
+    training_metrics,
+    validate,
+)
 from trainer.loop.learner import Learner
 from trainer.loop.memory import OPTIMIZER
 from trainer.loop.plan import Plan
@@ -21,18 +30,10 @@ from trainer.loop.progress import Progress
 from trainer.loop.run import Run
 from trainer.loop.totals import add_sums
 from trainer.loop.watch import Log, StepRecord, StepResult, Watch, settle
-from trainer.loop.windows import (
-    Agreed,
-    StopRequested,
-    Window,
-    agree_ahead,
-    prepare_evaluation,
-    prepare_training,
-    training_windows,
-)
+from trainer.loop.windows import Agreed, StopRequested, Window, agree_ahead, training_windows
 from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
-from trainer.task import Sums, Task, validation_sets
+from trainer.task import Sums, Task
 
 
 def train(run: Run) -> None:
@@ -82,12 +83,12 @@ def train_epoch(run: Run) -> None:
         return 0 < 60 * run.settings.max_minutes <= progress.train_seconds + since_save, saves
 
     sizes = [split.micro_batch_size for split in run.memory.splits]
-    windows = training_windows(plan, progress, sizes, run.loaders["train"], run.strategy, run.log)
+    windows = run.prepared.pop("train", None) or training_windows(
+        plan, progress, sizes, run.loaders["train"], run.strategy, run.log
+    )
     start_segment(run.learner, run.watches, run.log, plan, progress.position)
-    num_epochs, splits = progress.position.epoch + 1, run.task.splits()
-    for name in validation_sets(splits) if plan.validates_after(num_epochs, progress.step) else ():
-        size = run.eval_batch_size * run.strategy.num_replicas
-        prepare_evaluation(run.loaders[name], len(splits[name]), size, run.strategy)
+    if plan.validates_after(progress.position.epoch + 1, progress.step):
+        prepare_validation(run.prepared, run.task, run.loaders, run.eval_batch_size, run.strategy)
     for window, agreed in agree_ahead(windows, run.group, run.stop, clock if run.group.is_main else None):
         if progress.last_report < progress.step and plan.reports_after(progress.step):
             end_segment(run.watches, run.log)
@@ -98,8 +99,9 @@ def train_epoch(run: Run) -> None:
         train_window(run, window, agreed)
     end_segment(run.watches, run.log)
     if not run.is_complete and type(run.task).on_epoch_start is Task.on_epoch_start:  # which may change the data
-        start = Position(num_epochs, others=progress.position.others)
-        prepare_training(plan, start, progress.step, sizes, run.loaders["train"], run.strategy)
+        start = Position(progress.position.epoch + 1, others=progress.position.others)
+        next_epoch = plan, replace(progress, position=start), sizes, run.loaders["train"], run.strategy, run.log
+        run.prepared["train"] = training_windows(*next_epoch, ahead=True)
 
 
 def start_segment(learner: Learner, watches: Sequence[Watch], log: Log, plan: Plan, position: Position) -> None:

@@ -2,14 +2,14 @@
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, tee
 from typing import Any, NamedTuple, TypeVar
 
 from trainer.common.errors import UserError
 from trainer.failure.signals import StopRequest
 from trainer.loading.batches import WeightedBatch, weighted
-from trainer.loading.order import Position, SampleKeys, evaluation_keys, split_global_batch
+from trainer.loading.order import SampleKeys, evaluation_keys, split_global_batch
 from trainer.loading.workers import BatchLoader
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.plan import Plan, PlannedStep
@@ -63,14 +63,32 @@ def training_windows(
     loader: BatchLoader,
     strategy: Strategy,
     log: RunLog | SilentLog,
+    ahead: bool = False,
 ) -> Iterator[Window]:
     """This process's share of each global batch that is left in the epoch. micro_batch_sizes: of each phase.
 
-    Workers begin at once. Raises UserError for a batch of a task's own order that is too large for `--parts`.
+    ahead: of an epoch to come; see `BatchLoader`. Raises UserError for a batch of a task's own order that is too large
+    for `--parts`.
     """
-    what = progress.position, progress.step, tuple(micro_batch_sizes)
-    planned, ahead = tee(_planned(plan, *what, strategy.shards))
-    batches = _loaded(loader, (key for _, keys in ahead for key in keys), what)
+    planned, to_load = tee(
+        (
+            step,
+            [
+                keys
+                for shard in strategy.shards
+                for keys in split_global_batch(
+                    plan.orders[step.phase].samples(step.epoch, step.start, step.end),
+                    shard,
+                    micro_batch_sizes[step.phase],
+                    step.epoch,
+                    step.phase,
+                    step.progress / plan.total,
+                )
+            ],
+        )
+        for step in plan.rest_of_epoch(progress.position, progress.step)
+    )
+    batches = _loaded(loader, (key for _, keys in to_load for key in keys), ahead)
     return _windows(planned, batches, strategy, log)
 
 
@@ -98,43 +116,9 @@ def _windows(
         yield Window(step, own, weight, sum(each.num_samples for each in own))
 
 
-def prepare_training(
-    plan: Plan,
-    position: Position,
-    num_done: int,
-    micro_batch_sizes: Sequence[int],
-    loader: BatchLoader,
-    strategy: Strategy,
-) -> None:
-    """Has idle workers begin with the epoch that starts at a position, after so many optimizer steps."""
-    what = position, num_done, tuple(micro_batch_sizes)
-    loader.prepare(what, (key for _, keys in _planned(plan, *what, strategy.shards) for key in keys))
-
-
-def _planned(
-    plan: Plan, position: Position, num_done: int, sizes: Sequence[int], shards: Sequence[tuple[int, int]]
-) -> Iterator[tuple[PlannedStep, list[SampleKeys]]]:
-    """The steps that are left of an epoch, each with the micro-batches of this process."""
-    for step in plan.rest_of_epoch(position, num_done):
-        samples = plan.orders[step.phase].samples(step.epoch, step.start, step.end)
-        size, progress = sizes[step.phase], step.progress / plan.total
-        parts = (split_global_batch(samples, shard, size, step.epoch, step.phase, progress) for shard in shards)
-        yield step, [*chain.from_iterable(parts)]
-
-
-def _loaded(loader: BatchLoader, keys: Iterable[SampleKeys], what: Hashable) -> Iterator[WeightedBatch]:
-    own, ahead = tee(keys)
-    return map(weighted, loader(ahead, what), (its.placeholder for its in own))
-
-
-def prepare_evaluation(loader: BatchLoader, num_samples: int, batch_size: int, strategy: Strategy) -> None:
-    """Has idle workers begin with an evaluation."""
-    loader.prepare((num_samples, batch_size), _keys_of_evaluation(num_samples, batch_size, strategy.shards))
-
-
-def _keys_of_evaluation(num_samples: int, batch_size: int, shards: Sequence[tuple[int, int]]) -> Iterator[SampleKeys]:
-    of_shards = (evaluation_keys(num_samples, shard, batch_size) for shard in shards)
-    return chain.from_iterable(zip(*of_shards, strict=True))
+def _loaded(loader: BatchLoader, keys: Iterable[SampleKeys], ahead: bool) -> Iterator[WeightedBatch]:
+    own, to_load = tee(keys)
+    return map(weighted, loader(to_load, ahead), (its.placeholder for its in own))
 
 
 def _uploaded(batch: WeightedBatch, strategy: Strategy) -> WeightedBatch:
@@ -142,16 +126,24 @@ def _uploaded(batch: WeightedBatch, strategy: Strategy) -> WeightedBatch:
 
 
 def evaluation_batches(
-    loader: BatchLoader, num_samples: int, batch_size: int, strategy: Strategy
+    loader: BatchLoader, num_samples: int, batch_size: int, strategy: Strategy, ahead: bool = False
 ) -> Iterator[WeightedBatch]:
-    """This process's batches of a data set of so many samples; equally many on every process."""
-    batches = _loaded(loader, _keys_of_evaluation(num_samples, batch_size, strategy.shards), (num_samples, batch_size))
-    while True:
-        strategy.group.activity.enter("data loading of the evaluation")
-        batch = next(batches, None)
-        if batch is None:
-            return
-        yield _uploaded(batch, strategy)
+    """This process's batches of a data set of so many samples; equally many on every process.
+
+    ahead: see `BatchLoader`.
+    """
+    of_shards = (evaluation_keys(num_samples, shard, batch_size) for shard in strategy.shards)
+    batches = _loaded(loader, chain.from_iterable(zip(*of_shards, strict=True)), ahead)
+
+    def one_by_one() -> Iterator[WeightedBatch]:
+        while True:
+            strategy.group.activity.enter("data loading of the evaluation")
+            batch = next(batches, None)
+            if batch is None:
+                return
+            yield _uploaded(batch, strategy)
+
+    return one_by_one()
 
 
 def agree_ahead(
