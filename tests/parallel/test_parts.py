@@ -21,8 +21,9 @@ from trainer.common.errors import UserError
 from trainer.loading.order import EpochOrder, SampleKeys
 from trainer.loading.workers import BatchLoader
 from trainer.parallel import process_group
+from trainer.parallel.group import Group
 from trainer.parallel.strategy import SingleDevice, Strategy
-from trainer.parallel.tree import InParts, OneDeviceInParts, TreeSum
+from trainer.parallel.tree import GradientTree, InParts, OneDeviceInParts, TreeSum
 
 FILE = ROOT / "tests" / "helpers" / "parted_task.py"
 NUM_PARTS, SIZE, EPOCHS, LR, MAX_NORM = 16, 3, 3, 0.02, 1.0
@@ -113,6 +114,28 @@ def test_one_device_learns_the_bits_of_a_bare_loop(run_here, tmp_path):
     found = load(tmp_path / "last.pth")["model"]
     assert num_clipped > 0
     assert {name: digest(value) for name, value in found.items()} == {n: digest(v) for n, v in expected.items()}
+
+
+def test_what_is_not_there_changes_no_bit():
+    """Not even the sign of a zero, be it a part without a gradient or a process without parts."""
+    params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1, dtype=torch.complex64))]
+    tree, alone = GradientTree(params), Group([torch.device("cpu")])
+    for is_there in (False, True, False):
+        tree.begin()
+        for grads in ([torch.tensor([-0.0, 1.0]), torch.tensor([complex(-0.0, -0.0)])], [None, None]):
+            for parameter, grad in zip(params, grads if is_there else [None, None], strict=True):
+                parameter.grad = grad
+            tree.add()
+        tree.finish(alone)
+        if is_there:
+            assert digest([p.grad for p in params]) == digest([torch.tensor([-0.0, 1.0]), -torch.zeros_like(params[1])])
+        else:
+            assert [p.grad for p in params] == [None, None]
+    sent = []
+    alone.world_size, alone.sum_in_tree = 2, lambda values: sent.append(values.clone())
+    tree.begin()
+    tree.finish(alone)
+    assert all(torch.signbit(values.flatten()[:2]).all() and not values.any() for values in sent) and len(sent) == 2
 
 
 # --- several devices ---------------------------------------------------------------------------------------------
@@ -302,6 +325,17 @@ def test_parts_that_cannot_be_cut_are_refused(words, num_devices, message):
     strategy.group.world_size = num_devices
     with pytest.raises(UserError, match=message):
         arrange_batches(flags, {}, [32], strategy, None)
+
+
+def test_a_batch_of_the_tasks_order_that_no_parts_hold_is_refused(run_here, tmp_path):
+    (tmp_path / "large.py").write_text(
+        "import numpy as np\nfrom tests.helpers.parted_task import Parted\n\nclass Large(Parted):\n"
+        "    def order(self, phase, epoch, global_batch_size):\n        return [np.arange(40), np.arange(40, 53)]\n"
+    )
+    argv = ["--task", f"{tmp_path / 'large.py'}:Large", "--batch-size", 8, "--device", "cpu", "--save-dir", tmp_path]
+    _, err = run_here(*argv, "--parts", 4, status=2)
+    assert "--parts 4: the task's order has a global batch of 40 samples" in err
+    run_here(*argv, "--parts", 8, "--epochs", 1)
 
 
 def test_sparse_gradients_are_refused(run_here, tmp_path):

@@ -29,8 +29,8 @@ class TimeIsUp(StopRequested):
 class Window(NamedTuple):
     """The micro-batches of one optimizer step on this process.
 
-    weight: loss terms of this process's share of the global batch; under `--parts` of each part, 0 of those of others.
-    num_samples: of this share, without placeholders.
+    weight: loss terms of this process's share of the global batch; under `--parts` of each part, 0 where another
+    process has it. num_samples: of this share, without placeholders.
     """
 
     step: PlannedStep

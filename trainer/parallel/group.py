@@ -90,7 +90,7 @@ class Group:
         return lambda: None
 
     def sum_in_tree(self, values: Tensor) -> None:
-        """Sum over processes of a tensor of one dimension on this process's device, in place.
+        """Sum over processes of a contiguous tensor on this process's device, in place.
 
         Neighbours are added, then neighbouring pairs, and so on: the number of processes is a power of two.
         """
