@@ -12,7 +12,7 @@ from typing import TypeGuard
 
 from trainer.commands.build import build_task, set_up_torch, start_strategy
 from trainer.commands.config_files import with_origins
-from trainer.commands.evaluate import evaluate_only
+from trainer.commands.evaluate import check_only, evaluate_only
 from trainer.commands.export import export_model
 from trainer.commands.flags import Flags
 from trainer.commands.parse import parse
@@ -174,6 +174,9 @@ def run_command(flags: Flags, argv: Sequence[str], strategy: Strategy) -> int:
     if done is not None:
         if strategy.group.is_main:
             say(done)
+        return EXIT_FINISHED
+    if flags.run.check_task:
+        check_only(flags, task, strategy)
         return EXIT_FINISHED
     if flags.checkpoint.eval_only or not task.trains:
         evaluate_only(flags, task, strategy)

@@ -79,6 +79,10 @@ class RunFlags(FlagGroup):
         None, "also log to a logger of your own: path/to/file.py:ClassName; several are allowed", metavar="FILE:CLASS",
         local=True, from_record="refused",
     )  # fmt: skip
+    check_task: bool = flag(
+        False, "check in float64 that a task's sums do not depend on how a batch is divided, and end",
+        from_record="ignored",
+    )  # fmt: skip
     no_test: bool = flag(
         False, "leave the test set alone, and score the validation set with the last weights instead: for comparing "
         "settings",

@@ -72,6 +72,11 @@ class Objective(nn.Module):
 
     For a model that computes the same whole, such as all nodes of a graph, for any part of the global batch.
     """
+    coupled: ClassVar[bool] = False
+    """Whether the loss couples the samples of a batch on purpose, as a contrastive one does.
+
+    It then depends on how many samples a forward gets, and a start does not check that parts of a batch add up.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

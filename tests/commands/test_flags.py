@@ -225,6 +225,9 @@ def test_a_task_whose_flags_are_none_or_the_trainers_own_is_refused(refused, tmp
         class Bare(Task):
             pass
 
+        class Odd(Task):
+            Config = dict
+
         class Taking(Task):
             @dataclass
             class Config(FlagGroup):
@@ -250,9 +253,10 @@ def test_a_task_whose_flags_are_none_or_the_trainers_own_is_refused(refused, tmp
             splits = build_objective = summarise = lambda self: None
         """)
     )
-    refused(["Bare has no `Config`, the dataclass of its flags"], "--task", f"{tmp_path}/odd.py:Bare")
+    refused(["Bare must have build_objective, splits"], "--task", f"{tmp_path}/odd.py:Bare")
+    refused(["Odd.Config must be a dataclass of its flags"], "--task", f"{tmp_path}/odd.py:Odd")
     refused(["its flags --epochs are the trainer's own; rename those fields"], "--task", f"{tmp_path}/odd.py:Taking")
     refused(["odd.py:Plain: Config.size: must be made by flag(default, help)"], "--task", f"{tmp_path}/odd.py:Plain")
     refused(["Config.sizes: list[int]: no flag has this type"], "--task", f"{tmp_path}/odd.py:Listing")
-    refused(["Empty must have build_objective, splits, summarise"], "--task", f"{tmp_path}/odd.py:Empty")
+    refused(["Empty must have build_objective, splits"], "--task", f"{tmp_path}/odd.py:Empty")
     refused(["Config.problems: must return a list of sentences"], "--task", f"{tmp_path}/odd.py:Whole")

@@ -269,9 +269,7 @@ def test_group_says_what_it_runs_on(stopped):
         )
         for line in lines
     )
-    assert (
-        "Workers: 1 per rank, 2 in all, and as many for evaluation. Threads: 1 per rank. Precision: float32." in lines
-    )
+    assert "Workers: 1 per rank, 2 in all. Threads: 1 per rank. Precision: float32." in lines
     assert "Scaling learning rate from 0.001 to 0.002 for 2 devices" in lines
 
 

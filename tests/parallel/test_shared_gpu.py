@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from tests.conftest import TINY
+from tests.conftest import TINY, contents
 from tests.helpers import forks
 from trainer.flags import MultiDeviceFlags
 from trainer.parallel.process_group import first_sharing_ranks
@@ -21,6 +21,7 @@ def show_one_gpu():
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
     torch.cuda.set_device = lambda device: None
+    torch.cuda.init = lambda: None
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid="GPU-1")
     join = dist.init_process_group
 
@@ -42,4 +43,4 @@ def test_nccl_is_refused_before_it_begins(environment, tmp_path):
     (error,) = [line for line in output.read_text().splitlines() if line.startswith("error")]
     assert error.startswith("error: --backend nccl: takes one process per GPU, and ranks 0 and 1 have the same one on ")
     assert error.endswith("; start fewer processes on it (--nproc, --nproc_per_node), or take --backend gloo")
-    assert not (tmp_path / "run").exists()
+    assert contents(tmp_path / "run") == {}

@@ -55,6 +55,7 @@ from trainer.loop.contract import (
     try_phase,
 )
 from trainer.loop.ema import ExponentialMovingAverage
+from trainer.loop.law import check_sums
 from trainer.loop.learner import Learner
 from trainer.loop.lockstep import Lockstep
 from trainer.loop.memory import MemoryGuard, MemoryLimit
@@ -204,6 +205,8 @@ def build_run(flags: Flags, task: Task, strategy: Strategy, directory: RunDirect
         if state is None:
             notes = initialise(run.learner, given, task.shipped_weights(), strategy)
             prepare_training(flags, task, run.learner, strategy, run.plan.orders, run.memory)
+            if not (flags.blocks.compile or strategy.exchanges_in_forward):
+                notes = [*notes, *check_sums(task, run.learner, strategy)]
         else:
             changes = Changes(state, run.facts, task)
             changes.refuse_another_run()

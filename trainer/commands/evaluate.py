@@ -12,15 +12,16 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.format import LARGE
 from trainer.checkpoint.manifest import RESULTS
 from trainer.checkpoint.weights import load_best_weights
-from trainer.commands.build import assemble_run, describe_run, set_up_torch
+from trainer.commands.build import assemble_run, describe_run, prepare_training, set_up_torch
 from trainer.commands.flags import Flags
 from trainer.commands.resume import Changes
-from trainer.commands.weights import CPU, find_run, trained_objective, use_weights
+from trainer.commands.weights import CPU, find_run, initialise, trained_objective, use_weights
 from trainer.failure.signals import StopRequest
 from trainer.logs.console import say
 from trainer.logs.run_log import scores_text
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.evaluate import evaluate, log_pictures, metrics_of, validate
+from trainer.loop.law import check_sums
 from trainer.loop.precision import in_precision
 from trainer.loop.run import Run
 from trainer.parallel.devices import pick_device
@@ -127,6 +128,20 @@ def evaluate_only(flags: Flags, task: Task, strategy: Strategy) -> None:
         lines += [scores_text(metrics_of(task, strategy.group, {split: own})) for split, own in sums.items()]
     if strategy.group.is_main:
         say("\n".join(lines))
+
+
+def check_only(flags: Flags, task: Task, strategy: Strategy) -> None:
+    """`--check-task`: checks a new model in float64, as a start does, and slow forwards too. Raises UserError."""
+    exact = replace(flags, precision=replace(flags.precision, dtype="float64", amp="off"))
+    with closing(assemble_run(exact, task, strategy, is_new=True)) as run:
+        initialise(run.learner, exact.checkpoint, task.shipped_weights(), strategy)
+        prepare_training(exact, task, run.learner, strategy, run.plan.orders, run.memory)
+        lines = [
+            *check_sums(task, run.learner, strategy, no_limit=True),
+            *run.learner.buffers.forward_state.remarks(strategy.group.world_size),
+        ]
+    if strategy.group.is_main:
+        say("\n".join(lines or ["The sums of the objective do not depend on how a batch is divided."]))
 
 
 def ensemble_metrics(

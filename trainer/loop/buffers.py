@@ -235,6 +235,11 @@ class ForwardState:
                 f"Forwards change plain attributes: {', '.join(attributes)}. No checkpoint holds them: where a later "
                 "forward depends on one, a resumed run differs from an unbroken one. Keep it in a buffer."
             )
+        if self._shared:
+            lines.append(
+                f"Forwards change the buffers {', '.join(self._shared)}. On several devices those of rank 0 count, and "
+                "of several forwards a step the last ones: what is learned may depend on how a batch is divided."
+            )
         if unseen:
             lines.append(
                 f"Forwards change what cannot be put back: {', '.join(unseen)}. The forward that tried the model "

@@ -1,0 +1,202 @@
+"""A mean in the place of a sum cannot pass, and whatever else depends on how a batch is divided is named."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import trainer
+from trainer import Objective, PerSample, Task, UserError, from_dataset
+from trainer.commands.build import assemble_run, build_task, prepare_training, start_strategy
+from trainer.commands.parse import parse
+from trainer.loop.law import check_sums
+
+X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+Y = (X.sum(1) > 0).long()
+DEPENDS = "so what is learned depends on --batch-size and the number of devices"
+
+
+class Job(Task):
+    """Its objective is the class that a test gives."""
+
+    objective: type[Objective]
+    model = staticmethod(lambda: nn.Linear(4, 2))
+
+    def splits(self):
+        data = TensorDataset(X, Y)
+        return {name: from_dataset(data, seed=0, names=("x", "y")) for name in ("train", "val")}
+
+    def build_objective(self):
+        return self.objective(self.model())
+
+
+def job(forward, model=Job.model):
+    objective = type("Own", (Objective,), {"forward": forward})
+    return type("Own", (Job,), {"objective": objective, "model": staticmethod(model)})
+
+
+def losses(self, batch):
+    return F.cross_entropy(self.model(batch["x"]), batch["y"], reduction="none")
+
+
+def total(self, batch, phase="train"):
+    return {"loss": losses(self, batch).sum()}
+
+
+def mean(self, batch, phase="train"):
+    return {"loss": losses(self, batch).mean()}
+
+
+def mean_metric(self, batch, phase="train"):
+    return {**total(self, batch), "accuracy": (self.model(batch["x"]).argmax(1) == batch["y"]).float().mean()}
+
+
+def mean_in_evaluation(self, batch, phase="train"):
+    return total(self, batch) if self.training else mean(self, batch)
+
+
+def logits(self, batch, phase="train"):
+    return {**total(self, batch), "logits": self.model(batch["x"])}
+
+
+def at_times(self, batch, phase="train"):
+    return {**total(self, batch), **({"many": torch.ones(())} if len(batch["y"]) > 2 else {})}
+
+
+def coupled(self, batch, phase="train"):
+    rows = F.normalize(self.model(batch["x"]), dim=1)
+    return {"loss": F.cross_entropy(rows @ rows.T, torch.arange(len(rows)), reduction="sum")}
+
+
+def penalty(self, batch, phase="train"):
+    decay = self.model.weight.square().sum()
+    return {"loss": total(self, batch)["loss"] + 0.3 * decay}
+
+
+def exact_penalty(self, batch, phase="train"):
+    decay = self.model.weight.square().sum()
+    return {"loss": total(self, batch)["loss"] + 0.3 * decay * batch["weight"].sum()}
+
+
+def noisy(self, batch, phase="train"):
+    noise = 0.3 * torch.randn_like(batch["x"]) if self.training else 0
+    return total(self, {**batch, "x": batch["x"] + noise})
+
+
+def noisy_mean(self, batch, phase="train"):
+    found = noisy(self, batch)
+    return {"loss": found["loss"] / len(batch["y"])} if self.training else found
+
+
+def very_noisy(self, batch, phase="train"):
+    factor = torch.rand(len(batch["y"])).log() if self.training else 1.0
+    return {"loss": (losses(self, batch) * factor).sum()}
+
+
+def by_gradient(self, batch, phase="train"):
+    """As adversarial training, whose forward takes gradients itself."""
+    x = batch["x"].requires_grad_()
+    if self.training:
+        (moved,) = torch.autograd.grad(losses(self, {**batch, "x": x}).sum(), x)
+        x = x + 0.1 * moved.sign()
+    return total(self, {**batch, "x": x})
+
+
+def per_sample(self, batch, phase="train"):
+    return total(self, batch) | ({} if self.training else {"rows": PerSample(losses(self, batch))})
+
+
+def normed():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def dropping():
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+
+FINE = {
+    "a sum": job(total),
+    "batch norm": job(total, normed),
+    "dropout": job(total, dropping),
+    "noise": job(noisy),
+    "much noise": job(very_noisy),
+    "a penalty for each sample": job(exact_penalty),
+    "gradients in the forward": job(by_gradient),
+    "rows": job(per_sample),
+}
+REFUSED = {
+    "a mean": (job(mean), "in train mode: 'loss' is", "as of a mean; return sums over the samples"),
+    "a mean with dropout": (job(mean, dropping), "'loss' is", "as of a mean"),
+    "a mean with batch norm": (job(mean, normed), "in train mode: 'loss' is", "as of a mean"),
+    "a mean with noise": (job(noisy_mean), "in train mode: 'loss' is", "as of a mean"),
+    "a metric": (job(mean_metric), "'accuracy' is", "as of a mean"),
+    "in evaluation": (job(mean_in_evaluation), "in eval mode: 'loss' is", "as of a mean"),
+    "logits": (job(logits), "returns 'logits' of shape (4, 2) for 4 samples", "and (2, 2) for half of them"),
+    "a name at times": (job(at_times), "returns 'many' for some batches and not for others", ""),
+}
+NAMED = {
+    "coupled samples": (job(coupled), "in train mode: 'loss' is", DEPENDS),
+    "a penalty for each batch": (job(penalty), "in train mode: 'loss' is", "times batch['weight'].sum()"),
+}
+
+
+def remarks_of(task_type, *more):
+    """What is said of a new model of a task."""
+    argv = ["--task", "own", "--device", "cpu", *more]
+    flags, problems = parse(argv, several_devices=False, task_type=task_type)
+    assert problems == []
+    task, strategy = build_task(flags), start_strategy(flags, None)
+    run = assemble_run(flags, task, strategy, is_new=True)
+    prepare_training(flags, task, run.learner, strategy, run.plan.orders, run.memory)
+    before = {name: value.clone() for name, value in run.learner.objective.state_dict().items()}
+    generator = torch.get_rng_state()
+    found = check_sums(task, run.learner, strategy)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(value, before[name]) for name, value in run.learner.objective.state_dict().items())
+    assert all(parameter.grad is None for parameter in run.learner.objective.parameters())
+    return found
+
+
+@pytest.mark.parametrize("precision", [[], ["--dtype", "float64"], ["--amp", "bf16"]], ids=["float32", "64", "bf16"])
+@pytest.mark.parametrize("task_type", FINE.values(), ids=FINE)
+def test_sums_pass_without_a_word(task_type, precision):
+    assert remarks_of(task_type, *precision) == []
+
+
+@pytest.mark.parametrize(("task_type", "place", "reason"), REFUSED.values(), ids=REFUSED)
+def test_means_and_samples_among_sums_are_refused(task_type, place, reason):
+    with pytest.raises(UserError) as error:
+        remarks_of(task_type)
+    assert place in str(error.value) and reason in str(error.value)
+
+
+@pytest.mark.parametrize(("task_type", "place", "reason"), NAMED.values(), ids=NAMED)
+def test_what_depends_on_the_batch_is_named_once_for_each_mode(task_type, place, reason):
+    found = remarks_of(task_type)
+    assert len(found) == 2
+    assert place in found[0] and reason in found[0] and "in eval mode" in found[1]
+
+
+def test_a_loss_that_couples_on_purpose_is_left_alone(monkeypatch):
+    task_type = job(coupled)
+    monkeypatch.setattr(task_type.objective, "coupled", True)
+    assert remarks_of(task_type) == []
+
+
+def test_a_slow_forward_is_tried_once(monkeypatch):
+    monkeypatch.setattr("trainer.loop.law.SLOW_S", 0.0)
+    assert remarks_of(job(mean)) == []
+
+
+def test_a_start_refuses_a_mean_and_a_resumed_run_is_not_asked_again(tmp_path):
+    settings = {"save_dir": tmp_path, "max_steps": 2, "device": "cpu", "num_threads": 1}
+    with pytest.raises(UserError, match="as of a mean"):
+        trainer.fit(job(mean), **settings)
+    assert not (tmp_path / "last.pth").exists()
+
+
+def test_check_task_needs_no_training(run_here, tmp_path):
+    out = run_here("--task", "har", "--check-task", "--device", "cpu", "--save-dir", tmp_path / "run").out
+    assert "The sums of the objective do not depend on how a batch is divided." in out
+    assert not (tmp_path / "run").exists()
