@@ -275,6 +275,22 @@ TABLES = {
     "kgat": ["--task", "kgat"],
     "speech": ["--task", "speech"],
     "tabular": ["--task", "tabular", "--num-tables", 64, "--num-val-tables", 16],
+    "steps left out": [
+        "--task",
+        f"{ROOT / 'tests' / 'helpers' / 'poisoned_task.py'}:Poisoned",
+        "--poisoned",
+        5,
+        "--poisoned-epoch",
+        0,
+        "--num-train",
+        24,
+        "--batch-norm",
+        "--on-nonfinite",
+        "skip",
+        "--log-interval",
+        2,
+    ],
+    "a large model": [*CASES["one phase"], "--wide", 1200],
     "eight processes": [*CASES["one phase"], "--worlds", "1,2,4,8"],
 }
 

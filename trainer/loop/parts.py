@@ -105,40 +105,46 @@ class PartBuffers(Buffers):
 
 
 class PartTotals(Totals):
-    """Totals of each part that this process computes, apart: their sum over all parts is made when it is read.
+    """Totals of each part that this process computes, as (parts, ...) tensors; parts are added when they are read.
 
-    first: of its parts. rows: what there is of each of them already.
+    numbers: of its parts. rows: what there is of each of them already.
     """
 
-    def __init__(self, first: int, rows: Sequence[Mapping[str, Tensor]]) -> None:
-        self._first, self._next = first, 0
-        self._own = [_InOrder(row) for row in rows]
+    def __init__(self, numbers: Sequence[int], rows: Sequence[Sums] = ()) -> None:
+        super().__init__(as_rows(rows))
+        self._numbers = numbers
+        self._waiting: list[tuple[Sums, float]] = []
 
     def add(self, sums: Sums, weight: Any, applied: bool | Tensor = True) -> None:
-        """The parts have their turns. weight: of one part; or of all of a step, whose sums then are `as_rows`."""
-        weights = weight[self._first :][: len(self._own)] if isinstance(weight, list) else [weight]
-        for number, own in enumerate(weights):
-            row = {name: value[number] for name, value in sums.items()} if isinstance(weight, list) else sums
-            if row:
-                self._own[self._next].add(row, own, applied)
-            self._next = (self._next + 1) % len(self._own)
+        """weight: of all parts of a step, whose sums are `as_rows`; or of one part, after which the others follow."""
+        if isinstance(weight, list):
+            weights = weight[self._numbers[0] : self._numbers[-1] + 1]
+        else:
+            self._waiting.append((sums, weight))
+            if len(self._waiting) < len(self._numbers):
+                return
+            sums, weights = as_rows([own for own, _ in self._waiting]), [own for _, own in self._waiting]
+            self._waiting = []
+        if applied is False:
+            sums, weights = {name: torch.zeros_like(value) for name, value in sums.items()}, [0.0] * len(weights)
+        super().add(sums, weights, applied if isinstance(applied, Tensor) else True)
+
+    def _added(self, before: Tensor | None, parts: Tensor) -> Tensor:
+        """One after another, so that no read between two of them, as a save makes it, changes a bit."""
+        return sum(parts, torch.zeros_like(parts[0]) if before is None else before)
 
     def unreduced(self) -> dict[str, Tensor]:
-        return _in_tree([own.unreduced() for own in self._own])
+        return _in_tree(self._apart(super().unreduced()))
 
     def reduced(self, group: Group) -> dict[str, Tensor]:
         return _in_tree(self.rows(group))
 
     def rows(self, group: Group) -> list[dict[str, Tensor]]:
         """The totals of all parts of all processes. All of them call it."""
-        return [row for rows in group.gather([own.unreduced() for own in self._own]) for row in rows]
+        return [row for sums in group.gather(super().unreduced()) for row in self._apart(sums)]
 
-
-class _InOrder(Totals):
-    """Adds one after another, so that no read between two of them, as a save makes it, changes a bit."""
-
-    def _added(self, before: Tensor | None, parts: Tensor) -> Tensor:
-        return sum(parts, torch.zeros_like(parts[0]) if before is None else before)
+    def _apart(self, sums: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        return [{name: value[place] for name, value in sums.items()} for place in range(len(self._numbers))]
 
 
 def _in_tree(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -166,4 +172,4 @@ def restored_totals(strategy: Strategy, total: Mapping[str, Tensor], rows: Seque
     if len(rows) != strategy.num_parts:
         rows = [total, *([{}] * (strategy.num_parts - 1))]
     numbers, device = [part for part, _ in strategy.shards], strategy.device
-    return PartTotals(numbers[0], [{name: v.to(device) for name, v in rows[part].items()} for part in numbers])
+    return PartTotals(numbers, [{name: value.to(device) for name, value in rows[part].items()} for part in numbers])
