@@ -13,7 +13,11 @@ from tests.parallel.test_parts import FILE, digests
 FLAGS = ["--epochs", 2, "--batch-size", 3, "--parts", 8, "--lr", 0.02, "--log-interval", 2]
 
 
-@pytest.mark.parametrize("more", [["Parted", "--amp", "fp16"], ["InTurns", "--ema-decay", 0.9]], ids=str)
+TASKS = [["Parted", "--amp", "fp16"], pytest.param(["InTurns", "--ema-decay", 0.9], marks=pytest.mark.slow)]
+WAYS = [pytest.param([], marks=pytest.mark.slow), ["--cuda-graphs", "on", "--epochs", 3]]
+
+
+@pytest.mark.parametrize("more", TASKS, ids=["one phase", "two phases"])
 @on_imagined_gpus(2, may_wait=True)
 def test_two_gpus_learn_the_same_bits_as_one(more, tmp_path, cache_dir):
     """The task itself waits, to see which samples there are; in a short step a rank without any asks the others."""
@@ -25,7 +29,7 @@ def test_two_gpus_learn_the_same_bits_as_one(more, tmp_path, cache_dir):
     assert digests(tmp_path / "two") == digests(tmp_path / "one")
 
 
-@pytest.mark.parametrize("more", [[], ["--cuda-graphs", "on", "--epochs", 3]], ids=["launched", "recorded"])
+@pytest.mark.parametrize("more", WAYS, ids=["launched", "recorded"])
 @on_imagined_gpus(2)
 def test_no_step_waits_for_a_gpu(more, tmp_path, cache_dir):
     argv = [*TINY, "--batch-size", 2, "--parts", 4, "--dropout", 0.3, "--log-interval", 2, *more]

@@ -298,7 +298,7 @@ TABLES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_the_table_of_digests(name, command):
-    """Of each workload."""
+    """Of each workload, and of a model whose gradients would travel during the backward."""
     more = ["--max-steps", 4, "--batch-size", 4, "--device", "cpu"]
     out = command("benchmarks/equal_bits.py", *TABLES[name], *more, timeout=900).stdout
     assert json.loads(out.splitlines()[-1])["equal"]

@@ -261,7 +261,7 @@ class GraphedLearner(Learner, Watch):
                 if is_last and self.buffers.is_active:
                     self.buffers.start_agreement(strategy.group)
             sums = launch() if found is None else found
-        if is_last and (strategy.group.world_size > 1 or strategy.num_parts):
+        if strategy.num_parts or (is_last and strategy.group.world_size > 1):
             gradients.attach()
         return sums
 

@@ -42,8 +42,9 @@ class PartsLearner(Learner):
             tree.begin()
         sums: Sums = {}
         if micro_batch.num_samples > 0:
+            # It begins without gradients, and nothing travels with it.
             with self.buffers.of_part(micro_batch.num_samples) if self.buffers.is_active else nullcontext():
-                sums = super().accumulate(strategy, phase, micro_batch, factor, is_first=True, is_last=True)
+                sums = super().accumulate(strategy, phase, micro_batch, factor, is_first=True, is_last=False)
             tree.add()
         self._rows.append({name: value.detach() for name, value in sums.items()})
         return as_rows(self._rows) if is_last else {}
@@ -85,9 +86,6 @@ class PartBuffers(Buffers):
             self._changes.add(torch.cat([*weighted, *(each.to(statistics.dtype) for each in counters)]))
             for kind in self._kinds:
                 kind.set(kind.kept)
-
-    def start_agreement(self, group: Group) -> None:
-        """Nothing: changes travel when all parts are done."""
 
     def agree(self, strategy: Strategy) -> None:
         self.forward_state.agree(strategy)
