@@ -15,6 +15,7 @@ from tests.conftest import ROOT, cut_back, load, read_metrics, results_of
 from tests.helpers.forks import call_on_ranks
 from tests.helpers.parted_task import Parted, PartedFlags
 from trainer.cli import main
+from trainer.commands.build import set_up_torch
 from trainer.commands.parse import parse
 from trainer.commands.planning import arrange_batches
 from trainer.common.errors import UserError
@@ -358,6 +359,21 @@ def test_sparse_gradients_are_refused(run_here, tmp_path):
     task = f"{ROOT / 'tests' / 'helpers' / 'token_task.py'}:Sparse"
     _, err = run_here("--task", task, "--parts", 2, "--device", "cpu", "--save-dir", tmp_path, status=2)
     assert "--parts: adds no sparse gradients" in err
+
+
+@pytest.mark.parametrize(("words", "variable", "expected"), [("", None, 1), ("--num-threads 2", None, 2), ("", "4", 4)])
+def test_a_process_takes_one_thread_unless_told(words, variable, expected, monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)  # as torch reads the variable when it is imported
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    flags, _ = parse(["--parts", "2", *words.split()], several_devices=False)
+    try:
+        set_up_torch(flags, Group([torch.device("cpu")]))
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_run_does_not_go_on_with_other_threads(run_here, tmp_path):
