@@ -12,7 +12,7 @@ LINES_AND_FILES = {
     "failure": (681, 4),
     "loading": (1509, 10),
     "logs": (720, 5),
-    "loop": (6180, 29),
+    "loop": (6186, 29),
     "parallel": (2980, 14),
     "trainer": (2550, 8),
 }

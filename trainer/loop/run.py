@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.failure.signals import StopRequest
 from trainer.flags import CheckpointFlags, RunFlags
+from trainer.loading.order import Position
 from trainer.loading.workers import BatchLoader, Workers
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.learner import Learner
@@ -19,6 +20,7 @@ from trainer.loop.plan import Plan
 from trainer.loop.progress import Progress
 from trainer.loop.schedule import LearningRate
 from trainer.loop.watch import Watch
+from trainer.loop.windows import Window, training_windows
 from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
 from trainer.task import Task
@@ -82,6 +84,19 @@ class Run:
     @property
     def is_out_of_patience(self) -> bool:
         return 0 < self.patience <= self.progress.evaluations_since_best
+
+    def windows(self, progress: Progress, ahead: bool = False) -> Iterator[Window]:
+        """See `training_windows`."""
+        sizes = [split.micro_batch_size for split in self.memory.splits]
+        return training_windows(self.plan, progress, sizes, self.loaders["train"], self.strategy, self.log, ahead)
+
+    def prepare_next_epoch(self) -> None:
+        """At the end of an epoch: has idle workers begin with the next one, unless its start may change the data."""
+        start = Position(self.progress.position.epoch + 1, others=self.progress.position.others)
+        if self.plan.is_through(start.epoch, self.progress.step):
+            return
+        if type(self.task).on_epoch_start is Task.on_epoch_start:
+            self.prepared["train"] = self.windows(replace(self.progress, position=start), ahead=True)
 
     def close(self) -> None:
         """Ends workers, a write under way, and the log."""

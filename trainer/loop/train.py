@@ -5,7 +5,6 @@ It does not know which task it trains, on how many devices, or in which precisio
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -30,10 +29,10 @@ from trainer.loop.progress import Progress
 from trainer.loop.run import Run
 from trainer.loop.totals import add_sums
 from trainer.loop.watch import Log, StepRecord, StepResult, Watch, settle
-from trainer.loop.windows import Agreed, StopRequested, Window, agree_ahead, training_windows
+from trainer.loop.windows import Agreed, StopRequested, Window, agree_ahead
 from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
-from trainer.task import Sums, Task
+from trainer.task import Sums
 
 
 def train(run: Run) -> None:
@@ -53,6 +52,7 @@ def train(run: Run) -> None:
         while not run.is_complete:
             train_epoch(run)
             if not run.is_complete:  # as early stopping within an epoch leaves it
+                run.prepare_next_epoch()
                 report(run)
     except StopRequested:
         settle(run.watches, run.log)
@@ -82,10 +82,7 @@ def train_epoch(run: Run) -> None:
         saves = is_lost or 0 < 60 * run.saving.save_every_minutes <= since_save
         return 0 < 60 * run.settings.max_minutes <= progress.train_seconds + since_save, saves
 
-    sizes = [split.micro_batch_size for split in run.memory.splits]
-    windows = run.prepared.pop("train", None) or training_windows(
-        plan, progress, sizes, run.loaders["train"], run.strategy, run.log
-    )
+    windows = run.prepared.pop("train", None) or run.windows(progress)
     start_segment(run.learner, run.watches, run.log, plan, progress.position)
     if plan.validates_after(progress.position.epoch + 1, progress.step):
         prepare_validation(run.prepared, run.task, run.loaders, run.eval_batch_size, run.strategy)
@@ -98,10 +95,6 @@ def train_epoch(run: Run) -> None:
             start_segment(run.learner, run.watches, run.log, plan, progress.position)
         train_window(run, window, agreed)
     end_segment(run.watches, run.log)
-    if not run.is_complete and type(run.task).on_epoch_start is Task.on_epoch_start:  # which may change the data
-        start = Position(progress.position.epoch + 1, others=progress.position.others)
-        next_epoch = plan, replace(progress, position=start), sizes, run.loaders["train"], run.strategy, run.log
-        run.prepared["train"] = training_windows(*next_epoch, ahead=True)
 
 
 def start_segment(learner: Learner, watches: Sequence[Watch], log: Log, plan: Plan, position: Position) -> None:
