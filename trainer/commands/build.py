@@ -80,6 +80,7 @@ from trainer.registry import without_folder
 from trainer.task import Objective, Task, validation_sets
 
 TOO_LARGE = re.compile("overflow|not enough memory|allocate memory|out of memory|too big|dimension exceeded", re.I)
+Loading = tuple[Workers, dict[str, BatchLoader]]
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 LARGEST_SHARE = 1 / 4
 """Of a GPU's free memory: data that take more stay on the host, unless they are asked for."""
@@ -184,41 +185,40 @@ def refusing_sizes(what: str, advice: str) -> Iterator[None]:
         raise UserError(f"{what} would be larger than the memory of this machine ({reason}); {advice}") from None
 
 
-def build_run(flags: Flags, task: Task, strategy: Strategy, directory: RunDirectory) -> tuple[Run, list[str]]:
+def build_run(
+    flags: Flags, task: Task, strategy: Strategy, directory: RunDirectory, loading: Loading | None = None
+) -> tuple[Run, list[str]]:
     """A run at its start or where it goes on, and what the user should know about that; nothing is written yet.
 
-    All processes call it; a UserError is raised on all of them.
+    loading: of `start_loading`. All processes call it; a UserError is raised on all of them.
     """
     given = flags.checkpoint
     state = strategy.load_on_main(lambda: choose_start(directory, given), LARGE)
     before = state or strategy.group.on_main(lambda: directory.earlier_attempt)
-    run = assemble_run(flags, task, strategy, directory, before, is_new=state is None)
-    with ExitStack() as on_failure:
-        on_failure.callback(run.close)  # whose workers run already
-        run.facts["code"] = strategy.group.on_main(lambda: identify_code(type(task)))
-        run.facts["run_id"] = strategy.group.on_main(lambda: choose_run_id(directory, given, state))
-        unknown = run.memory.limit
-        limit = strategy.group.on_main(
-            lambda: unknown if starts_over(directory, given) else unknown.remembered(directory.path, say)
-        )
-        run.memory.apply(limit)
-        if state is None:
-            notes = initialise(run.learner, given, task.shipped_weights(), strategy)
-            prepare_training(flags, task, run.learner, strategy, run.plan.orders, run.memory)
-            if not (flags.blocks.compile or strategy.exchanges_in_forward):
-                notes = [*notes, *check_sums(task, run.learner, strategy)]
-        else:
-            changes = Changes(state, run.facts, task)
-            changes.refuse_another_run()
-            changes.refuse_other_threads()
-            advice = "choose another --save-dir, or start over with --fresh"
-            resume_weights(run.learner, state, strategy, f"{changes.undo_hint()}, {advice}")
-            prepare_training(flags, task, run.learner, strategy, run.plan.orders, run.memory)
-            changes.refuse_reordered(run.learner.objective.model.state_dict())
-            run.progress = restore_progress(run.learner, run.strategy, state)
-            forget_values = partial(strategy.group.on_main, directory.forget_values)
-            notes = resume(changes, run.plan, run.progress, run.is_complete, forget_values)
-        on_failure.pop_all()
+    run = assemble_run(flags, task, strategy, directory, before, state is None, loading)
+    run.facts["code"] = strategy.group.on_main(lambda: identify_code(type(task)))
+    run.facts["run_id"] = strategy.group.on_main(lambda: choose_run_id(directory, given, state))
+    unknown = run.memory.limit
+    limit = strategy.group.on_main(
+        lambda: unknown if starts_over(directory, given) else unknown.remembered(directory.path, say)
+    )
+    run.memory.apply(limit)
+    if state is None:
+        notes = initialise(run.learner, given, task.shipped_weights(), strategy)
+        prepare_training(flags, task, run.learner, strategy, run.plan.orders, run.memory)
+        if not (flags.blocks.compile or strategy.exchanges_in_forward):
+            notes = [*notes, *check_sums(task, run.learner, strategy)]
+    else:
+        changes = Changes(state, run.facts, task)
+        changes.refuse_another_run()
+        changes.refuse_other_threads()
+        advice = "choose another --save-dir, or start over with --fresh"
+        resume_weights(run.learner, state, strategy, f"{changes.undo_hint()}, {advice}")
+        prepare_training(flags, task, run.learner, strategy, run.plan.orders, run.memory)
+        changes.refuse_reordered(run.learner.objective.model.state_dict())
+        run.progress = restore_progress(run.learner, run.strategy, state)
+        forget_values = partial(strategy.group.on_main, directory.forget_values)
+        notes = resume(changes, run.plan, run.progress, run.is_complete, forget_values)
     return run, [*notes, *limit.note()]
 
 
@@ -360,57 +360,50 @@ def assemble_run(
     directory: RunDirectory | None = None,
     before: Mapping[str, Any] | None = None,
     is_new: bool = False,
+    loading: Loading | None = None,
 ) -> Run:
-    """The parts, with fresh weights and a silent log; nothing is written.
+    """The parts, with fresh weights and a silent log; nothing is written. loading: of `start_loading`.
 
     directory: for a run that trains. before: `facts` of the checkpoint to resume, or of an attempt that saved none.
     is_new: it resumes nothing, and no checkpoint brings what the task gives a new model.
     """
-    workers = build_workers(flags.run, task, strategy.group, trains=directory is not None)
-    loaders, tells = build_loaders(task, workers), workers.num_workers > 0
-    with ExitStack() as on_failure:
-        on_failure.callback(workers.close)
-        if strategy.device.type == "cuda":
-            workers.start()
-            strategy.group.check_devices()
-        facts = start_facts(flags, task, strategy)
-        batches, facts["lr_factor"] = arrange_batches(flags, facts["config"], facts["batch_sizes"], strategy, before)
-        plan = build_plan(flags, task, batches)
-        learning_rate = build_learning_rate(flags, task, plan, facts["lr_factor"])
-        facts["global_batch_sizes"] = [split.global_batch_size for split in batches]
-        facts["phase_sizes"] = plan.phase_sizes
-        directory = directory or RunDirectory(flags.checkpoint.save_dir, retention_of(flags.checkpoint, task), say)
-        learner = build_learner(flags, task, strategy, is_new)
-        model = learner.objective.model
-        limit = MemoryLimit(strategy.device_kind, flags.batch.batch_size)
-        loaders |= loaders_on_device(task, flags.run.data_on, strategy.group)
-        if all(isinstance(loader, DeviceLoader) for loader in loaders.values()):
-            workers.end()
-        run = Run(
-            task=task,
-            strategy=strategy,
-            learner=learner,
-            plan=plan,
-            memory=MemoryGuard(batches, limit, learner, strategy, directory),
-            learning_rate=learning_rate,
-            workers=workers,
-            loaders=loaders,
-            directory=directory,
-            saver=BackgroundSaver(directory.save),
-            settings=flags.run,
-            saving=flags.checkpoint,
-            patience=flags.learning.early_stopping_patience,
-            eval_batch_size=flags.batch.eval_batch_size or flags.batch.batch_size,
-            progress=Progress(new_totals=totals_maker(strategy)),
-            watches=[
-                *([Remarks(workers.take_remarks)] if tells else []),
-                *build_watches(flags, task, learner, strategy, learning_rate.peak),
-            ],
-            model_outline={name: (weight.dtype, tuple(weight.shape)) for name, weight in model.state_dict().items()},
-            facts=facts,
-        )
-        on_failure.pop_all()
-    return run
+    workers, loaders = loading or start_loading(flags, task, strategy, trains=False)
+    facts = start_facts(flags, task, strategy)
+    batches, facts["lr_factor"] = arrange_batches(flags, facts["config"], facts["batch_sizes"], strategy, before)
+    plan = build_plan(flags, task, batches)
+    learning_rate = build_learning_rate(flags, task, plan, facts["lr_factor"])
+    facts["global_batch_sizes"] = [split.global_batch_size for split in batches]
+    facts["phase_sizes"] = plan.phase_sizes
+    directory = directory or RunDirectory(flags.checkpoint.save_dir, retention_of(flags.checkpoint, task), say)
+    learner = build_learner(flags, task, strategy, is_new)
+    model = learner.objective.model
+    limit = MemoryLimit(strategy.device_kind, flags.batch.batch_size)
+    loaders = {**loaders, **loaders_on_device(task, flags.run.data_on, strategy.group)}
+    if all(isinstance(loader, DeviceLoader) for loader in loaders.values()):
+        workers.end()
+    return Run(
+        task=task,
+        strategy=strategy,
+        learner=learner,
+        plan=plan,
+        memory=MemoryGuard(batches, limit, learner, strategy, directory),
+        learning_rate=learning_rate,
+        workers=workers,
+        loaders=loaders,
+        directory=directory,
+        saver=BackgroundSaver(directory.save),
+        settings=flags.run,
+        saving=flags.checkpoint,
+        patience=flags.learning.early_stopping_patience,
+        eval_batch_size=flags.batch.eval_batch_size or flags.batch.batch_size,
+        progress=Progress(new_totals=totals_maker(strategy)),
+        watches=[
+            *([Remarks(workers.take_remarks)] if strategy.device.type == "cuda" else []),
+            *build_watches(flags, task, learner, strategy, learning_rate.peak),
+        ],
+        model_outline={name: (weight.dtype, tuple(weight.shape)) for name, weight in model.state_dict().items()},
+        facts=facts,
+    )
 
 
 # --- the parts ---------------------------------------------------------------------------------------------------
@@ -475,6 +468,22 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
 
     kind = GraphedInParts if strategy.num_parts else GraphedLearner
     return kind(*parts, strategy=strategy, only_if_faster=flags.blocks.cuda_graphs == "auto")
+
+
+def start_loading(flags: Flags, task: Task, strategy: Strategy, trains: bool) -> Loading:
+    """Workers, which are forked before CUDA is initialised, and the loaders of all data sets on the host.
+
+    trains: whether there will be steps. All processes call it. Raises UserError for GPUs that cannot train together.
+    """
+    workers = build_workers(flags.run, task, strategy.group, trains)
+    loaders = build_loaders(task, workers)
+    if strategy.device.type == "cuda":
+        with ExitStack() as on_failure:
+            on_failure.callback(workers.close)
+            workers.start()
+            strategy.group.check_devices()
+            on_failure.pop_all()
+    return workers, loaders
 
 
 def build_workers(given: RunFlags, task: Task, group: Group, trains: bool) -> Workers:

@@ -14,7 +14,7 @@ from functools import partial
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.manifest import CONFIG, RESULTS, STATE, State, read_json, read_state, retention_of
-from trainer.commands.build import build_run, open_run
+from trainer.commands.build import build_run, open_run, start_loading
 from trainer.commands.evaluate import better_can_be_scored, has_test, score
 from trainer.commands.flags import Flags
 from trainer.commands.resume import brings_another_run, changed_since_last_start, differences
@@ -47,12 +47,14 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
     agents = sorted({agent for agent in strategy.group.gather(torchrun_agent()) if agent is not None})
     advice = "earlier checkpoints are intact; free some space and run the same command again"
     refusing_full_disk = partial(refusing_disk_errors, f"--save-dir {directory.path}", advice, DISK_FULL)
+    loading = start_loading(flags, task, strategy, trains=True)
     # Once more around the end: closing a log writes what found no room before.
     with refusing_full_disk(), ExitStack() as at_the_end:
+        at_the_end.callback(loading[0].close)
         at_the_end.callback(directory.release)
         strategy.group.on_main(lambda: directory.acquire(agents))
         with recorded(directory, strategy) as state, refusing_full_disk():
-            run, notes = build_run(flags, task, strategy, directory)
+            run, notes = build_run(flags, task, strategy, directory, loading)
             if _is_finished(run, flags):
                 state.run = run
                 state.enter("finished")

@@ -56,7 +56,7 @@ class Group:
             when_cuda_is_initialised(partial(torch.cuda.set_device, devices[0]))
 
     def check_devices(self) -> None:
-        """Initialises CUDA on several processes. All call it; raises UserError, on all of them, for a GPU of two."""
+        """Raises UserError, on all processes, for GPUs that cannot train together. All call it; CUDA is initialised."""
 
     @property
     def device(self) -> torch.device:

@@ -125,10 +125,8 @@ class ProcessGroup(Group):
             self.use([self.together(lambda: _rank_device(local_rank, gpus))])
 
     def check_devices(self) -> None:
-        if self.device.type == "cuda":
+        if self.backend == "nccl":
             with self._failing_in_start_up():
-                torch.cuda.init()
-            if self.backend == "nccl":
                 self._refuse_shared_gpus()
 
     @contextmanager

@@ -14,7 +14,7 @@ import torch
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.manifest import retention_of
-from trainer.commands.build import build_run, build_task, open_run, set_up_torch
+from trainer.commands.build import build_run, build_task, open_run, set_up_torch, start_loading
 from trainer.commands.flags import Flags
 from trainer.config import FlagGroup, flag
 from trainer.loading.order import Position
@@ -60,7 +60,9 @@ def opened(
         leaving.callback(directory.release)
         if quiet:
             leaving.enter_context(redirect_stdout(leaving.enter_context(open(os.devnull, "w"))))
-        run, notes = build_run(flags, task, strategy, directory)
+        loading = start_loading(flags, task, strategy, trains=True)
+        leaving.callback(loading[0].close)
+        run, notes = build_run(flags, task, strategy, directory, loading)
         leaving.callback(run.close)
         open_run(run, notes, flags, argv)
         leaving.enter_context(run.learner.launching())
