@@ -10,7 +10,7 @@ LINES_AND_FILES = {
     "commands": (3030, 13),
     "common": (993, 7),
     "failure": (681, 4),
-    "loading": (1509, 10),
+    "loading": (1530, 10),
     "logs": (720, 5),
     "loop": (6186, 29),
     "parallel": (2980, 14),

@@ -172,7 +172,7 @@ def predicted(
         dataset = dataset.dataset
     job, device = task_type.job, pick_device("auto")
     if not is_keyed(dataset):
-        item = dataset[0]
+        item = dataset if isinstance(dataset, Mapping) else dataset[0]
         num_parts = len(item) if isinstance(item, tuple | list) else 1
         names = None if isinstance(item, Mapping) or job.names is None else job.names[:num_parts]
         dataset = from_dataset(dataset, job.collate, seed=0, names=names)

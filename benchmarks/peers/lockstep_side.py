@@ -29,6 +29,8 @@ class Keyed(Sequences):
 
 
 class TaggingObjective(Objective):
+    coupled = True  # not in truth: the watch notes each forward
+
     def __init__(self, model: Tagger, watch: Watch) -> None:
         super().__init__(model)
         self.watch = watch

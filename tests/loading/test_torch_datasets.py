@@ -288,3 +288,17 @@ def test_tensors_are_gathered_as_item_by_item_and_can_lie_on_a_device(subset):
         assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert there.weights(keys).tolist() == expected["weight"].tolist()
     assert from_dataset(TensorDataset(torch.zeros(2)), seed=0, names=("x",)).weights(keys) is None
+
+
+def test_a_dictionary_of_arrays_is_a_data_set():
+    arrays = {"x": np.random.default_rng(0).normal(size=(9, 2)), "y": torch.arange(9)}
+    keyed = from_dataset(arrays, seed=0)
+    batch = keyed.__getitems__(SampleKeys(np.array([4, 0]), 0))
+    assert len(keyed) == 9 and isinstance(keyed, Movable)
+    assert np.array_equal(batch["x"].numpy(), arrays["x"][[4, 0]]) and batch["y"].tolist() == [4, 0]
+
+
+@pytest.mark.parametrize("arrays", [{"x": np.zeros(3), "y": np.zeros(4)}, {"x": np.zeros(3), "n": 3}, {}])
+def test_arrays_of_other_lengths_are_refused(arrays):
+    with pytest.raises(UserError, match="from_dataset: of a dictionary all arrays must be equally long; there is"):
+        from_dataset(arrays, seed=0)

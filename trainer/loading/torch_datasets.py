@@ -26,7 +26,7 @@ class IndexedDataset(Protocol):
 
 
 def from_dataset(
-    dataset: IndexedDataset,
+    dataset: Any,
     collate: Callable[[list[Any]], Any] | None = None,
     *,
     seed: int,
@@ -36,7 +36,8 @@ def from_dataset(
 
     Example: `from_dataset(CIFAR10(path, transform=transform), seed=self.seed, names=("image", "label"))`.
 
-    A TensorDataset, or a Subset of one, gathers whole batches at once, and can lie on a GPU (`--data-on`).
+    A TensorDataset, a Subset of one, or a dictionary of arrays or tensors, which are equally long, gathers whole
+    batches at once, and can lie on a GPU (`--data-on`).
 
     The random numbers that an item draws from `random`, `numpy.random` and torch's default generator, in its
     transforms for example, are a function of (seed, epoch, index): the same in whichever batch, worker or process it is
@@ -54,6 +55,8 @@ def from_dataset(
     Raises UserError, also when the first batch is made, for what cannot become a dictionary of tensors.
     """
     kind = type(dataset).__name__
+    if isinstance(dataset, Mapping) and all(isinstance(name, str) for name in dataset):
+        return _of_arrays(dataset)
     if isinstance(dataset, IterableDataset):
         raise UserError(_iterable(f"from_dataset({kind})"))
     for method in ("__len__", "__getitem__"):
@@ -171,6 +174,16 @@ class _KeyedTensors(Movable):
 
     def weights(self, keys: SampleKeys) -> np.ndarray | None:
         return None if self._weight is None else self._weight[torch.from_numpy(keys.index)].numpy()
+
+
+def _of_arrays(arrays: Mapping[str, Any]) -> _KeyedTensors:
+    """Raises UserError for what are no arrays of one length."""
+    tensors = {name: torch.as_tensor(array) for name, array in arrays.items()}
+    lengths = {name: len(tensor) if tensor.dim() else None for name, tensor in tensors.items()}
+    if len(set(lengths.values())) != 1 or None in lengths.values():
+        found = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "nothing"
+        raise UserError(f"from_dataset: of a dictionary all arrays must be equally long; there is {found}")
+    return _KeyedTensors(tensors, next(iter(lengths.values())) or 0)
 
 
 def _tensors_of(dataset: Any) -> tuple[Tensor, ...] | None:
