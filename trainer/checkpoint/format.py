@@ -418,7 +418,7 @@ ENTRIES: Mapping[str, Saved] = {
     "optimizers": Saved(by_name(each(_optimizer)), is_large=True),
     "scaler": Saved(either(record({}, closed=True), _SCALER)),
     "totals": Saved(by_name(by_name(tensor))),
-    "totals_of_parts": Saved(by_name(each(by_name(tensor))), is_optional=True),
+    "totals_of_parts": Saved(by_name(by_name(tensor)), is_optional=True),
     "value": Saved(optional(number(finite=False))),
     "is_best": Saved(truth),
     **{entry: its for entry, (_, its) in saved_fields(SavedProgress).items()},

@@ -181,6 +181,6 @@ def restore_progress(learner: Learner, strategy: Strategy, state: Mapping[str, A
     _share(strategy.group, progress, state["totals"])
     if strategy.num_parts:
         rows = state.get("totals_of_parts", {})
-        own = {phase: restored_totals(strategy, its, rows.get(phase, ())) for phase, its in state["totals"].items()}
+        own = {phase: restored_totals(strategy, its, rows.get(phase, {})) for phase, its in state["totals"].items()}
         progress.totals = own
     return progress

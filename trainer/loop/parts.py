@@ -16,6 +16,7 @@ from trainer.loop.buffers import Buffers
 from trainer.loop.learner import Learner
 from trainer.loop.totals import Totals
 from trainer.parallel.group import Group, require_shape
+from trainer.parallel.process_group import sum_of_neighbours
 from trainer.parallel.strategy import Strategy
 from trainer.parallel.tree import NOTHING, InParts, TreeSum
 from trainer.task import Sums
@@ -50,8 +51,8 @@ class PartsLearner(Learner):
         return as_rows(self._rows) if is_last else {}
 
 
-def as_rows(parts: Sequence[Sums]) -> Sums:
-    """The sums of each part as (parts, ...) tensors, zeros where a part lacks one."""
+def as_rows(parts: Sequence[Mapping[str, Tensor]]) -> Sums:
+    """Sums by name as (parts, ...) tensors, zeros where a part lacks one."""
     examples = {name: value for sums in parts for name, value in sums.items()}
     for name, example in examples.items():
         for sums in parts:
@@ -105,21 +106,21 @@ class PartBuffers(Buffers):
 class PartTotals(Totals):
     """Totals of each part that this process computes, as (parts, ...) tensors; parts are added when they are read.
 
-    numbers: of its parts. rows: what there is of each of them already.
+    own: which of all parts these are. rows: what there is of them already.
     """
 
-    def __init__(self, numbers: Sequence[int], rows: Sequence[Sums] = ()) -> None:
-        super().__init__(as_rows(rows))
-        self._numbers = numbers
+    def __init__(self, own: Sequence[int], rows: Mapping[str, Tensor]) -> None:
+        super().__init__(rows)
+        self._own = own
         self._waiting: list[tuple[Sums, float]] = []
 
     def add(self, sums: Sums, weight: Any, applied: bool | Tensor = True) -> None:
         """weight: of all parts of a step, whose sums are `as_rows`; or of one part, after which the others follow."""
         if isinstance(weight, list):
-            weights = weight[self._numbers[0] : self._numbers[-1] + 1]
+            weights = [weight[part] for part in self._own]
         else:
             self._waiting.append((sums, weight))
-            if len(self._waiting) < len(self._numbers):
+            if len(self._waiting) < len(self._own):
                 return
             sums, weights = as_rows([own for own, _ in self._waiting]), [own for _, own in self._waiting]
             self._waiting = []
@@ -132,42 +133,25 @@ class PartTotals(Totals):
         return sum(parts, torch.zeros_like(parts[0]) if before is None else before)
 
     def unreduced(self) -> dict[str, Tensor]:
-        return _in_tree(self._apart(super().unreduced()))
+        return {name: sum_of_neighbours(value) for name, value in super().unreduced().items()}
 
     def reduced(self, group: Group) -> dict[str, Tensor]:
-        return _in_tree(self.rows(group))
+        return {name: sum_of_neighbours(value) for name, value in self.rows(group).items()}
 
-    def rows(self, group: Group) -> list[dict[str, Tensor]]:
-        """The totals of all parts of all processes. All of them call it."""
-        return [row for sums in group.gather(super().unreduced()) for row in self._apart(sums)]
-
-    def _apart(self, sums: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        return [{name: value[place] for name, value in sums.items()} for place in range(len(self._numbers))]
-
-
-def _in_tree(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The sums of rows. Of a name that one of two neighbours lacks it is the other's."""
-    while len(rows) > 1:
-        pairs = zip(rows[::2], rows[1::2], strict=True)
-        rows = [{**one, **other, **_shared(one, other)} for one, other in pairs]
-    return rows[0]
-
-
-def _shared(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
-    names = one.keys() & other.keys()
-    for name in names:
-        require_shape(name, other[name].shape, one[name].shape, " in another part")
-    return {name: one[name] + other[name] for name in names}
+    def rows(self, group: Group) -> dict[str, Tensor]:
+        """The totals of all parts of all processes, (parts, ...). All of them call it."""
+        return {name: value.flatten(0, 1) for name, value in as_rows(group.gather(super().unreduced())).items()}
 
 
 def totals_maker(strategy: Strategy) -> Callable[[], Totals]:
     """Makes the totals of nothing, as this strategy sums."""
-    return partial(restored_totals, strategy, {}, ()) if strategy.num_parts else Totals
+    return partial(restored_totals, strategy, {}, {}) if strategy.num_parts else Totals
 
 
-def restored_totals(strategy: Strategy, total: Mapping[str, Tensor], rows: Sequence[Mapping[str, Tensor]]) -> Totals:
+def restored_totals(strategy: Strategy, total: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> Totals:
     """Totals as a checkpoint holds them; of another number of parts, or of none, all of it counts as part 0's."""
-    if len(rows) != strategy.num_parts:
-        rows = [total, *([{}] * (strategy.num_parts - 1))]
-    numbers, device = [part for part, _ in strategy.shards], strategy.device
-    return PartTotals(numbers, [{name: value.to(device) for name, value in rows[part].items()} for part in numbers])
+    if {len(value) for value in rows.values()} != {strategy.num_parts}:
+        others = strategy.num_parts - 1
+        rows = {name: torch.stack([value, *[torch.zeros_like(value)] * others]) for name, value in total.items()}
+    own = [part for part, _ in strategy.shards]
+    return PartTotals(own, {name: value[own].to(strategy.device) for name, value in rows.items()})

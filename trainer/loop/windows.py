@@ -110,7 +110,8 @@ def _windows(
         weight: float | list[float] = sum(each.weight for each in own)
         if num_parts:
             weight = [0.0] * num_parts
-            weight[shards[0][0] : shards[-1][0] + 1] = [each.weight for each in own]
+            for (part, _), each in zip(shards, own, strict=True):
+                weight[part] = each.weight
         if len(own) == 1:  # of several the first would be on the device long before its use
             own = [_uploaded(own[0], strategy)]
         yield Window(step, own, weight, sum(each.num_samples for each in own))

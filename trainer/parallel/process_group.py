@@ -320,7 +320,7 @@ def sum_directly(values: Tensor, rank: int, world_size: int, timeout: timedelta)
     values.copy_(reduce(torch.add, found))
 
 
-def sum_of_neighbours(values: Sequence[Tensor]) -> Tensor:
+def sum_of_neighbours(values: Sequence[Tensor] | Tensor) -> Tensor:
     """The sum of tensors, as many as a power of two: neighbours are added, then neighbouring pairs, and so on."""
     while len(values) > 1:
         values = [one + other for one, other in zip(values[::2], values[1::2], strict=True)]
