@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import (
     ConcatDataset,
+    DataLoader,
     Dataset,
     IterableDataset,
     StackDataset,
@@ -222,6 +223,13 @@ def test_a_data_set_of_torch_alone_is_no_keyed_one():
         require_keyed(from_dataset(dataset, seed=0, names=("x",)), "train")
     with pytest.raises(UserError, match="train: an IterableDataset"):
         require_keyed(Stream(), "train")
+    loader = DataLoader(tensors, 2)
+    with pytest.raises(
+        UserError, match=r"train: DataLoader makes batches of its own, .*from_dataset\(loader.dataset, s"
+    ):
+        require_keyed(loader, "train")
+    with pytest.raises(UserError, match=r"from_dataset\(DataLoader\): .* hand in `loader.dataset`"):
+        from_dataset(loader, seed=0)
 
 
 class InBatches(Noisy):

@@ -39,6 +39,26 @@ def with_sums(sums):
     return broken(build_objective=lambda self: Objective(Weighted.build_objective(self).model, 0.0))
 
 
+class NoPhase(WeightedObjective):
+    def forward(self, batch):
+        raise AssertionError
+
+
+class Beside(WeightedObjective):
+    def __init__(self, model, blur):
+        super().__init__(model, blur)
+        self.teacher = nn.Linear(1, 1)
+
+
+def with_objective(kind):
+    return broken(build_objective=lambda self: kind(Weighted.build_objective(self).model, 0.0))
+
+
+def asks_for_lr(self, config, *more):
+    Weighted.__init__(self, config, *more)
+    self.rate = config.lr
+
+
 def with_blocks(blocks):
     return broken(blocks=lambda self, model: blocks(model.layers))
 
@@ -61,6 +81,23 @@ BEFORE_TRAINING = {
     "a model and no objective": (
         broken(build_objective=lambda self: torch.nn.Linear(2, 2)),
         "--task broken: build_objective must return an Objective with a model: it returned a Linear",
+    ),
+    "a forward without phase": (
+        with_objective(NoPhase),
+        "NoPhase.forward(batch): cannot be called as forward(batch, phase), which the trainer does; write `def "
+        "forward(self, batch, phase='train')`",
+    ),
+    "a method with fewer arguments": (
+        broken(order=lambda self, phase, epoch: None),
+        "Broken.order(phase, epoch): cannot be called as order(phase, epoch, global_batch_size), which",
+    ),
+    "a part beside the model": (
+        with_objective(Beside),
+        "--task broken: Beside holds teacher.bias, teacher.weight beside its `model`, which alone is saved and trained",
+    ),
+    "a flag of the trainer in the config": (
+        broken(__init__=asks_for_lr),
+        "--task broken: Broken asks its config for 'lr', which is no flag of the task (it has ",
     ),
     "turns": (broken(turns=(1, 2)), "Broken.turns (1, 2): must be empty, or a number"),
     "monitor": (broken(monitor="val/loss"), "Broken.monitor val/loss: must be a metric and 'max' or 'min'"),
@@ -118,6 +155,10 @@ BEFORE_TRAINING = {
     ),
     "weights in a column": (with_batch(weight=torch.ones(2, 1)), "not torch.float32 of shape (2, 1)"),
     "no sums": (with_sums(lambda loss: loss), "forward(batch, 'train') in train mode must return a dict of tensors"),
+    "a number among the sums": (
+        with_sums(lambda loss: {"loss": loss, "n": 2}),
+        "in train mode returns a int for 'n': it must be a tensor, a sum over the samples; take the tensor itself",
+    ),
     "no loss": (with_sums(lambda loss: {"cost": loss}), "in train mode returns cost and no 'loss'"),
     "losses": (with_sums(lambda loss: {"loss": loss.repeat(2)}), "in train mode returns a loss of shape (2,)"),
     "no gradient": (with_sums(lambda loss: {"loss": loss.detach()}), "depends on none of the parameters"),

@@ -49,6 +49,7 @@ from trainer.loop.contract import (
     check_batch,
     check_blocks,
     check_same_parameters,
+    check_signatures,
     check_single_samples,
     check_task,
     check_tensors,
@@ -157,7 +158,7 @@ def build_task(flags: Flags) -> Task:
     np.random.seed(flags.run.seed % 2**32)
     torch.manual_seed(flags.run.seed)
     with flags.telling_origins(), refusing_sizes(f"--task {flags.run.task}: its data", "ask for less"):
-        task = flags.task_type(flags.task, seed=flags.run.seed, cache_dir=flags.run.cache_dir)
+        task = _new_task(flags)
         check_task(task)
         splits = task.splits()
         phases = {f"of the phase {phase!r}": task.training_data(phase) for phase in task.phases}
@@ -169,6 +170,21 @@ def build_task(flags: Flags) -> Task:
     if patience and not validation_sets(splits):
         raise flags.refusal(f"--early-stopping-patience {patience}: there is no validation set to be patient with")
     return task
+
+
+def _new_task(flags: Flags) -> Task:
+    """Raises UserError for a task that asks its config for what is no flag of its own."""
+    assert flags.task_type is not None
+    try:
+        return flags.task_type(flags.task, flags.run.seed, flags.run.cache_dir)
+    except AttributeError as error:
+        if error.obj is not flags.task:
+            raise
+        name, own = flags.task_type.__name__, ", ".join(vars(flags.task)) or "none"
+        raise UserError(
+            f"--task {flags.run.task}: {name} asks its config for {error.name!r}, which is no flag of the task (it has "
+            f"{own}); make it a field of {name}.Config; the trainer's own flags, such as --lr, are not in there"
+        ) from None
 
 
 @contextmanager
@@ -447,9 +463,14 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
         if not (isinstance(objective, Objective) and isinstance(objective.model, nn.Module)):
             account = f"must return an Objective with a model: it returned a {type(objective).__name__}"
             raise UserError(f"--task {flags.run.task}: build_objective {account}")
+        check_signatures(objective, Objective)
         stray = set(objective.state_dict()) - {f"model.{name}" for name in objective.model.state_dict()}
         if stray:
-            raise UserError(f"--task {flags.run.task}: {sorted(stray)} must be part of the objective's `model`")
+            raise UserError(
+                f"--task {flags.run.task}: {type(objective).__name__} holds {', '.join(sorted(stray)[:3])} beside its "
+                "`model`, which alone is saved and trained; make one module of the model and of what is trained with "
+                "it, and hand that in as the model (`super().__init__(nn.ModuleDict(...))`)"
+            )
         check_blocks(task, objective.model)
         check_tensors(objective.model, f"--task {flags.run.task}: build_objective")
         return with_dense_tensors(module_in_dtype(objective, precision.dtype))

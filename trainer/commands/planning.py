@@ -1,7 +1,7 @@
 """From flags to the arithmetic of a run: batches, steps, learning rate."""
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from trainer.commands.flags import Flags
@@ -69,7 +69,7 @@ def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) ->
     """The samples of a phase in global batches. Raises UserError."""
     name = task.phases[phase]
     num_samples = task.num_samples(name)
-    batches = lru_cache(EPOCHS_KEPT)(partial(task.order, name, global_batch_size=global_batch_size))
+    batches = lru_cache(EPOCHS_KEPT)(lambda epoch: task.order(name, epoch, global_batch_size))
     if batches(0) is not None:
         source = f"{type(task).__name__}.order({name!r})"
         if "--drop-last" in flags.given and flags.batch.drop_last:

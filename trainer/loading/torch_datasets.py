@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 from trainer.common.errors import UserError
 from trainer.loading.batches import KeyedDataset
@@ -59,6 +59,8 @@ def from_dataset(
         return _of_arrays(dataset)
     if isinstance(dataset, IterableDataset):
         raise UserError(_iterable(f"from_dataset({kind})"))
+    if isinstance(dataset, DataLoader):
+        raise UserError("from_dataset(DataLoader): it makes batches of its own; hand in `loader.dataset`")
     for method in ("__len__", "__getitem__"):
         if not hasattr(dataset, method):
             raise UserError(f"from_dataset({kind}): it has no `{method}`, and is asked for its samples by number")
@@ -72,9 +74,11 @@ def require_keyed(dataset: Any, where: str) -> None:
     if isinstance(dataset, IterableDataset):
         raise UserError(_iterable(where))
     if not is_keyed(dataset):
+        name, found = "dataset", "has no `__getitems__(keys)`"
+        if isinstance(dataset, DataLoader):
+            name, found = "loader.dataset", "makes batches of its own, where the trainer makes them"
         raise UserError(
-            f"{where}: {type(dataset).__name__} has no `__getitems__(keys)`; return "
-            "trainer.from_dataset(dataset, seed=self.seed) instead"
+            f"{where}: {type(dataset).__name__} {found}; return trainer.from_dataset({name}, seed=self.seed) instead"
         )
     if not hasattr(dataset, "__len__"):
         raise UserError(f"{where}: {type(dataset).__name__} has no `__len__`, the number of its samples")

@@ -1,5 +1,6 @@
 """What of a task's contract can be checked, most of it before training: one sentence with the method's name."""
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -27,11 +28,32 @@ from trainer.parallel.strategy import Strategy
 from trainer.task import PerSample, Task, validation_sets
 
 
+def check_signatures(own: object, base: type) -> None:
+    """Raises UserError for a method that cannot be called as the one of the base class that it replaces."""
+    for name, method in vars(base).items():
+        if not inspect.isfunction(method) or getattr(type(own), name) is method or name.startswith("_"):
+            continue
+        parameters = [*inspect.signature(method).parameters.values()][1:]
+        fewest = [each.name for each in parameters if each.default is inspect.Parameter.empty]
+        for names in (fewest, [each.name for each in parameters]):
+            found = inspect.signature(getattr(own, name))
+            try:
+                found.bind(*names)
+            except TypeError:
+                shown = ", ".join(str(each.replace(annotation=inspect.Parameter.empty)) for each in parameters)
+                raise UserError(
+                    f"{type(own).__name__}.{name}({', '.join(found.parameters)}): cannot be called as "
+                    f"{name}({', '.join(names)}), which the trainer does; write "
+                    f"`def {name}({', '.join(filter(None, ['self', shown]))})`"
+                ) from None
+
+
 def check_task(task: Task) -> None:
     """Raises UserError for what a task alone shows to be wrong, without its model.
 
     Whether there is a metric of the name that `monitor` has, only a score tells.
     """
+    check_signatures(task, Task)
     name, phases, turns = type(task).__name__, task.phases, task.turns
     are_names = isinstance(phases, tuple | list) and all(isinstance(phase, str) for phase in phases)
     if not are_names or not phases or len(set(phases)) < len(phases):
