@@ -7,10 +7,10 @@ from tests.helpers import budget
 
 LINES_AND_FILES = {
     "checkpoint": (2070, 7),
-    "commands": (3030, 13),
+    "commands": (3060, 13),
     "common": (993, 7),
     "failure": (681, 4),
-    "loading": (1530, 10),
+    "loading": (1534, 10),
     "logs": (720, 5),
     "loop": (6186, 29),
     "parallel": (2980, 14),

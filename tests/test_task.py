@@ -98,6 +98,17 @@ def test_another_optimizer_displaces_the_settings_of_the_task_s(monkeypatch):
     monkeypatch.setitem(TASKS, "stating", type("Pushing", (Weighted,), {"defaults": defaults}))
     assert read("--lr", "0.1").learning.momentum == 0.9
     assert read("--optimizer", "adam").learning.momentum is None
+    assert read("--optimizer", "adam").left_out == ["Left out: --momentum 0.9, for which --optimizer adam has no use."]
+    betas = type("Betas", (Weighted,), {"defaults": {"betas": (0.5, 0.99), "eps": 1e-6}})
+    monkeypatch.setitem(TASKS, "stating", betas)
+    for optimizer in ("adam", "adamw"):
+        flags = read("--optimizer", optimizer)
+        assert (flags.learning.betas, flags.learning.eps, flags.left_out) == ((0.5, 0.99), 1e-6, [])
+    flags = read("--optimizer", "sgd", "--momentum", "0.5")
+    assert (flags.learning.betas, flags.learning.momentum) == (None, 0.5)
+    assert {line.split()[2] for line in flags.left_out} == {"--betas", "--eps"}
+    _, problems = parse(["--task", "stating", "--optimizer", "sgd", "--betas", "0.5,0.9"], several_devices=False)
+    assert problems and "has no use for it" in problems[0]
 
 
 @pytest.mark.parametrize(

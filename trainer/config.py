@@ -60,7 +60,8 @@ def flag(
         record: a file with code (FILE:CLASS), or one to write or to begin from.
     excludes: fields that must not be given beside it. Given over a lower layer, such as a file under the command line,
         each of the two displaces the other.
-    displaces: fields that another value of it displaces in lower layers, and that may be given beside it.
+    displaces: fields that another value of it displaces in lower layers, and that may be given beside it; not those
+        whose `needs` name that value.
     needs: by another field, such as "model", its values that have a use for this flag; None where any will do but its
         default.
     limits: at_least, above, at_most, below; of numbers.

@@ -318,6 +318,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         f"Model: {run.learner.num_parameters} parameters.",
         *where_data_are(task, run.loaders, flags.run.data_on, strategy.device),
         *task.remarks(),
+        *flags.left_out,
         *_remarks_on_device(flags, strategy.device),
         *[remark for watch in run.watches for remark in watch.remarks()],
         *run.learner.buffers.forward_state.remarks(world_size),

@@ -54,6 +54,8 @@ class Flags(TrainerFlags):
     given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
     """The names of flags that the command line or a file states, were it their default."""
     from_run: FromRun = dataclasses.field(default_factory=FromRun, compare=False)
+    left_out: Sequence[str] = dataclasses.field(default=(), compare=False)
+    """A line for each default of the task, or setting of a file, for which a choice beside it has no use."""
 
     def refusal(self, problem: str) -> UserError:
         """Of what only the data show to be wrong."""

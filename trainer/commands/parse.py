@@ -93,6 +93,7 @@ def parse(
         origins=origins,
         given=frozenset(names_given(argv) | {name for name, file in origins.items() if file is not record}),
         from_run=from_run,
+        left_out=layers.left_out,
     )
     found = [*of_task, *found, *contradictions(flags)]
     return flags, problems + [with_origins(problem, origins) for problem in found]
@@ -199,12 +200,14 @@ class Layers:
     """What the flags are unless the command line says otherwise: a task's defaults, then files, one over the other.
 
     values: by field name. origins: by field name, which file or record a value is from, None where from neither.
+    left_out: a line for each value for which the choice of a higher layer has no use.
     """
 
     def __init__(self, group_types: Sequence[type]) -> None:
         self._known, self._on_one_device = options(*group_types), MultiDeviceFlags not in group_types
         self.values: dict[str, Any] = {}
         self.origins: dict[str, ConfigFile | None] = {}
+        self.left_out: list[str] = []
 
     def add(self, values: Mapping[str, Any], origin: ConfigFile | None = None) -> None:
         """Puts the next layer over the others."""
@@ -231,10 +234,15 @@ class Layers:
                 continue
             displaced = {*option.excludes, *(name for name, other in self._known.items() if field in other.excludes)}
             if value != self.values.get(field, option.default):
-                displaced.update(option.displaces)
+                displaced.update(
+                    other for other in option.displaces if value not in (self._known[other].needs.get(field) or ())
+                )
             for other in displaced - values.keys():
-                self.values.pop(other, None)
+                lower, without = self.values.pop(other, None), self._known[other]
                 self.origins.pop(other, None)
+                if field in without.needs and lower is not None and lower != without.default:
+                    choice = option.as_typed(value)
+                    self.left_out.append(f"Left out: {without.as_typed(lower)}, for which {choice} has no use.")
 
     def take_out_what_users_alone_name(self, but_for: Collection[str]) -> list[str]:
         """Forgets what records name and must not (see `flag`); returns what the user is to add. but_for: fields."""
