@@ -25,7 +25,7 @@ from trainer.parallel.strategy import Strategy
 from trainer.task import Task, validation_sets
 
 NUM_SAMPLES, NUM_PARTS = 4, 2
-SLOW_S = 0.1
+SLOW_S = 0.05
 """A forward that takes longer is not repeated: a start shall not."""
 MEAN, PERHAPS = (0.85, 1.15), (0.6, 1.9)
 """What parts add up to, of `NUM_PARTS` times the whole, if it is a mean; and where a random forward may hide one."""
@@ -135,43 +135,54 @@ def _compared(
     has_time: bool,
 ) -> list[str]:
     """has_time: for many forwards, where they are random."""
-    again, parts = sums(halves.whole, 1), [sums(part, 0) for part in halves.parts]
-    is_random = any(not torch.equal(value, again.get(name, value)) for name, value in whole.items())
-    for name, value in whole.items():
-        for part in parts:
-            if name not in part:
-                raise UserError(f"{where}: returns {name!r} for some batches and not for others")
-            if part[name].shape != value.shape:
-                raise UserError(
-                    f"{where}: returns {name!r} of shape {tuple(value.shape)} for {halves.num_samples} samples and "
-                    f"{tuple(part[name].shape)} for half of them: a sum over samples has no dimension of them"
-                )
-    bounds = PERHAPS if is_random else MEAN
-    means = [name for name, value in whole.items() if _is_mean(value, [part[name] for part in parts], bounds)]
-    if is_random and not has_time:
+    parts = [sums(part, 0) for part in halves.parts]
+    for part in parts:
+        _require_same_shapes(where, whole, part, halves.num_samples)
+
+    def means(bounds: tuple[float, float], whole: Sums, parts: Sequence[Sums]) -> list[str]:
+        return [name for name, value in whole.items() if _is_mean(value, [part[name] for part in parts], bounds)]
+
+    totals, close = _added(parts), _closeness(learner)
+    differ = [
+        name for name, value in whole.items() if value.is_floating_point() and _differs(value, totals[name], close)
+    ]
+    found = means(PERHAPS, whole, parts)
+    if not differ and not found:
         return []
-    if means and is_random:
-        seeds = range(2, 2 + NUM_SEEDS)
-        whole = _added([sums(halves.whole, seed) for seed in seeds])
-        parts = [_added([sums(part, NUM_SEEDS + seed) for seed in seeds]) for part in halves.parts]
-        means = [name for name in means if _is_mean(whole[name], [part[name] for part in parts], MEAN)]
-    if means:
-        name = means[0]
-        total = _total([part[name] for part in parts])
-        raise UserError(
-            f"{where}: {name!r} is {_number(whole[name])} for {halves.num_samples} samples, but {_number(total)} for "
-            f"the same in {NUM_PARTS} halves, as of a mean; {ADVICE}"
+    again = sums(halves.whole, 1)
+    if any(not torch.equal(value, again.get(name, value)) for name, value in whole.items()):
+        differ = []
+        if found and has_time:
+            seeds = range(2, 2 + NUM_SEEDS)
+            whole = _added([sums(halves.whole, seed) for seed in seeds])
+            parts = [_added([sums(part, NUM_SEEDS + seed) for seed in seeds]) for part in halves.parts]
+        found = means(MEAN, whole, parts) if has_time else []
+    else:
+        found = means(MEAN, whole, parts)
+    for name in [*found, *differ][:1]:
+        account = (
+            f"{where}: {name!r} is {_number(whole[name])} for {halves.num_samples} samples, but "
+            f"{_number(_added(parts)[name])} for the same in {NUM_PARTS} halves"
         )
-    if is_random:
-        return []
-    close = _closeness(learner)
-    return [
-        f"{where}: {name!r} is {_number(value)} for {halves.num_samples} samples, but {_number(total)} for the same in "
-        f"{NUM_PARTS} halves, so what is learned depends on --batch-size and the number of devices. If it is no sum "
-        f"over the samples, {ADVICE}."
-        for name, value in whole.items()
-        if value.is_floating_point() and _differs(value, total := _total([part[name] for part in parts]), close)
-    ][:1]
+        if name in found:
+            raise UserError(f"{account}, as of a mean; {ADVICE}")
+        return [
+            f"{account}, so what is learned depends on --batch-size and the number of devices. If it is no sum over "
+            f"the samples, {ADVICE}."
+        ]
+    return []
+
+
+def _require_same_shapes(where: str, whole: Sums, part: Sums, num_samples: int) -> None:
+    """Raises UserError for a name or a shape that depends on the batch."""
+    for name, value in whole.items():
+        if name not in part:
+            raise UserError(f"{where}: returns {name!r} for some batches and not for others")
+        if part[name].shape != value.shape:
+            raise UserError(
+                f"{where}: returns {name!r} of shape {tuple(value.shape)} for {num_samples} samples and "
+                f"{tuple(part[name].shape)} for half of them: a sum over samples has no dimension of them"
+            )
 
 
 def _closeness(learner: Learner) -> float:
