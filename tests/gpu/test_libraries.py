@@ -31,6 +31,8 @@ def test_libraries_are_told_what_the_flags_and_the_task_mean(tmp_path):
             # cuBLAS reads its setting once: the first run of a process has that of a later, deterministic one.
             assert told("har") == (True, True, False, ":4096:8")
             assert told("har", "--deterministic") == (False, True, False, ":4096:8")
+            assert told("har", "--parts", "2") == (False, True, False, ":4096:8")
+            assert torch.get_deterministic_debug_mode() == 1  # of an operator that has no such algorithm it warns
             # Utterances of other lengths, tables of other sizes in every batch: no shape comes again.
             for task in ("speech", "tabular"):
                 assert told(task) == (False, False, False, ":4096:8")

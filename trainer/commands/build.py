@@ -133,7 +133,7 @@ def set_up_torch(flags: Flags, group: Group) -> None:
     if flags.batch.parts and group.device.type == "cpu":
         group.require_same({"--num-threads": torch.get_num_threads()}, "--parts needs equally many on all ranks")
     is_gpu = group.device.type == "cuda"
-    is_deterministic = flags.precision.deterministic or not is_gpu
+    is_deterministic = flags.precision.deterministic or not is_gpu or flags.batch.parts > 0
     if is_deterministic:
         # As torch.use_deterministic_algorithms(True), which also imports torch's compiler: seconds of every start.
         torch.set_deterministic_debug_mode("error" if flags.precision.deterministic else "warn")
