@@ -61,6 +61,9 @@ def tested(subject: str, advice: str, test: Callable[..., Tested], *args: Any) -
 def of_this_machine(save_dir: Path, gpus: Sequence[int]) -> Iterator[Finding]:
     """What can be told without other processes. gpus: those that are to be used; none to train on the CPU."""
     yield tested("versions", "install a build of torch with gloo: ddp needs it", versions)
+    for num_workers in (0, 2):  # before a GPU is used, after which no process is forked
+        advice = "train with --num-workers 0; is there shared memory?"
+        yield tested(f"loader, {num_workers} workers", advice, loader, num_workers)
     if not gpus and torch.version.cuda and not torch.cuda.is_available():
         advice = "this torch is built for CUDA: is there a driver (nvidia-smi), and what is CUDA_VISIBLE_DEVICES?"
         yield Finding("warning", "GPU", "none is visible", advice)
@@ -74,9 +77,6 @@ def of_this_machine(save_dir: Path, gpus: Sequence[int]) -> Iterator[Finding]:
     yield tested("disk", "choose another --save-dir", disk, save_dir)
     yield tested("shared memory", "train with --num-workers 0", shared_memory)
     yield tested("open files", "train with --num-workers 0", open_files)
-    for num_workers in (0, 2):
-        advice = "train with --num-workers 0; is there shared memory?"
-        yield tested(f"loader, {num_workers} workers", advice, loader, num_workers)
 
 
 def versions() -> Tested:
