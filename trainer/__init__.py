@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainer.loading.order import SampleKeys
     from trainer.loading.torch_datasets import from_dataset
     from trainer.logs.logger import LoggedRun, Logger, Record
-    from trainer.task import Exported, Objective, Outputs, ParamGroup, PerSample, Picture, Sums, Task
+    from trainer.task import At, Exported, Objective, Outputs, ParamGroup, PerSample, Picture, Sums, Task
 
 _HOMES = {
     "trainer.api": ("SavedRun", "fit", "load"),
@@ -35,7 +35,7 @@ _HOMES = {
     "trainer.loading.order": ("SampleKeys",),
     "trainer.loading.torch_datasets": ("from_dataset",),
     "trainer.logs.logger": ("LoggedRun", "Logger", "Record"),
-    "trainer.task": ("Exported", "Objective", "Outputs", "ParamGroup", "PerSample", "Picture", "Sums", "Task"),
+    "trainer.task": ("At", "Exported", "Objective", "Outputs", "ParamGroup", "PerSample", "Picture", "Sums", "Task"),
 }
 
 __all__ = [name for names in _HOMES.values() for name in names]

@@ -28,7 +28,7 @@ RETIRED = {
     "--job-id": "is no flag any more: a lock that nobody renews is taken over by itself; leave it out",
 }
 """What is said to who gives a flag of earlier versions. Files and records that hold one are read without it."""
-Schedule = Literal["cosine", "linear", "constant", "wsd"]
+Schedule = Literal["cosine", "linear", "constant", "wsd", "plateau"]
 
 
 ADAM = {"optimizer": ("adamw", "adam", "muon")}
@@ -147,10 +147,21 @@ class LearningFlags(FlagGroup):
         displaces=("betas", "eps", "momentum", "nesterov"),
     )  # fmt: skip
     lr: float = flag(1e-3, "learning rate after warm-up", above=0)
-    min_lr: float = flag(0.0, "learning rate at the end, of every schedule but constant", at_least=0)
+    min_lr: float = flag(
+        0.0, "learning rate at the end, of every schedule but constant; of plateau the least", at_least=0
+    )
     schedule: Schedule = flag(
         "cosine", "the learning rate after warm-up; wsd (warm-up, stable, decay): constant, then down to --min-lr as "
-        "1 - sqrt over the last fifth of the run, about the least that ends as well as a cosine",
+        "1 - sqrt over the last fifth of the run, about the least that ends as well as a cosine; plateau: lowered "
+        "when the validation score does not improve",
+    )  # fmt: skip
+    plateau_factor: float = flag(
+        0.1, "by what --schedule plateau multiplies the rate, down to --min-lr", needs={"schedule": ("plateau",)},
+        above=0, below=1,
+    )  # fmt: skip
+    plateau_patience: int = flag(
+        10, "after how many evaluations without a better score it does so, and each time after as many more",
+        needs={"schedule": ("plateau",)}, at_least=1,
     )  # fmt: skip
     warmup_epochs: float | None = flag(
         None, "epochs of linear warm-up; fractions are allowed (default: a tenth of the run)",

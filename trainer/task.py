@@ -49,6 +49,26 @@ class NoFlags(FlagGroup):
     """Task: no flags of its own"""
 
 
+class At(NamedTuple):
+    """Where a run is, as a task finds it in `at`.
+
+    step, num_steps: optimizer steps done before, over all phases, and of the whole run. epoch: the current one, from 0.
+    progress: the share of the run that is done, from 0 to 1; of an optimizer step, at its middle. phase: of the step;
+    empty between steps. split: the data set that is evaluated, as "val"; "train" in a step, and for what is summarised
+    of training. state: what `Task.after_validation` returned last.
+    """
+
+    step: int = 0
+    num_steps: int = 0
+    epoch: int = 0
+    progress: float = 0.0
+    phase: str = ""
+    split: str = "train"
+    world_size: int = 1
+    rank: int = 0
+    state: Mapping[str, Any] = {}
+
+
 Outputs = Mapping[str, Tensor | PerSample]
 """What an objective returns, by name; in train mode `Sums`."""
 Picture = np.ndarray
@@ -85,8 +105,10 @@ class Objective(nn.Module):
     def forward(self, batch: Batch, phase: str = "train") -> Outputs:
         raise NotImplementedError
 
-    def after_step(self, phase: str) -> None:
+    def after_step(self, phase: str, at: At) -> None:
         """Does what follows each optimizer step, such as moving a teacher's weights towards the student's.
+
+        at: of the step that is done; a method without this argument will do.
 
         Called on every process, without gradients, once the phase's step has changed the parameters; on a GPU also
         after a step that was left out for a loss or gradient that is not finite, which changes nothing.
@@ -186,6 +208,8 @@ class Task(ABC):
     """
     trains: bool = True
     """Whether there is anything to train with this config. If not, the command scores, as `--eval-only` does."""
+    at: At = At()
+    """Where the run is, for the methods that it calls: not for `collate` and data sets, which are ahead of it."""
     data_facts: Mapping[str, Any] | None = None
     """What `describe_data` returned for a trained run that is used without its training data; None in training."""
 
@@ -268,7 +292,7 @@ class Task(ABC):
 
         Gets the statistics of eval mode, and those of train mode too unless `summarise_training` does. What eval mode
         returns as `PerSample` comes as one tensor (n, ...) on the CPU, each sample of the data set once, in order of
-        index. Called on the main process alone, whose metrics count on all of them.
+        index. Called on the main process alone, whose metrics count on all of them. `at.split` says of which data set.
         """
         return means_of(sums)
 
@@ -446,12 +470,20 @@ class Task(ABC):
         """The factor on `--lr` at an optimizer step, at least 0, warm-up included.
 
         step: optimizer steps done before it, over all phases. total: of the whole run, if all epochs have as many as
-        the first; what comes later has the factor of the last step of these. A function of nothing else, or a resumed
-        run would learn something else.
+        the first; what comes later has the factor of the last step of these. A function of these and of `at` alone, or
+        a resumed run would learn something else.
 
         None, as by default, if the flags shall say: `--schedule`, the warm-up and `--min-lr`.
         """
         return None
+
+    def after_validation(self, metrics: Mapping[str, float], state: dict[str, Any]) -> Mapping[str, Any]:
+        """Decides by the scores of a validation, and returns what is to be known of it from now on, as `at.state`.
+
+        metrics: of all validation sets, and of training since the last report. state: what it returned last, {} at
+        first; plain values by name, which every checkpoint keeps. Called on the main process alone.
+        """
+        return state
 
     def on_epoch_start(self, objective: Objective, epoch: int, progress: ProgressBar) -> None:
         """Computes before an epoch what the model keeps in persistent buffers.

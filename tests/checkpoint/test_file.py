@@ -155,7 +155,7 @@ def test_a_newer_format_is_refused_and_nothing_is_touched(train, refused, tmp_pa
     rewritten = json.loads(manifest.read_text())
     rewritten["checkpoints"][-1] |= size_and_sum(path)
     manifest.write_text(json.dumps(rewritten))
-    message = f"{path}: is of checkpoint format 3, and this trainer reads formats up to 2; use the version"
+    message = f"{path}: is of checkpoint format {FORMAT_VERSION + 1}, and this trainer reads formats up to"
     for _ in range(2):
         before = contents(run, ("lock", "state.json"))
         refused([message], *TINY, "--epochs", 2, "--save-dir", run)

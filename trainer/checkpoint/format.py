@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.loading.order import Position
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Of the checkpoints that this trainer writes; version 1 does not say its number.
 
 An entry that is added, or means something else than before, takes the next number: newer files are refused by older
@@ -332,6 +332,8 @@ class SavedProgress:
     misses_samples: whether that is not all since the last report, because other processes were lost with their totals.
     skipped_steps: optimizer steps left out because they were not finite.
     skipped_in_a_row: the last step skipped, and how many in a row that were.
+    rate_drops: how often `--schedule plateau` has lowered the learning rate.
+    task_state: what `Task.after_validation` returned last.
     """
 
     position: Position = saved(_POSITION, Position(), read=lambda value: Position(**value))
@@ -347,6 +349,8 @@ class SavedProgress:
     misses_samples: bool = saved(truth, False)
     skipped_steps: int = saved(_COUNT, 0)
     skipped_in_a_row: tuple[int, int] = saved(each(_COUNT, length=2), (0, 0), read=tuple)
+    rate_drops: int = saved(_COUNT, 0, since=3)
+    task_state: dict[str, Any] = saved(by_name(plain), make=dict, since=3)
 
     def entries(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""

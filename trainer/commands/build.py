@@ -169,6 +169,8 @@ def build_task(flags: Flags) -> Task:
     patience = flags.learning.early_stopping_patience
     if patience and not validation_sets(splits):
         raise flags.refusal(f"--early-stopping-patience {patience}: there is no validation set to be patient with")
+    if flags.learning.schedule == "plateau" and not validation_sets(splits):
+        raise flags.refusal("--schedule plateau: there is no validation set whose score could stop improving")
     return task
 
 

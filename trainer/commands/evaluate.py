@@ -40,6 +40,7 @@ def score(run: Run, no_test: bool) -> None:
     """
     progress, has_validation = run.progress, run.plan.has_validation
     progress.read_clock()
+    run.task.at = progress.where(run.plan, run.group)
     weights = {"epoch": progress.position.epoch, "step": progress.step, "is_best": False}
     on_test, sums = has_test(run.task) and not no_test, dict[str, Sums]()
     if has_validation and not no_test:

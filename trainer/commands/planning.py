@@ -100,6 +100,8 @@ def build_learning_rate(flags: Flags, task: Task, plan: Plan, factor: float) -> 
         total=plan.total,
         schedule=learning.schedule,
         num_steps=plan.num_steps,
+        drop=learning.plateau_factor,
+        patience=learning.plateau_patience,
         factor_of_step=task.lr_factor if type(task).lr_factor is not Task.lr_factor else None,
     )
 

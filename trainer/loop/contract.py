@@ -34,9 +34,10 @@ def check_signatures(own: object, base: type) -> None:
         if not inspect.isfunction(method) or getattr(type(own), name) is method or name.startswith("_"):
             continue
         parameters = [*inspect.signature(method).parameters.values()][1:]
-        fewest = [each.name for each in parameters if each.default is inspect.Parameter.empty]
-        for names in (fewest, [each.name for each in parameters]):
-            found = inspect.signature(getattr(own, name))
+        found = inspect.signature(getattr(own, name))
+        taken = [each for each in parameters if each.name != "at" or "at" in found.parameters]
+        fewest = [each.name for each in taken if each.default is inspect.Parameter.empty]
+        for names in (fewest, [each.name for each in taken]):
             try:
                 found.bind(*names)
             except TypeError:

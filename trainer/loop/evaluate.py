@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.checkpoint.format import brief
 from trainer.common.errors import UserError
+from trainer.common.files import plain
 from trainer.common.tensors import is_sharded
 from trainer.loading.order import SampleKeys
 from trainer.loading.workers import BatchLoader
@@ -80,12 +82,30 @@ def metrics_of(task: Task, group: Group, sums: Mapping[str, Sums]) -> dict[str, 
     return {
         f"{split}/{name}": value
         for split, own in sums.items()
-        for name, value in group.on_main(partial(_summarised, task, own)).items()
+        for name, value in group.on_main(partial(_summarised, task, split, own)).items()
     }
 
 
-def _summarised(task: Task, sums: Sums) -> dict[str, float]:
+def _summarised(task: Task, split: str, sums: Sums) -> dict[str, float]:
+    task.at = task.at._replace(split=split)
     return checked_metrics(task, "summarise", task.summarise(sums))
+
+
+def after_validation(
+    task: Task, group: Group, metrics: Mapping[str, float], state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the task makes of the scores of a validation. Raises UserError for what no checkpoint can hold."""
+
+    def told() -> dict[str, Any]:
+        name, found = f"{type(task).__name__}.after_validation", task.after_validation(dict(metrics), dict(state))
+        try:
+            if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
+                raise ValueError(f"returns {brief(found)}: must be a mapping of plain values by names")
+            return {key: plain(value, key) for key, value in found.items()}
+        except ValueError as error:
+            raise UserError(f"{name}: {error}") from None
+
+    return group.on_main(told)
 
 
 def training_metrics(task: Task, group: Group, totals: Mapping[str, Totals]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from inspect import signature
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.precision import Precision, StepOutcome
 from trainer.loop.totals import require_sums, without_counting
 from trainer.parallel.strategy import Strategy
-from trainer.task import Objective, Outputs, Sums
+from trainer.task import At, Objective, Outputs, Sums
 
 
 @dataclass
@@ -26,6 +27,8 @@ class Learner:
 
     By phase, once the run is to train: nets, the net wrapped for the run's devices, which is what training calls;
     params, what the phase trains; optimizers.
+
+    where: the run is, for the objective.
     """
 
     objective: Objective
@@ -37,12 +40,14 @@ class Learner:
     nets: dict[str, nn.Module] = field(default_factory=dict)
     params: dict[str, list[nn.Parameter]] = field(default_factory=dict)
     optimizers: dict[str, list[torch.optim.Optimizer]] = field(default_factory=dict)
+    where: At = At()
     buffers: Buffers = field(init=False)
     _phase: str = field(default="", init=False)
     _shards: Callable[[Sequence[Tensor]], list[Tensor]] = field(default=list, init=False)
 
     def __post_init__(self) -> None:
         self.buffers = Buffers(self.objective)
+        self._tells_where = "at" in signature(self.objective.after_step).parameters
 
     @property
     def num_parameters(self) -> int:
@@ -132,7 +137,7 @@ class Learner:
             self.buffers.undo_unless(outcome.applied)
         if outcome.applied is not False and type(self.objective).after_step is not Objective.after_step:
             with torch.no_grad():
-                self.objective.after_step(phase)
+                self.objective.after_step(phase, *([self.where] if self._tells_where else []))
         if self.ema.decay > 0:
             self.ema.update(outcome.applied, phase, params)
         return outcome

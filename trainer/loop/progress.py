@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 from trainer.checkpoint.format import Best, SavedProgress
 from trainer.loading.order import Position
+from trainer.loop.plan import Plan
 from trainer.loop.totals import Totals
+from trainer.parallel.group import Group
+from trainer.task import At
 
 
 @dataclass
@@ -46,6 +49,17 @@ class Progress(SavedProgress):
         self.step += 1
         self.samples += samples
         self.own_samples += own_samples
+
+    def where(self, plan: Plan, group: Group, phase: str = "", progress: float | None = None) -> At:
+        """Where the run is, for a task. progress: of the step of a phase, in the unit of `Plan.total`."""
+        is_in_epochs, position = plan.max_steps is None, self.position
+        step = plan.steps_done(position) if is_in_epochs else self.step  # whatever batch sizes the run had
+        if progress is None:
+            progress = plan.epochs_done(position) if is_in_epochs else step
+        share = progress / plan.total
+        return At(
+            step, plan.num_steps, position.epoch, share, phase, "train", group.world_size, group.rank, self.task_state
+        )
 
     @property
     def seconds_since_reading(self) -> float:

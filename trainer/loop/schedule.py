@@ -16,7 +16,7 @@ def lr_factor(progress: float, warmup: float, total: float, floor: float, schedu
     """The factor on the base learning rate: linear warm-up, then the schedule.
 
     progress, warmup, total: in one unit, 0 <= progress <= total. floor: factor at the end, in [0, 1]; not of
-    "constant".
+    "constant". "plateau" is as that one here: `LearningRate` lowers it.
 
     "cosine" is the schedule of Loshchilov and Hutter, 2017, eq. 5. "wsd" (warm-up, stable, decay: Hu et al., 2024,
     arXiv:2404.06395) falls as 1 - sqrt does, which ends better than a line (Hägele et al., 2024, section 3).
@@ -26,7 +26,7 @@ def lr_factor(progress: float, warmup: float, total: float, floor: float, schedu
     """
     if progress < warmup:
         return progress / warmup
-    if total <= warmup or schedule == "constant":
+    if total <= warmup or schedule in ("constant", "plateau"):
         return 1.0
     if schedule == "cosine":
         return floor + (1 - floor) * (0.5 * (1 + math.cos(math.pi * (progress - warmup) / (total - warmup))))
@@ -41,7 +41,7 @@ class LearningRate:
     """The learning rate of a run. peak, floor: per step; warmup, total: in the unit of `Plan.total`.
 
     factor_of_step: a task's own `lr_factor`, which comes before the schedule; num_steps: of the whole run,
-    its argument.
+    its argument. drop, patience: of the schedule "plateau".
     """
 
     peak: float
@@ -51,23 +51,31 @@ class LearningRate:
     schedule: str = "cosine"
     num_steps: int = 0
     factor_of_step: Callable[[int, int], float | None] | None = None
+    drop: float = 1.0
+    patience: int = 0
 
-    def of_step(self, step: PlannedStep, plan: Plan, position: Position, num_done: int) -> float:
+    def of_step(self, step: PlannedStep, plan: Plan, position: Position, num_done: int, num_drops: int = 0) -> float:
         """The rate of the next step of a run that is at a position, after so many steps. Raises UserError as `at`."""
         if self.factor_of_step is None:
-            return self.peak * lr_factor(step.progress, self.warmup, self.total, self.floor / self.peak, self.schedule)
+            return self.at(step.progress, num_drops=num_drops)
         # A run in epochs goes by its position, whatever batch sizes it had.
-        return self.at(step.progress, plan.steps_done(position) if plan.max_steps is None else num_done)
+        return self.at(step.progress, plan.steps_done(position) if plan.max_steps is None else num_done, num_drops)
 
-    def at(self, progress: float, step: int = 0) -> float:
+    def drops_after(self, num_evaluations: int) -> bool:
+        """Whether the rate is lowered after an evaluation. num_evaluations: since the best one, this one included."""
+        return self.schedule == "plateau" and num_evaluations > 0 and num_evaluations % self.patience == 0
+
+    def at(self, progress: float, step: int = 0, num_drops: int = 0) -> float:
         """progress: in the same unit. step: optimizer steps done before, which only a task's own factor asks for.
 
-        Raises UserError for a factor that is none.
+        num_drops: how often "plateau" has lowered the rate. Raises UserError for a factor that is none.
         """
         step = min(step, self.num_steps - 1)  # epochs with more steps than the first one make the run longer
         factor = self.factor_of_step(step, self.num_steps) if self.factor_of_step is not None else None
         if factor is None:
             factor = lr_factor(progress, self.warmup, self.total, self.floor / self.peak, self.schedule)
+            if self.schedule == "plateau":
+                factor *= max(self.drop**num_drops, self.floor / self.peak)
         elif not 0 <= factor < math.inf:
             raise UserError(
                 f"the task's lr_factor({step}, {self.num_steps}) is {factor}; it must be a finite number, at least 0"

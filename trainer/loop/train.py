@@ -14,6 +14,7 @@ from trainer.loading.order import Position
 from trainer.loop.checkpointing import finish_saving, report_saving, save, try_saving
 from trainer.loop.contract import monitored
 from trainer.loop.evaluate import (
+    after_validation,
     log_pictures,
     metrics_of,
     of_phase,
@@ -73,6 +74,7 @@ def train_epoch(run: Run) -> None:
     progress, plan = run.progress, run.plan
     if progress.position.at_epoch_start:
         progress.start_epoch(progress.position.epoch, run.task.phases)
+        run.task.at = progress.where(plan, run.group)
         start_epoch(run.task, run.learner, run.strategy, progress.position.epoch, run.log)
 
     def clock() -> tuple[bool, bool]:
@@ -121,7 +123,8 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
     num_samples = step.end - step.start
     group.activity.step = progress.step + 1
     if agreed.weight > 0:
-        learning_rate = run.learning_rate.of_step(step, plan, progress.position, progress.step)
+        run.task.at = run.learner.where = progress.where(plan, group, phase, step.progress)
+        learning_rate = run.learning_rate.of_step(step, plan, progress.position, progress.step, progress.rate_drops)
         dropout_key = settings.seed, step.epoch, step.phase, step.start
         while True:
             micro_batches: Sequence[WeightedBatch] = window.micro_batches
@@ -237,11 +240,14 @@ def report(run: Run, at_start: bool = False) -> None:
         progress.start_epoch(0, task.phases)
     ends_epoch = not at_start and plan.is_end_of_epoch(progress.position)
     num_epochs = progress.position.epoch + ends_epoch
+    task.at = progress.where(plan, group)
     validation = validate(run) if at_start or plan.validates_after(num_epochs, progress.step) else {}
     try:
         metrics = {} if at_start else training_metrics(task, group, progress.totals)
         metrics |= metrics_of(task, group, validation)
         value = monitored(task, metrics) if validation else None
+        if validation:
+            progress.task_state = after_validation(task, group, metrics, progress.task_state)
     except UserError:
         if not at_start:  # a mistake in the task's metrics does not cost the steps since the last checkpoint
             save(run)
@@ -256,6 +262,8 @@ def report(run: Run, at_start: bool = False) -> None:
     elif not at_start:
         progress.start_segment(task.phases)
     is_best = value is not None and progress.judge(value, task.monitor[1])
+    if validation and run.learning_rate.drops_after(progress.evaluations_since_best):
+        progress.rate_drops += 1
     if is_best or not plan.has_validation:
         run.scores = metrics
     run.log.report(progress.step, progress.position, plan.epochs_done(progress.position), metrics)

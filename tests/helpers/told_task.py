@@ -1,0 +1,59 @@
+"""Tasks that go by where the run is and by its scores: in the rate, in a step, in what they decide and summarise."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tests.docs.recipes import recipe
+from tests.helpers.remembering_task import Pair, PairObjective
+from tests.helpers.shaped_task import Shaped
+from trainer import At
+
+SHOWN = recipe("Where the run is, and its scores", math=math, At=At, Mapping=Mapping, Any=Any)
+"""What docs/own_task.md shows."""
+
+
+class Following(PairObjective):
+    def after_step(self, phase, at):
+        assert (phase, at.split, at.world_size > at.rank) == ("train", "train", True)
+        SHOWN["after_step"](self, phase, at)
+
+
+class Moving(Pair):
+    @torch.no_grad()
+    def follow(self, share):
+        for mine, its in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            mine.lerp_(its, share)
+
+
+class Told(Shaped):
+    defaults = Shaped.defaults | {"lr": 0.5, "optimizer": "sgd"}
+
+    def build_objective(self):
+        return Following(Moving())
+
+    def lr_factor(self, step, total):
+        assert (step, total) == (self.at.step, self.at.num_steps)
+        return SHOWN["lr_factor"](self, step, total)
+
+    def on_epoch_start(self, objective, epoch, progress):
+        assert (self.at.epoch, self.at.progress, self.at.phase) == (epoch, epoch / 4, "")
+
+    after_validation = SHOWN["after_validation"]
+
+    def summarise(self, sums):
+        return super().summarise(sums) | {f"on_{self.at.split}": 1.0}
+
+
+class Falling(Shaped):
+    """What it learns makes its score worse from the first epoch on."""
+
+    monitor = ("val/loss", "max")
+    defaults = Shaped.defaults | {"lr": 0.5, "optimizer": "sgd"}
+
+
+class Forgetful(Told):
+    def after_validation(self, metrics, state):
+        return {"model": self}
