@@ -54,7 +54,7 @@ ARROWS = {
     "main_multi_gpu": {"tasks", "trainer.cli", "trainer.failure.signals"},
     "profiler": {"tasks", "trainer.profiling"},
     # trainer/__init__.py, with what a task of one's own needs, and what uses it
-    "trainer": CONTRACT | {"trainer.logs.logger", "trainer.api"},
+    "trainer": CONTRACT | {"trainer.logs.logger", "trainer.api", "trainer.parallel.rows"},
     "examples": {"trainer", "models"},
 }
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainer.loading.order import SampleKeys
     from trainer.loading.torch_datasets import from_dataset
     from trainer.logs.logger import LoggedRun, Logger, Record
+    from trainer.parallel.rows import Gathered, gather
     from trainer.task import At, Exported, Objective, Outputs, ParamGroup, PerSample, Picture, Sums, Task
 
 _HOMES = {
@@ -35,6 +36,7 @@ _HOMES = {
     "trainer.loading.order": ("SampleKeys",),
     "trainer.loading.torch_datasets": ("from_dataset",),
     "trainer.logs.logger": ("LoggedRun", "Logger", "Record"),
+    "trainer.parallel.rows": ("Gathered", "gather"),
     "trainer.task": ("At", "Exported", "Objective", "Outputs", "ParamGroup", "PerSample", "Picture", "Sums", "Task"),
 }
 

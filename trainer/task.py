@@ -17,6 +17,7 @@ from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.order import SampleKeys
 
 Sums = dict[str, Tensor]
+Rows = dict[str, Tensor]
 ParamGroup = dict[str, Any]
 ProgressBar = Callable[[Iterable[Any], str], Iterable[Any]]
 
@@ -84,6 +85,8 @@ class Objective(nn.Module):
     In train mode `forward(batch, phase)` returns sums over the batch's samples, "loss" among them; in eval mode
     `forward(batch)` returns addable statistics, and `PerSample` what does not add up. A sum has any shape without a
     batch dimension.
+
+    A loss that couples all samples of a step has `outputs` and `joint_loss` in the place of `forward`.
     """
 
     model: nn.Module
@@ -95,7 +98,8 @@ class Objective(nn.Module):
     coupled: ClassVar[bool] = False
     """Whether the loss couples the samples of a batch on purpose, as a contrastive one does.
 
-    It then depends on how many samples a forward gets, and a start does not check that parts of a batch add up.
+    It then depends on how many samples a forward gets, and a start does not check that parts of a batch add up. A
+    `joint_loss` depends on no such number, and needs no word of this.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -103,6 +107,27 @@ class Objective(nn.Module):
         self.model = model
 
     def forward(self, batch: Batch, phase: str = "train") -> Outputs:
+        return self.joint_loss(self.outputs(batch, phase), phase)
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the loss is one of all rows of a step."""
+        return type(self).joint_loss is not Objective.joint_loss
+
+    def outputs(self, batch: Batch, phase: str = "train") -> Rows:
+        """What `joint_loss` needs of each sample: tensors (B, ...) by name, equally shaped in all batches.
+
+        Of several micro-batches a step each is computed twice, with the same dropout.
+        """
+        raise NotImplementedError
+
+    def joint_loss(self, rows: Rows, phase: str = "train") -> Sums:
+        """Sums over the rows of a whole step, of all its micro-batches on all devices; "loss" among them.
+
+        rows: (n, ...) each, in the order of the global batch. The trainer divides the loss by the step's weight. It may
+        use parameters of `model`; every process computes it, with the same random numbers. In eval mode it gets the
+        rows of one batch of one process, and may return `PerSample` too.
+        """
         raise NotImplementedError
 
     def after_step(self, phase: str, at: At) -> None:

@@ -56,6 +56,7 @@ from trainer.loop.contract import (
     try_phase,
 )
 from trainer.loop.ema import ExponentialMovingAverage
+from trainer.loop.joint import JointLearner, refuse_joint
 from trainer.loop.law import check_sums
 from trainer.loop.learner import Learner
 from trainer.loop.lockstep import Lockstep
@@ -476,6 +477,8 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
             )
         check_blocks(task, objective.model)
         check_tensors(objective.model, f"--task {flags.run.task}: build_objective")
+        if objective.is_joint:
+            refuse_joint(objective, strategy, flags.blocks.compile)
         return with_dense_tensors(module_in_dtype(objective, precision.dtype))
 
     def complete(objective: Objective) -> None:
@@ -486,7 +489,10 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
         objective = strategy.place(build, task.blocks, complete)
     ema = ExponentialMovingAverage(objective.model, flags.learning.ema_decay)
     parts = objective, in_precision(objective, precision), strategy.device, precision, flags.learning.max_grad_norm, ema
-    if flags.blocks.cuda_graphs == "off" or strategy.device.type != "cuda":
+    records = flags.blocks.cuda_graphs != "off" and strategy.device.type == "cuda"
+    if objective.is_joint:
+        return JointLearner(*parts, wants_graphs=records)
+    if not records:
         return PartsLearner(*parts) if strategy.num_parts else Learner(*parts)
     from trainer.loop.graphs import GraphedInParts, GraphedLearner
 

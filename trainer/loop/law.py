@@ -49,7 +49,7 @@ def check_sums(task: Task, learner: Learner, strategy: Strategy, no_limit: bool 
     Nothing is learned, and no generator moves. no_limit: also where forwards are slow. All processes call it.
     """
     remarks: list[str] = []
-    if learner.objective.coupled:
+    if learner.objective.coupled or learner.objective.is_joint:
         return remarks
     for index, phase in enumerate(task.phases):
         where = training_forward(learner.objective, phase)  # which has returned sums already

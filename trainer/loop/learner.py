@@ -13,7 +13,8 @@ from trainer.loading.batches import Batch, WeightedBatch
 from trainer.loop.buffers import Buffers
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.precision import Precision, StepOutcome
-from trainer.loop.totals import require_sums, without_counting
+from trainer.loop.totals import add_sums, require_sums, without_counting
+from trainer.parallel.rows import FORWARD
 from trainer.parallel.strategy import Strategy
 from trainer.task import At, Objective, Outputs, Sums
 
@@ -88,6 +89,25 @@ class Learner:
     def release(self) -> bool:
         """Frees memory of the device that is only kept for speed. Returns whether there was any."""
         return False
+
+    def accumulate_window(
+        self, strategy: Strategy, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]
+    ) -> Sums:
+        """Adds the gradient of the loss of a step's micro-batches * factor; returns the sums of their samples.
+
+        key: of the step's dropout, for `Strategy.seed_dropout`.
+        """
+        sums: Sums = {}
+        same_masks = self.objective.same_masks
+        try:
+            for i, micro_batch in enumerate(window):
+                FORWARD.now = strategy, micro_batch.num_samples, len(window)
+                strategy.seed_dropout(*key, 0 if same_masks else i, same_everywhere=same_masks)
+                is_first, is_last = i == 0, i == len(window) - 1
+                add_sums(sums, self.accumulate(strategy, phase, micro_batch, factor, is_first, is_last))
+        finally:
+            FORWARD.now = None
+        return sums
 
     def accumulate(
         self, strategy: Strategy, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool

@@ -16,7 +16,7 @@ from trainer.common.torch_private import convert_tensors, foreach_mul_, foreach_
 from trainer.flags import PrecisionFlags
 from trainer.loading.batches import Batch
 from trainer.parallel.devices import half_precision, queue_of
-from trainer.task import Objective, Outputs
+from trainer.task import Outputs
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -63,6 +63,15 @@ class Precision:
     def backward(self, loss: Tensor, factor: float | Tensor) -> None:
         """Adds the gradient of loss * factor. loss: a scalar. factor: a number, or a scalar on the device of the loss.
 
+        Raises UserError for a loss without a gradient.
+        """
+        # A factor of the loss, or a hook that puts the coefficient in the place of the gradient that a backward begins
+        # with, would take a hundredth of a step of 2 ms.
+        run_backward((loss,), (self.start(loss, factor),))
+
+    def start(self, loss: Tensor, factor: float | Tensor) -> Tensor:
+        """The gradient by the loss with which the backward of loss * factor begins, scaled where gradients are.
+
         Where the loss is not finite, the gradient is NaN, although it might be finite: so the exchange of gradients
         tells every process. Raises UserError for a loss without a gradient.
         """
@@ -76,10 +85,7 @@ class Precision:
             coefficient = torch.full((), float(factor) if math.isfinite(loss.item()) else math.nan, dtype=dtype)
         else:
             coefficient = (loss.detach().to(dtype) * 0).add_(factor)  # without waiting for the loss
-        start = self.scaler.scale(coefficient).to(loss.dtype)
-        # A factor of the loss, or a hook that puts the coefficient in the place of the gradient that a backward begins
-        # with, would take a hundredth of a step of 2 ms.
-        run_backward((loss,), (start,))
+        return self.scaler.scale(coefficient).to(loss.dtype)
 
     def forget_unscaling(self) -> None:
         """After an update that broke off before it changed anything: gradients count as not yet unscaled."""
@@ -244,7 +250,7 @@ def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def in_precision(objective: Objective, precision: Precision) -> nn.Module:
+def in_precision(objective: nn.Module, precision: Precision) -> nn.Module:
     """What the parallel wrappers wrap: the objective in the run's precision; itself where nothing is converted."""
     if precision.dtype == torch.float32 and precision.autocast_dtype is None:
         return objective
@@ -257,7 +263,7 @@ class PrecisionForward(nn.Module):
     Autocast is entered here and not around the wrapper, because the threads of DataParallel do not inherit it.
     """
 
-    def __init__(self, objective: Objective, precision: Precision) -> None:
+    def __init__(self, objective: nn.Module, precision: Precision) -> None:
         super().__init__()
         self.objective = objective
         self.dtype = precision.dtype

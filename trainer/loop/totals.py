@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer.common.errors import UserError
 from trainer.parallel.devices import queue_of
 from trainer.parallel.group import Group, require_shape
-from trainer.task import Outputs, PerSample, Sums
+from trainer.task import Objective, Outputs, PerSample, Sums
 
 HOST = torch.device("cpu")
 FOLD_EVERY = 64
@@ -135,6 +135,8 @@ def require_sums(sums: object, objective: nn.Module, phase: str) -> None:
 
 def training_forward(objective: nn.Module, phase: str) -> str:
     """How messages call the forward of a phase."""
+    if isinstance(objective, Objective) and objective.is_joint:
+        return f"{type(objective).__name__}.joint_loss(rows, {phase!r})"
     return f"{type(objective).__name__}.forward(batch, {phase!r}) in train mode"
 
 

@@ -28,12 +28,10 @@ from trainer.loop.memory import OPTIMIZER
 from trainer.loop.plan import Plan
 from trainer.loop.progress import Progress
 from trainer.loop.run import Run
-from trainer.loop.totals import add_sums
 from trainer.loop.watch import Log, StepRecord, StepResult, Watch, settle
 from trainer.loop.windows import Agreed, StopRequested, Window, agree_ahead
 from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
-from trainer.task import Sums
 
 
 def train(run: Run) -> None:
@@ -189,17 +187,13 @@ def train_step(
     total_weight: the loss terms of the window over all processes, above 0. Every micro-batch contributes its sum of
     losses divided by it, so that the gradient is that of one mean over all terms, however they are spread.
     """
-    sums: Sums = {}
     buffers = learner.buffers if learner.buffers.is_active else None
     if buffers is not None:
         buffers.keep()
     for watch in watches:
         watch.at("forward")
-    same_masks, factor = learner.objective.same_masks, strategy.gradient_divisor / total_weight
-    for i, micro_batch in enumerate(window):
-        strategy.seed_dropout(*dropout_key, 0 if same_masks else i, same_everywhere=same_masks)
-        is_first, is_last = i == 0, i == len(window) - 1
-        add_sums(sums, learner.accumulate(strategy, phase, micro_batch, factor, is_first, is_last))
+    factor = strategy.gradient_divisor / total_weight
+    sums = learner.accumulate_window(strategy, phase, window, factor, dropout_key)
     if buffers is not None:
         buffers.agree(strategy)
     strategy.exchange(learner.params[phase])

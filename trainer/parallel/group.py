@@ -89,6 +89,10 @@ class Group:
         """
         return lambda: None
 
+    def stack(self, values: Tensor) -> Tensor:
+        """(world_size, ...): a tensor of every process on its device, equally shaped on all, in order of rank."""
+        return values[None]
+
     def sum_in_tree(self, values: Tensor) -> None:
         """Sum over processes of a contiguous tensor on this process's device, in place.
 

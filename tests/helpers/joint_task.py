@@ -1,0 +1,183 @@
+"""Tasks for tests whose losses couple all samples of a step: SimCLR, CLIP, batch-hard triplets, VICReg."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import trainer
+from trainer import FlagGroup, Objective, PerSample, Task, flag
+
+NUM_FEATURES, WIDTH, NUM_OUTPUTS, NUM_CLASSES = 6, 8, 4, 3
+
+
+@dataclass
+class JointFlags(FlagGroup):
+    """Task: pairs of points"""
+
+    num_train: int = flag(29, "training samples", at_least=1)
+    dropout: float = flag(0.0, "dropout", at_least=0, below=1)
+    norm: bool = flag(False, "with a batch norm")
+
+
+class Pairs:
+    """Two views of a point, and its class."""
+
+    def __init__(self, num: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        points = rng.normal(size=(num, 1, NUM_FEATURES))
+        self.views = (points + 0.3 * rng.normal(size=(num, 2, NUM_FEATURES))).astype(np.float32)
+        self.label = rng.integers(NUM_CLASSES, size=num)
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    def __getitems__(self, keys):
+        views = self.views[keys.index]
+        return {"a": views[:, 0], "b": views[:, 1], "label": self.label[keys.index]}
+
+
+class Encoder(nn.Module):
+    def __init__(self, config: JointFlags) -> None:
+        super().__init__()
+        self.first = nn.Linear(NUM_FEATURES, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH) if config.norm else nn.Identity()
+        self.dropout = nn.Dropout(config.dropout)
+        self.last = nn.Linear(WIDTH, NUM_OUTPUTS)
+
+    def forward(self, x):
+        return self.last(self.dropout(torch.tanh(self.norm(self.first(x)))))
+
+
+class TwoTowers(nn.Module):
+    def __init__(self, config: JointFlags) -> None:
+        super().__init__()
+        self.a, self.b = Encoder(config), Encoder(config)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def nt_xent(x, partner_of, own, everything, own_in_all):
+    """Of rows x against all: the sum of cross entropies with their partners, an anchor left out of its own."""
+    logits = (x @ everything.T / 0.5).index_put((own, own_in_all), x.new_full((), -1e9))
+    return F.cross_entropy(logits, partner_of, reduction="sum")
+
+
+def simclr(a, b, all_a, all_b, own):
+    """Half the sum over the anchors in a and b. own: their places in all_a and all_b."""
+    everything, n, first = torch.cat([all_a, all_b]), len(all_a), torch.arange(len(a))
+    return (nt_xent(a, own + n, first, everything, own) + nt_xent(b, own, first, everything, own + n)) / 2
+
+
+class SimClr(Objective):
+    def outputs(self, batch, phase="train"):
+        return {name: F.normalize(self.model(batch[name]), dim=1) for name in ("a", "b")}
+
+    def joint_loss(self, rows, phase="train"):
+        a, b = rows["a"], rows["b"]
+        sums = {"loss": simclr(a, b, a, b, torch.arange(len(a))), "distance": (a - b).square().sum()}
+        return sums if self.training else {**sums, "row": PerSample(a)}
+
+
+class Clip(Objective):
+    def outputs(self, batch, phase="train"):
+        return {name: F.normalize(getattr(self.model, name)(batch[name]), dim=1) for name in ("a", "b")}
+
+    def joint_loss(self, rows, phase="train"):
+        logits, target = self.model.scale.exp() * rows["a"] @ rows["b"].T, torch.arange(len(rows["a"]))
+        both = [F.cross_entropy(each, target, reduction="sum") for each in (logits, logits.T)]
+        return {"loss": sum(both) / 2, "correct": (logits.argmax(1) == target).sum()}
+
+
+class Triplets(Objective):
+    def outputs(self, batch, phase="train"):
+        return {"e": self.model(batch["a"]), "label": batch["label"]}
+
+    def joint_loss(self, rows, phase="train"):
+        e, label = rows["e"], rows["label"]
+        distance = (e[:, None] - e[None]).square().sum(2)
+        same = label[:, None] == label[None]
+        hardest = distance.masked_fill(~same, 0).amax(1) - distance.masked_fill(same, 1e4).amin(1)
+        return {"loss": F.softplus(hardest).sum()}
+
+
+class VicReg(Objective):
+    def outputs(self, batch, phase="train"):
+        return {name: self.model(batch[name]) for name in ("a", "b")}
+
+    def joint_loss(self, rows, phase="train"):
+        a, b = rows["a"], rows["b"]
+        loss = (a - b).square().mean()
+        for x in (a, b):
+            centred = x - x.mean(0)
+            covariance = centred.T @ centred / (len(x) - 1)
+            loss = loss + F.relu(1 - (x.var(0) + 1e-4).sqrt()).mean()
+            loss = loss + (covariance.square().sum() - covariance.diagonal().square().sum()) / NUM_OUTPUTS
+        return {"loss": loss * len(a)}
+
+
+class Gathering(Objective):
+    """SimCLR in a forward of its own."""
+
+    coupled = True
+
+    def forward(self, batch, phase="train"):
+        a, b = (F.normalize(self.model(batch[name]), dim=1) for name in ("a", "b"))
+        (all_a, own), (all_b, _) = trainer.gather(a), trainer.gather(b)
+        return {"loss": simclr(a, b, all_a, all_b, own)}
+
+
+class Joint(Task):
+    Config = JointFlags
+    objective: type[Objective] = SimClr
+    defaults = {"weight_decay": 0.0, "optimizer": "sgd", "momentum": 0.9, "max_grad_norm": 0.0}
+
+    @cached_property
+    def _data(self):
+        sizes = {"train": self.config.num_train, "val": 8, "test": 8}
+        return {name: Pairs(size, seed) for seed, (name, size) in enumerate(sizes.items())}
+
+    def splits(self):
+        return self._data
+
+    def build_objective(self):
+        return self.objective((TwoTowers if self.objective is Clip else Encoder)(self.config))
+
+
+class Clips(Joint):
+    objective = Clip
+
+
+class OfTriplets(Joint):
+    objective = Triplets
+
+
+class VicRegs(Joint):
+    objective = VicReg
+
+
+class Gathers(Joint):
+    objective = Gathering
+
+
+class OfTheBatch(SimClr):
+    def outputs(self, batch, phase="train"):
+        rows = super().outputs(batch, phase)
+        return {**rows, "padded": rows["a"].new_zeros(len(batch["index"]), int(batch["index"].max()))}
+
+
+class Unlike(Joint):
+    """Its rows have a length that depends on the batch."""
+
+    objective = OfTheBatch
+
+
+class Summed(Triplets):
+    def outputs(self, batch, phase="train"):
+        return {"e": self.model(batch["a"]).sum()}
+
+
+class NoRows(Joint):
+    objective = Summed

@@ -1,0 +1,193 @@
+"""A loss of all rows of an optimizer step, of all its micro-batches and devices (`Objective.joint_loss`).
+
+By cached gradients (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", RepL4NLP
+2021): forwards without a graph give the rows, the loss of all rows gives its gradient by each of them, and the forwards
+once more, with the same random numbers, carry those on to the parameters. So memory holds the graph of one micro-batch
+at a time. A step of one micro-batch on each device needs each forward once.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.common.errors import UserError
+from trainer.common.torch_private import BATCH_NORMS
+from trainer.loading.batches import Batch, WeightedBatch
+from trainer.loop.learner import Learner
+from trainer.loop.precision import in_precision
+from trainer.loop.totals import require_sums, without_counting
+from trainer.loop.watch import Watch
+from trainer.parallel.rows import ALIKE, in_global_order, kinds_of, refuse_coupling
+from trainer.parallel.strategy import Strategy
+from trainer.task import Objective, Outputs, Rows, Sums
+
+
+def refuse_joint(objective: Objective, strategy: Strategy, compiles: bool) -> None:
+    """Raises UserError for what a joint loss cannot be trained with."""
+    name = f"{type(objective).__name__}.joint_loss"
+    refuse_coupling(name, strategy)
+    if strategy.exchanges_in_forward:
+        raise UserError(f"--multi-gpu fsdp: {name} may use parameters outside of blocks; take --multi-gpu ddp")
+    if compiles:
+        raise UserError(f"--compile: for {name} forwards run twice, and compiled ones may differ; leave it out")
+
+
+class JointForward(nn.Module):
+    """What training calls in the place of the objective.
+
+    use: makes of the rows of a forward in train mode what it returns; None makes the loss of these rows alone.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        super().__init__()
+        self.objective = objective
+        self.use: Callable[[Rows], Sums] | None = None
+
+    def forward(self, batch: Batch, *phase: str) -> Outputs:
+        objective, size = self.objective, len(batch["weight"])
+        if not objective.training:
+            return objective(batch, *phase)
+        rows = objective.outputs(batch, *phase)
+        where = f"{type(objective).__name__}.outputs"
+        if not isinstance(rows, dict) or not rows:
+            raise UserError(f"{where}: must return a dict of tensors with a row for each sample")
+        for name, value in rows.items():
+            if not isinstance(value, Tensor) or value.shape[:1] != (size,):
+                found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise UserError(f"{where}: {name!r} must have a row for each of {size} samples, and is {found}")
+        return objective.joint_loss(rows, *phase) if self.use is None else self.use(rows)
+
+
+@dataclass
+class JointLearner(Learner, Watch):
+    """A learner whose objective has a loss of all rows of a step. wants_graphs: whether CUDA graphs are asked for."""
+
+    wants_graphs: bool = field(kw_only=True)
+    _found: list[Rows] | None = field(default=None, init=False)
+    """The rows so far, while they are computed without a graph."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._forward = JointForward(self.objective)
+        self.net = in_precision(self._forward, self.precision)
+
+    def remarks(self) -> Sequence[str]:
+        lines, name = [], f"{type(self.objective).__name__}.joint_loss"
+        if self.wants_graphs:
+            lines.append(f"CUDA graphs: {name} needs several forwards at once; steps are launched kernel by kernel.")
+        norms = [path for path, module in self.objective.named_modules() if isinstance(module, BATCH_NORMS)]
+        if norms:
+            lines.append(
+                f"{name} gets all rows of a step, but batch norms ({', '.join(norms)}) see the samples of one forward: "
+                "what is learned depends on --batch-size and the number of devices."
+            )
+        return lines
+
+    def accumulate_window(
+        self, strategy: Strategy, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]
+    ) -> Sums:
+        """As of a `Learner`. The sums of the whole step are the main process's, the others' zeros."""
+        num_samples = [micro_batch.num_samples for micro_batch in window]
+
+        def handing_on(parts: Sequence[Rows]) -> Callable[[Rows], Sums]:
+            return self._handing_on(strategy, phase, parts, num_samples, factor, key)
+
+        try:
+            if len(window) == 1:
+                self._forward.use = lambda rows: handing_on([rows])(rows)
+            else:
+                self._forward.use, self._found = dict, []
+                super().accumulate_window(strategy, phase, window, factor, key)
+                found, self._found = self._found, None
+                self._forward.use = handing_on(found)
+                if self.buffers.is_active:
+                    self.buffers.undo()
+                    self.buffers.keep()
+            return super().accumulate_window(strategy, phase, window, factor, key)
+        finally:
+            self._forward.use = self._found = None
+
+    def accumulate(
+        self, strategy: Strategy, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool
+    ) -> Sums:
+        if self._found is None:
+            return super().accumulate(strategy, phase, micro_batch, factor, is_first, is_last)
+        net, batch = self.enter(phase), strategy.to_device(micro_batch.batch)
+        strategy.group.activity.enter("forward")
+        within = self.buffers.of_samples(micro_batch.num_samples) if self.buffers.is_active else nullcontext()
+        with torch.no_grad(), strategy.gradient_sync(net, enabled=False), within:
+            self._found.append(net(batch, phase))
+        return {}
+
+    def _handing_on(
+        self,
+        strategy: Strategy,
+        phase: str,
+        parts: Sequence[Rows],
+        num_samples: Sequence[int],
+        factor: float,
+        key: tuple[int, ...],
+    ) -> Callable[[Rows], Sums]:
+        """Makes, of the rows of each forward in turn, a loss with the gradients of the joint loss * factor.
+
+        parts: the rows of each micro-batch, of which num_samples count. The last loss has the gradients of parameters
+        that the joint loss itself uses, and the sums of the step.
+        """
+        counted = [part for part, num in zip(parts, num_samples, strict=True) if num] or parts[:1]
+        kinds = [kinds_of(part) for part in counted]
+        if (other := next((kind for kind in kinds if kind != kinds[0]), None)) is not None:
+            raise UserError(f"{type(self.objective).__name__}.outputs: returns rows {kinds[0]} and {other}; {ALIKE}")
+        own = {name: torch.cat([part[name].detach() for part in counted])[: sum(num_samples)] for name in counted[0]}
+        group = strategy.group
+        rows = {name: value.detach() for name, value in in_global_order(group, own).items()}
+        strategy.seed_dropout(*key, 0, same_everywhere=True)
+        group.activity.enter("forward")
+        sums, of_rows, of_params = self._gradients(phase, rows, factor)
+        zeros = without_counting(sums)
+        if not group.is_main:  # every process has found the whole of these
+            sums, of_params = zeros, [(parameter, torch.zeros_like(value)) for parameter, value in of_params]
+        sizes, left = [num for num in num_samples if num], list(num_samples)
+        by_name = {name: iter(g[group.rank :: group.world_size].split(sizes)) for name, g in of_rows.items()}
+
+        def of_forward(rows: Rows) -> Sums:
+            own = {name: next(each) for name, each in by_name.items()} if left.pop(0) else {}
+            pairs = [(v, own.get(name, torch.zeros_like(v))) for name, v in rows.items() if v.requires_grad]
+            told, pairs = (zeros, pairs) if left else (sums, pairs + of_params)
+            loss = _Known.apply(told["loss"], [gradient for _, gradient in pairs], *(value for value, _ in pairs))
+            return {**told, "loss": loss}
+
+        return of_forward
+
+    def _gradients(self, phase: str, rows: Rows, factor: float) -> tuple[Sums, Rows, list[tuple[Tensor, Tensor]]]:
+        """The joint sums, and of the loss * factor the gradients by rows and by parameters that it uses itself."""
+        leaves = {name: value for name, value in rows.items() if value.is_floating_point() or value.is_complex()}
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        params: list[Tensor] = [*self.params[phase]]
+        device = self.device.type
+        with torch.enable_grad(), self.precision.autocast(device):
+            sums = self.objective.joint_loss(rows, phase)
+        require_sums(sums, self.objective, phase)
+        start = self.precision.start(sums["loss"], factor)
+        with torch.autocast(device, enabled=False):  # a backward has the types of its forward
+            found = torch.autograd.grad(sums["loss"], [*leaves.values(), *params], start, allow_unused=True)
+        of_rows = {name: value for name, value in zip(leaves, found, strict=False) if value is not None}
+        of_params = [(p, value) for p, value in zip(params, found[len(leaves) :], strict=True) if value is not None]
+        return {name: value.detach() for name, value in sums.items()}, of_rows, of_params
+
+
+class _Known(torch.autograd.Function):
+    """A number whose backward gives tensors the gradients that are known, with all factors."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, start: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.gradients

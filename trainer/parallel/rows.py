@@ -1,0 +1,117 @@
+"""Rows of the samples of a step from all processes, in the order of the global batch."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.common.errors import UserError
+from trainer.parallel.group import Group
+from trainer.parallel.strategy import Strategy
+
+ALIKE = "the objective must return rows of the same names, shapes and types for all samples, on all ranks"
+
+
+class Gathered(NamedTuple):
+    """What `gather` returns.
+
+    rows: (n, ...) of all samples of the step. own: (B,) int64, the places of this process's rows among them.
+    """
+
+    rows: Tensor
+    own: Tensor
+
+
+class _Forward:
+    """The forward of a step under way, for `gather`: its strategy, samples that count, and forwards of the step."""
+
+    now: tuple[Strategy, int, int] | None = None
+
+
+FORWARD = _Forward()
+
+
+def gather(rows: Tensor) -> Gathered:
+    """The rows of all samples of an optimizer step, for a loss that couples them; called in a forward of training.
+
+    rows: (B, ...), one for each sample of the batch. All processes call it, equally often; gradients flow back to each
+    row from the losses of all of them. A process without samples adds no rows, and its loss does not count. In eval
+    mode, and wherever nothing is learned, these are the rows of the batch itself.
+
+    Raises UserError in a step of several micro-batches, under `--parts` and under `--multi-gpu dp`.
+    """
+    own = torch.arange(len(rows), device=rows.device)
+    if FORWARD.now is None or not torch.is_grad_enabled():
+        return Gathered(rows, own)
+    strategy, num_samples, num_forwards = FORWARD.now
+    group = strategy.group
+    refuse_coupling("trainer.gather", strategy)
+    if num_forwards > 1:
+        raise UserError(
+            f"trainer.gather: gathers the rows of one forward, and this step has {num_forwards} micro-batches on each "
+            "device; raise --batch-size, or write the loss as `outputs` and `joint_loss`, see docs/own_task.md"
+        )
+    if num_samples not in (0, len(rows)):
+        raise UserError(f"trainer.gather: {len(rows)} rows for a batch of {num_samples} samples; it takes one for each")
+    if rows.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("trainer.gather asks the other processes, which a recording would not do again")
+    if group.world_size == 1:
+        return Gathered(rows, own)
+    # What stands in for missing samples repeats the first ones of the global batch.
+    own = own if num_samples == 0 else own * group.world_size + group.rank
+    return Gathered(_Gather.apply(rows, num_samples, group), own)
+
+
+def refuse_coupling(what: str, strategy: Strategy) -> None:
+    """Raises UserError for a strategy under which no loss goes over the samples of a step. what: asks for one."""
+    if strategy.num_parts:
+        raise UserError(f"--parts {strategy.num_parts}: {what} couples the samples of several parts; leave it out")
+    if strategy.num_replicas > 1:
+        raise UserError(f"--multi-gpu dp: {what} needs a process for each device; take --multi-gpu ddp")
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, num_samples: int, group: Group) -> Tensor:
+        ctx.group, ctx.num_samples, ctx.shape = group, num_samples, rows.shape
+        return in_global_order(group, {"rows": rows[:num_samples]})["rows"]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        group = ctx.group
+        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
+        group.sum_gradients(total)
+        own = gradient.new_zeros(ctx.shape)
+        own[: ctx.num_samples] = total[group.rank :: group.world_size]
+        return own, None, None
+
+
+def in_global_order(group: Group, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The rows of all samples of a step, (n, ...) by name, without a graph. All processes call it.
+
+    own: of each sample of this process, in its order; there may be none. Raises UserError, on all processes, where they
+    have other names, shapes or types. The host waits for the others' numbers, and for no device.
+    """
+    if group.world_size == 1:
+        return own
+    group.require_same({"rows of the objective": kinds_of(own)}, ALIKE)
+    num_own = len(next(iter(own.values())))
+    num_rows = int(group.sum(torch.tensor(num_own)))
+    # In one message, and as bytes, for of some types gloo sends none.
+    flat = [value.detach().reshape(num_own, *value.shape[1:], 1).flatten(1).contiguous() for value in own.values()]
+    packed = torch.cat([value.view(torch.uint8) for value in flat], dim=1)
+    padded = packed.new_zeros(-(-num_rows // group.world_size), packed.shape[1])
+    padded[:num_own] = packed
+    # Process r of w has every w-th sample, from the r-th on.
+    found = group.stack(padded).transpose(0, 1).flatten(0, 1)[:num_rows]
+    parts = found.split([value.shape[1] * value.itemsize for value in flat], dim=1)
+    return {
+        name: part.contiguous().view(value.dtype).view(num_rows, *value.shape[1:])
+        for (name, value), part in zip(own.items(), parts, strict=True)
+    }
+
+
+def kinds_of(rows: Mapping[str, Tensor]) -> dict[str, str]:
+    """What the rows of a step have in common, by name."""
+    return {name: f"{tuple(value.shape[1:])} of {value.dtype}" for name, value in rows.items()}
