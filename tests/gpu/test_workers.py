@@ -18,8 +18,8 @@ from trainer.loading.workers import BatchLoader, Workers
 from trainer.parallel import strategy
 
 HELPERS = ROOT / "tests" / "helpers"
-SLEEPY = ["--task", f"{HELPERS / 'sleepy_task.py'}:Sleepy", "--data-s", 0.004]
-COUNTING = ["--task", f"{HELPERS / 'counting_task.py'}:Counting", "--data-s", 0.004]
+SLEEPY = ["--task", f"{HELPERS / 'sleepy_task.py'}:Sleepy", "--data-s", 0.01]
+COUNTING = ["--task", f"{HELPERS / 'counting_task.py'}:Counting", "--data-s", 0.01]
 LONG = [
     "--num-train",
     96,
@@ -55,6 +55,7 @@ def test_slow_data_get_workers_and_the_same_bits(tmp_path, cache_dir):
     assert_same_bits(found, expected)
 
 
+@pytest.mark.slow
 @on_imagined_gpus()
 def test_batches_that_would_fill_shared_memory_are_made_by_the_trainer(tmp_path, cache_dir):
     build.num_cores, build.shared_memory = lambda: 9, lambda: 16 * 200
@@ -65,7 +66,7 @@ def test_batches_that_would_fill_shared_memory_are_made_by_the_trainer(tmp_path,
 @on_imagined_gpus()
 def test_quick_data_are_loaded_by_the_trainer(tmp_path, cache_dir):
     build.num_cores = lambda: 9
-    tiny(cache_dir, tmp_path / "run", *LONG, "--delay-s", 0.002)
+    tiny(cache_dir, tmp_path / "run", *LONG, "--delay-s", 0.02)
     start, decision = told()
     assert "Workers: 8 per rank" in start
     assert decision.startswith(f"{HERE}a batch takes 0.") and "ms to learn from" in decision
@@ -76,7 +77,9 @@ def test_quick_data_are_loaded_by_the_trainer(tmp_path, cache_dir):
     ("holds", "why"),
     [
         ("counts", "Counted.counts changes, which other processes would not know."),
-        ("connection", "nobody knows whether processes can share SleepySequences.connection."),
+        pytest.param(
+            "connection", "nobody knows whether processes can share SleepySequences.connection.", marks=pytest.mark.slow
+        ),
     ],
 )
 @on_imagined_gpus()
@@ -139,6 +142,7 @@ def test_what_is_sent_ahead_changes_nothing(tmp_path, cache_dir):
     assert strategy.SingleDevice(device).upload(batch) is batch
 
 
+@pytest.mark.slow
 @on_imagined_gpus(2)
 def test_each_rank_has_workers_of_its_own(tmp_path, cache_dir):
     build.num_cores = lambda: 4
