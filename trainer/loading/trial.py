@@ -22,6 +22,8 @@ MOST_COMPARED, MOST_READ = 2**16, 2**24
 """Bytes of an array whose numbers are compared; of what an attribute holds besides arrays."""
 UNKNOWN = "unknown"
 """Of what cannot be looked into, such as an open database: nobody can tell whether processes may share it."""
+TOLD = "at"
+"""The attribute of a task that says where the run is. What a batch is follows from its keys alone."""
 _NOT_ENTERED = (type, FunctionType, BuiltinFunctionType, ModuleType)
 
 
@@ -67,9 +69,10 @@ def outline(roots: Iterable[Any]) -> dict[str, Any]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """By name; without what a process works out when it is first asked, which changes nothing."""
+    """By name; without what the trainer tells, and what a process works out when it is first asked."""
     held, kind = getattr(value, "__dict__", {}), type(value)
-    return {name: item for name, item in held.items() if not isinstance(getattr(kind, name, None), cached_property)}
+    names = [name for name in held if name != TOLD and not isinstance(getattr(kind, name, None), cached_property)]
+    return {name: held[name] for name in names}
 
 
 def _digest(value: Any) -> bytes | str:
