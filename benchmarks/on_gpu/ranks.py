@@ -1,6 +1,7 @@
 """Several processes, as far as one GPU can show it: NCCL with one rank, gloo with two on the same GPU.
 
-In float64 they learn what one process learns. On the CPU there is only gloo. `--cuda-graphs on` must not change a bit.
+In float64 they learn what one process learns, and with `--parts` the same bits. On the CPU there is only gloo.
+`--cuda-graphs on` must not change a bit.
 Where there are several GPUs, 2 to 8 ranks over NCCL are compared too, and samples/s show how training scales.
 """
 
@@ -30,6 +31,7 @@ ON_GPU = {
     "dp, one GPU": ["--multi-gpu", "dp", "--gpu-ids", 0],
 }
 ON_CPU = {"gloo, two ranks": GLOO}
+PARTS = ["--dtype", "float32", "--parts", 4, "--dropout", 0.2]
 GRAPHED = {name: ON_GPU[name] for name in ("gloo, two ranks", "nccl, one rank")}
 """Which ranks are compared with and without graphs on one GPU."""
 
@@ -37,6 +39,8 @@ GRAPHED = {name: ON_GPU[name] for name in ("gloo, two ranks", "nccl, one rank")}
 def measure(setting: Setting, report: Report) -> None:
     for name, flags in (ON_GPU if setting.is_gpu else ON_CPU).items():
         report.attempt(name, partial(compare, setting, report, name, flags))
+        if "ddp" in flags and "--sync-bn" not in flags:
+            report.attempt(f"{name}, parts", partial(compare_in_parts, setting, report, name, flags))
     if setting.is_gpu:
         report.attempt("nccl, two ranks on one GPU", partial(expect_refusal, setting, report))
         sizes = [size for size in (2, 4, 8) if size <= torch.cuda.device_count()]
@@ -54,6 +58,13 @@ def compare(setting: Setting, report: Report, name: str, flags: list[object]) ->
     report.figure(f"{name}, seconds", round(time.perf_counter() - started, 1))
     far = difference(last(directory)["model"], last(alone)["model"])
     report.check(f"{name}, difference of weights", far < LIMIT, far)
+
+
+def compare_in_parts(setting: Setting, report: Report, name: str, flags: list[object]) -> None:
+    alone = run(setting, f"{name}, parts, one process", *FLAGS, *PARTS)
+    directory, _ = run_several(setting, f"{name}, parts", *flags, *PARTS)
+    different = unlike(last(directory), last(alone))
+    report.check(f"{name}, parts", not different, {"differs": different[:1]})
 
 
 def compare_graphs(setting: Setting, report: Report, name: str, flags: list[object]) -> None:
