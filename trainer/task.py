@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.common.errors import UserError
+from trainer.common.torch_private import SeesConversions
 from trainer.common.validation import expanded
 from trainer.config import FlagGroup
 from trainer.loading.batches import Batch, KeyedDataset
@@ -76,7 +77,7 @@ Picture = np.ndarray
 """What TensorBoard can show: (height, width, 3) uint8, red, green, blue."""
 
 
-class Objective(nn.Module):
+class Objective(SeesConversions):
     """A model together with its loss.
 
     `model` owns every parameter and persistent buffer, so that a checkpoint's `model` entry loads into the plain
@@ -87,9 +88,14 @@ class Objective(nn.Module):
     batch dimension.
 
     A loss that couples all samples of a step has `outputs` and `joint_loss` in the place of `forward`.
+
+    `helpers` are modules that are neither trained nor saved, such as a teacher or a network whose features a loss
+    compares: they go to the model's device and type, and stay frozen and in eval mode. A checkpoint has a digest of
+    each.
     """
 
     model: nn.Module
+    helpers: Mapping[str, nn.Module] = {}
     same_masks: ClassVar[bool] = False
     """Whether dropout draws the same in all micro-batches and on all devices of a step.
 
@@ -102,9 +108,14 @@ class Objective(nn.Module):
     `joint_loss` depends on no such number, and needs no word of this.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, helpers: Mapping[str, nn.Module] | None = None) -> None:
         super().__init__()
         self.model = model
+        # Not as submodules, which would be saved, trained and exchanged.
+        self.helpers = {name: helper.eval().requires_grad_(False) for name, helper in (helpers or {}).items()}
+
+    def also_converted(self) -> Iterable[nn.Module]:
+        return self.helpers.values()
 
     def forward(self, batch: Batch, phase: str = "train") -> Outputs:
         return self.joint_loss(self.outputs(batch, phase), phase)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, assert_same_bits, cut_back, largest_difference, load
+from tests.helpers import forks
 from tests.helpers.remembering_task import loss_of
 from tests.helpers.shaped_task import NUM_CLASSES, NUM_FEATURES, Points
 from tests.helpers.told_task import Moving
@@ -72,10 +73,11 @@ def assert_goes_on(run, argv, folder, cuts):
         assert_same_bits(load(folder / "whole" / "final.pth"), load(folder / str(i) / "final.pth"))
 
 
-def test_what_goes_by_the_run_and_its_scores_is_that_of_a_bare_loop(run_here, command, tmp_path):
+def test_what_goes_by_the_run_and_its_scores_is_that_of_a_bare_loop(run_here, environment, tmp_path):
     argv = [*TOLD, "--save-every-steps", 1, "--keep-checkpoints", 0]
     run_here(*argv, "--save-dir", tmp_path / "whole")
-    command("main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2, *TOLD, "--save-dir", tmp_path / "two")
+    two, out = ["--multi-gpu", "ddp", *TOLD, "--save-dir", tmp_path / "two"], tmp_path / "out.txt"
+    assert forks.run_group(two, 2, environment, out) == [0, 0], out.read_text()
     pair, state = told()
     assert state["factor"] < 1
     for name in ("whole", "two"):

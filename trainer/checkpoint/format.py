@@ -410,6 +410,7 @@ FACTS: Mapping[str, Saved] = {
     "data_digest": Saved(text(), is_optional=True),
     "environment": Saved(record({"world_size": _SIZE, "num_devices": _SIZE})),
     "code": Saved(record(_CODE)),
+    "helpers": Saved(by_name(text()), is_optional=True),
     "run_id": Saved(text(RUN_ID)),
 }
 """What a run is made with: both a checkpoint and config.json hold it."""

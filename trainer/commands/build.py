@@ -18,7 +18,14 @@ from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.format import LARGE
 from trainer.checkpoint.manifest import CONFIG, RESULTS, read_config, retention_of
-from trainer.commands.facts import code_digests, describe_environment, digest_of_data, facts_of_data, identify_code
+from trainer.commands.facts import (
+    code_digests,
+    describe_environment,
+    digest_of_data,
+    facts_of_data,
+    facts_of_helpers,
+    identify_code,
+)
 from trainer.commands.flags import Flags
 from trainer.commands.planning import arrange_batches, build_learning_rate, build_plan
 from trainer.commands.resume import (
@@ -48,6 +55,7 @@ from trainer.loop.checkpointing import finish_saving, restore_progress, save
 from trainer.loop.contract import (
     check_batch,
     check_blocks,
+    check_helpers,
     check_same_parameters,
     check_signatures,
     check_single_samples,
@@ -216,6 +224,7 @@ def build_run(
     before = state or strategy.group.on_main(lambda: directory.earlier_attempt)
     run = assemble_run(flags, task, strategy, directory, before, state is None, loading)
     run.facts["code"] = strategy.group.on_main(lambda: identify_code(type(task)))
+    run.facts |= facts_of_helpers(run.learner.objective.helpers, strategy.group)
     run.facts["run_id"] = strategy.group.on_main(lambda: choose_run_id(directory, given, state))
     unknown = run.memory.limit
     limit = strategy.group.on_main(
@@ -473,8 +482,10 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
             raise UserError(
                 f"--task {flags.run.task}: {type(objective).__name__} holds {', '.join(sorted(stray)[:3])} beside its "
                 "`model`, which alone is saved and trained; make one module of the model and of what is trained with "
-                "it, and hand that in as the model (`super().__init__(nn.ModuleDict(...))`)"
+                "it, and hand that in as the model (`super().__init__(nn.ModuleDict(...))`); what only helps, as a "
+                "teacher does, is one of the `helpers` (`super().__init__(model, helpers={...})`)"
             )
+        check_helpers(objective, f"--task {flags.run.task}: build_objective", strategy.num_replicas)
         check_blocks(task, objective.model)
         check_tensors(objective.model, f"--task {flags.run.task}: build_objective")
         if objective.is_joint:

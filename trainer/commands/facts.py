@@ -11,11 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from trainer.checkpoint.format import brief
 from trainer.checkpoint.manifest import as_json
 from trainer.common.errors import UserError
 from trainer.common.files import MOST_RECORD, plain
+from trainer.loop.evaluate import digest_of
+from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
 from trainer.registry import source_file
 from trainer.task import Task
@@ -62,6 +65,14 @@ def digest_of_data(task: Task) -> str | None:
     if digest is not None and not isinstance(digest, str | int):
         raise UserError(f"{type(task).__name__}.data_digest: returned {brief(digest)}: must be a text, or None")
     return None if digest is None else f"{digest}"
+
+
+def facts_of_helpers(helpers: Mapping[str, nn.Module], group: Group) -> dict[str, dict[str, str]]:
+    """The digest of each helper of an objective, if there are any. All processes call it. Raises UserError."""
+    digests = {name: digest_of(helper) for name, helper in helpers.items()}
+    facts = {f"the digest of the helper {name}": digest for name, digest in digests.items()}
+    group.require_same(facts, "build_objective must make the same helpers on all ranks")
+    return {"helpers": digests} if digests else {}
 
 
 def identify_code(task_type: type[Task]) -> dict[str, Any]:

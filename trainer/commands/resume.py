@@ -247,6 +247,9 @@ class Changes:
         """Tells the user which flags, code and environment have changed."""
         notes = self._notes_on_flags(set(self.flags))
         notes += [f"{_CHANGED}: {change}" for change in code_changes(self.then["code"], self.now["code"])]
+        before, helpers = self.then.get("helpers", {}), self.now.get("helpers", {})
+        names = [name for name in sorted(before.keys() | helpers.keys()) if before.get(name) != helpers.get(name)]
+        notes += [f"{_CHANGED}: the weights of the helper {name}, or whether there is one" for name in names]
         then, now = self.then["environment"], self.now["environment"]
         wholes = self.now["global_batch_sizes"]
         if then["num_devices"] != now["num_devices"] and wholes == self.then["global_batch_sizes"]:

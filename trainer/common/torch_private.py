@@ -5,7 +5,7 @@ A fallback learns the same; it is slower, takes more memory, or says less where 
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -112,11 +112,17 @@ def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> N
 class SeesConversions(nn.Module):
     """A module whose `after_conversion` follows `to`, `double` and the like. Fallback: nothing is called."""
 
+    def also_converted(self) -> Iterable[nn.Module]:
+        """Modules that are none of its submodules, and are converted with it."""
+        return ()
+
     def after_conversion(self) -> None:
         """Called with parameters and buffers of the new type, on the new device."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SeesConversions":
         super()._apply(fn, recurse)
+        for module in self.also_converted():
+            module._apply(fn, recurse)
         self.after_conversion()
         return self
 

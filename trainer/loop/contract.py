@@ -25,7 +25,7 @@ from trainer.loop.plan import BatchSplit, SampleOrder, ShuffledOrder
 from trainer.loop.totals import require_sums, training_forward
 from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
-from trainer.task import PerSample, Task, validation_sets
+from trainer.task import Objective, PerSample, Task, validation_sets
 
 
 def check_signatures(own: object, base: type) -> None:
@@ -139,6 +139,19 @@ def check_tensors(model: nn.Module, where: str) -> None:
             f"{where}: {wrong}; give it another type, or register a buffer with persistent=False, as what is made "
             "again with the model"
         )
+
+
+def check_helpers(objective: Objective, where: str, num_replicas: int) -> None:
+    """Raises UserError for helpers that share weights with the model, or that replicas of the objective would share."""
+    own = {*objective.model.parameters()}
+    for name, helper in objective.helpers.items():
+        if own.intersection(helper.parameters()):
+            raise UserError(
+                f"{where}: the helper {name!r} shares parameters with the model, and a helper's are frozen; hand in a "
+                "copy, as by copy.deepcopy"
+            )
+        if num_replicas > 1:
+            raise UserError(f"{where}: has the helper {name!r}, and --multi-gpu dp copies none; take --multi-gpu ddp")
 
 
 def check_same_parameters(objective: nn.Module, group: Group, where: str) -> None:

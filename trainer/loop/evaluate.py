@@ -209,7 +209,7 @@ def start_epoch(task: Task, learner: Learner, strategy: Strategy, epoch: int, lo
         task.on_epoch_start(learner.objective, epoch, log.progress)
     if strategy.group.world_size == 1:
         return
-    digests = strategy.group.gather(_digest(learner.objective))
+    digests = strategy.group.gather(digest_of(learner.objective))
     if len(set(digests)) > 1:
         raise UserError(
             f"{method.__qualname__} left other weights or buffers on rank "
@@ -218,10 +218,11 @@ def start_epoch(task: Task, learner: Learner, strategy: Strategy, epoch: int, lo
         )
 
 
-def _digest(objective: nn.Module) -> bytes:
+def digest_of(module: nn.Module) -> str:
+    """Differs where weights or persistent buffers do, in the order of the state dict."""
     digest = blake2b()
-    for value in objective.state_dict().values():
+    for value in module.state_dict().values():
         if is_sharded(value):  # each process has its own
             continue
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.digest()
+    return digest.hexdigest()

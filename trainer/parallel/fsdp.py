@@ -80,6 +80,9 @@ class Sharded(Distributed):
         # Not within `_built`, which completes the model on rank 0 alone.
         self.group.together(lambda: refuse_what_cannot_be_cut(objective, its_blocks))
         objective.call_equally()
+        for helper in objective.helpers.values():  # whole on every device
+            self._send(helper, nn.Module.named_parameters)
+            self._send(helper, nn.Module.named_buffers)
         for unit in [*its_blocks, objective]:
             self._send(unit, nn.Module.named_parameters)
             fully_shard(unit, mesh=self._mesh, reshard_after_forward=self._frees(unit, objective))

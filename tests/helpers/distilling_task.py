@@ -1,0 +1,45 @@
+"""A student that learns from a teacher which is neither trained nor saved."""
+
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.docs.recipes import recipe
+from tests.helpers.shaped_task import NUM_CLASSES, NUM_FEATURES, Shaped
+from trainer import Batch, Objective, Sums
+
+
+def loss_of(student, teacher, x, y):
+    with torch.no_grad():
+        expected = teacher(x).softmax(1)
+    logits = student(x)
+    return F.cross_entropy(logits, y, reduction="sum") + F.cross_entropy(logits, expected, reduction="sum")
+
+
+SHOWN = recipe("What only helps", F=F, Objective=Objective, Batch=Batch, Sums=Sums)
+"""What docs/own_task.md shows."""
+Distilling = SHOWN["Distilled"]
+
+
+def teacher(seed=7):
+    """It would not be the same in train mode, nor after it."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(NUM_FEATURES, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, NUM_CLASSES))
+
+
+class Distil(Shaped):
+    build_objective = SHOWN["build_objective"]
+
+    def build_student(self):
+        return self.build()
+
+    def load_teacher(self):
+        return teacher(int(os.environ.get("TEACHER", 7)))
+
+
+class Tied(Shaped):
+    def build_objective(self):
+        student = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+        return Distilling(student, helpers={"teacher": student})
