@@ -1,4 +1,4 @@
-"""What docs/own_task.md shows of metrics and mixup runs, and does what it says."""
+"""What docs/own_task.md shows of metrics, mixup and coupled losses runs, and does what it says."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,7 @@ from examples.own_task import SpiralData, SpiralFlags, Spirals
 from tasks import TASKS
 from tests.conftest import load
 from tests.docs.recipes import recipe
+from tests.helpers.weights import difference
 from trainer import Batch, FlagGroup, Objective, SampleKeys, Sums, Task
 
 NAMES = {"F": F, "Tensor": Tensor, "Batch": Batch, "Sums": Sums, "SpiralData": SpiralData}
@@ -131,3 +132,47 @@ def test_mixup_trains(monkeypatch, run_here, tmp_path):
     monkeypatch.setitem(TASKS, "mixed", Mixed)
     run_here("--task", "mixed", "--num-points", 100, "--epochs", 1, "--save-dir", tmp_path)
     assert (tmp_path / "results.json").exists()
+
+
+class Captions:
+    def __init__(self, num: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.image = rng.normal(size=(num, 5)).astype(np.float32)
+        self.text = (self.image[:, :3] + 0.1 * rng.normal(size=(num, 3))).astype(np.float32)
+
+    def __len__(self) -> int:
+        return len(self.image)
+
+    def __getitems__(self, keys):
+        return {"image": self.image[keys.index], "text": self.text[keys.index]}
+
+
+def test_losses_that_couple_samples(monkeypatch, run_here, tmp_path):
+    """A joint one learns the same in micro-batches, and its half for images what the gathering one learns."""
+    joint = recipe("Losses that couple the samples of a step", Objective=Objective, **NAMES)["ImagesAndTexts"]
+    gathering = recipe("Rows of all devices in a forward", Objective=Objective, **NAMES)["Gathering"]
+    one_sided = type("OneSided", (joint,), {"joint_loss": one_side})
+    splits = {"train": Captions(24, 0), "val": Captions(8, 1), "test": Captions(8, 2)}
+    learnt = {}
+    for name, objective, size in (
+        ("whole", joint, 8), ("parts", joint, 3), ("gathered", gathering, 8), ("one-sided", one_sided, 3),
+    ):  # fmt: skip
+        members = {
+            "splits": lambda self: splits,
+            "build_objective": lambda self, own=objective: own(
+                nn.ModuleDict({"image": nn.Linear(5, 4), "text": nn.Linear(3, 4)})
+            ),
+        }
+        monkeypatch.setitem(TASKS, "recipe", type("Recipe", (Task,), members))
+        size = ["--batch-size", size, "--global-batch-size", 8]
+        argv = ["--task", "recipe", "--epochs", 2, *size, "--dtype", "float64", "--optimizer", "sgd"]
+        run_here(*argv, "--save-dir", tmp_path / name)
+        learnt[name] = load(tmp_path / name / "last.pth")["model"]
+    assert difference(learnt["parts"], learnt["whole"]) < 1e-12
+    assert difference(learnt["one-sided"], learnt["gathered"]) < 1e-12
+    assert difference(learnt["one-sided"], learnt["whole"]) > 1e-6
+
+
+def one_side(self, rows, phase="train"):
+    logits = rows["image"] @ rows["text"].T / 0.07
+    return {"loss": F.cross_entropy(logits, torch.arange(len(logits)), reduction="sum")}

@@ -67,7 +67,7 @@ def nt_xent(x, partner_of, own, everything, own_in_all):
 
 def simclr(a, b, all_a, all_b, own):
     """Half the sum over the anchors in a and b. own: their places in all_a and all_b."""
-    everything, n, first = torch.cat([all_a, all_b]), len(all_a), torch.arange(len(a))
+    everything, n, first = torch.cat([all_a, all_b]), len(all_a), torch.arange(len(a), device=a.device)
     return (nt_xent(a, own + n, first, everything, own) + nt_xent(b, own, first, everything, own + n)) / 2
 
 
@@ -77,7 +77,8 @@ class SimClr(Objective):
 
     def joint_loss(self, rows, phase="train"):
         a, b = rows["a"], rows["b"]
-        sums = {"loss": simclr(a, b, a, b, torch.arange(len(a))), "distance": (a - b).square().sum()}
+        own = torch.arange(len(a), device=a.device)
+        sums = {"loss": simclr(a, b, a, b, own), "distance": (a - b).square().sum()}
         return sums if self.training else {**sums, "row": PerSample(a)}
 
 
@@ -86,9 +87,17 @@ class Clip(Objective):
         return {name: F.normalize(getattr(self.model, name)(batch[name]), dim=1) for name in ("a", "b")}
 
     def joint_loss(self, rows, phase="train"):
-        logits, target = self.model.scale.exp() * rows["a"] @ rows["b"].T, torch.arange(len(rows["a"]))
+        logits = self.model.scale.exp() * rows["a"] @ rows["b"].T
+        target = torch.arange(len(logits), device=logits.device)
         both = [F.cross_entropy(each, target, reduction="sum") for each in (logits, logits.T)]
         return {"loss": sum(both) / 2, "correct": (logits.argmax(1) == target).sum()}
+
+
+class ClipOfABatch(Objective):
+    coupled = True
+
+    def forward(self, batch, phase="train"):
+        return Clip.joint_loss(self, Clip.outputs(self, batch))
 
 
 class Triplets(Objective):
@@ -143,11 +152,15 @@ class Joint(Task):
         return self._data
 
     def build_objective(self):
-        return self.objective((TwoTowers if self.objective is Clip else Encoder)(self.config))
+        return self.objective((TwoTowers if "Clip" in self.objective.__name__ else Encoder)(self.config))
 
 
 class Clips(Joint):
     objective = Clip
+
+
+class ClipsOfABatch(Joint):
+    objective = ClipOfABatch
 
 
 class OfTriplets(Joint):

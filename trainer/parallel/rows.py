@@ -54,10 +54,10 @@ def gather(rows: Tensor) -> Gathered:
         )
     if num_samples not in (0, len(rows)):
         raise UserError(f"trainer.gather: {len(rows)} rows for a batch of {num_samples} samples; it takes one for each")
-    if rows.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("trainer.gather asks the other processes, which a recording would not do again")
     if group.world_size == 1:
         return Gathered(rows, own)
+    if rows.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("trainer.gather asks the other processes, which a recording would not do again")
     # What stands in for missing samples repeats the first ones of the global batch.
     own = own if num_samples == 0 else own * group.world_size + group.rank
     return Gathered(_Gather.apply(rows, num_samples, group), own)

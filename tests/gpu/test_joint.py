@@ -1,0 +1,53 @@
+"""Losses of all rows of a step on imagined GPUs: what the CPU learns, without a wait of the host, and no recordings."""
+
+from tests.conftest import largest_difference, load
+from tests.gpu.runs import EXACT, run
+from tests.gpu.test_ranks import run_on_ranks
+from tests.gpu.test_training import HELPERS
+from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+
+CLIP = [
+    "--task", f"{HELPERS / 'joint_task.py'}:Clips", "--epochs", 2, "--global-batch-size", 12, "--lr", 0.1,
+    "--warmup-epochs", 0, "--num-threads", 1,
+]  # fmt: skip
+
+
+def assert_same(a, b, closeness=1e-9):
+    """In weights: losses of an evaluation are of other batches."""
+    assert largest_difference(load(a / "last.pth"), load(b / "last.pth")) < closeness
+
+
+@on_imagined_gpus()
+def test_learns_what_the_cpu_learns_without_recordings(tmp_path, cache_dir):
+    for device, more in (("cpu", []), ("cuda", ["--cuda-graphs", "on"])):
+        run(cache_dir, *CLIP, *EXACT, "--batch-size", 5, "--device", device, "--save-dir", tmp_path / device, *more)
+    assert_same(tmp_path / "cuda", tmp_path / "cpu")
+    assert GPUS.num_replays == 0
+    assert "CUDA graphs: Clip.joint_loss needs several forwards at once; steps are launched ker" in GPUS.printed()
+
+
+@on_imagined_gpus()
+def test_scaled_gradients(tmp_path, cache_dir):
+    """Those of fp16, of one forward and of several, as of a loss in the forward."""
+    for name, task, size in (("whole", "ClipsOfABatch", 12), ("one", "Clips", 12), ("several", "Clips", 5)):
+        own = ["--task", f"{HELPERS / 'joint_task.py'}:{task}", *CLIP[2:], "--batch-size", size]
+        run(cache_dir, *own, "--amp", "fp16", "--device", "cuda", "--save-dir", tmp_path / name)
+    assert_same(tmp_path / "one", tmp_path / "whole", 1e-6)
+    assert_same(tmp_path / "several", tmp_path / "whole", 0.02)
+
+
+@on_imagined_gpus(2)
+def test_ranks_learn_what_the_cpu_learns(tmp_path, cache_dir):
+    run_on_ranks(tmp_path, cache_dir, *CLIP, *EXACT, "--batch-size", 2)
+    run(cache_dir, *CLIP, *EXACT, "--batch-size", 12, "--device", "cpu", "--save-dir", tmp_path / "cpu")
+    assert_same(tmp_path / "ranks", tmp_path / "cpu")
+
+
+@on_imagined_gpus(2, may_wait=True)
+def test_gather_is_not_recorded(tmp_path, cache_dir):
+    task = ["--task", f"{HELPERS / 'joint_task.py'}:Gathers", *CLIP[2:], "--amp", "off"]
+    (tmp_path / "recorded").mkdir()
+    run_on_ranks(tmp_path / "recorded", cache_dir, *task, "--batch-size", 6, "--cuda-graphs", "on")
+    assert "trainer.gather asks the other processes" in GPUS.printed()
+    run(cache_dir, *task, "--batch-size", 12, "--device", "cpu", "--save-dir", tmp_path / "cpu")
+    assert_same(tmp_path / "recorded" / "ranks", tmp_path / "cpu", 1e-4)
