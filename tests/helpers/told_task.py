@@ -34,6 +34,10 @@ class Told(Shaped):
     def build_objective(self):
         return Following(Moving())
 
+    def initialise(self, objective):
+        assert (self.at.step, self.at.num_steps, self.at.progress) == (0, 12, 0.0)
+        assert self.at.rank < self.at.world_size <= 2
+
     def lr_factor(self, step, total):
         assert (step, total) == (self.at.step, self.at.num_steps)
         return SHOWN["lr_factor"](self, step, total)

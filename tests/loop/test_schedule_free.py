@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tasks import TASKS
-from tests.conftest import assert_same_bits, load
+from tests.conftest import ROOT, assert_same_bits, load
+from tests.helpers import forks
 from tests.helpers.schedule_free_task import BETA, Free
 from tests.helpers.shaped_task import NUM_CLASSES, NUM_FEATURES, Points, Shaped
 
@@ -76,6 +77,18 @@ def test_the_test_is_scored_with_the_best_weights_as_they_were_saved(train, tmp_
     best, samples = load(tmp_path / "best.pth")["model"], Points(8, 3).__getitems__(ALL)
     logits = F.linear(torch.from_numpy(samples["x"]).double(), best["weight"], best["bias"])
     assert tested == pytest.approx(float(F.cross_entropy(logits, torch.from_numpy(samples["y"]))), 1e-12)
+
+
+def test_two_processes_evaluate_and_save_what_one_does(train, environment, tmp_path):
+    one, out = train(tmp_path / "one", 5, "--global-batch-size", 8, "--batch-size", 4), tmp_path / "out.txt"
+    task = ["--task", f"{ROOT / 'tests' / 'helpers' / 'schedule_free_task.py'}:Free", *RUN[2:], tmp_path / "two"]
+    argv = ["--multi-gpu", "ddp", *task, "--max-steps", 5, "--global-batch-size", 8, "--batch-size", 4]
+    assert forks.run_group(argv, 2, environment, out) == [0, 0], out.read_text()
+    two = load(tmp_path / "two" / "final.pth")
+    for name in ("model", "training_model"):
+        torch.testing.assert_close(two[name], one[name], rtol=1e-12, atol=1e-12)
+    scores = [json.loads((tmp_path / name / "results.json").read_text())["metrics"] for name in ("one", "two")]
+    assert scores[1] == pytest.approx(scores[0], 1e-12)
 
 
 def test_two_averages_are_refused(train, tmp_path):

@@ -400,6 +400,7 @@ def assemble_run(
     facts = start_facts(flags, task, strategy)
     batches, facts["lr_factor"] = arrange_batches(flags, facts["config"], facts["batch_sizes"], strategy, before)
     plan = build_plan(flags, task, batches)
+    task.at = Progress().where(plan, strategy.group)  # for what is called before the first step
     learning_rate = build_learning_rate(flags, task, plan, facts["lr_factor"])
     facts["global_batch_sizes"] = [split.global_batch_size for split in batches]
     facts["phase_sizes"] = plan.phase_sizes

@@ -34,7 +34,10 @@ def check_signatures(own: object, base: type) -> None:
         if not inspect.isfunction(method) or getattr(type(own), name) is method or name.startswith("_"):
             continue
         parameters = [*inspect.signature(method).parameters.values()][1:]
-        found = inspect.signature(getattr(own, name))
+        try:
+            found = inspect.signature(getattr(own, name))
+        except (TypeError, ValueError):  # no function, or one that does not tell
+            continue
         taken = [each for each in parameters if each.name != "at" or "at" in found.parameters]
         fewest = [each.name for each in taken if each.default is inspect.Parameter.empty]
         for names in (fewest, [each.name for each in taken]):
