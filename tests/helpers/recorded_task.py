@@ -141,6 +141,8 @@ class Skipping(Shaped):
 class ChangingObjective(ShapedObjective):
     """Its batch is its own: it takes parts out, writes into others, and wants a gradient of one."""
 
+    coupled = True  # it returns weights among its sums
+
     def forward(self, batch, phase="train"):
         x = batch["x"].mul_(2).requires_grad_()
         batch["index"] = batch.pop("y")

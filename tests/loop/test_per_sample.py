@@ -203,5 +203,5 @@ def test_training_takes_sums_alone(refused, monkeypatch, tmp_path):
             return objective
 
     monkeypatch.setitem(TASKS, "always", AlwaysPerSample)
-    message = "in train mode must return a dict of tensors, sums all of them"
+    message = "in train mode returns a PerSample for 'x': it must be a tensor, a sum over the samples"
     refused([message], "--task", "always", "--save-dir", tmp_path)

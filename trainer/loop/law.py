@@ -79,7 +79,8 @@ class _Halves:
 
         def batch(index: np.ndarray) -> Batch:
             keys = SampleKeys(index, 0, phase, few_lengths=for_gpu)
-            return strategy.to_device(gathered(dataset, collate, keys))
+            found = gathered(dataset, collate, keys)
+            return {name: tensor.to(strategy.device) for name, tensor in found.items()}
 
         index = np.arange(self.num_samples)
         self.whole = batch(index) if self.num_samples else {}
@@ -102,7 +103,7 @@ def _of_mode(
 
     def sums(batch: Batch, seed: int) -> dict[str, Tensor]:
         strategy.seed_dropout(0, 0, 0, seed, 0, same_everywhere=True)
-        outputs = forward(dict(batch))
+        outputs = forward({name: tensor.clone() for name, tensor in batch.items()})  # which it may change
         check_outputs(objective, outputs)
         return {name: value.detach() for name, value in outputs.items() if isinstance(value, Tensor)}
 

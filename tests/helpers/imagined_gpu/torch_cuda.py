@@ -239,6 +239,7 @@ def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wa
         "max_memory_allocated": lambda device=None: library.imagined_peak(index(device)),
         "reset_peak_memory_stats": lambda device=None: library.imagined_forget_peak(index(device)),
         "empty_cache": empty_cache,
+        "host_memory_stats": dict,
         "get_sync_debug_mode": lambda: sync_debug_mode,
         "set_sync_debug_mode": _set_sync_debug_mode,
         "synchronize": lambda device=None: wait_for(index(device), what="torch.cuda.synchronize"),
