@@ -1,5 +1,7 @@
 """Losses of all rows of a step on imagined GPUs: what the CPU learns, without a wait of the host, and no recordings."""
 
+import pytest
+
 from tests.conftest import largest_difference, load
 from tests.gpu.runs import EXACT, run
 from tests.gpu.test_ranks import run_on_ranks
@@ -36,6 +38,7 @@ def test_scaled_gradients(tmp_path, cache_dir):
     assert_same(tmp_path / "several", tmp_path / "whole", 0.02)
 
 
+@pytest.mark.slow
 @on_imagined_gpus(2)
 def test_ranks_learn_what_the_cpu_learns(tmp_path, cache_dir):
     run_on_ranks(tmp_path, cache_dir, *CLIP, *EXACT, "--batch-size", 2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import trainer
+from tasks import TASKS
 from tests.conftest import ROOT, assert_same_bits, cut_back, load, read_metrics, results_of
 from tests.helpers import joint_task
 from tests.helpers.forks import call_on_ranks
@@ -47,7 +48,8 @@ class Case:
     @property
     def flags(self):
         own = ["--num-train", self.num_train, "--dropout", self.dropout, *(["--norm"] if self.norm else [])]
-        number = ["--dtype", "float64"] if self.amp == "off" else ["--amp", self.amp]
+        number = ["--find-unused-parameters"] if self.overlaps and self.size < 6 else []
+        number += ["--dtype", "float64"] if self.amp == "off" else ["--amp", self.amp]
         return [
             "--task", f"{FILE}:{self.task}", *own, *number, "--batch-size", self.size, "--global-batch-size",
             GLOBAL_BATCH, "--epochs", EPOCHS, "--lr", LR, "--schedule", "constant", "--warmup-epochs", 0,
@@ -56,12 +58,12 @@ class Case:
         ]  # fmt: skip
 
 
-TASKS = "Joint", "Clips", "OfTriplets", "VicRegs"
+NAMES = "Joint", "Clips", "OfTriplets", "VicRegs"
 TWO_LEFT = 26
 """Training samples of which the last step of an epoch has two, so that the third process has none."""
 CASES = {
     1: [
-        *(Case(task, 4, 30, dropout=0.3, norm=True) for task in TASKS),
+        *(Case(task, 4, 30, dropout=0.3, norm=True) for task in NAMES),
         Case("Clips", 4, dropout=0.3, resumes=True),
         Case("Joint", 12, dropout=0.3),
         Case("Clips", 12, amp="bf16"),
@@ -69,7 +71,7 @@ CASES = {
         Case("Gathers", 12),
     ],
     2: [
-        *(Case(task, 2, dropout=0.3, resumes=task == "Joint") for task in TASKS),
+        *(Case(task, 2, dropout=0.3, resumes=task == "Joint") for task in NAMES),
         Case("Joint", 3, dropout=0.3, norm=True, resumes=True),
         Case("Clips", 6, overlaps=True),
         Case("Clips", 2, dropout=0.3, overlaps=True),
@@ -253,6 +255,38 @@ def test_batch_norms_are_named_and_nothing_else(cli, tmp_path):
     assert "halves" not in out
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mean_in_the_place_of_a_sum_is_named(name, cli, tmp_path, monkeypatch):
+    task_type = getattr(joint_task, name)
+    objective = task_type.objective
+
+    def mean(self, rows, phase="train"):
+        sums = objective.joint_loss(self, rows, phase)
+        return {**sums, "loss": sums["loss"] / len(next(iter(rows.values())))}
+
+    said = {}
+    for own in (objective, type("Mean", (objective,), {"joint_loss": mean})):
+        members = {"build_objective": lambda self, own=own: own(task_type.build_objective(self).model)}
+        monkeypatch.setitem(TASKS, "joint", type("Tried", (task_type,), members))
+        said[own] = cli(
+            "--task",
+            "joint",
+            "--num-threads",
+            1,
+            "--device",
+            "cpu",
+            "--max-steps",
+            1,
+            "--batch-size",
+            12,
+            "--save-dir",
+            tmp_path / own.__name__,
+        )[1]
+    sums, means = said.values()
+    assert "as of a mean" not in sums
+    assert "as of a mean. It must be a sum over the rows" in means
+
+
 def test_evaluation_has_the_rows_of_each_batch(cli, tmp_path):
     """8 samples in batches of 4: the mean loss of the two, as of each for itself."""
     cli(*Case("Joint", 12).flags, "--eval-batch-size", 4, "--save-dir", tmp_path)
@@ -264,6 +298,12 @@ def test_evaluation_has_the_rows_of_each_batch(cli, tmp_path):
     with torch.no_grad():
         expected = sum(float(objective(batch)["loss"]) for batch in batches) / 8
     assert results_of(tmp_path)["metrics"]["test/loss"] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["Joint", "Gathers"])
+def test_check_task_says_that_it_cannot_tell(name, cli):
+    _, out, _ = cli("--task", f"{FILE}:{name}", "--check-task", "--num-threads", 1, "--device", "cpu")
+    assert "The loss couples samples on purpose: how it depends on the division of a batch is not checked." in out
 
 
 def test_outside_of_a_step_gather_returns_its_rows():

@@ -39,6 +39,11 @@ ADVICE = (
     "batch['weight'].sum()"
 )
 
+NUM_ROWS, MORE_IN_HALVES, LESS_TWICE = 16, 1.25, 1.6
+"""Rows of a joint loss that are tried. One that its halves exceed together by the first factor, and that grows by less
+than the second with each sample twice, looks like a mean: a sum over rows that are compared is larger than its halves
+together, and doubles."""
+
 Sums = Mapping[str, Tensor]
 
 
@@ -49,16 +54,19 @@ def check_sums(task: Task, learner: Learner, strategy: Strategy, no_limit: bool 
     Nothing is learned, and no generator moves. no_limit: also where forwards are slow. All processes call it.
     """
     remarks: list[str] = []
-    if learner.objective.coupled or learner.objective.is_joint:
+    if learner.objective.coupled:
         return remarks
+    is_joint = learner.objective.is_joint
     for index, phase in enumerate(task.phases):
         where = training_forward(learner.objective, phase)  # which has returned sums already
         learner.enter(phase)
-        halves = _Halves(task.training_data(phase), task.collate, index, strategy)
+        halves = _Halves(
+            task.training_data(phase), task.collate, index, strategy, NUM_ROWS if is_joint else NUM_SAMPLES
+        )
         remarks += _of_mode(where, learner, strategy, halves, no_limit, partial(_forward, learner.net, phase))
     splits = task.splits()
     split = next(iter([*validation_sets(splits), "test"]))
-    if split in splits:
+    if split in splits and not is_joint:
         where = f"{type(learner.objective).__name__}.forward(batch) in eval mode"
         halves = _Halves(splits[split], task.collate, 0, strategy)
         remarks += _of_mode(where, learner, strategy, halves, no_limit, learner.net, evaluates=True)
@@ -73,8 +81,10 @@ def _forward(net: nn.Module, phase: str, batch: Batch) -> Mapping[str, object]:
 class _Halves:
     """The first samples of a data set, on the device: whole, and in parts of equal size."""
 
-    def __init__(self, dataset: KeyedDataset, collate: Collate, phase: int, strategy: Strategy) -> None:
-        self.num_samples = min(NUM_SAMPLES, len(dataset)) // NUM_PARTS * NUM_PARTS
+    def __init__(
+        self, dataset: KeyedDataset, collate: Collate, phase: int, strategy: Strategy, most: int = NUM_SAMPLES
+    ) -> None:
+        self.num_samples = min(most, len(dataset)) // NUM_PARTS * NUM_PARTS
         for_gpu = strategy.device.type == "cuda"
 
         def batch(index: np.ndarray) -> Batch:
@@ -120,11 +130,27 @@ def _of_mode(
             seconds = strategy.group.on_main(lambda: time.perf_counter() - started)
             if seconds > SLOW_S and not no_limit:
                 return []
+            if objective.is_joint:
+                return _joint_mean(where, whole, halves, sums)
             has_time = no_limit or seconds * NUM_SEEDS * (1 + NUM_PARTS) < MOST_S
             return _compared(where, learner, whole, halves, sums, has_time)
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def _joint_mean(where: str, whole: Sums, halves: _Halves, sums: Callable[[Batch, int], Sums]) -> list[str]:
+    """A line about a loss of all rows that looks like a mean over them; for certain only who wrote it knows."""
+    batch, loss = halves.whole, float(whole["loss"])
+    twice = float(sums({name: torch.cat([value, value]) for name, value in batch.items()}, 0)["loss"])
+    in_halves = float(_added([sums(part, 0) for part in halves.parts])["loss"])
+    if not (0 < MORE_IN_HALVES * loss < in_halves and twice < LESS_TWICE * loss):
+        return []
+    return [
+        f"{where}: 'loss' is {loss:.5g} for {halves.num_samples} samples, {twice:.5g} with each of them twice, and "
+        f"{in_halves:.5g} for the same in {NUM_PARTS} halves, as of a mean. It must be a sum over the rows, for the "
+        "trainer divides it by their weight: a mean times the number of rows, or with reduction='sum'."
+    ]
 
 
 def _compared(
