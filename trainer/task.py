@@ -130,7 +130,7 @@ class Objective(SeesConversions):
 
         Of several micro-batches a step each is computed twice, with the same dropout.
         """
-        raise NotImplementedError
+        raise self._lacks_methods()
 
     def joint_loss(self, rows: Rows, phase: str = "train") -> Sums:
         """Sums over the rows of a whole step, of all its micro-batches on all devices; "loss" among them.
@@ -139,7 +139,11 @@ class Objective(SeesConversions):
         use parameters of `model`; every process computes it, with the same random numbers. In eval mode it gets the
         rows of one batch of one process, and may return `PerSample` too.
         """
-        raise NotImplementedError
+        raise self._lacks_methods()
+
+    def _lacks_methods(self) -> UserError:
+        name, account = type(self).__name__, "which returns sums, or both `outputs` and `joint_loss`"
+        return UserError(f"{name}: must have forward(batch, phase), {account}; see Objective in trainer/task.py")
 
     def after_step(self, phase: str, at: At) -> None:
         """Does what follows each optimizer step, such as moving a teacher's weights towards the student's.

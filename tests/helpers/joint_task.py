@@ -187,6 +187,14 @@ class Unlike(Joint):
     objective = OfTheBatch
 
 
+class OnlyRows(Objective):
+    outputs = SimClr.outputs
+
+
+class NoLoss(Joint):
+    objective = OnlyRows
+
+
 class Summed(Triplets):
     def outputs(self, batch, phase="train"):
         return {"e": self.model(batch["a"]).sum()}

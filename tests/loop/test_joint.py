@@ -231,6 +231,7 @@ def test_what_several_processes_cannot_do_is_refused(name, world):
             ["--batch-size", 4],
             "trainer.gather: gathers the rows of one forward, and this step has 3",
         ),
+        ("NoLoss", [], "OnlyRows: must have forward(batch, phase), which returns sums, or both `outputs` and `joint_"),
         ("NoRows", [], "Summed.outputs: 'e' must have a row for each of 2 samples, and is ()"),
     ],
 )
