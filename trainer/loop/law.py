@@ -195,7 +195,7 @@ def _compared(
             raise UserError(f"{account}, as of a mean; {ADVICE}")
         return [
             f"{account}, so what is learned depends on --batch-size and the number of devices. If it is no sum over "
-            f"the samples, {ADVICE}."
+            f"the samples, {ADVICE}. If it compares samples, write `outputs` and `joint_loss`; see docs/own_task.md."
         ]
     return []
 
