@@ -1,4 +1,4 @@
-"""The script of docs/script.md, run by itself, resumed, and on two processes."""
+"""The script of docs/script.md, run by itself and resumed. On two processes: tests/test_script.py."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ PAGE = (ROOT / "docs" / "script.md").read_text()
 (SCRIPT,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_the_script_runs_resumes_and_finds_itself_finished(tmp_path, environment):
+def test_the_script_runs_and_resumes(tmp_path, environment):
     def run(more):
         shown = "\n    print(run.state, metrics, tuple(logits.shape))\n"
         (tmp_path / "train.py").write_text(SCRIPT.replace("epochs=10", f"num_threads=1, {more}") + shown)
@@ -19,9 +19,8 @@ def test_the_script_runs_resumes_and_finds_itself_finished(tmp_path, environment
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
 
     assert "val/accuracy" in run("epochs=1")
-    assert "Resuming after optimizer step" in run("epochs=2")
-    assert "(400, 2)" in run("epochs=2, multi_gpu='ddp', nproc=2, device='cpu', fresh=True")
-    assert "This run is finished" in run("epochs=2")
+    resumed = run("epochs=2")
+    assert "Resuming after optimizer step" in resumed and "(400, 2)" in resumed
 
 
 def test_it_is_short_and_the_readme_leads_to_it():

@@ -36,7 +36,13 @@ def test_a_run_goes_on_with_data_elsewhere(tmp_path, cache_dir):
     assert_same_bits(*(load(tmp_path / name / "last.pth") for name in ("whole", "resumed")))
 
 
-@pytest.mark.parametrize("task", [["har"], ["speech", *small_speech.SMALL]], ids=["har", "speech"])
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param(["har"], id="har", marks=pytest.mark.slow),
+        pytest.param(["speech", *small_speech.SMALL], id="speech"),
+    ],
+)
 @on_imagined_gpus()
 def test_what_is_varied_on_the_gpu_teaches_what_the_host_varies(task, tmp_path, cache_dir):
     data = ["--data-dir", small_speech.write_digits(tmp_path / "data")] if task[0] == "speech" else []
