@@ -10,7 +10,7 @@ LINES_AND_FILES = {
     "commands": (3105, 13),
     "common": (997, 7),
     "failure": (681, 4),
-    "loading": (1534, 10),
+    "loading": (1540, 10),
     "logs": (720, 5),
     "loop": (6485, 29),
     "parallel": (3110, 15),

@@ -11,10 +11,12 @@ import numpy as np
 Array = Any
 """A numpy array or a tensor. Both have operators, indexing, `shape` and methods such as `sum(axis=0)`."""
 
+_OF_NUMPY = np.ndarray, np.generic
+
 
 def on_host(array: Array) -> bool:
     """Whether it is numpy's; otherwise it is a tensor."""
-    return isinstance(array, np.ndarray | np.generic)
+    return isinstance(array, _OF_NUMPY)
 
 
 def namespace(array: Array) -> Any:

@@ -83,6 +83,13 @@ def _unit_interval(bits24: Array) -> Array:
 
 def mix(x: Array) -> Array:
     """The finaliser of SplitMix64 on words, in place."""
+    if on_host(x):  # a batch has few words, and a call takes as long as some of them
+        x ^= x >> 30
+        x *= 0xBF58476D1CE4E5B9
+        x ^= x >> 27
+        x *= 0x94D049BB133111EB
+        x ^= x >> 31
+        return x
     x ^= high_bits(x, 34)
     x *= _word(0xBF58476D1CE4E5B9, x)
     x ^= high_bits(x, 37)
