@@ -67,14 +67,7 @@ def run_group(
     """
     meeting_place = f"file://{output.parent}/meeting-{uuid.uuid4()}"
     ranks = [RankEnvironment(rank, world_size, rank, world_size, meeting_place) for rank in range(world_size)]
-    processes = [start(argv, variables, output, output, rank, prepare) for rank in ranks]
-    try:
-        for process in processes:
-            process.join(timeout_s)
-        return [process.exitcode for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    return _joined([start(argv, variables, output, output, rank, prepare) for rank in ranks], timeout_s)
 
 
 def call_on_ranks(
@@ -88,9 +81,14 @@ def call_on_ranks(
         RankEnvironment(rank, world_size, rank, world_size, f"file://{folder}/meeting") for rank in range(world_size)
     ]
     processes = [_context.Process(target=_call, args=(function, rank, folder)) for rank in ranks]
+    for process in processes:
+        process.start()
+    return _joined(processes, timeout_s)
+
+
+def _joined(processes: Sequence[BaseProcess], timeout_s: float) -> list[int | None]:
+    """The exit statuses of processes; None for one that has not ended within the timeout. None of them is left."""
     try:
-        for process in processes:
-            process.start()
         for process in processes:
             process.join(timeout_s)
         return [process.exitcode for process in processes]

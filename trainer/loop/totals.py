@@ -111,13 +111,10 @@ def _common_shapes(own: dict[str, tuple[int, ...]], group: Group) -> dict[str, t
 
 def require_sums(sums: object, objective: nn.Module, phase: str) -> None:
     """Raises UserError for what a forward in training returned that cannot be trained on."""
-    other = (
-        {name: value for name, value in sums.items() if not isinstance(value, Tensor)} if isinstance(sums, dict) else {}
-    )
     if not isinstance(sums, dict):
         problem = f"must return a dict of tensors, sums all of them, not a {type(sums).__name__}"
-    elif other:
-        name, value = next(iter(other.items()))
+    elif other := [each for each in sums.items() if not isinstance(each[1], Tensor)]:
+        name, value = other[0]
         problem = f"returns a {type(value).__name__} for {name!r}: it must be a tensor, a sum over the samples"
         if isinstance(value, int | float):
             problem += "; take the tensor itself and no float(...) of it, or batch['weight'].sum() for their number"
