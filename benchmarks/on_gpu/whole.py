@@ -21,7 +21,7 @@ from trainer.profiling.measure import MeasuredRun
 
 GRAPHS = ["--cuda-graphs", "on"]
 NOTHING = "import torch; torch.zeros(1, device='{device}'); import main, tasks"
-"""What a command takes before the trainer does anything."""
+"""Imports torch and the trainer and makes the CUDA context: time that no command can save."""
 BUSY, NUM_BUSY = 0.8, 12
 """Goal: the share of a step in which the GPU replays, for at least how many models."""
 LEAST_TABLES = {"off": 3000, "bf16": 3500}

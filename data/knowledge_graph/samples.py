@@ -183,6 +183,6 @@ def _turns(seed: int, epoch: int, num_things: int, num_samples: int, stream: int
     num_rounds = -(-num_samples // num_things)
     rounds = np.arange(num_rounds) if device is None else torch.arange(num_rounds, device=device)
     bits = random_bits(seed, epoch, rounds, num_things, stream)
-    # Of tensors, whose words have a sign, the highest bit turned round, so that the order is that of the host.
+    # Words of tensors have a sign: with the highest bit flipped they sort as the host's unsigned words do.
     order = np.argsort(bits, axis=1, kind="stable") if on_host(bits) else (bits ^ -(2**63)).argsort(dim=1, stable=True)
     return cast(order, "int32").ravel()

@@ -93,14 +93,14 @@ class Noise(NamedTuple):
 
     @classmethod
     def drawn(cls, snr_db: tuple[float, float], ratio: np.ndarray, part: np.ndarray, colour: np.ndarray) -> "Noise":
-        """Of draws in [0, 1). snr_db: the ratio is uniform between these."""
+        """Makes noise of draws in [0, 1). snr_db: its ratio is uniform between these."""
         lowest, highest = snr_db
         start = (part * (NOISE_LENGTH / 2)).astype(np.int64)
         return cls(lowest + (highest - lowest) * ratio, start, (colour * len(COLOURS)).astype(np.int64))
 
 
 Changes = tuple[np.ndarray, np.ndarray, np.ndarray, Noise | None]
-"""Of n utterances: percent of the time, (n,) int64; gain and tilt, (n,) float32; noise, of (n,) each, or none."""
+"""Changes of n utterances: percent of the time, (n,) int64; gain and tilt, (n,) float32; noise, (n,) each, or none."""
 
 
 class Augmenter:
@@ -130,7 +130,7 @@ class Augmenter:
         return noise._replace(snr_db=np.where(has_room < self._strength.room_share, noise.snr_db, np.inf))
 
     def changes(self, epoch: int, index: np.ndarray) -> Changes:
-        """What `audio` changes, by draws of speed, gain, signal-to-noise ratio, noise, tilt, colour of the noise."""
+        """Draws what `audio` changes: speed, gain, signal-to-noise ratio, noise, tilt, and colour of the noise."""
         strength, draws = self._strength, uniform(self._seed, epoch, index, (6,), _AUDIO_STREAM)
         gain, tilt = from_db(strength.gain_db * (2 * draws[:, 1] - 1)), strength.tilt * (2 * draws[:, 4] - 1)
         snr_db = strength.noise_snr_db

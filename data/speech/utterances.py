@@ -40,7 +40,7 @@ _STRING_STREAM = 16  # beside those of augmentation, which has the same keys
 
 
 class _OfCorpus(Movable):
-    """What data sets of a corpus share: they find its recordings, and vary what is made of them."""
+    """Finds the recordings of a corpus and varies the audio made of them: a base of its data sets."""
 
     stays = frozenset({"indices", "_durations", "_first", "_count"})
 

@@ -41,7 +41,7 @@ def at_durations(audio: Tensor, length: np.ndarray, percent: np.ndarray, width: 
         return F.pad(audio, (0, width - audio.shape[1]))
     periods = np.array([100 * hundreds(each) for each in length.tolist()])
     old, new, end = here(np.stack([periods, percent * periods // 100, length_at(length, percent)]))[..., None]
-    # Bins of a real signal stand for two, but for the first and, if there is one, that of half the new rate.
+    # Each bin of a real signal stands for two, except the first one and the one at half the new rate, if there is one.
     twice_bin = 2 * torch.arange(int(periods.max()) // 2 + 1, device=audio.device)
     weight = (twice_bin <= old) * ((twice_bin < new).float() + (twice_bin <= new))
     weight[:, 0] = 1
