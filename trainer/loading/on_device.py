@@ -145,7 +145,8 @@ class DeviceLoader(BatchLoader):
         """Positions of the keys that are drawn together with the first of them."""
         if not self._datasets[keys[first].phase].rows_alike:
             return [first]
-        alike = [i for i in range(first, len(keys)) if _kind(keys[i]) == _kind(keys[first])]
+        kinds = [(each.phase, each.epoch) for each in keys]
+        alike = [i for i in range(first, len(keys)) if kinds[i] == kinds[first]]
         num_samples = np.cumsum([len(keys[i].index) for i in alike])
         return alike[: max(1, int(np.searchsorted(num_samples, MOST_SAMPLES_TOGETHER, side="right")))]
 
@@ -168,10 +169,6 @@ class DeviceLoader(BatchLoader):
                 f"from {own.tolist()[:5]}; make them the same, or leave the method out"
             )
         self._unchecked.discard(phase)
-
-
-def _kind(keys: SampleKeys) -> tuple[int, int]:
-    return keys.phase, keys.epoch
 
 
 def _pinned(tensor: Tensor, device: torch.device) -> Tensor:

@@ -122,12 +122,14 @@ class Workers:
         self._at_start = self._outline()
         self._prime()
 
-    def load(self, number: int, keys: Iterable[SampleKeys], trains: bool, ahead: bool) -> "BatchStream":
+    def load(self, number: int, keys: Iterable[SampleKeys], trains: bool, ahead: bool) -> Iterator[Batch]:
         """The batches that keys name of one data set, in order. Processes begin with it when this is read last.
 
         trains: whether they count in a trial. ahead: processes begin only when they have nothing else to do.
         """
         keys = map(self.completed, keys) if self._for_gpu else keys
+        if self._processes is None:
+            return (self._made(number, key) for key in keys)
         stream = BatchStream(self, ((number, key) for key in keys), trains)
         self._streams.insert(0 if ahead else len(self._streams), ref(stream))
         self._trial.pause()
@@ -152,14 +154,17 @@ class Workers:
             self._prime()
             return self.next_of(stream)
         (number, key), start = next(stream.requests), time.perf_counter()
-        batch = gathered(*self._batches.sources[number], key)
-        if self._for_gpu:
-            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+        batch = self._made(number, key)
         if not stream.trains:
             self._trial.pause()
         elif self.on_trial and self._trial.add(start, time.perf_counter()):
             self._decide(sum(tensor.nbytes for tensor in batch.values()))
         return batch
+
+    def _made(self, number: int, keys: SampleKeys) -> Batch:
+        """A batch that this process makes."""
+        batch = gathered(*self._batches.sources[number], keys)
+        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._for_gpu else batch
 
     def take_remarks(self) -> Sequence[str]:
         """Lines for the user, each once."""
