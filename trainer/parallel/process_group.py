@@ -220,10 +220,11 @@ class ProcessGroup(Group):
         """Sum over processes of a tensor on this process's device, in place; the same bits on every process.
 
         On a GPU the host does not wait for it, unless it is sparse. A small one on a CPU goes from each process to
-        every other.
+        every other: a single message has to be waited for, where a ring has 2 (world size - 1) one after the other, and
+        each wakes a thread on a core that is busy.
         """
-        if values.is_cpu and not values.is_sparse and values.nbytes * (self.world_size - 1) <= DIRECT_BYTES:
-            sum_directly(values, self.rank, self.world_size, timedelta(seconds=self._timeout_s))
+        if values.is_cpu and not values.is_sparse and self._is_small(values):
+            values.copy_(reduce(torch.add, self._swapped([values] * self.world_size)))
         else:
             dist.all_reduce(values)
 
@@ -235,28 +236,34 @@ class ProcessGroup(Group):
 
     def sum_in_tree(self, values: Tensor) -> None:
         self.activity.enter(EXCHANGE)
-        is_small = values.nbytes * (self.world_size - 1) <= DIRECT_BYTES
-        if is_small or (self.backend == "gloo" and not values.is_cpu):  # gloo swaps tensors of the host alone
-            found = [torch.empty_like(values) for _ in range(self.world_size)]
-            dist.all_gather(found, values)
-            values.copy_(sum_of_neighbours(found))
-            return
-        # Each process adds up a slice: as many bytes travel as in a ring.
-        slices = values.tensor_split(self.world_size)
-        own = slices[self.rank]
-        found = [own if other == self.rank else torch.empty_like(own) for other in range(self.world_size)]
-        self._swap(slices, found)
-        own.copy_(sum_of_neighbours(found))
-        self._swap([own] * self.world_size, slices)
+        if self.backend == "gloo" and not values.is_cpu:  # it swaps tensors of the host alone
+            values.copy_(sum_of_neighbours(self.stack(values)))
+        elif self._is_small(values):
+            values.copy_(sum_of_neighbours(self._swapped([values] * self.world_size)))
+        else:  # each process adds up a slice: as many bytes travel as in a ring
+            slices = values.tensor_split(self.world_size)
+            own = slices[self.rank]
+            own.copy_(sum_of_neighbours(self._swapped(slices)))
+            self._swapped([own] * self.world_size, slices)
 
-    def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """Sends each other process what has its place in `sent`, and receives in place what it sends."""
+    def _is_small(self, values: Tensor) -> bool:
+        return values.nbytes * (self.world_size - 1) <= DIRECT_BYTES
+
+    def _swapped(self, sent: Sequence[Tensor], into: Sequence[Tensor] = ()) -> list[Tensor]:
+        """What every process, in order of rank, sends to this one, itself included.
+
+        sent: to each process. into: where it arrives, unless in new tensors shaped as what this one sends to itself.
+        """
+        own = sent[self.rank]
+        found = [*into] or [torch.empty_like(own) for _ in sent]
+        found[self.rank] = own
         others = [other for other in range(self.world_size) if other != self.rank]
         ops = [dist.P2POp(dist.isend, sent[other], other) for other in others]
-        ops += [dist.P2POp(dist.irecv, received[other], other) for other in others]
+        ops += [dist.P2POp(dist.irecv, found[other], other) for other in others]
         limit = [timedelta(seconds=self._timeout_s)] if sent[0].is_cpu else []  # with one the host waits for a GPU
         for work in dist.batch_isend_irecv(ops):
             work.wait(*limit)
+        return found
 
     def gather(self, value: T) -> list[T]:
         self.activity.enter(EXCHANGE)
@@ -309,21 +316,6 @@ class ProcessGroup(Group):
         closing.join(CLOSE_WITHIN_S)
         if closing.is_alive():
             exit_at_once(status)
-
-
-def sum_directly(values: Tensor, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Sum over processes of a CPU tensor, in place; the same bits on every process. Each sends its own to every other.
-
-    So a single message has to be waited for, where a ring has 2 (world size - 1) one after the other, and each wakes a
-    thread on a core that is busy. For a few processes and small tensors: all of it goes to everyone.
-    """
-    others = [other for other in range(world_size) if other != rank]
-    found = [values if other == rank else torch.empty_like(values) for other in range(world_size)]
-    sent = [dist.isend(values, other) for other in others]
-    received = [dist.irecv(found[other], other) for other in others]
-    for work in (*sent, *received):
-        work.wait(timeout)  # type: ignore[union-attr]
-    values.copy_(reduce(torch.add, found))
 
 
 def sum_of_neighbours(values: Sequence[Tensor] | Tensor) -> Tensor:
