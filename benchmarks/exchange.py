@@ -40,7 +40,6 @@ from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.launch import launch
 from trainer.parallel.process_group import ProcessGroup
 from trainer.parallel.strategy import SingleDevice, Strategy
-from trainer.parallel.tree import ReplicatedInParts
 from trainer.task import Objective
 
 BATCH_SIZE = 32
@@ -135,7 +134,7 @@ def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
         "waiting_only": waiting_step(alone, environment.rank, counters),
         "bare_ddp": bare_step(under_ddp(task.build_objective()), batches),
         "lockstep": lockstep_step(task, strategy, batches),
-        "parts": lockstep_step(task, ReplicatedInParts(strategy.group, num_parts=WORLD_SIZE), batches),
+        "parts": lockstep_step(task, Replicated(strategy.group, num_parts=WORLD_SIZE), batches),
     }
     means = {name: times[:, 0] for name, times in in_turns(steps, rounds, strategy).items()}
     if strategy.group.is_main:

@@ -12,8 +12,8 @@ LINES_AND_FILES = {
     "failure": (681, 4),
     "loading": (1540, 10),
     "logs": (720, 5),
-    "loop": (6485, 29),
-    "parallel": (3110, 15),
+    "loop": (6545, 29),
+    "parallel": (2980, 14),
     "trainer": (2620, 8),
 }
 """Of each room of trainer/ but profiling; "trainer" is the files in none."""

@@ -21,10 +21,11 @@ from trainer.commands.planning import arrange_batches
 from trainer.common.errors import UserError
 from trainer.loading.order import EpochOrder, SampleKeys
 from trainer.loading.workers import BatchLoader
+from trainer.loop.parts import TreeSum, add_grads, take_grads
 from trainer.parallel import process_group
+from trainer.parallel.flat_gradients import FlatGradients
 from trainer.parallel.group import Group
 from trainer.parallel.strategy import SingleDevice, Strategy
-from trainer.parallel.tree import GradientTree, InParts, OneDeviceInParts, TreeSum
 
 FILE = ROOT / "tests" / "helpers" / "parted_task.py"
 NUM_PARTS, SIZE, EPOCHS, LR, MAX_NORM = 16, 3, 3, 0.02, 1.0
@@ -120,23 +121,21 @@ def test_one_device_learns_the_bits_of_a_bare_loop(run_here, tmp_path):
 def test_what_is_not_there_changes_no_bit():
     """Not even the sign of a zero, be it a part without a gradient or a process without parts."""
     params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1, dtype=torch.complex64))]
-    tree, alone = GradientTree(params), Group([torch.device("cpu")])
-    for is_there in (False, True, False):
-        tree.begin()
-        for grads in ([torch.tensor([-0.0, 1.0]), torch.tensor([complex(-0.0, -0.0)])], [None, None]):
-            for parameter, grad in zip(params, grads if is_there else [None, None], strict=True):
-                parameter.grad = grad
-            tree.add()
-        tree.finish(alone)
-        if is_there:
-            assert digest([p.grad for p in params]) == digest([torch.tensor([-0.0, 1.0]), -torch.zeros_like(params[1])])
-        else:
-            assert [p.grad for p in params] == [None, None]
-    sent = []
-    alone.world_size, alone.sum_in_tree = 2, lambda values: sent.append(values.clone())
-    tree.begin()
-    tree.finish(alone)
+    flat, tree, sent = FlatGradients(params), TreeSum(add_grads), []
+    real, imaginary = torch.tensor([-0.0, 1.0]), torch.tensor([complex(-0.0, -0.0)])
+    for grads in ([real.clone(), imaginary], [None, None], [real, None]):
+        for parameter, grad in zip(params, grads, strict=True):
+            parameter.grad = grad
+        tree.add(take_grads(params))
+        assert [p.grad for p in params] == [None, None]
+    for parameter, grad in zip(params, tree.total(), strict=True):
+        parameter.grad = grad
+    assert digest([p.grad for p in params]) == digest([2 * real, imaginary])
+    for parameter in params:
+        parameter.grad = None
+    flat.sum(lambda values: sent.append(values.clone()))
     assert all(torch.signbit(values.flatten()[:2]).all() and not values.any() for values in sent) and len(sent) == 2
+    assert [p.grad for p in params] == [None, None]
 
 
 # --- several devices ---------------------------------------------------------------------------------------------
@@ -157,18 +156,19 @@ def attributes(owner, **others):
 def in_order_of_rank():
     """Neighbouring parts on different devices, so that what is added first depends on their number."""
 
-    def seed_dropout(self, *key, same_everywhere=False):
-        Strategy.seed_dropout(self, *key[:-1], self.shards[key[-1]][0], same_everywhere=True)
-
     def shards(self):
         return [(part, NUM_PARTS) for part in range(self.group.rank, NUM_PARTS, self.group.world_size)]
 
-    return attributes(InParts, shards=property(shards), seed_dropout=seed_dropout)
+    return attributes(Strategy, shards=property(shards))
 
 
 def accumulated():
     """All parts of a device into one gradient, one after another."""
-    return attributes(TreeSum, take=lambda self, level: self.waiting.pop()[1] if self.waiting else None)
+
+    def add(self, value):
+        self.waiting = [(0, self._add(self.waiting[0][1], value) if self.waiting else value)]
+
+    return attributes(TreeSum, add=add)
 
 
 BROKEN = {"in order of rank": in_order_of_rank, "accumulated": accumulated}
@@ -338,7 +338,7 @@ def test_flags_that_do_not_go_together_are_refused(words):
 )
 def test_parts_that_cannot_be_cut_are_refused(words, num_devices, message):
     flags, _ = parse(words.split(), several_devices=False)
-    strategy = OneDeviceInParts(torch.device("cpu"), num_parts=flags.batch.parts)
+    strategy = SingleDevice(torch.device("cpu"), flags.batch.parts)
     strategy.group.world_size = num_devices
     with pytest.raises(UserError, match=message):
         arrange_batches(flags, {}, [32], strategy, None)

@@ -85,7 +85,6 @@ from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.group import Group
 from trainer.parallel.process_group import ProcessGroup
 from trainer.parallel.strategy import SingleDevice, Strategy
-from trainer.parallel.tree import OneDeviceInParts, ReplicatedInParts
 from trainer.registry import without_folder
 from trainer.task import Objective, Task, validation_sets
 
@@ -104,8 +103,7 @@ def start_strategy(flags: Flags, environment: RankEnvironment | None) -> Strateg
     """The devices of this process. Raises UserError."""
     num_parts = flags.batch.parts
     if flags.multi is None:
-        device = pick_device(flags.devices.device)
-        return OneDeviceInParts(device, num_parts=num_parts) if num_parts else SingleDevice(device)
+        return SingleDevice(pick_device(flags.devices.device), num_parts)
     if not flags.multi.has_processes:
         return start_data_parallel(flags.devices, flags.multi)
     assert environment is not None
@@ -114,9 +112,7 @@ def start_strategy(flags: Flags, environment: RankEnvironment | None) -> Strateg
         from trainer.parallel.fsdp import Sharded
 
         return Sharded(group, flags.multi.shard_size, reshards=flags.multi.reshard == "always")
-    if num_parts:
-        return ReplicatedInParts(group, num_parts=num_parts)
-    return Replicated(group, flags.multi.sync_bn, flags.multi.find_unused_parameters)
+    return Replicated(group, num_parts, flags.multi.sync_bn, flags.multi.find_unused_parameters)
 
 
 def facts_of_start(flags: Flags) -> dict[str, Any]:

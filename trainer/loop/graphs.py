@@ -102,6 +102,11 @@ class Gradients:
         self.flat.collect()
         self.present, self.is_attached = self.flat.present, True
 
+    def hand_out(self) -> None:
+        """Makes each `grad` a copy, which the next replay leaves as it is."""
+        self.attach()
+        self.flat.copy_out()
+
     def replayed(self, present: tuple[bool, ...]) -> None:
         """A recording has written gradients; these are there now."""
         if self.is_attached and any(self.present):
@@ -261,7 +266,9 @@ class GraphedLearner(Learner, Watch):
                 if is_last and self.buffers.is_active:
                     self.buffers.start_agreement(strategy.group)
             sums = launch() if found is None else found
-        if strategy.num_parts or (is_last and strategy.group.world_size > 1):
+        if strategy.num_parts:
+            gradients.hand_out()
+        elif is_last and strategy.group.world_size > 1:
             gradients.attach()
         return sums
 
@@ -413,10 +420,9 @@ class GraphedLearner(Learner, Watch):
         gradients = self._gradients.get(phase)
         if gradients is None:
             return super().update(phase, learning_rate, global_norm)
-        if self.strategy.num_parts:  # whose sum lies elsewhere
+        # The sum over parts lies elsewhere, and an exchange may have brought gradients, or taken them away.
+        if self.strategy.num_parts or self.strategy.group.world_size > 1:
             gradients.collect()
-        elif self.strategy.group.world_size > 1:  # the exchange may have brought some, or taken them away
-            gradients.present = gradients.flat.present
         key = "update", phase, gradients.present
         recording = self._recordings.used(key)
         if (

@@ -1,6 +1,8 @@
 """A step whose global batch is cut into parts, on any number of devices alike (`--parts`).
 
-What a forward and a backward come to is kept apart for each part, and added in one tree (see trainer/parallel/tree.py).
+What a forward and a backward come to is kept apart for each part, and added in one binary tree over all parts: part 0
+to part 1, 2 to 3, then pairs to pairs. A process has consecutive parts, a subtree, so the devices only decide where an
+addition is made: those between processes are made by `Group.sum_in_tree`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,15 +13,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.common.errors import UserError
+from trainer.common.torch_private import foreach_add_
 from trainer.loading.batches import WeightedBatch
 from trainer.loop.buffers import Buffers
 from trainer.loop.learner import Learner
 from trainer.loop.totals import Totals
+from trainer.parallel.flat_gradients import NOTHING
 from trainer.parallel.group import Group, require_shape
 from trainer.parallel.process_group import sum_of_neighbours
 from trainer.parallel.strategy import Strategy
-from trainer.parallel.tree import NOTHING, InParts, TreeSum
 from trainer.task import Sums
+
+Grads = Sequence[Tensor | None]
+
+
+class TreeSum:
+    """The sum of values that come one after another, each added to its neighbour, pairs to pairs, and so on.
+
+    waiting: at most one value for each level of the tree, with the level.
+    """
+
+    def __init__(self, add: Callable[[Any, Any], Any] = Tensor.add_) -> None:
+        """add: returns the sum of two values; it may change the first one."""
+        self._add = add
+        self.waiting: list[tuple[int, Any]] = []
+
+    def add(self, value: Any) -> None:
+        level = 0
+        while self.waiting and self.waiting[-1][0] == level:
+            value, level = self._add(self.waiting.pop()[1], value), level + 1
+        self.waiting.append((level, value))
+
+    def total(self) -> Any | None:
+        """The sum of all values, None of none."""
+        values = [value for _, value in self.waiting]
+        while len(values) > 1:
+            last = values.pop()
+            values.append(self._add(values.pop(), last))
+        return values[0] if values else None
 
 
 class PartsLearner(Learner):
@@ -30,25 +62,48 @@ class PartsLearner(Learner):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.buffers = PartBuffers(self.objective)
-        self._rows: list[Sums] = []
 
     def accumulate(
         self, strategy: Strategy, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool
     ) -> Sums:
         """As of a `Learner`; returns the sums of all parts of the step with the last one, {} before."""
-        assert isinstance(strategy, InParts)
-        tree = strategy.tree_of(self.params[phase])
         if is_first:
-            self._rows = []
-            tree.begin()
-        sums: Sums = {}
+            self._rows: list[Sums] = []
+            self._grads = TreeSum(add_grads)
+        params, sums = self.params[phase], Sums()
         if micro_batch.num_samples > 0:
             # It begins without gradients, and nothing travels with it.
             with self.buffers.of_part(micro_batch.num_samples) if self.buffers.is_active else nullcontext():
                 sums = super().accumulate(strategy, phase, micro_batch, factor, is_first=True, is_last=False)
-            tree.add()
+            self._grads.add(take_grads(params))
         self._rows.append({name: value.detach() for name, value in sums.items()})
-        return as_rows(self._rows) if is_last else {}
+        if not is_last:
+            return {}
+        for parameter, grad in zip(params, self._grads.total() or (), strict=False):
+            parameter.grad = grad
+        return as_rows(self._rows)
+
+
+def take_grads(params: Sequence[Tensor]) -> Grads:
+    """The gradients that a backward has left; afterwards no parameter has one. Raises UserError for sparse ones."""
+    grads = [parameter.grad for parameter in params]
+    if any(grad is not None and grad.is_sparse for grad in grads):
+        raise UserError(
+            "--parts: adds no sparse gradients, as those of nn.Embedding(sparse=True); build those embeddings without "
+            "sparse=True, or leave --parts out"
+        )
+    for parameter in params:
+        parameter.grad = None
+    return grads
+
+
+@torch.no_grad()
+def add_grads(own: Grads, its: Grads) -> Grads:
+    """Adds others in place; where there are none of a parameter, they are its."""
+    both = [(one, other) for one, other in zip(own, its, strict=True) if one is not None and other is not None]
+    if both:
+        foreach_add_(*map(list, zip(*both, strict=True)))
+    return [other if one is None else one for one, other in zip(own, its, strict=True)]
 
 
 def as_rows(parts: Sequence[Mapping[str, Tensor]]) -> Sums:

@@ -126,13 +126,17 @@ class Replicated(Distributed):
     for every parameter unless `finds_unused` has it search. Sparse gradients always travel after the backward: while
     it goes on they may lie in the memory of a gradient that is still needed, which DistributedDataParallel divides.
 
+    Gradients of parts always travel in one piece, for their tree goes over all of them.
+
     sync_bn: whether batch norm goes over the samples of all processes.
     """
 
     name = "DistributedDataParallel"
 
-    def __init__(self, group: ProcessGroup, sync_bn: bool = False, finds_unused: bool = False) -> None:
-        super().__init__(group)
+    def __init__(
+        self, group: ProcessGroup, num_parts: int = 0, sync_bn: bool = False, finds_unused: bool = False
+    ) -> None:
+        super().__init__(group, num_parts)
         self._sync_bn, self._finds_unused = sync_bn, finds_unused
         self._sparse: set[Tensor] = set()
         self._flat: dict[tuple[int, ...], FlatGradients] = {}
@@ -200,7 +204,7 @@ class Replicated(Distributed):
                 sum_sparse(parameter, self.group.sum_gradients, self.gradient_divisor)
         if self.overlaps:
             return
-        self.flat_gradients(params).sum(self.group.sum_gradients)
+        self.flat_gradients(params).sum(self.group.sum_in_tree if self.num_parts else self.group.sum_gradients)
 
     def flat_gradients(self, params: Sequence[Tensor]) -> FlatGradients:
         key = tuple(map(id, params))

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from trainer.common.torch_private import foreach_copy_
 
+NOTHING = -0.0
+"""What stands for a number that is not there: it changes no other when it is added, where 0.0 makes 0.0 of -0.0."""
+
 
 class FlatGradients:
     """The gradients of some parameters in flat buffers, one for each type of number.
@@ -51,20 +54,24 @@ class FlatGradients:
         for parameter, view, is_present in zip(self._params, self.views, present, strict=True):
             parameter.grad = view if is_present else None
 
-    def add_(self, other: "FlatGradients") -> None:
-        """Adds what other buffers of the same parameters hold."""
-        for own, its in zip(self.flat, other.flat, strict=True):
-            own.add_(its)
+    @torch.no_grad()
+    def copy_out(self) -> None:
+        """Makes each `grad` a copy of what is at its place."""
+        there = [(parameter, parameter.grad) for parameter in self._params if parameter.grad is not None]
+        if there:
+            copies = [torch.empty_like(grad) for _, grad in there]
+            foreach_copy_(copies, [grad for _, grad in there])
+            for (parameter, _), copy in zip(there, copies, strict=True):
+                parameter.grad = copy
 
-    def sum(self, sum_in_place: Callable[[Tensor], None], nothing: float = 0.0) -> None:
+    def sum(self, sum_in_place: Callable[[Tensor], None]) -> None:
         """Afterwards `grad` is the sum over processes, and None where no process has a gradient.
 
-        sum_in_place: sums a tensor of real numbers over the processes. nothing: what stands for a gradient that this
-        process does not have. All processes call it.
+        sum_in_place: sums a tensor of real numbers over the processes. All processes call it.
         """
         self.collect()
         for buffer in self._buffers:
-            buffer.sum(sum_in_place, nothing)
+            buffer.sum(sum_in_place)
 
 
 @torch.no_grad()
@@ -96,21 +103,17 @@ class _Buffer:
         self.views = [_laid_out_as(view, parameter) for view, parameter in zip(views, params, strict=True)]
 
     @torch.no_grad()
-    def sum(self, sum_in_place: Callable[[Tensor], None], nothing: float) -> None:
+    def sum(self, sum_in_place: Callable[[Tensor], None]) -> None:
         lacking = [number for number, parameter in enumerate(self.params) if parameter.grad is None]
         self._counts.copy_(self._all_ones)
         for number in lacking:
-            fill(self.views[number], nothing)
+            view = self.views[number]
+            (torch.view_as_real(view) if view.is_complex() else view).fill_(NOTHING)
             self._counts[number] = 0
         sum_in_place(torch.view_as_real(self._all) if self._all.is_complex() else self._all)
         counts = self._counts.tolist() if lacking else ()
         for number in lacking:
             self.params[number].grad = self.views[number] if counts[number] else None
-
-
-def fill(values: Tensor, number: float) -> None:
-    """Makes each number of a tensor, or each half of a complex one, another one."""
-    (torch.view_as_real(values) if values.is_complex() else values).fill_(number)
 
 
 def _laid_out_as(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -37,14 +37,14 @@ class Strategy:
     summed already while the backward went on; after it, it is of the global batch, and the same bits on every process
     that has it.
 
-    group: the processes of the run. gradient_divisor: what the exchange divides summed gradients by, and the loss is
-    multiplied by before. overlaps: whether gradients travel while the last backward of a step goes on, unless
-    `gradient_sync` is disabled. exchanges_in_forward: whether every forward waits for the other processes, so that all
-    must make equally many. shard_size: processes of consecutive ranks that have one copy of the parameters between
-    them. has_full_state: whether this process has all that a checkpoint holds, and can save after a failure without
-    others. num_parts: into which every global batch is cut, whatever the devices; 0 where each process has one share of
-    it. draws_on_host: whether forwards draw from generators of the host, as some do that leave out layers or mask
-    their inputs: Python's or numpy's, or torch's where the model is on a GPU.
+    group: the processes of the run. num_parts: into which every global batch is cut, whatever the devices, a multiple
+    of the number of processes, both powers of two; 0 where each process has one share of it. gradient_divisor: what the
+    exchange divides summed gradients by, and the loss is multiplied by before. overlaps: whether gradients travel while
+    the last backward of a step goes on, unless `gradient_sync` is disabled. exchanges_in_forward: whether every forward
+    waits for the other processes, so that all must make equally many. shard_size: processes of consecutive ranks that
+    have one copy of the parameters between them. has_full_state: whether this process has all that a checkpoint holds,
+    and can save after a failure without others. draws_on_host: whether forwards draw from generators of the host, as
+    some do that leave out layers or mask their inputs: Python's or numpy's, or torch's where the model is on a GPU.
     """
 
     gradient_divisor: int = 1
@@ -52,11 +52,10 @@ class Strategy:
     exchanges_in_forward: bool = False
     shard_size: int = 1
     has_full_state: bool = True
-    num_parts: int = 0
     draws_on_host: bool = False
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, num_parts: int = 0) -> None:
+        self.group, self.num_parts = group, num_parts
         self._uploads: torch.cuda.Stream | None = None
 
     @property
@@ -86,8 +85,13 @@ class Strategy:
 
     @property
     def shards(self) -> Sequence[tuple[int, int]]:
-        """What this process computes of each global batch and data set: of each shard its number and of how many."""
-        return [(self.group.rank, self.group.world_size)]
+        """What this process computes of each global batch and data set: of each shard its number and of how many.
+
+        Consecutive ones: the tree in which parts are added is first one over those of a process.
+        """
+        num_shards = self.num_parts or self.group.world_size
+        num_own = num_shards // self.group.world_size
+        return [(self.group.rank * num_own + own, num_shards) for own in range(num_own)]
 
     def describe(self) -> str:
         """The devices, in a few words. All processes call it."""
@@ -162,8 +166,11 @@ class Strategy:
 
         The generators of Python and numpy follow only where `draws_on_host`: seeding them takes longer than torch's.
 
-        key: five numbers. same_everywhere: a function of the key alone.
+        key: five numbers, the last one of a micro-batch; of a part it is made its number among all parts, and the
+        process does not count. same_everywhere: a function of the key alone.
         """
+        if self.num_parts and not same_everywhere:
+            key, same_everywhere = (*key[:-1], self.shards[key[-1]][0]), True
         packed = _SIX_NUMBERS.pack(*key, 0 if same_everywhere else self.group.rank)
         seed = int.from_bytes(blake2b(packed, digest_size=7).digest(), "little")
         torch.default_generator.manual_seed(seed)
@@ -292,5 +299,5 @@ class Strategy:
 class SingleDevice(Strategy):
     """One process on one device."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(Group([device]))
+    def __init__(self, device: torch.device, num_parts: int = 0) -> None:
+        super().__init__(Group([device]), num_parts)
