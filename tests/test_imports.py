@@ -378,10 +378,10 @@ def test_private_names_are_found(tmp_path):
 
 
 def test_weights_reach_a_model_in_one_place():
-    """States of optimizers and of the scaler, and a part of a fresh model from `initialise`, are other things."""
+    """States of optimizers, the scaler and streams, and a part of a fresh model from `initialise`, are other things."""
     strategy = {"trainer.parallel.strategy", "trainer.parallel.ddp", "trainer.parallel.optimizer_states"}
     homes = {
-        "load_state_dict": {*strategy, "trainer.loop.checkpointing", "tasks.har_objective"},
+        "load_state_dict": {*strategy, "trainer.loop.checkpointing", "trainer.loading.streams", "tasks.har_objective"},
         "load_weights": {"trainer.commands.weights"},
     }
     callers = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
 import trainer
 from tests.conftest import ROOT, assert_same_bits, load
@@ -32,6 +32,11 @@ class Pairs(Dataset):
 
     def __getitem__(self, index):
         return TRAIN[index]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(TRAIN)
 
 
 def net():
@@ -235,6 +240,10 @@ REFUSED = {
     "a batch sampler": (
         {"train": DataLoader(TRAIN, batch_sampler=[[0, 1], [2, 3]])},
         "fit, train: the DataLoader has a batch_sampler",
+    ),
+    "a stream": (
+        {"train": DataLoader(Stream())},
+        "fit, train: its data set (Stream): an IterableDataset has no numbered",
     ),
     "a generator": (
         {"val": loader(generator=torch.Generator(), worker_init_fn=print)},

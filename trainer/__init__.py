@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trainer.loading.counter_random import normal, random_bits, uniform
     from trainer.loading.on_device import Movable
     from trainer.loading.order import SampleKeys
+    from trainer.loading.streams import from_stream
     from trainer.loading.torch_datasets import from_dataset
     from trainer.logs.logger import LoggedRun, Logger, Record
     from trainer.parallel.rows import Gathered, gather
@@ -34,6 +35,7 @@ _HOMES = {
     "trainer.common.errors": ("BadInput", "UserError"),
     "trainer.loading.on_device": ("Movable",),
     "trainer.loading.order": ("SampleKeys",),
+    "trainer.loading.streams": ("from_stream",),
     "trainer.loading.torch_datasets": ("from_dataset",),
     "trainer.logs.logger": ("LoggedRun", "Logger", "Record"),
     "trainer.parallel.rows": ("Gathered", "gather"),

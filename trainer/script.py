@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from trainer.common.errors import UserError
 from trainer.config import FlagGroup, flag
@@ -213,6 +213,8 @@ def _taken(name: str, source: Any, settings: dict[str, Any]) -> tuple[Any, Any, 
 def _refuse_settings(name: str, loader: DataLoader[Any]) -> None:
     """Raises UserError for what a DataLoader has that a trainer with an order of its own cannot keep to."""
     sampler, found = loader.sampler, []
+    if isinstance(loader.dataset, IterableDataset):
+        return  # which is refused by itself
     if type(sampler) not in (SequentialSampler, RandomSampler) or getattr(sampler, "replacement", False):
         found.append(f"the sampler {type(sampler).__name__}")
     if loader.batch_size is None or type(loader.batch_sampler) is not torch.utils.data.BatchSampler:

@@ -16,6 +16,7 @@ from trainer.common.validation import expanded
 from trainer.config import FlagGroup
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.order import SampleKeys
+from trainer.loading.streams import KeyedStream
 
 Sums = dict[str, Tensor]
 Rows = dict[str, Tensor]
@@ -540,6 +541,12 @@ def validation_sets(splits: Iterable[str]) -> list[str]:
     Sorted, since all processes must go through them in one order, whatever that of `splits` is on each.
     """
     return sorted(name for name in splits if name.partition("/")[0] == "val")
+
+
+def training_streams(task: Task) -> dict[str, KeyedStream]:
+    """The data of each phase that trains on a stream."""
+    datasets = {phase: task.training_data(phase) for phase in task.phases}
+    return {phase: dataset for phase, dataset in datasets.items() if isinstance(dataset, KeyedStream)}
 
 
 def means_of(sums: Mapping[str, Tensor]) -> dict[str, float]:

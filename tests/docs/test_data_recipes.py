@@ -1,5 +1,6 @@
 """What docs/own_task.md shows of data sets runs, and does what it says."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +24,12 @@ def test_a_torch_dataset():
         for image, i in zip(batch["image"], index, strict=True):
             assert torch.equal(image, pictures[i]) or torch.equal(image, pictures[i].flip(-1))
     assert len({tuple(batch["image"].flatten().tolist()) for batch in epochs}) > 5
+
+
+def test_a_stream():
+    train = recipe("A stream", Iterator=Iterator, Tensor=torch.Tensor)["splits"](SimpleNamespace(seed=0))["train"]
+    first, second = (train.__getitems__(SampleKeys(np.arange(3), epoch)) for epoch in (0, 1))
+    assert torch.equal(first["y"], first["x"].sum(1)) and not torch.equal(first["x"], second["x"])
 
 
 def test_batches_of_like_lengths():

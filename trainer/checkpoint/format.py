@@ -422,6 +422,9 @@ ENTRIES: Mapping[str, Saved] = {
     "other_buffers": Saved(by_name(tensor), is_optional=True),
     "optimizers": Saved(by_name(each(_optimizer)), is_large=True),
     "scaler": Saved(either(record({}, closed=True), _SCALER)),
+    "streams": Saved(
+        by_name(record({"epoch": _COUNT, "position": _COUNT, "state": plain}, closed=True)), is_optional=True
+    ),
     "totals": Saved(by_name(by_name(tensor))),
     "totals_of_parts": Saved(by_name(by_name(tensor)), is_optional=True),
     "value": Saved(optional(number(finite=False))),

@@ -43,7 +43,7 @@ from trainer.common.files import refusing_disk_errors
 from trainer.flags import RunFlags
 from trainer.loading.batches import Batch, KeyedDataset, PhaseDatasets
 from trainer.loading.on_device import DeviceLoader, Movable, moved, num_bytes
-from trainer.loading.order import SampleKeys
+from trainer.loading.order import Position, SampleKeys
 from trainer.loading.torch_datasets import require_keyed
 from trainer.loading.workers import BatchLoader, Workers, shared_memory
 from trainer.logs.background import BackgroundLogger
@@ -51,7 +51,7 @@ from trainer.logs.console import say
 from trainer.logs.logger import LoggedRun
 from trainer.logs.run_log import RunLog
 from trainer.loop.blocks import prepare_blocks, refusing_compilation, settle_recomputed
-from trainer.loop.checkpointing import finish_saving, restore_progress, save
+from trainer.loop.checkpointing import finish_saving, restore_progress, restore_streams, save
 from trainer.loop.contract import (
     check_batch,
     check_blocks,
@@ -86,7 +86,7 @@ from trainer.parallel.group import Group
 from trainer.parallel.process_group import ProcessGroup
 from trainer.parallel.strategy import SingleDevice, Strategy
 from trainer.registry import without_folder
-from trainer.task import Objective, Task, validation_sets
+from trainer.task import Objective, Task, training_streams, validation_sets
 
 TOO_LARGE = re.compile("overflow|not enough memory|allocate memory|out of memory|too big|dimension exceeded", re.I)
 Loading = tuple[Workers, dict[str, BatchLoader]]
@@ -241,6 +241,7 @@ def build_run(
         prepare_training(flags, task, run.learner, strategy, run.plan.orders, run.memory)
         changes.refuse_reordered(run.learner.objective.model.state_dict())
         run.progress = restore_progress(run.learner, run.strategy, state)
+        restore_streams(task, state)
         forget_values = partial(strategy.group.on_main, directory.forget_values)
         notes = resume(changes, run.plan, run.progress, run.is_complete, forget_values)
     return run, [*notes, *limit.note()]
@@ -325,6 +326,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in task.splits().items())} samples. "
         f"Model: {run.learner.num_parameters} parameters.",
         *where_data_are(task, run.loaders, flags.run.data_on, strategy.device),
+        *remarks_on_streams(task, run.plan.turns, run.progress.position, world_size, num_workers),
         *task.remarks(),
         *flags.left_out,
         *_remarks_on_device(flags, strategy.device),
@@ -534,7 +536,8 @@ def build_workers(given: RunFlags, task: Task, group: Group, trains: bool) -> Wo
     moves = len(movable) == len(training) and given.data_on != "host" and num_bytes(movable) <= SURELY_FITS
     spare = num_cores() // group.local_world_size - 1
     # On a CPU training needs the cores itself.
-    num_workers = max(0, min(MOST_WORKERS, spare)) if for_gpu and trains and not moves else 0
+    takes_workers = for_gpu and trains and not moves and not training_streams(task)  # each would read all of a stream
+    num_workers = max(0, min(MOST_WORKERS, spare)) if takes_workers else 0
     return Workers(num_workers, for_gpu, on_trial=num_workers > 0, room=shared_memory() / group.local_world_size)
 
 
@@ -598,6 +601,23 @@ def where_data_are(task: Task, loaders: Mapping[str, BatchLoader], data_on: str,
     if device.type != "cuda" and data_on == "device":
         return ["--data-on device: has no effect without a GPU."]
     return []
+
+
+def remarks_on_streams(
+    task: Task, turns: Sequence[int], position: Position, world_size: int, num_workers: int
+) -> list[str]:
+    """What training on streams costs, a line for each."""
+    lines = []
+    for phase, dataset in training_streams(task).items():
+        index = task.phases.index(phase)
+        num_again = dataset.num_read_again(index, *position.of_phase(index, bool(turns)))
+        name = f"Stream{f' of phase {phase}' if len(task.phases) > 1 else ''}"
+        readers = "every worker of " * (num_workers > 0) + ("every process" if world_size > 1 else "this process")
+        if world_size > 1 or num_workers:
+            lines.append(f"{name}: {readers} reads all of it, and keeps the samples of its own batches.")
+        if num_again:
+            lines.append(f"{name}: going on begins with reading {num_again} samples again.")
+    return lines
 
 
 def example_batch(task: Task, phase: int, size: int, for_gpu: bool = False) -> Batch:

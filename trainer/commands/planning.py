@@ -5,7 +5,17 @@ from functools import lru_cache
 from typing import Any
 
 from trainer.commands.flags import Flags
-from trainer.loop.plan import EPOCHS_KEPT, BatchSplit, Plan, SampleOrder, ShuffledOrder, TaskOrder, split_batch
+from trainer.loading.streams import KeyedStream
+from trainer.loop.plan import (
+    EPOCHS_KEPT,
+    BatchSplit,
+    Plan,
+    SampleOrder,
+    ShuffledOrder,
+    StreamOrder,
+    TaskOrder,
+    split_batch,
+)
 from trainer.loop.schedule import LearningRate, device_scaling_factor
 from trainer.parallel.strategy import Strategy
 from trainer.task import Task, validation_sets
@@ -81,8 +91,12 @@ def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) ->
             f"--drop-last: a global batch of {global_batch_size} samples leaves nothing of {num_samples}; lower "
             "--batch-size or leave it out"
         )
-    num_shuffled = max(num_samples, len(task.training_data(name)))
-    return ShuffledOrder(flags.run.seed, phase, num_shuffled, global_batch_size, num_samples - rest)
+    dataset = task.training_data(name)
+    kind, num_shuffled = (
+        StreamOrder if isinstance(dataset, KeyedStream) else ShuffledOrder,
+        max(num_samples, len(dataset)),
+    )
+    return kind(flags.run.seed, phase, num_shuffled, global_batch_size, num_samples - rest)
 
 
 def build_learning_rate(flags: Flags, task: Task, plan: Plan, factor: float) -> LearningRate:

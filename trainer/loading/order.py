@@ -39,6 +39,12 @@ class Position:
     def at_epoch_start(self) -> bool:
         return self.phase == self.samples == self.turn == 0
 
+    def of_phase(self, phase: int, in_turns: bool) -> tuple[int, int]:
+        """The completed epochs of a phase in its own data, and the samples consumed of the current one."""
+        if in_turns and phase > 0:
+            return self.others[phase - 1] if self.others else (0, 0)
+        return (self.epoch, self.samples) if in_turns or phase == self.phase else (self.epoch + (phase < self.phase), 0)
+
 
 @dataclass(frozen=True, slots=True)
 class SampleKeys:

@@ -64,7 +64,7 @@ def from_dataset(
     for method in ("__len__", "__getitem__"):
         if not hasattr(dataset, method):
             raise UserError(f"from_dataset({kind}): it has no `{method}`, and is asked for its samples by number")
-    keyed = _KeyedItems(dataset, collate or default_collate, seed, names)
+    keyed = _DatasetItems(dataset, collate or default_collate, seed, names)
     tensors = _tensors_of(dataset) if collate is None else None
     return keyed if tensors is None else _KeyedTensors(keyed.named(tensors), len(dataset))
 
@@ -96,7 +96,7 @@ def _takes_lists(dataset: Any) -> bool:
     """
     if not hasattr(type(dataset), "__getitem__"):
         return False
-    with _draws_put_back():
+    with draws_put_back():
         try:
             items = dataset.__getitems__([0])
         except Exception:  # whatever comes of numbers in the place of keys
@@ -106,49 +106,36 @@ def _takes_lists(dataset: Any) -> bool:
 
 def _iterable(where: str) -> str:
     return (
-        f"{where}: an IterableDataset has no numbered samples, so no process could find its share of them, nor a "
-        "resumed run its place; give a data set with `__len__` and `__getitem__`, and see `Task.order` for reading its "
-        "files one after another"
+        f"{where}: an IterableDataset has no numbered samples; hand in trainer.from_stream(lambda: iter(dataset), "
+        "samples_per_epoch=..., seed=...), which gives them their numbers"
     )
 
 
-class _KeyedItems:
-    """What `from_dataset` returns."""
+class KeyedItems:
+    """Items that become batches with named parts. source: what a message calls where they come from."""
 
     def __init__(
-        self, dataset: IndexedDataset, collate: Callable[[list[Any]], Any], seed: int, names: Sequence[str] | None
+        self, source: str, collate: Callable[[list[Any]], Any], seed: int, names: Sequence[str] | None
     ) -> None:
-        self.dataset = dataset
+        self.source = source
         self.collate = collate
         self.seed = seed
         self.names = names
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitems__(self, keys: SampleKeys) -> dict[str, Any]:
-        words = random_bits(self.seed, keys.epoch, keys.index, 3).tolist()
-        items = []
-        with _draws_put_back():
-            for index, seeds in zip(keys.index.tolist(), words, strict=True):
-                _seed_draws(*seeds)
-                items.append(self.dataset[index])
-            return self.named(self._collated(items))
 
     def _collated(self, items: list[Any]) -> Any:
         if self.collate is not default_collate:
             return self.collate(items)
         try:
             return default_collate(items)
-        except (RuntimeError, TypeError) as error:
+        except (KeyError, RuntimeError, TypeError) as error:
             raise UserError(
-                f"from_dataset({type(self.dataset).__name__}): its items cannot be stacked into a batch ({error}); "
+                f"{self.source}: its items cannot be stacked into a batch ({error}); "
                 "give `collate`, a function that makes one of a list of items"
             ) from None
 
     def named(self, batch: Any) -> dict[str, Any]:
         """The parts of a batch by their names. Raises UserError where one has none, or two."""
-        where = f"from_dataset({type(self.dataset).__name__}, names={self.names})"
+        where = f"{self.source.removesuffix(')')}, names={self.names})"
         own_names = batch if isinstance(batch, Mapping) else getattr(batch, "_fields", None)
         if own_names is not None and self.names is not None:
             raise UserError(f"{where}: its items have names already, {', '.join(own_names)}; leave `names` out")
@@ -159,6 +146,28 @@ class _KeyedItems:
         if len(names) != len(parts):
             raise UserError(f'{where}: its items have {len(parts)} part(s); name each, as in names=("image", "label")')
         return dict(zip(names, parts, strict=True))
+
+
+class _DatasetItems(KeyedItems):
+    """What `from_dataset` returns."""
+
+    def __init__(
+        self, dataset: IndexedDataset, collate: Callable[[list[Any]], Any], seed: int, names: Sequence[str] | None
+    ) -> None:
+        super().__init__(f"from_dataset({type(dataset).__name__})", collate, seed, names)
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, keys: SampleKeys) -> dict[str, Any]:
+        words = random_bits(self.seed, keys.epoch, keys.index, 3).tolist()
+        items = []
+        with draws_put_back():
+            for index, seeds in zip(keys.index.tolist(), words, strict=True):
+                seed_draws(*seeds)
+                items.append(self.dataset[index])
+            return self.named(self._collated(items))
 
 
 class _KeyedTensors(Movable):
@@ -198,7 +207,7 @@ def _tensors_of(dataset: Any) -> tuple[Tensor, ...] | None:
     return None if whole is None else tuple(tensor[torch.as_tensor(dataset.indices)] for tensor in whole)
 
 
-def _seed_draws(for_random: int, for_numpy: int, for_torch: int) -> None:
+def seed_draws(for_random: int, for_numpy: int, for_torch: int) -> None:
     """From 64 random bits each."""
     random.seed(for_random)
     np.random.seed(for_numpy >> 32)  # all that it takes, short of an array, which takes five times as long
@@ -206,7 +215,8 @@ def _seed_draws(for_random: int, for_numpy: int, for_torch: int) -> None:
 
 
 @contextmanager
-def _draws_put_back() -> Iterator[None]:
+def draws_put_back() -> Iterator[None]:
+    """Around what draws from `random`, `numpy.random` and torch's default generator, which are as before after it."""
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield

@@ -11,16 +11,19 @@ from trainer.checkpoint.file import error_of_saving, meta_state_of
 from trainer.checkpoint.format import not_finite, read_progress
 from trainer.common.errors import UnfitState
 from trainer.common.tensors import local_shards
+from trainer.loading.streams import Place
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.learner import Learner
 from trainer.loop.module_state import persistent_buffers
 from trainer.loop.parts import PartTotals, restored_totals, totals_maker
+from trainer.loop.plan import Plan
 from trainer.loop.progress import Progress
 from trainer.loop.run import Run
 from trainer.loop.totals import share_of
 from trainer.parallel.group import Group
 from trainer.parallel.optimizer_states import state_of as state_of_optimizer
 from trainer.parallel.strategy import Strategy
+from trainer.task import Task, training_streams
 
 Outline = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Type and shape of each weight and buffer of a model."""
@@ -49,6 +52,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     weights = state["model"]
     learner.ema.put_into(state, strategy.full_weights)
     verdict = {"value": value, "is_best": is_best} | ({"totals_of_parts": rows} if rows else {})
+    verdict |= places_of_streams(run.task, run.plan, progress)
 
     def save_on_main() -> None:
         refuse_non_finite(learner, weights, progress, run.learning_rate.peak)
@@ -140,6 +144,25 @@ def state_of(
         "totals": totals,
         **progress.entries(),
     }
+
+
+def places_of_streams(task: Task, plan: Plan, progress: Progress) -> dict[str, Any]:
+    """What a checkpoint holds of training data that are streams with states of their own, by phase."""
+    found = {}
+    for phase, dataset in training_streams(task).items():
+        index = task.phases.index(phase)
+        place = dataset.place_before(index, *progress.position.of_phase(index, bool(plan.turns)))
+        if place is not None:
+            found[phase] = place._asdict()
+    return {"streams": found} if found else {}
+
+
+def restore_streams(task: Task, state: Mapping[str, Any]) -> None:
+    """Has streams begin where those of a checkpoint were."""
+    places = state.get("streams", {})
+    for phase, dataset in training_streams(task).items():
+        if phase in places:
+            dataset.begin_at(task.phases.index(phase), Place(**places[phase]))
 
 
 def diverged(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:

@@ -27,7 +27,7 @@ from trainer.loop.module_state import leaving_no_trace
 from trainer.loop.optimizers import moments_of
 from trainer.loop.plan import BatchSplit, Plan, split_batch
 from trainer.parallel.strategy import Strategy
-from trainer.task import Task
+from trainer.task import Task, training_streams
 
 T = TypeVar("T")
 
@@ -252,6 +252,8 @@ class MemoryGuard:
         name, learner = task.phases[phase], self._learner
         held = [torch.empty_like(p) for p in moments_of(learner.optimizers[name], only_to_come=True)]
         last_epoch = max(0, plan.num_steps - 1) // plan.steps_per_epoch  # where samples have grown, if ever
+        if name in training_streams(task):  # of which all would be read
+            last_epoch = 0
         index = task.largest_samples(name, last_epoch, self.splits[phase].micro_batch_size)
         keys = SampleKeys(index, last_epoch, phase, few_lengths=self._strategy.device.type == "cuda")
         batch = gathered(task.training_data(name), task.collate, keys)

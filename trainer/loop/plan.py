@@ -56,6 +56,13 @@ class ShuffledOrder:
         return self._epoch(epoch).take(start, end)
 
 
+class StreamOrder(ShuffledOrder):
+    """The samples as they come."""
+
+    def samples(self, epoch: int, start: int, end: int) -> np.ndarray:
+        return np.arange(start, end)
+
+
 @dataclass
 class TaskOrder:
     """The global batches of `Task.order`. Every epoch has equally many samples.

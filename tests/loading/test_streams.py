@@ -1,0 +1,206 @@
+"""Streams as data sets: every sample once, in order, whoever reads it, and again from the middle."""
+
+import random
+from itertools import count, islice
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from tests.conftest import assert_same_bits, load
+from trainer import SampleKeys, UserError, from_stream
+from trainer.loading import streams
+from trainer.loading.order import split_global_batch
+from trainer.task import Objective, Task
+
+SIZE, GLOBAL_BATCH = 23, 7
+
+
+def numbers():
+    for number in count():
+        yield {"number": number, "draws": torch.tensor([random.random(), np.random.rand(), torch.rand(())])}
+
+
+def numbers_of(epoch):
+    return islice(numbers(), 100 * epoch, None)
+
+
+def keys_of(rank, world_size, micro_batch_size, epochs=2, start=0):
+    for epoch in range(epochs):
+        for i in range(start if epoch == 0 else 0, SIZE, GLOBAL_BATCH):
+            samples = np.arange(i, min(i + GLOBAL_BATCH, SIZE))
+            yield from split_global_batch(samples, (rank, world_size), micro_batch_size, epoch)
+
+
+def read(dataset, keys):
+    """Every sample that counts: (number, its draws)."""
+    batches = [(key, dataset.__getitems__(key)) for key in keys if not key.placeholder or dataset.__getitems__(key)]
+    return {
+        number: draws
+        for key, batch in batches
+        if not key.placeholder
+        for number, draws in zip(batch["number"].tolist(), batch["draws"].tolist(), strict=True)
+    }
+
+
+@pytest.mark.parametrize(("make", "second"), [(numbers, SIZE), (numbers_of, 100)])
+def test_every_sample_comes_once_whoever_reads_it(make, second):
+    expected = None
+    for world_size, micro_batch_size, start in [(1, 7, 0), (1, 2, 0), (2, 3, 0), (3, 1, 0), (5, 2, 0), (2, 3, 7)]:
+        found = {}
+        for rank in range(world_size):
+            dataset = from_stream(make, samples_per_epoch=SIZE, seed=1)
+            found |= read(dataset, keys_of(rank, world_size, micro_batch_size, start=start))
+        assert sorted(found) == [*range(start, SIZE), *range(second, second + SIZE)]
+        expected = expected or found
+        assert all(found[number] == expected[number] for number in found)
+    assert len({tuple(draws) for draws in expected.values()}) == 2 * SIZE
+
+
+def test_parts_of_a_step_in_one_process_read_the_stream_once():
+    begun = []
+    dataset = from_stream(lambda: begun.append(1) or numbers(), samples_per_epoch=SIZE, seed=1)
+    found = []
+    for i in range(0, SIZE, GLOBAL_BATCH):
+        for part in range(4):
+            (keys,) = split_global_batch(np.arange(i, min(i + GLOBAL_BATCH, SIZE)), (part, 4), 2, 0)
+            found += dataset.__getitems__(keys)["number"].tolist() if not keys.placeholder else []
+    assert sorted(found) == list(range(SIZE)) and len(begun) == 1
+
+
+def test_what_was_passed_is_read_again():
+    dataset = from_stream(numbers, samples_per_epoch=SIZE, seed=1)
+    for _ in range(2):
+        assert dataset.__getitems__(SampleKeys(np.array([2, 1]), 0))["number"].tolist() == [2, 1]
+        assert dataset.__getitems__(SampleKeys(np.array([9]), 0, phase=1))["number"].tolist() == [9]
+
+
+def short(epoch):
+    return islice(numbers(), 20)
+
+
+def changing():
+    yield from [torch.zeros(2)] * 9
+    yield torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("make", "more", "message"),
+    [
+        (
+            short,
+            {},
+            "from_stream(short): the stream of epoch 1 has 20 of 23 samples; give that number or a smaller one",
+        ),
+        (lambda: short(0), {}, "the stream ended after 20 samples, in epoch 1 of 23 samples each; lower"),
+        (changing, {"names": "x"}, "sample 9 of the stream is torch.float32 of shape (3,), where those before are "),
+        (changing, {}, "from_stream(changing, names=None): its items have 1 part(s)"),
+        ([1, 2], {}, "from_stream(list): it takes a function that begins the stream"),
+        (numbers, {"samples_per_epoch": 0}, "from_stream: samples_per_epoch 0: must be a whole number, at least 1"),
+    ],
+)
+def test_mistakes_are_named(make, more, message):
+    with pytest.raises(UserError) as refusal:
+        read(from_stream(make, **{"samples_per_epoch": SIZE, "seed": 0, **more}), keys_of(0, 1, 7))
+    assert message in str(refusal.value)
+
+
+def test_a_collate_may_take_samples_of_any_shape():
+    def padded(items):
+        return {"x": torch.nn.utils.rnn.pad_sequence(items, batch_first=True)}
+
+    dataset = from_stream(changing, padded, samples_per_epoch=10, seed=0)
+    assert dataset.__getitems__(SampleKeys(np.arange(8, 10), 0))["x"].shape == (2, 3)
+
+
+# --- runs --------------------------------------------------------------------------------------------------------
+
+
+class Points:
+    """A stream with a state. read: how many samples were read of all of them."""
+
+    read = 0
+
+    def __init__(self):
+        self.number = 0
+
+    def __iter__(self):
+        while True:
+            x = torch.randn(3, generator=torch.Generator().manual_seed(self.number))
+            self.number, Points.read = self.number + 1, Points.read + 1
+            yield x, x.sum()
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
+class Squares(Objective):
+    def forward(self, batch, phase="train"):
+        return {"loss": (self.model(batch["x"]).squeeze(1) - batch["y"]).square().sum()}
+
+
+class Streamed(Task):
+    make = staticmethod(lambda: iter(Points()))
+    _splits = None
+
+    def splits(self):
+        make, sizes = type(self).make, {"train": 20, "val": 5}
+        self._splits = self._splits or {
+            name: from_stream(make, samples_per_epoch=size, seed=self.seed, names="xy") for name, size in sizes.items()
+        }
+        return self._splits
+
+    def build_objective(self):
+        return Squares(torch.nn.Linear(3, 1))
+
+
+class WithState(Streamed):
+    make = Points
+
+
+STREAMED = f"{__file__}:Streamed"
+FLAGS = ["--device", "cpu", "--num-threads", 1, "--batch-size", 3, "--global-batch-size", 6, "--save-every-steps", 2]
+FLAGS += ["--schedule", "constant", "--warmup-steps", 0, "--dtype", "float64", "--max-grad-norm", 0]
+
+
+def bare_loop(num_steps):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1).double()
+    matrices, vectors = [model.weight], [model.bias]
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0}], lr=0.01)
+    stream = iter(Points())
+    for step in range(num_steps):
+        x, y = default_collate([next(stream) for _ in range(6 if step % 4 < 3 else 2)])
+        optimizer.zero_grad()
+        (model(x.double()).squeeze(1) - y.double()).square().mean().backward()
+        optimizer.step()
+    return {name: weight.detach() for name, weight in model.state_dict().items()}
+
+
+def test_a_run_learns_what_a_bare_loop_learns_with_workers_and_after_a_stop(run_here, tmp_path):
+    flags = ["--task", STREAMED, *FLAGS, "--lr", 0.01, "--weight-decay", 0.01]
+    run_here(*flags, "--max-steps", 9, "--save-dir", tmp_path / "whole")
+    whole = load(tmp_path / "whole" / "last.pth")
+    for name, weight in bare_loop(9).items():
+        torch.testing.assert_close(whole["model"][name], weight, rtol=1e-12, atol=1e-14)
+    run_here(*flags, "--max-steps", 6, "--num-workers", 2, "--save-dir", tmp_path / "parts")
+    out = run_here(*flags, "--max-steps", 9, "--save-dir", tmp_path / "parts").out
+    assert "Stream: going on begins with reading 32 samples again." in out
+    assert_same_bits(whole["model"], load(tmp_path / "parts" / "last.pth")["model"])
+
+
+def test_a_stream_with_a_state_is_not_read_again(run_here, tmp_path, monkeypatch):
+    monkeypatch.setattr(streams, "STATE_EVERY_S", 0.0)
+    flags = ["--task", STREAMED.replace("Streamed", "WithState"), *FLAGS]
+    run_here(*flags, "--max-steps", 9, "--save-dir", tmp_path / "whole")
+    run_here(*flags, "--max-steps", 6, "--save-dir", tmp_path / "parts")
+    saved = load(tmp_path / "parts" / "last.pth")["streams"]
+    assert saved == {"train": {"epoch": 0, "position": 29, "state": {"number": 29}}}
+    out = run_here(*flags, "--max-steps", 9, "--save-dir", tmp_path / "parts").out
+    assert "reading 3 samples again" in out
+    one, other = (load(tmp_path / name / "last.pth")["model"] for name in ("whole", "parts"))
+    assert_same_bits(one, other)
