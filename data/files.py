@@ -1,5 +1,6 @@
 """The files of a folder or an archive by name; archives are read in memory, and nothing of them is unpacked to disk."""
 
+import bz2
 import errno
 import gzip
 import io
@@ -26,6 +27,9 @@ ARCHIVE_ERRORS = (
     *(zlib.error, lzma.LZMAError, _ZSTD_ERROR),
 )
 """Errors of reading a damaged archive, a zip by `ZipArchive`. An encrypted member raises RuntimeError."""
+_PACKED: dict[bytes, Callable[[Any], Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+"""By the bytes that a compressed file begins with."""
+_OF_PACKED = (".gz", ".bz2", ".xz")
 _READ_BYTES = 1 << 16
 _MOST_NAMES_SHOWN = 12
 _MOST_OF_A_REASON = 200
@@ -87,7 +91,7 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file of a source; gzip-compressed where its name ends so."""
+    """A file of a source, perhaps compressed by gzip, bzip2 or xz."""
 
     source: Source
     name: str
@@ -99,8 +103,9 @@ class DataFile:
 
     @property
     def bare_name(self) -> str:
-        """Without folders and .gz, in lower case."""
-        return PurePosixPath(self.name).name.lower().removesuffix(".gz")
+        """Without folders and what the file is compressed by, in lower case."""
+        path = PurePosixPath(self.name.lower())
+        return path.stem if path.suffix in _OF_PACKED else path.name
 
     @property
     def stamp(self) -> tuple[str | int, ...]:
@@ -143,6 +148,13 @@ class Folder(Source):
         return open(self.path / name, "rb")
 
 
+class _Single(Folder):
+    """The folder of a file that is given by itself."""
+
+    def where_of(self, name: str) -> str:
+        return self.where
+
+
 class Zip(Source):
     """A zip, opened once and read in any order. content: of it, where it lies in no file of its own."""
 
@@ -152,7 +164,10 @@ class Zip(Source):
         self._opened: tuple[int, ZipArchive] | None = None
 
     def names(self) -> Iterable[str]:
-        return (name for name in self._archive().namelist() if not name.endswith("/"))
+        names = self._archive().namelist()
+        if "xl/workbook.xml" in names:
+            raise not_read(self.where, "Excel's .xlsx", "excel")
+        return (name for name in names if not name.endswith("/"))
 
     def open(self, name: str) -> AbstractContextManager[IO[bytes]]:
         try:
@@ -215,10 +230,25 @@ def source_at(path: Path, depth: int, advice: str, flag: str = "--data-dir") -> 
             os.scandir(path).close()  # `glob` finds nothing in a folder that must not be read, and does not say why
             return Folder(path, where, depth=depth)
         require_regular(path)
-    name = path.name.lower()
-    if name.endswith(".zip"):
+        name, is_zip = path.name.lower(), False
+        if path.is_file():  # not a pipe, whose first bytes would be gone
+            with path.open("rb") as file:
+                is_zip = file.read(4) == b"PK\3\4"
+    if name.endswith(".zip") or is_zip:
         return Zip(path, where)
     return TarGz(path, where) if name.endswith((".tar.gz", ".tgz")) else None
+
+
+def single(path: Path, flag: str) -> DataFile:
+    """A file that a flag names."""
+    return DataFile(_Single(path.parent, f"{flag} {path}"), path.name)
+
+
+def not_read(where: str, what: str, section: str) -> UserError:
+    """Says of a file in which format it is, and where the page of formats has a conversion."""
+    return UserError(
+        f"{where}: is {what}, which is not read as it is: docs/formats.md#{section} shows how to convert it"
+    )
 
 
 @contextmanager
@@ -246,7 +276,12 @@ def is_visible(name: str) -> bool:
 
 
 def _unpacked(name: str, stored: IO[bytes]) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(stored)) if name.lower().endswith(".gz") else stored
+    """The content, which can be looked ahead into; what it is compressed by shows at its start, or by the name."""
+    stored = stored if hasattr(stored, "peek") else cast(IO[bytes], io.BufferedReader(cast(io.RawIOBase, stored)))
+    head = cast(io.BufferedReader, stored).peek(6)
+    by_name = gzip.open if name.lower().endswith(".gz") else None
+    unpack = next((unpack for start, unpack in _PACKED.items() if head.startswith(start)), by_name)
+    return stored if unpack is None else cast(IO[bytes], unpack(stored))
 
 
 def _missing() -> FileNotFoundError:

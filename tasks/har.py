@@ -32,6 +32,7 @@ from data.har.windows import (
     training_subjects,
     with_test_subjects,
 )
+from data.table_files import ENCODING, Reading
 from models.har.deepconvlstm import DeepConvLstm
 from models.har.harnet import HarNet, Mode
 from models.har.tinyhar import TinyHar
@@ -47,7 +48,7 @@ from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.cache import digest_of
 from trainer.task import Exported, Objective, Picture, Task
 
-_OF_OWN = ("subject_column", "label_column", "channels", "rate", "window", "hop", "test_subjects")
+_OF_OWN = ("subject_column", "label_column", "channels", "encoding", "rate", "window", "hop", "test_subjects")
 """Fields that recordings of a user's own alone have a use for."""
 _SHORTEST_OF_LSTM = 17
 _MOST_VAL_SUBJECTS = 4
@@ -84,6 +85,7 @@ class HarFlags(FlagGroup):
         None, "own recordings: columns that are signals (default: all but subject, label, clocks, texts, positions "
         "and counters)", metavar="COLUMN",
     )  # fmt: skip
+    encoding: str | None = flag(None, f"own recordings: {ENCODING}", metavar="NAME")
     rate: float | None = flag(
         None, "own recordings: rows a second (default: by the clock, else 50)", metavar="HZ", above=0
     )
@@ -170,10 +172,14 @@ class HarFlags(FlagGroup):
         return found
 
     @property
+    def reading(self) -> Reading:
+        return Reading(self.encoding)
+
+    @property
     def own_format(self) -> OwnFormat:
         """How recordings of a user's own are read."""
         length, hop = self.window_and_hop
-        return OwnFormat(self.subject_column, self.label_column, self.channels, length, hop)
+        return OwnFormat(self.subject_column, self.label_column, self.channels, length, hop, self.reading)
 
     @property
     def window_and_hop(self) -> tuple[int, int]:
@@ -222,6 +228,7 @@ class HarTask(Task):
     monitor = ("val/accuracy", "max")
     defaults = {"epochs": 12}
     hold_out_flags = ("num_val_subjects", "val_subjects", "refit")
+    predict_flags = ("encoding",)
     headline = ("loss", "accuracy", "macro_f1")
     _new: NewWindows | None = None
     """Windows that `new_data` has read."""
@@ -427,7 +434,7 @@ class HarTask(Task):
     def new_data(self, path: Path) -> KeyedDataset:
         """See `data.har.recording.read_new_windows`."""
         config: HarFlags = self.config
-        self._new = read_new_windows(path, self.format, config.subject_column, config.label_column)
+        self._new = read_new_windows(path, self.format, config.subject_column, config.label_column, config.reading)
         return self._new
 
     def _doubt_units(self, model: Standardised) -> None:

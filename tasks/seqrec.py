@@ -23,6 +23,7 @@ from data.interactions.sequences import (
     split_interactions,
 )
 from data.interactions.synthetic import load_synthetic_interactions
+from data.table_files import ENCODING, Reading
 from models.sequential.mhc import hyper_connections
 from models.sequential.ranking import (
     binary_cross_entropy,
@@ -64,8 +65,8 @@ class SeqrecFlags(FlagGroup):
 
     data_dir: Path | None = flag(
         None, "interactions, one a line: columns named user, item, time, or the like, or without names 'user item "
-        "[rating] time'; text or CSV, also .gz, or MovieLens' folder or zip (default: a generated catalogue; nothing "
-        "to download)", local=True,
+        "[rating] time'; CSV, text, JSON lines, parquet, also compressed, or MovieLens' folder or zip (default: a "
+        "generated catalogue; nothing to download)", local=True,
     )  # fmt: skip
     user_column: str | None = flag(
         None, "column of the user, by name or counted from 1 (default: found by usual names)", metavar="COLUMN"
@@ -75,6 +76,7 @@ class SeqrecFlags(FlagGroup):
         None, "column of the time: numbers or ISO dates; 'none': no times, the order of the file counts",
         metavar="COLUMN",
     )  # fmt: skip
+    encoding: str | None = flag(None, ENCODING, metavar="NAME")
     k_core: int = flag(5, "drop users and items with fewer interactions, until none is left; 0 keeps all", at_least=0)
     split: SplitKind = flag(
         "leave-one-out", "what is held out. leave-one-out: of each user the last item for the test, the one before it "
@@ -154,6 +156,10 @@ class SeqrecFlags(FlagGroup):
     @property
     def columns(self) -> ColumnChoice:
         return ColumnChoice(self.user_column, self.item_column, self.time_column)
+
+    @property
+    def reading(self) -> Reading:
+        return Reading(self.encoding)
 
     @property
     def negatives(self) -> Negatives | None:
@@ -264,7 +270,7 @@ class SeqrecTask(Task):
     defaults = {
         "lr": 2e-3, "betas": (0.9, 0.98), "batch_size": 128, "weight_decay": 0.0, "epochs": 40, "eval_batch_size": 64,
     }  # fmt: skip
-    predict_flags = ("user_column", "item_column", "time_column", "top_k")
+    predict_flags = ("user_column", "item_column", "time_column", "encoding", "top_k")
 
     _histories: Histories | None = None
     """What `new_data` has read."""
@@ -284,7 +290,7 @@ class SeqrecTask(Task):
         if config.data_dir is None:
             refuse(flags_without(config, "--data-dir", ("user_column", "item_column", "time_column")))
             return load_synthetic_interactions(self.cache_dir)
-        interactions = load_interactions(config.data_dir, config.k_core, self.cache_dir, config.columns)
+        interactions = load_interactions(config.data_dir, config.k_core, self.cache_dir, config.columns, config.reading)
         if not config.no_time and interactions.times is None:
             raise UserError(f"--data-dir {config.data_dir}: has no times, which TiSASRec needs; add --no-time")
         return interactions
@@ -428,6 +434,7 @@ class SeqrecTask(Task):
             num_places=config.top_k,
             with_times=not config.no_time,
             mask_seen=config.mask_seen,
+            reading=config.reading,
         )
         return self._histories
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.overview import overview
+from data.table_files import ENCODING, Reading
 from data.tabular.encoding import Encoding
 from data.tabular.labels import stratified_hold_out
 from data.tabular.other_generators import OtherTables
@@ -81,12 +82,13 @@ class TabularFlags(FlagGroup):
     """
 
     data_dir: Path | None = flag(
-        None, "a table: CSV with a line of column names, or .npz with X and y (default: synthetic tables, to learn on)",
-        local=True,
+        None, "a table: CSV with a line of column names, JSON lines, parquet, or .npz with X and y (default: synthetic "
+        "tables, to learn on)", local=True,
     )  # fmt: skip
     label: str | None = flag(
         None, "column that is to be predicted (default in a .npz: y)", metavar="COLUMN", needs=_OF_A_TABLE
     )
+    encoding: str | None = flag(None, ENCODING, metavar="NAME", needs=_OF_A_TABLE)
     drop: tuple[str, ...] | None = flag(
         None, "columns that are not to be learned from", metavar="COLUMN", needs=_OF_A_TABLE
     )
@@ -158,6 +160,10 @@ class TabularFlags(FlagGroup):
         return found
 
     @property
+    def reading(self) -> Reading:
+        return Reading(self.encoding)
+
+    @property
     def prior(self) -> PriorSettings:
         return PriorSettings(
             rows=(self.min_rows, self.max_rows),
@@ -199,7 +205,7 @@ class TabularTask(Task):
         "eval_start": True,
     }
     headline = ("loss", "auc", "accuracy")
-    predict_flags = ("data_dir", "label", "drop", "num_estimators", "max_context")
+    predict_flags = ("data_dir", "label", "encoding", "drop", "num_estimators", "max_context")
 
     _of_new_rows: Sequence[str] = ()
     """What `new_data` has to say."""
@@ -247,7 +253,9 @@ class TabularTask(Task):
         """Raises UserError for a table that cannot be used."""
         config: TabularFlags = self.config
         assert config.data_dir is not None
-        return labelled_table(read_table(config.data_dir), config.label or "y", config.drop or ())
+        return labelled_table(
+            read_table(config.data_dir, reading=config.reading), config.label or "y", config.drop or ()
+        )
 
     @cached_property
     def _rows(self) -> dict[str, np.ndarray]:
@@ -454,7 +462,7 @@ class TabularTask(Task):
                 f"--data-dir {self.config.data_dir}: has other columns or classes than the table that the run was "
                 "tuned on; give that table, or leave out --save-dir for the weights that come with tabular"
             )
-        table = read_table(path, "--predict")
+        table = read_table(path, "--predict", self.config.reading)
         everything = np.arange(self._table.features.num_rows)
         self._encoding = self._fitted(everything)  # nothing need be held out from what is predicted for a user
         self._known = self._encoded(everything)

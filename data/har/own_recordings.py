@@ -1,6 +1,5 @@
 """A user's own recordings: CSV with a subject, a label and any channels, cut into windows."""
 
-import io
 import math
 import re
 from collections import Counter, defaultdict
@@ -13,8 +12,8 @@ from typing import NoReturn
 
 import numpy as np
 
-from data.csv_lines import CsvTable, Line, csv_table, in_order, is_number, reading_utf8
-from data.files import DataFile, Folder, is_visible, reading_errors, shown, source_at
+from data.csv_lines import CsvTable, Line, in_order, is_number
+from data.files import DataFile, Folder, Zip, is_visible, not_read, reading_errors, shown, single, source_at
 from data.har.clocks import GAP, is_same_rate, moments_of
 from data.har.cut import Cut
 from data.har.rows import (
@@ -30,11 +29,12 @@ from data.har.rows import (
 )
 from data.har.windows import HarRecordings, triplets_first
 from data.overview import overview
+from data.table_files import STRICT, Reading, opened_table
 from trainer.common.errors import UserError
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, digest_of, key_of, texts_of_array
 
 _FORMAT_VERSION = 7
-_SUFFIXES = (".csv", ".tsv")
+_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 _MOST_LISTED = 10_000
 """Files that a message about unknown data looks at."""
 _PUBLISHED = {
@@ -57,6 +57,7 @@ class OwnFormat:
     channels: tuple[str, ...] | None
     length: int
     hop: int
+    reading: Reading = STRICT
 
 
 @dataclass(frozen=True)
@@ -74,38 +75,42 @@ class OwnRecordings:
 
 
 def are_own(path: Path) -> bool:
-    """Whether a path leads to a user's own recordings, not to UCI HAR: a CSV, or a folder with some."""
+    """Whether a path leads to a user's own recordings, not to UCI HAR: a table, or a folder or a zip with some."""
     if path.is_dir():
         published = ("train", "UCI HAR Dataset", "UCI HAR Dataset.zip")
         with reading_errors(f"--data-dir {path}"):
-            has_csv = any(_is_csv(file.name) and is_visible(file.name) for file in path.iterdir() if file.is_file())
-            return has_csv and not any((path / p).exists() for p in published)
-    return path.is_file() and _is_csv(path.name)
+            has_table = any(_is_table(file) for file in Folder(path).files)
+            return has_table and not any((path / p).exists() for p in published)
+    if path.is_file() and path.name.lower().endswith(".zip"):
+        return any(_is_table(file) for file in Zip(path, f"--data-dir {path}").files)
+    return path.is_file() and _is_table(single(path, "--data-dir"))
 
 
 def refuse_other_data(path: Path) -> NoReturn:
     """Raises UserError for what is neither a user's own recordings nor UCI HAR, with what it seems to be."""
-    kinds = "neither UCI HAR, a folder or a zip, nor a CSV of recordings of your own, whose name ends in .csv, .tsv, "
-    if not path.is_dir():
-        raise UserError(f"--data-dir {path}: is {kinds}.csv.gz or .tsv.gz")
-    with reading_errors(f"--data-dir {path}"):
-        names = [name for name in islice(Folder(path, depth=3).names(), _MOST_LISTED) if is_visible(name)]
+    names = [path.name]
+    if path.is_dir():
+        with reading_errors(f"--data-dir {path}"):
+            names = [name for name in islice(Folder(path, depth=3).names(), _MOST_LISTED) if is_visible(name)]
     for pattern, published in _PUBLISHED.items():
         if some := [name for name in names if re.fullmatch(pattern, PurePosixPath(name).name)]:
-            raise UserError(
-                f"--data-dir {path}: looks like {published} ({min(some)}), which is not read as it is published: write "
-                "its recordings as CSV, with a line of column names, a subject and an activity"
-            )
-    found = f"is {kinds}or a folder of such; it holds {shown(names)}"
-    if any(map(_is_csv, names)):
-        found = f"has its CSV files in folders ({shown(filter(_is_csv, names))}); put them side by side into one"
+            raise not_read(f"--data-dir {path}", f"{published} ({min(some)})", published.lower())
+    if path.is_file():
+        with opened_table(single(path, "--data-dir")):
+            pass  # what names its format is refused
+    found = "is neither UCI HAR, a folder or a zip, nor a table of recordings of your own, whose name ends in "
+    found += f"{', '.join(_SUFFIXES)}, perhaps behind that in .gz, .bz2, .xz or .zip"
+    if path.is_dir():
+        found += f", or a folder of such; it holds {shown(names)}"
+    if tables := [file.name for file in Folder(path, depth=3).files if _is_table(file)]:
+        found = f"has its tables in folders ({shown(tables)}); put them side by side into one"
     raise UserError(f"--data-dir {path}: {found}")
 
 
 def load_own_recordings(path: Path, cache_dir: Path, wanted: OwnFormat) -> OwnRecordings:
     """Reads recordings and keeps their windows in the cache.
 
-    path: a CSV with a line of names, plain or .gz, or a folder of such files with the same channels. Its rows are in
+    path: a table (see `opened_table`), or a folder or a zip of such files with the same channels. Its rows are in
         the order of time. A run of rows with the same subject and label in one file is one recording, cut into windows
         of `length` rows every `hop` rows; what is left at its end is dropped. Rows without a label belong to none.
         Another recording begins too where a column trial or session changes, and where the clock jumps.
@@ -115,9 +120,7 @@ def load_own_recordings(path: Path, cache_dir: Path, wanted: OwnFormat) -> OwnRe
     """
     path = path.resolve()
     source = source_at(path, depth=1, advice="give a CSV of recordings, or a folder of them")
-    files = [DataFile(Folder(path.parent), path.name)] if source is None else [
-        file for file in source.files if _is_csv(file.name)
-    ]  # fmt: skip
+    files = [single(path, "--data-dir")] if source is None else [file for file in source.files if _is_table(file)]
     key = key_of("har_own", _FORMAT_VERSION, [file.stamp for file in files], wanted)
     arrays = cached_arrays(cache_dir, key, lambda: _build(files, wanted))
     recordings = HarRecordings(
@@ -138,8 +141,8 @@ def load_own_recordings(path: Path, cache_dir: Path, wanted: OwnFormat) -> OwnRe
     )
 
 
-def _is_csv(name: str) -> bool:
-    return name.lower().removesuffix(".gz").endswith(_SUFFIXES)
+def _is_table(file: DataFile) -> bool:
+    return file.bare_name.endswith(_SUFFIXES)
 
 
 def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
@@ -297,7 +300,7 @@ class _Columns:
 
 def _columns(file: DataFile, wanted: OwnFormat) -> _Columns:
     """Found out by the names of the columns and by the first rows of a file. Raises UserError."""
-    with _opened(file) as table:
+    with _opened(file, wanted.reading.encoding) as table:
         header, decimal_comma = table.header, table.decimal_comma
         subject, label = _subject_and_label(table, wanted, file)
         first = list(islice(table.lines, ROWS_AT_ONCE))
@@ -329,9 +332,8 @@ def _shows_moments(lines: Sequence[Line], column: int, decimal_comma: bool) -> b
 
 
 @contextmanager
-def _opened(file: DataFile) -> Iterator[CsvTable]:
-    with file.open() as content, reading_utf8(file.where, "save it as CSV in UTF-8"):
-        table = csv_table(io.TextIOWrapper(content, "utf-8-sig", newline=""), file.where)
+def _opened(file: DataFile, encoding: str | None) -> Iterator[CsvTable]:
+    with opened_table(file, encoding) as table:
         if not table.header:
             raise UserError(f"{file.where}: is empty; give a CSV with a line of column names")
         if broken := [name for name in table.header if "\n" in name]:
@@ -365,7 +367,7 @@ def _subject_and_label(table: CsvTable, wanted: OwnFormat, file: DataFile) -> tu
 
 
 def _read(file: DataFile, wanted: OwnFormat, columns: _Columns) -> Rows:
-    with _opened(file) as table:
+    with _opened(file, wanted.reading.encoding) as table:
         subject, label = _subject_and_label(table, wanted, file)
         roles = roles_of(table.header, columns.read, subject, label, columns.clocks)
         rows = read_rows(

@@ -1,8 +1,6 @@
 """New inertial signals to be labelled: one recording as a CSV, or windows that are cut already as a .npy."""
 
-import gzip
 import math
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from data.csv_lines import csv_table, reading_utf8
 from data.har.clocks import is_same_rate, middle_rate_hz, seconds_of, usual_rate_hz
 from data.har.rows import LABELS, LARGEST, SUBJECTS, Recording, Rows, as_float32, read_rows, roles_of, usual_column
 from data.har.windows import WindowFormat, triplets_first
+from data.table_files import STRICT, Reading, opened_table, table_at
 from trainer.common.errors import UserError
 from trainer.common.files import array_errors, require_regular
 from trainer.loading.order import SampleKeys
@@ -53,11 +51,12 @@ UCI_HAR = WindowFormat()
 
 
 def read_new_windows(
-    path: Path, wanted: WindowFormat = UCI_HAR, subject_column: str | None = None, label_column: str | None = None
-) -> NewWindows:
+    path: Path, wanted: WindowFormat = UCI_HAR, subject_column: str | None = None, label_column: str | None = None,
+    reading: Reading = STRICT,
+) -> NewWindows:  # fmt: skip
     """Reads the file of `--predict`.
 
-    path: either a CSV, plain or .gz, at the rate of the training data, whose header names the channels in any order.
+    path: either a table (see `opened_table`) at the rate of the training data that names the channels, in any order.
         It is cut into windows as those were: none reaches over a gap of its clock, or from one person or trial to the
         next, where columns tell them; a rest at the end, shorter than a hop, is dropped. Other columns are ignored.
         Or, with the suffix .npy, windows (N, C, T), the channels in their order.
@@ -71,9 +70,7 @@ def read_new_windows(
         require_regular(path)
         if path.suffix.lower() == ".npy":
             return NewWindows(label, _read_array(path, label, wanted))
-        rows = _read_recording(path, label, wanted.channels, subject_column, label_column)
-    except (EOFError, zlib.error) as error:
-        raise UserError(f"{label}: is damaged: {error}; give the whole file") from None
+        rows = _read_recording(path, label, wanted.channels, subject_column, label_column, reading)
     except OSError as error:
         raise UserError(f"{label}: {error.strerror or error}; give a file with recordings") from None
     return _windows_of(rows, label, wanted)
@@ -191,14 +188,11 @@ def _read_array(path: Path, label: str, window: WindowFormat) -> np.ndarray:
 
 
 def _read_recording(
-    path: Path, label: str, channels: Sequence[str], subject_column: str | None, label_column: str | None
-) -> Rows:
-    opened = gzip.open if path.suffix.lower() == ".gz" else open
-    with (
-        opened(path, "rt", encoding="utf-8-sig", newline="") as file,
-        reading_utf8(label, "give a CSV, or an array as .npy"),
-    ):
-        table = csv_table(file, label)
+    path: Path, label: str, channels: Sequence[str], subject_column: str | None, label_column: str | None,
+    reading: Reading,
+) -> Rows:  # fmt: skip
+    advice = "give a file with recordings"
+    with opened_table(table_at(path, "--predict", advice), reading.encoding) as table:
         if not table.header:
             raise UserError(f"{label}: is empty; give a CSV whose first line names the signals {', '.join(channels)}")
         subject = usual_column(table.header, SUBJECTS, subject_column)

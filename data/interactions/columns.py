@@ -4,16 +4,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from data.csv_lines import plain_name
+from data.files import not_read
 from data.interactions.times import is_calendar_time, is_time, is_time_of_day
 from trainer.common.errors import UserError
 
 NO_TIMES = "none"
 ROLES = ("user", "item", "time")
 NAMES = {
-    "user": ("user", "customer", "client", "visitor", "member", "reviewer", "account", "person", "session", "u"),
+    "user": (
+        *("user", "customer", "client", "visitor", "member", "reviewer", "account", "person", "session", "username"),
+        "u",
+    ),
     "item": (
         *("item", "product", "movie", "article", "asin", "isbn", "book", "track", "song", "artist", "sku", "video"),
-        *("content", "game", "business", "i"),
+        *("content", "game", "business", "parentasin", "aid", "i"),
     ),
     "time": (
         *("timestamp", "time", "unixtime", "unixreviewtime", "eventtime", "datetime", "date", "createdat", "ts"),
@@ -136,15 +140,13 @@ def _refuse_time_of_day(names: Sequence[str], second: Sequence[str], time: int, 
 
 
 def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice, where: str) -> dict[str, int | None]:
+    columns = f"{len(first)} column{'s' * (len(first) != 1)}"
+    if second and len(second) != len(first) and all(map(str.isdecimal, (*first, *second))):
+        what = f"one user a line ({columns}, and {len(second)} in the line below: a user and all items of the user)"
+        raise not_read(where, what, "one-user-a-line")
     if not 2 <= len(first) <= 4 and any(choice.of(role) is None for role in ROLES):
-        columns = f"{len(first)} column{'s' * (len(first) != 1)}"
         if len(first) == 1:
-            columns += ", since no tab, ::, semicolon, comma or blank separates any"
-        if second and len(second) != len(first):
-            raise UserError(
-                f"{where}: {columns}, and {len(second)} in the line below, as where a line holds a user and all items "
-                "of the user; give a line for each interaction"
-            )
+            columns += ", since no tab, ::, semicolon, comma, | or blank separates any"
         raise UserError(
             f"{where}: {','.join(first)[:80]!r}: {columns}, not `user item`, `user item time` or `user item rating "
             f"time`, and no names of columns; say by {_flags(ROLES)} which is which, counted from 1"

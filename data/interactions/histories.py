@@ -10,6 +10,7 @@ from data.interactions.columns import ColumnChoice
 from data.interactions.reader import Interactions, find_file, in_time_order
 from data.interactions.sequences import scaled_times
 from data.interactions.table import Table, read_table
+from data.table_files import STRICT, Reading
 from trainer.common.errors import UserError
 from trainer.loading.arrays import Ragged
 from trainer.loading.cache import Arrays
@@ -25,7 +26,7 @@ class Histories:
 
     def __init__(
         self, path: Path, columns: ColumnChoice, item_ids: Sequence[str], *, maxlen: int, num_places: int,
-        with_times: bool, mask_seen: bool,
+        with_times: bool, mask_seen: bool, reading: Reading = STRICT,
     ) -> None:  # fmt: skip
         """Reads a file of interactions as `load_interactions` does, with items that a trained model knows.
 
@@ -35,7 +36,7 @@ class Histories:
         Raises UserError where the file cannot be read, leaves nobody, or leaves somebody fewer items than num_places.
         """
         file = find_file(path, "--predict")
-        table = read_table(file, columns)
+        table = read_table(file, columns, reading)
         if with_times and table.times is None:
             raise UserError(f"{file.where}: has no times, which the run was trained with; add a column of times")
         self.remarks = list(table.remarks)

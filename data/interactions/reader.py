@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from data.files import DataFile, Folder, Source, shown, source_at
+from data.files import DataFile
 from data.interactions.columns import FIND_OUT, ColumnChoice
 from data.interactions.table import read_table
+from data.table_files import STRICT, Reading, table_at
 from trainer.common.errors import UserError
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, key_of, texts_of_array
 
-_FORMAT_VERSION = 7
+_FORMAT_VERSION = 8
 _KNOWN_NAMES = ("ratings.dat", "u.data", "ratings.csv")
-_SUFFIXES = (".txt", ".csv", ".tsv", ".dat", ".inter")
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,20 @@ class Interactions:
         return len(self.offsets) - 1
 
 
-def load_interactions(path: Path, k_core: int, cache_dir: Path, columns: ColumnChoice = FIND_OUT) -> Interactions:
+def load_interactions(
+    path: Path, k_core: int, cache_dir: Path, columns: ColumnChoice = FIND_OUT, reading: Reading = STRICT
+) -> Interactions:
     """Reads interactions and keeps them parsed in the cache.
 
     A file has one interaction a line; see `data.interactions.columns` for what is where in it. Tabs, `::`, semicolons,
-    commas or blanks separate the fields, and of the former but `::` a field may stand in quotes. Users and items are
+    commas, | or blanks separate the fields, and of the former but `::` a field may stand in quotes; or it holds JSON
+    lines or parquet. Users and items are
     any text. They are numbered in the order of their names, those that are whole numbers by value. Repeated
     interactions stay, since people buy again, but lines of one user, item and time count once. Without times the order
     of the file is the order in time.
 
-    path: a text file, plain or `.gz`; or a folder, `.zip` or `.tar.gz` with exactly one file that can be meant:
-        `ratings.dat`, `u.data` or `ratings.csv`, else the only one that ends in .txt, .csv, .tsv, .dat or .inter.
+    path: a file, plain or compressed by gzip, bzip2 or xz; or a folder, `.zip` or `.tar.gz` with exactly one file that
+        can be meant: `ratings.dat`, `u.data` or `ratings.csv`, else the only one with the name of a table (`TABLES`).
         Archives are read in memory; nothing is unpacked to disk.
     k_core: users and items with fewer interactions are dropped, until there are none; 1 or less keeps all.
 
@@ -63,8 +66,8 @@ def load_interactions(path: Path, k_core: int, cache_dir: Path, columns: ColumnC
     """
     file = find_file(path)
     k_core = max(k_core, 1)
-    key = key_of("interactions", _FORMAT_VERSION, file.stamp, k_core, columns)
-    arrays = cached_arrays(cache_dir, key, lambda: _build(file, k_core, columns))
+    key = key_of("interactions", _FORMAT_VERSION, file.stamp, k_core, columns, reading)
+    arrays = cached_arrays(cache_dir, key, lambda: _build(file, k_core, columns, reading))
     return Interactions(
         arrays["offsets"],
         arrays["items"],
@@ -79,25 +82,11 @@ def load_interactions(path: Path, k_core: int, cache_dir: Path, columns: ColumnC
 def find_file(path: Path, flag: str = "--data-dir") -> DataFile:
     """The file of interactions that a path leads to. flag: by which it was given. Raises UserError."""
     path = Path(os.path.realpath(path))  # which does not raise for a link that leads to itself
-    source = source_at(path, depth=1, advice="give a file of interactions", flag=flag)
-    return DataFile(Folder(path.parent, f"{flag} {path.parent}"), path.name) if source is None else _choose(source)
+    return table_at(path, flag, "give a file of interactions", _KNOWN_NAMES)
 
 
-def _choose(source: Source) -> DataFile:
-    """The one of the files that can be meant."""
-    candidates = [file for file in source.files if file.bare_name in _KNOWN_NAMES] or [
-        file for file in source.files if file.bare_name.endswith(_SUFFIXES) and not file.bare_name.startswith("readme")
-    ]
-    if len(candidates) != 1:
-        raise UserError(
-            f"{source.where}: {len(candidates)} files in it can be the interactions, where one is needed; "
-            f"give the file itself; there are: {shown(file.name for file in source.files)}"
-        )
-    return candidates[0]
-
-
-def _build(file: DataFile, k_core: int, columns: ColumnChoice) -> Arrays:
-    table = read_table(file, columns)
+def _build(file: DataFile, k_core: int, columns: ColumnChoice, reading: Reading) -> Arrays:
+    table = read_table(file, columns, reading)
     kept = _k_core(table.users, table.items, k_core)
     if not len(kept):
         raise UserError(

@@ -1,23 +1,23 @@
 """A file of interactions taken apart: who, what and when, in the order of its lines."""
 
 import csv
-import io
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
 import numpy as np
 
-from data.csv_lines import Line, csv_lines, delimiter_of, first_line, in_order, is_number, reading_utf8, without_point
+from data.csv_lines import Line, csv_lines, delimiter_of, in_order, is_number, without_point
 from data.files import DataFile
 from data.interactions.columns import ColumnChoice, Layout, find_layout
 from data.interactions.times import EXPECTED, in_seconds, parse_times, time_range
 from data.overview import overview
+from data.table_files import STRICT, Reading, opened_lines
 from trainer.common.errors import UserError
-from trainer.common.files import lines_of
 
 _ROWS_AT_ONCE = 1 << 16
 """So many lines at a time are taken apart, which bounds the memory that it takes."""
+_MARKS = (",", ";", "|")
 _SHOWN_WIDTH = 80
 _NO_NAMES = ("na", "n/a", "#n/a", "nan", "none", "null", "-")
 _FEW_TIMES, _MANY_INTERACTIONS = 100, 10
@@ -41,11 +41,9 @@ class Table:
     remarks: list[str]
 
 
-def read_table(file: DataFile, choice: ColumnChoice) -> Table:
+def read_table(file: DataFile, choice: ColumnChoice, reading: Reading = STRICT) -> Table:
     """Raises UserError, naming file, line and reason, for whatever cannot be read. choice: columns that are given."""
-    advice = "convert it, or give another file"
-    with file.open() as content, reading_utf8(file.where, advice), io.TextIOWrapper(content, "utf-8-sig") as text:
-        lines = _fields(lines_of(text), file.where)
+    with opened_lines(file, reading.encoding, _fields) as lines:
         head = list(islice(lines, 2))
         if not head:
             raise UserError(f"{file.where}: is empty; give a file of interactions")
@@ -54,14 +52,12 @@ def read_table(file: DataFile, choice: ColumnChoice) -> Table:
         return _Parser(file.where, layout).table(chain(head[layout.has_names :], lines))
 
 
-def _fields(text: Iterator[str], where: str) -> Iterator[Line]:
-    """The lines that are not blank, with their fields, which tabs, `::`, semicolons, commas or blanks separate."""
-    num_blank, first = first_line(text, where)
-    lines = chain([first] if first else [], text)
-    if "\t" not in first and "::" not in first and ("," in first or ";" in first):
-        return _fields_in_quotes(lines, delimiter_of(first, (",", ";")), where, num_blank)
+def _fields(first: str, lines: Iterator[str], where: str) -> Iterator[Line]:
+    """The lines that are not blank, with their fields: tabs, `::`, semicolons, commas, | or blanks separate them."""
+    if "\t" not in first and "::" not in first and any(mark in first for mark in _MARKS):
+        return _fields_in_quotes(lines, delimiter_of(first, _MARKS), where)
     split = _tabbed if "\t" in first else _separated_by_colons if "::" in first else str.split
-    return ((i, split(line)) for i, line in enumerate(lines, start=num_blank + 1) if not line.isspace())
+    return ((i, split(line)) for i, line in enumerate(lines, start=1) if not line.isspace())
 
 
 def _separated_by_colons(line: str) -> list[str]:
@@ -82,7 +78,7 @@ def _tabbed(line: str) -> list[str]:
     return line.split("\t")
 
 
-def _fields_in_quotes(text: Iterable[str], delimiter: str, where: str, num_before: int) -> Iterator[Line]:
+def _fields_in_quotes(text: Iterable[str], delimiter: str, where: str) -> Iterator[Line]:
     """Lines of a CSV file that are not blank. Raises UserError where quotes seem to take several lines for one."""
     recent: list[str] = []
 
@@ -91,7 +87,7 @@ def _fields_in_quotes(text: Iterable[str], delimiter: str, where: str, num_befor
             recent.append(line)
             yield line
 
-    for number, fields in csv_lines(noted(), delimiter, where, num_before):
+    for number, fields in csv_lines(noted(), delimiter, where):
         lines = [line for line in recent if not line.isspace()]
         if len(lines) > 1 and all(line.count(delimiter) == len(fields) - 1 for line in lines):
             raise UserError(

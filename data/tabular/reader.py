@@ -1,22 +1,21 @@
 """A user's table: CSV as programs and people write it, or arrays in a .npz."""
 
-import gzip
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import IO, cast
 
 import numpy as np
 
-from data.csv_lines import Line, csv_table, is_number, reading_utf8
-from data.files import reading_errors
+from data.csv_lines import Line, is_number
+from data.files import DataFile, reading_errors
+from data.table_files import STRICT, Reading, opened_table, table_at
 from data.tabular.spelling import UNKNOWN, Likely
 from data.tabular.table import Column, Table, table_of_array
 from trainer.common.errors import UserError
-from trainer.common.files import MOST_WHOLE, array_errors, require_regular
+from trainer.common.files import MOST_WHOLE, array_errors
 
 MOST_COLUMNS = 1000
 
@@ -25,20 +24,22 @@ _SHOWN_WIDTH = 40
 _ADVICE = "give a CSV with a line of column names, or a .npz with X and y"
 
 
-def read_table(path: Path, flag: str = "--data-dir") -> Table:
+def read_table(path: Path, flag: str = "--data-dir", reading: Reading = STRICT) -> Table:
     """Reads a table; all columns of a CSV are texts, which `Column.typed` makes numbers of.
 
-    path: a CSV in UTF-8, plain or .gz, its columns separated by commas, semicolons (then the comma in 1,234 separates
-        decimals) or tabs, with a line of column names. Spaces around a value, and quotes, do not belong to it. Or a
-        .npz with X (n, m), numbers or texts, optionally y (n,), which becomes the column y, and names (m,) of columns.
-    flag: by which the path was given, for messages.
+    path: a CSV, its columns separated by commas, semicolons (then the comma in 1,234 separates decimals), tabs, | or
+        blanks, with a line of column names; JSON lines; or parquet: plain, compressed, or alone in an archive. Spaces
+        around a value, and quotes, do not belong to it. Or a .npz with X (n, m), numbers or texts, optionally y (n,),
+        which becomes the column y, and names (m,) of columns.
+    flag: by which the path was given, for messages. reading: how lines are read.
 
     Raises UserError, naming file and line, for whatever cannot be read.
     """
     where = f"{flag} {path}"
-    if not path.is_file():
-        raise UserError(f"{where}: {'is a folder' if path.is_dir() else 'no such file'}; {_ADVICE}")
-    table = _read_arrays(path, where) if path.suffix.lower() == ".npz" else _read_csv(path, where)
+    if path.is_dir():
+        raise UserError(f"{where}: is a folder; {_ADVICE}, and one to score by --test-data")
+    is_npz = path.suffix.lower() == ".npz" and path.is_file()
+    table = _read_arrays(path, where) if is_npz else _read_csv(table_at(path, flag, _ADVICE), where, reading)
     if table.num_rows == 0:
         raise UserError(f"{where}: has column names, but no rows; give at least one")
     return table
@@ -55,22 +56,14 @@ def _check_width(num_columns: int, where: str) -> None:
 # --- CSV ---------------------------------------------------------------------------------------------------------
 
 
-def _read_csv(path: Path, where: str) -> Table:
-    with reading_errors(where), reading_utf8(where, "save it as CSV in UTF-8"), _opened(path) as file:
-        return _parse_csv(file, where)
+def _read_csv(file: DataFile, where: str, reading: Reading) -> Table:
+    with opened_table(file, reading.encoding) as (line, header, lines, decimal_comma):
+        if not header:
+            raise UserError(f"{where}: is empty; {_ADVICE}")
+        return _parse_csv(line, header, lines, decimal_comma, where)
 
 
-def _opened(path: Path) -> IO[str]:
-    require_regular(path)
-    if path.suffix.lower() == ".gz":
-        return cast(IO[str], gzip.open(path, "rt", encoding="utf-8-sig", newline=""))
-    return path.open(encoding="utf-8-sig", newline="")
-
-
-def _parse_csv(file: IO[str], where: str) -> Table:
-    line, header, lines, decimal_comma = csv_table(file, where)
-    if not header:
-        raise UserError(f"{where}: is empty; {_ADVICE}")
+def _parse_csv(line: int, header: list[str], lines: Iterator[Line], decimal_comma: bool, where: str) -> Table:
     names = _column_names(header, f"{where}, line {line}")
     columns = [_Texts() for _ in names]
     for rows in _blocks(lines, len(names), where):

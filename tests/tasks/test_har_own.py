@@ -135,11 +135,11 @@ def test_without_a_rate_the_clock_counts(recordings, run_here, tmp_path):
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        (["Protocol/subject101.dat"], "looks like PAMAP2 (Protocol/subject101.dat), which is not read as it is"),
-        (["mHealth_subject1.log"], "looks like MHEALTH"),
-        (["dataset/S1-ADL1.dat", "doc/notes.txt"], "looks like OPPORTUNITY"),
-        (["walk/ann.csv", "rest/ann.csv"], "has its CSV files in folders (rest/ann.csv, walk/ann.csv); put them"),
-        (["notes.txt"], "is neither UCI HAR, a folder or a zip, nor a CSV of recordings of your own"),
+        (["Protocol/subject101.dat"], "is PAMAP2 (Protocol/subject101.dat), which is not read as it is"),
+        (["mHealth_subject1.log"], "is MHEALTH"),
+        (["dataset/S1-ADL1.dat", "doc/notes.txt"], "is OPPORTUNITY"),
+        (["walk/ann.csv", "rest/ann.csv"], "has its tables in folders (rest/ann.csv, walk/ann.csv); put them"),
+        (["notes.txt"], "is neither UCI HAR, a folder or a zip, nor a table of recordings of your own"),
         ([], "it holds no files"),
     ],
 )
@@ -177,7 +177,7 @@ def test_mistakes(own, run_here, recordings, tmp_path):
         ([*own, "--model", "deepconvlstm", "--window", 9], "--window 9: --model deepconvlstm needs 17 rows at least"),
         (
             ["--data-dir", tmp_path / "notes.pdf", "--rate", 50],
-            "notes.pdf: is neither UCI HAR, a folder or a zip, nor a CSV",
+            "notes.pdf: is neither UCI HAR, a folder or a zip, nor a table",
         ),
     ):
         (tmp_path / "notes.pdf").write_text("x")

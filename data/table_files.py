@@ -1,0 +1,226 @@
+"""Tables in files: what a file is, by its content, and its lines as fields; what cannot be read is refused by name."""
+
+import ast
+import codecs
+import importlib
+import io
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, count, islice
+from pathlib import Path
+from typing import IO, Any, Literal, cast
+
+from data.csv_lines import CsvTable, Line, csv_lines, delimiter_of
+from data.files import DataFile, not_read, shown, single, source_at
+from trainer.common.errors import UserError
+from trainer.common.files import lines_of
+
+OnBad = Literal["refuse", "drop", "interpolate"]
+TABLES = (".csv", ".tsv", ".txt", ".dat", ".data", ".inter", ".jsonl", ".ndjson", ".json", ".parquet")
+"""Of the names of files that may be tables, before what they are compressed by."""
+_BINARY = {
+    b"\xd0\xcf\x11\xe0": ("Excel's .xls", "excel"),
+    b"\x89HDF": ("HDF5", "other-formats"),
+    b"ARROW1": ("Feather or Arrow", "other-formats"),
+    b"ORC": ("ORC", "other-formats"),
+    b"Obj\x01": ("Avro", "other-formats"),
+    b"SQLite format 3": ("an SQLite database", "other-formats"),
+    b"\x93NUMPY": ("a NumPy array", "other-formats"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "other-formats"),
+}
+"""By the bytes that a file begins with: what it is, and where the page has its conversion."""
+_TEXTS = {
+    r"(?is)\s*(%[^\n]*\s+)*@relation\b": ("ARFF", "arff"),
+    r"(?is)\s*(#[^\n]*\s+)*@problemname\b": ("sktime's .ts", "other-formats"),
+    r"(?i)\s*<(\?xml|!doctype|html|\w+>?\s*$)": ("XML or HTML", "other-formats"),
+    r"\s*\[\s*([\[{]|$)": ("a JSON array", "json"),
+    r"\s*\{\s*$": ("JSON of several lines", "json"),
+    r"\s*[-+]?\d+(\.\d+)?( \d+:[-+\d.eE]+)+\s*$": ("libsvm's sparse rows", "other-formats"),
+}
+"""By the text that a file begins with, the first line of it for the last three."""
+_LISTS = ("events", "interactions", "actions", "clicks", "items")
+"""Entries of a JSON object that hold a record each, such as the events of a session."""
+_FIRST_OBJECTS = 1000
+_HEAD = 4096
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How tables are read. encoding: None where UTF-8 and UTF-16 are told apart. on_bad: what becomes of bad lines."""
+
+    encoding: str | None = None
+    on_bad: OnBad = "refuse"
+
+
+STRICT = Reading()
+ENCODING = (
+    "of the texts that are read, such as cp1252 for Excel's CSV, or latin-1 (default: UTF-8, or UTF-16 where it shows)"
+)
+"""Help of the flag that all tasks have."""
+
+
+def table_at(path: Path, flag_name: str, advice: str, known: Sequence[str] = ()) -> DataFile:
+    """The file that a path leads to: itself, or the only table in a folder or an archive, or the only known name.
+
+    known: names of files that are meant rather than others. Raises UserError where none or several can be meant.
+    """
+    source = source_at(path, 1, advice, flag_name)
+    if source is None:
+        return single(path, flag_name)
+    found = [file for file in source.files if file.bare_name in known] or [
+        file for file in source.files if file.bare_name.endswith(TABLES) and not file.bare_name.startswith("readme")
+    ]
+    if len(found) != 1:
+        raise UserError(
+            f"{source.where}: {len(found)} files in it can be the table, where one is needed; give the file itself; "
+            f"there are: {shown(file.name for file in source.files)}"
+        )
+    return found[0]
+
+
+Split = Callable[[str, Iterator[str], str], Iterator[Line]]
+"""(first line that is not blank, text, where) -> the lines of a text whose fields are separated."""
+
+
+@contextmanager
+def opened_lines(file: DataFile, encoding: str | None, split: Split) -> Iterator[Iterator[Line]]:
+    """The lines of a file as fields; of JSON lines and parquet the names come first. Raises UserError."""
+    with file.open() as content:
+        head = cast(io.BufferedReader, content).peek(_HEAD)[:_HEAD]
+        if head.startswith(b"PAR1"):
+            yield _parquet_lines(content, file.where)
+            return
+        for start, (what, section) in _BINARY.items():
+            if head.startswith(start):
+                raise not_read(file.where, what, section)
+        with opened_text(content, file.where, encoding, head) as text:
+            yield _lines(lines_of(text), file.where, split)
+
+
+@contextmanager
+def opened_table(file: DataFile, encoding: str | None = None) -> Iterator[CsvTable]:
+    """A table of named columns. With semicolons the decimal point of a number may be a comma. Raises UserError."""
+    found: list[str] = []
+
+    def split(first: str, text: Iterator[str], where: str) -> Iterator[Line]:
+        found.append(delimiter_of(first))
+        return csv_lines(text, found[0], where)
+
+    with opened_lines(file, encoding, split) as lines:
+        line, names = next(lines, (0, []))
+        yield CsvTable(line, [name.strip() for name in names], lines, found == [";"])
+
+
+@contextmanager
+def opened_text(content: IO[bytes], where: str, encoding: str | None, head: bytes) -> Iterator[IO[str]]:
+    """A file as text; the encoding None is found out by its first bytes. Raises UserError for bytes that are none."""
+    try:
+        name = codecs.lookup(encoding).name if encoding else _encoding_of(head)
+        yield io.TextIOWrapper(content, "utf-8-sig" if name == "utf-8" else name, newline="")
+    except LookupError:
+        raise UserError(f"--encoding {encoding}: no such encoding; give one such as cp1252 or utf-16") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: {why_no_text(error, encoding)}") from None
+
+
+def why_no_text(error: UnicodeDecodeError, encoding: str | None) -> str:
+    """What is wrong with bytes that are no text in an encoding, and which one they may be in."""
+    found, start = error.object, error.start
+    reason = f"is not text in {encoding or 'UTF-8'}, but has the byte 0x{found[start]:02x}"
+    if b"\0" in found or encoding is not None:
+        return f"{reason}; " + ("leave out --encoding, or give another" if encoding else "give a CSV")
+    likely = "latin-1" if re.search(rb"[\x81\x8d\x8f\x90\x9d]", found) else "cp1252"
+    before, after = (re.split(rb"[\s,;|\t\"]", part) for part in (found[:start], found[start : start + 20]))
+    word = (before[-1][-20:] + after[0]).decode(likely)
+    return f"{reason}; in {likely} it says {word!r}: add --encoding {likely} if that is right, else save it in UTF-8"
+
+
+def _encoding_of(head: bytes) -> str:
+    """UTF-16 begins with its mark, or has a zero in nearly every second byte."""
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    zeros = [head[start::2].count(0) / max(1, len(head) // 2) for start in (0, 1)]
+    return "utf-16-be" if zeros[0] > 0.7 > zeros[1] else "utf-16-le" if zeros[1] > 0.7 > zeros[0] else "utf-8-sig"
+
+
+def _lines(text: Iterator[str], where: str, split: Split) -> Iterator[Line]:
+    """The lines that are not blank, with their numbers in the file."""
+    num_blank, first = next(((i, line) for i, line in enumerate(text) if not line.isspace()), (0, ""))
+    if not first:
+        return iter(())
+    if first[0] in "@%#[<{ -+0123456789":
+        start = [first, *islice(text, 30)] if first[0] in "%#" else [first]
+        for pattern, (what, section) in _TEXTS.items():
+            if re.match(pattern, "".join(start)):
+                raise not_read(where, what, section)
+        text = chain(start[1:], text)
+    lines = chain(["\n"] * num_blank, [first], text)
+    return json_lines(lines) if first.lstrip().startswith("{") else split(first, lines, where)
+
+
+def json_lines(text: Iterator[str]) -> Iterator[Line]:
+    """The entries of JSON objects, one object a line, behind the names of all entries of the first thousand objects.
+
+    Entries that an object lacks are empty; a line that is no object has one field, the line. An object with a list of
+    events has a line for each.
+    """
+    objects = ((number, line, _object(line)) for number, line in enumerate(text, start=1) if not line.isspace())
+    first = list(islice(objects, _FIRST_OBJECTS))
+    names = list(dict.fromkeys(name for _, _, entries in first for record in entries for name in record))
+    yield first[0][0], names
+    for number, line, entries in chain(first, objects):
+        if not entries:
+            yield number, [line.strip()]
+        for record in entries:
+            yield number, [text_of(record.get(name)) for name in names]
+
+
+def _object(line: str) -> list[dict[str, Any]]:
+    """The records of a line, none where it is no object; also in Python's spelling, which Steam's files have."""
+    try:
+        found = json.loads(line, parse_int=str, parse_float=str, parse_constant=str)
+    except (ValueError, RecursionError):
+        try:
+            found = ast.literal_eval(line.strip()) if line.lstrip().startswith(("{'", "{u'")) else None
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            found = None
+    if not isinstance(found, dict):
+        return []
+    for name in _LISTS:
+        if isinstance(inner := found.get(name), list) and all(isinstance(record, dict) for record in inner):
+            rest = {key: value for key, value in found.items() if key != name}
+            return [rest | record for record in inner] or [rest]
+    return [found]
+
+
+def text_of(value: Any) -> str:
+    """A value as a CSV has it: "" for none, true and false, and lists as JSON."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return ""
+    return json.dumps(value, default=str) if isinstance(value, bool | list | dict) else str(value)
+
+
+def _parquet_lines(content: IO[bytes], where: str) -> Iterator[Line]:
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")  # by its name: it need not be there
+    except ImportError:
+        raise UserError(
+            f"{where}: is parquet, which is read by the package pyarrow, and that is not here: run `pip install "
+            "pyarrow`, or save it as CSV"
+        ) from None
+    try:
+        file = parquet.ParquetFile(content)
+        yield 1, list(file.schema_arrow.names)
+        numbers = count(2)
+        for batch in file.iter_batches():
+            columns = [[text_of(value) for value in column.to_pylist()] for column in batch.columns]
+            yield from ((next(numbers), list(fields)) for fields in zip(*columns, strict=True))
+    except ValueError as error:  # as pyarrow's own errors are
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{where}: is damaged parquet ({str(error)[:80]}); fetch it again") from None

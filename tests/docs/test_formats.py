@@ -1,0 +1,157 @@
+"""docs/formats.md: each conversion turns a sample in the documented shape into what the readers read to its values."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.har.own_recordings import OwnFormat, load_own_recordings, refuse_other_data
+from data.interactions.reader import load_interactions
+from data.tabular.reader import read_table
+from trainer.common.errors import UserError
+
+PAGE = (Path(__file__).parents[2] / "docs/formats.md").read_text()
+
+
+def anchors(page: str) -> dict[str, str]:
+    """Sections by the name that a link has."""
+    parts = re.split(r"^## (.*)\n", page, flags=re.M)[1:]
+    return {title.lower().replace(" ", "-"): text for title, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def convert(section: str) -> None:
+    """Runs the code of a section in the working directory."""
+    [code] = re.findall(r"```python\n(.*?)```", anchors(PAGE)[section], flags=re.S)
+    exec(compile(code, f"docs/formats.md#{section}", "exec"), {})
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_messages_point_to_sections_that_are_there():
+    root = Path(__file__).parents[2]
+    sources = [path.read_text() for room in ("data", "tasks") for path in (root / room).rglob("*.py")]
+    links = {link for source in sources for link in re.findall(r"docs/formats\.md#([a-z0-9-]+)", source)}
+    quoted = {text for source in sources for text in re.findall(r'"([a-z-]+)"', source)}
+    known = anchors(PAGE)
+    assert links <= known.keys()
+    assert {"excel", "json", "arff", "other-formats"} <= quoted & known.keys()
+
+
+def columns_of(path: str) -> dict[str, list]:
+    found = [column.typed() for column in read_table(Path(path)).columns]
+    return {c.name: c.values.tolist() if c.texts is None else [c.texts[int(v)] for v in c.values] for c in found}
+
+
+TABLES = {
+    "json": ("table.json", '[\n {"x": 1.5, "y": "a"},\n {"x": 2, "y": "ä"}\n]', "table.jsonl"),
+    "arff": (
+        "table.arff",
+        "% about\n@RELATION t\n@ATTRIBUTE x  NUMERIC\n@attribute 'y' {a,'ä'}\n\n@DATA\n1.5, a\n% no\n2,'ä'\n",
+        "table.csv",
+    ),
+}
+
+
+@pytest.mark.parametrize("section", TABLES)
+def test_tables(section):
+    name, content, result = TABLES[section]
+    Path(name).write_text(content)
+    with pytest.raises(UserError, match=f"docs/formats.md#{section} "):
+        read_table(Path(name))
+    convert(section)
+    assert columns_of(result) == {"x": [1.5, 2], "y": ["a", "ä"]}
+
+
+def test_a_table_without_names():
+    row = "39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male, 2174, 0, 40, "
+    Path("adult.data").write_text(f"{row}United-States, <=50K\n{row}Cuba, >50K\n\n")
+    convert("no-line-of-names")
+    found = columns_of("adult.csv")
+    assert (found["age"], found["income"], len(found)) == ([39, 39], ["<=50K", ">50K"], 15)
+
+
+def test_rows_of_libsvm():
+    Path("table.libsvm").write_text("+1 1:0.5 3:2\n-1 3:1e-1 \n")
+    with pytest.raises(UserError, match=r"docs/formats.md#other-formats "):
+        read_table(Path("table.libsvm"))
+    convert("other-formats")
+    assert columns_of("table.csv") == {"label": [1, -1], "x1": [0.5, 0], "x3": [2, 0.1]}
+
+
+def test_one_user_a_line():
+    Path("users.txt").write_text("0 7 8 9\n3 8\n")
+    with pytest.raises(UserError, match=r"is one user a line .4 columns, .*docs/formats.md#one-user-a-line "):
+        load_interactions(Path("users.txt"), 1, Path("cache"))
+    convert("one-user-a-line")
+    found = load_interactions(Path("interactions.csv"), 1, Path("cache"))
+    assert (found.offsets.tolist(), found.item_ids, found.items.tolist()) == ([0, 3, 4], ("7", "8", "9"), [1, 2, 3, 2])
+
+
+def number(row: int, column: int) -> str:
+    return f"{(row * 37 + column * 11) % 101 / 8 - 5:g}"
+
+
+def pamap2(folder: Path) -> None:
+    for subject in (101, 102):
+        rows = [
+            [f"{row / 100:.2f}", str((0, 4, 17)[row // 40]), "NaN", *(number(row, column) for column in range(3, 54))]
+            for row in range(120)
+        ]
+        path = folder / "Protocol" / f"subject{subject}.dat"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(" ".join(row) + "\n" for row in rows))
+
+
+def mhealth(folder: Path) -> None:
+    for subject in (1, 2):
+        rows = [[*(number(row, column) for column in range(23)), str((0, 1, 9)[row // 40])] for row in range(120)]
+        (folder / f"mHealth_subject{subject}.log").write_text("".join("\t".join(row) + "\n" for row in rows))
+
+
+def opportunity(folder: Path) -> None:
+    for subject in (1, 2):
+        rows = [
+            [str(33 * row), *(number(row, column) for column in range(1, 243)), str((0, 1, 4)[row // 40]), *"000000"]
+            for row in range(120)
+        ]
+        (folder / f"S{subject}-ADL1.dat").write_text("".join(" ".join(row) + "\n" for row in rows))
+
+
+def wisdm(folder: Path) -> None:
+    lines = [
+        f"{subject},{activity},{10**9 + 50_000_000 * row},{number(row, 0)},{number(row, 1)},{number(row, 2)};"
+        for subject in (33, 34) for activity in ("Jogging", "Sitting") for row in range(40)
+    ]  # fmt: skip
+    lines[3:3] = ["33,Jogging,49105962326000,-0.69,12.68,;", "", "33,Jogging,0,0,0,0;"]
+    (folder / "WISDM_ar_v1.1_raw.txt").write_text("\n".join(lines) + "\n")
+
+
+RECORDINGS = {
+    pamap2: ("pamap2", 36, {"hand_acc_x": 4, "chest_gyro_z": 29, "ankle_mag_z": 49}, ("4", "17")),
+    mhealth: ("mhealth", 23, {"chest_acc_x": 0, "ecg_2": 4, "arm_mag_z": 22}, ("1", "9")),
+    opportunity: ("opportunity", 45, {"back_acc_x": 37, "left_lower_mag_z": 89 + 8}, ("sit", "stand")),
+    wisdm: ("wisdm.csv", 3, {"acc_x": 0, "acc_z": 2}, ("Jogging", "Sitting")),
+}
+"""What writes a sample: the result, how many channels, the columns of some from 0, and the classes."""
+
+
+@pytest.mark.parametrize("write", RECORDINGS)
+def test_recordings(write, tmp_path):
+    result, num_channels, columns, classes = RECORDINGS[write]
+    (tmp_path / "as_published").mkdir()
+    write(tmp_path / "as_published")
+    with pytest.raises(UserError, match=f"docs/formats.md#{write.__name__} "):
+        refuse_other_data(tmp_path / "as_published")
+    write(tmp_path)
+    convert(write.__name__)
+    found = load_own_recordings(tmp_path / result, tmp_path / "cache", OwnFormat(None, None, None, 20, 20)).recordings
+    assert len(found.channels) == num_channels and found.classes == classes and len(found.subject_names) == 2
+    first = {name: found.signals[0, found.channels.index(name)] for name in columns}
+    row = 0 if write is wisdm else 40
+    expected = {name: [float(number(row + k, column)) for k in range(20)] for name, column in columns.items()}
+    for name, values in first.items():
+        np.testing.assert_allclose(values, expected[name], rtol=1e-6)
