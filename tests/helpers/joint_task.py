@@ -138,6 +138,23 @@ class Gathering(Objective):
         return {"loss": simclr(a, b, all_a, all_b, own)}
 
 
+class OwnGathering(Gathering):
+    """With exchanges of its own, of the rows as they are or of equally many. It learns from its own rows alone."""
+
+    pads = False
+
+    def forward(self, batch, phase="train"):
+        sums = Gathering.forward(self, batch, phase)
+        if self.training and torch.distributed.is_initialized():
+            own = batch["a"][batch["weight"] > 0] if self.pads else batch["a"]
+            num_rows = torch.tensor([len(own)])
+            if self.pads:
+                torch.distributed.all_reduce(num_rows, torch.distributed.ReduceOp.MAX)
+            own = F.pad(own, (0, 0, 0, int(num_rows) - len(own)))
+            torch.distributed.all_gather([torch.empty_like(own) for _ in range(2)], own)
+        return sums
+
+
 class Joint(Task):
     Config = JointFlags
     objective: type[Objective] = SimClr
@@ -173,6 +190,14 @@ class VicRegs(Joint):
 
 class Gathers(Joint):
     objective = Gathering
+
+
+class GathersItself(Joint):
+    objective = OwnGathering
+
+
+class GathersPadded(Joint):
+    objective = type("Padded", (OwnGathering,), {"pads": True})
 
 
 class OfTheBatch(SimClr):

@@ -76,6 +76,7 @@ CASES = {
         Case("Clips", 6, overlaps=True),
         Case("Clips", 2, dropout=0.3, overlaps=True),
         Case("Gathers", 6, resumes=True),
+        Case("GathersPadded", 6),
     ],
     3: [Case("Clips", 4, TWO_LEFT, 0.3), Case("OfTriplets", 2, TWO_LEFT, 0.3), Case("Gathers", 4, TWO_LEFT)],
 }
@@ -84,6 +85,11 @@ CASES = {
 REFUSED = {
     "fsdp": (Case("Joint", 6), ["--multi-gpu", "fsdp"], "--multi-gpu fsdp: SimClr.joint_loss may use parameters"),
     "unlike": (Case("Unlike", 6), (), "differs from rank 0: rows of the objective {'a'"),
+    "uneven": (
+        Case("GathersItself", 6),
+        (),
+        "exchanges allgather of (2, 6), (2, 6), (2, 6) on rank 0 and allgather of (1, 6), (1, 6), (1, 6) on rank 1 in",
+    ),
     "twice": (Case("Gathers", 3), (), "trainer.gather: gathers the rows of one forward, and this step has 2"),
 }
 """By name what two processes are refused: flags besides, and what is said of it."""
@@ -102,7 +108,7 @@ class OfRank(SingleDevice):
 
 def learnt(case, world_size):
     """What a bare loop comes to: the state of the model, with the statistics of batch norm on one process."""
-    task_type = joint_task.Joint if case.task == "Gathers" else getattr(joint_task, case.task)
+    task_type = joint_task.Joint if case.task.startswith("Gathers") else getattr(joint_task, case.task)
     config = joint_task.JointFlags(num_train=case.num_train, dropout=case.dropout, norm=case.norm)
     task = task_type(config, seed=0, cache_dir=None)
     torch.manual_seed(0)

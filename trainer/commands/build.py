@@ -55,6 +55,7 @@ from trainer.loop.checkpointing import finish_saving, restore_progress, restore_
 from trainer.loop.contract import (
     check_batch,
     check_blocks,
+    check_exchanges,
     check_helpers,
     check_same_parameters,
     check_signatures,
@@ -376,7 +377,9 @@ def prepare_training(
             learner.nets[phase] = strategy.wrap(learner.enter(phase))
             check_single_samples(learner, strategy, phase, orders[index], memory.splits[index], example)
             with refusing_compilation() if flags.blocks.compile else nullcontext():
-                try_phase(learner, strategy, phase, example)
+                exchanges = try_phase(learner, strategy, phase, example)
+            if exchanges and not flags.blocks.compile:
+                check_exchanges(learner, strategy, phase, orders[index], example)
     settle_recomputed(learner.objective, learner.buffers.forward_state.changes.values())
 
 

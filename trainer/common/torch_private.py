@@ -193,6 +193,14 @@ def end_allocating(device: torch.device, pool: Any) -> None:
 # --- processes ---------------------------------------------------------------------------------------------------
 
 
+def num_exchanges(group: Any) -> int:
+    """How many exchanges processes have begun in a group. Fallback: 0, and a forward's own go unseen."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):  # of a backend that counts none
+        return 0
+
+
 def set_timeout(group: Any, device: torch.device, limit: timedelta) -> None:
     """Sets the time limit of a process group that exists. Fallback: the limit stays as it was.
 

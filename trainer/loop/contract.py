@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NoReturn
 
@@ -24,6 +25,7 @@ from trainer.loop.module_state import Change, leaving_no_trace
 from trainer.loop.plan import BatchSplit, SampleOrder, ShuffledOrder
 from trainer.loop.totals import require_sums, training_forward
 from trainer.parallel.group import Group
+from trainer.parallel.rows import require_equal_exchanges
 from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, PerSample, Task, validation_sets
 
@@ -173,8 +175,10 @@ def check_same_parameters(objective: nn.Module, group: Group, where: str) -> Non
     )
 
 
-def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) -> None:
+def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) -> bool:
     """A forward and a backward of a phase that change nothing. Raises UserError unless they are what training needs.
+
+    Returns whether the forward exchanged tensors with other processes by itself.
 
     example: a batch whose samples do not count. DistributedDataParallel regroups its buckets after its first backward,
     which changes the order of summation: without this one the first step of a resumed run would differ from the same
@@ -187,9 +191,10 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
             for name, parameter in objective.named_parameters()
             if not is_sharded(parameter) and parameter.layout == torch.strided
         }
-        drawn = strategy.places_in_generators()
+        drawn, num_before = strategy.places_in_generators(), strategy.group.num_exchanges
         sums = net(strategy.to_device(example), phase)
         strategy.draws_on_host |= strategy.places_in_generators() != drawn
+        exchanges = strategy.group.num_exchanges > num_before
         require_sums(sums, objective, phase)
         if not sums["loss"].requires_grad:
             raise UserError(
@@ -208,6 +213,22 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
         learner.buffers.learn(changes(), objective, strategy.group)
         (sums["loss"] * 0).backward()
     strategy.build_buckets(net)
+    return exchanges
+
+
+def check_exchanges(learner: Learner, strategy: Strategy, phase: str, order: SampleOrder, example: Batch) -> None:
+    """Raises UserError where a forward exchanges tensors of its own that differ in a step which is not shared evenly.
+
+    All processes call it.
+    """
+    size, group = len(example["weight"]), strategy.group
+    if size == 1 or strategy.exchanges_in_forward or not any(each % group.world_size for each in order.step_sizes):
+        return
+    counted = {**example, "weight": torch.ones_like(example["weight"])}
+    batch = {name: tensor[: size if group.is_main else 1].to(strategy.device) for name, tensor in counted.items()}
+    where = training_forward(learner.objective, phase)
+    with _leaving_no_trace(learner, learner.net, strategy):
+        require_equal_exchanges(where, group, partial(learner.net, batch, phase))
 
 
 def check_single_samples(

@@ -140,6 +140,11 @@ class Group:
         if not self.agrees(facts):
             refuse_differences(self.gather(dict(facts)), advice)
 
+    @property
+    def num_exchanges(self) -> int:
+        """Of tensors on devices, which a forward makes by itself, too."""
+        return 0
+
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def can_replace_rank0(self, lost: Sequence[int], has_state: bool) -> bool:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.common.errors import UserError, reason
+from trainer.common.torch_private import num_exchanges
 from trainer.failure.diagnosis import GroupDiagnosis
 from trainer.failure.errors import EXIT_BAD_INPUT, Failure, exit_at_once, print_error
 from trainer.failure.heartbeat import EXCHANGE, HeartbeatMonitor, Neighbours, process_space
@@ -189,6 +190,10 @@ class ProcessGroup(Group):
         values = values.clone()
         dist.all_reduce(values, group=self._step_group)
         return values
+
+    @property
+    def num_exchanges(self) -> int:
+        return num_exchanges(dist.group.WORLD)
 
     def start_sum(self, values: Sequence[float]) -> Callable[[], Sequence[float]]:
         tensor = torch.tensor(values, dtype=torch.float64)

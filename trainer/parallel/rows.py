@@ -1,6 +1,6 @@
 """Rows of the samples of a step from all processes, in the order of the global batch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trainer.common.errors import UserError
+from trainer.common.torch_private import TorchDispatchMode, tree_flatten
 from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
 
@@ -118,3 +119,61 @@ def in_global_order(group: Group, own: Mapping[str, Tensor]) -> Mapping[str, Ten
 def kinds_of(rows: Mapping[str, Tensor]) -> dict[str, str]:
     """What the rows of a step have in common, by name."""
     return {name: f"{tuple(value.shape[1:])} of {value.dtype}" for name, value in rows.items()}
+
+
+# --- exchanges of a forward's own --------------------------------------------------------------------------------
+
+NAMESPACES = ("c10d", "_c10d_functional")
+END, FAILED = "nothing more", "an error"
+
+
+def require_equal_exchanges(where: str, group: Group, forward: Callable[[], object]) -> None:
+    """Raises UserError, on all processes, where a forward of each exchanges tensors that differ in their shapes.
+
+    They would end the processes without a word. All call it; nothing is said of forwards that fail. where: what a
+    message calls the forward.
+    """
+    told: list[str] = []
+    try:
+        with _Compared(group):
+            forward()
+            told = _told_by_all(group, END)
+    except _Differ as difference:
+        told = difference.args[0]
+    except Exception:
+        told = group.gather(FAILED)
+    if FAILED in told or len(set(told)) == 1:
+        return
+    rank = next(rank for rank, own in enumerate(told) if own != told[0])
+    raise UserError(
+        f"{where}: exchanges {told[0]} on rank 0 and {told[rank]} on rank {rank} in a step whose samples the processes "
+        "do not share evenly, which would end them; take trainer.gather, which minds that, or share all steps evenly: "
+        "--drop-last, and a --global-batch-size that is a multiple of the number of processes"
+    )
+
+
+class _Differ(Exception):
+    """What each process is about to exchange."""
+
+
+class _Compared(TorchDispatchMode):
+    """Compares what all processes are about to exchange, before they do."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self._group = group
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace in NAMESPACES:
+            leaves, _ = tree_flatten((args, kwargs))
+            shapes = [str(tuple(leaf.shape)) for leaf in leaves if isinstance(leaf, Tensor)]
+            _told_by_all(self._group, f"{function.__name__.partition('.')[0].strip('_')} of {', '.join(shapes)}")
+        return function(*args, **(kwargs or {}))
+
+
+def _told_by_all(group: Group, own: str) -> list[str]:
+    """Raises _Differ where the processes tell different things."""
+    told = group.gather(own)
+    if len(set(told)) > 1:
+        raise _Differ(told)
+    return told
