@@ -55,7 +55,16 @@ ARROWS = {
     "profiler": {"tasks", "trainer.profiling"},
     # trainer/__init__.py, with what a task of one's own needs, and what uses it
     "trainer": CONTRACT | {"trainer.logs.logger", "trainer.api", "trainer.parallel.rows"},
-    "examples": {"trainer", "models"},
+    "examples": {"lockstep", "trainer", "models"},
+    "lockstep": {
+        "trainer",
+        "trainer.cli",
+        "trainer.commands",
+        "trainer.failure",
+        "trainer.profiling",
+        "tasks",
+        CLASSIFIER,
+    },
 }
 
 # --- who may use which library -----------------------------------------------------------------------------------
@@ -93,7 +102,7 @@ class Found:
 @cache
 def modules() -> dict[str, Path]:
     """Every module that runs outside the tests, by its dotted name."""
-    paths = [path for folder in (*PACKAGES, "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+    paths = [path for folder in (*PACKAGES, "lockstep", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
     paths += [ROOT / f"{script}.py" for script in SCRIPTS]
     return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
 
@@ -138,7 +147,7 @@ def imports_of(module: str) -> tuple[Found, ...]:
 
 
 def project_imports(module: str) -> list[Found]:
-    return [found for found in imports_of(module) if found.top in (*PACKAGES, *SCRIPTS, "examples")]
+    return [found for found in imports_of(module) if found.top in (*PACKAGES, *SCRIPTS, "lockstep", "examples")]
 
 
 def reached_from(module: str) -> dict[str, str]:
@@ -231,6 +240,8 @@ def may_import(module: str, name: str) -> bool:
         ("main", "trainer.failure.signals", True),
         ("main", "trainer.parallel.ddp", False),
         ("examples.own_task", "trainer", True),
+        ("lockstep.__main__", "trainer.cli", True),
+        ("trainer.api", "lockstep", False),
         ("examples.own_task", "trainer.task", False),
     ],
 )

@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from trainer.task import At, Exported, Objective, Outputs, ParamGroup, PerSample, Picture, Sums, Task
 
 _HOMES = {
-    "trainer.api": ("SavedRun", "fit", "load"),
-    "trainer.config": ("FlagGroup", "flag"),
-    "trainer.loading.batch_orders": ("bucketed_batches", "even_batches", "sharded_batches"),
-    "trainer.loading.batches": ("Batch", "KeyedDataset"),
-    "trainer.loading.cache": ("cached_arrays",),
-    "trainer.loading.counter_random": ("normal", "random_bits", "uniform"),
-    "trainer.common.errors": ("BadInput", "UserError"),
-    "trainer.loading.on_device": ("Movable",),
-    "trainer.loading.order": ("SampleKeys",),
-    "trainer.loading.streams": ("from_stream",),
-    "trainer.loading.torch_datasets": ("from_dataset",),
-    "trainer.logs.logger": ("LoggedRun", "Logger", "Record"),
-    "trainer.parallel.rows": ("Gathered", "gather"),
-    "trainer.task": ("At", "Exported", "Objective", "Outputs", "ParamGroup", "PerSample", "Picture", "Sums", "Task"),
+    "api": ("SavedRun", "fit", "load"),
+    "config": ("FlagGroup", "flag"),
+    "loading.batch_orders": ("bucketed_batches", "even_batches", "sharded_batches"),
+    "loading.batches": ("Batch", "KeyedDataset"),
+    "loading.cache": ("cached_arrays",),
+    "loading.counter_random": ("normal", "random_bits", "uniform"),
+    "common.errors": ("BadInput", "UserError"),
+    "loading.on_device": ("Movable",),
+    "loading.order": ("SampleKeys",),
+    "loading.streams": ("from_stream",),
+    "loading.torch_datasets": ("from_dataset",),
+    "logs.logger": ("LoggedRun", "Logger", "Record"),
+    "parallel.rows": ("Gathered", "gather"),
+    "task": ("At", "Exported", "Objective", "Outputs", "ParamGroup", "PerSample", "Picture", "Sums", "Task"),
 }
 
 __all__ = [name for names in _HOMES.values() for name in names]
@@ -48,5 +48,9 @@ __all__ = [name for names in _HOMES.values() for name in names]
 def __getattr__(name: str) -> Any:
     for module, names in _HOMES.items():
         if name in names:
-            return getattr(import_module(module), name)
+            return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

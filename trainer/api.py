@@ -29,7 +29,7 @@ from trainer.checkpoint.manifest import RESULTS, read_json, read_state
 from trainer.cli import read_command_line, run_command, run_process, start_processes, starts_processes
 from trainer.commands.build import CUBLAS_WORKSPACE, start_strategy
 from trainer.commands.flags import Flags
-from trainer.commands.parse import files_ask_for_several_devices
+from trainer.commands.parse import names_several_devices
 from trainer.commands.weights import trained_model
 from trainer.common import forms
 from trainer.common.errors import UserError
@@ -218,7 +218,7 @@ def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[s
     argv, problems = arguments_of([*TRAINER_GROUPS, task.Config], given, RETIRED)
     problems += [f"{name}: {ONE_RUN}" for name in elsewhere]
     several_devices = any(field.name in given for field in fields(MultiDeviceFlags))
-    several_devices = several_devices or files_ask_for_several_devices(argv)
+    several_devices = several_devices or names_several_devices(argv)
     return [f"--task={name_of(task)}", *argv], problems, several_devices
 
 

@@ -13,8 +13,8 @@ from trainer.task import Task
 Registry = Mapping[str, "str | type[Task]"]
 """By the name that `--task` takes: "module:Class", imported when it is chosen, or a class; first the default."""
 
-PACKAGE = "tasks"
-"""Its TASKS are the workloads where no program has handed in others."""
+PACKAGE = __name__.rpartition("trainer.")[0] + "tasks"
+"""Lies beside the trainer; its TASKS are the workloads where no program has handed in others."""
 SCRIPT = "ScriptOfFit"
 """The class that `trainer.fit` makes of a model, data and a loss; only the script that calls it has them."""
 IN_NO_FILE = "__main__"
@@ -32,7 +32,8 @@ def hand_in(tasks: Registry) -> None:
     _handed_in = tasks
     for entry in tasks.values():
         if isinstance(entry, str):
-            sys.modules.pop(entry.partition(":")[0].partition(".")[0], None)
+            module = entry.partition(":")[0]
+            sys.modules.pop(module.rpartition(".")[0] or module, None)
 
 
 def workloads() -> Registry:

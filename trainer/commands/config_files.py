@@ -12,6 +12,8 @@ from trainer.config import FlagGroup, Option, described, hint, options, shown
 from trainer.flags import RETIRED, MultiDeviceFlags
 
 LINE_LENGTH = 120
+PRESETS = Path(__file__).resolve().parents[2]
+"""Holds configs/, whose files `--config configs/...` finds from any folder."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def _settings_in(path: Path) -> Mapping[str, Any]:
     """As the file spells them. Raises ValueError that says what is wrong with it."""
     import tomllib  # here, so that a start without files does without
 
+    path = PRESETS / path if path.parts[:1] == ("configs",) and not path.exists() else path
     try:
         text = read_whole(path, MOST_RECORD).decode("utf-8-sig")  # editors may put a mark in front
     except OSError as error:

@@ -100,7 +100,7 @@ def _sha256(files: Sequence[Path]) -> str | None:
     digest = hashlib.sha256()
     try:
         for file in files:
-            digest.update(file.read_bytes())
+            digest.update(file.read_bytes().replace(b"from lockstep.", b"from "))  # an installed copy is the same code
     except OSError:
         return None
     return digest.hexdigest() if files else None

@@ -1,6 +1,7 @@
 """From a command line, and the files that it names, to the flags."""
 
 import dataclasses
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from trainer.commands.weights import find_record, ships_weights
 from trainer.common.errors import UserError
 from trainer.config import FlagGroup, checked_defaults, flag_name, names_given, options, parse_flags, values_given
 from trainer.flags import GROUPS, RETIRED, TRAINER_GROUPS, CheckpointFlags, ConfigFlags, MultiDeviceFlags, RunFlags
+from trainer.parallel.environment import one_process_problems
 from trainer.registry import SCRIPT, default_task, find_task, is_same_task, known_task, workloads
 from trainer.task import Task
 
@@ -266,7 +268,9 @@ class Layers:
         return {name: origin for name, origin in named.items() if origin is not None and name not in stated}
 
 
-def files_ask_for_several_devices(argv: Sequence[str]) -> bool:
-    """Whether a config file that the command line names does."""
+def names_several_devices(argv: Sequence[str]) -> bool:
+    """Whether a command line, its config files or a launcher are about several devices; `--help` shows them too."""
+    own = {flag_name(field) for field in options(MultiDeviceFlags)} | {"--help"}
     files, _ = read_config_files(values_given([ConfigFlags], argv)[0].get("config") or ())
-    return any(file.of_several_devices() for file in files)
+    named = bool(own & names_given(argv)) or "-h" in argv or bool(one_process_problems(os.environ))
+    return named or any(file.of_several_devices() for file in files)

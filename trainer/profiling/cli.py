@@ -12,16 +12,16 @@ As a library, for any model: from profiler import PerformanceProfiler, compare_a
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from trainer.commands.build import start_strategy
 from trainer.commands.flags import Flags
-from trainer.commands.parse import files_ask_for_several_devices, parse
+from trainer.commands.parse import names_several_devices, parse
 from trainer.common import forms
 from trainer.common.errors import UserError
-from trainer.config import FlagGroup, flag_name, names_given, parse_flags, refuse
+from trainer.config import FlagGroup, parse_flags, refuse
 from trainer.flags import MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment, one_process_problems, read_rank_environment
 from trainer.parallel.launch import launch, num_processes
@@ -123,13 +123,6 @@ def on_this_machine(command: Command, argv: Sequence[str], environment: RankEnvi
     is_main = environment is None or environment.rank == 0
     refuse([*problems, *contradictions, *unwritable_targets(tool, is_main)])
     return command.measure(tool, environment)
-
-
-def names_several_devices(argv: Sequence[str]) -> bool:
-    """Whether a command line, or a launcher, is about several devices. `--help` shows their flags too."""
-    own = {flag_name(field.name) for field in fields(MultiDeviceFlags)} | {"--help"}
-    named = bool(own & names_given(argv)) or "-h" in argv or bool(one_process_problems(os.environ))
-    return named or files_ask_for_several_devices(argv)
 
 
 def not_measured(flags: Flags) -> list[str]:
