@@ -253,8 +253,9 @@ class Plan:
     def _one_after_another(self, position: Position) -> Iterator[PlannedStep]:
         epoch, consumed = position.epoch, position.samples
         for phase in range(position.phase, len(self.orders)):
+            before = sum(self.phase_sizes[:phase])
             for start, end in self.orders[phase].bounds(epoch, consumed):
-                progress = self.epochs_done(Position(epoch, phase, (start + end) // 2))
+                progress = epoch + (before + (start + end) // 2) / self.samples_per_epoch
                 yield PlannedStep(phase, epoch, start, end, Position(epoch, phase, end), progress)
             consumed = 0
 

@@ -80,12 +80,13 @@ class Precision:
                 "Objective.forward: the loss of this batch depends on no parameter, though that of others does; where "
                 "there is nothing to learn from, return one that does, as logits.sum() * 0"
             )
-        dtype = torch.promote_types(loss.dtype, torch.float32)
+        dtype = loss.dtype if loss.dtype.itemsize >= 4 else torch.float32
         if self._knows_at_once:
             coefficient = torch.full((), float(factor) if math.isfinite(loss.item()) else math.nan, dtype=dtype)
         else:
             coefficient = (loss.detach().to(dtype) * 0).add_(factor)  # without waiting for the loss
-        return self.scaler.scale(coefficient).to(loss.dtype)
+        coefficient = self.scaler.scale(coefficient)
+        return coefficient if dtype == loss.dtype else coefficient.to(loss.dtype)
 
     def forget_unscaling(self) -> None:
         """After an update that broke off before it changed anything: gradients count as not yet unscaled."""

@@ -5,7 +5,6 @@ machine that has taken over the lock of the run directory. A process that lost t
 has what the step before left (Gupta et al., Just-In-Time Checkpointing, EuroSys 2024).
 """
 
-import copy
 import threading
 import time
 from collections import deque
@@ -71,7 +70,7 @@ class LastStep(Watch):
     def begin(self, progress: Progress) -> None:
         self.first = progress.step
         self._steps.clear()
-        self._steps.append(AppliedStep(copy.copy(progress), self.queue.mark()))
+        self._steps.append(AppliedStep(progress.copied(), self.queue.mark()))
 
     def at(self, place: Place) -> None:
         if not self._steps:
@@ -84,7 +83,7 @@ class LastStep(Watch):
 
     def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
         mark = self.queue.mark() if self.queue.lag else _it_has_come
-        self._steps.append(AppliedStep(copy.copy(progress), mark))
+        self._steps.append(AppliedStep(progress.copied(), mark))
         while len(self._steps) > 1 and self._steps[1].applied():
             self._steps.popleft()
 

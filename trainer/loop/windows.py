@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from trainer.common.errors import UserError
 from trainer.failure.signals import StopRequest
-from trainer.loading.batches import WeightedBatch, weighted
+from trainer.loading.batches import Batch, WeightedBatch, weighted
 from trainer.loading.order import SampleKeys, evaluation_keys, split_global_batch
 from trainer.loading.workers import BatchLoader
 from trainer.logs.run_log import RunLog, SilentLog
@@ -70,12 +70,13 @@ def training_windows(
     ahead: of an epoch to come; see `BatchLoader`. Raises UserError for a batch of a task's own order that is too large
     for `--parts`.
     """
+    shards = strategy.shards
     planned, to_load = tee(
         (
             step,
             [
                 keys
-                for shard in strategy.shards
+                for shard in shards
                 for keys in split_global_batch(
                     plan.orders[step.phase].samples(step.epoch, step.start, step.end),
                     shard,
@@ -88,13 +89,13 @@ def training_windows(
         )
         for step in plan.rest_of_epoch(progress.position, progress.step)
     )
-    batches = _loaded(loader, (key for _, keys in to_load for key in keys), ahead)
+    batches = loader((key for _, keys in to_load for key in keys), ahead)
     return _windows(planned, batches, strategy, log)
 
 
 def _windows(
     planned: Iterable[tuple[PlannedStep, list[SampleKeys]]],
-    batches: Iterator[WeightedBatch],
+    batches: Iterator[Batch],
     strategy: Strategy,
     log: RunLog | SilentLog,
 ) -> Iterator[Window]:
@@ -102,7 +103,7 @@ def _windows(
     for step, keys in planned:
         group.activity.enter("data loading")
         started = time.perf_counter()
-        own = [next(batches) for _ in keys]
+        own = [weighted(next(batches), its.placeholder) for its in keys]
         log.data_wait_seconds += time.perf_counter() - started
         if len(own) > len(shards) and num_parts:
             whole = f"the task's order has a global batch of {step.end - step.start} samples"
@@ -117,13 +118,9 @@ def _windows(
         yield Window(step, own, weight, sum(each.num_samples for each in own))
 
 
-def _loaded(loader: BatchLoader, keys: Iterable[SampleKeys], ahead: bool) -> Iterator[WeightedBatch]:
-    own, to_load = tee(keys)
-    return map(weighted, loader(to_load, ahead), (its.placeholder for its in own))
-
-
 def _uploaded(batch: WeightedBatch, strategy: Strategy) -> WeightedBatch:
-    return batch._replace(batch=strategy.upload(batch.batch))
+    sent = strategy.upload(batch.batch)
+    return batch if sent is batch.batch else batch._replace(batch=sent)
 
 
 def evaluation_batches(
@@ -134,15 +131,13 @@ def evaluation_batches(
     ahead: see `BatchLoader`.
     """
     of_shards = (evaluation_keys(num_samples, shard, batch_size) for shard in strategy.shards)
-    batches = _loaded(loader, chain.from_iterable(zip(*of_shards, strict=True)), ahead)
+    own, to_load = tee(chain.from_iterable(zip(*of_shards, strict=True)))
+    batches = loader(to_load, ahead)
 
     def one_by_one() -> Iterator[WeightedBatch]:
-        while True:
+        for keys in own:
             strategy.group.activity.enter("data loading of the evaluation")
-            batch = next(batches, None)
-            if batch is None:
-                return
-            yield _uploaded(batch, strategy)
+            yield _uploaded(weighted(next(batches), keys.placeholder), strategy)
 
     return one_by_one()
 
