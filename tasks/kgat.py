@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data.knowledge_graph.catalogue import Catalogue
+from data.knowledge_graph.catalogue import Catalogue, ItemLists
 from data.knowledge_graph.edges import Edges, collaborative_graph, forward_relation
 from data.knowledge_graph.new_users import Recommendations, read_users
 from data.knowledge_graph.reader import load_catalogue
-from data.knowledge_graph.samples import BprSamples, Triples, UsersToRank
+from data.knowledge_graph.samples import BprSamples, Triples, UsersToRank, padded
 from data.knowledge_graph.synthetic import load_synthetic_catalogue
 from data.overview import overview
 from models.graph.aggregators import Aggregation
@@ -26,16 +26,21 @@ from models.graph.lightgcn import BPRMF, KnowledgeLightGCN, LightGCN
 from models.graph.paths import PathFinder
 from models.graph.recommender import FinalScores, Recommender
 from models.graph.top_k import TopK, hide, top_k
+from models.simple.fitting import TrainingHistories
+from models.simple.recommenders import SIMPLE_MODELS, SimpleRecommender
 from tasks.pictures import draw_bars
+from tasks.recommender import RecommenderTask
 from trainer.common.errors import UserError
 from trainer.config import FlagGroup, flag
 from trainer.loading.batch_orders import ConsecutiveBatches
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.cache import digest_of
-from trainer.task import Exported, Objective, ParamGroup, Picture, ProgressBar, Sums, Task
+from trainer.loading.order import SampleKeys
+from trainer.task import Exported, Objective, ParamGroup, Picture, ProgressBar, Sums
 
 _OF_KGAT = {"model": ("kgat",)}
 _WITH_GRAPH = ("kgat", "kg-lightgcn")
+_TRAINED = {"model": ("kgat", "kg-lightgcn", "lightgcn", "bprmf")}
 _USUAL_L2 = {"kgat": 1e-5, "kg-lightgcn": 1e-3, "lightgcn": 1e-3, "bprmf": 1e-2}
 _SPLIT_SEED = 0
 """Not --seed: a run that starts from another one must not be scored on what that one trained on."""
@@ -54,12 +59,13 @@ class KgatFlags(FlagGroup):
         None, "train.txt, test.txt, perhaps valid.txt, kg_final.txt as KGAT has them, or ratings_final and kg_final as "
         "KGCN has them: folder or zip (default: a generated catalogue; nothing to download)", local=True,
     )  # fmt: skip
-    model: Literal["kgat", "kg-lightgcn", "lightgcn", "bprmf"] = flag(
+    model: Literal["kgat", "kg-lightgcn", "lightgcn", "bprmf", "popularity", "itemknn", "ease"] = flag(
         "kgat", "kgat: attention over the knowledge graph; kg-lightgcn: LightGCN whose items bring the mean of their "
         "neighbours in the graph; lightgcn: no graph; bprmf: matrix factorisation, with which KGAT was published to "
-        "start",
+        "start. Counted in seconds, not trained: popularity; itemknn: what the same users have; ease: a linear model "
+        "of all items by all items",
     )  # fmt: skip
-    embed_dim: int = flag(64, "width of the embeddings of users, items and entities", at_least=1)
+    embed_dim: int = flag(64, "width of the embeddings of users, items and entities", at_least=1, needs=_TRAINED)
     layer_dims: tuple[int, ...] = flag(
         (64, 32, 16), "widths of KGAT's layers of propagation", at_least=1, needs=_OF_KGAT
     )
@@ -84,8 +90,9 @@ class KgatFlags(FlagGroup):
     )
     node_dropout: float = flag(0.0, "KGAT: of the edges between nodes", at_least=0, below=1, needs=_OF_KGAT)
     l2: float | None = flag(
-        None, "penalty on the embeddings of a sample, half of this times their squares (default: by model)", at_least=0
-    )
+        None, "penalty on the embeddings of a sample, half of this times their squares (default: by model)",
+        at_least=0, needs=_TRAINED,
+    )  # fmt: skip
     kg_l2: float = flag(1e-5, "KGAT: the same for a triple of the graph", at_least=0, needs=_OF_KGAT)
     kg_batch_ratio: float = flag(
         2.0, "KGAT: triples in a step of the graph's phase for each sample of --batch-size", above=0, needs=_OF_KGAT
@@ -181,6 +188,29 @@ class KgatObjective(Objective):
             return (self.users[users] @ self.items.T).index_fill_(1, self.hidden, -torch.inf)
 
 
+class SimpleObjective(KgatObjective):
+    """All items ranked by a simple recommender, which reads what users have in training."""
+
+    model: SimpleRecommender  # type: ignore[assignment]
+
+    def __init__(self, model: SimpleRecommender, config: KgatFlags, hidden: np.ndarray, train: ItemLists) -> None:
+        super().__init__(model, config, hidden)  # type: ignore[arg-type]
+        self._train = train
+
+    def start_evaluation(self) -> None:
+        """Has nothing to propagate."""
+
+    def histories(self, users: Tensor) -> dict[str, Tensor]:
+        """What the model gets for users (B,): their items, counted from 1, and how many each has."""
+        keys = SampleKeys(users.cpu().numpy(), epoch=0)
+        items = torch.as_tensor(padded(self._train, keys.index, -1, keys)) + 1
+        length = torch.from_numpy(self._train.sizes[keys.index])
+        return {"items": items.to(users.device), "length": length.to(users.device)}
+
+    def scores(self, users: Tensor) -> Tensor:
+        return self.model(**self.histories(users))[:, 1:].index_fill_(1, self.hidden, -torch.inf)
+
+
 def forward_names(catalogue: Catalogue) -> list[str]:
     """Of interact, and of the relations of the knowledge graph."""
     return ["interact", *(catalogue.relation_names or (f"r{i}" for i in range(catalogue.num_relations)))]
@@ -222,10 +252,11 @@ class Explanations:
         return f"{'item' if node < self._catalogue.num_items else 'entity'} {node}"
 
 
-class KgatTask(Task):
+class KgatTask(RecommenderTask):
     """KGAT and the baselines that it has to beat, on the same data, samples and evaluation."""
 
     Config = KgatFlags
+    simple_models = ("popularity", "itemknn", "ease")
     defaults = {
         "lr": 5e-3,
         "schedule": "constant",
@@ -242,6 +273,7 @@ class KgatTask(Task):
     def __init__(self, config: KgatFlags, seed: int, cache_dir: Path) -> None:
         super().__init__(config, seed, cache_dir)
         self.phases = ("cf", "kg") if config.model == "kgat" else ("cf",)
+        self.fitted = config.model in self.simple_models
         cutoff = 20 if 20 in config.ks else config.ks[0]
         self.monitor = (f"val/recall@{cutoff}", "max")
         self.headline = ("loss", f"recall@{cutoff}", f"ndcg@{cutoff}")
@@ -330,7 +362,23 @@ class KgatTask(Task):
     # --- model --------------------------------------------------------------------------------------------------
 
     def build_objective(self) -> Objective:
+        if self.fitted:
+            return self.simple_objective(self.config.model)
         return KgatObjective(self._build_model(), self.config, self.catalogue.unknown_items)
+
+    def training_histories(self) -> TrainingHistories:
+        train = self.catalogue.train
+        return TrainingHistories(train.offsets, train.items + 1, self.catalogue.num_items, is_ordered=False)
+
+    def evaluation_key(self) -> tuple[object, ...]:
+        catalogue = self.catalogue
+        lists = (catalogue.train, catalogue.val, catalogue.test)
+        return digest_of(*(array for own in lists for array in (own.offsets, own.items))), self.config.ks
+
+    def simple_objective(self, kind: str) -> Objective:
+        train = self.catalogue.train
+        model = SIMPLE_MODELS[kind](self.catalogue.num_items, int(train.sizes.max()))
+        return SimpleObjective(model, self.config, self.catalogue.unknown_items, train)
 
     def _build_model(self) -> Recommender:
         config, catalogue = self.config, self.catalogue
@@ -442,7 +490,13 @@ class KgatTask(Task):
         return columns | {"attention": [f"{value:.3g}" for value, _ in paths], "path": [text for _, text in paths]}
 
     def exported(self, objective: Objective, batch: Batch) -> Exported:
-        """Users to scores of all items, from what the graph has made of their embeddings: it is not needed any more."""
+        """Users to scores of all items, from what the graph has made of their embeddings: it is not needed any more.
+
+        Of a simple model histories, with items counted from 1, to scores of all items and of no item, 0.
+        """
+        if isinstance(objective, SimpleObjective):
+            inputs = objective.histories(batch["user"])
+            return Exported(objective.model, inputs, objective.model(**inputs), {"items": (1,)})
         assert isinstance(objective, KgatObjective) and objective.users is not None and objective.items is not None
         program = FinalScores(objective.users, objective.items, objective.hidden)
         return Exported(program, {"users": batch["user"]}, objective.scores(batch["user"]))

@@ -36,18 +36,22 @@ from models.sequential.ranking import (
 )
 from models.sequential.sasrec import NormOrder, SASRec, SequentialRecommender, residuals
 from models.sequential.tisasrec import TiSASRec
+from models.simple.fitting import TrainingHistories
+from models.simple.recommenders import SIMPLE_MODELS, SimpleRecommender
+from tasks.recommender import RecommenderTask
 from trainer.common.errors import UserError
 from trainer.config import FlagGroup, flag, flags_without, refuse
 from trainer.loading.batches import Batch
 from trainer.loading.cache import digest_of
 from trainer.loading.order import SampleKeys
-from trainer.task import Exported, Objective, Sums, Task
+from trainer.task import Exported, Objective, Sums
 
 METRICS = ("hr", "ndcg", "mrr")
 Loss = Literal["ce", "bce", "sampled", "gbce"]
 
 _OF_SHARES = {"split": ("ratio", "time")}
 _OF_MHC = {"mhc": None}
+_TRAINED = {"model": ("tisasrec", "sasrec")}
 _USUAL_NEGATIVES = {"sampled": 3000, "gbce": 256}
 _LENGTHS_PER_BATCH = 4
 """Parts of a training batch, by length, on a CPU: more would save padding and cost calls."""
@@ -88,16 +92,24 @@ class SeqrecFlags(FlagGroup):
     test_share: float = flag(
         0.1, "--split ratio, time: interactions held out for the test", above=0, below=1, needs=_OF_SHARES
     )
-    no_time: bool = flag(False, "SASRec: ignore the time between items; without it TiSASRec")
-    mhc: bool = flag(False, "manifold-constrained hyper-connections instead of one plain residual stream")
+    model: Literal["tisasrec", "sasrec", "popularity", "rules", "itemknn", "ease"] = flag(
+        "tisasrec", "tisasrec: attention to the items so far and the time between them; sasrec: without the time. "
+        "Counted in seconds, not trained: popularity; rules: what soon follows the last items; itemknn: what the same "
+        "users have; ease: a linear model of all items by all items",
+    )  # fmt: skip
+    no_time: bool = flag(False, "the same as --model sasrec", excludes=("model",))
+    mhc: bool = flag(
+        False, "manifold-constrained hyper-connections instead of one plain residual stream", needs=_TRAINED
+    )
     maxlen: int = flag(200, "items of a history that the model sees, the last ones", metavar="ITEMS", at_least=1)
     whole_histories: bool = flag(
-        False, "train on all of a history that is longer than --maxlen, in pieces of that length, not on the last alone"
-    )
-    hidden_units: int = flag(50, "width of embeddings and blocks", at_least=1)
-    num_blocks: int = flag(2, "blocks of attention and feed-forward layer", at_least=1)
-    num_heads: int = flag(1, "attention heads; must divide --hidden-units", at_least=1)
-    dropout: float = flag(0.2, "of embeddings, attention and feed-forward layers", at_least=0, below=1)
+        False, "train on all of a history that is longer than --maxlen, in pieces of that length, not on the last "
+        "alone", needs=_TRAINED,
+    )  # fmt: skip
+    hidden_units: int = flag(50, "width of embeddings and blocks", at_least=1, needs=_TRAINED)
+    num_blocks: int = flag(2, "blocks of attention and feed-forward layer", at_least=1, needs=_TRAINED)
+    num_heads: int = flag(1, "attention heads; must divide --hidden-units", at_least=1, needs=_TRAINED)
+    dropout: float = flag(0.2, "of embeddings, attention and feed-forward layers", at_least=0, below=1, needs=_TRAINED)
     norm: NormOrder | None = flag(None, "where blocks normalise (default: original, or pre with --mhc, which needs it)")
     time_span: int = flag(
         256, "longest interval told from longer ones, in units of the user's smallest gap between items", at_least=1
@@ -136,6 +148,10 @@ class SeqrecFlags(FlagGroup):
     )
     top_k: int = flag(10, "--predict: items for each user", at_least=1)
 
+    def __post_init__(self) -> None:
+        if self.no_time and self.model == "tisasrec":
+            self.model = "sasrec"
+
     def problems(self) -> list[str]:
         found = []
         if self.data_dir is not None and not self.data_dir.exists():
@@ -148,6 +164,11 @@ class SeqrecFlags(FlagGroup):
             shares = f"--val-share {self.val_share:g} and --test-share {self.test_share:g}"
             found.append(f"{shares}: leave nothing to train on; choose smaller ones")
         return found
+
+    @property
+    def uses_times(self) -> bool:
+        """Whether the model does."""
+        return self.model == "tisasrec"
 
     @property
     def hold_out(self) -> HoldOut:
@@ -174,9 +195,9 @@ class SeqrecFlags(FlagGroup):
 class SeqrecObjective(Objective):
     """The next item after every item in training; the left-out one in evaluation, by its place in the ranking."""
 
-    model: SequentialRecommender
+    model: SequentialRecommender | SimpleRecommender
 
-    def __init__(self, model: SequentialRecommender, config: SeqrecFlags) -> None:
+    def __init__(self, model: SequentialRecommender | SimpleRecommender, config: SeqrecFlags) -> None:
         super().__init__(model)
         self.config = config
         self._cuts_by_length = True
@@ -191,11 +212,13 @@ class SeqrecObjective(Objective):
         parts = by_length(batch) if self._cuts_by_length else [batch]
         loss = torch.stack([self._loss(part) for part in parts]).sum()
         if self.config.l2_emb > 0:
+            assert isinstance(self.model, SequentialRecommender)
             penalty = torch.stack([table.square().sum() for table in self.model.embedding_tables()]).sum()
             loss = loss + self.config.l2_emb / 2 * penalty * batch["weight"].sum()
         return {"loss": loss}
 
     def _loss(self, batch: Batch) -> Tensor:
+        assert isinstance(self.model, SequentialRecommender)
         states = self.model.encode(batch["items"], batch["length"], batch.get("times"))
         targets, table = batch["targets"], self.model.items.weight
         if self.config.loss == "ce":
@@ -262,10 +285,11 @@ def _has_much_padding(batch: Batch) -> bool:
     return int(batch["length"].sum()) < 0.9 * batch["items"].numel()
 
 
-class SeqrecTask(Task):
-    """SASRec or TiSASRec with or without hyper-connections; selected on validation NDCG@10 among all items."""
+class SeqrecTask(RecommenderTask):
+    """SASRec, TiSASRec, with or without hyper-connections, or a simple model; by validation NDCG@10 among all items."""
 
     Config = SeqrecFlags
+    simple_models = tuple(SIMPLE_MODELS)
     # 64 histories fit the cache of a CPU; the presets for GPUs evaluate more at a time.
     defaults = {
         "lr": 2e-3, "betas": (0.9, 0.98), "batch_size": 128, "weight_decay": 0.0, "epochs": 40, "eval_batch_size": 64,
@@ -280,6 +304,7 @@ class SeqrecTask(Task):
         k = 10 if 10 in config.ks else config.ks[0]
         self.monitor = (f"val/ndcg@{k}", "max")
         self.headline = ("loss", f"hr@{k}", f"ndcg@{k}", f"sampled_hr@{k}", f"sampled_ndcg@{k}")
+        self.fitted = config.model in SIMPLE_MODELS
 
     def splits(self) -> Mapping[str, TrainSequences | EvaluationSequences]:
         return self._splits
@@ -291,8 +316,8 @@ class SeqrecTask(Task):
             refuse(flags_without(config, "--data-dir", ("user_column", "item_column", "time_column")))
             return load_synthetic_interactions(self.cache_dir)
         interactions = load_interactions(config.data_dir, config.k_core, self.cache_dir, config.columns, config.reading)
-        if not config.no_time and interactions.times is None:
-            raise UserError(f"--data-dir {config.data_dir}: has no times, which TiSASRec needs; add --no-time")
+        if config.uses_times and interactions.times is None:
+            raise UserError(f"--data-dir {config.data_dir}: has no times, which TiSASRec needs; add --model sasrec")
         return interactions
 
     @cached_property
@@ -313,7 +338,7 @@ class SeqrecTask(Task):
     def data_digest(self) -> str:
         """Of all interactions and how they are split."""
         data, config = self._interactions, self.config
-        times = [] if data.times is None or config.no_time else [data.times]
+        times = [data.times] if data.times is not None and config.uses_times else []
         return digest_of(data.offsets, data.items, *times, repr(config.hold_out))
 
     def remarks(self) -> Sequence[str]:
@@ -366,8 +391,25 @@ class SeqrecTask(Task):
             batch["weight"] = batch["length"].float()
         return batch
 
+    def training_histories(self) -> TrainingHistories:
+        data, config = self._interactions, self.config
+        num_train, _ = config.hold_out.bounds(data)
+        position = np.arange(len(data.items)) - np.repeat(data.offsets[:-1], np.diff(data.offsets))
+        chosen = position < np.repeat(num_train, np.diff(data.offsets))
+        offsets = np.concatenate([[0], np.cumsum(num_train)])
+        return TrainingHistories(offsets, data.items[chosen], data.num_items, is_ordered=True)
+
+    def evaluation_key(self) -> tuple[object, ...]:
+        data, config = self._interactions, self.config
+        return data.key, repr(config.hold_out), config.maxlen, config.mask_seen, config.ks
+
+    def simple_objective(self, kind: str) -> Objective:
+        return SeqrecObjective(SIMPLE_MODELS[kind](self.num_items, self.config.maxlen), self.config)
+
     def build_objective(self) -> Objective:
         config: SeqrecFlags = self.config
+        if self.fitted:
+            return self.simple_objective(config.model)
         connections: Sequence[nn.Module]
         if config.mhc:
             connections = hyper_connections(
@@ -381,18 +423,17 @@ class SeqrecTask(Task):
         else:
             connections = residuals(config.hidden_units, config.num_blocks, config.norm or "original")
         size = (self.num_items, config.maxlen, config.hidden_units, config.num_blocks, config.num_heads, config.dropout)
-        if not config.no_time:
+        if config.uses_times:
             return SeqrecObjective(TiSASRec(*size, config.time_span, connections), config)
         return SeqrecObjective(SASRec(*size, connections), config)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """Each with its attention, its feed-forward layer and the connections around them."""
-        assert isinstance(model, SequentialRecommender)
-        return list(model.blocks)
+        return list(model.blocks) if isinstance(model, SequentialRecommender) else ()
 
     def exported(self, objective: Objective, batch: Batch) -> Exported:
         """Histories of any length up to --maxlen to scores of all items."""
-        names = ("items", "length", "times") if not self.config.no_time else ("items", "length")
+        names = ("items", "length", "times") if self.config.uses_times else ("items", "length")
         inputs = {name: batch[name] for name in names}
         return Exported(objective.model, inputs, objective.model(**inputs), {"items": (1,), "times": (1,)})
 
@@ -432,7 +473,7 @@ class SeqrecTask(Task):
             self.item_ids,
             maxlen=config.maxlen,
             num_places=config.top_k,
-            with_times=not config.no_time,
+            with_times=config.uses_times,
             mask_seen=config.mask_seen,
             reading=config.reading,
         )

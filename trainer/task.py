@@ -249,6 +249,8 @@ class Task(ABC):
     """
     trains: bool = True
     """Whether there is anything to train with this config. If not, the command scores, as `--eval-only` does."""
+    fitted: bool = False
+    """Whether `initialise` gives the model all that it has, by counting say: it is scored and saved without a step."""
     at: At = At()
     """Where the run is, for the methods that it calls: not for `collate` and data sets, which are ahead of it."""
     data_facts: Mapping[str, Any] | None = None

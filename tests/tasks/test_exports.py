@@ -63,6 +63,9 @@ TABLES = sizes(
         pytest.param([*SEQREC, "--no-time"], sizes("items (?, ?)", "length (?,)"),
                      lambda: without_times(1), id="sasrec"),
         pytest.param(SEQREC, HISTORIES, lambda: histories(120), id="tisasrec"),
+        *(pytest.param([*task, "--model", model], sizes("items (?, ?)", "length (?,)"), lambda: without_times(1),
+                       id=model)
+          for task, model in ((SEQREC[:2], "rules"), (SEQREC[:2], "popularity"), (KGAT[:2], "ease"))),
         pytest.param([*SEQREC, "--mhc"], HISTORIES, lambda: histories(3), id="tisasrec-mhc"),
         *(pytest.param([*KGAT, "--model", model], sizes("users (?,)"), lambda: {"users": torch.tensor([3])}, id=model)
           for model in ("kgat", "bprmf", "lightgcn", "kg-lightgcn")),

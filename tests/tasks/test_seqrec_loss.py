@@ -160,7 +160,7 @@ def test_penalty_on_embeddings_counts_once_however_the_batch_is_split(mode, cach
     plain = loss_and_gradients(objective, batch)
     num_terms = batch["weight"].sum()
     tables = {name: p for name, p in objective.named_parameters() if p.dim() == 2 and is_embedding(name)}
-    assert len(tables) == (2 if task.config.no_time else 5)
+    assert len(tables) == (5 if task.config.uses_times else 2)
     penalty = sum(0.05 / 2 * table.square().sum() for table in tables.values())
     torch.testing.assert_close(whole[0] - plain[0], penalty * num_terms, rtol=1e-9, atol=0)
     for (name, p), a, b in zip(objective.named_parameters(), whole[1], plain[1], strict=True):

@@ -268,7 +268,7 @@ def test_columns_are_of_a_file(refused):
 @pytest.mark.parametrize(
     ("text", "args", "part"),
     [
-        ("a 1\na 2\na 3\n", "--k-core 0", "has no times, which TiSASRec needs; add --no-time"),
+        ("a 1\na 2\na 3\n", "--k-core 0", "has no times, which TiSASRec needs; add --model sasrec"),
         (f"{HEAD}a 1 10\na 2 20\na 3 noon\n", "", "line 4: 'a 3 noon': 'noon' is not a time"),
         (f"{HEAD}a 1 10\na 2\n", "", "line 3: 'a 2': 2 columns instead of 3"),
         ("", "", "is empty"),

@@ -231,7 +231,7 @@ def build_run(
     if state is None:
         notes = initialise(run.learner, given, task.shipped_weights(), strategy)
         prepare_training(flags, task, run.learner, strategy, run.plan.orders, run.memory)
-        if not (flags.blocks.compile or strategy.exchanges_in_forward):
+        if not (task.fitted or flags.blocks.compile or strategy.exchanges_in_forward):
             notes = [*notes, *check_sums(task, run.learner, strategy)]
     else:
         changes = Changes(state, run.facts, task)
@@ -309,7 +309,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
     task, strategy, batches, num_workers = run.task, run.strategy, run.memory.splits, run.workers.num_workers
     world_size, num_devices = strategy.group.world_size, strategy.num_devices
     lines = [f"Devices: {strategy.describe()}"]
-    for phase, split in zip(task.phases, batches, strict=True):
+    for phase, split in zip(task.phases, batches, strict=True) if not task.fitted else ():
         exact = split.batch_size * num_devices * split.grad_accum_steps == split.global_batch_size
         lines.append(
             f"Batch{f' of phase {phase}' if len(batches) > 1 else ''}: {split.global_batch_size} samples per "
@@ -325,7 +325,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         f"{', if the first steps show that they save time' if run.workers.on_trial else ''}. "
         f"Threads: {torch.get_num_threads()} per rank. Precision: {run.learner.precision}.",
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in task.splits().items())} samples. "
-        f"Model: {run.learner.num_parameters} parameters.",
+        f"Model: {'fitted, not trained' if task.fitted else f'{run.learner.num_parameters} parameters'}.",
         *where_data_are(task, run.loaders, flags.run.data_on, strategy.device),
         *remarks_on_streams(task, run.plan.turns, run.progress.position, world_size, num_workers),
         *task.remarks(),
@@ -360,6 +360,8 @@ def prepare_training(
     check_same_parameters(learner.objective, strategy.group, f"--task {flags.run.task}")
     with strategy.unsharded(learner.objective):
         task.check_weights(learner.objective)
+    if task.fitted:
+        return
     prepare_blocks(flags.blocks, task, learner.objective)
     groups = {
         phase: completed_groups(task, learner.objective, phase, flags.learning.weight_decay) for phase in task.phases

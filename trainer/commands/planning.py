@@ -66,11 +66,11 @@ def build_plan(flags: Flags, task: Task, batches: Sequence[BatchSplit]) -> Plan:
     """Length, phases and global batches. Raises UserError for a data set that `--drop-last` leaves nothing of."""
     given, has_validation = flags.run, bool(validation_sets(task.splits()))
     return Plan(
-        given.epochs,
+        0 if task.fitted else given.epochs,
         tuple(build_order(flags, task, phase, split.global_batch_size) for phase, split in enumerate(batches)),
         task.turns,
         given.eval_every if has_validation else None,
-        given.max_steps,
+        None if task.fitted else given.max_steps,
         given.eval_every_steps if has_validation else None,
     )
 
@@ -126,6 +126,8 @@ def build_warmup(flags: Flags, plan: Plan) -> float:
     per_epoch: float = plan.steps_per_epoch
     if epochs is None and num_steps is None:
         return plan.total / 10
+    if plan.total == 0:
+        return 0.0
     if epochs is not None and plan.max_steps is None:
         return epochs
     given, length = f"--warmup-steps {num_steps}", float(num_steps or 0)

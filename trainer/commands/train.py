@@ -112,10 +112,11 @@ def _is_finished(run: Run, flags: Flags) -> bool:
         length = f"{progress.position.epoch} epochs" if in_epochs else f"{progress.step} optimizer steps"
         bounds = [flags.run.length_flag] if run.is_through else []
         bounds += ["--early-stopping-patience"] if run.is_out_of_patience else []
+        train_on = f"To train on raise {' and '.join(bounds)}" if run.plan.total else "Its model is fitted, not trained"
         others = differences(changed_since_last_start(path, run.facts["config"]))
         say(
-            f"This run is finished: {path} holds its results after {length}{others and ', with '}{others}. To train on "
-            f"raise {' and '.join(bounds)}, to start over add --fresh, for another run choose another --save-dir."
+            f"This run is finished: {path} holds its results after {length}{others and ', with '}{others}. {train_on}, "
+            "to start over add --fresh, for another run choose another --save-dir."
         )
     return is_finished
 

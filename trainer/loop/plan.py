@@ -143,9 +143,10 @@ class PlannedStep(NamedTuple):
 class Plan:
     """The arithmetic of a run of some epochs of phases, each in its own global batches, or of some optimizer steps.
 
-    epochs, max_steps: the length of the run; one of them is None. orders: of each phase. turns: optimizer steps of each
-    phase until the next one has its turn; empty where they come one after another. eval_every, eval_every_steps: epochs
-    or optimizer steps from one validation to the next; both None where there is no validation set.
+    epochs, max_steps: the length of the run; one of them is None. A model that is fitted has 0 epochs. orders: of each
+    phase. turns: optimizer steps of each phase until the next one has its turn; empty where they come one after
+    another. eval_every, eval_every_steps: epochs or optimizer steps from one validation to the next; both None where
+    there is no validation set.
     """
 
     epochs: int | None

@@ -62,7 +62,7 @@ class Progress(SavedProgress):
         step = plan.steps_done(position) if is_in_epochs else self.step  # whatever batch sizes the run had
         if progress is None:
             progress = plan.epochs_done(position) if is_in_epochs else step
-        share = progress / plan.total
+        share = progress / plan.total if plan.total else 0.0
         return At(
             step, plan.num_steps, position.epoch, share, phase, "train", group.world_size, group.rank, self.task_state
         )

@@ -46,7 +46,8 @@ def train(run: Run) -> None:
         watch.begin(progress)
     try:
         was_scored = progress.best is not None or progress.evaluations_since_best > 0  # as after a score that is NaN
-        if run.settings.eval_start and run.plan.has_validation and progress.step == 0 and not was_scored:
+        is_scored_first = run.settings.eval_start and run.plan.has_validation
+        if (is_scored_first or run.plan.total == 0) and progress.step == 0 and not was_scored:
             report(run, at_start=True)
         while not run.is_complete:
             train_epoch(run)

@@ -1,0 +1,217 @@
+"""Fits simple recommenders: buffers counted from the histories of training, for a few settings of each kind.
+
+Who ranks the validation set with each chooses between them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from models.simple.recommenders import MOST_ITEMS_OF_EASE, MOST_NEIGHBOURS
+
+Buffers = Mapping[str, np.ndarray]
+Cells = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""An item, another one, and what the pair sums up to: (n,) each."""
+Strength = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+"""What `Cells` are worth: (n,)."""
+
+_LEAST_WEIGHT = 1e-4
+"""Of an item far back in a history: what counts less is not read."""
+_SHRINKAGE = 20
+"""Users that cosines pretend two items to have apart from each other."""
+_PAIRS = 2**22
+"""Counted at a time."""
+_SPARSE = 8
+"""Fewer pairs than one for so many cells are sorted, not counted in an array of all cells."""
+_USERS = 1024
+"""Rows of a dense matrix at a time."""
+
+
+@dataclass(frozen=True)
+class TrainingHistories:
+    """What users have in training.
+
+    offsets: (num_users + 1,) int64; the items of user u are at offsets[u] to offsets[u + 1]. items: (n,), 1..num_items;
+    where is_ordered, each user's in the order of time.
+    """
+
+    offsets: np.ndarray
+    items: np.ndarray
+    num_items: int
+    is_ordered: bool
+
+    @cached_property
+    def users(self) -> np.ndarray:
+        """The user of each item, (n,) int64."""
+        return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
+
+    @cached_property
+    def distinct(self) -> tuple[np.ndarray, np.ndarray]:
+        """Users and items of the distinct pairs of both, by user: (m,) int64 each."""
+        pairs = np.unique(self.users * (self.num_items + 1) + self.items)
+        return pairs // (self.num_items + 1), pairs % (self.num_items + 1)
+
+    @cached_property
+    def popularity(self) -> np.ndarray:
+        """How many users have each item: (num_items + 1,) float64; 0 for the padding."""
+        return np.bincount(self.distinct[1], minlength=self.num_items + 1).astype(np.float64)
+
+    @cached_property
+    def common_users(self) -> np.ndarray:
+        """How many users have both of two items: (num_items + 1, num_items + 1) float32. For few items."""
+        counts = np.zeros((self.num_items + 1, self.num_items + 1), np.float32)
+        users, items = self.distinct
+        for first in range(0, len(self.offsets) - 1, _USERS):
+            here = slice(*np.searchsorted(users, [first, first + _USERS]))
+            has = np.zeros((_USERS, self.num_items + 1), np.float32)
+            has[users[here] - first, items[here]] = 1
+            counts += has.T @ has
+        return counts
+
+
+def candidates(kind: str, histories: TrainingHistories, maxlen: int) -> Iterator[Buffers]:
+    """The buffers of a kind of `SIMPLE_MODELS`, for each of its settings."""
+    popularity = histories.popularity.astype(np.float32)
+    if kind == "popularity":
+        yield {"popularity": popularity}
+        return
+    fitted, decays = _FITTED[kind]
+    for buffers in fitted(histories):
+        for decay in decays if histories.is_ordered else (1.0,):
+            recency = (decay ** np.arange(maxlen)).astype(np.float32)
+            recency[recency < _LEAST_WEIGHT] = 0
+            yield {"popularity": popularity, "recency": recency, **buffers}
+
+
+def _rules(histories: TrainingHistories) -> Iterator[Buffers]:
+    """How often an item comes soon after another, by 1 / distance, over the root of how often that other one occurs.
+
+    With rare items favoured also over the root of how often the item itself does.
+    """
+    items, num_items = histories.items.astype(np.int64), histories.num_items
+    begins = histories.offsets[histories.users]
+    by_item = np.argsort(items, kind="stable")
+    first = np.searchsorted(items[by_item], np.arange(num_items + 2))
+    counts = np.maximum(np.bincount(items, minlength=num_items + 1), 1)
+
+    def plain(item: np.ndarray, before: np.ndarray, sums: np.ndarray) -> np.ndarray:
+        return sums / counts[before] ** 0.5
+
+    def favouring_rare(item: np.ndarray, before: np.ndarray, sums: np.ndarray) -> np.ndarray:
+        return sums / (counts[before] * counts[item]) ** 0.5
+
+    for window in (3, 10):
+        distances = np.arange(1, window + 1)
+
+        def going_before(start: int, stop: int, distances: np.ndarray = distances) -> Cells:
+            here = by_item[first[start] : first[stop]]
+            there = here[:, None] - distances
+            is_one = there >= begins[here][:, None]
+            item = np.broadcast_to(items[here][:, None], there.shape)[is_one]
+            weights = np.broadcast_to(1 / distances, there.shape)[is_one]
+            return _summed(item, items[there[is_one]], weights, start, stop, num_items)
+
+        yield from _tables(going_before, np.diff(first) * window, num_items, [plain, favouring_rare])
+
+
+def _item_knn(histories: TrainingHistories) -> Iterator[Buffers]:
+    """The cosine of the sets of users of two items, shrunk where these are few."""
+    popularity, num_items = histories.popularity, histories.num_items
+    users, items = histories.distinct
+    by_item = np.argsort(items, kind="stable")
+    first, own = np.searchsorted(items[by_item], np.arange(num_items + 2)), np.bincount(users)
+    begins = np.cumsum(own) - own
+
+    def in_common(start: int, stop: int) -> Cells:
+        if num_items <= MOST_ITEMS_OF_EASE:
+            rows = histories.common_users[start:stop]
+            item, other = np.nonzero(rows)
+            return item + start, other, rows[item, other]
+        pairs = by_item[first[start] : first[stop]]
+        their = own[users[pairs]]
+        at = np.repeat(begins[users[pairs]] - (np.cumsum(their) - their), their) + np.arange(their.sum())
+        return _summed(np.repeat(items[pairs], their), items[at], None, start, stop, num_items)
+
+    def cosine(item: np.ndarray, other: np.ndarray, sums: np.ndarray) -> np.ndarray:
+        return sums / ((popularity[item] * popularity[other]) ** 0.5 + _SHRINKAGE)
+
+    costs = np.bincount(items, own[users], minlength=num_items + 1)
+    [table] = _tables(in_common, costs, num_items, [cosine])
+    for num in sorted({min(num, num_items) for num in (50, MOST_NEIGHBOURS)}):
+        yield {name: array[:, :num] for name, array in table.items()}
+
+
+def _ease(histories: TrainingHistories) -> Iterator[Buffers]:
+    """B = -P / diag(P) with a zero diagonal, where P is the inverse of X'X + penalty."""
+    for penalty in (100, 500):
+        gram = torch.from_numpy(histories.common_users[1:, 1:]).double()
+        gram.diagonal().add_(penalty)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram)).numpy()
+        weights = np.zeros(histories.common_users.shape, np.float32)
+        weights[1:, 1:] = inverse / -np.diag(inverse)
+        np.fill_diagonal(weights, 0)
+        yield {"weights": weights}
+
+
+_FITTED: Mapping[str, tuple[Callable[[TrainingHistories], Iterator[Buffers]], Sequence[float]]] = {
+    "rules": (_rules, (0.5, 0.8, 0.9)), "itemknn": (_item_knn, (0.8, 0.9)), "ease": (_ease, (0.9,)),
+}  # fmt: skip
+"""With what an item counts less than the one after it."""
+
+
+def _summed(
+    item: np.ndarray, other: np.ndarray, weights: np.ndarray | None, start: int, stop: int, num_items: int
+) -> Cells:
+    """The pairs (n,) of items start to stop and any items, each once with the sum of its weights, or its number."""
+    keys, num_cells = (item - start) * (num_items + 1) + other, (stop - start) * (num_items + 1)
+    if len(keys) * _SPARSE < num_cells:
+        keys, place = np.unique(keys, return_inverse=True)
+        sums = np.bincount(place, weights)
+    else:
+        sums = np.bincount(keys, weights, minlength=num_cells)
+        keys = np.flatnonzero(sums)
+        sums = sums[keys]
+    return keys // (num_items + 1) + start, keys % (num_items + 1), sums
+
+
+def _tables(
+    block: Callable[[int, int], Cells], costs: np.ndarray, num_items: int, strengths: Sequence[Strength]
+) -> list[Buffers]:
+    """For each way to make strengths of sums, the strongest neighbours of all items; no item is its own.
+
+    block: the distinct pairs of items start to stop with any, in the order of the former. costs: (num_items + 1,), how
+    many pairs it goes through for each item.
+    """
+    size = num_items + 1, min(MOST_NEIGHBOURS, num_items)
+    tables: list[Buffers] = [
+        {"neighbours": np.zeros(size, np.int32), "strengths": np.zeros(size, np.float32)} for _ in strengths
+    ]
+    done, start = np.concatenate([[0], np.cumsum(costs)]), 0
+    while start <= num_items:
+        within = int(np.searchsorted(done, done[start] + _PAIRS, side="right")) - 1
+        stop = min(max(start + 1, within), start + max(1, 2 * _PAIRS // num_items), num_items + 1)
+        item, other, sums = block(start, stop)
+        item, other, sums = (array[item != other] for array in (item, other, sums))
+        for table, strength in zip(tables, strengths, strict=True):
+            _keep_strongest(table, start, stop, item, other, strength(item, other, sums))
+        start = stop
+    return tables
+
+
+def _keep_strongest(
+    table: Buffers, start: int, stop: int, item: np.ndarray, other: np.ndarray, strength: np.ndarray
+) -> None:
+    """Writes rows start to stop of a table. item: in ascending order; all (n,)."""
+    row, num_kept = item - start, table["strengths"].shape[1]
+    counts = np.bincount(row, minlength=stop - start)
+    place = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+    values = np.zeros((stop - start, max(num_kept, int(counts.max()))))
+    neighbours = np.zeros(values.shape, np.int32)
+    values[row, place], neighbours[row, place] = strength, other
+    best = np.argpartition(-values, num_kept - 1, axis=1)[:, :num_kept]
+    best = np.take_along_axis(best, np.argsort(-np.take_along_axis(values, best, 1), axis=1, kind="stable"), 1)
+    table["strengths"][start:stop] = np.take_along_axis(values, best, 1)
+    table["neighbours"][start:stop] = np.take_along_axis(neighbours, best, 1)

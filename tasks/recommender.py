@@ -1,0 +1,95 @@
+"""What recommenders share: simple models, fitted on the training data, to be chosen or to compare trained ones with."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from models.simple.fitting import Buffers, TrainingHistories, candidates
+from models.simple.recommenders import MOST_ITEMS_OF_EASE, SimpleRecommender
+from trainer.loading.cache import cached_arrays, key_of
+from trainer.loading.order import SampleKeys
+from trainer.task import Objective, Task
+
+_FORMAT_VERSION = 1
+_ROWS_PER_BATCH = 64
+_ROWS_TO_CHOOSE_BY = 2000
+"""Of the validation set, evenly spread: settings are chosen in seconds, and differ by more than these could hide."""
+
+
+class RecommenderTask(Task):
+    """A task of which some models are simple ones: `fitted` then, with settings by the monitored validation metric."""
+
+    simple_models: ClassVar[tuple[str, ...]] = ()
+    """Of `SIMPLE_MODELS`."""
+
+    @abstractmethod
+    def training_histories(self) -> TrainingHistories:
+        """What is counted."""
+
+    @abstractmethod
+    def simple_objective(self, kind: str) -> Objective:
+        """An empty simple model that scores; its `model` is a SimpleRecommender."""
+
+    @abstractmethod
+    def evaluation_key(self) -> tuple[object, ...]:
+        """What scores of a fitted model depend on: the data, how they are divided, and what is scored of them."""
+
+    def initialise(self, objective: Objective) -> None:
+        if isinstance(objective.model, SimpleRecommender):
+            objective.model.fill(self._fit(self.config.model))
+
+    def _fit(self, kind: str) -> Buffers:
+        """The buffers with the best settings, from the cache if they are there."""
+
+        def build() -> dict[str, np.ndarray]:
+            objective = self.simple_objective(kind)
+            assert isinstance(objective.model, SimpleRecommender)
+            best: tuple[float, dict[str, np.ndarray]] | None = None
+            for buffers in candidates(kind, self.training_histories(), len(objective.model.recency)):
+                objective.model.fill(buffers)
+                metrics = {} if kind == "popularity" else self._scores(objective, "val", _ROWS_TO_CHOOSE_BY)
+                value = metrics.get(self.monitor[0], 0.0)
+                if best is None or value > best[0]:
+                    best = value, dict(buffers)
+            assert best is not None
+            return best[1]
+
+        return cached_arrays(self.cache_dir, key_of(kind, _FORMAT_VERSION, *self.evaluation_key()), build)
+
+    @torch.no_grad()
+    def _scores(self, objective: Objective, split: str, most: int | None = None) -> dict[str, float]:
+        """Metrics of a data set, by names such as "val/ndcg@10". most: samples, evenly spread; None for all."""
+        dataset, sums = self.splits()[split], dict[str, torch.Tensor]()
+        num = min(most or len(dataset), len(dataset))
+        index = np.linspace(0, len(dataset) - 1, num).round().astype(np.int64)
+        objective.eval()
+        objective.start_evaluation()
+        for rows in np.array_split(index, -(-num // _ROWS_PER_BATCH)):
+            keys = SampleKeys(rows, epoch=0)
+            for name, value in objective(self.collate(dataset.__getitems__(keys), keys)).items():
+                sums[name] = sums.get(name, 0) + value.double()
+        sums["weight"] = torch.tensor(float(num), dtype=torch.float64)
+        return {f"{split}/{name}": value for name, value in self.summarise(sums).items()}
+
+    def baselines(self) -> Mapping[str, Mapping[str, float]]:
+        """Of each simple model."""
+        found = {}
+        for kind in self.simple_models:
+            if kind == "ease" and self.training_histories().num_items > MOST_ITEMS_OF_EASE:
+                continue
+            found[kind] = self._baseline(kind)
+        return found
+
+    def _baseline(self, kind: str) -> dict[str, float]:
+        def build() -> dict[str, np.ndarray]:
+            objective = self.simple_objective(kind)
+            assert isinstance(objective.model, SimpleRecommender)
+            objective.model.fill(self._fit(kind))
+            scores = self._scores(objective, "val") | self._scores(objective, "test")
+            return {name.replace("/", " "): np.array(value) for name, value in scores.items()}
+
+        key = key_of(f"{kind}-scores", _FORMAT_VERSION, self.seed, *self.evaluation_key())
+        return {name.replace(" ", "/"): float(v) for name, v in cached_arrays(self.cache_dir, key, build).items()}

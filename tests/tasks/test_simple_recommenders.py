@@ -1,0 +1,68 @@
+"""Simple recommenders as models of seqrec and kgat: scored, saved, resumed and used like trained ones."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from tests.helpers.small_catalogue import write_catalogue
+from tests.helpers.small_seqrec import write_interactions
+from trainer.checkpoint.file import read_checkpoint
+
+TWO = ["--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu"]
+
+
+@pytest.fixture(params=["seqrec rules", "seqrec itemknn", "seqrec ease", "seqrec popularity", "kgat itemknn",
+                        "kgat ease"])  # fmt: skip
+def argv(request, tmp_path):
+    task, model = request.param.split()
+    data = write_catalogue(tmp_path / "data") if task == "kgat" else write_interactions(tmp_path / "data.txt")
+    more = ["--k-core", 0, "--maxlen", 6] if task == "seqrec" else []
+    return ["--task", task, "--model", model, "--data-dir", data, *more, "--num-threads", 1]
+
+
+def results(directory):
+    return json.loads((directory / "results.json").read_text())
+
+
+def test_a_fitted_run_is_scored_saved_resumed_and_used(argv, run_here, tmp_path):
+    run = tmp_path / "run"
+    run_here(*argv, "--save-dir", run)
+    assert results(run)["scored"] == "test" and results(run)["step"] == 0
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["epoch", "result"]
+    assert any(name.startswith("val/") for name in events[0])
+    assert "This run is finished" in run_here(*argv, "--save-dir", run).out
+    shown = run_here("--save-dir", run, "--eval-only", "--num-threads", 1).out
+    for name, value in results(run)["metrics"].items():
+        assert f"{name} {value:.4f}" in shown
+    people = tmp_path / "people.csv"
+    people.write_text("user\n3\n" if "kgat" in argv else (tmp_path / "data.txt").read_text())
+    run_here("--save-dir", run, "--predict", people, "--output", tmp_path / "table.csv", "--top-k", 2)
+    rows = list(csv.DictReader((tmp_path / "table.csv").open()))
+    assert len(rows) >= 2 and rows[0]["rank"] == "1" and float(rows[0]["score"]) >= float(rows[1]["score"])
+
+
+@pytest.mark.parametrize("argv", ["seqrec rules", pytest.param("kgat itemknn", marks=pytest.mark.slow)], indirect=True)
+def test_two_processes_have_the_scores_of_one(argv, run_here, command, tmp_path):
+    run_here(*argv, "--save-dir", tmp_path / "one")
+    command("main_multi_gpu.py", *TWO, *argv, "--save-dir", tmp_path / "two")
+    assert results(tmp_path / "two")["metrics"] == pytest.approx(results(tmp_path / "one")["metrics"], rel=1e-12)
+    one, two = (read_checkpoint(tmp_path / name / "final.pth", name)["model"] for name in ("one", "two"))
+    assert one.keys() == two.keys() and all((one[name] == two[name]).all() for name in one)
+
+
+def test_settings_of_a_trained_model_are_refused(run_here):
+    err = run_here("--task", "seqrec", "--model", "rules", "--hidden-units", "8", status=2).err
+    assert "--hidden-units" in err and "--model" in err
+
+
+def test_popularity_ranks_by_the_users_of_training(make_task, tmp_path):
+    data = write_interactions(tmp_path / "data.txt")
+    task = make_task("--task", "seqrec", "--model", "popularity", "--data-dir", data, "--k-core", 0)
+    objective = task.build_objective()
+    task.initialise(objective)
+    train = task.splits()["train"]
+    shares = objective.model.popularity.numpy() / len(np.unique(train.users))
+    assert (np.argsort(shares[1:], kind="stable") == np.argsort(train.item_popularity[1:], kind="stable")).all()
