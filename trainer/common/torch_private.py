@@ -1,4 +1,4 @@
-"""Every private name of torch that the project uses, each with what takes its place in a torch that has it no more.
+"""Every private name of torch that the project uses; of those that torch may drop, each with what takes its place.
 
 A fallback learns the same; it is slower, takes more memory, or says less where something goes wrong.
 """
@@ -13,53 +13,49 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 COMPILER = "torch._dynamo"
 
-# --- tensors: many of them by one call ---------------------------------------------------------------------------
+# --- names that the ecosystem of torch is built on: no torch lacks them -------------------------------------------
 
-
-def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.linalg.vector_norm(tensor) for tensor in tensors]
-
-
-def _differences(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    return [one - other for one, other in zip(ones, others, strict=True)]
-
-
-def _multiply(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
-    for tensor in tensors:
-        tensor.mul_(factor)
-
-
-def _add(ones: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    for one, other in zip(ones, others, strict=True):
-        one.add_(other)
-
-
-def _copy(ones: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    for one, other in zip(ones, others, strict=True):
-        one.copy_(other)
-
-
-foreach_norm: Callable[..., Any] = getattr(torch, "_foreach_norm", _norms)
-foreach_sub: Callable[..., Any] = getattr(torch, "_foreach_sub", _differences)
-foreach_mul_: Callable[..., Any] = getattr(torch, "_foreach_mul_", _multiply)
-foreach_add_: Callable[..., Any] = getattr(torch, "_foreach_add_", _add)
-foreach_copy_: Callable[..., Any] = getattr(torch, "_foreach_copy_", _copy)
+foreach_norm, foreach_sub, foreach_mul_, foreach_add_ = (
+    torch._foreach_norm, torch._foreach_sub, torch._foreach_mul_, torch._foreach_add_,
+)  # fmt: skip
+foreach_copy_: Callable[..., Any] = torch._foreach_copy_  # of parameters without a gradient too
+BATCH_NORMS: Any = nn.modules.batchnorm._BatchNorm
+NOT_PERSISTENT = "_non_persistent_buffers_set"
+"""The attribute of a module that names the buffers which checkpoints do not have."""
 
 
 def num_writes(tensor: Tensor) -> int:
-    """How often a tensor was written into. Fallback: 0, and writes go unseen."""
-    return getattr(tensor, "_version", 0)
+    """How often a tensor was written into."""
+    return tensor._version
 
 
 def sparse_parts(tensor: Tensor) -> list[Tensor]:
-    """Indices and values of a sparse tensor as they are in memory. Fallback: as they are once coalesced."""
-    if hasattr(tensor, "_indices") and hasattr(tensor, "_values"):
-        return [tensor._indices(), tensor._values()]
-    coalesced = tensor.coalesce()
-    return [coalesced.indices(), coalesced.values()]
+    """Indices and values of a sparse tensor as they are in memory."""
+    return [tensor._indices(), tensor._values()]
+
+
+def own_buffers(module: nn.Module) -> dict[str, Any]:
+    """A module's own buffers by name, to be changed."""
+    return module._buffers
+
+
+def names_not_persistent(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that checkpoints do not have."""
+    return module._non_persistent_buffers_set
+
+
+def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
+    """Puts converted parameters and buffers in the place of a module's, as `Module.to` does with its own conversion."""
+    module._apply(convert)
+
+
+# --- hooks -------------------------------------------------------------------------------------------------------
 
 
 def has_hooks(parameter: Tensor) -> bool:
@@ -76,41 +72,9 @@ def hooked_module(module: nn.Module) -> str | None:
 
 # --- modules -----------------------------------------------------------------------------------------------------
 
-BATCH_NORMS: Any = getattr(
-    nn.modules.batchnorm, "_BatchNorm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-)
-
-
-BUFFERS, NOT_PERSISTENT = "_buffers", "_non_persistent_buffers_set"
-"""Among the attributes of a module, and so in every pickle of one; a torch without them could read none."""
-
-
-def own_buffers(module: nn.Module) -> dict[str, Any]:
-    """A module's own buffers by name, to be changed. Fallback: a dictionary of its own, whose tensors can be."""
-    found = getattr(module, BUFFERS, None)
-    return dict(module.named_buffers(recurse=False)) if found is None else found
-
-
-def names_not_persistent(module: nn.Module) -> set[str]:
-    """The names of a module's own buffers that checkpoints do not have."""
-    found = getattr(module, NOT_PERSISTENT, None)
-    return own_buffers(module).keys() - module.state_dict().keys() if found is None else found
-
-
-def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
-    """Puts converted parameters and buffers in the place of a module's, as `Module.to` does with its own conversion."""
-    if hasattr(module, "_apply"):
-        module._apply(convert)
-        return
-    for parameter in module.parameters():
-        parameter.data = convert(parameter.data)
-    for each in module.modules():
-        for name, buffer in list(each.named_buffers(recurse=False)):
-            setattr(each, name, convert(buffer))
-
 
 class SeesConversions(nn.Module):
-    """A module whose `after_conversion` follows `to`, `double` and the like. Fallback: nothing is called."""
+    """A module whose `after_conversion` follows `to`, `double` and the like."""
 
     def also_converted(self) -> Iterable[nn.Module]:
         """Modules that are none of its submodules, and are converted with it."""
@@ -272,43 +236,6 @@ def pass_through(unit: Any, value: Tensor) -> Tensor:
         return value
     (value,), _ = state._pre_forward(unit, (value,), {})
     return state._post_forward(unit, (value,), value.clone())
-
-
-# --- nested values, and operators as they run ---------------------------------------------------------------------
-
-try:
-    from torch.utils._pytree import tree_flatten, tree_unflatten
-except ImportError:
-
-    def tree_flatten(tree: Any, is_leaf: Any = None) -> Any:  # type: ignore[misc]
-        """The leaves of nested lists, tuples and dictionaries, and the tree, by which they are put back."""
-        if not isinstance(tree, list | tuple | dict):
-            return [tree], tree
-        children = tree.values() if isinstance(tree, dict) else tree
-        return [leaf for child in children for leaf in tree_flatten(child)[0]], tree
-
-    def tree_unflatten(leaves: Any, treespec: Any) -> Any:  # type: ignore[misc]
-        """The tree with other leaves."""
-        return _with_leaves(iter(leaves), treespec)
-
-    def _with_leaves(leaves: Iterator[Any], tree: Any) -> Any:
-        if isinstance(tree, dict):
-            return type(tree)((name, _with_leaves(leaves, child)) for name, child in tree.items())
-        if isinstance(tree, list | tuple):
-            children = [_with_leaves(leaves, child) for child in tree]
-            return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
-        return next(leaves)
-
-
-try:
-    from torch.utils._python_dispatch import TorchDispatchMode
-except ImportError:
-
-    class TorchDispatchMode:  # type: ignore[no-redef]
-        """Cannot be made: who wants one does without it."""
-
-        def __init__(self) -> None:
-            raise NotImplementedError("this torch shows no operators")
 
 
 # --- the compiler ------------------------------------------------------------------------------------------------

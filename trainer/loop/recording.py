@@ -4,7 +4,7 @@ import gc
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 from weakref import WeakSet, ref
 
@@ -104,14 +104,9 @@ def rehearse(function: Callable[[], T]) -> tuple[T, list[Tensor]]:
 
 def _rehearse_once(function: Callable[[], T]) -> tuple[T, list[Tensor], list[tuple[int, ...]]]:
     """The last part: shapes of the tensors that are kept."""
-    reads: Any = nullcontext()
-    with suppress(NotImplementedError):
-        reads = _Reads()
     # Backwards in this thread, where the operators of a forward are seen too.
-    with _refusing_waits(), torch.autograd.set_multithreading_enabled(False), reads:
+    with _refusing_waits(), torch.autograd.set_multithreading_enabled(False), _Reads() as reads:
         result = function()
-    if not isinstance(reads, _Reads):
-        return result, [], []
     keeps = reads.kept(result)
     if keeps:
         gc.collect()
