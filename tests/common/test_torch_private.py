@@ -101,7 +101,6 @@ def test_a_callback_without_a_queue(without):
 def test_processes_without_the_names():
     torch_private.set_timeout(SimpleNamespace(), torch.device("cpu"), NO_TIMEOUT)
     torch_private.rebuild_buckets(SimpleNamespace(reducer=object()))
-    torch_private.leave_buffers_alone(object, nn.BatchNorm1d(2))
     loader = SimpleNamespace()
     assert not torch_private.has_workers(loader)
     torch_private.kill_workers(loader)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.forks import call_on_ranks
 from trainer.common.errors import UserError
 from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel import ddp
@@ -144,6 +145,24 @@ def steps_of_large(environment, finds_unused):
         return 3 if "a forward left out parameters" in str(error) and "--find-unused-parameters" in str(error) else 4
     finally:
         group.close()
+
+
+def refuses_another_shape(environment):
+    """Exit status 0 where parameters of other shapes on rank 1 are named on both, before anything is sent."""
+    group = ProcessGroup(environment, MultiDeviceFlags("ddp"), DeviceFlags("cpu"))
+    strategy = Replicated(group)
+    try:
+        strategy.wrap(strategy.place(lambda: nn.Linear(2, 3 + group.rank), lambda model: [], lambda objective: None))
+        return 4
+    except UserError as error:
+        expected = "weight is float32 of shape (4, 2) on rank 1 and float32 of shape (3, 2) on rank 0"
+        return 0 if expected in str(error) else 5
+    finally:
+        group.close()
+
+
+def test_a_model_that_is_another_one_on_some_rank_is_refused(tmp_path):
+    assert call_on_ranks(refuses_another_shape, 2, tmp_path) == [0, 0]
 
 
 @pytest.mark.slow

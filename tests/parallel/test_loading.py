@@ -40,7 +40,7 @@ def agreed_counts(strategy, model):
     net(torch.randn(7, 3)).sum().backward()
     found.append(model.counts.tolist())
     model.counts.fill_(strategy.group.rank + 5)
-    strategy.sync_buffers(dict(net.named_buffers()))
+    strategy.sync_tensors(dict(net.named_buffers()))
     found.append(model.counts.tolist())
     return found
 

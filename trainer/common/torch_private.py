@@ -184,12 +184,6 @@ def rebuild_buckets(net: Any) -> None:
         rebuild()
 
 
-def leave_buffers_alone(wrapper: Any, net: nn.Module) -> None:
-    """Keeps a DistributedDataParallel from exchanging the buffers of a module. Fallback: it sends them as it starts."""
-    with suppress(AttributeError):
-        wrapper._set_params_and_buffers_to_ignore_for_model(net, [name for name, _ in net.named_buffers()])
-
-
 def raise_for_ended_worker() -> None:
     """Raises RuntimeError if a data-loading process was killed. Fallback: torch does as the next batch is taken."""
     with suppress(AttributeError, ImportError):

@@ -41,7 +41,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
         watch.before_save(progress.step, run.log)
     progress.read_clock()
     progress.last_save = progress.step
-    strategy.sync_buffers(persistent_buffers(learner.objective))
+    strategy.sync_tensors(persistent_buffers(learner.objective))
     totals = {phase: own.reduced(strategy.group) for phase, own in progress.totals.items()}
     rows = {phase: own.rows(strategy.group) for phase, own in progress.totals.items() if isinstance(own, PartTotals)}
     if not rows:

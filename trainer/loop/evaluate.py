@@ -45,7 +45,7 @@ def evaluate(run: Run, split: str) -> Sums:
     Raises StopRequested if the run was asked to stop meanwhile; UserError for outputs that cannot be put together.
     """
     learner, totals, per_sample = run.learner, run.progress.new_totals(), PerSampleOutputs()
-    run.strategy.sync_buffers(persistent_buffers(learner.objective))
+    run.strategy.sync_tensors(persistent_buffers(learner.objective))
     net = run.strategy.evaluation_module(learner.net)
     num_samples, size = len(run.task.splits()[split]), run.eval_batch_size
     batches = run.prepared.pop(split, None) or evaluation_batches(

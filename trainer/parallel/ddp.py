@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,6 @@ from trainer.common.tensors import empty_like, map_tensors, with_shapes_of
 from trainer.common.torch_private import (
     WithoutCompiler,
     after_first_gradients,
-    leave_buffers_alone,
     rebuild_buckets,
 )
 from trainer.failure.heartbeat import EXCHANGE
@@ -61,29 +61,30 @@ class Distributed(Strategy):
         kinds = f"{len(labels)} x {labels[0]}" if len(set(labels)) == 1 else ", ".join(labels)
         return f"{self.name} over {self.group.backend}{places}: {kinds}"
 
-    def sync_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+    @torch.no_grad()
+    def sync_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         # Of sparse ones NCCL refuses to send the numbers, and gloo sends other ones.
-        dense = {name: buffer for name, buffer in buffers.items() if buffer.layout == torch.strided}
-        self._refuse_other_buffers(dense)
+        dense = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided}
+        self._refuse_others(dense)
         self.group.activity.enter(EXCHANGE)
-        for buffer in dense.values():
-            whole = buffer.contiguous()
+        for tensor in dense.values():
+            whole = tensor.contiguous()
             _broadcast(whole)
-            if whole is not buffer:
-                buffer.copy_(whole)
+            if whole is not tensor:
+                tensor.copy_(whole)
 
-    def _refuse_other_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+    def _refuse_others(self, tensors: Mapping[str, Tensor]) -> None:
         """For gloo ends a process that gets more than it expects."""
-        own = {name: (tuple(buffer.shape), str(buffer.dtype)) for name, buffer in buffers.items()}
+        own = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
         every = self.group.gather(own)
         for rank, others in enumerate(every):
             for name in every[0] | others:
                 here, there = every[0].get(name), others.get(name)
                 if here != there:
                     raise UserError(
-                        f"the buffer {name} is {_described(there)} on rank {rank} and {_described(here)} on rank 0, so "
-                        "that the model is not the same on all of them; register it with persistent=False, which each "
-                        "rank keeps to itself, or make it alike in build_objective"
+                        f"{name} is {_described(there)} on rank {rank} and {_described(here)} on rank 0, so that the "
+                        "model is not the same on all of them; make it alike in build_objective, or register a buffer "
+                        "with persistent=False, which each rank keeps to itself"
                     )
 
     def from_main(self, value: Tensor) -> Tensor:
@@ -162,23 +163,20 @@ class Replicated(Distributed):
     def wrap(self, net: nn.Module) -> nn.Module:
         if self._sync_bn:
             net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-        self.sync_buffers(dict(net.named_buffers()))
+        self.sync_tensors(dict(chain(net.named_parameters(), net.named_buffers())))
         sparse = [p for p in net.parameters() if p in self._sparse and p.requires_grad]
         if not self.overlaps or all(p in self._sparse for p in net.parameters() if p.requires_grad):
-            with torch.no_grad():
-                for parameter in net.parameters():
-                    parameter.copy_(self.from_main(parameter))
             return net
         for parameter in sparse:  # it exchanges what requires a gradient as it begins
             parameter.requires_grad_(False)
-        # Its exchange refuses some types of buffers. They are agreed above, and before evaluating and saving.
-        leave_buffers_alone(OverlappingExchange, net)
         wrapped = OverlappingExchange(
             net,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             find_unused_parameters=self._finds_unused,
+            init_sync=False,
         )
+        wrapped.broadcast_buffers = False  # it refuses some types; all agree before evaluating and saving
         for parameter in sparse:
             parameter.requires_grad_(True)
         wrapped.before_exchange = self.group.activity.wait_for_others

@@ -234,10 +234,10 @@ class Strategy:
         """Rank 0's value on this process's device, contiguous. Only the shape and type of the others' count."""
         return value
 
-    def sync_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Gives every process the buffers of rank 0, before evaluating and saving. All processes call it.
+    def sync_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Gives every process the tensors of rank 0, as buffers before evaluating and saving. All processes call it.
 
-        Raises UserError on all of them where one has buffers of other names, shapes or types.
+        tensors: by name. Raises UserError on all of them where one has others, of other shapes or of other types.
         """
 
     def load_on_main(self, function: Callable[[], T], large: Collection[str]) -> T:
