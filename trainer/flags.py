@@ -185,6 +185,10 @@ class LearningFlags(FlagGroup):
     )
     nesterov: bool = flag(False, "sgd: Nesterov's momentum, which muon always has", needs={"optimizer": ("sgd",)})
     max_grad_norm: float = flag(1.0, "clip the norm of the whole gradient to this; 0 does not clip", at_least=0)
+    sam_rho: float = flag(
+        0.0, "sharpness-aware minimisation: take each step's gradient at weights that are moved so far uphill, for "
+        "example 0.05; 0 is off", at_least=0,
+    )  # fmt: skip
     ema_decay: float = flag(
         0.0,
         "evaluate and keep an exponential moving average of the weights, for example 0.999; 0 is off",

@@ -78,6 +78,7 @@ from trainer.loop.precision import choose_precision, in_precision, module_in_dty
 from trainer.loop.progress import Progress
 from trainer.loop.rank_times import RankTimes
 from trainer.loop.run import Run
+from trainer.loop.sam import SamLearner, refuse_sam
 from trainer.loop.watch import Remarks, Watch
 from trainer.parallel.data_parallel import start_data_parallel
 from trainer.parallel.ddp import Replicated
@@ -472,7 +473,7 @@ def build_watches(flags: Flags, task: Task, learner: Learner, strategy: Strategy
 
 def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) -> Learner:
     """The model with its loss on this process's device, initialised alike on every process."""
-    precision = choose_precision(flags.precision, strategy.device)
+    precision, rho = choose_precision(flags.precision, strategy.device), flags.learning.sam_rho
 
     def build() -> Objective:
         torch.manual_seed(flags.run.seed)
@@ -494,6 +495,8 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
         check_tensors(objective.model, f"--task {flags.run.task}: build_objective")
         if objective.is_joint:
             refuse_joint(objective, strategy, flags.blocks.compile)
+        if rho > 0:
+            refuse_sam(rho, objective, strategy)
         return with_dense_tensors(module_in_dtype(objective, precision.dtype))
 
     def complete(objective: Objective) -> None:
@@ -507,6 +510,8 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
     records = flags.blocks.cuda_graphs != "off" and strategy.device.type == "cuda"
     if objective.is_joint:
         return JointLearner(*parts, wants_graphs=records)
+    if rho > 0:
+        return SamLearner(*parts, rho=rho, wants_graphs=records)
     if not records:
         return PartsLearner(*parts) if strategy.num_parts else Learner(*parts)
     from trainer.loop.graphs import GraphedInParts, GraphedLearner

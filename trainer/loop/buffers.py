@@ -101,6 +101,21 @@ class Buffers:
         wait()
         self._statistics.set(self._statistics.kept + flat[:-1] / flat[-1])
 
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Around further forwards and backwards of a step once its changes are agreed on, which leave no trace.
+
+        All processes enter it.
+        """
+        before, num_samples = [kind.flattened() for kind in self._kinds], self._num_samples
+        with self.forward_state.unchanged():
+            yield
+        if self._pending is not None:
+            self._pending[1]()
+        self._pending, self._num_samples = None, num_samples
+        for kind, values in zip(self._kinds, before, strict=True):
+            kind.set(values)
+
     def undo(self) -> None:
         """After a step that was broken off."""
         for kind in self._kinds:

@@ -204,7 +204,7 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
         if "closure" in told.lower() or told == "'NoneType' object is not callable":
             raise UserError(
                 f"Task.build_optimizers: {name} evaluates the loss itself, several times a step, which this trainer "
-                f"does not do ({reason(error)}); take another one"
+                f"does not do ({reason(error)}); take another one, or for SAM its base optimizer with --sam-rho"
             ) from error
         in_parts = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
         if in_parts and any(word in told for word in _OF_PARTS):

@@ -1,0 +1,17 @@
+"""Sharpness-aware steps on imagined GPUs: what the CPU learns, without a wait of the host, and no recordings."""
+
+from tests.conftest import largest_difference, load
+from tests.gpu.runs import run
+from tests.gpu.test_training import HELPERS
+from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+
+
+@on_imagined_gpus()
+def test_learns_what_the_cpu_learns_without_recordings(tmp_path, cache_dir):
+    task = ["--task", f"{HELPERS / 'jobs.py'}:Sam", "--max-steps", 6, "--global-batch-size", 6, "--batch-size", 3]
+    for device, more in (("cpu", []), ("cuda", ["--cuda-graphs", "on"])):
+        own = ["--device", device, "--num-threads", 1, "--log-interval", 100, "--save-dir", tmp_path / device, *more]
+        run(cache_dir, *task, *own)
+    assert largest_difference(*(load(tmp_path / device / "last.pth") for device in ("cpu", "cuda"))) < 1e-9
+    assert GPUS.num_replays == 0
+    assert "CUDA graphs: with --sam-rho 0.05 steps are launched kernel by kernel." in GPUS.printed()

@@ -1,0 +1,102 @@
+"""Sharpness-aware steps: what forwards change, loss scales, steps that are left out, and what is refused."""
+
+from itertools import islice
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.conftest import ROOT, load
+from tests.helpers import jobs
+from tests.helpers.weights import difference
+
+FILE = __file__
+FLAGS = ["--max-steps", 6, "--device", "cpu", "--num-threads", 1, "--batch-size", jobs.GLOBAL_BATCH]
+
+
+class Normed(jobs.Sam):
+    """Its first forward alone counts in the statistics."""
+
+    @staticmethod
+    def model():
+        return nn.Sequential(nn.Linear(jobs.WIDTH, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+    @classmethod
+    def learnt(cls, num_steps):
+        model, data = cls.new(), cls.data(jobs.NUM_TRAIN, 0)
+        optimizer, params, norm = jobs.adamw(model), [*model.parameters()], model[1]
+        for _, index in islice(jobs.batches(), num_steps):
+            batch = cls.batch(data, index)
+            cls.losses(model, batch).mean().backward()
+            norm.momentum, counted = 0.0, norm.num_batches_tracked.clone()
+            size = torch.stack([p.grad.norm() for p in params]).norm()
+            before = [p.detach().clone() for p in params]
+            with torch.no_grad():
+                for p in params:
+                    p.add_(p.grad * (cls.rho / (size + 1e-12)))
+            optimizer.zero_grad()
+            cls.losses(model, batch).mean().backward()
+            norm.momentum = 0.1
+            norm.num_batches_tracked.copy_(counted)
+            for p, old in zip(params, before, strict=True):
+                p.data = old
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+
+class Overflowing(jobs.Sam):
+    """Of its third step the loss is infinite."""
+
+    @staticmethod
+    def losses(model, batch):
+        scale = torch.where((batch["index"] == 3).any(), torch.inf, 1.0)
+        return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none") * scale
+
+
+class Sparse(jobs.Sam):
+    @staticmethod
+    def model():
+        return nn.Sequential(nn.EmbeddingBag(2, 4, sparse=True), nn.Linear(4, 2))
+
+    @staticmethod
+    def losses(model, batch):
+        return F.cross_entropy(model(batch["y"][:, None]), batch["y"], reduction="none")
+
+    def param_groups(self, objective, phase):
+        return [{"params": objective.parameters(), "weight_decay": 0.0}]
+
+
+def test_statistics_are_those_of_the_first_forward(run_here, tmp_path):
+    run_here("--task", f"{FILE}:Normed", *FLAGS, "--save-dir", tmp_path)
+    assert difference(load(tmp_path / "last.pth")["model"], Normed.learnt(6)) < 1e-10
+
+
+def test_a_scale_of_the_loss_changes_nothing(run_here, tmp_path):
+    for name in ("off", "fp16"):
+        flags = ["--dtype", "float32", "--amp", name, "--save-dir", tmp_path / name]
+        run_here("--task", f"{jobs.__file__}:Sam", *FLAGS, *flags)
+    exact, scaled = (load(tmp_path / name / "last.pth")["model"] for name in ("off", "fp16"))
+    assert 0 < difference(scaled, exact) < 0.01
+
+
+def test_a_step_that_is_not_finite_leaves_the_weights(run_here, tmp_path):
+    out = run_here("--task", f"{FILE}:Overflowing", *FLAGS, "--on-nonfinite", "skip", "--save-dir", tmp_path).out
+    assert "left out" in out or "skipped" in out
+    assert all(weight.isfinite().all() for weight in load(tmp_path / "last.pth")["model"].values())
+
+
+JOINT = f"{ROOT / 'tests' / 'helpers' / 'joint_task.py'}:Joint"
+
+
+@pytest.mark.parametrize(
+    ("task", "more", "message"),
+    [
+        (f"{jobs.__file__}:Sam", ["--parts", 2], "--sam-rho 0.05: a step has two gradients, which --parts 2 cannot"),
+        (JOINT, ["--sam-rho", 0.1], "--sam-rho 0.1: a step has two gradients, which SimClr.joint_loss cannot"),
+        (f"{FILE}:Sparse", ["--optimizer", "sgd"], "--sam-rho 0.05: moves by no sparse gradients"),
+    ],
+)
+def test_what_it_cannot_be_combined_with_is_refused(task, more, message, run_here, tmp_path):
+    assert message in run_here("--task", task, *FLAGS, *more, "--save-dir", tmp_path, status=2).err

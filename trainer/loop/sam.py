@@ -1,0 +1,88 @@
+"""Sharpness-aware minimisation: the gradient of a step is that at weights which are moved uphill first.
+
+Foret, Kleiner, Mobahi and Neyshabur, "Sharpness-Aware Minimization for Efficiently Improving Generalization", ICLR
+2021. Both gradients are those of the whole global batch, with the same dropout, so the step is the same on any number
+of devices and for any accumulation, where the common form, which moves by the gradient of each micro-batch, is another.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trainer.common.errors import UserError
+from trainer.common.torch_private import foreach_add_, foreach_copy_, foreach_mul_
+from trainer.loading.batches import WeightedBatch
+from trainer.loop.learner import Learner
+from trainer.loop.precision import gradient_norm
+from trainer.loop.watch import Watch
+from trainer.parallel.strategy import Strategy
+from trainer.task import Objective, Sums
+
+LEAST_NORM = 1e-12
+"""Added to the norm of the first gradient, as in the reference implementation."""
+
+
+def refuse_sam(rho: float, objective: Objective, strategy: Strategy) -> None:
+    """Raises UserError for what two gradients a step cannot be combined with."""
+    others = {
+        f"--parts {strategy.num_parts}": strategy.num_parts > 0,
+        "--multi-gpu fsdp": strategy.exchanges_in_forward,
+        f"{type(objective).__name__}.joint_loss": objective.is_joint,
+    }
+    found = next((other for other, is_there in others.items() if is_there), None)
+    if found is not None:
+        raise UserError(f"--sam-rho {rho:g}: a step has two gradients, which {found} cannot; leave one of the two out")
+
+
+@dataclass
+class SamLearner(Learner, Watch):
+    """A learner whose gradient is taken `rho` uphill. wants_graphs: whether CUDA graphs are asked for."""
+
+    rho: float = field(kw_only=True)
+    wants_graphs: bool = field(kw_only=True)
+
+    def remarks(self) -> Sequence[str]:
+        name = f"--sam-rho {self.rho:g}"
+        return [
+            f"{name}: every step takes two forwards and backwards.",
+            *([f"CUDA graphs: with {name} steps are launched kernel by kernel."] if self.wants_graphs else []),
+        ]
+
+    def accumulate_window(
+        self, strategy: Strategy, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]
+    ) -> Sums:
+        """As of a `Learner`; the sums are those at the weights as they are, and so is what forwards change."""
+        sums = super().accumulate_window(strategy, phase, window, factor, key)
+        sums = {name: value.detach() for name, value in sums.items()}
+        params = self.params[phase]
+        if self.buffers.is_active:
+            self.buffers.agree(strategy)
+        strategy.exchange(params)
+        moved: list[Tensor] = [parameter for parameter in params if parameter.grad is not None]
+        kept = [parameter.detach().clone() for parameter in moved]
+        try:
+            self._move(moved, [parameter.grad for parameter in params if parameter.grad is not None])
+            for parameter in params:
+                parameter.grad = None
+            with self.buffers.left_alone() if self.buffers.is_active else nullcontext():
+                super().accumulate_window(strategy, phase, window, factor, key)
+        finally:  # whoever saves what is left of a run finds its weights
+            foreach_copy_([parameter.data for parameter in moved], kept)
+        return sums
+
+    @torch.no_grad()
+    def _move(self, params: list[Tensor], grads: list[Tensor]) -> None:
+        """Moves by `rho` along the gradient, which a scale of it does not change. Raises UserError for a sparse one.
+
+        One that is not finite makes weights NaN, and so the second gradient, with which the step is left out.
+        """
+        if any(grad.is_sparse for grad in grads):
+            raise UserError(
+                f"--sam-rho {self.rho:g}: moves by no sparse gradients; build embeddings without sparse=True"
+            )
+        if grads:
+            foreach_mul_(grads, self.rho / (gradient_norm(grads) + LEAST_NORM))
+            foreach_add_(params, grads)
