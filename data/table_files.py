@@ -43,6 +43,7 @@ _TEXTS = {
 """By the text that a file begins with, the first line of it for the last three."""
 _LISTS = ("events", "interactions", "actions", "clicks", "items")
 """Entries of a JSON object that hold a record each, such as the events of a session."""
+_PART = re.compile(r"(?<![a-z])(train|val|dev|test)(?:ing|id|idation)?(?![a-z])")
 _FIRST_OBJECTS = 1000
 _HEAD = 4096
 
@@ -60,6 +61,10 @@ ENCODING = (
     "of the texts that are read, such as cp1252 for Excel's CSV, or latin-1 (default: UTF-8, or UTF-16 where it shows)"
 )
 """Help of the flag that all tasks have."""
+ON_BAD = (
+    "lines that cannot be read, as one without a user: stop, or leave them out, also of --predict, and say how many"
+)
+"""Help of that flag."""
 
 
 def table_at(path: Path, flag_name: str, advice: str, known: Sequence[str] = ()) -> DataFile:
@@ -83,6 +88,20 @@ def table_at(path: Path, flag_name: str, advice: str, known: Sequence[str] = ())
 
 Split = Callable[[str, Iterator[str], str], Iterator[Line]]
 """(first line that is not blank, text, where) -> the lines of a text whose fields are separated."""
+
+
+def parts_at(path: Path, flag_name: str, advice: str) -> list[DataFile]:
+    """The files of training, validation (where there is one) and test in a folder or an archive; none without these.
+
+    They have these words in their names: train.csv, x.valid.inter, test.txt. Raises UserError.
+    """
+    source = source_at(path, 1, advice, flag_name)
+    found: dict[str, list[DataFile]] = {"train": [], "val": [], "dev": [], "test": []}
+    for file in source.files if source is not None else ():
+        if file.bare_name.endswith(TABLES) and (part := _PART.search(file.bare_name)):
+            found[part[1]].append(file)
+    train, val, test = found["train"], found["val"] + found["dev"], found["test"]
+    return [*train, *val, *test] if len(train) == len(test) == 1 and len(val) <= 1 else []
 
 
 @contextmanager

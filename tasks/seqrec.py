@@ -23,7 +23,7 @@ from data.interactions.sequences import (
     split_interactions,
 )
 from data.interactions.synthetic import load_synthetic_interactions
-from data.table_files import ENCODING, Reading
+from data.table_files import ENCODING, ON_BAD, Reading
 from models.sequential.mhc import hyper_connections
 from models.sequential.ranking import (
     binary_cross_entropy,
@@ -81,6 +81,7 @@ class SeqrecFlags(FlagGroup):
         metavar="COLUMN",
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME")
+    on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD)
     k_core: int = flag(5, "drop users and items with fewer interactions, until none is left; 0 keeps all", at_least=0)
     split: SplitKind = flag(
         "leave-one-out", "what is held out. leave-one-out: of each user the last item for the test, the one before it "
@@ -180,7 +181,7 @@ class SeqrecFlags(FlagGroup):
 
     @property
     def reading(self) -> Reading:
-        return Reading(self.encoding)
+        return Reading(self.encoding, self.on_bad)
 
     @property
     def negatives(self) -> Negatives | None:
@@ -294,7 +295,7 @@ class SeqrecTask(RecommenderTask):
     defaults = {
         "lr": 2e-3, "betas": (0.9, 0.98), "batch_size": 128, "weight_decay": 0.0, "epochs": 40, "eval_batch_size": 64,
     }  # fmt: skip
-    predict_flags = ("user_column", "item_column", "time_column", "encoding", "top_k")
+    predict_flags = ("user_column", "item_column", "time_column", "encoding", "on_bad", "top_k")
 
     _histories: Histories | None = None
     """What `new_data` has read."""

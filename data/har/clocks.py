@@ -1,13 +1,10 @@
 """Clocks of recordings: when each row was measured, by dates, or by numbers in units that nobody names."""
 
-import re
 from collections.abc import Sequence
-from datetime import date
-from functools import lru_cache
 
 import numpy as np
 
-from data.csv_lines import Line, is_number, plain_name, utc_seconds
+from data.csv_lines import plain_name
 
 _CLOCKS = ("t", "ts", "utc", "unix", "clock")
 _OF_CLOCKS = ("time", "date", "second", "elapsed", "epoch", "millis", "nanos")
@@ -20,80 +17,12 @@ _SLOWEST_HZ = 3.0
 """Of recordings: of the units of a clock one alone gives a rate between this and a thousand times as much."""
 _SAME_RATE = (0.8, 1.25)
 """Quotients of rates between which they count as one."""
-_DATE = re.compile(r"(\d{1,2})([./-])(\d{1,2})\2(\d{4})(?:[T ,]+(\S.*))?", re.ASCII)
-_TIME = re.compile(r"(\d{1,2}):(\d\d)(?::(\d{1,2})(?:[.,:](\d{1,9}))?)?\s*([AaPp][Mm])?", re.ASCII)
-_MOST_CHARACTERS = 64
-"""A longer cell holds no moment."""
 
 
 def is_clock(name: str) -> bool:
     """By the name of a column."""
     plain = plain_name(name)
     return plain in _CLOCKS or any(part in plain for part in _OF_CLOCKS)
-
-
-def moments_of(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
-    """(lines, columns, 2) float64, in seconds where the clock shows dates or times; NaN for what is no moment.
-
-    Read are numbers, ISO 8601, times of a day, and dates such as 31/05/2024, to which both numbers belong: the first by
-    taking the day for what comes first, the second by taking the month. See `settled`.
-    """
-    found = [[_moment(fields[column].strip(), decimal_comma) for column in columns] for _, fields in lines]
-    return np.array(found, np.float64).reshape(len(lines), len(columns), 2)
-
-
-def settled(moments: np.ndarray) -> np.ndarray:
-    """The clocks of a file, (n, K) float64, of the moments (n, K, 2) of all its rows.
-
-    Of day and month that comes first of which more cells are dates. Where both orders are possible and lead to other
-    steps, nothing of the clock is known: all of it is NaN.
-    """
-    day_first, month_first = np.moveaxis(moments, 2, 0)
-    is_better = np.isfinite(day_first).sum(axis=0) >= np.isfinite(month_first).sum(axis=0)
-    clocks: np.ndarray = np.where(is_better, day_first, month_first)
-    both = np.isfinite(day_first).sum(axis=0) == np.isfinite(month_first).sum(axis=0)
-    steps = np.diff(day_first, axis=0), np.diff(month_first, axis=0)
-    differs = ((steps[0] != steps[1]) & ~np.isnan(steps[0] + steps[1])).any(axis=0)
-    clocks[:, both & differs] = np.nan
-    return clocks
-
-
-def _moment(text: str, decimal_comma: bool) -> tuple[float, float]:
-    number = text.replace(",", ".") if decimal_comma else text
-    if is_number(number):
-        return float(number), float(number)
-    if len(text) > _MOST_CHARACTERS:
-        return np.nan, np.nan
-    try:
-        return (utc_seconds(text),) * 2
-    except (ValueError, OverflowError):
-        pass
-    of_date = _DATE.fullmatch(text)
-    of_day = _seconds_of_day((of_date[5] or "0:00") if of_date else text)
-    if of_date is None:
-        return of_day, of_day
-    first, second, year = (int(of_date[group]) for group in (1, 3, 4))
-    return _day(year, second, first) * 86400.0 + of_day, _day(year, first, second) * 86400.0 + of_day
-
-
-def _seconds_of_day(text: str) -> float:
-    found = _TIME.fullmatch(text.strip())
-    if found is None:
-        return np.nan
-    hours, minutes, seconds, fraction, half = found.groups()
-    if int(hours) > 24 or int(minutes) > 59 or int(seconds or 0) > 60:
-        return np.nan
-    if half:
-        hours = int(hours) % 12 + 12 * (half in ("PM", "pm", "Pm", "pM"))
-    return int(hours) * 3600 + int(minutes) * 60 + float(f"{seconds or 0}.{fraction or 0}")
-
-
-@lru_cache(maxsize=1024)
-def _day(year: int, month: int, day: int) -> float:
-    try:
-        return date(year, month, day).toordinal() - date(1970, 1, 1).toordinal()
-    except ValueError:
-        return np.nan
 
 
 def num_disorders(clocks: np.ndarray) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 
 from data.csv_lines import CsvTable, Line, in_order, is_number
 from data.files import DataFile, Folder, Zip, is_visible, not_read, reading_errors, shown, single, source_at
-from data.har.clocks import GAP, is_same_rate, moments_of
+from data.har.clocks import GAP, is_same_rate
 from data.har.cut import Cut
 from data.har.rows import (
     LABELS,
@@ -28,6 +28,7 @@ from data.har.rows import (
     why_no_signal,
 )
 from data.har.windows import HarRecordings, triplets_first
+from data.moments import moments_of
 from data.overview import overview
 from data.table_files import STRICT, Reading, opened_table
 from trainer.common.errors import UserError

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from data.csv_lines import CsvTable, Line, is_number, plain_name, without_point
-from data.har.clocks import is_clock, moments_of, rate_and_gaps, settled
+from data.har.clocks import is_clock, rate_and_gaps
 from data.har.windows import SIGNALS
+from data.moments import moments_of, settled
 from data.tabular.table import MISSING
 from trainer.common.errors import UserError
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from data.files import shown
 from data.interactions.columns import ColumnChoice
-from data.interactions.reader import Interactions, find_file, in_time_order
+from data.interactions.reader import Interactions, find_files, in_time_order
 from data.interactions.sequences import scaled_times
 from data.interactions.table import Table, read_table
 from data.table_files import STRICT, Reading
@@ -35,8 +35,8 @@ class Histories:
 
         Raises UserError where the file cannot be read, leaves nobody, or leaves somebody fewer items than num_places.
         """
-        file = find_file(path, "--predict")
-        table = read_table(file, columns, reading)
+        [file] = find_files(path, "--predict")[:1]
+        table = read_table([file], columns, reading)
         if with_times and table.times is None:
             raise UserError(f"{file.where}: has no times, which the run was trained with; add a column of times")
         self.remarks = list(table.remarks)
@@ -64,7 +64,7 @@ class Histories:
             names = shown(table.user_ids[user] for user in missing)
             self.remarks.append(f"Warning: nothing can be recommended to users without a known item: {names}.")
         times = None if table.times is None else table.times[kept]
-        order = in_time_order(table.users[kept], times)
+        order = in_time_order(table.users[kept], times, None)
         return Interactions(
             np.concatenate([[0], np.cumsum(counts)]),
             numbers[table.items[kept]][order].astype(np.int32),

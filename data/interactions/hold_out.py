@@ -13,7 +13,7 @@ SplitKind = Literal["leave-one-out", "ratio", "time"]
 
 @dataclass(frozen=True)
 class HoldOut:
-    """How interactions are divided. Everybody's training comes first, then validation, then test.
+    """How interactions are divided, unless files do. Everybody's training comes first, then validation, then test.
 
     kind: "leave-one-out": of a user with three or more interactions the last is the test, the one before it the
         validation. "ratio": of such a user the last test_share is the test, at least one interaction, and before it the
@@ -37,6 +37,11 @@ class HoldOut:
         Raises UserError where they cannot be divided so.
         """
         count = np.diff(interactions.offsets)
+        if interactions.held_out is not None:
+            if self != HoldOut():
+                raise UserError(f"{self.flags}: there are files for training and test, which decide; leave it out")
+            num_val, num_test = interactions.held_out.T
+            return count - num_val - num_test, count - num_test
         if self.kind == "time":
             return self._bounds_in_time(interactions)
         num_val, num_test = (self._num_held_out(count, share) for share in (self.val_share, self.test_share))

@@ -368,4 +368,4 @@ def scaled_times(interactions: Interactions, times: np.ndarray, counts: np.ndarr
     np.minimum.at(smallest, users[1:][chosen], gaps[chosen])
     smallest[smallest == np.iinfo(np.int64).max] = 1
     scaled = np.rint((times - times[interactions.offsets[users]]) / smallest[users]) + 1
-    return np.minimum(scaled, _LARGEST_SCALED_TIME).astype(np.int32)
+    return np.clip(scaled, 1, _LARGEST_SCALED_TIME).astype(np.int32)  # files of parts need not be in order

@@ -7,12 +7,12 @@ from itertools import chain, islice
 
 import numpy as np
 
-from data.csv_lines import Line, csv_lines, delimiter_of, in_order, is_number, without_point
+from data.csv_lines import Line, csv_lines, delimiter_of, in_order, without_point
 from data.files import DataFile
 from data.interactions.columns import ColumnChoice, Layout, find_layout
-from data.interactions.times import EXPECTED, in_seconds, parse_times, time_range
+from data.interactions.times import EXPECTED, form_of, in_seconds, parse_times, time_range
 from data.overview import overview
-from data.table_files import STRICT, Reading, opened_lines
+from data.table_files import STRICT, OnBad, Reading, opened_lines
 from trainer.common.errors import UserError
 
 _ROWS_AT_ONCE = 1 << 16
@@ -26,9 +26,10 @@ _FEW_TIMES, _MANY_INTERACTIONS = 100, 10
 
 @dataclass(frozen=True)
 class Table:
-    """Interactions in the order of the file.
+    """Interactions in the order of the file, or of the files.
 
-    users, items: (n,) int64, positions in user_ids and item_ids. times: (n,) int64 or float64, or None.
+    users, items: (n,) int64, positions in user_ids and item_ids. times: (n,) int64 or float64, or None. parts: (n,)
+    int64, the file of each.
     user_ids, item_ids: names as they stand in the file, in order: whole numbers by value if all are, else by text.
     remarks: a short table of what was read from which column, and what else the user should know.
     """
@@ -36,20 +37,29 @@ class Table:
     users: np.ndarray
     items: np.ndarray
     times: np.ndarray | None
+    parts: np.ndarray
     user_ids: list[str]
     item_ids: list[str]
     remarks: list[str]
 
 
-def read_table(file: DataFile, choice: ColumnChoice, reading: Reading = STRICT) -> Table:
-    """Raises UserError, naming file, line and reason, for whatever cannot be read. choice: columns that are given."""
-    with opened_lines(file, reading.encoding, _fields) as lines:
-        head = list(islice(lines, 2))
-        if not head:
-            raise UserError(f"{file.where}: is empty; give a file of interactions")
-        first, second = ([field.strip() for field in fields] for _, fields in [*head, (0, [])][:2])
-        layout = find_layout(first, second, choice, f"{file.where}, line {head[0][0]}")
-        return _Parser(file.where, layout).table(chain(head[layout.has_names :], lines))
+def read_table(files: Sequence[DataFile], choice: ColumnChoice, reading: Reading = STRICT) -> Table:
+    """Reads files of one layout. choice: columns that are given.
+
+    Raises UserError, naming file, line and reason, for whatever cannot be read.
+    """
+    parser = None
+    for file in files:
+        with opened_lines(file, reading.encoding, _fields) as lines:
+            head = list(islice(lines, 2))
+            if not head:
+                raise UserError(f"{file.where}: is empty; give a file of interactions")
+            first, second = ([field.strip() for field in fields] for _, fields in [*head, (0, [])][:2])
+            layout = find_layout(first, second, choice, f"{file.where}, line {head[0][0]}")
+            parser = parser or _Parser(layout, reading.on_bad)
+            parser.add(chain(head[layout.has_names :], lines), layout, file.where)
+    assert parser is not None
+    return parser.table()
 
 
 def _fields(first: str, lines: Iterator[str], where: str) -> Iterator[Line]:
@@ -103,22 +113,31 @@ def _fields_in_quotes(text: Iterable[str], delimiter: str, where: str) -> Iterat
 class _Parser:
     """Takes lines of one layout apart, many at a time."""
 
-    def __init__(self, where: str, layout: Layout) -> None:
-        self._where = where
-        self._layout = layout
+    def __init__(self, layout: Layout, on_bad: OnBad) -> None:
+        self._layout, self._on_bad = layout, on_bad
         self._users, self._items = _Codes(), _Codes()
-        self._has_dates: bool | None = None
+        self._form_of_times = ""
+        self._blocks: list[tuple[np.ndarray, ...]] = []
+        self._wheres: list[str] = []
+        self._num_bad, self._first_bad = 0, ""
 
-    def table(self, lines: Iterable[Line]) -> Table:
-        lines, blocks = iter(lines), []
+    def add(self, lines: Iterable[Line], layout: Layout, where: str) -> None:
+        """The lines of one more file. where: the file as messages call it."""
+        if layout.names != self._layout.names:
+            raise UserError(f"{where}: has other columns than {self._wheres[0]}; give files of one layout")
+        self._wheres.append(where)
+        lines, num_before = iter(lines), len(self._blocks)
         while some := list(islice(lines, _ROWS_AT_ONCE)):
             block = self._columns([fields for _, fields in some])
-            if block is None:
-                raise self._mistake(some)
-            blocks.append(block)
-        if not blocks:
-            raise UserError(f"{self._where}: is empty but for the names of its columns; give a file of interactions")
-        users, items, *columns = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+            if block is None and (some := self._without_bad(some)):
+                block = self._columns([fields for _, fields in some])
+            if block is not None:
+                self._blocks.append((*block, np.full(len(some), len(self._wheres) - 1)))
+        if len(self._blocks) == num_before:
+            raise UserError(f"{where}: is empty but for the names of its columns; give a file of interactions")
+
+    def table(self) -> Table:
+        users, items, *columns, parts = (np.concatenate(blocks) for blocks in zip(*self._blocks, strict=True))
         self._refuse_another_line_of_names()
         (user_ids, place_of_user), (item_ids, place_of_item) = self._users.in_order(), self._items.in_order()
         users, items = place_of_user[users], place_of_item[items]
@@ -128,8 +147,13 @@ class _Parser:
                 "another column by --user-column, such as one of sessions"
             )
         remarks, times, form = list(self._layout.remarks), None, ""
+        if self._num_bad:
+            remarks.append(f"Left out: {self._num_bad:,} lines that cannot be read, such as {self._first_bad}.")
         if columns:
-            times, form = (columns[0], "dates") if self._has_dates else in_seconds(columns[0])
+            try:
+                times, form = (columns[0], "dates") if "ISO" in self._form_of_times else in_seconds(columns[0])
+            except ValueError as error:
+                raise UserError(f"{self._where}: {error}; write dates as 2024-05-31") from None
             remarks += _doubts(times, len(users))
             once = _first_of_equal(users, items, times)
             if num_again := len(users) - len(once):
@@ -137,11 +161,15 @@ class _Parser:
                     f"{num_again:,} of {len(users):,} lines have the user, item and time of another one, and count "
                     "once with it."
                 )
-            users, items, times = users[once], items[once], times[once]
+            users, items, times, parts = users[once], items[once], times[once], parts[once]
         overview_lines = self._overview(user_ids, item_ids, times, form, len(users))
         remarks = [*overview_lines, *remarks]
         remarks += [*_unnamed("user", user_ids, users), *_unnamed("item", item_ids, items)]
-        return Table(users, items, times, user_ids, item_ids, remarks)
+        return Table(users, items, times, parts, user_ids, item_ids, remarks)
+
+    @property
+    def _where(self) -> str:
+        return self._wheres[-1]
 
     def _refuse_another_line_of_names(self) -> None:
         """Raises UserError where the names of the columns are a user and an item too, as in files that were joined."""
@@ -175,37 +203,52 @@ class _Parser:
             return None
         users = self._users.of([row[layout.user].strip() for row in rows])
         items = self._items.of([row[layout.item].strip() for row in rows])
-        if any(map(_is_no_name, (*self._users.newest, *self._items.newest))):
+        times = None if layout.time is None else parse_times([row[layout.time] for row in rows])
+        is_bad = any(map(_is_no_name, (*self._users.newest, *self._items.newest)))
+        if layout.time is not None and not is_bad:
+            form = form_of(rows[0][layout.time])
+            self._form_of_times = self._form_of_times or form
+            is_bad = times is None or form != self._form_of_times
+        if is_bad:  # the names of what is left out are none
+            self._users.forget_newest()
+            self._items.forget_newest()
             return None
-        if layout.time is None:
-            return users, items
-        texts = [row[layout.time] for row in rows]
-        times, has_dates = parse_times(texts), not is_number(texts[0])
-        if self._has_dates is None:
-            self._has_dates = has_dates
-        return (users, items, times) if times is not None and has_dates == self._has_dates else None
+        return (users, items) if times is None else (users, items, times)
 
-    def _mistake(self, lines: Sequence[Line]) -> UserError:
-        """Says slowly and precisely what is wrong with the first wrong line."""
-        layout = self._layout
-        for number, unstripped in lines:
-            fields, reason = [field.strip() for field in unstripped], None
-            advice = "; mend it, or give another file"
-            if len(fields) != len(layout.names):
-                reason = f"{len(fields)} column{'s' * (len(fields) != 1)} instead of {len(layout.names)}"
-            elif _is_no_name(fields[layout.user]) or _is_no_name(fields[layout.item]):
-                reason = "the user or the item has no name, or one with a line break"
-            elif layout.time is not None and parse_times([fields[layout.time]]) is None:
-                reason = f"{_shorten(fields[layout.time])!r} is not {EXPECTED}"
-                advice = "; mend it, or name another column by --time-column"
-            elif layout.time is not None and is_number(fields[layout.time]) == self._has_dates:
-                kind = "is a number, where those above are dates" if self._has_dates else "is a date, below numbers"
-                reason = f"the time {_shorten(fields[layout.time])!r} {kind}"
-                advice = "; mend it, or name another column by --time-column"
-            if reason is not None:
-                shown = _shorten(" ".join(fields))
-                return UserError(f"{self._where}, line {number}: {shown!r}: {reason}{advice}")
-        raise AssertionError("none of the lines is wrong by itself")
+    def _without_bad(self, lines: Sequence[Line]) -> list[Line]:
+        """The lines that are as they should be. Raises UserError for the first of the others, unless they are dropped.
+
+        Slow and precise.
+        """
+        kept = []
+        for number, fields in lines:
+            if (wrong := self._what_is_wrong([field.strip() for field in fields])) is None:
+                kept.append((number, fields))
+                continue
+            reason, advice = wrong
+            shown = f"{self._where}, line {number}: {_shorten(' '.join(map(str.strip, fields)))!r}: {reason}"
+            if self._on_bad == "refuse":
+                raise UserError(f"{shown}; {advice}, or leave such lines out by --on-bad drop")
+            self._num_bad, self._first_bad = self._num_bad + 1, self._first_bad or shown
+        return kept
+
+    def _what_is_wrong(self, fields: Sequence[str]) -> tuple[str, str] | None:
+        """The reason and what to do about it."""
+        layout, mend = self._layout, "mend it"
+        if len(fields) != len(layout.names):
+            return f"{len(fields)} column{'s' * (len(fields) != 1)} instead of {len(layout.names)}", mend
+        if _is_no_name(fields[layout.user]) or _is_no_name(fields[layout.item]):
+            return "the user or the item has no name, or one with a line break", mend
+        if layout.time is None:
+            return None
+        text, mend = fields[layout.time], "mend it, or name another column by --time-column"
+        form = form_of(text) if parse_times([text]) is not None else ""
+        if not form:
+            return f"{_shorten(text)!r} is not {EXPECTED}", mend
+        self._form_of_times = self._form_of_times or form
+        if form != self._form_of_times:
+            return f"the time {_shorten(text)!r} is {form}, and above stands {self._form_of_times}", mend
+        return None
 
 
 class _Codes(dict[str, int]):
@@ -221,6 +264,10 @@ class _Codes(dict[str, int]):
     def of(self, names: Collection[str]) -> np.ndarray:
         self.newest = []
         return np.fromiter(map(self.__getitem__, names), np.int64, len(names))
+
+    def forget_newest(self) -> None:
+        for name in self.newest:
+            del self[name]
 
     def in_order(self) -> tuple[list[str], np.ndarray]:
         """The names in the order of `data.csv_lines.in_order`, and for each code the place of its name.

@@ -1,4 +1,4 @@
-"""Times of interactions: numbers, or dates in the forms of ISO 8601."""
+"""Times of interactions: numbers, or dates, in the forms of ISO 8601 or with the day or the month first."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, time
@@ -6,37 +6,46 @@ from datetime import UTC, datetime, time
 import numpy as np
 
 from data.csv_lines import is_number, utc_seconds
+from data.moments import day_and_month, settled
 
 _TIME_LIMIT = 2**62
 """Differences of smaller times fit into int64."""
 _CALENDAR_S = (1e8, 4.1e9)
 """Unix times from 1973 to 2099."""
 _UNITS = {"milliseconds": 1e3, "microseconds": 1e6, "nanoseconds": 1e9}
-EXPECTED = "a time: a number, or a date such as 2024-05-31 or 2024-05-31T18:30:00+02:00"
+EXPECTED = "a time: a number, or a date such as 2024-05-31, 2024-05-31T18:30:00+02:00 or 31/05/2024 18:30"
 
 
 def parse_times(texts: Sequence[str]) -> np.ndarray | None:
-    """(n,) int64, or float64 where not all are whole numbers; None when one is no time, or numbers meet dates.
+    """(n,) int64, or float64 where not all are whole numbers; None when one is no time, or has another form.
 
-    Dates become seconds since 1970; those without a time zone are read as UTC.
+    Dates become seconds since 1970; those without a time zone are read as UTC. Of dates such as 31/05/2024 both
+    readings are returned, (n, 2) float64: with the day first, and with the month first; NaN where one is none.
     """
-    for read in (_whole_numbers, _numbers, _dates):
+    for read in (_whole_numbers, _numbers, _dates, _days_and_months):
         try:
             times = read(texts)
         except (ValueError, OverflowError):
             continue
         usable = (times > -_TIME_LIMIT) & (times < _TIME_LIMIT)  # false for NaN
-        return times if usable.all() else None
+        return times if (usable if times.ndim == 1 else usable.any(axis=1)).all() else None
     return None
 
 
 def in_seconds(times: np.ndarray) -> tuple[np.ndarray, str]:
     """Seconds since 1970, and what the numbers were: a unit or a form of dates; "" where they may be seconds already.
 
-    times: (n,) with n >= 1, all of a file. Read are milli-, micro- or nanoseconds of the years from 1973 to 2099, and
-    days of these years, such as 20240531, with or without hours, minutes and seconds behind them, as whole numbers of
-    any type. A number that is not above 0 decides nothing: it marks a time that is not known, and is 0 beside dates.
+    times: (n,) with n >= 1, all of a file, or (n, 2) of dates with day and month, as of `parse_times`. Read are milli-,
+    micro- or nanoseconds of the years from 1973 to 2099, and days of these years, such as 20240531, with or without
+    hours, minutes and seconds behind them, as whole numbers of any type. A number that is not above 0 decides nothing:
+    it marks a time that is not known, and is 0 beside dates. Raises ValueError where it is not clear whether days or
+    months come first.
     """
+    if times.ndim == 2:
+        found = settled(times[:, None])[:, 0]
+        if np.isnan(found).any():
+            raise ValueError("no date tells whether the day or the month comes first, or some tell other than others")
+        return _whole_if_all_are(found), f"dates with the {'day' if (found == times[:, 0]).all() else 'month'} first"
     is_known = times > 0
     known = times[is_known]
     for form, read in _DATES_IN_DIGITS.items():
@@ -82,6 +91,14 @@ _DATES_IN_DIGITS = {
 }
 
 
+def form_of(text: str) -> str:
+    """The form of a time: all of a file have one. "" where it is none."""
+    if is_number(text):
+        return "a number"
+    times = parse_times([text])
+    return "" if times is None else "an ISO date" if times.ndim == 1 else "a date with day and month"
+
+
 def is_time(text: str) -> bool:
     """Whether it can be a time."""
     return parse_times([text]) is not None
@@ -125,6 +142,10 @@ def _numbers(texts: Sequence[str]) -> np.ndarray:
 
 def _dates(texts: Sequence[str]) -> np.ndarray:
     return _whole_if_all_are(np.fromiter(map(_seconds, texts), np.float64, len(texts)))
+
+
+def _days_and_months(texts: Sequence[str]) -> np.ndarray:
+    return np.array(list(map(day_and_month, texts)), np.float64).reshape(-1, 2)
 
 
 def _whole_if_all_are(seconds: np.ndarray) -> np.ndarray:

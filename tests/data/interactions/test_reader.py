@@ -156,7 +156,8 @@ def test_times_of_one_kind_throughout(load, monkeypatch, others) -> None:
     times = [*["20240301"] * 4, *others]
     line = 2 + times.index("2024-01-05")
     with pytest.raises(
-        UserError, match=f"line {line}: .*: the time '2024-01-05' is a date, below numbers; mend it, or"
+        UserError,
+        match=f"line {line}: .*: the time '2024-01-05' is an ISO date, and above stands a number; mend it, or",
     ):
         load("user,item,time\n" + "".join(f"1,{i},{time}\n" for i, time in enumerate(times)))
 
@@ -435,8 +436,11 @@ HEAD = "user item time\n"
         ("user\titem\ttime\n \t2\t3\n", r"line 2: .*has no name"),
         ('user,item,time\n1,"2\n2",3\n', r"line 3: .*has no name, or one with a line break"),
         ('user,item,time\n1,"2,3\n', r"line 2: a quote is opened and never closed"),
-        (HEAD + "1 2 3\n1 2 2024-05-31\n", r"line 3: .*: the time '2024-05-31' is a date, below numbers"),
-        (HEAD + "1 2 2024-05-31\n1 2 3\n", r"line 3: .*: the time '3' is a number, where those above are dates"),
+        (
+            HEAD + "1 2 3\n1 2 2024-05-31\n",
+            r"line 3: .*: the time '2024-05-31' is an ISO date, and above stands a number",
+        ),
+        (HEAD + "1 2 2024-05-31\n1 2 3\n", r"line 3: .*: the time '3' is a number, and above stands an ISO date"),
         (HEAD + 300 * "x", r"line 2: 'x{77}\.\.\.': 1 column instead of 3"),
         (b"1 2 3\n1 \xff\xfe 3\n", r"file.txt: is not text in UTF-8"),
     ],
