@@ -5,7 +5,7 @@ import pickle
 from collections.abc import Iterable
 from functools import cached_property
 from hashlib import blake2b
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,15 @@ from torch import Tensor
 from trainer.common.torch_private import num_writes
 
 NUM_BATCHES, BLOCK = 40, 8
-"""Batches that a trial takes; the quickest block of so many counts, without the first one."""
+"""Batches that a trial takes, and the size of its blocks: the quickest block counts, without the first one."""
 LEAST_S, LEAST_SHARE = 5e-4, 0.1
-"""To receive a batch of another process takes some tenths of a millisecond; of a step's time."""
+"""What making a batch must take, in seconds and as a share of a step: receiving one takes some tenths of a ms."""
 MOST_COMPARED, MOST_READ = 2**16, 2**24
-"""Bytes of an array whose numbers are compared; of what an attribute holds besides arrays."""
+"""Bytes of an array whose numbers are compared, and bytes of an attribute besides arrays that are read."""
 UNKNOWN = "unknown"
-"""Of what cannot be looked into, such as an open database: nobody can tell whether processes may share it."""
+"""The digest of what cannot be looked into, such as an open database."""
 TOLD = "at"
-"""The attribute of a task that says where the run is. What a batch is follows from its keys alone."""
+"""The attribute of a task that says where the run is: it changes, and no batch depends on it."""
 _NOT_ENTERED = (type, FunctionType, BuiltinFunctionType, ModuleType)
 
 
@@ -32,18 +32,15 @@ class Trial:
 
     def __init__(self) -> None:
         self._times: list[tuple[float, float]] = []
-        self._last: float | None = None
+        self.last: float | None = None
+        """When the last batch was made; None where what passes until the next one does not count."""
 
     def add(self, start: float, end: float) -> bool:
         """Notes when the making of a batch began and ended; returns whether that was the last one."""
-        if self._last is not None:
-            self._times.append((end - start, start - self._last))
-        self._last = end
+        if self.last is not None:
+            self._times.append((end - start, start - self.last))
+        self.last = end
         return len(self._times) == NUM_BATCHES
-
-    def pause(self) -> None:
-        """What passes until the next batch does not count, such as an evaluation."""
-        self._last = None
 
     def outcome(self) -> tuple[bool, str]:
         """Whether processes save time, and the times in words. A GPU that is behind the host shows in neither."""
@@ -69,36 +66,31 @@ def outline(roots: Iterable[Any]) -> dict[str, Any]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """By name; without what the trainer tells, and what a process works out when it is first asked."""
+    """Attributes by name, without TOLD and cached properties."""
     held, kind = getattr(value, "__dict__", {}), type(value)
     names = [name for name in held if name != TOLD and not isinstance(getattr(kind, name, None), cached_property)]
     return {name: held[name] for name in names}
 
 
 def _digest(value: Any) -> bytes | str:
-    digest = _Digest()
+    found, num_bytes = blake2b(digest_size=16), 0
+
+    def write(data: Any) -> None:
+        nonlocal num_bytes
+        num_bytes += memoryview(data).nbytes
+        if num_bytes > MOST_READ:
+            raise OverflowError
+        found.update(data)
+
     try:
-        _Outliner(digest, protocol=5).dump(value)
+        _Outliner(SimpleNamespace(write=write), protocol=5).dump(value)
     except Exception:  # whatever an object raises that does not let itself be looked into, or is too large
         return UNKNOWN
-    return digest.found.digest()
-
-
-class _Digest:
-    """A file that keeps a digest of what is written. Raises OverflowError beyond MOST_READ."""
-
-    def __init__(self) -> None:
-        self.found, self._num_bytes = blake2b(digest_size=16), 0
-
-    def write(self, data: Any) -> None:
-        self._num_bytes += memoryview(data).nbytes
-        if self._num_bytes > MOST_READ:
-            raise OverflowError
-        self.found.update(data)
+    return found.digest()
 
 
 class _Outliner(pickle.Pickler):
-    """Walks through all that an object holds. Of tensors, functions and files it writes where and in which state."""
+    """Walks through an object. Of tensors, functions and files it writes the place and the state."""
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, Tensor):

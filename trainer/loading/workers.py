@@ -33,7 +33,7 @@ SHARED_MEMORY = "/dev/shm"
 CAN_FORK = "fork" in multiprocessing.get_all_start_methods()
 
 Request = tuple[int, SampleKeys]
-"""What travels to a worker: the data set that is meant, by its number, and one key. One batch travels back."""
+"""The number of a data set, and the keys of a batch of it: what travels to a worker. One batch travels back."""
 
 
 def shared_memory() -> float:
@@ -47,8 +47,8 @@ def shared_memory() -> float:
 class _NumberedBatches(Dataset[Batch | UserError]):
     """The batches of several data sets as items of one, in a worker.
 
-    A refusal is an item too: torch would send an exception on as one of its traceback. Whatever else is raised in a
-    worker comes as an Exception, since of a SystemExit torch would only say that the worker has ended.
+    A UserError is an item too: torch would send an exception on as one of its traceback. A SystemExit is raised as a
+    RuntimeError, since torch would only say that the worker has ended.
     """
 
     def __init__(self) -> None:
@@ -60,19 +60,17 @@ class _NumberedBatches(Dataset[Batch | UserError]):
             return gathered(*self.sources[number], keys)
         except UserError as refusal:
             return refusal
-        except Exception:
-            raise
         except BaseException as error:
+            if isinstance(error, Exception):
+                raise
             raise RuntimeError(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
 
 
 class Workers:
     """Makes the batches of loaders, in this process or in worker processes.
 
-    num_workers: 0 makes batches in this process, which is fastest for what is only gathered from memory; otherwise this
-        number of processes, which start when they are first needed, or by `start`.
-    for_gpu: batches are put into page-locked memory, so that copies to a GPU do not wait, and have few lengths; see
-        `SampleKeys.padded_length`.
+    num_workers: processes, which start when they are first needed, or by `start`; with 0 this process makes batches.
+    for_gpu: batches lie in pinned memory and have few lengths; see `SampleKeys.padded_length`.
     on_trial: this process makes the first batches of training. Then the processes do if that saves time, if they may
         have the data, and if what is on its way from them takes `room` bytes of shared memory at most; or they end.
     """
@@ -106,7 +104,7 @@ class Workers:
             )
 
     def add(self, dataset: KeyedDataset, collate: Collate) -> int:
-        """The number by which requests mean one more data set."""
+        """Returns the number of one more data set, for requests."""
         running = self._processes is not None and has_workers(self._processes)
         assert not running, "workers that run already know nothing of it"
         self._batches.sources.append((dataset, collate))
@@ -123,23 +121,23 @@ class Workers:
         self._prime()
 
     def load(self, number: int, keys: Iterable[SampleKeys], trains: bool, ahead: bool) -> Iterator[Batch]:
-        """The batches that keys name of one data set, in order. Processes begin with it when this is read last.
+        """The batches of a data set that keys name, in order.
 
-        trains: whether they count in a trial. ahead: processes begin only when they have nothing else to do.
+        trains: whether they count in a trial. ahead: processes begin with them only when they have nothing else to do.
         """
         keys = map(self.completed, keys) if self._for_gpu else keys
         if self._processes is None:
             return (self._made(number, key) for key in keys)
         stream = BatchStream(self, ((number, key) for key in keys), trains)
         self._streams.insert(0 if ahead else len(self._streams), ref(stream))
-        self._trial.pause()
+        self._trial.last = None
         is_busy = len(self._asked) >= (1 if ahead else self.num_workers)  # of up to two each
         if self._may_ask() and not is_busy:
             self._prime()
         return stream
 
     def next_of(self, stream: "BatchStream") -> Batch:
-        """The next batch of a stream. Raises StopIteration after the last one, and what the making of it raised."""
+        """The next batch of a stream. Raises StopIteration after the last one, and what making it raised."""
         own = ref(stream)
         while not stream.arrived and own in self._asked:
             self._receive()
@@ -156,18 +154,17 @@ class Workers:
         (number, key), start = next(stream.requests), time.perf_counter()
         batch = self._made(number, key)
         if not stream.trains:
-            self._trial.pause()
+            self._trial.last = None
         elif self.on_trial and self._trial.add(start, time.perf_counter()):
             self._decide(sum(tensor.nbytes for tensor in batch.values()))
         return batch
 
     def _made(self, number: int, keys: SampleKeys) -> Batch:
-        """A batch that this process makes."""
         batch = gathered(*self._batches.sources[number], keys)
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._for_gpu else batch
 
     def take_remarks(self) -> Sequence[str]:
-        """Lines for the user, each once."""
+        """New lines for the user."""
         remarks, self._remarks = self._remarks, []
         return remarks
 
@@ -176,17 +173,14 @@ class Workers:
         return replace(keys, few_lengths=True) if self._for_gpu else keys
 
     def end(self) -> None:
-        """Goes on without processes, after the batches that they were asked for."""
+        """Ends the processes once the batches that they were asked for have come; this one makes the others."""
         while self._asked:
             self._receive()
         self.close()
         self._processes, self.num_workers, self.on_trial = None, 0, False
 
     def close(self) -> None:
-        """Ends the processes, also those that hang. Otherwise the interpreter would wait for ever: it asks by SIGTERM.
-
-        It may be called again.
-        """
+        """Kills the processes, also those that hang, for which the interpreter would wait without end."""
         if self._processes is not None:
             kill_workers(self._processes)
 
@@ -229,7 +223,6 @@ class Workers:
             stream.arrived.append(batch)
 
     def _decide(self, batch_bytes: int) -> None:
-        """Ends the trial."""
         self.on_trial = False
         saves_time, times = self._trial.outcome()
         if not saves_time:
@@ -251,9 +244,8 @@ class Workers:
         unknown = next((name for name, held in now.items() if held == UNKNOWN), None)
         if not self._is_auto:
             self._at_start = None  # it is said once
-            self._remarks += [f"Workers: {changed} has changed since they began, which they do not know."][
-                : bool(changed)
-            ]
+            if changed is not None:
+                self._remarks.append(f"Workers: {changed} has changed since they began, which they do not know.")
         elif changed is not None:
             self._end(f"{changed} changes, which other processes would not know")
         elif unknown is not None:
@@ -261,7 +253,7 @@ class Workers:
         return self._processes is not None
 
     def _outline(self) -> dict[str, Any]:
-        """What the data sets hold, and the tasks whose collate makes batches of them."""
+        """The outline of the data sets, and of the tasks whose collate makes batches of them."""
         roots: dict[int, Any] = {}
         for dataset, collate in self._batches.sources:
             parts = dataset.datasets if isinstance(dataset, PhaseDatasets) else [dataset]
@@ -276,7 +268,7 @@ class Workers:
 class BatchStream(Iterator[Batch]):
     """The batches of one call of `Workers.load`.
 
-    requests: not asked of processes yet. arrived: batches, and what was raised instead, that nobody has taken yet.
+    requests: those that processes were not asked for yet. arrived: batches to be taken, and errors in their place.
     """
 
     def __init__(self, workers: Workers, requests: Iterator[Request], trains: bool) -> None:
@@ -305,7 +297,6 @@ class BatchLoader:
         return gathered(self._dataset, self._collate, self._workers.completed(keys))
 
     def close(self) -> None:
-        """Ends its workers; see `Workers.close`."""
         self._workers.close()
 
 
@@ -313,15 +304,14 @@ def _depend_on_the_trainer(worker_id: int) -> None:
     # A terminal sends Ctrl-C to the whole process group; the trainer decides when its workers end.
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
-    # However it ends: torch's own watch for that looks only between two batches, every five seconds. A forked worker
-    # holds the trainer's connections too; while it lives, no other rank would notice that the trainer was killed.
+    # torch itself looks for an ended trainer every five seconds, between batches. A forked worker holds the trainer's
+    # connections: while it lives, no other rank would notice that the trainer was killed.
     if _prctl is not None:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A batch that cannot be sent, for want of descriptors or by too long a TMPDIR, would be missed for ever.
-    Queue._on_queue_feeder_error = staticmethod(_end)  # type: ignore[attr-defined]
+    Queue._on_queue_feeder_error = staticmethod(_leave)  # type: ignore[attr-defined]
 
 
-def _end(error: Exception, batch: object) -> None:
-    """The trainer notices that this worker is gone."""
+def _leave(error: Exception, batch: object) -> None:
+    """Ends a worker that cannot send a batch, for want of descriptors or by too long a TMPDIR: the trainer notices."""
     traceback.print_exception(error)
     os._exit(1)
