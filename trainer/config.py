@@ -163,7 +163,6 @@ class Option:
         return str(value) if isinstance(value, Path) else value
 
     def from_plain(self, value: Any) -> Any:
-        """The opposite. Raises ValueError that says what the plain value must be."""
         return self.checked(value) != self.default if self.is_switch else self.checked(value)
 
     def checked(self, value: Any) -> Any:
@@ -205,7 +204,6 @@ class Option:
         return f"{self.name} {shlex.join(map(str, value if isinstance(value, tuple) else (value,)))}"
 
     def argument(self, value: Any) -> list[str]:
-        """The command line that gives this value. Raises ValueError."""
         if self.is_switch:
             if not isinstance(value, bool):
                 raise ValueError(f"{self.name} {value!r}: must be True or False")

@@ -105,7 +105,6 @@ class RunFlags(FlagGroup):
 
     @property
     def length_flag(self) -> str:
-        """What says how long the run is."""
         return "--epochs" if self.max_steps is None else "--max-steps"
 
 
@@ -347,12 +346,10 @@ class SeveralFlags(FlagGroup):
 
     @property
     def wanted(self) -> bool:
-        """Whether the command line asks for more than one run."""
         return self.seeds > 1 or self.folds > 0
 
     @property
     def as_given(self) -> str:
-        """These flags as a message names them."""
         given = [f"--seeds {self.seeds}"] * (self.seeds > 1) + [f"--folds {self.folds}"] * (self.folds > 0)
         return " ".join(given)
 
@@ -409,7 +406,6 @@ class ExportFlags(FlagGroup):
 
 
 def _problems_of_target(given: str, target: Path) -> list[str]:
-    """What keeps a file from being written."""
     if target.exists() and not target.is_file():
         return [f"{given}: is not a file; name one"]
     if not target.parent.is_dir():
@@ -483,12 +479,10 @@ class MultiDeviceFlags(FlagGroup):
 
     @property
     def form(self) -> forms.Form | None:
-        """What the form of `multi_gpu` can."""
         return forms.FORMS.get(self.multi_gpu or "")
 
     @property
     def has_processes(self) -> bool:
-        """Whether each device has a process of its own."""
         return self.form is not None and self.form.has_processes
 
 

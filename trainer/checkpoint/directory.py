@@ -88,16 +88,13 @@ class RunDirectory:
 
     @property
     def is_held(self) -> bool:
-        """Whether this process has the lock."""
         return self.lock is not None
 
     @property
     def writer(self) -> Writer:
-        """Gives the files their names; see `trainer.checkpoint.lock`."""
         return self.lock or Writer()
 
     def release(self) -> None:
-        """Lets go of the lock."""
         if self.lock is not None:
             self.lock.release()
             self.lock = None
@@ -113,7 +110,6 @@ class RunDirectory:
             self.writer.delete(self.path / name)
 
     def require_space(self, num_bytes: int) -> None:
-        """Raises UserError when the file system has no room for one checkpoint."""
         free = shutil.disk_usage(self.path).free
         if free < num_bytes:
             raise UserError(
@@ -169,7 +165,6 @@ class RunDirectory:
         )
 
     def load_best(self) -> dict[str, Any] | None:
-        """The best checkpoint, or None when it is damaged or there is none yet."""
         best = newest_best(self.entries)
         return self._reader.read(best) if best is not None else None
 
@@ -261,7 +256,6 @@ class RunDirectory:
         return DiskError(f"{problem}; see to the file system, or choose another folder, and run the same command again")
 
     def _tidy(self) -> None:
-        """After a save. Raises UserError."""
         try:
             try:
                 self._update_links()

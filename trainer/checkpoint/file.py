@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trainer.checkpoint.format import (
     FORMAT_VERSION,
+    WEIGHTS,
     brief,
     brought_up_to_date,
     by_name,
@@ -24,7 +25,6 @@ from trainer.checkpoint.format import (
     first_schema_error,
     missing_entries,
     schema_error_of_checkpoint,
-    schema_error_of_weights,
 )
 from trainer.checkpoint.manifest import IF_UNREADABLE, MANIFEST, Entry, read_manifest
 from trainer.common.errors import DiskError, UnfitState, UserError
@@ -77,7 +77,7 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
     if not only_weights or is_of_run:
         wrong = schema_error_of_checkpoint(state, resumable=not only_weights)
     else:
-        wrong = schema_error_of_weights(state["model"])
+        wrong = first_schema_error([WEIGHTS], state["model"])
     if wrong is not None:
         raise UserError(f"{label}: is damaged: {wrong}")
     return state
@@ -361,7 +361,6 @@ class CheckpointReader:
         self._verified[entry.file] = stamp(self._folder / entry.file)
 
     def _damage(self, entry: Entry) -> str | None:
-        """Raises OSError when that cannot be told."""
         path = self._folder / entry.file
         try:
             if self._verified.get(entry.file) != stamp(path):

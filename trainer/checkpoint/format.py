@@ -252,7 +252,7 @@ def first_schema_error(kinds: Iterable[Kind], value: Any) -> str | None:
 
 # --- the entries of a checkpoint ----------------------------------------------------------------------------------
 
-_COUNT, _SIZE, _WEIGHTS = whole(), whole(at_least=1), by_name(tensor_of_numbers)
+_COUNT, _SIZE, WEIGHTS = whole(), whole(at_least=1), by_name(tensor_of_numbers)
 
 
 def _as_it_is(value: Any) -> Any:
@@ -297,7 +297,6 @@ def record_of_fields(kept: Any) -> Kind:
 
 
 def _plain_entry(value: Any) -> Any:
-    """As a file holds it."""
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
@@ -353,7 +352,6 @@ class SavedProgress:
     task_state: dict[str, Any] = saved(by_name(plain), make=dict, since=3)
 
     def entries(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
         return {entry: _plain_entry(getattr(self, name)) for entry, (name, _) in saved_fields(self).items()}
 
 
@@ -416,8 +414,8 @@ FACTS: Mapping[str, Saved] = {
 """What a run is made with: both a checkpoint and config.json hold it."""
 
 ENTRIES: Mapping[str, Saved] = {
-    "model": Saved(_WEIGHTS, is_large=True),
-    "training_model": Saved(_WEIGHTS, is_optional=True, is_large=True),
+    "model": Saved(WEIGHTS, is_large=True),
+    "training_model": Saved(WEIGHTS, is_optional=True, is_large=True),
     "average_updates": Saved(by_name(_COUNT), is_optional=True),
     "other_buffers": Saved(by_name(tensor), is_optional=True),
     "optimizers": Saved(by_name(each(_optimizer)), is_large=True),
@@ -465,11 +463,6 @@ def schema_error_of_checkpoint(state: Mapping[str, Any], resumable: bool) -> str
         return first_schema_error([_record_of(ENTRIES), _equally_many_phases, _position_in_epoch], state)
     kinds = {name: entry.kind for name, entry in ENTRIES.items()}
     return first_schema_error([record({}, {**kinds, "config": record({"--seed": _COUNT}, _CONFIG)})], state)
-
-
-def schema_error_of_weights(weights: Mapping[str, Any]) -> str | None:
-    """What is wrong with a state dict; None for nothing."""
-    return first_schema_error([_WEIGHTS], weights)
 
 
 def schema_error_of_config(content: dict[str, Any]) -> str | None:

@@ -66,7 +66,6 @@ class Writer:
         """Raises OSError, or LockTaken, when this process must not change the folder any more."""
 
     def delete(self, path: Path) -> None:
-        """Deletes a file that may be gone already. Raises OSError."""
         self.require()
         path.unlink(missing_ok=True)
 
@@ -187,7 +186,6 @@ def _in_use(folder: Path, holder: Holder) -> UserError:
 
 
 def _is_renewed(path: Path) -> bool:
-    """Whether somebody renews a lock while it is watched."""
     first, until = _stamp(path), time.monotonic() + STALE_S
     while time.monotonic() < until:
         time.sleep(_LOOK_S)

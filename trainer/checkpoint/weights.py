@@ -116,7 +116,6 @@ class WeightComparison:
 
     @property
     def differences(self) -> list[str]:
-        """A few words for each, in order of their names."""
         missing = [f"{name} is missing" for name in self.missing]
         unknown = [f"{name} is unknown" for name in self.unknown]
         return sorted(map(printable, [*missing, *unknown, *self.unlike.values()]))

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -280,8 +279,10 @@ def open_run(
         run.log.say(line)
     if strategy.device.type == "cuda" and not run.is_complete:  # a host has no such limit
         run.memory.dry_run(run.task, run.plan, run.log.say)
-    source = given.resume_from
-    if source is not None and strategy.group.on_main(lambda: _is_to_take_over(directory, source, run.progress.step)):
+    source, step = given.resume_from, run.progress.step
+    if source is not None and strategy.group.on_main(
+        lambda: brings_another_run(directory, source) or step not in {entry.step for entry in directory.entries}
+    ):
         best, run_id = run.progress.best, run.facts["run_id"]
         value, is_best, has_best = strategy.group.on_main(lambda: take_best_beside(source, best, directory, run_id))
         if best is not None and not has_best:
@@ -298,11 +299,6 @@ def size_of_checkpoint(learner: Learner) -> int:
     weights = sum(value.nbytes for value in learner.objective.state_dict().values())
     moments = sum(p.nbytes for several in learner.optimizers.values() for p in moments_of(several))
     return weights * (2 if learner.ema.enabled else 1) + moments
-
-
-def _is_to_take_over(directory: RunDirectory, source: Path, step: int) -> bool:
-    """Whether the directory lacks the checkpoint of `--resume-from`."""
-    return brings_another_run(directory, source) or all(entry.step != step for entry in directory.entries)
 
 
 def describe_run(run: Run, flags: Flags) -> list[str]:
@@ -331,10 +327,11 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         *remarks_on_streams(task, run.plan.turns, run.progress.position, world_size, num_workers),
         *task.remarks(),
         *flags.left_out,
-        *_remarks_on_device(flags, strategy.device),
         *[remark for watch in run.watches for remark in watch.remarks()],
         *run.learner.buffers.forward_state.remarks(world_size),
     ]
+    if flags.blocks.cuda_graphs == "on" and strategy.device.type != "cuda":
+        lines.append("--cuda-graphs on: has no effect without a GPU.")
     if (peak := run.learning_rate.peak) != flags.learning.lr:
         whole, one_device = batches[0].global_batch_size, flags.batch.batch_size * flags.batch.grad_accum_steps
         why = f"{num_devices} devices"
@@ -342,12 +339,6 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
             why = f"a global batch of {whole} samples instead of {one_device}"
         lines.append(f"Scaling learning rate from {flags.learning.lr:g} to {peak:g} for {why}")
     return lines
-
-
-def _remarks_on_device(flags: Flags, device: torch.device) -> list[str]:
-    if flags.blocks.cuda_graphs == "on" and device.type != "cuda":
-        return ["--cuda-graphs on: has no effect without a GPU."]
-    return []
 
 
 def prepare_training(
@@ -560,24 +551,13 @@ def build_loaders(task: Task, workers: Workers) -> dict[str, BatchLoader]:
 
 
 def loaders_on_device(task: Task, data_on: str, group: Group) -> dict[str, BatchLoader]:
-    """Of the data sets that are to lie on the device of this process; see `on_device`."""
-    there = on_device(data_by_loader(task), data_on, group)
-    return {name: DeviceLoader(datasets, task.collate, group.device) for name, datasets in there.items()}
+    """Moves data sets to the device of this process, and returns their loaders. All processes call it.
 
-
-def data_by_loader(task: Task) -> dict[str, list[KeyedDataset]]:
-    """The data sets of each loader: those of all phases for "train", and one for each other split."""
-    evaluated = {name: [dataset] for name, dataset in task.splits().items() if name != "train"}
-    return {"train": [task.training_data(phase) for phase in task.phases], **evaluated}
-
-
-def on_device(sources: Mapping[str, Sequence[KeyedDataset]], data_on: str, group: Group) -> dict[str, list[Movable]]:
-    """The data sets that are to lie on the device of this process, moved there. All processes call it.
-
-    sources: of `data_by_loader`. data_on: `--data-on`. Raises UserError where it asks for what cannot be.
+    data_on: `--data-on`. Raises UserError where it asks for what cannot be.
     """
     if data_on == "host" or group.device.type != "cuda":
         return {}
+    sources = data_by_loader(task)
     can_move = {name: parts for name, parts in sources.items() if all(isinstance(part, Movable) for part in parts)}
     stays = [f"{name} ({type(sources[name][0]).__name__})" for name in sources if name not in can_move]
     parts: list[Any] = [part for each in can_move.values() for part in each]
@@ -589,7 +569,15 @@ def on_device(sources: Mapping[str, Sequence[KeyedDataset]], data_on: str, group
     elif not all(group.gather(needed <= LARGEST_SHARE * free)):
         return {}
     there = iter(moved(parts, group.device))
-    return {name: [next(there) for _ in each] for name, each in can_move.items()}
+    return {
+        name: DeviceLoader([next(there) for _ in each], task.collate, group.device) for name, each in can_move.items()
+    }
+
+
+def data_by_loader(task: Task) -> dict[str, list[KeyedDataset]]:
+    """The data sets of each loader: those of all phases for "train", and one for each other split."""
+    evaluated = {name: [dataset] for name, dataset in task.splits().items() if name != "train"}
+    return {"train": [task.training_data(phase) for phase in task.phases], **evaluated}
 
 
 def _require_memory(needed: int, free: int, device: torch.device) -> None:

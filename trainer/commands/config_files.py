@@ -80,7 +80,6 @@ def read_config_files(paths: Iterable[Path]) -> tuple[list[ConfigFile], list[str
 
 
 def _settings_in(path: Path) -> Mapping[str, Any]:
-    """As the file spells them. Raises ValueError that says what is wrong with it."""
     import tomllib  # here, so that a start without files does without
 
     path = PRESETS / path if path.parts[:1] == ("configs",) and not path.exists() else path

@@ -93,7 +93,6 @@ def has_test(task: Task) -> bool:
 
 
 def _best_weights(directory: RunDirectory) -> dict[str, Any]:
-    """The weights of the best checkpoint, with its epoch and step; empty where there is none, or a damaged one."""
     state = directory.load_best()
     if state is None:
         return {}

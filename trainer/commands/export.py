@@ -182,7 +182,6 @@ def largest_difference(call: Exported, found: Sequence[Tensor]) -> float:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """All tensors in nested tuples, lists and dictionaries, in order."""
     if isinstance(values, Tensor):
         return [values]
     parts = values.values() if isinstance(values, Mapping) else values if isinstance(values, tuple | list) else ()

@@ -31,12 +31,10 @@ class FromRun:
 
     @property
     def argv(self) -> list[str]:
-        """The command line that gives them."""
         return [word for option, value in self.values for word in option.argument(value)]
 
     @property
     def remarks(self) -> list[str]:
-        """One line for the user, if there are any."""
         flags = ", ".join(option.as_typed(value) for option, value in self.values)
         return [printable(f"From the run in {self.path}: {flags}")] if self.values else []
 
@@ -76,17 +74,14 @@ class Flags(TrainerFlags):
         return flag_values(*self._groups) | (recorded_values(self.task) if self.task is not None else {})
 
     def values_alike(self) -> dict[str, Any]:
-        """The flags of a training run, by name, that must have one value on all of its processes."""
         return flag_values(*self._groups, *([self.task] if self.task is not None else []), with_local=False)
 
     @property
     def _groups(self) -> list[FlagGroup]:
-        """Flags of the trainer that a run records."""
         groups = [getattr(self, name) for name, group_type in GROUPS.items() if group_type.recorded]
         return [group for group in groups if group is not None]
 
     def as_toml(self) -> str:
-        """Every setting, as a file for `--config`."""
         groups = [getattr(self, name) for name in (*GROUPS, "task") if name != "files"]
         return as_toml([group for group in groups if group is not None])
 

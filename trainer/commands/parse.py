@@ -212,7 +212,6 @@ class Layers:
         self.left_out: list[str] = []
 
     def add(self, values: Mapping[str, Any], origin: ConfigFile | None = None) -> None:
-        """Puts the next layer over the others."""
         self.make_room_for(values)
         self.values.update(values)
         self.origins.update(dict.fromkeys(values, origin))
@@ -229,7 +228,6 @@ class Layers:
         return problems
 
     def make_room_for(self, values: Mapping[str, Any]) -> None:
-        """Forgets what values of a higher layer displace."""
         for field in values.keys() & self._known.keys():
             value, option = values[field], self._known[field]
             if value is None or value is False:

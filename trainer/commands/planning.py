@@ -51,7 +51,6 @@ def arrange_batches(
 
 
 def _refuse_uneven_parts(flags: Flags, strategy: Strategy) -> None:
-    """Raises UserError for parts that are not equally many on all devices, too large, or without samples."""
     asked, least, size = flags.batch.global_batch_size, strategy.num_parts, flags.batch.batch_size
     if least % strategy.num_devices:
         raise flags.refusal(f"--parts {least}: {strategy.num_devices} devices cannot share them; take a multiple")

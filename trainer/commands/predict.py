@@ -63,7 +63,6 @@ def label_new_data(flags: Flags, strategy: Strategy) -> None:
 
 
 def _refuse_to_harm(output: Path, run: TrainedRun, task: Task) -> None:
-    """Raises UserError where the table would replace a file of the run, or one that it was trained on."""
     target, given = output.resolve(), f"--output {output}"
     is_in_run = (run.folder / MANIFEST).exists() and run.folder.resolve() in target.parents
     if is_in_run and target.suffix.lower() != ".csv":

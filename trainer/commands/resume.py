@@ -167,7 +167,6 @@ class Changes:
             )
 
     def refuse_reordered(self, names: Iterable[str]) -> None:
-        """Raises UserError where the model has its weights in another order. names: of the model's."""
         if list(self.then["model"]) != list(names):
             raise UserError(
                 "the model has its parameters in another order than at the checkpoint, whose moments would go to "
@@ -244,7 +243,6 @@ class Changes:
 
     @property
     def notes_on_start(self) -> list[str]:
-        """Tells the user which flags, code and environment have changed."""
         notes = self._notes_on_flags(set(self.flags))
         notes += [f"{_CHANGED}: {change}" for change in code_changes(self.then["code"], self.now["code"])]
         before, helpers = self.then.get("helpers", {}), self.now.get("helpers", {})
@@ -266,7 +264,6 @@ class Changes:
 
 
 def _beginning(value: Any) -> str:
-    """A fact as a message shows it: of many names the first ones, in one line."""
     text = " ".join(shown(value).split())
     return text if len(text) <= _SHOWN_WIDTH else f"{text[:_SHOWN_WIDTH]}..."
 

@@ -67,7 +67,6 @@ class Job:
         return self.directory.with_name(f"{self.directory.name}.stderr")
 
     def num_done(self, in_steps: bool) -> int:
-        """Optimizer steps, or completed epochs."""
         with suppress(OSError):
             for newest in read_manifest(self.directory / MANIFEST)[-1:]:
                 return newest.step if in_steps else newest.epoch
@@ -84,7 +83,6 @@ class Job:
         return bool(read_json(self.directory / RESULTS)) and not self.changed
 
     def refuse_another_run(self) -> None:
-        """Raises UserError when the folder holds a run with another seed, or one that holds out something else."""
         for name, values in self.changed.items():
             if name == "--seed" or name in self.hold_out:
                 then, now = map(shown, values)
@@ -103,7 +101,6 @@ class Job:
             )
 
     def entry(self) -> dict[str, Any]:
-        """What summary.json says of it once it is finished; "directory" is below that of all runs."""
         results = read_json(self.directory / RESULTS)
         return {
             "directory": self.name,
@@ -114,7 +111,6 @@ class Job:
         }
 
     def failure_message(self, status: int) -> str:
-        """What it had to say when it failed, under its name."""
         said = self.stderr.read_text(errors="replace").splitlines() if self.stderr.exists() else []
         errors = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
         if errors:

@@ -122,7 +122,6 @@ def _is_finished(run: Run, flags: Flags) -> bool:
 
 
 def _time_is_up(minutes: float, progress: Progress) -> str:
-    """What a user reads when `--max-minutes` are used up. progress: of the last checkpoint, which a pause makes."""
     return (
         f"--max-minutes {minutes:g}: used up, after {progress.train_seconds / 60:.3g} minutes and {progress.step} "
         "optimizer steps of training; to train on raise it or leave it out, to score what there is add --eval-only"

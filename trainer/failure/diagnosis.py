@@ -96,7 +96,6 @@ class Diagnosis:
         return isinstance(error, LeftAtOnce) or (isinstance(error, KeyboardInterrupt) and not self.flags_signals)
 
     def _own_failure(self, error: BaseException) -> Failure:
-        """The failure of this process itself."""
         if isinstance(error, UserError):
             return Failure(str(error), EXIT_BAD_INPUT)
         if self._is_of_user(error):
@@ -114,7 +113,6 @@ class Diagnosis:
 
     @property
     def _prefix(self) -> str:
-        """Who speaks, where there are several."""
         return ""
 
     def _print(self, failure: Failure, error: BaseException) -> None:

@@ -107,7 +107,6 @@ class HeartbeatMonitor:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread, so that nothing uses the store any more."""
         self._closed.set()
         self._thread.join(ANSWER_WITHIN_S)
 
@@ -243,7 +242,6 @@ class Neighbours:
                 self.await_end(rank, ABORTS_WITHIN_S)
 
     def close(self) -> None:
-        """Lets go of them."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()

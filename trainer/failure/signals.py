@@ -52,7 +52,6 @@ class StopRequest:
                 self._previous[number] = signal.signal(number, self._on_signal)
 
     def uninstall(self) -> None:
-        """Gives the signals back to those that handled them before."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -61,7 +60,6 @@ class StopRequest:
 
     @property
     def exit_status(self) -> int:
-        """Of a process that ends because of it; 0 without one."""
         return 128 + self.signal_number if self.signal_number is not None else 0
 
     def await_own(self) -> None:

@@ -83,7 +83,6 @@ def texts_of_array(array: np.ndarray) -> tuple[str, ...]:
 
 
 def _names(entry: Path) -> list[str]:
-    """Of all arrays of an entry. Raises OSError."""
     return (entry / _NAMES).read_text(encoding="utf-8").splitlines()
 
 

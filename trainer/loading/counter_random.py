@@ -109,7 +109,6 @@ def _words(index: Array) -> Array:
 
 
 def _word(value: int, beside: Array) -> int:
-    """A word as a number that arrays, or tensors, compute with."""
     return value if on_host(beside) or value < 2**63 else value - 2**64
 
 

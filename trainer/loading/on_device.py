@@ -118,7 +118,6 @@ class DeviceLoader(BatchLoader):
             yield from self._drawn(together)
 
     def one(self, keys: SampleKeys) -> Batch:
-        """A single batch."""
         return self._batch(replace(keys, few_lengths=True))
 
     def close(self) -> None:
@@ -142,7 +141,6 @@ class DeviceLoader(BatchLoader):
             yield batch
 
     def _group(self, keys: Sequence[SampleKeys], first: int) -> list[int]:
-        """Positions of the keys that are drawn together with the first of them."""
         if not self._datasets[keys[first].phase].rows_alike:
             return [first]
         kinds = [(each.phase, each.epoch) for each in keys]

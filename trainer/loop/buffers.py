@@ -53,7 +53,6 @@ class Buffers:
         self.is_active = self.is_active or self.forward_state.is_active
 
     def keep(self) -> None:
-        """Before a step."""
         self._num_samples, self._before_placeholder = 0, None
         for kind in self._kinds:
             kind.keep()
@@ -117,7 +116,6 @@ class Buffers:
             kind.set(values)
 
     def undo(self) -> None:
-        """After a step that was broken off."""
         for kind in self._kinds:
             kind.set(kind.kept)
         self.forward_state.undo()
@@ -144,7 +142,6 @@ class FlatTensors:
         return bool(self._flat)
 
     def flattened(self) -> Tensor:
-        """Their values, in one dimension."""
         return torch.cat(self._flat) if self._flat else torch.empty(0)
 
     def keep(self) -> None:
@@ -237,7 +234,6 @@ class ForwardState:
         self.is_active = bool(self._shared or self._attributes or self._local)
 
     def remarks(self, world_size: int) -> list[str]:
-        """Lines for the user, before training, about what forwards change."""
         lines = []
         attributes = [change.path for change in self.changes.values() if not change.is_buffer and change.is_seen]
         unseen = [
@@ -270,7 +266,6 @@ class ForwardState:
     # --- in a step ---------------------------------------------------------------------------------------------------
 
     def keep(self) -> None:
-        """Before a step."""
         if self._shared or self._attributes or self._local:
             self._before = State([*self._shared.values(), *self._attributes])
             self._local_before = References(self._local.values())
@@ -321,7 +316,6 @@ class ForwardState:
                 tensor.data.copy_(torch.where(is_sent, sent, tensor))
 
     def undo(self) -> None:
-        """After a step that was broken off, or is known to be left out."""
         self._before.put_back()
         self._local_before.write()
 

@@ -37,7 +37,6 @@ class ExponentialMovingAverage:
 
     @property
     def enabled(self) -> bool:
-        """Whether the evaluated weights are others than the weights in training."""
         return self.decay > 0 or bool(self._averaging)
 
     def restart(self) -> None:
@@ -97,7 +96,6 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def _evaluated(self) -> dict[Tensor, Tensor]:
-        """The weights to evaluate, by parameter. The model is as before, to the bit."""
         if not self._averaging:
             return self._average
         params = _params_of(self._averaging)

@@ -92,13 +92,11 @@ class Gradients:
         self.present, self.is_attached = self._none, True
 
     def attach(self) -> None:
-        """Before something reads or sets `grad`."""
         if not self.is_attached:
             self.flat.attach(self.present)
         self.is_attached = True
 
     def collect(self) -> None:
-        """After something has set `grad`."""
         self.flat.collect()
         self.present, self.is_attached = self.flat.present, True
 
@@ -241,7 +239,6 @@ class GraphedLearner(Learner, Watch):
         recording = self._recordings.used(key)
 
         def launch() -> Sums:
-            """As without graphs."""
             gradients.attach()
             sums = super(GraphedLearner, self).accumulate(strategy, phase, micro_batch, factor, is_first, is_last)
             if any(p.grad is not None and p.grad.is_sparse for p in self.params[phase]):  # of a function, not a module
@@ -357,7 +354,6 @@ class GraphedLearner(Learner, Watch):
         return Recording(graph, inputs, results, gradients.present, reads)
 
     def _forward_and_backward(self, phase: str, gradients: Gradients, inputs: Batch) -> Sums:
-        """What is recorded."""
         outputs = self.enter(phase)(inputs, phase)
         require_sums(outputs, self.objective, phase)
         self.precision.backward(outputs["loss"], self._factor)
@@ -378,7 +374,6 @@ class GraphedLearner(Learner, Watch):
         return True
 
     def _timed(self, function: Callable[[], Sums]) -> tuple[Sums, float]:
-        """What a function returns, and the seconds until the device has done it."""
         torch.cuda.synchronize(self.device)
         start = time.perf_counter()
         sums = function()
@@ -386,7 +381,6 @@ class GraphedLearner(Learner, Watch):
         return sums, time.perf_counter() - start
 
     def _named(self, phase: str, gradients: Gradients, sums: Sums) -> dict[str, Tensor]:
-        """Copies of what a forward and backward have come to, by name."""
         names = {parameter: name for name, parameter in self.objective.named_parameters()}
         present = zip(self.params[phase], gradients.flat.views, gradients.present, strict=True)
         found = {f"the gradient of {names[parameter]}": view for parameter, view, is_there in present if is_there}
@@ -584,6 +578,5 @@ class GraphedInParts(PartsLearner, GraphedLearner):
 
 
 def _first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first name under which two outlines differ."""
     names = (name for name in [*now, *before] if [before.get(name, ABSENT)] != [now.get(name, ABSENT)])  # NaN is itself
     return next(names, None)

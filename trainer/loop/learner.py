@@ -52,7 +52,6 @@ class Learner:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model."""
         return sum(p.numel() for p in self.objective.parameters())
 
     def set_trained(self, params: Mapping[str, Sequence[nn.Parameter]]) -> None:
@@ -78,7 +77,6 @@ class Learner:
         return self.nets.get(phase, self.net)
 
     def train(self) -> None:
-        """Train mode."""
         for net in self.nets.values():
             net.train()
 

@@ -148,7 +148,6 @@ class State(References):
             copied(value, self.copies)
 
     def copy_of(self, value: Any) -> Any:
-        """The copy of a value that was held at that moment; the value itself where there is none."""
         return self.copies.get(id(value), (value, value))[1]
 
     def put_back(self) -> None:

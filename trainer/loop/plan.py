@@ -34,16 +34,13 @@ class ShuffledOrder:
 
     @property
     def num_steps(self) -> int:
-        """Of an epoch."""
         return self.steps_before(0, self.size)
 
     @property
     def step_sizes(self) -> set[int]:
-        """How many samples the steps of an epoch have."""
         return {min(self.global_batch_size, self.size), self.size - (self.num_steps - 1) * self.global_batch_size}
 
     def steps_before(self, epoch: int, consumed: int) -> int:
-        """Steps that the first `consumed` samples of an epoch make."""
         return -(-consumed // self.global_batch_size)
 
     def bounds(self, epoch: int, consumed: int) -> Iterator[tuple[int, int]]:
@@ -158,14 +155,12 @@ class Plan:
 
     @cached_property
     def total(self) -> float:
-        """The length of the run in the unit of its schedule: epochs, or optimizer steps."""
         length = self.epochs if self.max_steps is None else self.max_steps
         assert length is not None
         return float(length)
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of the whole run."""
         return self.max_steps if self.max_steps is not None else int(self.total) * self.steps_per_epoch
 
     @property
@@ -174,7 +169,6 @@ class Plan:
 
     @cached_property
     def phase_sizes(self) -> list[int]:
-        """Samples in an epoch of each phase."""
         return [order.size for order in self.orders]
 
     @cached_property
@@ -244,11 +238,9 @@ class Plan:
         return (step._replace(progress=number + 0.5) for number, step in enumerate(left, start=num_done))
 
     def is_end_of_epoch(self, position: Position) -> bool:
-        """Whether nothing is left of the current epoch, which does not count as completed yet."""
         return next(self._steps_from(position), None) is None
 
     def _steps_from(self, position: Position) -> Iterator[PlannedStep]:
-        """Those that are left of the current epoch, with their progress in epochs."""
         return self._in_turns(position) if self.turns else self._one_after_another(position)
 
     def _one_after_another(self, position: Position) -> Iterator[PlannedStep]:

@@ -53,7 +53,6 @@ class Precision:
         return parameters if self.autocast_dtype is None else f"{parameters} with {self.amp} autocast"
 
     def autocast(self, device_type: str) -> torch.autocast:
-        """The context in which forwards run."""
         return torch.autocast(device_type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
 
     def rate(self, learning_rate: float) -> float:

@@ -42,7 +42,6 @@ class Progress(SavedProgress):
         self.start_segment(phases)
 
     def start_segment(self, phases: Sequence[str]) -> None:
-        """After a report."""
         self.last_report = self.step
         self.totals = {phase: self.new_totals() for phase in phases}
         self.reported = dict.fromkeys(phases, (0.0, 0.0))

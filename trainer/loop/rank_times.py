@@ -68,7 +68,6 @@ class RankTimes(Watch):
             self._pending = self._group.start_sum(self._seconds(self._taken.popleft()[1]))
 
     def _enter(self, name: str) -> None:
-        """Where an activity begins."""
         self._borders.append((name, self._queue.instant()))
 
     def _seconds(self, borders: Sequence[tuple[str, Any]]) -> list[float]:
@@ -92,7 +91,6 @@ class RankTimes(Watch):
         return [self._account(rank, members[rank], reports.mean(0) / REPORT_EVERY) for rank in slow]
 
     def _account(self, rank: int, member: str, times: np.ndarray) -> str:
-        """times: (processes, SENT) seconds of a step."""
         own = times[:, : len(OWN)]
         usual = np.quantile(own, 0.5, axis=0, method="lower")
         activity = int(np.argmax(own[rank] - usual))

@@ -50,7 +50,6 @@ class RecordedForwards:
         self.problem: str | None = None
 
     def clear(self) -> None:
-        """Forgets all recordings."""
         self._recordings.clear()
 
     def __call__(self, net: nn.Module, batch: Batch, account_of: Callable[[Exception], str]) -> Outputs:
@@ -103,7 +102,6 @@ class RecordedForwards:
         return recording
 
     def _uploaded(self, batch: Batch) -> Batch:
-        """The batch on the device, for one forward, which may change it."""
         return {name: tensor.to(self._strategy.device, copy=True) for name, tensor in batch.items()}
 
 

@@ -62,16 +62,13 @@ class Recorder:
                 graph.capture_end()
         except BaseException:
             generator.graphsafe_set_state(before)  # one that a broken recording has drawn on stays as if in it
-            self._abandon(graph)
+            # torch's allocators may believe that it still goes on in this pool, and may ask the graph.
+            end_allocating(self._device, self._pool)
+            self._broken.append(graph)
+            self._pool = torch.cuda.graph_pool_handle()
             raise
         self._graphs.add(graph)
         return graph, result
-
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """After a recording that broke off: torch's allocators may believe that it still goes on in this pool."""
-        end_allocating(self._device, self._pool)
-        self._broken.append(graph)  # which they may ask
-        self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
     def launching(self) -> Iterator[None]:

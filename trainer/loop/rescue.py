@@ -145,7 +145,9 @@ def _save_last_step(run: Run, last: LastStep) -> bool:
     num_saved = directory.entries[-1].step if directory.entries else 0
     copied = partial(_copied, run.learner, run.strategy, last, num_saved, run.model_outline, run.facts)
     state = _in_time(copied) if run.strategy.has_full_state else None
-    if state is not None and _has_best_of(directory, state):
+    # The best checkpoint of which the state speaks may have died with whoever was writing it.
+    saved = newest_best(directory.entries)
+    if state is not None and (state["best"] is None or (saved is not None and saved.value == state["best"]["value"])):
         directory.save(state)
         num_saved = state["step"]
         say(f"The state after optimizer step {num_saved} is saved; the same command goes on from there.")
@@ -165,12 +167,6 @@ def _take_over(directory: RunDirectory) -> None:
             if time.monotonic() > deadline or not directory.path.exists():
                 raise
         time.sleep(0.05)
-
-
-def _has_best_of(directory: RunDirectory, state: dict[str, Any]) -> bool:
-    """Whether the best checkpoint of which the state speaks is there: it may have died with whoever was writing it."""
-    best, saved = state["best"], newest_best(directory.entries)
-    return best is None or (saved is not None and saved.value == best["value"])
 
 
 def _in_time(copied: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:

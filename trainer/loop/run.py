@@ -65,7 +65,6 @@ class Run:
 
     @property
     def group(self) -> Group:
-        """The processes of the run."""
         return self.strategy.group
 
     @property
@@ -78,7 +77,6 @@ class Run:
 
     @property
     def is_through(self) -> bool:
-        """Whether all epochs or steps are done."""
         return self.plan.is_through(self.progress.position.epoch, self.progress.step)
 
     @property
@@ -86,7 +84,6 @@ class Run:
         return 0 < self.patience <= self.progress.evaluations_since_best
 
     def windows(self, progress: Progress, ahead: bool = False) -> Iterator[Window]:
-        """See `training_windows`."""
         sizes = [split.micro_batch_size for split in self.memory.splits]
         return training_windows(self.plan, progress, sizes, self.loaders["train"], self.strategy, self.log, ahead)
 

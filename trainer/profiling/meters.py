@@ -59,7 +59,6 @@ class Timer:
         self._spans[name].append((start, now(self._device)))
 
     def milliseconds(self, name: str) -> list[float]:
-        """The durations of that name, in order. Waits for the device."""
         return [ms_between(*span) for span in self._spans[name][self._warm_up :]]
 
     def results(self) -> dict[str, dict[str, float]]:

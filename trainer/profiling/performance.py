@@ -245,7 +245,6 @@ def _speed(timer: Timer, batches: Sequence[Any], name: str, rate: str) -> Result
 
 
 def _mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The batch with the function applied to each of its tensors."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
@@ -327,5 +326,4 @@ def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where the model's first parameter or buffer is; the CPU for a model without any."""
     return next((tensor.device for tensor in chain(model.parameters(), model.buffers())), torch.device("cpu"))
