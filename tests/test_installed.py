@@ -184,7 +184,7 @@ def test_weights_and_presets_come_with_it(run, tmp_path):
     assert run("table.py") == "[0, 1]\n"
     printed = run("-m", "lockstep", "--config", "configs/har/4gpu.toml", "--print-config")
     assert 'multi-gpu = "ddp"' in printed
-    assert "usage: lockstep [flags]" in run("-m", "lockstep", "--help")
+    assert run("-m", "lockstep", "--help").startswith("usage: lockstep [flags]\n\nTrains on several devices")
 
 
 @pytest.mark.slow

@@ -269,6 +269,7 @@ class Layers:
 def names_several_devices(argv: Sequence[str]) -> bool:
     """Whether a command line, its config files or a launcher are about several devices; `--help` shows them too."""
     own = {flag_name(field) for field in options(MultiDeviceFlags)} | {"--help"}
+    if own & names_given(argv) or "-h" in argv or one_process_problems(os.environ):
+        return True
     files, _ = read_config_files(values_given([ConfigFlags], argv)[0].get("config") or ())
-    named = bool(own & names_given(argv)) or "-h" in argv or bool(one_process_problems(os.environ))
-    return named or any(file.of_several_devices() for file in files)
+    return any(file.of_several_devices() for file in files)
