@@ -270,7 +270,8 @@ class DeviceFlags(FlagGroup):
     def problems(self) -> list[str]:
         known = re.fullmatch(r"auto|cpu|cuda(?::([0-9]{1,6}))?", self.device)
         if known is None:
-            return [f"--device {self.device}: must be auto, cpu, cuda or cuda:N"]
+            apple = "Apple's GPUs are not supported; take cpu" if self.device.startswith("mps") else ""
+            return [f"--device {self.device}: {apple or 'must be auto, cpu, cuda or cuda:N'}"]
         num_gpus = torch.cuda.device_count()
         if self.device.startswith("cuda") and int(known[1] or 0) >= num_gpus:
             return [f"--device {self.device}: {_visible_gpus(num_gpus)}; choose another or --device cpu"]

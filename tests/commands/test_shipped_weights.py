@@ -1,5 +1,6 @@
 """Weights that come with a task: a new run begins with them, and they are used where there is no run."""
 
+import json
 import shutil
 import sys
 
@@ -75,7 +76,9 @@ def test_they_are_used_where_there_is_no_run(task, points, on_cpu, tmp_path):
     assert out == on_cpu("--task", task, *made)[0]
     out, _ = on_cpu("--task", task, *SMALL, "--eval-only", "--save-dir", tmp_path / "none")
     assert "Evaluating the weights that come with " in out
-    assert not (tmp_path / "none").exists()
+    (kept,) = map(json.loads, (tmp_path / "none" / "scores.jsonl").read_text().splitlines())
+    assert kept["weights"].startswith("the weights that come with ") and kept["config"]["--eval-only"]
+    assert f"test/accuracy {kept['metrics']['test/accuracy']:.4f}" in out
 
 
 def test_a_run_of_the_task_is_preferred(task, points, on_cpu, tmp_path):
@@ -129,4 +132,4 @@ def test_training_in_the_default_folder_goes_on_there(task, on_cpu, tmp_path, mo
 def test_a_config_that_trains_nothing_is_scored(task, on_cpu, tmp_path):
     argv = ["--task", task, *SMALL, "--noise", 0, "--save-dir", tmp_path / "none"]
     assert on_cpu(*argv)[0] == on_cpu(*argv, "--eval-only")[0]
-    assert not (tmp_path / "none").exists()
+    assert [path.name for path in (tmp_path / "none").iterdir()] == ["scores.jsonl"]

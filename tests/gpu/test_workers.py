@@ -48,7 +48,7 @@ def test_slow_data_get_workers_and_the_same_bits(tmp_path, cache_dir):
     assert not torch.cuda.is_initialized()
     found = tiny(cache_dir, tmp_path / "auto", *SLEEPY, *LONG, "--eval-every-steps", 25)
     start, decision = told()
-    assert start.startswith("Workers: 2 per rank, 2 in all, if the first steps show that they save time. Threads: 1 ")
+    assert "Workers: 2 per rank, if the first steps show that they save time. Threads: 1 " in start
     assert decision.startswith("Workers: a batch takes ") and "so 2 process(es) make them from now on" in decision
     assert torch.cuda.is_initialized() and not multiprocessing.active_children()
     expected = tiny(cache_dir, tmp_path / "here", *SLEEPY, *LONG, "--eval-every-steps", 25, "--num-workers", 0)
@@ -94,10 +94,10 @@ def test_a_number_starts_workers_whatever_the_data_hold_but_none_by_a_fork_of_a_
     counting = [*COUNTING, *LONG, "--max-minutes", 9, "--num-workers", 2]
     first = tiny(cache_dir, tmp_path / "first", *counting)
     start, changed = told()
-    assert start.startswith("Workers: 2 per rank, 2 in all. ")
+    assert "Workers: 2 per rank. " in start
     assert changed == "Workers: Counted.counts has changed since they began, which they do not know."
     assert_same_bits(first, tiny(cache_dir, tmp_path / "second", *counting))
-    assert told()[2].startswith("Workers: 0 per rank, 0 in all. ")
+    assert "Workers: 0 per rank. " in told()[2]
     assert told()[3:] == [f"{HERE}it uses CUDA already, after which none may be forked."]
 
 
@@ -162,5 +162,5 @@ def test_each_rank_has_workers_of_its_own(tmp_path, cache_dir):
     argv[argv.index("cuda:0")] = "cuda"
     assert run_ranks([*argv, "--save-dir", tmp_path / "run"], 2, tmp_path / "meeting") == [0, 0], GPUS.printed()
     start, decision = told()
-    assert start.startswith("Workers: 1 per rank, 2 in all, if ")
+    assert "Workers: 1 per rank, if " in start
     assert decision.endswith("so 1 process(es) make them from now on.")

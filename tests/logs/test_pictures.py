@@ -186,7 +186,7 @@ def test_several_processes_draw_once(command, tmp_path):
 
 def test_time_waiting_for_data_is_logged_without_that_of_computing(showing, tmp_path, signals_restored):
     train(tmp_path, "--task", "slow", "--epochs", "2", "--delay-s", "0.1")
-    logged = events(tmp_path).Scalars("data_wait_seconds")
+    logged = events(tmp_path).Scalars("train/data_wait_seconds")
     assert [event.step for event in logged] == [STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH]
     for event in logged:
         assert STEPS_PER_EPOCH * 0.05 <= event.value < STEPS_PER_EPOCH * 0.1
@@ -196,8 +196,9 @@ def hyperparameters(directory):
     found = events(directory)
     content = found.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content
     values = parse_session_start_info_plugin_data(content).hparams
-    shown = {name: value.number_value or value.string_value for name, value in values.items()}
-    return shown, {tag: found.Scalars(tag)[-1].value for tag in found.Tags()["scalars"] if tag.startswith("best/")}
+    shown = {name: getattr(value, value.WhichOneof("kind")) for name, value in values.items()}
+    assert not [tag for tag in found.Tags()["scalars"] if not tag.startswith(("train/", "val/"))]  # cards of one dot
+    return shown, {name: shown.pop(name) for name in list(shown) if name.startswith("best/")}
 
 
 def test_hyperparameters_stand_beside_the_final_scores(tmp_path):

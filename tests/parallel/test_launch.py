@@ -79,12 +79,16 @@ def assert_same_run(directory, world_size, one_device):
 
 def test_main_says_what_it_runs_on(one_device):
     assert_same_run(one_device.directory, 1, one_device)
-    lines = one_device.out.splitlines()
-    assert "Devices: cpu" in lines
-    assert any(
-        line.startswith("Batch: 10 samples per optimizer step, from 10 per device per forward") for line in lines
+    in_one_line = (
+        "Devices: cpu. Batch: 10 samples per step. Workers: 0 per rank. Threads: 1 per rank. Precision: float64."
     )
-    assert "Workers: 0 per rank, 0 in all. Threads: 1 per rank. Precision: float64." in lines
+    assert one_device.out.splitlines()[0] == in_one_line
+    best = json.loads((one_device.directory / "results.json").read_text())["best"]["value"]
+    assert one_device.out.splitlines()[-2:] == [
+        f"The run is in {one_device.directory}; its best epoch is 1 of 1, val/accuracy {best:.4f}.",
+        f"Next: python main.py --save-dir {one_device.directory} --task {WEIGHTED} --eval-only; curves by tensorboard "
+        f"--logdir {one_device.directory}",
+    ]
 
 
 def test_main_says_that_graphs_need_a_gpu(run_here, tmp_path):
@@ -144,7 +148,7 @@ def test_dp_without_two_gpus_says_so_and_trains(tmp_path, command, one_device):
     lines = command(*args, **NO_GPU).stdout.splitlines()
     assert_same_run(tmp_path, 1, one_device)
     assert lines[0] == "DataParallel needs at least two GPUs and none is in use: training on the CPU."
-    assert any(line.startswith("Batch: 10 samples per optimizer step, from 4 per device per forward") for line in lines)
+    assert " Batch: 10 samples per step, from 4 x 3 accumulation steps, the last ones smaller. " in lines[1]
 
 
 @pytest.mark.slow
@@ -262,14 +266,10 @@ def stopped(tmp_path_factory, environment):
 
 def test_group_says_what_it_runs_on(stopped):
     lines = stopped.out.splitlines()
-    assert "Devices: DistributedDataParallel over gloo: 2 x cpu" in lines
-    assert any(
-        line.startswith(
-            "Batch: 4 samples per optimizer step, from 2 per device per forward (--batch-size is per device)"
-        )
-        for line in lines
-    )
-    assert "Workers: 1 per rank, 2 in all. Threads: 1 per rank. Precision: float32." in lines
+    assert (
+        "Devices: DistributedDataParallel over gloo: 2 x cpu. Batch: 4 samples per step, from 2 x 2 devices. "
+        "Workers: 1 per rank. Threads: 1 per rank. Precision: float32."
+    ) in lines
     assert "Scaling learning rate from 0.001 to 0.002 for 2 devices" in lines
 
 

@@ -305,22 +305,23 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
     """The lines at the start of every run."""
     task, strategy, batches, num_workers = run.task, run.strategy, run.memory.splits, run.workers.num_workers
     world_size, num_devices = strategy.group.world_size, strategy.num_devices
-    lines = [f"Devices: {strategy.describe()}"]
+    places = [f"Devices: {strategy.describe()}."]
     for phase, split in zip(task.phases, batches, strict=True) if not task.fitted else ():
         exact = split.batch_size * num_devices * split.grad_accum_steps == split.global_batch_size
-        lines.append(
-            f"Batch{f' of phase {phase}' if len(batches) > 1 else ''}: {split.global_batch_size} samples per "
-            f"optimizer step, from {split.batch_size} per device per forward (--batch-size is per device) x "
-            f"{num_devices} device(s) x {split.grad_accum_steps} accumulation step(s)"
-            f"{'' if exact else ', the last ones smaller'}"
+        factors = [f"x {num_devices} devices"] * (num_devices > 1)
+        factors += [f"x {split.grad_accum_steps} accumulation steps"] * (split.grad_accum_steps > 1)
+        places.append(
+            f"Batch{f' of phase {phase}' if len(batches) > 1 else ''}: {split.global_batch_size} samples per step"
+            f"{f', from {split.batch_size} ' if factors else ''}{' '.join(factors)}"
+            f"{'' if exact else ', the last ones smaller'}."
         )
+    trial = ", if the first steps show that they save time" if run.workers.on_trial else ""
+    places.append(f"Workers: {num_workers} per rank{trial}. Threads: {torch.get_num_threads()} per rank.")
+    lines = [" ".join([*places, f"Precision: {run.learner.precision}."])]
     if strategy.num_parts:
         each = f"{len(strategy.shards)} on each device, with a forward and backward of its own"
         lines.append(f"Parts: {strategy.num_parts}, {each}: the same bits on any number of devices of this kind.")
     lines += [
-        f"Workers: {num_workers} per rank, {num_workers * world_size} in all"
-        f"{', if the first steps show that they save time' if run.workers.on_trial else ''}. "
-        f"Threads: {torch.get_num_threads()} per rank. Precision: {run.learner.precision}.",
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in task.splits().items())} samples. "
         f"Model: {'fitted, not trained' if task.fitted else f'{run.learner.num_parameters} parameters'}.",
         *where_data_are(task, run.loaders, flags.run.data_on, strategy.device),

@@ -1,8 +1,10 @@
 """Scores at the end of training, or on request; of one run, or of the ensemble of several."""
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from trainer.commands.build import assemble_run, describe_run, prepare_training,
 from trainer.commands.flags import Flags
 from trainer.commands.resume import Changes
 from trainer.commands.weights import CPU, find_run, initialise, trained_objective, use_weights
+from trainer.common.files import without_nan
 from trainer.failure.signals import StopRequest
 from trainer.logs.console import say
 from trainer.logs.run_log import scores_text
@@ -27,6 +30,9 @@ from trainer.loop.run import Run
 from trainer.parallel.devices import pick_device
 from trainer.parallel.strategy import SingleDevice, Strategy
 from trainer.task import Sums, Task
+
+SCORES = "scores.jsonl"
+"""Of a folder that was scored without training: a line of JSON for each time."""
 
 
 def score(run: Run, no_test: bool) -> None:
@@ -107,7 +113,7 @@ def better_can_be_scored(directory: RunDirectory, results: Mapping[str, Any]) ->
 
 
 def evaluate_only(flags: Flags, task: Task, strategy: Strategy) -> None:
-    """`--eval-only`: prints validation and test scores; writes nothing. Raises UserError."""
+    """`--eval-only`: prints validation and test scores, and adds them to SCORES. Raises UserError."""
     given = flags.checkpoint
     files = {"--resume-from": given.resume_from, "--init-from": given.init_from}
     trained = strategy.load_on_main(lambda: find_run(flags, files, task.shipped_weights(), say), LARGE)
@@ -125,9 +131,27 @@ def evaluate_only(flags: Flags, task: Task, strategy: Strategy) -> None:
         lines += [] if trained.comes_with_task else changes.notes_on_scoring
         on_test = has_test(task) and not flags.run.no_test
         sums = validate(run) | ({"test": evaluate(run, "test")} if on_test else {})
-        lines += [scores_text(metrics_of(task, strategy.group, {split: own})) for split, own in sums.items()]
+        metrics = [metrics_of(task, strategy.group, {split: own}) for split, own in sums.items()]
     if strategy.group.is_main:
-        say("\n".join(lines))
+        found = {name: value for of_split in metrics for name, value in of_split.items()}
+        scored = {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "weights": label,
+            "metrics": without_nan(found),
+            "config": run.facts["config"],
+        }
+        say("\n".join([*lines, _kept(given.save_dir, scored), *map(scores_text, metrics)]))
+
+
+def _kept(folder: Path, scored: Mapping[str, Any]) -> str:
+    """Adds a line to SCORES in the folder; returns a sentence that says so, or why the disk refuses."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / SCORES).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(scored) + "\n")
+    except OSError as error:
+        return f"Not kept in {folder / SCORES}: {error.strerror or error}."
+    return f"Kept in {folder / SCORES}:"
 
 
 def check_only(flags: Flags, task: Task, strategy: Strategy) -> None:

@@ -5,12 +5,14 @@ mistake of the user and a crash; this file tells them apart.
 """
 
 import os
+import shlex
 import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.manifest import CONFIG, RESULTS, STATE, State, read_json, read_state, retention_of
@@ -32,6 +34,7 @@ from trainer.loop.windows import StopRequested, TimeIsUp
 from trainer.parallel.devices import queue_of
 from trainer.parallel.environment import torchrun_agent
 from trainer.parallel.strategy import Strategy
+from trainer.registry import SCRIPT
 from trainer.task import Task
 
 
@@ -87,6 +90,8 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
                 state.enter("preempted")
             else:
                 state.enter("finished")
+                for line in _closing_lines(directory.path, task, flags.run.task, run.progress):
+                    run.log.say(line)
                 return EXIT_FINISHED
             run.log.say("Stopped as asked; everything is saved. The same command goes on from here.")
             if len(agents) > 1:
@@ -119,6 +124,20 @@ def _is_finished(run: Run, flags: Flags) -> bool:
             "to start over add --fresh, for another run choose another --save-dir."
         )
     return is_finished
+
+
+def _closing_lines(folder: Path, task: Task, task_name: str, progress: Progress) -> list[str]:
+    """Where a finished run lies, which epoch was best, and the next commands. task_name: the value of `--task`."""
+    best, epochs = progress.best, ""
+    if best is not None and best.epoch:
+        epochs = f"; its best epoch is {best.epoch} of {progress.position.epoch}, {task.monitor[0]} {best.value:.4f}"
+    command = f"python main.py --save-dir {shlex.quote(str(folder))}"
+    command += f" --task {shlex.quote(task_name)}" * (":" in task_name)  # which no record may name for a user
+    predicts = type(task).new_data is not Task.new_data
+    uses = f"{command} --predict FILE (or --eval-only)" if predicts else f"{command} --eval-only"
+    curves = f"curves by tensorboard --logdir {shlex.quote(str(folder))}"
+    is_script = task_name.endswith(f":{SCRIPT}")  # whose model no command has
+    return [f"The run is in {folder}{epochs}.", f"Next: {curves if is_script else f'{uses}; {curves}'}"]
 
 
 def _time_is_up(minutes: float, progress: Progress) -> str:

@@ -4,6 +4,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from math import isfinite
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,8 +25,8 @@ HYPERPARAMETERS_SUFFIX = ".hparams"
 class RunDirectoryLogger(Logger):
     """Appends to train.log, val.log and metrics.jsonl, and feeds TensorBoard in the folder `logs`.
 
-    TensorBoard shows curves and pictures, and at the end every flag beside the scores. Every method raises DiskError
-    when the disk refuses, and OSError when it is full, which whoever trains tells.
+    TensorBoard shows curves and pictures, and at the end the scores, as a text and beside every flag. Every method
+    raises DiskError when the disk refuses, and OSError when it is full, which whoever trains tells.
     """
 
     def start(self, run: LoggedRun) -> None:
@@ -54,10 +55,10 @@ class RunDirectoryLogger(Logger):
                 self._train_log.write(record.text + "\n")
             if record.event != "step":
                 self._val_log.write(record.text + "\n")
-            # All in one event, which costs the training thread a third of an `add_scalar` each.
-            self._board.add_summary(Summary(value=_scalars(record.values)), record.step)
             if record.event == "result":
-                self._hyperparameters(record)
+                self._final_scores(record)
+            else:  # all in one event, which costs the training thread a third of an `add_scalar` each
+                self._board.add_summary(Summary(value=_scalars(record.values)), record.step)
 
     def pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
         with self._refusing():
@@ -80,21 +81,22 @@ class RunDirectoryLogger(Logger):
                 file.close()
             self._board.close()
 
-    def _hyperparameters(self, record: Record) -> None:
-        """Every flag of a finished run by name, and its scores.
+    def _final_scores(self, record: Record) -> None:
+        """The scores of a finished run as a text, and beside every flag in TensorBoard's table of runs.
 
-        TensorBoard's table of runs works out its columns: first the flags in which runs differ. The scores stand here
-        once more under names that come first in the alphabet, since it shows the first few.
+        They are no scalars: each would be a curve of one point, and such cards would come before the curves. The table
+        works out its columns, first those in which runs differ.
         """
+        rows = [f"| {name} | {value:.5g} |" for name, value in record.values.items()]
+        self.text("scores", "\n".join(["| metric | at the end |", "| --- | --- |", *rows]), record.step)
         flags = {name: value for name, value in self._config.items() if value is not None}
-        _, start, end = hparams(
-            {name: value if type(value) in (int, float) else shown(value) for name, value in flags.items()}, {}
-        )
-        scores = _scalars({f"best/{name}": value for name, value in record.values.items()})
+        shown_flags = {name: value if type(value) in (int, float) else shown(value) for name, value in flags.items()}
+        scores = {f"best/{name}": value for name, value in record.values.items() if isfinite(value)}
+        _, start, end = hparams({**scores, **shown_flags}, {})
         # In a file of its own in the same folder: TensorBoard keeps the first flags that it reads of a run, so a run
         # that is trained on with other flags has to replace them.
         board = FileWriter(self._board.get_logdir(), filename_suffix=HYPERPARAMETERS_SUFFIX)
-        board.add_summary(Summary(value=[*start.value, *end.value, *scores]), record.step)
+        board.add_summary(Summary(value=[*start.value, *end.value]), record.step)
         board.close()
 
     @contextmanager
@@ -128,7 +130,9 @@ def _truncated(path: Path, step: int, last_report: int) -> IO[str]:
 
 
 def _scalars(values: Mapping[str, float]) -> list[Any]:
-    return [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+    """Curves in the groups train, val and the like; what names no group, such as the learning rate, is of training."""
+    tags = {name: name if "/" in name else f"train/{name}" for name in values}
+    return [Summary.Value(tag=tags[name], simple_value=value) for name, value in values.items()]
 
 
 def _image(name: str, picture: Picture) -> Any:
