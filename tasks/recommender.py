@@ -9,14 +9,17 @@ import torch
 
 from models.simple.fitting import Buffers, TrainingHistories, candidates
 from models.simple.recommenders import MOST_ITEMS_OF_EASE, SimpleRecommender
+from trainer.config import options
 from trainer.loading.cache import cached_arrays, key_of
 from trainer.loading.order import SampleKeys
-from trainer.task import Objective, Task
+from trainer.task import Baseline, Objective, Task
 
 _FORMAT_VERSION = 1
 _ROWS_PER_BATCH = 64
 _ROWS_TO_CHOOSE_BY = 2000
 """Of the validation set, evenly spread: settings are chosen in seconds, and differ by more than these could hide."""
+_MOST_SCORES, _MOST_PAIRS, _MOST_INTERACTIONS = 10**8, 10**9, 2 * 10**7
+"""Of what is computed beside a trained model: a minute of one core each."""
 
 
 class RecommenderTask(Task):
@@ -74,21 +77,36 @@ class RecommenderTask(Task):
         sums["weight"] = torch.tensor(float(num), dtype=torch.float64)
         return {f"{split}/{name}": value for name, value in self.summarise(sums).items()}
 
-    def baselines(self) -> Mapping[str, Mapping[str, float]]:
-        """Of each simple model."""
-        found = {}
-        for kind in self.simple_models:
-            if kind == "ease" and self.training_histories().num_items > MOST_ITEMS_OF_EASE:
-                continue
-            found[kind] = self._baseline(kind)
-        return found
+    def baselines(self) -> Mapping[str, Baseline]:
+        """The simple models that this much data allows in seconds; of large data sets scored on a part."""
+        histories = self.training_histories()
+        too_long = {
+            "ease": histories.num_items > MOST_ITEMS_OF_EASE,
+            "itemknn": histories.num_items > MOST_ITEMS_OF_EASE and histories.num_pairs > _MOST_PAIRS,
+        }
+        if len(histories.items) > _MOST_INTERACTIONS:
+            return {}
+        kinds = [kind for kind in self.simple_models if not too_long.get(kind)]
+        return {kind: Baseline(self._scores_of(kind), self._flags_of(kind)) for kind in kinds}
 
-    def _baseline(self, kind: str) -> dict[str, float]:
+    def _flags_of(self, kind: str) -> str:
+        """Those of the task that say which model it is, and what is not of trained models alone."""
+        config = self.config
+        given = [
+            option.as_typed(getattr(config, field))
+            for field, option in options(type(config)).items()
+            if getattr(config, field) != option.default and not {"model", "mhc", "loss"} & {*option.needs, field}
+        ]
+        return " ".join([f"--model {kind}", *(text for text in given if text != "--no-time")])
+
+    def _scores_of(self, kind: str) -> dict[str, float]:
+        most = max(1, _MOST_SCORES // self.training_histories().num_items)
+
         def build() -> dict[str, np.ndarray]:
             objective = self.simple_objective(kind)
             assert isinstance(objective.model, SimpleRecommender)
             objective.model.fill(self._fit(kind))
-            scores = self._scores(objective, "val") | self._scores(objective, "test")
+            scores = self._scores(objective, "val", most) | self._scores(objective, "test", most)
             return {name.replace("/", " "): np.array(value) for name, value in scores.items()}
 
         key = key_of(f"{kind}-scores", _FORMAT_VERSION, self.seed, *self.evaluation_key())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainer.loading.torch_datasets import from_dataset
     from trainer.logs.logger import LoggedRun, Logger, Record
     from trainer.parallel.rows import Gathered, gather
-    from trainer.task import At, Exported, Objective, Outputs, ParamGroup, PerSample, Picture, Sums, Task
+    from trainer.task import At, Baseline, Exported, Objective, Outputs, ParamGroup, PerSample, Picture, Sums, Task
 
 _HOMES = {
     "api": ("SavedRun", "fit", "load"),
@@ -39,7 +39,18 @@ _HOMES = {
     "loading.torch_datasets": ("from_dataset",),
     "logs.logger": ("LoggedRun", "Logger", "Record"),
     "parallel.rows": ("Gathered", "gather"),
-    "task": ("At", "Exported", "Objective", "Outputs", "ParamGroup", "PerSample", "Picture", "Sums", "Task"),
+    "task": (
+        "At",
+        "Baseline",
+        "Exported",
+        "Objective",
+        "Outputs",
+        "ParamGroup",
+        "PerSample",
+        "Picture",
+        "Sums",
+        "Task",
+    ),
 }
 
 __all__ = [name for names in _HOMES.values() for name in names]

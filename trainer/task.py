@@ -47,6 +47,17 @@ class Exported(NamedTuple):
     lengths: Mapping[str, Sequence[int]] = {}
 
 
+class Baseline(NamedTuple):
+    """What a simple method reaches on the data of a run.
+
+    metrics: by names such as "val/ndcg@10" and "test/ndcg@10", as those of the run. flags: of the task, as a command
+    line needs them to make a run of it; empty where it is no model of the task.
+    """
+
+    metrics: Mapping[str, float]
+    flags: str = ""
+
+
 @dataclass
 class NoFlags(FlagGroup):
     """Task: no flags of its own"""
@@ -402,6 +413,14 @@ class Task(ABC):
         None, as by default: the objective's `model`, as its forward calls it.
         """
         return None
+
+    def baselines(self) -> Mapping[str, Baseline]:
+        """Simple methods by name, which a model that is worth its training is better than; by default none.
+
+        Their scores are shown, kept and drawn beside those of the run, unless `--no-baselines` is given. Called on the
+        main process alone, before training; it should take seconds.
+        """
+        return {}
 
     def fold_flags(self, num_folds: int) -> list[list[str]]:
         """For `--folds`: command-line flags that hold each fold out of the training data as a validation set.

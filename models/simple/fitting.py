@@ -54,6 +54,11 @@ class TrainingHistories:
         pairs = np.unique(self.users * (self.num_items + 1) + self.items)
         return pairs // (self.num_items + 1), pairs % (self.num_items + 1)
 
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of items with a user in common, each counted for each such user."""
+        return int((np.diff(self.offsets) ** 2).sum())
+
     @cached_property
     def popularity(self) -> np.ndarray:
         """How many users have each item: (num_items + 1,) float64; 0 for the padding."""

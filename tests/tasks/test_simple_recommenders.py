@@ -2,9 +2,12 @@
 
 import csv
 import json
+import re
+import shlex
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from tests.helpers.small_catalogue import write_catalogue
 from tests.helpers.small_seqrec import write_interactions
@@ -18,7 +21,7 @@ TWO = ["--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu"]
 def argv(request, tmp_path):
     task, model = request.param.split()
     data = write_catalogue(tmp_path / "data") if task == "kgat" else write_interactions(tmp_path / "data.txt")
-    more = ["--k-core", 0, "--maxlen", 6] if task == "seqrec" else []
+    more = ["--k-core", 0, "--maxlen", 6, "--epochs", 1, "--global-batch-size", 16] if task == "seqrec" else []
     return ["--task", task, "--model", model, "--data-dir", data, *more, "--num-threads", 1]
 
 
@@ -44,10 +47,16 @@ def test_a_fitted_run_is_scored_saved_resumed_and_used(argv, run_here, tmp_path)
     assert len(rows) >= 2 and rows[0]["rank"] == "1" and float(rows[0]["score"]) >= float(rows[1]["score"])
 
 
-@pytest.mark.parametrize("argv", ["seqrec rules", pytest.param("kgat itemknn", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize(
+    "argv", ["seqrec rules", "seqrec sasrec", pytest.param("kgat itemknn", marks=pytest.mark.slow)], indirect=True
+)
 def test_two_processes_have_the_scores_of_one(argv, run_here, command, tmp_path):
     run_here(*argv, "--save-dir", tmp_path / "one")
-    command("main_multi_gpu.py", *TWO, *argv, "--save-dir", tmp_path / "two")
+    out = command("main_multi_gpu.py", *TWO, *argv, "--save-dir", tmp_path / "two").stdout
+    assert results(tmp_path / "two")["baselines"] == results(tmp_path / "one")["baselines"]
+    if "sasrec" in argv:
+        assert out.count("Simple methods reach") == 1
+        return
     assert results(tmp_path / "two")["metrics"] == pytest.approx(results(tmp_path / "one")["metrics"], rel=1e-12)
     one, two = (read_checkpoint(tmp_path / name / "final.pth", name)["model"] for name in ("one", "two"))
     assert one.keys() == two.keys() and all((one[name] == two[name]).all() for name in one)
@@ -66,3 +75,49 @@ def test_popularity_ranks_by_the_users_of_training(make_task, tmp_path):
     train = task.splits()["train"]
     shares = objective.model.popularity.numpy() / len(np.unique(train.users))
     assert (np.argsort(shares[1:], kind="stable") == np.argsort(train.item_popularity[1:], kind="stable")).all()
+
+
+def write_walks(path, next_item):
+    """60 users, who each go from item to item eight times; another item behind would be the next one."""
+    rows = [(user, user % 12, 0) for user in range(60)]
+    for user, item, _ in rows[:60]:
+        for time in range(1, 9):
+            item = next_item(item)
+            rows.append((user, item, time))
+    path.write_text("user item time\n" + "".join(f"{user} {item} {time}\n" for user, item, time in rows))
+    return path
+
+
+WALKS = [
+    "--task", "seqrec", "--no-time", "--k-core", 0, "--hidden-units", 16, "--maxlen", 8, "--dropout", 0,
+    "--num-threads", 1, "--ks", 1, 10,
+]  # fmt: skip
+USE_RULES = "On validation this run is not better than rules, val/ndcg@10 1.0000; to use it: python main.py "
+
+
+def test_a_run_that_rules_beat_says_so_and_shows_their_scores(run_here, tmp_path):
+    data = write_walks(tmp_path / "ring.txt", lambda item: (item + 1) % 12)
+    argv = [*WALKS, "--data-dir", data, "--no-mask-seen", "--epochs", 1, "--lr", 1e-6]
+    out = run_here(*argv, "--save-dir", tmp_path / "run").out
+    assert USE_RULES in out and "val/ndcg@10 1.0000 (rules)" in out
+    found = results(tmp_path / "run")["baselines"]
+    assert next(iter(found)) == "rules" and set(found) == {"rules", "itemknn", "ease", "popularity"}
+    [command] = re.findall(re.escape(USE_RULES) + "(.*)", out)
+    assert "--model rules" in command and "--hidden-units" not in command
+    run_here(*shlex.split(command), "--save-dir", tmp_path / "rules")
+    for name, value in results(tmp_path / "rules")["metrics"].items():
+        assert found["rules"].get(name, value) == pytest.approx(value)
+    [events] = (tmp_path / "run" / "logs" / "rules").iterdir()
+    steps = [(e.step, v.tag, v.simple_value) for e in EventFileLoader(str(events)).Load() for v in e.summary.value]
+    assert [(step, tag) for step, tag, _ in steps] == [(0, "val/ndcg@10"), (1, "val/ndcg@10")]
+    without = run_here(*argv, "--no-baselines", "--save-dir", tmp_path / "without")
+    assert "imple methods" not in without.out and results(tmp_path / "without")["baselines"] == {}
+    same = results(tmp_path / "run")["metrics"]
+    assert results(tmp_path / "without")["metrics"] == same
+
+
+def test_a_run_that_is_better_is_not_advised_against(run_here, tmp_path):
+    data = write_walks(tmp_path / "same.txt", lambda item: item)  # which no table has: an item leads to others
+    argv = [*WALKS, "--data-dir", data, "--no-mask-seen", "--epochs", 30, "--lr", 1e-2]
+    out = run_here(*argv, "--eval-every", 30, "--save-dir", tmp_path / "run").out
+    assert "Simple methods reach val/ndcg@10" in out and "this run is not better than" not in out

@@ -14,13 +14,14 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.format import LARGE
 from trainer.checkpoint.manifest import RESULTS
 from trainer.checkpoint.weights import load_best_weights
+from trainer.commands.baselines import beside_baselines
 from trainer.commands.build import assemble_run, describe_run, prepare_training, set_up_torch
 from trainer.commands.flags import Flags
 from trainer.commands.resume import Changes
 from trainer.commands.weights import CPU, find_run, initialise, trained_objective, use_weights
 from trainer.common.files import without_nan
 from trainer.failure.signals import StopRequest
-from trainer.logs.console import say
+from trainer.logs.console import of_headline, say
 from trainer.logs.run_log import scores_text
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.evaluate import evaluate, log_pictures, metrics_of, validate
@@ -29,20 +30,20 @@ from trainer.loop.precision import in_precision
 from trainer.loop.run import Run
 from trainer.parallel.devices import pick_device
 from trainer.parallel.strategy import SingleDevice, Strategy
-from trainer.task import Sums, Task
+from trainer.task import Baseline, Sums, Task
 
 SCORES = "scores.jsonl"
 """Of a folder that was scored without training: a line of JSON for each time."""
 
 
-def score(run: Run, no_test: bool) -> None:
+def score(run: Run, no_test: bool, baselines: Mapping[str, Baseline] | None = None) -> None:
     """Ends a run: scores it and writes results.json. Raises StopRequested if asked to stop meanwhile.
 
     The test set is scored with the best weights. Without one the scores are the best on the validation sets, or of
     training where there are none either; they are not computed again.
 
     no_test: score the validation sets instead, with the last weights: those that the same settings would give without
-    any.
+    any. baselines: of `find_baselines`.
     """
     progress, has_validation = run.progress, run.plan.has_validation
     progress.read_clock()
@@ -63,6 +64,9 @@ def score(run: Run, no_test: bool) -> None:
         sums = {"test": evaluate(run, "test")} if on_test else validate(run)
         metrics = metrics_of(run.task, run.group, sums)
     run.log.result(progress.step, f"with the {'best' if weights['is_best'] else 'last'} weights", metrics)
+    best_value, own = progress.best.value if progress.best else None, of_headline(metrics, run.task.headline)
+    for line in beside_baselines(baselines or {}, run.facts["task"], run.task.monitor, own, best_value):
+        run.log.say(line)
     if on_test:
         log_pictures(run, sums)
 
@@ -78,6 +82,7 @@ def score(run: Run, no_test: bool) -> None:
                 "weights": weights,
                 "metrics": metrics,
                 "best": asdict(best) | {"monitor": run.task.monitor[0]} if best else None,
+                "baselines": {name: dict(baseline.metrics) for name, baseline in (baselines or {}).items()},
                 "num_parameters": run.learner.num_parameters,
                 "train_seconds": round(progress.train_seconds, 3),
                 "world_size": run.group.world_size,

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.manifest import CONFIG, RESULTS, STATE, State, read_json, read_state, retention_of
+from trainer.commands.baselines import find_baselines
 from trainer.commands.build import build_run, open_run, start_loading
 from trainer.commands.evaluate import better_can_be_scored, has_test, score
 from trainer.commands.flags import Flags
@@ -72,6 +73,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
             # Closing takes time, and comes when what went wrong has been told: the others wait until they know.
             at_the_end.callback(run.close)
             open_run(run, notes, flags, argv, agents, loggers)
+            baselines = find_baselines(task, strategy.group, flags.run, run.log, run.plan.num_steps)
             run.watches.insert(0, state.last_step)  # before those that exchange something and may lose a process
             run.stop.install()
             strategy.group.diagnosis.flags_signals = True
@@ -80,7 +82,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
             try:
                 with run.learner.launching():
                     train(run)
-                    score(run, flags.run.no_test)
+                    score(run, flags.run.no_test, baselines)
             except TimeIsUp:
                 message = _time_is_up(flags.run.max_minutes, run.progress)
                 state.enter("paused", message)

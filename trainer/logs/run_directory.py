@@ -70,6 +70,17 @@ class RunDirectoryLogger(Logger):
         with self._refusing():
             self._board.add_summary(text(name, content), step)
 
+    def level(self, name: str, metric: str, value: float, num_steps: int) -> None:
+        """A line across TensorBoard's plot of a metric, as a run of its own in a folder of that name."""
+        with self._refusing():
+            folder = Path(self._board.get_logdir()) / name
+            for path in folder.glob("events.*"):
+                path.unlink()
+            board = FileWriter(str(folder))
+            for step in (0, num_steps):
+                board.add_summary(Summary(value=_scalars({metric: value})), step)
+            board.close()
+
     def flush(self) -> None:
         """Hands everything to the operating system, so that a kill loses nothing from before this call."""
         with self._refusing():

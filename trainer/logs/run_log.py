@@ -30,7 +30,7 @@ class SilentLog:
         pass
 
     say = say_of_ranks = start_segment = advance = step = end_training = report = _ignore
-    pictures = result = flush = close = _ignore
+    pictures = result = level = flush = close = _ignore
 
 
 class RunLog:
@@ -67,6 +67,10 @@ class RunLog:
         """A line on how the processes compare after a step."""
         self.say(note)
         self._directory.text("ranks", note, step)
+
+    def level(self, name: str, metric: str, value: float, num_steps: int) -> None:
+        """What a simple method reaches: a line across TensorBoard's plot of the metric. num_steps: of the run."""
+        self._directory.level(name, metric, value, num_steps)
 
     def progress(self, items: Iterable[T], description: str) -> Iterable[T]:
         """The items, with a bar on the console if going through them takes seconds."""

@@ -1,0 +1,73 @@
+"""What simple methods reach on the data of a run, beside the run: found before it, and shown after it."""
+
+import math
+from collections.abc import Mapping
+
+from trainer.flags import RunFlags
+from trainer.logs.console import Table, of_headline
+from trainer.logs.run_log import RunLog, SilentLog
+from trainer.parallel.group import Group
+from trainer.task import Baseline, Task
+
+
+def find_baselines(
+    task: Task, group: Group, given: RunFlags, log: RunLog | SilentLog, num_steps: int
+) -> dict[str, Baseline]:
+    """Simple methods by name, the best on validation first, which the log gets too; with the metrics that tables show.
+
+    All processes call it; the main one computes, and the others wait. num_steps: of the run.
+    """
+    if given.no_baselines or task.fitted or type(task).baselines is Task.baselines:
+        return {}
+    group.activity.enter("scoring simple methods")
+    metric, mode = task.monitor
+
+    def shown(baseline: Baseline) -> Baseline:
+        metrics = {name: value for name, value in baseline.metrics.items() if not (given.no_test and "test/" in name)}
+        kept = {name: metrics[name] for name in (metric,) if name in metrics} | of_headline(metrics, task.headline)
+        return baseline._replace(metrics=kept)
+
+    def found() -> dict[str, Baseline]:
+        worst = math.inf if mode == "min" else -math.inf
+        own = {name: shown(baseline) for name, baseline in task.baselines().items()}
+        order = sorted(own, key=lambda name: own[name].metrics.get(metric, worst), reverse=mode == "max")
+        return {name: own[name] for name in order}
+
+    baselines = group.on_main(found)
+    values = {name: own.metrics[metric] for name, own in baselines.items() if metric in own.metrics}
+    if values:
+        log.say(
+            f"Simple methods reach {metric} {', '.join(f'{value:.4f} ({name})' for name, value in values.items())}."
+        )
+    for name, value in values.items():
+        log.level(name, metric, value, num_steps)
+    return baselines
+
+
+def beside_baselines(
+    baselines: Mapping[str, Baseline],
+    task: str,
+    monitor: tuple[str, str],
+    metrics: Mapping[str, float],
+    best: float | None,
+) -> list[str]:
+    """A table of a run and simple methods, and a word on the best of them where the run is not better on validation.
+
+    baselines: of `find_baselines`. monitor: the metric of validation, and its mode. metrics: of the run, those that
+    tables show. best: its best score on validation, if there is one.
+    """
+    if not baselines:
+        return []
+    (metric, mode), lines = monitor, list[str]()
+    own = ({} if best is None else {metric: best}) | dict(metrics)
+    rows = {"this run": own} | {name: dict(baseline.metrics) for name, baseline in baselines.items()}
+    width = max(map(len, rows))
+    table = Table(" " * width, lines.append)
+    for name, values in rows.items():
+        table.row(f"{name:<{width}}", {column: f"{values[column]:.4f}" for column in own if column in values})
+    name, first = next(iter(baselines.items()))
+    value = first.metrics.get(metric)
+    if best is None or value is None or (best > value if mode == "max" else best < value):
+        return lines
+    advice = f"; to use it: python main.py --task {task} {first.flags}" if first.flags else ""
+    return [*lines, f"On validation this run is not better than {name}, {metric} {value:.4f}{advice}"]
