@@ -20,7 +20,7 @@ Line = tuple[int, list[str]]
 def delimiter_of(line: str, delimiters: Sequence[str] = DELIMITERS) -> str:
     """The one that makes most columns of a line, and a blank where none makes two."""
     best = max(delimiters, key=lambda delimiter: _num_fields(line, delimiter))
-    return best if _num_fields(line, best) > 1 else BLANK
+    return BLANK if _num_fields(line, best) == 1 < len(line.split()) else best
 
 
 def _num_fields(line: str, delimiter: str) -> int:

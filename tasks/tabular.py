@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.overview import overview
-from data.table_files import ENCODING, Reading
+from data.table_files import ENCODING, ON_BAD, Reading
 from data.tabular.encoding import Encoding
-from data.tabular.labels import stratified_hold_out
+from data.tabular.labels import class_numbers, named_column, stratified_hold_out
 from data.tabular.other_generators import OtherTables
 from data.tabular.prior.settings import PriorSettings
 from data.tabular.prior.tables import PriorTables, write_tables
@@ -88,7 +88,16 @@ class TabularFlags(FlagGroup):
     label: str | None = flag(
         None, "column that is to be predicted (default in a .npz: y)", metavar="COLUMN", needs=_OF_A_TABLE
     )
+    test_data: Path | None = flag(
+        None, "score on the rows of this file, which has the label too, and learn from all of --data-dir", local=True,
+        needs=_OF_A_TABLE,
+    )  # fmt: skip
+    id: str | None = flag(
+        None, "column that names the rows: not learned from, and kept in the table of --predict", metavar="COLUMN",
+        needs=_OF_A_TABLE,
+    )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME", needs=_OF_A_TABLE)
+    on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD, needs=_OF_A_TABLE)
     drop: tuple[str, ...] | None = flag(
         None, "columns that are not to be learned from", metavar="COLUMN", needs=_OF_A_TABLE
     )
@@ -153,6 +162,8 @@ class TabularFlags(FlagGroup):
         if self.data_dir is not None:
             given = given_flags(self, _OF_PRIOR)
             found += [f"{name}: is of synthetic tables; leave --data-dir out" for name in given]
+        if self.test_data is not None and self.test_share != TabularFlags.test_share:
+            found.append(f"--test-share {self.test_share}: --test-data has the rows of the test; leave one of them out")
         if self.test_share == 0 and self.tune == "none":
             found.append("--test-share 0: leaves nothing to score; leave it out, or add --tune")
         if self.model == "nano" and self.width % self.num_heads:
@@ -161,7 +172,7 @@ class TabularFlags(FlagGroup):
 
     @property
     def reading(self) -> Reading:
-        return Reading(self.encoding)
+        return Reading(self.encoding, self.on_bad)
 
     @property
     def prior(self) -> PriorSettings:
@@ -205,10 +216,13 @@ class TabularTask(Task):
         "eval_start": True,
     }
     headline = ("loss", "auc", "accuracy")
-    predict_flags = ("data_dir", "label", "encoding", "drop", "num_estimators", "max_context")
+    predict_flags = ("data_dir", "label", "id", "encoding", "on_bad", "drop", "num_estimators", "max_context")
 
     _of_new_rows: Sequence[str] = ()
     """What `new_data` has to say."""
+    _ids: Sequence[str] = ()
+    """Of the rows of `new_data`, where --id names their column."""
+    _predicts = False
 
     @property
     def trains(self) -> bool:  # type: ignore[override]
@@ -253,9 +267,28 @@ class TabularTask(Task):
         """Raises UserError for a table that cannot be used."""
         config: TabularFlags = self.config
         assert config.data_dir is not None
-        return labelled_table(
-            read_table(config.data_dir, reading=config.reading), config.label or "y", config.drop or ()
-        )
+        table = read_table(config.data_dir, reading=config.reading)
+        dropped = [*(config.drop or ()), *([config.id] if config.id in table.names else [])]
+        found = labelled_table(table, config.label or "y", dropped)
+        if self.data_facts:  # older versions did not learn from dates
+            known = {*self.data_facts["columns"], *table.names}
+            others = [name for name in found.features.names if name not in known]
+            found = replace(found, features=found.features.without(others))
+        return found
+
+    @cached_property
+    def _test_data(self) -> tuple[Known, list[str]]:
+        """The rows of --test-data whose class is known, and what is to be said of them."""
+        table, labels = read_table(self.config.test_data, "--test-data", self.config.reading), self._table.labels
+        column = named_column(table, labels.name, "--label").with_one_text_a_category()
+        values = class_numbers(column, labels.classes)
+        notes, other = self._encoding.remarks(table), column.take((values < 0) & ~column.is_missing).distinct_texts
+        if num_lost := int((values < 0).sum()):
+            what = f", such as {other[0]!r}" if other else ""
+            notes.append(f"Of {len(values):,} rows {num_lost:,} have no class, or one that --data-dir has not{what}.")
+            if num_lost == len(values):
+                raise UserError(f"{table.where}: {notes[-1]} Give rows with classes of --data-dir")
+        return Known(self._encoding.encode(table)[values >= 0], values[values >= 0]), notes
 
     @cached_property
     def _rows(self) -> dict[str, np.ndarray]:
@@ -263,7 +296,10 @@ class TabularTask(Task):
         labels, config = self._table.labels.values, self.config
         train, nothing = np.arange(len(labels)), np.arange(0)
         held = {"test": nothing, "val": nothing}
-        shares = {"test": config.test_share, "val": config.val_share if config.tune != "none" else 0}
+        shares = {
+            "test": 0 if config.test_data else config.test_share,
+            "val": config.val_share if config.tune != "none" else 0,
+        }
         for stream, (part, share) in enumerate(shares.items()):
             if share > 0:
                 kept, out = stratified_hold_out(labels[train], share, _SPLIT_SEED, stream)
@@ -280,7 +316,8 @@ class TabularTask(Task):
 
     @cached_property
     def _encoded_rows(self) -> dict[str, Known]:
-        return {name: self._encoded(rows) for name, rows in self._rows.items()}
+        parts = {name: self._encoded(rows) for name, rows in self._rows.items()}
+        return parts if self.config.test_data is None else parts | {"test": self._test_data[0]}
 
     @cached_property
     def _known(self) -> Known:
@@ -332,6 +369,8 @@ class TabularTask(Task):
         sampled = f"Of {known:,} rows with known classes each prediction learns from {most:,} (--max-context)."
         columns = overview(HEADING, [report.cells for report in self._table.reports])
         told = [printable(f"Columns of {self.config.data_dir}:"), *columns, *self._table.warnings]
+        if self.config.test_data is not None and not self._predicts:
+            told += [f"--test-data: {note}" for note in self._test_data[1]]
         return [*told, *([sampled] if known > most else []), *self._of_new_rows]
 
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray] | None:
@@ -466,7 +505,12 @@ class TabularTask(Task):
         everything = np.arange(self._table.features.num_rows)
         self._encoding = self._fitted(everything)  # nothing need be held out from what is predicted for a user
         self._known = self._encoded(everything)
+        self._predicts = True
         self._encoding.refuse_label(table)
+        if (name := self.config.id) is not None:
+            column = named_column(table, name, "--id")
+            self._ids = np.array([*column.distinct_texts, ""])[column.places].tolist()
+            table = table.without([name])
         self._of_new_rows = self._encoding.remarks(table)
         return Rows(self._encoding.encode(table), None, len(everything))
 
@@ -478,4 +522,5 @@ class TabularTask(Task):
         shown = {
             f"p({name})": [f"{p:.4f}" for p in column] for name, column in zip(classes, probabilities.T, strict=True)
         }
-        return {self._table.labels.name: [classes[i] for i in probabilities.argmax(1)]} | shown
+        ids = {self.config.id: [self._ids[i] for i in batch["index"].tolist()]} if self._ids else {}
+        return ids | {self._table.labels.name: [classes[i] for i in probabilities.argmax(1)]} | shown

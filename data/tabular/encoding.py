@@ -100,7 +100,7 @@ class Encoding:
         table: has the columns that were learned from, in any order, and perhaps others, which do not count; as it was
             read, or typed. Raises UserError where it lacks some.
         """
-        if lacking := {code.name for code in self.columns} - set(table.names):
+        if lacking := {code.name for code in self.columns if table.column(code.name) is None}:
             raise UserError(f"{table.where}: lacks {shown(lacking)}; give all columns that were learned from")
         columns = [code.encode(named_column(table, code.name, "column")) for code in self.columns]
         return np.stack(columns, axis=1).astype(np.float32)
@@ -113,10 +113,11 @@ class Encoding:
     def remarks(self, table: Table) -> list[str]:
         """Sentences about what of a new table cannot be used, or is read in another way than in training."""
         known = {code.name: code for code in self.columns}
-        others = [name for name in table.names if name not in known and name != self.label]
-        found = [f"Not learned from, and ignored: {shown(others)}."] if others else []
-        for column in table.columns:
-            if code := known.get(column.name):
+        used = {name.rpartition(" (")[0] for name in known}  # perhaps dates
+        others = [name for name in table.names if name not in {*known, *used} and name != self.label]
+        found = [*table.notes, *([f"Not learned from, and ignored: {shown(others)}."] if others else [])]
+        for code in self.columns:
+            if (column := table.column(code.name)) is not None:
                 found += code.remarks(column)
         return found
 

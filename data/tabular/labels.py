@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data.csv_lines import is_number
 from data.files import shown
 from data.tabular.spelling import PLAIN, is_mark_among_numbers
 from data.tabular.table import Column, Table
@@ -98,6 +99,8 @@ def named_column(table: Table, name: str, flag: str) -> Column:
         known = f"perhaps {' or '.join(map(repr, near))} is meant" if near else f"there are {shown(table.names)}"
         if len(table.names) == 1:
             known = f"there is one alone, {table.names[0]!r}; separate columns by commas, semicolons or tabs"
+        elif not near and any(map(is_number, table.names)):
+            known += "; if these are a row, docs/formats.md#no-line-of-names puts names above it"
         raise UserError(f"{table.where}: {flag} {name}: no such column; {known}")
     return column
 

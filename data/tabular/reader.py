@@ -60,17 +60,21 @@ def _read_csv(file: DataFile, where: str, reading: Reading) -> Table:
     with opened_table(file, reading.encoding) as (line, header, lines, decimal_comma):
         if not header:
             raise UserError(f"{where}: is empty; {_ADVICE}")
-        return _parse_csv(line, header, lines, decimal_comma, where)
+        return _parse_csv(line, header, lines, decimal_comma, where, reading.on_bad == "drop")
 
 
-def _parse_csv(line: int, header: list[str], lines: Iterator[Line], decimal_comma: bool, where: str) -> Table:
+def _parse_csv(
+    line: int, header: list[str], lines: Iterator[Line], decimal_comma: bool, where: str, drops: bool
+) -> Table:
     names = _column_names(header, f"{where}, line {line}")
     columns = [_Texts() for _ in names]
-    for rows in _blocks(lines, len(names), where):
-        for column, texts in zip(columns, zip(*rows, strict=True), strict=True):
+    bad: list[str] = []
+    for rows in _blocks(lines, len(names), where, bad if drops else None):
+        for column, texts in zip(columns, zip(*rows, strict=True) if rows else [[]] * len(columns), strict=True):
             column.add(texts)
     found = [texts.column(name) for name, texts in zip(names, columns, strict=True)]
-    return Table(where, _as_the_file_shows(found, decimal_comma))
+    notes = (f"Left out: {len(bad):,} lines that cannot be read, such as {bad[0]}.",) if bad else ()
+    return Table(where, _as_the_file_shows(found, decimal_comma), notes)
 
 
 def _as_the_file_shows(columns: Sequence[Column], decimal_comma: bool) -> tuple[Column, ...]:
@@ -89,22 +93,27 @@ def _column_names(fields: Sequence[str], where: str) -> list[str]:
     _check_width(len(fields), where)
     names = [field or f"unnamed {i}" for i, field in enumerate(fields, start=1)]
     if all(is_number(name) for name in names):
-        raise UserError(f"{where}: holds numbers where the names of the columns should be; add a line of names")
+        raise UserError(
+            f"{where}: holds numbers where the names of the columns should be: docs/formats.md#no-line-of-names puts "
+            "them above"
+        )
     return names
 
 
-def _blocks(lines: Iterable[Line], num_columns: int, where: str) -> Iterator[list[list[str]]]:
-    """The fields of some lines at a time."""
+def _blocks(lines: Iterable[Line], num_columns: int, where: str, bad: list[str] | None) -> Iterator[list[list[str]]]:
+    """The fields of some lines at a time. bad: takes what is wrong with a line; None refuses it."""
     lines = iter(lines)
     while some := list(islice(lines, _ROWS_AT_ONCE)):
         for number, fields in some:
             if len(fields) != num_columns:
                 shown = ",".join(fields)[:_SHOWN_WIDTH]
-                raise UserError(
-                    f"{where}, line {number}: {len(fields)} fields, but the line of names has {num_columns}: "
-                    f"{shown!r}; mend the line, or put quotes around values that hold the separator"
-                )
-        yield [fields for _, fields in some]
+                what = f"{len(fields)} fields, but the line of names has {num_columns}: {shown!r}"
+                wrong = f"{where}, line {number}: {what}"
+                if bad is None:
+                    advice = "mend the line, put quotes around values that hold the separator, or add --on-bad drop"
+                    raise UserError(f"{wrong}; {advice}")
+                bad.append(wrong)
+        yield [fields for _, fields in some if len(fields) == num_columns]
 
 
 class _Texts:

@@ -22,7 +22,7 @@ _MOST_NAMES_SHOWN = 10
 
 EMPTY = "no value in any row"
 CONSTANT = "the same value in every row"
-DATES = "dates are not read: add numbers, such as the month"
+DATES = "dates that do not tell the day from the month, or all alike: write 2024-05-31"
 ID = "names the rows: a different value in nearly every one"
 HEADING = ("column", "kind", "missing", "values", "note")
 
@@ -87,6 +87,13 @@ def screened(table: Table, labels: Labels, rows: np.ndarray) -> tuple[Table, lis
     for raw in table.columns:
         whole = raw.typed()
         column = whole.take(rows)
+        if whole.is_date():
+            parts = [part for whole_part in raw.date_parts() if len((part := whole_part.take(rows)).distinct) > 1]
+            kept += parts
+            note = f"learned from: {', '.join(part.name for part in parts)}"
+            cells = (raw.name, "date", int(raw.is_missing.sum()), _values(raw), note)
+            (plain.append(ColumnReport(*cells)) if parts else left_out.append(_left_out(raw, DATES)))
+            continue
         if reason := _why_useless(raw, whole, column):
             left_out.append(_left_out(raw, reason))
             continue
@@ -98,7 +105,7 @@ def screened(table: Table, labels: Labels, rows: np.ndarray) -> tuple[Table, lis
     if not kept:
         reasons = "; ".join(f"{report.name}: {report.note}" for report in left_out[:_MOST_NAMES_SHOWN])
         raise UserError(f"{table.where}: no column is left to learn from ({reasons or 'there is none'}); give others")
-    return Table(table.where, tuple(kept)), left_out + noted + plain, warnings
+    return replace(table, columns=tuple(kept)), left_out + noted + plain, [*table.notes, *warnings]
 
 
 def _why_useless(raw: Column, whole: Column, column: Column) -> str | None:
@@ -107,8 +114,6 @@ def _why_useless(raw: Column, whole: Column, column: Column) -> str | None:
         return EMPTY
     if len(column.distinct) == 1 and not column.is_missing.any():
         return CONSTANT
-    if whole.is_date():
-        return DATES
     return "; ".join(filter(None, [raw.reading.doubt, ID])) if _is_id(whole) else None
 
 

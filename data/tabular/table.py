@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from data.moments import moment_of
 from data.tabular.spelling import (
     MISSING,
     NEARLY_ALL,
@@ -28,6 +29,15 @@ _DATE = re.compile(
     r"(\d{4}-\d{1,2}-\d{1,2}|\d{4}/\d{1,2}/\d{1,2}|\d{1,2}[./-]\d{1,2}[./-](\d{4}|\d{2}))"
     r"([ T]\d{1,2}:\d{2}(:\d{2}([.,]\d+)?)?( ?[AaPp][Mm])?(Z| ?[+-]\d{2}:?\d{2})?)?"
 )
+
+_PARTS_OF_DATE: dict[str, Callable[[float], float]] = {
+    "days": lambda seconds: seconds / 86400,
+    "month": lambda seconds: float((np.datetime64(0, "s") + int(seconds)).astype("M8[M]").astype(int) % 12 + 1)
+    if np.isfinite(seconds) else np.nan,
+    "weekday": lambda seconds: (seconds // 86400 + 3) % 7,
+    "hour": lambda seconds: seconds % 86400 / 3600,
+}  # fmt: skip
+"""What is learned from dates, of seconds since 1970; the week begins with Monday, 0."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +105,10 @@ class Column:
 
     def looked_up(self, of_text: Callable[[str], float]) -> np.ndarray:
         """Of each row what belongs to its text, (n,) float64, NaN where it has none."""
-        return np.array([*map(of_text, self.distinct_texts), np.nan], np.float64)[self._places]
+        return np.array([*map(of_text, self.distinct_texts), np.nan], np.float64)[self.places]
 
     @property
-    def _places(self) -> np.ndarray:
+    def places(self) -> np.ndarray:
         """Place of each row's value among the different ones, (n,) int64; their number where it is missing."""
         return np.where(self.is_missing, len(self.distinct), np.searchsorted(self.distinct, self.values))
 
@@ -130,7 +140,7 @@ class Column:
     def with_one_text_a_category(self) -> "Column":
         """A copy in which spellings of one category, such as 1 and 1.0, are one text."""
         texts = [*canonical(self.distinct_texts, self.counts), ""]
-        return Column.of_codes(self.name, self._places, texts)
+        return Column.of_codes(self.name, self.places, texts)
 
     def is_date(self) -> bool:
         """Whether nearly all values that are there are texts such as 2024-05-31, 31.5.2024 or 2024-05-31T12:30:00Z."""
@@ -139,13 +149,33 @@ class Column:
         are_dates = [len(text) <= _LONGEST_DATE and _DATE.fullmatch(text) is not None for text in self.distinct_texts]
         return any(are_dates) and bool(self.counts[are_dates].sum() >= NEARLY_ALL * self.counts.sum())
 
+    def date_parts(self) -> list["Column"]:
+        """What a column of dates says in numbers; nothing where it is not clear whether day or month comes first."""
+        readings = np.array([moment_of(text) for text in self.distinct_texts]).reshape(-1, 2)
+        order, (day_first, month_first) = "", np.isfinite(readings).sum(axis=0)
+        if not np.array_equal(readings[:, 0], readings[:, 1], equal_nan=True):
+            order = "" if day_first == month_first else f", {'day' if day_first > month_first else 'month'} first"
+            if not order:
+                return []
+        return [self.date_part(f"{part}{order}") for part in _PARTS_OF_DATE]
+
+    def date_part(self, part: str) -> "Column":
+        """Numbers, by one of `_PARTS_OF_DATE` and perhaps the order of day and month: "month, day first"."""
+        kind, _, order = part.partition(", ")
+        numbers = {text: moment_of(text)[order == "month first"] for text in self.distinct_texts}
+        return Column(f"{self.name} ({part})", self.looked_up(lambda text: _PARTS_OF_DATE[kind](numbers[text])))
+
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of equally many rows, with different names. where: the table as messages call it."""
+    """Columns of equally many rows, with different names.
+
+    where: the table as messages call it. notes: what its owner should know of how it was read.
+    """
 
     where: str
     columns: tuple[Column, ...]
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         twice = {name for name in self.names if self.names.count(name) > 1}
@@ -161,15 +191,22 @@ class Table:
         return len(self.columns[0].values)
 
     def column(self, name: str) -> Column | None:
-        return next((column for column in self.columns if column.name == name), None)
+        """The column of a name, which may be that of a part of a date."""
+        base, _, part = name.rpartition(" (")
+        for column in self.columns:
+            if column.name == name:
+                return column
+            if column.name == base and column.texts is not None and part.partition(",")[0].strip(")") in _PARTS_OF_DATE:
+                return column.date_part(part.removesuffix(")"))
+        return None
 
     def without(self, names: Iterable[str]) -> "Table":
         names = set(names)
-        return Table(self.where, tuple(column for column in self.columns if column.name not in names))
+        return replace(self, columns=tuple(column for column in self.columns if column.name not in names))
 
     def take(self, rows: np.ndarray) -> "Table":
         """Some of the rows: (k,) their places, or (n,) bool."""
-        return Table(self.where, tuple(column.take(rows) for column in self.columns))
+        return replace(self, columns=tuple(column.take(rows) for column in self.columns))
 
 
 def table_of_array(values: np.ndarray, names: Sequence[str], where: str) -> Table:

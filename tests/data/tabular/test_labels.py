@@ -88,9 +88,9 @@ def test_rings_of_a_real_table_are_classes_with_a_doubt() -> None:
 
 def test_a_table_of_one_column_has_another_separator(read) -> None:
     with pytest.raises(
-        UserError, match=r"--label y: no such column; there is one alone, 'x\|y'; separate columns by com"
+        UserError, match=r"--label y: no such column; there is one alone, 'x/y'; separate columns by com"
     ):
-        class_labels(read("x|y\n1|a\n"), "y")
+        class_labels(read("x/y\n1/a\n"), "y")
 
 
 LABELS = np.random.default_rng(0).choice(5, size=997, p=[0.5, 0.3, 0.15, 0.04, 0.01])

@@ -46,7 +46,7 @@ def test_a_plain_table_is_shown_without_notes(screen) -> None:
         ([""] * NUM_ROWS, "no value in any row"),
         (["x"] * NUM_ROWS, "the same value in every row"),
         ([3.5] * NUM_ROWS, "the same value in every row"),
-        ([f"2024-05-{1 + i % 28:02}" for i in range(NUM_ROWS)], "dates are not read"),
+        ([f"0{1 + i % 9}/0{1 + i % 7}/2024" for i in range(NUM_ROWS)], "dates that do not tell the day"),
         ([f"name {i}" for i in range(NUM_ROWS)], "names the rows"),
         (["twice", *(f"name {i}" for i in range(1, NUM_ROWS - 1)), "twice"], "names the rows"),
         ([100 + i * 3 % NUM_ROWS for i in range(NUM_ROWS)], "names the rows"),

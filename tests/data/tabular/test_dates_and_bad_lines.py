@@ -1,0 +1,73 @@
+"""Dates of a table as numbers to learn from, and lines that are no rows."""
+
+import numpy as np
+import pytest
+
+from data.table_files import Reading
+from data.tabular.encoding import Encoding
+from data.tabular.reader import read_table
+from data.tabular.screening import labelled_table
+from trainer.common.errors import UserError
+
+
+@pytest.fixture
+def table(tmp_path):
+    def run(texts, name="t.csv"):
+        path = tmp_path / name
+        path.write_text("when;y\n" + "".join(f"{text};{'ab'[i % 2]}\n" for i, text in enumerate(texts)))
+        return read_table(path)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("texts", "order"),
+    [
+        (["2024-01-31 06:00", "2023-12-01 18:30", "", "2024-02-29 00:00"], ""),
+        (["31/01/2024 06:00", "01/12/2023 18:30", "", "29/02/2024"], ", day first"),
+        (["01/31/2024 6:00 AM", "12/01/2023 6:30 PM", "", "2/29/2024 12:00 AM"], ", month first"),
+    ],
+)
+def test_dates_are_learned_from(texts, order, table):
+    found = labelled_table(table(texts * 5), "y")
+    names = [f"when ({part}{order})" for part in ("days", "month", "weekday", "hour")]
+    assert list(found.features.names) == names
+    values = [column.values[:4].tolist() for column in found.features.columns]
+    expected = [
+        [19753.25, 19692 + 18.5 / 24, np.nan, 19782],
+        [1, 12, np.nan, 2],
+        [2, 4, np.nan, 3],
+        [6, 18.5, np.nan, 0],
+    ]
+    np.testing.assert_allclose(values, expected)
+    [report] = [report for report in found.reports if report.name == "when"]
+    assert (report.kind, report.num_missing) == ("date", 5) and names[1] in report.note
+
+    encoding = Encoding.fit(found.features, found.labels)
+    new = table(["28/03/2024", "", "soon"] if "day" in order else ["2024-03-28", "", "soon"], "new.csv")
+    encoded = encoding.encode(new) * [code.std for code in encoding.columns] + [code.mean for code in encoding.columns]
+    if order != ", month first":
+        np.testing.assert_allclose(encoded[0], [19810, 3, 3, 0], atol=1e-3)
+    assert np.isnan(encoded[1:]).all()
+    assert encoding.encode(found.features).shape == (20, 4)
+
+
+def test_parts_that_do_not_vary_are_left_out(table):
+    found = labelled_table(table([f"2024-05-{day:02}" for day in range(6, 26)]), "y")
+    assert found.features.names == ("when (days)", "when (weekday)")
+
+
+@pytest.mark.parametrize("texts", [["01/02/2024", "03/05/2024"], ["1/2/24", "13/2/24"]])
+def test_dates_of_which_the_day_is_not_clear_are_left_out(texts, table):
+    with pytest.raises(UserError, match=r"no column is left .*when: dates that do not tell the day"):
+        labelled_table(table(texts * 10), "y")
+
+
+def test_lines_that_are_no_rows_are_refused_or_left_out_and_counted(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("x,y\n1,a\n2,b,c\n3\n4,b\n" + "1,a\n4,b\n" * 9)
+    with pytest.raises(UserError, match=r"line 3: 3 fields, .* has 2: '2,b,c'; mend .*--on-bad drop"):
+        read_table(path)
+    table = read_table(path, reading=Reading(on_bad="drop"))
+    assert table.column("x").distinct_texts == ["1", "4"]
+    assert labelled_table(table, "y").warnings[0].startswith("Left out: 2 lines that cannot be read, such as --data")

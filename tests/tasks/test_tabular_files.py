@@ -1,0 +1,61 @@
+"""--test-data and --id of tables."""
+
+import csv
+import io
+
+import pytest
+
+TABULAR = ["--task", "tabular", "--label", "y", "--num-estimators", "1"]
+
+
+def write(path, rows, names="id,x,y"):
+    path.write_text(names + "\n" + "".join(",".join(map(str, row)) + "\n" for row in rows))
+    return path
+
+
+def rows_of(start, num):
+    return [(f"r{k}", k % 7 - 3, "high" if k % 7 > 3 else "low") for k in range(start, start + num)]
+
+
+@pytest.fixture
+def train(tmp_path):
+    return write(tmp_path / "train.csv", rows_of(0, 60))
+
+
+def test_rows_of_a_file_are_the_test(run_here, train, tmp_path):
+    test = write(tmp_path / "test.csv", [*rows_of(100, 20), ("r", 0, ""), ("s", 0, "odd")])
+    shown, _ = run_here(*TABULAR, "--data-dir", train, "--test-data", test, "--id", "id")
+    assert "Data: 60 train, 20 test samples" in shown and "test/accuracy 1.0000" in shown
+    assert "--test-data: Of 22 rows 2 have no class, or one that --data-dir has not, such as 'odd'." in shown
+
+
+def test_test_data_of_other_classes_or_columns_are_refused(refused, train, tmp_path):
+    argv = [*TABULAR, "--data-dir", train, "--test-data"]
+    other = write(tmp_path / "other.csv", [("a", 1, "low."), ("b", 2, "high.")])
+    refused(
+        [f"--test-data {other}: Of 2 rows 2 have no class, or one that --data-dir has not, such as 'high.'."],
+        *argv,
+        other,
+    )
+    unlabelled = write(tmp_path / "unlabelled.csv", [("a", 1)], "id,x")
+    refused([f"--test-data {unlabelled}: --label y: no such column"], *argv, unlabelled)
+    refused(["--test-share 0.5: --test-data has the rows"], *argv, train, "--test-share", "0.5")
+    refused([f"--data-dir {tmp_path}: is a folder; give a CSV"], *TABULAR, "--data-dir", tmp_path)
+
+
+def test_an_id_is_kept_in_predictions_and_not_learned_from(run_here, train, tmp_path):
+    new = write(tmp_path / "new.csv", [("b", 3, 1), ("", -3, 1), ("a", 2, 1)], "id,x,z")
+    shown, notes = run_here(*TABULAR, "--data-dir", train, "--id", "id", "--predict", new)
+    found = list(csv.reader(io.StringIO(shown)))
+    assert found[0] == ["id", "y", "p(high)", "p(low)"]
+    assert [row[:2] for row in found[1:]] == [["b", "high"], ["", "low"], ["a", "high"]]
+    assert "ignored: z." in notes
+
+
+def test_a_table_without_names_is_pointed_to_the_page(refused, tmp_path):
+    path = tmp_path / "adult.data"
+    path.write_text("39, State-gov, <=50K\n50, Self-emp, >50K\n")
+    message = (
+        "--label income: no such column; there are 39, <=50K, State-gov; if these are a row, docs/formats.md#no-line-"
+    )
+    refused([message], "--task", "tabular", "--data-dir", path, "--label", "income")
