@@ -184,8 +184,9 @@ def test_a_loss_that_couples_on_purpose_is_left_alone(monkeypatch):
     assert remarks_of(task_type) == []
 
 
-def test_a_slow_forward_is_tried_once(monkeypatch):
-    monkeypatch.setattr("trainer.loop.law.SLOW_S", 0.0)
+def test_what_takes_long_is_left_out(monkeypatch):
+    for name in ("SHARE_OF_START", "LEAST_S"):
+        monkeypatch.setattr(f"trainer.loop.law.{name}", 0.0)
     assert remarks_of(job(mean)) == []
 
 

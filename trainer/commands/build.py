@@ -230,9 +230,9 @@ def build_run(
     run.memory.apply(limit)
     if state is None:
         notes = initialise(run.learner, given, task.shipped_weights(), strategy)
-        prepare_training(flags, task, run.learner, strategy, run.plan.orders, run.memory)
+        first_s = prepare_training(flags, task, run.learner, strategy, run.plan.orders, run.memory)
         if not (task.fitted or flags.blocks.compile or strategy.exchanges_in_forward):
-            notes = [*notes, *check_sums(task, run.learner, strategy)]
+            notes = [*notes, *check_sums(task, run.learner, strategy, first_s=first_s)]
     else:
         changes = Changes(state, run.facts, task)
         changes.refuse_another_run()
@@ -344,17 +344,17 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
 
 def prepare_training(
     flags: Flags, task: Task, learner: Learner, strategy: Strategy, orders: Sequence[SampleOrder], memory: MemoryGuard
-) -> None:
+) -> float:
     """Spreads the model over the run's devices, for each phase by what it trains, and makes the optimizers.
 
-    All processes call it, with weights that they have alike. orders: of each phase. Raises UserError for what does not
-    keep the contract.
+    All processes call it, with weights that they have alike. orders: of each phase. Returns what the slowest first
+    forward took, in seconds of the processors. Raises UserError for what does not keep the contract.
     """
     check_same_parameters(learner.objective, strategy.group, f"--task {flags.run.task}")
     with strategy.unsharded(learner.objective):
         task.check_weights(learner.objective)
     if task.fitted:
-        return
+        return 0.0
     prepare_blocks(flags.blocks, task, learner.objective)
     groups = {
         phase: completed_groups(task, learner.objective, phase, flags.learning.weight_decay) for phase in task.phases
@@ -364,6 +364,7 @@ def prepare_training(
         learner.optimizers[phase] = build_optimizers(flags.learning, task, learner.objective, phase, groups[phase])
         strategy.check_optimizers(learner.optimizers[phase])
     learner.ema.leave_to([optimizer for several in learner.optimizers.values() for optimizer in several])
+    first_s = 0.0
     for index, phase in enumerate(task.phases):
         per_forward = min(2, memory.splits[index].batch_size)
         example = example_batch(task, index, per_forward * strategy.num_replicas, strategy.device.type == "cuda")
@@ -372,10 +373,12 @@ def prepare_training(
             learner.nets[phase] = strategy.wrap(learner.enter(phase))
             check_single_samples(learner, strategy, phase, orders[index], memory.splits[index], example)
             with refusing_compilation() if flags.blocks.compile else nullcontext():
-                exchanges = try_phase(learner, strategy, phase, example)
+                exchanges, seconds = try_phase(learner, strategy, phase, example)
+            first_s = max(first_s, seconds)
             if exchanges and not flags.blocks.compile:
                 check_exchanges(learner, strategy, phase, orders[index], example)
     settle_recomputed(learner.objective, learner.buffers.forward_state.changes.values())
+    return first_s
 
 
 def assemble_run(

@@ -3,6 +3,7 @@
 import inspect
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -175,10 +176,10 @@ def check_same_parameters(objective: nn.Module, group: Group, where: str) -> Non
     )
 
 
-def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) -> bool:
+def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) -> tuple[bool, float]:
     """A forward and a backward of a phase that change nothing. Raises UserError unless they are what training needs.
 
-    Returns whether the forward exchanged tensors with other processes by itself.
+    Returns whether the forward exchanged tensors with other processes by itself, and what it took of the processors.
 
     example: a batch whose samples do not count. DistributedDataParallel regroups its buckets after its first backward,
     which changes the order of summation: without this one the first step of a resumed run would differ from the same
@@ -192,9 +193,10 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
             if not is_sharded(parameter) and parameter.layout == torch.strided
         }
         drawn, num_before = strategy.places_in_generators(), strategy.group.num_exchanges
+        started = time.process_time()
         sums = net(strategy.to_device(example), phase)
         strategy.draws_on_host |= strategy.places_in_generators() != drawn
-        exchanges = strategy.group.num_exchanges > num_before
+        told = strategy.group.num_exchanges > num_before, time.process_time() - started
         require_sums(sums, objective, phase)
         if not sums["loss"].requires_grad:
             raise UserError(
@@ -213,7 +215,7 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
         learner.buffers.learn(changes(), objective, strategy.group)
         (sums["loss"] * 0).backward()
     strategy.build_buckets(net)
-    return exchanges
+    return told
 
 
 def check_exchanges(learner: Learner, strategy: Strategy, phase: str, order: SampleOrder, example: Batch) -> None:

@@ -6,7 +6,7 @@ but learn something else with each other number of devices or of samples per for
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -21,16 +21,17 @@ from trainer.loop.evaluate import start_evaluation
 from trainer.loop.learner import Learner
 from trainer.loop.module_state import leaving_no_trace
 from trainer.loop.totals import training_forward
+from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
 from trainer.task import Task, validation_sets
 
 NUM_SAMPLES, NUM_PARTS = 4, 2
-SLOW_S = 0.05
-"""A forward that takes longer is not repeated: a start shall not."""
+SHARE_OF_START, LEAST_S = 0.04, 0.07
+"""Of what the process has computed so far, in seconds of its processors, a check may take this share, or so long."""
 MEAN, PERHAPS = (0.85, 1.15), (0.6, 1.9)
 """What parts add up to, of `NUM_PARTS` times the whole, if it is a mean; and where a random forward may hide one."""
 NUM_SEEDS, MOST_S = 16, 0.5
-"""Draws whose sum shows which it is, if all of them take no longer."""
+"""Draws whose sum shows which it is, if with all of them the check takes no longer."""
 CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3}
 CLOSE_IN_HALVES = 5e-2
 """How far, of its size, a sum may be off by rounding."""
@@ -47,30 +48,54 @@ together, and doubles."""
 Sums = Mapping[str, Tensor]
 
 
-def check_sums(task: Task, learner: Learner, strategy: Strategy, no_limit: bool = False) -> list[str]:
+def check_sums(
+    task: Task, learner: Learner, strategy: Strategy, no_limit: bool = False, first_s: float = 0.0
+) -> list[str]:
     """Lines about sums that depend on how a batch is divided. Raises UserError for means, and for shapes that do.
 
     Some samples of each phase, and of a data set that is evaluated, go through the objective as a whole and in halves.
-    Nothing is learned, and no generator moves. no_limit: also where forwards are slow. All processes call it.
+    Nothing is learned, and no generator moves. no_limit: also where forwards are slow. first_s: what
+    the slowest first forward of a phase took. All processes call it.
     """
     remarks: list[str] = []
     if learner.objective.coupled:
         return remarks
-    is_joint = learner.objective.is_joint
+    is_joint, clock = learner.objective.is_joint, _Clock(strategy.group, not no_limit, first_s)
     for index, phase in enumerate(task.phases):
         where = training_forward(learner.objective, phase)  # which has returned sums already
         learner.enter(phase)
         halves = _Halves(
             task.training_data(phase), task.collate, index, strategy, NUM_ROWS if is_joint else NUM_SAMPLES
         )
-        remarks += _of_mode(where, learner, strategy, halves, no_limit, partial(_forward, learner.net, phase))
+        remarks += _of_mode(where, learner, strategy, halves, clock, partial(_forward, learner.net, phase))
     splits = task.splits()
     split = next(iter([*validation_sets(splits), "test"]))
     if split in splits and not is_joint:
         where = f"{type(learner.objective).__name__}.forward(batch) in eval mode"
         halves = _Halves(splits[split], task.collate, 0, strategy)
-        remarks += _of_mode(where, learner, strategy, halves, no_limit, learner.net, evaluates=True)
+        remarks += _of_mode(where, learner, strategy, halves, clock, learner.net, evaluates=True)
     return remarks
+
+
+class _Clock:
+    """How long a check may take: time of the processors, which does not depend on what else a machine does.
+
+    first_s: what a first forward took before. What it answers is the main process's; all processes ask.
+    """
+
+    def __init__(self, group: Group, has_limit: bool, first_s: float) -> None:
+        self._group, self._has_limit, self._started = group, has_limit, time.process_time()
+        self._limit_s = max(LEAST_S, SHARE_OF_START * self._started)
+        self.of_forward = first_s / 2 if group.device.type == "cpu" else 0.0  # a GPU begins with the first one
+
+    def spent(self) -> float:
+        """Seconds since it began, of this process."""
+        return time.process_time() - self._started
+
+    def allows(self, num_forwards: int, limit_s: float = 0.0) -> bool:
+        """Whether there is time for so many more forwards. limit_s: of the whole check; by default the usual one."""
+        most = limit_s or self._limit_s
+        return self._group.on_main(lambda: not self._has_limit or self.spent() + num_forwards * self.of_forward < most)
 
 
 def _forward(net: nn.Module, phase: str, batch: Batch) -> Mapping[str, object]:
@@ -79,22 +104,32 @@ def _forward(net: nn.Module, phase: str, batch: Batch) -> Mapping[str, object]:
 
 
 class _Halves:
-    """The first samples of a data set, on the device: whole, and in parts of equal size."""
+    """The first samples of a data set, on the device: whole, and in parts of equal size; made when they are needed."""
 
     def __init__(
         self, dataset: KeyedDataset, collate: Collate, phase: int, strategy: Strategy, most: int = NUM_SAMPLES
     ) -> None:
         self.num_samples = min(most, len(dataset)) // NUM_PARTS * NUM_PARTS
-        for_gpu = strategy.device.type == "cuda"
+        self._dataset, self._collate, self._phase, self._strategy = dataset, collate, phase, strategy
 
-        def batch(index: np.ndarray) -> Batch:
-            keys = SampleKeys(index, 0, phase, few_lengths=for_gpu)
-            found = gathered(dataset, collate, keys)
-            return {name: tensor.to(strategy.device) for name, tensor in found.items()}
+    def _batch(self, index: np.ndarray) -> Batch:
+        device = self._strategy.device
+        keys = SampleKeys(index, 0, self._phase, few_lengths=device.type == "cuda")
+        found = gathered(self._dataset, self._collate, keys)
+        return {name: tensor.to(device) for name, tensor in found.items()}
 
-        index = np.arange(self.num_samples)
-        self.whole = batch(index) if self.num_samples else {}
-        self.parts = [batch(part) for part in np.split(index, NUM_PARTS)] if self.num_samples else []
+    @cached_property
+    def whole(self) -> Batch:
+        return self._batch(np.arange(self.num_samples))
+
+    @cached_property
+    def first(self) -> Batch:
+        return self._batch(np.arange(self.num_samples // NUM_PARTS))
+
+    @cached_property
+    def others(self) -> list[Batch]:
+        """The parts behind the first one."""
+        return [*map(self._batch, np.split(np.arange(self.num_samples), NUM_PARTS)[1:])]
 
 
 def _of_mode(
@@ -102,11 +137,11 @@ def _of_mode(
     learner: Learner,
     strategy: Strategy,
     halves: _Halves,
-    no_limit: bool,
+    clock: _Clock,
     forward: Callable[[Batch], Mapping[str, object]],
     evaluates: bool = False,
 ) -> list[str]:
-    if not halves.num_samples:
+    if not halves.num_samples or not clock.allows(2 * NUM_PARTS if evaluates else 1):
         return []
     objective = learner.objective
     modes = [(module, module.training) for module in objective.modules()]
@@ -125,25 +160,29 @@ def _of_mode(
                     module.eval()
             if evaluates:
                 start_evaluation(objective, learner.precision, strategy)
-            started = time.perf_counter()
-            whole = sums(halves.whole, 0)
-            seconds = strategy.group.on_main(lambda: time.perf_counter() - started)
-            if seconds > SLOW_S and not no_limit:
+            before = clock.spent()
+            first = sums(halves.first, 0)
+            clock.of_forward = clock.spent() - before
+            if not clock.allows(2 * NUM_PARTS - 1):  # of halves
                 return []
+            whole, parts = sums(halves.whole, 0), [first, *(sums(part, 0) for part in halves.others)]
             if objective.is_joint:
-                return _joint_mean(where, whole, halves, sums)
-            has_time = no_limit or seconds * NUM_SEEDS * (1 + NUM_PARTS) < MOST_S
-            return _compared(where, learner, whole, halves, sums, has_time)
+                return _joint_mean(where, whole, parts, halves, sums)
+            return _compared(
+                where, learner, whole, parts, halves, sums, clock.allows(2 * NUM_PARTS * NUM_SEEDS, MOST_S)
+            )
     finally:
         for module, mode in modes:
             module.training = mode
 
 
-def _joint_mean(where: str, whole: Sums, halves: _Halves, sums: Callable[[Batch, int], Sums]) -> list[str]:
+def _joint_mean(
+    where: str, whole: Sums, parts: Sequence[Sums], halves: _Halves, sums: Callable[[Batch, int], Sums]
+) -> list[str]:
     """A line about a loss of all rows that looks like a mean over them; for certain only who wrote it knows."""
     batch, loss = halves.whole, float(whole["loss"])
     twice = float(sums({name: torch.cat([value, value]) for name, value in batch.items()}, 0)["loss"])
-    in_halves = float(_added([sums(part, 0) for part in halves.parts])["loss"])
+    in_halves = float(_added(parts)["loss"])
     if not (0 < MORE_IN_HALVES * loss < in_halves and twice < LESS_TWICE * loss):
         return []
     return [
@@ -157,12 +196,12 @@ def _compared(
     where: str,
     learner: Learner,
     whole: Sums,
+    parts: Sequence[Sums],
     halves: _Halves,
     sums: Callable[[Batch, int], Sums],
     has_time: bool,
 ) -> list[str]:
     """has_time: for many forwards, where they are random."""
-    parts = [sums(part, 0) for part in halves.parts]
     for part in parts:
         _require_same_shapes(where, whole, part, halves.num_samples)
 
@@ -182,7 +221,9 @@ def _compared(
         if found and has_time:
             seeds = range(2, 2 + NUM_SEEDS)
             whole = _added([sums(halves.whole, seed) for seed in seeds])
-            parts = [_added([sums(part, NUM_SEEDS + seed) for seed in seeds]) for part in halves.parts]
+            parts = [
+                _added([sums(part, NUM_SEEDS + seed) for seed in seeds]) for part in [halves.first, *halves.others]
+            ]
         found = means(MEAN, whole, parts) if has_time else []
     else:
         found = means(MEAN, whole, parts)
