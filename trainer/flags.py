@@ -21,6 +21,8 @@ MOST_THREADS = 1024
 """Of a process: with far more, starting them fails without a word."""
 MOST_PROCESSES = 1024
 """Of a machine."""
+LOGGERS = ("wandb", "mlflow")
+"""What `--logger` takes beside a file and a class."""
 RETIRED = {
     "--hang-timeout-s": "is no flag any more: --dist-timeout-s is the only time limit; leave it out",
     "--straggler-factor": "is no flag any more: a rank is slow above 1.3 times the median; leave it out",
@@ -76,8 +78,8 @@ class RunFlags(FlagGroup):
     cache_dir: Path = flag(DEFAULT_CACHE, "where parsed data sets are kept, shared by all ranks and runs", local=True)
     log_interval: int = flag(50, "optimizer steps between two log lines", metavar="STEPS", at_least=1)
     logger: tuple[str, ...] | None = flag(
-        None, "also log to a logger of your own: path/to/file.py:ClassName; several are allowed", metavar="FILE:CLASS",
-        local=True, from_record="refused",
+        None, "also log to wandb, mlflow, or a logger of your own: path/to/file.py:ClassName; several are allowed",
+        metavar="LOGGER", local=True, from_record="refused",
     )  # fmt: skip
     no_baselines: bool = flag(
         False, "leave out the simple methods whose scores a task shows beside those of the run", local=True
@@ -99,7 +101,7 @@ class RunFlags(FlagGroup):
 
     def problems(self) -> list[str]:
         found = []
-        for logger in self.logger or ():
+        for logger in [each for each in self.logger or () if each not in LOGGERS]:
             try:
                 split_name(logger, "--logger")
             except UserError as error:

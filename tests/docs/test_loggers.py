@@ -1,9 +1,7 @@
-"""docs/loggers.md: its loggers follow a run that is stopped and goes on, with the real packages."""
+"""Loggers of services follow a run that is stopped and goes on; and the example posts to a chat."""
 
-import ast
-import inspect
+import importlib
 import json
-import re
 import subprocess
 import sys
 import threading
@@ -12,34 +10,24 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from tests.conftest import ROOT, TINY
-from trainer import Logger
+from trainer.flags import LOGGERS
+from trainer.logs.services import SERVICES
 
 ONE_EPOCH = ["--log-interval", 1, "--epochs", 1]
 TWO_EPOCHS = ["--log-interval", 1, "--epochs", 2]
 
 
-def recipe(heading):
-    _, _, text = (ROOT / "docs" / "loggers.md").read_text().partition(f"## {heading}\n")
-    return re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
-
-
-@pytest.mark.parametrize("heading", ["Weights & Biases", "MLflow"])
-def test_recipes_override_methods_that_there_are(heading):
-    (own,) = [node for node in ast.parse(recipe(heading)).body if isinstance(node, ast.ClassDef)]
-    methods = {node.name: [argument.arg for argument in node.args.args] for node in own.body}
-    assert methods.keys() >= {"start", "metrics", "end"}
-    assert methods == {name: list(inspect.signature(getattr(Logger, name)).parameters) for name in methods}
+def run_id(directory):
+    return json.loads((directory / "config.json").read_text())["run_id"]
 
 
 @pytest.fixture
 def in_two_parts(command, tmp_path):
     """A run of two epochs, stopped after the first, in processes of its own; returns its directory."""
 
-    def run(heading, class_name, **variables):
-        file = tmp_path / f"{class_name.lower()}_logger.py"
-        file.write_text(recipe(heading))
+    def run(logger, **variables):
         for part in (ONE_EPOCH, TWO_EPOCHS):
-            argv = [*TINY, *part, "--save-dir", tmp_path / "run", "--logger", f"{file}:{class_name}"]
+            argv = [*TINY, *part, "--save-dir", tmp_path / "run", "--logger", logger]
             out = command("main.py", *argv, **variables).stdout
             assert not [line for line in out.splitlines() if line.startswith("--logger")]
         return tmp_path / "run"
@@ -47,14 +35,10 @@ def in_two_parts(command, tmp_path):
     return run
 
 
-def run_id(directory):
-    return json.loads((directory / "config.json").read_text())["run_id"]
-
-
 @pytest.mark.slow
 def test_weights_and_biases(in_two_parts):
     pytest.importorskip("wandb", reason="needs wandb")
-    directory = in_two_parts("Weights & Biases", "WandB", WANDB_MODE="offline", WANDB_SILENT="true")
+    directory = in_two_parts("wandb", WANDB_MODE="offline", WANDB_SILENT="true")
     records = sorted(directory.glob("wandb/offline-run-*/*.wandb"))
     assert [path.name for path in records] == [f"run-{run_id(directory)}.wandb"] * 2
     for path in records:
@@ -65,7 +49,7 @@ def test_weights_and_biases(in_two_parts):
 def test_mlflow(in_two_parts, tmp_path):
     pytest.importorskip("mlflow", reason="needs mlflow")
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    directory = in_two_parts("MLflow", "MLflow", MLFLOW_TRACKING_URI=store)
+    directory = in_two_parts("mlflow", MLFLOW_TRACKING_URI=store)
     look = f"""
 import json, mlflow
 mlflow.set_tracking_uri({store!r})
@@ -75,6 +59,104 @@ print(json.dumps([run.data.tags["lockstep"], run.data.params["lr"], run.info.sta
 """
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == [run_id(directory), "0.01", "FINISHED", [1, 2, 3, 4, 5, 6]]
+
+
+# --- packages with the same calls, which note them ---------------------------------------------------------------
+
+WANDB = """
+calls = []
+
+
+def init(**settings):
+    calls.append(("init", settings))
+    return Run()
+
+
+class Run:
+    def log(self, values, step):
+        calls.append(("log", step, sorted(values)))
+
+    def finish(self, exit_code):
+        calls.append(("finish", exit_code))
+"""
+MLFLOW = """
+from types import SimpleNamespace
+
+runs, calls = {}, []
+
+
+def search_runs(filter_string, output_format):
+    name = filter_string.removeprefix("tags.lockstep = ").strip("'")
+    return [SimpleNamespace(info=SimpleNamespace(run_id=runs[name]))] if name in runs else []
+
+
+def start_run(run_id, run_name, tags):
+    runs.setdefault(tags["lockstep"], f"of {run_name}")
+    calls.append(("start", run_id))
+
+
+def log_params(params):
+    calls.append(("params", params["lr"]))
+
+
+def log_metrics(values, step):
+    calls.append(("log", step, sorted(values)))
+
+
+def end_run(status):
+    calls.append(("end", status))
+"""
+
+
+@pytest.fixture
+def package(monkeypatch, tmp_path):
+    """Makes a package of a text, which can be imported."""
+    (tmp_path / "packages").mkdir()
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+
+    def make(name, text):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        (tmp_path / "packages" / f"{name}.py").write_text(text)
+        return importlib.import_module(name)
+
+    yield make
+    for name in LOGGERS:
+        sys.modules.pop(name, None)
+
+
+def test_wandb_goes_on_under_the_id_of_the_run(package, run_here, tmp_path):
+    calls, directory = package("wandb", WANDB).calls, tmp_path / "run"
+    for part in (ONE_EPOCH, TWO_EPOCHS):
+        out = run_here(*TINY, *part, "--save-dir", directory, "--logger", "wandb").out
+        assert "--logger" not in out
+    begun = [settings for name, settings, *_ in calls if name == "init"]
+    assert [(its["id"], its["resume"], its["project"]) for its in begun] == [
+        (run_id(directory), "allow", "lockstep")
+    ] * 2
+    assert begun[0]["config"]["lr"] == 0.01
+    steps = [step for name, step, *more in calls if name == "log" and "grad_norm" in more[0]]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert any("val/accuracy" in more[0] for name, _, *more in calls if name == "log")
+    assert calls.count(("finish", 0)) == 2
+
+
+def test_mlflow_goes_on_with_the_run_of_the_same_tag(package, run_here, tmp_path):
+    calls = package("mlflow", MLFLOW).calls
+    for part in (ONE_EPOCH, TWO_EPOCHS):
+        assert "--logger" not in run_here(*TINY, *part, "--save-dir", tmp_path / "run", "--logger", "mlflow").out
+    assert [call for call in calls if call[0] in ("start", "params", "end")] == [
+        ("start", None), ("params", 0.01), ("end", "FINISHED"), ("start", "of run"), ("end", "FINISHED"),
+    ]  # fmt: skip
+    assert [call[1] for call in calls if call[0] == "log" and "grad_norm" in call[2]] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("name", LOGGERS)
+def test_a_package_that_is_not_there_is_named(name, package, run_here, tmp_path):
+    assert SERVICES.keys() == {*LOGGERS}
+    (tmp_path / "packages" / f"{name}.py").write_text("raise ImportError('none here')")
+    sys.modules.pop(name, None)
+    err = run_here(*TINY, *ONE_EPOCH, "--save-dir", tmp_path / "run", "--logger", name, status=2).err
+    assert err == f"error: --logger {name}: cannot import the package {name} (none here); pip install {name}\n"
 
 
 class Chat(BaseHTTPRequestHandler):

@@ -269,7 +269,7 @@ def test_a_process_ends_whatever_a_logger_holds(environment, tmp_path):
 @pytest.mark.parametrize(
     ("value", "part"),
     [
-        ("wandb", "--logger wandb: must be path/to/file.py:ClassName"),
+        ("comet", "--logger comet: must be path/to/file.py:ClassName"),
         ("no_such.py:Mine", "--logger no_such.py:Mine: there is no file no_such.py"),
         (f"{FILE}:Nothing", f"{FILE} defines no Nothing"),
         (f"{FILE}:RECORD", "RECORD is not a subclass of trainer.Logger"),

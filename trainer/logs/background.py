@@ -9,6 +9,7 @@ from dataclasses import replace
 from trainer.common.errors import UserError
 from trainer.common.validation import find_class
 from trainer.logs.logger import LoggedRun, Logger, Record
+from trainer.logs.services import SERVICES
 from trainer.task import Picture
 
 MAX_WAITING = 500
@@ -23,9 +24,11 @@ def build_loggers(values: Sequence[str]) -> list["BackgroundLogger"]:
     """The loggers that `--logger` names. Raises UserError for one that cannot be imported or made."""
     loggers = []
     for value in values:
-        logger_type = find_class(value, "--logger", Logger, comes_first=False)
+        logger_type = SERVICES.get(value) or find_class(value, "--logger", Logger, comes_first=False)
         try:
             loggers.append(BackgroundLogger(logger_type(), f"--logger {value}"))
+        except UserError:
+            raise
         except Exception as error:
             raise UserError(f"--logger {value}: cannot be made: {_in_one_line(error)}") from None
     return loggers
