@@ -7,7 +7,7 @@ from tests.helpers import budget
 
 LINES_AND_FILES = {
     "checkpoint": (2070, 7),
-    "commands": (3249, 14),
+    "commands": (3249, 15),
     "common": (1007, 7),
     "failure": (681, 4),
     "loading": (1791, 11),

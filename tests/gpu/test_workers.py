@@ -12,7 +12,7 @@ from tests.gpu.runs import tiny
 from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
 from tests.helpers.imagined_gpu.ranks import run_ranks
 from tests.helpers.weighted_task import Sequences, Weighted, WeightedFlags
-from trainer.commands import build
+from trainer.commands import loaders
 from trainer.loading.order import SampleKeys
 from trainer.loading.workers import BatchLoader, Workers
 from trainer.parallel import strategy
@@ -44,7 +44,7 @@ def told() -> list[str]:
 @on_imagined_gpus()
 def test_slow_data_get_workers_and_the_same_bits(tmp_path, cache_dir):
     """Those that are to spare beside the trainer; training and evaluations, of which the last one comes at the end."""
-    build.num_cores = lambda: 3
+    loaders.num_cores = lambda: 3
     assert not torch.cuda.is_initialized()
     found = tiny(cache_dir, tmp_path / "auto", *SLEEPY, *LONG, "--eval-every-steps", 25)
     start, decision = told()
@@ -58,14 +58,14 @@ def test_slow_data_get_workers_and_the_same_bits(tmp_path, cache_dir):
 @pytest.mark.slow
 @on_imagined_gpus()
 def test_batches_that_would_fill_shared_memory_are_made_by_the_trainer(tmp_path, cache_dir):
-    build.num_cores, build.shared_memory = lambda: 9, lambda: 16 * 200
+    loaders.num_cores, loaders.shared_memory = lambda: 9, lambda: 16 * 200
     tiny(cache_dir, tmp_path / "run", *SLEEPY, *LONG)
     assert told()[1:] == [f"{HERE}16 of them would not fit into /dev/shm."]
 
 
 @on_imagined_gpus()
 def test_quick_data_are_loaded_by_the_trainer(tmp_path, cache_dir):
-    build.num_cores = lambda: 9
+    loaders.num_cores = lambda: 9
     tiny(cache_dir, tmp_path / "run", *LONG, "--delay-s", 0.02)
     start, decision = told()
     assert "Workers: 8 per rank" in start
@@ -84,7 +84,7 @@ def test_quick_data_are_loaded_by_the_trainer(tmp_path, cache_dir):
 )
 @on_imagined_gpus()
 def test_data_that_processes_must_not_have_copies_of_stay(holds, why, tmp_path, cache_dir):
-    build.num_cores = lambda: 2
+    loaders.num_cores = lambda: 2
     tiny(cache_dir, tmp_path / "auto", *COUNTING, *LONG, "--holds", holds)
     assert told()[1:] == [HERE + why]
 
@@ -145,7 +145,7 @@ def test_what_is_sent_ahead_changes_nothing(tmp_path, cache_dir):
 @pytest.mark.slow
 @on_imagined_gpus(2)
 def test_each_rank_has_workers_of_its_own(tmp_path, cache_dir):
-    build.num_cores = lambda: 4
+    loaders.num_cores = lambda: 4
     argv = [
         "--multi-gpu",
         "ddp",

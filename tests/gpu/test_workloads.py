@@ -8,7 +8,8 @@ from tests.gpu.runs import EXACT, assert_same, run
 from tests.gpu.test_graphs import learns_the_same, told
 from tests.helpers import small_catalogue, small_seqrec, small_speech, small_table
 from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
-from trainer.commands.build import build_loaders, build_task
+from trainer.commands.build import build_task
+from trainer.commands.loaders import build_loaders
 from trainer.commands.parse import parse
 from trainer.loading.batches import gathered
 from trainer.loading.on_device import DeviceLoader, moved

@@ -1,0 +1,134 @@
+"""Where the batches of a run are made: by this process, by workers, or on its GPU."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from trainer.commands.flags import Flags
+from trainer.common.errors import UserError
+from trainer.flags import RunFlags
+from trainer.loading.batches import KeyedDataset, PhaseDatasets
+from trainer.loading.on_device import DeviceLoader, Movable, moved, num_bytes
+from trainer.loading.order import Position
+from trainer.loading.workers import BatchLoader, Workers, shared_memory
+from trainer.parallel.devices import num_cores
+from trainer.parallel.group import Group
+from trainer.parallel.strategy import Strategy
+from trainer.task import Task, training_streams
+
+Loading = tuple[Workers, dict[str, BatchLoader]]
+LARGEST_SHARE = 1 / 4
+"""Of a GPU's free memory: larger data stay on the host, unless they are asked for."""
+SURELY_FITS = 2**30
+"""Bytes: smaller data will lie on the GPU, as far as that can be told before it is used."""
+MOST_WORKERS = 8
+"""Of `--num-workers auto`: enough for steps of 1.3 ms, where making a batch takes 10 ms."""
+
+
+def start_loading(flags: Flags, task: Task, strategy: Strategy, trains: bool) -> Loading:
+    """Workers, which are forked before CUDA is initialised, and the loaders of all data sets on the host.
+
+    trains: whether there will be steps. All processes call it. Raises UserError for GPUs that cannot train together.
+    """
+    workers = build_workers(flags.run, task, strategy.group, trains)
+    loaders = build_loaders(task, workers)
+    if strategy.device.type == "cuda":
+        with ExitStack() as on_failure:
+            on_failure.callback(workers.close)
+            workers.start()
+            strategy.group.check_devices()
+            on_failure.pop_all()
+    return workers, loaders
+
+
+def build_workers(given: RunFlags, task: Task, group: Group, trains: bool) -> Workers:
+    """As `--num-workers` wants them. trains: whether there will be steps by which a trial can judge."""
+    for_gpu = group.device.type == "cuda"
+    if given.num_workers != "auto":
+        return Workers(given.num_workers, for_gpu)
+    training = data_by_loader(task)["train"]
+    movable = [each for each in training if isinstance(each, Movable)]
+    moves = len(movable) == len(training) and given.data_on != "host" and num_bytes(movable) <= SURELY_FITS
+    spare = num_cores() // group.local_world_size - 1
+    # On a CPU training needs the cores itself.
+    takes_workers = for_gpu and trains and not moves and not training_streams(task)  # each would read all of a stream
+    num_workers = max(0, min(MOST_WORKERS, spare)) if takes_workers else 0
+    return Workers(num_workers, for_gpu, on_trial=num_workers > 0, room=shared_memory() / group.local_world_size)
+
+
+def build_loaders(task: Task, workers: Workers) -> dict[str, BatchLoader]:
+    """Of all data sets, on the host."""
+    return {
+        name: BatchLoader(PhaseDatasets(datasets), task.collate, workers, trains=name == "train")
+        for name, datasets in data_by_loader(task).items()
+    }
+
+
+def loaders_on_device(task: Task, data_on: str, group: Group) -> dict[str, BatchLoader]:
+    """Moves data sets to the device of this process, and returns their loaders. All processes call it.
+
+    data_on: `--data-on`. Raises UserError where it asks for what cannot be.
+    """
+    if data_on == "host" or group.device.type != "cuda":
+        return {}
+    sources = data_by_loader(task)
+    can_move = {name: parts for name, parts in sources.items() if all(isinstance(part, Movable) for part in parts)}
+    stays = [f"{name} ({type(sources[name][0]).__name__})" for name in sources if name not in can_move]
+    parts: list[Any] = [part for each in can_move.values() for part in each]
+    needed, free = num_bytes(parts), torch.cuda.mem_get_info(group.device)[0]
+    if data_on == "device":
+        if stays:
+            raise UserError(f"--data-on device: {', '.join(stays)} cannot lie on a GPU, being no Movable; take auto")
+        group.together(lambda: _require_memory(needed, free, group.device))
+    elif not all(group.gather(needed <= LARGEST_SHARE * free)):
+        return {}
+    there = iter(moved(parts, group.device))
+    return {
+        name: DeviceLoader([next(there) for _ in each], task.collate, group.device) for name, each in can_move.items()
+    }
+
+
+def data_by_loader(task: Task) -> dict[str, list[KeyedDataset]]:
+    """The data sets of each loader: those of all phases for "train", and one for each other split."""
+    evaluated = {name: [dataset] for name, dataset in task.splits().items() if name != "train"}
+    return {"train": [task.training_data(phase) for phase in task.phases], **evaluated}
+
+
+def _require_memory(needed: int, free: int, device: torch.device) -> None:
+    if needed > free:
+        raise UserError(
+            f"--data-on device: the data take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of {device} are free; "
+            "take --data-on host"
+        )
+
+
+def where_data_are(task: Task, loaders: Mapping[str, BatchLoader], data_on: str, device: torch.device) -> list[str]:
+    """The line about data on a GPU, where there is one."""
+    there = [name for name, loader in loaders.items() if isinstance(loader, DeviceLoader)]
+    parts: Any = [each for own in data_by_loader(task).values() for each in own if isinstance(each, Movable)]
+    if there:
+        return [f"Data on {device}: {', '.join(there)}, {num_bytes(parts) / 1e6:.1f} MB. Their batches are made there."]
+    if device.type == "cuda" and data_on == "auto" and parts:
+        return [f"Data on the host: they would take more than {LARGEST_SHARE:.0%} of the free memory of {device}."]
+    if device.type != "cuda" and data_on == "device":
+        return ["--data-on device: has no effect without a GPU."]
+    return []
+
+
+def remarks_on_streams(
+    task: Task, turns: Sequence[int], position: Position, world_size: int, num_workers: int
+) -> list[str]:
+    """What training on streams costs, a line for each."""
+    lines = []
+    for phase, dataset in training_streams(task).items():
+        index = task.phases.index(phase)
+        num_again = dataset.num_read_again(index, *position.of_phase(index, bool(turns)))
+        name = f"Stream{f' of phase {phase}' if len(task.phases) > 1 else ''}"
+        readers = "every worker of " * (num_workers > 0) + ("every process" if world_size > 1 else "this process")
+        if world_size > 1 or num_workers:
+            lines.append(f"{name}: {readers} reads all of it, and keeps the samples of its own batches.")
+        if num_again:
+            lines.append(f"{name}: going on begins with reading {num_again} samples again.")
+    return lines
