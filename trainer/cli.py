@@ -170,15 +170,13 @@ def run_command(flags: Flags, argv: Sequence[str], strategy: Strategy) -> int:
         export_model(flags, strategy)
         return EXIT_FINISHED
     task = strategy.group.together(lambda: build_task(flags))
-    done = strategy.group.on_main(task.other_work)
-    if done is not None:
+    if (done := strategy.group.on_main(task.other_work)) is not None:
         if strategy.group.is_main:
             say(done)
-        return EXIT_FINISHED
-    if flags.run.check_task:
+    elif flags.run.check_task:
         check_only(flags, task, strategy)
-        return EXIT_FINISHED
-    if flags.checkpoint.eval_only or not task.trains:
+    elif flags.checkpoint.eval_only or not task.trains:
         evaluate_only(flags, task, strategy)
-        return EXIT_FINISHED
-    return train_in_directory(flags, argv, task, strategy)
+    else:
+        return train_in_directory(flags, argv, task, strategy)
+    return EXIT_FINISHED

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise, starmap
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from trainer.loading.order import SampleKeys
 from trainer.loading.workers import BatchLoader
 from trainer.loop.run import Run
 from trainer.loop.windows import Window, training_windows
+from trainer.parallel.devices import DeviceQueue, queue_of
 from trainer.profiling.measure import MeasuredRun, with_at_most
-from trainer.profiling.meters import ms_between, now
 from trainer.profiling.phase_clock import replaced
 
 NUM_BATCHES, NUM_STEPS = 20, 60
@@ -73,31 +73,32 @@ def model_flags(setting: Setting, name: str) -> list[object]:
     return [*MODELS[name], "--batch-size", setting.pick(BATCH_SIZES[MODELS[name][1]], 4)]
 
 
-def between(marks: Sequence[Any]) -> list[float]:
+def between(queue: DeviceQueue, marks: Sequence[Any]) -> list[float]:
     """Milliseconds between neighbouring instants. Waits for the device."""
-    return [*starmap(ms_between, pairwise(marks))]
+    return [1e3 * queue.seconds(*pair) for pair in pairwise(marks)]
 
 
 def ms_of(run: Run, steps: Iterable[Step]) -> list[float]:
     """Milliseconds of each of some steps, one after the other."""
-    marks = [now(run.strategy.device)]
+    queue = queue_of(run.strategy.device)
+    marks = [queue.instant()]
     for step in steps:
         step()
-        marks.append(now(run.strategy.device))
-    return between(marks)
+        marks.append(queue.instant())
+    return between(queue, marks)
 
 
 def ms_of_loop(run: Run, num_steps: int) -> list[float]:
     """Milliseconds of each step of the trainer's loop but the first."""
-    marks, advance = [], run.log.advance
+    queue, marks, advance = queue_of(run.strategy.device), [], run.log.advance
 
     def advanced(num_samples: int) -> None:
         advance(num_samples)
-        marks.append(now(run.strategy.device))
+        marks.append(queue.instant())
 
     with replaced(run.log, "advance", advanced):
         MeasuredRun(run).train(num_steps)
-    return between(marks)
+    return between(queue, marks)
 
 
 def bare_step(run: Run, window: Window) -> None:
@@ -220,7 +221,7 @@ def of_lightning(setting: Setting, run: Run, windows: list[Window], num_epochs: 
     import lightning
     from lightning.pytorch.loggers import CSVLogger
 
-    learner, phase, marks = run.learner, run.task.phases[0], []
+    learner, phase, marks, queue = run.learner, run.task.phases[0], [], queue_of(run.learner.device)
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -233,7 +234,7 @@ def of_lightning(setting: Setting, run: Run, windows: list[Window], num_epochs: 
             return loss
 
         def on_train_batch_end(self, *args: Any) -> None:
-            marks.append(now(learner.device))
+            marks.append(queue.instant())
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return learner.optimizers[phase][0]
@@ -245,7 +246,7 @@ def of_lightning(setting: Setting, run: Run, windows: list[Window], num_epochs: 
     )  # fmt: skip
     batches: Any = [(window.micro_batches[0].batch, float(window.weight)) for window in windows]
     trainer.fit(Module(), torch.utils.data.DataLoader(batches, batch_size=None))
-    return between(marks)
+    return between(queue, marks)
 
 
 OTHERS: dict[str, tuple[str, Callable[..., list[float]]]] = {

@@ -120,9 +120,6 @@ class DeviceLoader(BatchLoader):
     def one(self, keys: SampleKeys) -> Batch:
         return self._batch(replace(keys, few_lengths=True))
 
-    def close(self) -> None:
-        """Does nothing: no processes load."""
-
     def _drawn(self, keys: Sequence[SampleKeys]) -> Iterator[Batch]:
         """The batches of keys, in order. Those of one phase and epoch are drawn together where their rows allow it."""
         drawn: dict[int, Batch] = {}

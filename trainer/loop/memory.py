@@ -35,12 +35,7 @@ OPTIMIZER = "the optimizer"
 """The activity in which smaller micro-batches do not help: what they take is free again by then."""
 MEMORY = "memory.json"
 _SIZE = whole(at_least=1)
-FORMAT = record(
-    {"device": text(), "asked_batch_size": _SIZE},
-    {"asked_eval_batch_size": optional(_SIZE), "batch_size": optional(_SIZE), "eval_batch_size": optional(_SIZE)},
-    closed=True,
-)
-"""Of that file. Nothing reads the sizes of evaluations, which older versions wrote."""
+FORMAT = record({"device": text(), "asked_batch_size": _SIZE}, {"batch_size": optional(_SIZE)})
 OUT_OF_MEMORY = "Out of memory: going on without CUDA graphs."
 _SINGLE = "with a single sample per forward"
 _OTHER_LACKS = re.compile(r"_STATUS_\w*ALLOC\w*_FAILED|CUDA (driver )?error: out of memory|Cuda failure.*out of memory")

@@ -97,8 +97,7 @@ class Run:
 
     def close(self) -> None:
         """Ends workers, a write under way, and the log."""
-        for loader in self.loaders.values():
-            loader.close()
+        self.workers.close()
         with closing(self.log):
             unsaved = self.saver.end()
             if unsaved is not None:

@@ -1,6 +1,5 @@
 """What time and memory of a device, and the exchange between processes, are measured with."""
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -11,31 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer.parallel.devices import queue_of
 from trainer.parallel.group import Group
 
 MIB = 2**20
 LARGE_BYTES = 64 * MIB
 WARM_UP = 3
-
-
-def now(device: torch.device) -> Any:
-    """An instant: on a GPU an event in its queue of work, elsewhere seconds of the host's clock.
-
-    Taking an event waits for nothing, and the time between two is what the device needed, not when the host asked.
-    """
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def ms_between(start: Any, end: Any) -> float:
-    """Milliseconds from one instant to a later one of the same device; waits until the later one has come."""
-    if isinstance(end, torch.cuda.Event):
-        end.synchronize()
-        return start.elapsed_time(end)
-    return 1e3 * (end - start)
 
 
 def spread(name: str, values_ms: Sequence[float] | np.ndarray) -> dict[str, float]:
@@ -48,18 +28,17 @@ class Timer:
     """Collects durations by name: `with timer("forward"): ...`. warm_up: so many of each name do not count."""
 
     def __init__(self, device: torch.device, warm_up: int = 0) -> None:
-        self._device = device
-        self._warm_up = warm_up
+        self._queue, self._warm_up = queue_of(device), warm_up
         self._spans: defaultdict[str, list[tuple[Any, Any]]] = defaultdict(list)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        start = now(self._device)
+        start = self._queue.instant()
         yield
-        self._spans[name].append((start, now(self._device)))
+        self._spans[name].append((start, self._queue.instant()))
 
     def milliseconds(self, name: str) -> list[float]:
-        return [ms_between(*span) for span in self._spans[name][self._warm_up :]]
+        return [1e3 * self._queue.seconds(*span) for span in self._spans[name][self._warm_up :]]
 
     def results(self) -> dict[str, dict[str, float]]:
         """By name: `ms_median`, `ms_p10`, `ms_p90`, `ms_total` and `count`."""

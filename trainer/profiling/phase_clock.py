@@ -13,8 +13,8 @@ from trainer.failure.heartbeat import EXCHANGE, CurrentActivity
 from trainer.loop import memory
 from trainer.loop.learner import Learner
 from trainer.loop.watch import Log
+from trainer.parallel.devices import queue_of
 from trainer.parallel.strategy import Strategy
-from trainer.profiling.meters import ms_between, now
 
 DATA, COPY, FORWARD, BACKWARD = "waiting for data", "copy", "forward", "backward"
 COMMUNICATION, OPTIMIZER, SAVING, REST = "communication", "optimizer", "saving", "logging and the rest"
@@ -40,7 +40,7 @@ class PhaseClock:
     """
 
     def __init__(self, device: torch.device, activity: CurrentActivity, spans: bool = False) -> None:
-        self._device, self._loop = device, activity
+        self._queue, self._loop = queue_of(device), activity
         self._spans = spans
         self._span = ExitStack()
         self._borders: list[tuple[str, int, Any]] = []
@@ -48,7 +48,7 @@ class PhaseClock:
 
     def enter(self, phase: str) -> None:
         """From now on time belongs to this one of PHASES."""
-        self._borders.append((phase, self._loop.step, now(self._device)))
+        self._borders.append((phase, self._loop.step, self._queue.instant()))
         self._span.close()
         if self._spans:
             self._span.enter_context(torch.profiler.record_function(phase))
@@ -73,7 +73,7 @@ class PhaseClock:
         next_to_load = iter(range(len(steps)))
         for (phase, step, begin), (_, _, end) in pairwise(self._borders):
             row = next(next_to_load) if phase == DATA else max(step - before - 1, 0)
-            steps[row, PHASES.index(phase)] += ms_between(begin, end)
+            steps[row, PHASES.index(phase)] += 1e3 * self._queue.seconds(begin, end)
         return steps
 
 
