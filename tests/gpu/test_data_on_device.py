@@ -7,7 +7,7 @@ from tests.gpu.runs import assert_same, run
 from tests.gpu.test_training import HELPERS
 from tests.helpers import small_speech
 from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
-from trainer.commands import build
+from trainer.commands import loaders
 
 MOVABLE = f"{HELPERS / 'movable_task.py'}"
 WEIGHTED = [
@@ -54,7 +54,7 @@ def test_what_is_varied_on_the_gpu_teaches_what_the_host_varies(task, tmp_path, 
 
 @on_imagined_gpus()
 def test_what_takes_too_much_memory_stays_on_the_host(tmp_path, cache_dir, monkeypatch):
-    monkeypatch.setattr(build, "LARGEST_SHARE", 1e-9)
+    monkeypatch.setattr(loaders, "LARGEST_SHARE", 1e-9)
     run(cache_dir, *WEIGHTED, "--epochs", 1, "--save-dir", tmp_path / "run")
     assert "Data on the host: they would take more than" in GPUS.printed()
 
