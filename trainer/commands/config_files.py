@@ -32,10 +32,6 @@ class ConfigFile:
     def __str__(self) -> str:
         return f"{self.flag} {self.path}"
 
-    @property
-    def as_origin(self) -> str:
-        return f"set in {self.path}" if self.flag == "--config" else f"of the run in {self.path}"
-
     def values(self, known: Mapping[str, Option], all_known: bool) -> tuple[dict[str, Any], list[str]]:
         """By field name, as the types and ranges of the flags want them; and what is wrong with the others.
 
@@ -125,7 +121,11 @@ def _by_flag(settings: Mapping[str, Any]) -> dict[str, Any]:
 def with_origins(problem: str, origins: Mapping[str, ConfigFile]) -> str:
     """A message with the files or the run that the flags in it are from. origins: by the name of the flag."""
     words = {word.strip(",.:;()'\"") for word in problem.split()}
-    named = [f"{name} is {file.as_origin}" for name, file in origins.items() if name in words]
+    named = [
+        f"{name} is {'set in' if file.flag == '--config' else 'of the run in'} {file.path}"
+        for name, file in origins.items()
+        if name in words
+    ]
     return f"{problem} ({', '.join(named)})" if named else problem
 
 

@@ -49,7 +49,7 @@ def score(run: Run, no_test: bool, baselines: Mapping[str, Baseline] | None = No
     progress.read_clock()
     run.task.at = progress.where(run.plan, run.group)
     weights = {"epoch": progress.position.epoch, "step": progress.step, "is_best": False}
-    on_test, sums = has_test(run.task) and not no_test, dict[str, Sums]()
+    on_test, sums = "test" in run.task.splits() and not no_test, dict[str, Sums]()
     if has_validation and not no_test:
         best = run.strategy.load_on_main(lambda: _best_weights(run.directory), LARGE)
         if best:
@@ -98,11 +98,6 @@ def score(run: Run, no_test: bool, baselines: Mapping[str, Baseline] | None = No
     run.group.on_main(write_results)  # last, since it says that nothing is left to do
 
 
-def has_test(task: Task) -> bool:
-    """Whether a task has a test set."""
-    return "test" in task.splits()
-
-
 def _best_weights(directory: RunDirectory) -> dict[str, Any]:
     state = directory.load_best()
     if state is None:
@@ -134,7 +129,7 @@ def evaluate_only(flags: Flags, task: Task, strategy: Strategy) -> None:
             task.check_weights(run.learner.objective)
         lines = [*trained.remarks, *describe_run(run, flags), f"Evaluating {label}.", *changes.notes_on_data]
         lines += [] if trained.comes_with_task else changes.notes_on_scoring
-        on_test = has_test(task) and not flags.run.no_test
+        on_test = "test" in task.splits() and not flags.run.no_test
         sums = validate(run) | ({"test": evaluate(run, "test")} if on_test else {})
         metrics = [metrics_of(task, strategy.group, {split: own}) for split, own in sums.items()]
     if strategy.group.is_main:

@@ -33,7 +33,14 @@ def arrange_batches(
     """
     batch, devices = flags.batch, (strategy.num_devices, strategy.group.world_size, strategy.num_parts)
     if strategy.num_parts:
-        _refuse_uneven_parts(flags, strategy)
+        asked, least, size = batch.global_batch_size, strategy.num_parts, batch.batch_size
+        if least % strategy.num_devices:
+            raise flags.refusal(f"--parts {least}: {strategy.num_devices} devices cannot share them; take a multiple")
+        if asked is not None and not least <= asked <= least * size:
+            raise flags.refusal(
+                f"--global-batch-size {asked}: --parts {least} of at most --batch-size {size} samples hold {least} to "
+                f"{least * size}; change one of the three"
+            )
     if (
         before is not None
         and all({"--parts": 0, **before["config"]}.get(name) == values[name] for name in BATCH_FLAGS)
@@ -48,17 +55,6 @@ def arrange_batches(
     )
     one_device = sizes[0] * batch.grad_accum_steps
     return splits, device_scaling_factor(flags.learning.scale_lr, splits[0].global_batch_size, one_device)
-
-
-def _refuse_uneven_parts(flags: Flags, strategy: Strategy) -> None:
-    asked, least, size = flags.batch.global_batch_size, strategy.num_parts, flags.batch.batch_size
-    if least % strategy.num_devices:
-        raise flags.refusal(f"--parts {least}: {strategy.num_devices} devices cannot share them; take a multiple")
-    if asked is not None and not least <= asked <= least * size:
-        raise flags.refusal(
-            f"--global-batch-size {asked}: --parts {least} of at most --batch-size {size} samples hold {least} to "
-            f"{least * size}; change one of the three"
-        )
 
 
 def build_plan(flags: Flags, task: Task, batches: Sequence[BatchSplit]) -> Plan:

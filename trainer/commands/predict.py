@@ -108,13 +108,10 @@ def _write_table(
 
 def _print_table(table: Table, bar: "tqdm[Any]") -> None:
     with outlived("stdout"):  # a reader such as `head` may have seen enough
-        _write_table(table, sys.stdout, bar, *[_harmless] * sys.stdout.isatty())
+        # A terminal would take control characters for commands.
+        shown = [lambda value: printable(value) if isinstance(value, str) else value] * sys.stdout.isatty()
+        _write_table(table, sys.stdout, bar, *shown)
         sys.stdout.flush()
-
-
-def _harmless(value: Any) -> Any:
-    """For a terminal, which takes control characters for commands; a file keeps a label as it is."""
-    return printable(value) if isinstance(value, str) else value
 
 
 def write_output(path: Path, content: str | bytes, flag: str = "--output") -> None:

@@ -91,15 +91,6 @@ class Job:
                     "--save-dir, or start over with --fresh"
                 )
 
-    def tell_changes(self) -> None:
-        """For one that was finished before, with other flags."""
-        others = differences(self.changed)
-        if others:
-            say(
-                f"{self.directory} was finished before, with {others}; to train it anew choose another "
-                "--save-dir, or add --fresh"
-            )
-
     def entry(self) -> dict[str, Any]:
         results = read_json(self.directory / RESULTS)
         return {
@@ -291,7 +282,9 @@ class SeveralRuns:
                     if status == 0 and read_state(job.directory) != "paused":
                         unfinished.remove(job)
                         table.run(job.entry())
-                        job.tell_changes()
+                        if others := differences(job.changed):
+                            advice = "to train it anew choose another --save-dir, or add --fresh"
+                            say(f"{job.directory} was finished before, with {others}; {advice}")
                     elif status not in (0, launcher.stop.exit_status):
                         failures.append((job, status))
                 progress.show(num_done(), [job.name for job in running])

@@ -18,7 +18,7 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.manifest import CONFIG, RESULTS, STATE, State, read_json, read_state, retention_of
 from trainer.commands.baselines import find_baselines
 from trainer.commands.build import build_run, open_run, start_loading
-from trainer.commands.evaluate import better_can_be_scored, has_test, score
+from trainer.commands.evaluate import better_can_be_scored, score
 from trainer.commands.flags import Flags
 from trainer.commands.resume import brings_another_run, changed_since_last_start, differences
 from trainer.common.errors import UserError
@@ -110,7 +110,7 @@ def _is_finished(run: Run, flags: Flags) -> bool:
     if run.group.on_main(lambda: brings_another_run(run.directory, flags.checkpoint.resume_from)):
         return False
     results = run.group.on_main(lambda: read_json(path / RESULTS))
-    is_scored = results.get("scored") == "test" or flags.run.no_test or not has_test(run.task)
+    is_scored = results.get("scored") == "test" or flags.run.no_test or "test" not in run.task.splits()
     is_finished = results.get("step") == progress.step and is_scored
     if is_finished and run.plan.has_validation:
         is_finished = not run.group.on_main(lambda: better_can_be_scored(run.directory, results))
