@@ -60,8 +60,8 @@ class KgatFlags(FlagGroup):
         "KGCN has them: folder or zip (default: a generated catalogue; nothing to download)", local=True,
     )  # fmt: skip
     model: Literal["kgat", "kg-lightgcn", "lightgcn", "bprmf", "popularity", "itemknn", "ease"] = flag(
-        "kgat", "kgat: attention over the knowledge graph; kg-lightgcn: LightGCN whose items bring the mean of their "
-        "neighbours in the graph; lightgcn: no graph; bprmf: matrix factorisation, with which KGAT was published to "
+        "kg-lightgcn", "kg-lightgcn: LightGCN whose items bring the mean of their neighbours in the graph; kgat: "
+        "attention over the graph; lightgcn: no graph; bprmf: matrix factorisation, with which KGAT was published to "
         "start. Counted in seconds, not trained: popularity; itemknn: what the same users have; ease: a linear model "
         "of all items by all items",
     )  # fmt: skip
@@ -264,7 +264,7 @@ class KgatTask(RecommenderTask):
         "weight_decay": 0.0,
         "batch_size": 1024,
         "eval_batch_size": 256,
-        "epochs": 40,
+        "epochs": 80,
         "max_grad_norm": 0.0,
     }
     predict_flags = ("data_dir", "top_k")

@@ -102,15 +102,15 @@ class SeqrecFlags(FlagGroup):
     mhc: bool = flag(
         False, "manifold-constrained hyper-connections instead of one plain residual stream", needs=_TRAINED
     )
-    maxlen: int = flag(200, "items of a history that the model sees, the last ones", metavar="ITEMS", at_least=1)
-    whole_histories: bool = flag(
-        False, "train on all of a history that is longer than --maxlen, in pieces of that length, not on the last "
-        "alone", needs=_TRAINED,
+    maxlen: int = flag(50, "items of a history that the model sees, the last ones", metavar="ITEMS", at_least=1)
+    last_items_only: bool = flag(
+        False, "train on the last --maxlen items of a longer history, as in the papers, instead of all of it in pieces "
+        "of that length", needs=_TRAINED,
     )  # fmt: skip
     hidden_units: int = flag(50, "width of embeddings and blocks", at_least=1, needs=_TRAINED)
     num_blocks: int = flag(2, "blocks of attention and feed-forward layer", at_least=1, needs=_TRAINED)
     num_heads: int = flag(1, "attention heads; must divide --hidden-units", at_least=1, needs=_TRAINED)
-    dropout: float = flag(0.2, "of embeddings, attention and feed-forward layers", at_least=0, below=1, needs=_TRAINED)
+    dropout: float = flag(0.3, "of embeddings, attention and feed-forward layers", at_least=0, below=1, needs=_TRAINED)
     norm: NormOrder | None = flag(None, "where blocks normalise (default: original, or pre with --mhc, which needs it)")
     time_span: int = flag(
         256, "longest interval told from longer ones, in units of the user's smallest gap between items", at_least=1
@@ -293,7 +293,7 @@ class SeqrecTask(RecommenderTask):
     simple_models = tuple(SIMPLE_MODELS)
     # 64 histories fit the cache of a CPU; the presets for GPUs evaluate more at a time.
     defaults = {
-        "lr": 2e-3, "betas": (0.9, 0.98), "batch_size": 128, "weight_decay": 0.0, "epochs": 40, "eval_batch_size": 64,
+        "lr": 2e-3, "betas": (0.9, 0.98), "batch_size": 32, "weight_decay": 0.0, "epochs": 40, "eval_batch_size": 64,
     }  # fmt: skip
     predict_flags = ("user_column", "item_column", "time_column", "encoding", "on_bad", "top_k")
 
@@ -365,7 +365,7 @@ class SeqrecTask(RecommenderTask):
             config.hold_out,
             seed=self.seed,
             maxlen=config.maxlen,
-            whole_histories=config.whole_histories,
+            whole_histories=not config.last_items_only,
             negatives=config.negatives,
             eval_negatives=config.eval_negatives,
             mask_seen=config.mask_seen,

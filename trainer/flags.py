@@ -27,6 +27,7 @@ RETIRED = {
     "--hang-timeout-s": "is no flag any more: --dist-timeout-s is the only time limit; leave it out",
     "--straggler-factor": "is no flag any more: a rank is slow above 1.3 times the median; leave it out",
     "--take-over-lock": "is no flag any more: a lock that nobody renews is taken over by itself; leave it out",
+    "--whole-histories": "is no flag any more: whole histories are trained on unless --last-items-only is given",
     "--job-id": "is no flag any more: a lock that nobody renews is taken over by itself; leave it out",
 }
 """What is said to who gives a flag of earlier versions. Files and records that hold one are read without it."""

@@ -2,14 +2,15 @@
 
 from benchmarks.on_gpu.part import Setting
 
+LAST_200 = ["--maxlen", "200", "--last-items-only"]
 MODELS: dict[str, list[str]] = {
     "harnet": ["--task", "har"],
     "tinyhar": ["--task", "har", "--model", "tinyhar"],
     "deepconvlstm": ["--task", "har", "--model", "deepconvlstm"],
-    "sasrec": ["--task", "seqrec", "--no-time"],
-    "tisasrec": ["--task", "seqrec"],
-    "tisasrec with mhc": ["--task", "seqrec", "--mhc"],
-    "kgat": ["--task", "kgat"],
+    "sasrec": ["--task", "seqrec", "--no-time", *LAST_200],
+    "tisasrec": ["--task", "seqrec", *LAST_200],
+    "tisasrec with mhc": ["--task", "seqrec", "--mhc", *LAST_200],
+    "kgat": ["--task", "kgat", "--model", "kgat"],
     "kg-lightgcn": ["--task", "kgat", "--model", "kg-lightgcn"],
     "lightgcn": ["--task", "kgat", "--model", "lightgcn"],
     "bprmf": ["--task", "kgat", "--model", "bprmf"],

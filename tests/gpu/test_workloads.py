@@ -17,8 +17,8 @@ from trainer.loading.order import SampleKeys, evaluation_keys
 from trainer.loading.workers import Workers
 
 SEQREC = ["--task", "seqrec", *small_seqrec.SMALL, "--k-core", 0, "--dropout", 0, "--max-steps", 3]
-KGAT = ["--task", "kgat", "--ks", 2, 5, "--epochs", 1, "--lr", 0.01, "--dropout", 0, "--embed-dim", 8,
-        "--layer-dims", 8, 4, "--relation-dim", 5]  # fmt: skip
+KGAT = ["--task", "kgat", "--model", "kgat", "--ks", 2, 5, "--epochs", 1, "--lr", 0.01, "--dropout", 0,
+        "--embed-dim", 8, "--layer-dims", 8, 4, "--relation-dim", 5]  # fmt: skip
 HAR = ["--task", "har", "--data-on", "host"]  # a GPU rounds its normal numbers in its own way, and audio
 SPEECH = ["--task", "speech", "--data-on", "host", "--dropout", 0, "--max-steps", 3]
 WORKLOADS = {
@@ -39,7 +39,7 @@ VARIANTS = {
     "speech lmu": [*SPEECH, *small_speech.SMALL_LMU],
     "speech streaming": [*SPEECH, *small_speech.SMALL, "--streaming", "--augmentation", 0],
 }
-GRAPH = ["--task", "kgat", "--ks", 2, 5, "--lr", 0.01, "--embed-dim", 8, "--model"]
+GRAPH = ["--task", "kgat", "--model", "kgat", "--ks", 2, 5, "--lr", 0.01, "--embed-dim", 8, "--model"]
 RECORDED = WORKLOADS | VARIANTS | {f"kgat {model}": [*GRAPH, model] for model in ("lightgcn", "kg-lightgcn", "bprmf")}
 del RECORDED["kgat deterministic"], RECORDED["har deepconvlstm"]  # which takes two minutes, as tabicl would
 DATA = {

@@ -163,7 +163,7 @@ def test_the_real_compiler(train_ragged, monkeypatch, tmp_path):
     [
         pytest.param(["--model", "tinyhar"], id="tinyhar"),
         pytest.param(["--task", "seqrec", "--hidden-units", "8", "--mhc"], id="seqrec"),
-        pytest.param(["--task", "kgat", "--embed-dim", "8"], id="kgat"),
+        pytest.param(["--task", "kgat", "--model", "kgat", "--embed-dim", "8"], id="kgat"),
         pytest.param(SPEECH, id="plmu"),
         pytest.param(["--task", "tabular", "--width", "8", "--num-val-tables", "4"], id="nano"),
     ],

@@ -34,7 +34,14 @@ NUM_STEPS = 100
 DROPOUT_KEY = (0, 0, 0, 0)
 
 SEQREC = {"hidden_units": 8, "maxlen": 12, "dropout": 0.0, "l2_emb": 0.01}
-KGAT = {"embed_dim": 8, "layer_dims": (8, 4), "relation_dim": 5, "dropout": 0.2, "node_dropout": 0.2}  # same_masks
+KGAT = {
+    "model": "kgat",
+    "embed_dim": 8,
+    "layer_dims": (8, 4),
+    "relation_dim": 5,
+    "dropout": 0.2,
+    "node_dropout": 0.2,
+}  # same_masks
 SPEECH = {"num_mels": 12, "width": 8, "num_blocks": 1, "channels": 2, "memory_size": 4, "theta": 4.0, "dropout": 0.0}
 TASKS = {
     "weighted": (Weighted, WeightedFlags(), "train"),

@@ -273,7 +273,7 @@ def test_another_order_of_adding_up_shows(world_size, broken, folders):
 TABLES = {
     "har": ["--task", "har", "--num-members", 1],
     "seqrec": ["--task", "seqrec"],
-    "kgat": ["--task", "kgat"],
+    "kgat": ["--task", "kgat", "--model", "kgat"],
     "speech": ["--task", "speech"],
     "tabular": ["--task", "tabular", "--num-tables", 64, "--num-val-tables", 16],
     "steps left out": [

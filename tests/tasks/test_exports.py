@@ -8,7 +8,7 @@ from trainer.commands import export
 SPEECH = ["--task", "speech", "--width", "16", "--num-blocks", "1"]
 LMU = "--task speech --model lmu --hidden-size 16 --num-layers 1 --num-heads 2 --memory-size 8 --theta 10".split()
 SEQREC = ["--task", "seqrec", "--hidden-units", "8"]
-KGAT = ["--task", "kgat", "--embed-dim", "8"]
+KGAT = ["--task", "kgat", "--model", "kgat", "--embed-dim", "8"]
 TABULAR = ["--task", "tabular", "--num-val-tables", "12", "--num-tables", "16"]
 
 

@@ -17,7 +17,7 @@ from trainer.loop.precision import module_in_dtype, of_dtype
 from trainer.task import PerSample
 
 SEQREC = ["--task", "seqrec", "--dropout", 0, "--hidden-units", 8, "--time-span", 9]
-KGAT = ["--task", "kgat", "--dropout", 0, "--embed-dim", 8, "--layer-dims", 8, "--relation-dim", 8]
+KGAT = ["--task", "kgat", "--model", "kgat", "--dropout", 0, "--embed-dim", 8, "--layer-dims", 8, "--relation-dim", 8]
 SPEECH = ["--task", "speech", "--dropout", 0]
 TASKS = {
     "sasrec": [*SEQREC, "--no-time", "--norm", "pre"],

@@ -19,7 +19,8 @@ from trainer.loading.order import SampleKeys
 EPOCHS, LR, L2, KG_L2 = 2, 0.02, 0.03, 0.01
 BATCH_SIZES = {"cf": 16, "kg": 32}
 FLAGS = [
-    "--task", "kgat", "--dtype", "float64", "--num-threads", 1, "--epochs", EPOCHS, "--batch-size", BATCH_SIZES["cf"],
+    "--task", "kgat", "--model", "kgat", "--dtype", "float64", "--num-threads", 1, "--epochs", EPOCHS,
+    "--batch-size", BATCH_SIZES["cf"],
     "--lr", LR, "--max-grad-norm", 0, "--l2", L2, "--embed-dim", 6,
 ]  # fmt: skip
 KGAT = ["--layer-dims", 5, 4, "--relation-dim", 3, "--dropout", 0, "--kg-l2", KG_L2]

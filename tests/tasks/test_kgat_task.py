@@ -15,7 +15,10 @@ from tasks.pictures import draw_bars
 from tests.conftest import load
 from tests.helpers.small_catalogue import NUM_ITEMS, NUM_RELATIONS, NUM_USERS, write_catalogue
 
-SMALL = ["--embed-dim", 6, "--layer-dims", 5, 4, "--relation-dim", 3, "--dropout", 0.2, "--node-dropout", 0.2]
+SMALL = [
+    "--model", "kgat", "--embed-dim", 6, "--layer-dims", 5, 4, "--relation-dim", 3, "--dropout", 0.2,
+    "--node-dropout", 0.2,
+]  # fmt: skip
 RUN = ["--task", "kgat", "--dtype", "float64", "--num-threads", 1, "--epochs", 2, "--lr", 0.01, "--ks", 2, 5]
 TWO = ["--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu"]
 
@@ -215,7 +218,7 @@ def test_a_graph_is_needed_where_the_model_uses_it(data, run_here, tmp_path):
 
 @pytest.mark.slow
 def test_recall_hardly_depends_on_amp(run_here, tmp_path):
-    run_here("--task", "kgat", "--epochs", 15, "--num-threads", 1, "--save-dir", tmp_path / "run")
+    run_here("--task", "kgat", "--model", "kgat", "--epochs", 15, "--num-threads", 1, "--save-dir", tmp_path / "run")
     recalls = []
     for amp in ("off", "bf16"):
         out, _ = run_here("--task", "kgat", "--eval-only", "--amp", amp, "--save-dir", tmp_path / "run")

@@ -84,7 +84,7 @@ def test_flags_of_the_model_reach_it(argv):
 
 
 def test_whole_histories_are_all_predicted_once_an_epoch(argv):
-    whole, last = (assembled(argv, *more).task.splits()["train"] for more in (["--whole-histories"], []))
+    whole, last = (assembled(argv, *more).task.splits()["train"] for more in ([], ["--last-items-only"]))
     num_terms, of_last = (int(data.num_terms(np.arange(len(data))).sum()) for data in (whole, last))
     in_training = [len(row) - 2 if len(row) >= 3 else len(row) for row in ITEMS]
     assert num_terms == sum(in_training) - len(ITEMS) > of_last
@@ -117,7 +117,7 @@ def test_optimizer_has_the_published_memory_and_no_decay(argv):
 
 @pytest.mark.parametrize(
     "more",
-    [MHC, ["--loss", "bce", "--no-time"], ["--loss", "sampled", "--num-negatives", "5", "--whole-histories"]],
+    [MHC, ["--loss", "bce", "--no-time"], ["--loss", "sampled", "--num-negatives", "5", "--last-items-only"]],
     ids=["TiSASRec, mHC", "SASRec, bce", "TiSASRec, whole histories"],
 )
 def test_goes_on_with_the_same_bits(more, argv, tmp_path, signals_restored):

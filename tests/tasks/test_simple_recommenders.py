@@ -90,7 +90,7 @@ def write_walks(path, next_item):
 
 WALKS = [
     "--task", "seqrec", "--no-time", "--k-core", 0, "--hidden-units", 16, "--maxlen", 8, "--dropout", 0,
-    "--num-threads", 1, "--ks", 1, 10,
+    "--num-threads", 1, "--ks", 1, 10, "--batch-size", 64,
 ]  # fmt: skip
 USE_RULES = "On validation this run is not better than rules, val/ndcg@10 1.0000; to use it: python main.py "
 
