@@ -18,7 +18,7 @@ from data.har.augmentation import Augmentation
 from data.har.clocks import is_same_rate, usual_rate_hz
 from data.har.own_recordings import OwnFormat, OwnRecordings, are_own, load_own_recordings, refuse_other_data
 from data.har.recording import NewWindows, doubt_about_units, read_new_windows
-from data.har.synthetic import load_synthetic_har
+from data.har.synthetic import VERSION, load_synthetic_har
 from data.har.uci_har import download_uci_har, is_uci_har, load_uci_har
 from data.har.windows import (
     FeaturedDataset,
@@ -331,7 +331,8 @@ class HarTask(Task):
         """Digest of a user's own recordings, or of the published activities, and of who is held out."""
         parts = self._windows.values()
         if not self._has_own:
-            return digest_of(*(array for part in parts for array in (part.rows, part.labels)))
+            generator = [f"generator {VERSION}"] * (self.config.data_dir is None and not self.config.download)
+            return digest_of(*generator, *(array for part in parts for array in (part.rows, part.labels)))
         return digest_of(self._own.digest, *(part.rows for part in parts))
 
     def remarks(self) -> Sequence[str]:
@@ -436,6 +437,13 @@ class HarTask(Task):
         config: HarFlags = self.config
         self._new = read_new_windows(path, self.format, config.subject_column, config.label_column, config.reading)
         return self._new
+
+    def sample(self) -> Mapping[str, Sequence[Any]]:
+        """What the first person of the test part did, at the pace of the recordings."""
+        recordings, hop = self._recordings, self.format.hop
+        windows = recordings.signals[recordings.subjects == recordings.subjects[recordings.is_test][0]]
+        rows = np.concatenate([window[:, :hop] for window in windows], axis=1)
+        return {name: [f"{x:.6g}" for x in row.tolist()] for name, row in zip(recordings.channels, rows, strict=True)}
 
     def _doubt_units(self, model: Standardised) -> None:
         """Says once, on standard error, where new numbers are not of the size of those that were trained on."""

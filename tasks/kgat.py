@@ -470,6 +470,10 @@ class KgatTask(RecommenderTask):
         users = read_users(path, self.catalogue)
         return Recommendations(users, self.config.top_k, self.catalogue)
 
+    def sample(self) -> Mapping[str, Sequence[Any]]:
+        """The first twenty users."""
+        return {"user": np.flatnonzero(self.catalogue.train.sizes)[:20].tolist()}
+
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """A line for each user and rank: the item, its score, and of KGAT the path of highest attention."""
         assert isinstance(objective, KgatObjective)

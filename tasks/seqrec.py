@@ -480,6 +480,14 @@ class SeqrecTask(RecommenderTask):
         )
         return self._histories
 
+    def sample(self) -> Mapping[str, Sequence[Any]]:
+        """The histories of the first twenty users."""
+        found = self._interactions
+        sizes = np.diff(found.offsets)[:20]
+        items = found.items[: sizes.sum()]
+        columns = {"user": np.arange(len(sizes)).repeat(sizes).tolist(), "item": [self.item_ids[i - 1] for i in items]}
+        return columns if found.times is None else columns | {"time": found.times[: len(items)].tolist()}
+
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """A line for each user and rank: the item and its score."""
         assert isinstance(objective, SeqrecObjective) and self._histories is not None

@@ -1,8 +1,10 @@
 """Speech recognition: what was said, from a recording, by Legendre memory units and CTC."""
 
+import io
 import os
 import re
 import sys
+import wave
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -482,6 +484,15 @@ class SpeechTask(Task):
         """A recording, or all below a folder."""
         self._new = read_recordings(path, self.sample_rate, self.config.unreadable)
         return Utterances(self._new, np.arange(len(self._new)), None)
+
+    def sample(self) -> bytes:
+        """The first recording of the test."""
+        audio = self.corpus.utterance(int(self._splits["test"].indices[0]))
+        with io.BytesIO() as file:
+            with wave.open(file, "wb") as out:
+                out.setparams((1, audio.itemsize, self.corpus.sample_rate, len(audio), "NONE", ""))
+                out.writeframes(audio.tobytes())
+            return file.getvalue()
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """What was said in each recording; its words with their times in seconds, and confidences in [0, 1].

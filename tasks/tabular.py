@@ -1,6 +1,7 @@
 """Tables: the classes of new rows, by a network that learned on synthetic tables how to learn from rows."""
 
 import hashlib
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -513,6 +514,20 @@ class TabularTask(Task):
             table = table.without([name])
         self._of_new_rows = self._encoding.remarks(table)
         return Rows(self._encoding.encode(table), None, len(everything))
+
+    def sample(self) -> Mapping[str, Sequence[Any]]:
+        """The first rows of --data-dir without their label; without it, a synthetic table with the label y."""
+        config: TabularFlags = self.config
+        if config.data_dir is None:
+            tables = PriorTables(config.prior, _TEST_SEED, 32)
+            table = tables.__getitems__(SampleKeys(tables.largest(0, 1), 0))
+            columns = dict(
+                zip(string.ascii_letters, table["context"][0].T.astype(float).round(4).tolist(), strict=False)
+            )
+            return {**columns, "y": table["labels"][0].tolist()}
+        rows = read_table(config.data_dir, reading=config.reading).without([config.label or "y"])
+        rows = rows.take(np.arange(min(20, rows.num_rows)))
+        return {c.name: ["" if v != v else c.texts[int(v)] if c.texts else v for v in c.values] for c in rows.columns}
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """The class of each row, and the probability of each class."""

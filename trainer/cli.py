@@ -16,7 +16,7 @@ from trainer.commands.evaluate import check_only, evaluate_only
 from trainer.commands.export import export_model
 from trainer.commands.flags import Flags
 from trainer.commands.parse import parse
-from trainer.commands.predict import label_new_data
+from trainer.commands.predict import label_new_data, write_sample
 from trainer.commands.several import train_several
 from trainer.commands.train import train_in_directory
 from trainer.common.errors import UserError
@@ -173,6 +173,8 @@ def run_command(flags: Flags, argv: Sequence[str], strategy: Strategy) -> int:
     if (done := strategy.group.on_main(task.other_work)) is not None:
         if strategy.group.is_main:
             say(done)
+    elif (sample := flags.prediction.sample) is not None:
+        strategy.group.on_main(lambda: write_sample(task, sample))
     elif flags.run.check_task:
         check_only(flags, task, strategy)
     elif flags.checkpoint.eval_only or not task.trains:

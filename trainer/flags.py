@@ -371,6 +371,10 @@ class PredictFlags(FlagGroup):
         "of that run; what it holds, the task says", metavar="FILE", from_record="refused",
         excludes=(*NOT_WITH_A_USE, "export"), displaces=("resume_from",),
     )  # fmt: skip
+    sample: Path | None = flag(
+        None, "do not train: write a file such as --predict takes, of the generated or given data, to try it with",
+        metavar="FILE", from_record="refused", excludes=(*NOT_WITH_A_USE, "export", "predict"),
+    )  # fmt: skip
     output: Path | None = flag(
         None, "of --predict: the CSV table to write (default: it goes to standard output)", metavar="FILE",
         from_record="refused",

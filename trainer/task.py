@@ -396,6 +396,10 @@ class Task(ABC):
         name = type(self).__name__
         raise UserError(f"--predict {path}: {name}, the task of this run, has no `new_data`: it cannot label files")
 
+    def sample(self) -> Mapping[str, Sequence[Any]] | bytes | None:
+        """A file such as `new_data` reads, for `--sample`: the columns of a CSV by name, or bytes; None for no such."""
+        return None
+
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """The columns of the table that `--predict` writes, by name; one value per sample in each.
 

@@ -23,7 +23,8 @@ TEST_SUBJECTS = (2, 4, 9, 10, 12, 13, 18, 20, 24)
 _NUM_SUBJECTS = 30
 _BOUTS_PER_ACTIVITY = 2
 _WINDOWS_PER_BOUT = 14
-_FORMAT_VERSION = 1
+VERSION = 2
+"""Of what is generated."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ _POSTURES = {
     "WALKING": _Posture(0.0, 4.0, 0.02),
     "WALKING_UPSTAIRS": _Posture(-3.0, 4.0, 0.02),
     "WALKING_DOWNSTAIRS": _Posture(2.0, 4.0, 0.02),
-    "SITTING": _Posture(16.0, 5.0, 0.004),
+    "SITTING": _Posture(28.0, 5.0, 0.004),
     "STANDING": _Posture(0.0, 4.0, 0.007),
     "LAYING": _Posture(85.0, 8.0, 0.003),
 }
@@ -107,7 +108,7 @@ _HARMONICS = np.arange(1, 6)
 
 def load_synthetic_har(cache_dir: Path, seed: int = 0) -> HarRecordings:
     """5,040 windows of 30 subjects, a function of the seed; kept in the cache."""
-    key = f"har_synthetic-{_FORMAT_VERSION}-{seed}"
+    key = f"har_synthetic-{VERSION}-{seed}"
     return HarRecordings.of_arrays(cached_arrays(cache_dir, key, lambda: generate(seed)))
 
 
@@ -129,7 +130,7 @@ def generate(seed: int) -> Arrays:
 def _person(seed: int, subject: int) -> np.ndarray:
     """All windows of a person, by activity: (n, 9, 128)."""
     rng = np.random.default_rng([seed, subject])
-    mounting = _random_rotation(rng, spread_deg=10.0)
+    mounting = _random_rotation(rng, spread_deg=6.0)
     gaits = _personal_gaits(rng)
     bouts = [
         _windows(_bout(rng, activity, gaits.get(activity), mounting))
@@ -141,10 +142,10 @@ def _person(seed: int, subject: int) -> np.ndarray:
 
 def _personal_gaits(rng: np.random.Generator) -> dict[str, _Gait]:
     """What is a person's own is the same in all their gaits: tempo, vigour, the weight of each harmonic."""
-    tempo = np.exp(0.10 * rng.standard_normal())
+    tempo = np.exp(0.08 * rng.standard_normal())
     vigour = np.exp(0.25 * rng.standard_normal())
     style = {
-        name: np.exp(0.25 * rng.standard_normal((3, 5)) + 0.5j * rng.standard_normal((3, 5)))
+        name: np.exp(0.15 * rng.standard_normal((3, 5)) + 0.3j * rng.standard_normal((3, 5)))
         for name in ("acc", "gyro")
     }
     return {
@@ -177,8 +178,8 @@ def _bout(rng: np.random.Generator, activity: str, gait: _Gait | None, mounting:
     gyro[1] += np.gradient(pitch) * SAMPLE_RATE_HZ
     phone = _random_rotation(rng, spread_deg=3.0) @ mounting
     acc_bias, gyro_bias = 0.01 * rng.standard_normal((2, 3, 1))
-    body_acc = phone @ acc + acc_bias + 0.008 * rng.standard_normal((3, num_samples))
-    body_gyro = phone @ gyro + gyro_bias + 0.015 * rng.standard_normal((3, num_samples))
+    body_acc = phone @ acc + acc_bias + 0.064 * rng.standard_normal((3, num_samples))
+    body_gyro = phone @ gyro + gyro_bias + 0.12 * rng.standard_normal((3, num_samples))
     return np.concatenate([body_acc, body_gyro, body_acc + phone @ gravity])
 
 

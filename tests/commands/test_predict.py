@@ -16,7 +16,7 @@ import torch
 from data.har.windows import CLASSES, SIGNALS
 from models.har.harnet import HarNet
 from models.layers.standardised import Standardised
-from tests.conftest import ROOT, load
+from tests.conftest import ROOT, WEIGHTED, load
 from tests.helpers.recordings import joined, save_recording, save_windows, windows_of_a_walk
 from tests.helpers.uci_har_files import write_layout
 from trainer.cli import main
@@ -155,7 +155,7 @@ def test_numbers_in_other_units_get_a_warning(trained, windows, on_cpu, tmp_path
     out, err = on_cpu("--predict", path, "--save-dir", trained, "--num-threads", 1)
     assert len(read_table(out)) == 14
     assert len(err) == 2 and err[1].startswith(f"Warning: --predict {path}: body_acc_x, body_acc_y, body_acc_z ")
-    assert "total_acc_z 9.7 times as large as in training (as m/s² instead of g)" in err[1]
+    assert "total_acc_z 9.76 times as large as in training (as m/s² instead of g)" in err[1]
 
 
 # --- which run, and what it needs --------------------------------------------------------------------------------
@@ -304,14 +304,47 @@ def test_a_folder_of_several_runs_names_one(trained, windows, on_cpu, tmp_path):
 # --- as the documents say ----------------------------------------------------------------------------------------
 
 
-def test_documented_session(label, cache_dir, tmp_path, monkeypatch):
+def test_documented_session(label, run_here, tmp_path, monkeypatch):
     document = (ROOT / "docs" / "predicting.md").read_text()
-    (script,) = re.findall(r"^```python\n(.*?)^```", document, re.MULTILINE | re.DOTALL)
-    monkeypatch.setattr("trainer.flags.DEFAULT_CACHE", cache_dir / "lockstep")
     monkeypatch.chdir(tmp_path)
-    exec(script, {})
+    assert "\npython main.py --sample walk.csv\n" in document
+    run_here("--sample", "walk.csv")
     rows = label(tmp_path / "walk.csv")
     documented = re.search(r"^window,start_s.*?(?=^```)", document, re.MULTILINE | re.DOTALL)[0].splitlines()
     assert documented[0] == ",".join(COLUMNS)
     shown = [line.split(",")[:3] for line in documented[1:-1]]
     assert shown == [[row["window"], row["start_s"], row["end_s"]] for row in rows[: len(shown)]] != []
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "num_lines"),
+    [
+        ("seqrec", "histories.csv", 200),
+        ("kgat", "users.csv", 200),
+        pytest.param("speech", "meeting.wav", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_sample_is_what_a_run_labels(task, name, num_lines, run_here, tmp_path):
+    here = ("--task", task, "--save-dir", tmp_path / "run", "--num-threads", 1)
+    run_here(*here, "--max-steps", 1, "--no-test")
+    assert run_here(*here, "--sample", tmp_path / name).out.endswith(f"Wrote {tmp_path / name}.\n")
+    out, _ = run_here(*here, "--predict", tmp_path / name)
+    assert len(out.splitlines()) == 1 + num_lines
+
+
+def test_a_sample_of_a_table_and_of_its_new_rows(run_here, tmp_path):
+    table, rows = tmp_path / "train.csv", tmp_path / "new.csv"
+    run_here("--task", "tabular", "--sample", table)
+    given = ("--task", "tabular", "--data-dir", table, "--label", "y")
+    run_here(*given, "--sample", rows)
+    header, *labelled = table.read_text().splitlines()
+    assert header.endswith(",y") and len(labelled) > 20
+    out, _ = run_here(*given, "--predict", rows)
+    assert out.startswith("y,p(0),") and len(out.splitlines()) == len(rows.read_text().splitlines()) == 21
+
+
+def test_a_sample_replaces_no_file(tmp_path, refused):
+    (tmp_path / "mine.csv").write_text("mine")
+    refused([f"--sample {tmp_path / 'mine.csv'}: is there; name a new file"], "--sample", tmp_path / "mine.csv")
+    refused(["--sample x.csv: Weighted, the task, has no sample"], "--task", WEIGHTED, "--sample", "x.csv")
+    assert (tmp_path / "mine.csv").read_text() == "mine"

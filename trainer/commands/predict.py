@@ -114,6 +114,19 @@ def _print_table(table: Table, bar: "tqdm[Any]") -> None:
         sys.stdout.flush()
 
 
+def write_sample(task: Task, path: Path) -> None:
+    """`--sample`: writes a file such as `--predict` takes. Raises UserError."""
+    content = task.sample()
+    if content is None or path.exists():
+        problem = f"{type(task).__name__}, the task, has no sample" if content is None else "is there; name a new file"
+        raise UserError(f"--sample {path}: {problem}")
+    text = io.StringIO()
+    if not isinstance(content, bytes):
+        _write_table(iter([content]), text, tqdm(disable=True))
+    write_output(path, content if isinstance(content, bytes) else text.getvalue(), "--sample")
+    say(f"Wrote {path}.")
+
+
 def write_output(path: Path, content: str | bytes, flag: str = "--output") -> None:
     """Writes the file that a flag names, as a whole or not at all. Raises UserError when the file system refuses."""
     path = path.resolve()  # what a link points to is replaced, not the link
