@@ -187,7 +187,8 @@ def json_lines(text: Iterator[str]) -> Iterator[Line]:
     events has a line for each.
     """
     objects = ((number, line, _object(line)) for number, line in enumerate(text, start=1) if not line.isspace())
-    first = list(islice(objects, _FIRST_OBJECTS))
+    if not (first := list(islice(objects, _FIRST_OBJECTS))):
+        return
     names = list(dict.fromkeys(name for _, _, entries in first for record in entries for name in record))
     yield first[0][0], names
     for number, line, entries in chain(first, objects):

@@ -24,6 +24,7 @@ from data.speech.splits import Split, hold_out, speaker_folds
 from data.speech.synthetic import load_synthetic_corpus
 from data.speech.text import Alphabet, Units, shortest_frames
 from data.speech.utterances import Strings, Utterances
+from data.table_files import ENCODING, Reading
 from models.speech.any_length import RecogniserOfAnyLength
 from models.speech.encoders import AttentionLMU, ParallelLMUEncoder
 from models.speech.front_end import LogMel
@@ -59,16 +60,17 @@ class SpeechFlags(FlagGroup):
     """
 
     data_dir: Path | None = flag(
-        None, "LibriSpeech's tree, Common Voice's TSV files, a manifest of JSON lines (audio_path, text, duration), "
-        "wav files with a .txt each, or with the transcript in their names: folder, zip or tar (default: generated "
-        "utterances; nothing to download)", local=True,
+        None, "LibriSpeech's tree, Common Voice's TSV files, a manifest of JSON lines (audio_path, text, duration), an "
+        "audio folder with metadata.csv, LJSpeech, VCTK, Speech Commands, sound with a .txt each, or with the "
+        "transcript in its names: folder, zip or tar (default: generated utterances; nothing to download)", local=True,
     )  # fmt: skip
     sample_rate: int | None = flag(
         None, "recordings of another rate are resampled (default: that of most recordings)", metavar="HZ",
         at_least=4000, needs={"data_dir": None},
     )  # fmt: skip
-    unreadable: Literal["skip", "refuse"] = flag(
-        "skip", "recordings, also of a folder of --predict, that cannot be read, are empty or too short for their "
+    encoding: str | None = flag(None, ENCODING, metavar="NAME", needs={"data_dir": None})
+    on_bad: Literal["drop", "refuse"] = flag(
+        "drop", "recordings, also of a folder of --predict, that cannot be read, are empty or too short for their "
         "transcript: leave them out and count them, in results.json too, or stop",
     )  # fmt: skip
     split: Split = flag(
@@ -195,7 +197,7 @@ class SpeechTask(Task):
     }  # fmt: skip
     headline = ("loss", "wer", "cer")
     hold_out_flags = ("split", "val_share", "test_share", "val_speakers", "test_speakers")
-    predict_flags = ("unreadable", "beam", "language_model", "lm_weight", "length_bonus")
+    predict_flags = ("on_bad", "beam", "language_model", "lm_weight", "length_bonus")
 
     _new: Corpus | None = None
     """The recordings of `--predict`."""
@@ -212,7 +214,7 @@ class SpeechTask(Task):
             config.data_dir,
             self.cache_dir,
             sample_rate=config.sample_rate,
-            unreadable=config.unreadable,
+            reading=Reading(config.encoding, config.on_bad),
             progress=_with_a_bar,
         )
 
@@ -313,10 +315,10 @@ class SpeechTask(Task):
         advice = "lower --subsampling or --hop-ms, or take --units words"
         if len(too_short) == len(part):
             raise UserError(f"--data-dir: all {len(part)} training utterances are too short ({example}); {advice}")
-        if self.config.unreadable == "refuse":
+        if self.config.on_bad == "refuse":
             raise UserError(
                 f"--data-dir: {len(too_short)} training utterances are too short for their transcripts ({example}); "
-                f"mend them, {advice}, or add --unreadable skip"
+                f"mend them, {advice}, or add --on-bad drop"
             )
         self._left_out[f"too short for its transcript, such as {example}"] = len(too_short)
         return np.setdiff1d(part, too_short)
@@ -482,7 +484,7 @@ class SpeechTask(Task):
 
     def new_data(self, path: Path) -> KeyedDataset:
         """A recording, or all below a folder."""
-        self._new = read_recordings(path, self.sample_rate, self.config.unreadable)
+        self._new = read_recordings(path, self.sample_rate, self.config.on_bad)
         return Utterances(self._new, np.arange(len(self._new)), None)
 
     def sample(self) -> bytes:

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from data.csv_lines import csv_lines, delimiter_of
 from data.speech.audio_files import SUFFIXES
 from data.speech.sources import MANIFESTS, Source
+from data.table_files import json_lines
 from trainer.common.errors import UserError
 
 _SPLITS = {"train": "train", "dev": "val", "val": "val", "test": "test"}
@@ -18,18 +20,22 @@ _COMMON_VOICE = {"train.tsv": "train", "dev.tsv": "val", "test.tsv": "test"}
 # A name has a letter, which tells it from digits that were said one after another.
 _FSDD = re.compile(r"[0-9]_[^_]*[a-z][^_]*_[0-9]+")
 _TEXTS = (*MANIFESTS, ".tsv", ".csv", ".txt", ".lab", ".trn", ".phn", ".wrd", ".textgrid", ".stm", ".ctm", ".data")
+_METADATA = re.compile(r"metadata\.(csv|tsv|jsonl)|(train|dev|val|test)[a-z_-]*\.(csv|tsv)")
+_SOUND_COLUMNS = ("file_name", "filename", "file", "path", "audio", "wav_filename")
+_TEXT_COLUMNS = ("transcription", "transcript", "text", "sentence", "normalized_text")
+_SPEAKER_COLUMNS = ("speaker", "speaker_id", "client_id")
+_COMMAND = re.compile(r"([0-9a-f]{8})_nohash_\d+")
+_COMMAND_LISTS = {"validation_list.txt": "val", "testing_list.txt": "test"}
+_VCTK = re.compile(r"((p\d{3}|s5)_\d{3})(_mic\d)?")
 _TEXTS_OF_KALDI = ("text", "wav.scp", "utt2spk", "segments", "transcripts")
 _MARKS_OF_TIMIT = (".phn", ".wrd")
 _ABOUT = ("readme", "license", "licence", "copying", "changes", "changelog")
 """Names of files about a corpus, which hold no transcripts."""
 _UNREAD = {
-    r"(.*/)?[0-9a-f]{8}_nohash_\d+\.wav": "Speech Commands, whose folders are the words",
-    r"(.*/)?p\d{3}_\d{3}(_mic\d)?\.(wav|flac|txt)": "VCTK",
     r"(.*/)?(wav\.scp|utt2spk)": "Kaldi's files",
     r".*\.normalized\.txt": "LibriTTS",
     r"(.*/)?transcripts\.txt": "Multilingual LibriSpeech",
     r"(.*/)?txt\.done\.data": "CMU ARCTIC",
-    r"(.*/)?metadata\.(csv|jsonl)": "LJSpeech, or an audio folder of Hugging Face",
     rf".*({'|'.join(map(re.escape, _MARKS_OF_TIMIT))})": "TIMIT",
     r".*\.lab": "labels beside the sound",
     r".*\.(jsonl|json)": "a manifest",
@@ -46,6 +52,7 @@ class Utterance:
 
     name: of the sound file, as its source reads it. transcript: "" where it is missing. speaker: "" where unknown.
     split: "train", "val", "test", or "" where the layout does not say. duration: in seconds, where the layout says it.
+    problem: why the transcript cannot be read, if so.
     """
 
     name: str
@@ -53,14 +60,20 @@ class Utterance:
     speaker: str = ""
     split: str = ""
     duration: float | None = None
+    problem: str = ""
 
 
 def utterances_of(source: Source) -> tuple[str, list[Utterance]]:
     """Where the transcripts are, in words, and what the source holds, in the first of these forms that it has:
 
-    manifest: files `train*`, `dev*` or `val*`, `test*` in .json or .jsonl, with one JSON object a line: `audio_path`,
-        relative to the manifest's folder, `text` and, if known, `duration` in seconds and `speaker`. Or one such file.
+    manifest: files `train*`, `dev*` or `val*`, `test*` in .json or .jsonl, with one JSON object a line: `audio_path`
+        (or NeMo's `audio_filepath`), relative to the manifest's folder, `text` and, if known, `duration` in seconds
+        and `speaker`. Or one such file.
     Common Voice: `train.tsv`, `dev.tsv`, `test.tsv` beside a folder `clips`.
+    metadata: `metadata.csv` or `metadata.jsonl` with `file_name` and `transcription`, as audio folders of Hugging Face
+        have it, also in a folder for each split; `train.csv`, ..., with such columns; and LJSpeech's `metadata.csv`.
+    VCTK: `txt/p225/p225_001.txt` and a folder of sound.
+    Speech Commands: the folder of a file is the word.
     LibriSpeech: `{split}/{speaker}/{chapter}/{speaker}-{chapter}.trans.txt` beside the sound.
     text files: `x.txt` beside `x.wav`; the folder of a file is its speaker, if there are several.
     names: `{digit}_{speaker}_{index}.wav` (Free Spoken Digit Dataset; indices below 5 are the test), or words
@@ -73,6 +86,9 @@ def utterances_of(source: Source) -> tuple[str, list[Utterance]]:
     forms = {
         "lines of manifests": _manifests,
         "tables of Common Voice": _common_voice,
+        "metadata beside the sound": _metadata,
+        "VCTK's folder txt": _vctk,
+        "the folders, as Speech Commands has them": _speech_commands,
         "LibriSpeech's *.trans.txt": _librispeech,
         "a .txt beside each file": _text_files,
         "the names of the files": _file_names,
@@ -90,6 +106,8 @@ def _why_unknown(source: Source) -> str:
         if some := [name for name in source.names if re.fullmatch(pattern, name.lower())]:
             if what == "a manifest":
                 advice = f"give it by --data-dir {source.path}/{some[0]}, or call it train.jsonl"
+            elif what == "Kaldi's files":
+                advice = "docs/formats.md#kaldi makes a manifest of it"
             return f"looks like {what} ({some[0]}), which is not read as it is: {advice}"
     shown = ", ".join(source.names[:_NUM_SHOWN]) + ", ..." * (len(source.names) > _NUM_SHOWN)
     return (
@@ -128,12 +146,11 @@ def _manifest_line(source: Source, name: str, number: int, line: str, split: str
     where = f"{source.where(name)}, line {number}"
     try:
         entry = json.loads(line)
-        sound, text, duration = entry["audio_path"], entry["text"], entry.get("duration")
+        sound = entry["audio_path"] if "audio_path" in entry else entry["audio_filepath"]
+        text, duration = entry["text"], entry.get("duration")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         shown = line if len(line) <= 80 else line[:77] + "..."
         reason = f"{shown!r} is no JSON object with audio_path and text"
-        if '"audio_filepath"' in line:
-            raise UserError(f"{where}: has audio_filepath, as manifests of NeMo; call it audio_path") from None
         raise UserError(f"{where}: {reason}; give one a line") from None
     speaker = str(entry.get("speaker") or "")
     if not (isinstance(sound, str) and isinstance(text, str) and (duration is None or _is_finite(duration))):
@@ -188,6 +205,76 @@ def _common_voice_table(source: Source, name: str) -> Iterator[Utterance]:
         yield Utterance(clip, fields["sentence"], fields["client_id"], split)
 
 
+def _metadata(source: Source) -> list[Utterance] | None:
+    tables = [name for name in source.names if _METADATA.fullmatch(PurePosixPath(name).name.lower())]
+    found = [utterance for name in tables for utterance in _metadata_table(source, name)]
+    return found or None
+
+
+def _metadata_table(source: Source, name: str) -> Iterator[Utterance]:
+    folder, split = PurePosixPath(name).parent, _split_of(PurePosixPath(name).name) or _split_of_folders(name)
+    lines = [line for _, line in _lines(source, name)]
+    if lines and lines[0].count("|") in (1, 2) and "file_name" not in lines[0]:  # LJSpeech, with quotes of its own
+        for line in lines:
+            identity, *texts = line.split("|")
+            yield Utterance(posixpath.normpath(folder / "wavs" / f"{identity}.wav"), texts[-1] or texts[0])
+        return
+    where = source.where(name)
+    rows = json_lines(iter(lines)) if name.endswith("l") else csv_lines(lines, delimiter_of("".join(lines[:1])), where)
+    _, header = next(rows, (0, []))
+    sound, text, speaker = (
+        next((header.index(column) for column in usual if column in header), None)
+        for usual in (_SOUND_COLUMNS, _TEXT_COLUMNS, _SPEAKER_COLUMNS)
+    )
+    if sound is None or text is None:
+        return
+    for number, fields in rows:
+        if len(fields) != len(header):
+            raise UserError(f"{where}, line {number}: {len(fields)} columns instead of {len(header)}")
+        path = posixpath.normpath(folder / fields[sound])
+        yield Utterance(
+            path, fields[text], "" if speaker is None else fields[speaker], split or _split_of_folders(path)
+        )
+
+
+def _vctk(source: Source) -> list[Utterance] | None:
+    matches = {name: _VCTK.fullmatch(PurePosixPath(name).stem) for name in source.names}
+    texts = {found[1]: name for name, found in matches.items() if found and name.lower().endswith(".txt")}
+    sound = {name: matches[name] for name in _sound_of(source)}
+    if not texts or not all(sound.values()):
+        return None
+    return [
+        _read_alone(source, name, texts.get(found[1]), found[2])
+        for name, found in sound.items()
+        if found and found[3] != "_mic2"  # which heard the same
+    ]
+
+
+def _speech_commands(source: Source) -> list[Utterance] | None:
+    sound = [PurePosixPath(name) for name in _sound_of(source) if "_background_noise_" not in name]
+    matches = [_COMMAND.fullmatch(path.stem) for path in sound]
+    if not sound or not all(matches):
+        return None
+    lists = [name for name in source.names if PurePosixPath(name).name in _COMMAND_LISTS]
+    split_of = {
+        posixpath.normpath(PurePosixPath(name).parent / line.strip()): _COMMAND_LISTS[PurePosixPath(name).name]
+        for name in lists for _, line in _lines(source, name)
+    }  # fmt: skip
+    rest = "train" if lists else ""
+    return [
+        Utterance(str(path), path.parent.name, found[1] if found else "", split_of.get(str(path), rest))
+        for path, found in zip(sound, matches, strict=True)
+    ]
+
+
+def _read_alone(source: Source, name: str, transcript: str | None, speaker: str, split: str = "") -> Utterance:
+    """An utterance with a file of text to itself, which, if it cannot be read, is a problem of this one alone."""
+    try:
+        return Utterance(name, "" if transcript is None else source.read_text(transcript), speaker, split)
+    except UserError as error:
+        return Utterance(name, "", speaker, split, problem=str(error))
+
+
 def _lines(source: Source, name: str) -> Iterator[tuple[int, str]]:
     """The lines that are not blank, with their numbers from 1."""
     for number, line in enumerate(source.read_text(name).split("\n"), start=1):
@@ -235,9 +322,10 @@ def _text_files(source: Source) -> list[Utterance] | None:
     folders = {name: [part for part in PurePosixPath(name).parts[:-1] if not _split_of(part)] for name in sound}
     several = len({tuple(parts) for parts in folders.values()}) > 1
     return [
-        Utterance(
+        _read_alone(
+            source,
             name,
-            source.read_text(texts[bare]) if (bare := _without_suffix(name)) in texts else "",
+            texts.get(_without_suffix(name)),
             folders[name][-1] if several and folders[name] else "",
             _split_of_folders(name),
         )

@@ -5,7 +5,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import numpy as np
 
@@ -15,15 +15,16 @@ from data.speech.corpus import Corpus, cached_corpus
 from data.speech.layouts import Utterance, manifest_sound, utterances_of
 from data.speech.sources import MOST_SOUND, Source, find, is_archive, opened
 from data.speech.text import normalise
+from data.table_files import OnBad, Reading
 from trainer.common.errors import UserError
 from trainer.common.files import read_whole, refusing_disk_errors, stamp
 from trainer.loading.cache import key_of
 
-Unreadable = Literal["skip", "refuse"]
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 """(things, how many) -> the same things, showing how far one is with them."""
 
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
+DROP = Reading(on_bad="drop")
 _DURATION_TOLERANCE = 0.5
 
 
@@ -32,7 +33,7 @@ def load_corpus(
     cache_dir: Path,
     *,
     sample_rate: int | None = None,
-    unreadable: Unreadable = "skip",
+    reading: Reading = DROP,
     progress: Progress = lambda things, _: things,
 ) -> Corpus:
     """Reads a corpus and keeps it decoded in the cache: 2 bytes a sample, whatever its files take.
@@ -41,29 +42,29 @@ def load_corpus(
         that holds no sound but one archive.
     sample_rate: of the corpus; None takes the most frequent of its files, of equally frequent ones the highest. Files
         of another rate are resampled; of several channels the mean is taken.
-    unreadable: utterances without sound, samples or transcript, and those whose manifest says a duration that is off by
-        more than half, are left out and counted ("skip"), or the first is refused ("refuse").
+    reading: utterances without sound, samples or transcript, and those whose manifest says a duration that is off by
+        more than half, are left out and counted, or the first is refused (`on_bad`).
     progress: shows how far decoding is.
 
     Raises UserError, naming file, line and value, for what is wrong with the corpus, when a recording is named twice,
     and when nothing is left.
     """
     path = find(path)
-    key = key_of("speech", _FORMAT_VERSION, _stamps(path, cache_dir), sample_rate, unreadable)
+    key = key_of("speech", _FORMAT_VERSION, _stamps(path, cache_dir), sample_rate, reading)
 
     def build() -> Corpus:
-        with opened(path, cache_dir) as source:
-            return _read(source, cache_dir, sample_rate, unreadable, progress)
+        with opened(path, cache_dir, reading.encoding) as source:
+            return _read(source, cache_dir, sample_rate, reading.on_bad, progress)
 
     return cached_corpus(cache_dir, key, build)
 
 
-def read_recordings(path: Path, sample_rate: int, unreadable: Unreadable = "skip") -> Corpus:
+def read_recordings(path: Path, sample_rate: int, on_bad: OnBad = "drop") -> Corpus:
     """Recordings of which nothing else is known, to be transcribed: those of `--predict`.
 
     path: a sound file, or a folder with such, also in its folders; the names are relative to it.
-    sample_rate: to which all are resampled. unreadable: files of a folder that cannot be used are left out and counted
-        ("skip"), or the first is refused ("refuse").
+    sample_rate: to which all are resampled. on_bad: files of a folder that cannot be used are left out and counted, or
+        the first is refused.
 
     Raises UserError, naming the file, when one that was given by itself cannot be used, and when none is left.
     """
@@ -79,7 +80,7 @@ def read_recordings(path: Path, sample_rate: int, unreadable: Unreadable = "skip
         raise UserError(
             f"--predict {path}: holds no sound ({', '.join(SUFFIXES)}); give a file or folder of recordings"
         )
-    skipped = _Skipped(lambda name: f"--predict {path}/{name}", unreadable)
+    skipped = _Skipped(lambda name: f"--predict {path}/{name}", on_bad)
     sound, loud = [], []
     for name in names:
         try:
@@ -150,12 +151,10 @@ def _stamp(file: str) -> tuple[str, int, int] | None:
     return file, status.st_size, status.st_mtime_ns
 
 
-def _read(
-    source: Source, cache_dir: Path, sample_rate: int | None, unreadable: Unreadable, progress: Progress
-) -> Corpus:
+def _read(source: Source, cache_dir: Path, sample_rate: int | None, on_bad: OnBad, progress: Progress) -> Corpus:
     what, utterances = utterances_of(source)
     _refuse_repeated(source, utterances)
-    skipped = _Skipped(source.where, unreadable)
+    skipped = _Skipped(source.where, on_bad)
     # By way of files without a name, and not of memory: a corpus is as long as it likes.
     with (
         refusing_disk_errors(f"--cache-dir {cache_dir}", "choose a folder with room for the decoded sound"),
@@ -208,6 +207,8 @@ def _refuse_repeated(source: Source, utterances: Sequence[Utterance]) -> None:
 
 def _decode(source: Source, utterance: Utterance) -> tuple[np.ndarray, int]:
     """Its samples and their rate. Raises UnreadableAudio with the reason why it cannot be used."""
+    if utterance.problem:
+        raise UnreadableAudio("has a transcript that cannot be read")
     if not normalise(utterance.transcript):
         raise UnreadableAudio("has no transcript")
     try:
@@ -228,15 +229,15 @@ def _decode(source: Source, utterance: Utterance) -> tuple[np.ndarray, int]:
 class _Skipped:
     """Counts what is left out, by the reason, and names the first of each; or refuses it."""
 
-    def __init__(self, where: Callable[[str], str], unreadable: Unreadable) -> None:
+    def __init__(self, where: Callable[[str], str], on_bad: OnBad) -> None:
         """where: the file of a name, as messages call it."""
         self._where = where
-        self._unreadable = unreadable
+        self._on_bad = on_bad
         self._names: dict[str, list[str]] = {}
 
     def add(self, name: str, reason: str) -> None:
-        if self._unreadable == "refuse":
-            raise UserError(f"{self._where(name)}: {reason}; mend it, or leave out such files with --unreadable skip")
+        if self._on_bad == "refuse":
+            raise UserError(f"{self._where(name)}: {reason}; mend it, or leave out such files with --on-bad drop")
         self._names.setdefault(reason, []).append(name)
 
     def counts(self) -> dict[str, int]:

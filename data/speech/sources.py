@@ -1,6 +1,7 @@
 """Where the files of a corpus lie: in a folder, a zip, or a tar."""
 
 import gzip
+import io
 import os
 import shutil
 import tarfile
@@ -12,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from data.files import ARCHIVE_ERRORS, ZipArchive, is_visible
 from data.speech.audio_files import SUFFIXES
+from data.table_files import opened_text
 from trainer.common.errors import UserError
 from trainer.common.files import DISK_FULL, read_at_most, read_whole, refusing_disk_errors
 
@@ -27,7 +29,7 @@ class Source:
     """The files of a corpus.
 
     path: what is read. names: in order, relative to it, with /; hidden files are not among them. reads_outside: whether
-    a name may also be absolute or lead out of the folder, as none does in an archive.
+    a name may also be absolute or lead out of the folder, as none does in an archive. encoding: see `Reading`.
     read: the content of a file by its name. Raises KeyError when an archive lacks it, and some of ARCHIVE_ERRORS.
     """
 
@@ -35,17 +37,18 @@ class Source:
     names: tuple[str, ...]
     reads_outside: bool
     read: Callable[[str], bytes]
+    encoding: str | None = None
 
     def where(self, name: str = "") -> str:
         """The file as a message names it."""
         return f"--data-dir {self.path}" + (f", {name}" if name else "")
 
     def read_text(self, name: str) -> str:
-        """Raises UserError when it cannot be read or is not UTF-8."""
+        """Raises UserError when it cannot be read or is in another encoding."""
         try:
-            return self.read(name).decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{self.where(name)}: is not text in UTF-8 ({error.reason}); convert it") from None
+            content = self.read(name)
+            with opened_text(io.BytesIO(content), self.where(name), self.encoding, content) as text:
+                return text.read()
         except ARCHIVE_ERRORS as error:
             raise UserError(f"{self.where(name)}: cannot be read ({error}); fetch it again") from None
 
@@ -75,7 +78,7 @@ def is_archive(path: Path) -> bool:
 
 
 @contextmanager
-def opened(path: Path, cache_dir: Path) -> Iterator[Source]:
+def opened(path: Path, cache_dir: Path, encoding: str | None = None) -> Iterator[Source]:
     """A folder, an archive, or a single manifest, whose sound lies elsewhere.
 
     cache_dir: the folder, which exists, where a compressed tar is unpacked for as long as it is open; as one file
@@ -83,7 +86,7 @@ def opened(path: Path, cache_dir: Path) -> Iterator[Source]:
     that leads out of it.
     """
     if path.is_dir():
-        yield Source(path, tuple(_names_in(path)), True, lambda name: read_whole(path / name, MOST_SOUND))
+        yield Source(path, tuple(_names_in(path)), True, lambda name: read_whole(path / name, MOST_SOUND), encoding)
     elif is_archive(path):
         is_zip = path.name.lower().endswith(".zip")
         with ExitStack() as stack:
@@ -91,9 +94,9 @@ def opened(path: Path, cache_dir: Path) -> Iterator[Source]:
                 names, read = stack.enter_context(_zip(path) if is_zip else _tar(path, cache_dir))
             except ARCHIVE_ERRORS as error:
                 raise UserError(f"--data-dir {path}: is no archive or is damaged ({error}); fetch it again") from None
-            yield Source(path, tuple(_visible(path, names)), False, read)
+            yield Source(path, tuple(_visible(path, names)), False, read, encoding)
     elif path.name.lower().endswith(MANIFESTS):
-        yield Source(path.parent, (path.name,), True, lambda name: read_whole(path.parent / name, MOST_SOUND))
+        yield Source(path.parent, (path.name,), True, lambda name: read_whole(path.parent / name, MOST_SOUND), encoding)
     else:
         raise UserError(f"--data-dir {path}: is no folder, archive ({', '.join(ARCHIVES)}) or manifest (.json, .jsonl)")
 

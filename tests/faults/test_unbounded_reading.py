@@ -19,6 +19,7 @@ from data.har.recording import read_new_windows
 from data.interactions.reader import load_interactions
 from data.speech.reader import load_corpus, read_recordings
 from data.speech.text import Alphabet
+from data.table_files import Reading
 from data.tabular.reader import read_table
 from models.speech.language_model import read_arpa
 from tests.checkpoint.conftest import state_at
@@ -250,7 +251,7 @@ def test_sound_in_an_archive_that_unpacks_to_too_much(monkeypatch, tmp_path):
         pack = zipped if name == "x.zip" else tarred
         (tmp_path / name).write_bytes(pack({"a.wav": bytes((1 << 20) + 1), "a.txt": b"zero"}))
         with pytest.raises(UserError, match="is larger than 1 MiB"):
-            load_corpus(tmp_path / name, tmp_path, unreadable="refuse")
+            load_corpus(tmp_path / name, tmp_path, reading=Reading(on_bad="refuse"))
 
 
 def test_an_alphabet_is_no_library(tmp_path):

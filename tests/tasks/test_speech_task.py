@@ -301,7 +301,7 @@ def test_unreadable_recordings_of_a_folder_are_left_out_or_refused(run_here, spo
     assert [row["file"] for row in csv.DictReader(out.splitlines())] == ["a.wav"]
     of_run, left_out = err.splitlines()
     assert of_run.startswith("From the run in ") and left_out.startswith("Left out (1): ") and "such as b.wav" in err
-    refused([f"--predict {tmp_path}/b.wav: "], *argv, "--unreadable", "refuse")
+    refused([f"--predict {tmp_path}/b.wav: "], *argv, "--on-bad", "refuse")
 
 
 def test_a_run_begins_with_a_table_of_what_was_found(digits, make_task):
@@ -444,7 +444,7 @@ def test_transcripts_too_long_for_their_sound_are_left_out(with_a_long_one, run_
 def test_transcripts_too_long_for_their_sound_are_refused(with_a_long_one, refused, cache_dir, tmp_path):
     refused(
         ["1 training utterances are too short for their transcripts (train/20.wav, 1"],
-        *RUN, "--data-dir", with_a_long_one, "--unreadable", "refuse", "--save-dir", tmp_path / "run",
+        *RUN, "--data-dir", with_a_long_one, "--on-bad", "refuse", "--save-dir", tmp_path / "run",
         "--cache-dir", cache_dir / "lockstep",
     )  # fmt: skip
 
