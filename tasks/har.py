@@ -32,7 +32,7 @@ from data.har.windows import (
     training_subjects,
     with_test_subjects,
 )
-from data.table_files import ENCODING, Reading
+from data.table_files import ENCODING, OnBad, Reading
 from models.har.deepconvlstm import DeepConvLstm
 from models.har.harnet import HarNet, Mode
 from models.har.tinyhar import TinyHar
@@ -48,7 +48,7 @@ from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.cache import digest_of
 from trainer.task import Exported, Objective, Picture, Task
 
-_OF_OWN = ("subject_column", "label_column", "channels", "encoding", "rate", "window", "hop", "test_subjects")
+_OF_OWN = ("subject_column", "label_column", "channels", "encoding", "on_bad", "rate", "window", "hop", "test_subjects")
 """Fields that recordings of a user's own alone have a use for."""
 _SHORTEST_OF_LSTM = 17
 _MOST_VAL_SUBJECTS = 4
@@ -86,6 +86,10 @@ class HarFlags(FlagGroup):
         "and counters)", metavar="COLUMN",
     )  # fmt: skip
     encoding: str | None = flag(None, f"own recordings: {ENCODING}", metavar="NAME")
+    on_bad: OnBad = flag(
+        "refuse", "own recordings, and --predict: rows with a cell that is no number: stop; leave them out, which "
+        "divides a recording; or fill in up to 25 rows between two numbers, and leave out the others",
+    )  # fmt: skip
     rate: float | None = flag(
         None, "own recordings: rows a second (default: by the clock, else 50)", metavar="HZ", above=0
     )
@@ -173,7 +177,7 @@ class HarFlags(FlagGroup):
 
     @property
     def reading(self) -> Reading:
-        return Reading(self.encoding)
+        return Reading(self.encoding, self.on_bad)
 
     @property
     def own_format(self) -> OwnFormat:
@@ -228,7 +232,7 @@ class HarTask(Task):
     monitor = ("val/accuracy", "max")
     defaults = {"epochs": 12}
     hold_out_flags = ("num_val_subjects", "val_subjects", "refit")
-    predict_flags = ("encoding",)
+    predict_flags = ("encoding", "on_bad")
     headline = ("loss", "accuracy", "macro_f1")
     _new: NewWindows | None = None
     """Windows that `new_data` has read."""

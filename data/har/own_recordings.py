@@ -34,7 +34,7 @@ from data.table_files import STRICT, Reading, opened_table
 from trainer.common.errors import UserError
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, digest_of, key_of, texts_of_array
 
-_FORMAT_VERSION = 7
+_FORMAT_VERSION = 8
 _SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 _MOST_LISTED = 10_000
 """Files that a message about unknown data looks at."""
@@ -244,6 +244,7 @@ def _table(columns: "_Columns", cut: Cut, num_people: int, num_classes: int) -> 
 
 
 def _remarks(cut: Cut, several: Sequence[str]) -> Iterator[str]:
+    yield from cut.bad.remarks()
     if several:
         yield f"Taken for one name: {'; '.join(several)}."
     for name, cell in cut.unread.items():
@@ -372,12 +373,19 @@ def _read(file: DataFile, wanted: OwnFormat, columns: _Columns) -> Rows:
         subject, label = _subject_and_label(table, wanted, file)
         roles = roles_of(table.header, columns.read, subject, label, columns.clocks)
         rows = read_rows(
-            table, columns.read, roles, file.where, "mend it, or name the columns of signals by --channels"
+            table,
+            columns.read,
+            roles,
+            file.where,
+            "mend it, name the columns of signals by --channels, or add --on-bad drop or interpolate",
+            wanted.reading.on_bad,
+            needs_subject=True,
         )
     if not len(rows.signals):
         raise UserError(f"{file.where}: has column names, but no rows; give at least one")
     if "" in rows.subjects:
-        raise UserError(f"{file.where}: row {rows.subjects.index('') + 1} below the names has no subject; mend it")
+        place = rows.subjects.index("") + 1
+        raise UserError(f"{file.where}: row {place} below the names has no subject; mend it, or add --on-bad drop")
     return rows
 
 

@@ -96,13 +96,14 @@ def _windows_of(rows: Rows, label: str, wanted: WindowFormat) -> NewWindows:
             )
         rate_hz = usual_rate_hz(told_hz)
     seconds = seconds_of(rows.clocks, rows.in_seconds)
-    start_s = first_rows / rate_hz if seconds is None else seconds[first_rows]
+    start_s = rows.places[first_rows] / rate_hz if seconds is None else seconds[first_rows]
     signals = sliding_window_view(rows.signals, length, axis=0)[first_rows]
     remarks = tuple(_remarks(rows, label, [piece for piece, _ in pieces]))
     return NewWindows(label, signals, start_s, length / rate_hz, remarks)
 
 
 def _remarks(rows: Rows, label: str, pieces: Sequence[Recording]) -> Iterator[str]:
+    yield from rows.bad.remarks()
     if num_gaps := sum(piece.is_behind_gap for piece in pieces):
         yield f"{label}: the clock jumps at {num_gaps:,} places, and no window reaches over them."
     if (num_people := len(set(rows.subjects))) > 1:
@@ -191,11 +192,11 @@ def _read_recording(
     path: Path, label: str, channels: Sequence[str], subject_column: str | None, label_column: str | None,
     reading: Reading,
 ) -> Rows:  # fmt: skip
-    advice = "give a file with recordings"
+    advice, on_bad = "give a file with recordings", reading.on_bad
     with opened_table(table_at(path, "--predict", advice), reading.encoding) as table:
         if not table.header:
             raise UserError(f"{label}: is empty; give a CSV whose first line names the signals {', '.join(channels)}")
         subject = usual_column(table.header, SUBJECTS, subject_column)
         label_of_rows = usual_column(table.header, LABELS, label_column)
         roles = roles_of(table.header, channels, subject, label_of_rows)
-        return read_rows(table, channels, roles, label, "repair the file")
+        return read_rows(table, channels, roles, label, "repair the file, or add --on-bad drop or interpolate", on_bad)

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby, islice, pairwise
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from data.csv_lines import CsvTable, Line, is_number, plain_name, without_point
 from data.har.clocks import is_clock, rate_and_gaps
 from data.har.windows import SIGNALS
 from data.moments import moments_of, settled
+from data.table_files import OnBad
 from data.tabular.table import MISSING
 from trainer.common.errors import UserError
 
@@ -28,6 +29,8 @@ _SLOW_NAMES = {"lat", "lon", "lng", "steps", "step count", "step counter", "step
 """Whole names of such columns, without units."""
 
 ROWS_AT_ONCE = 4096
+_LONGEST_HOLE = 25
+"""Rows without a number, between two with one, that are filled in; a longer hole divides a recording."""
 LARGEST = 1e15
 """No sensor's number is larger."""
 _NUM_SHOWN = 30
@@ -41,6 +44,24 @@ class Roles:
     label: int | None
     trials: tuple[int, ...]
     clocks: tuple[int, ...]
+
+
+class Bad(NamedTuple):
+    """What could not be read: rows that were dropped, cells that were filled in, and the first of them."""
+
+    dropped: int = 0
+    filled: int = 0
+    first: str = ""
+
+    def __add__(self, other: "Bad") -> "Bad":  # type: ignore[override]
+        return Bad(self.dropped + other.dropped, self.filled + other.filled, self.first or other.first)
+
+    def remarks(self) -> Iterator[str]:
+        if self.first:
+            yield (
+                f"Left out: {self.dropped:,} rows that cannot be read, at which recordings are divided; filled in: "
+                f"{self.filled:,} cells, by the numbers before and after; such as {self.first}."
+            )
 
 
 class Recording(NamedTuple):
@@ -64,6 +85,7 @@ class Rows:
     clocks: (n, K) float64, NaN where a cell is no moment. in_seconds: (K,) bool, whether its unit is known.
     moments: names of the clocks -> their first and last cell. unread: clocks with a cell that could not be read ->
         this cell.
+    places: (n,) int64, which row of the file each is. bad: what is not here, or was filled in.
     """
 
     signals: np.ndarray
@@ -75,6 +97,31 @@ class Rows:
     in_seconds: np.ndarray
     moments: dict[str, tuple[str, str]]
     unread: dict[str, str]
+    places: np.ndarray
+    bad: Bad = field(default_factory=Bad)
+
+    def without_holes(self, fills: bool, needs_subject: bool) -> "Rows":
+        """The rows in which all is known; others divide recordings. fills: short holes are filled in beforehand."""
+        filled, start = 0, 0
+        for _, run in groupby(zip(self.subjects, self.trials, strict=True)) if fills else ():
+            stop = start + sum(1 for _ in run)
+            filled += sum(_fill(self.signals[start:stop, k]) for k in range(self.signals.shape[1]))
+            start = stop
+        is_kept = np.isfinite(self.signals).all(axis=1)
+        if needs_subject:
+            is_kept &= np.array(self.subjects, dtype=str) != ""
+        kept, places = np.flatnonzero(is_kept).tolist(), self.places[is_kept]
+        stretches = np.cumsum(np.diff(places, prepend=places[:1]) > 1).tolist()
+        return replace(
+            self,
+            signals=self.signals[is_kept],
+            subjects=[self.subjects[k] for k in kept],
+            labels=[self.labels[k] for k in kept],
+            trials=[(*self.trials[k], str(stretch)) for k, stretch in zip(kept, stretches, strict=True)],
+            clocks=self.clocks[is_kept],
+            places=places,
+            bad=self.bad + Bad(int((~is_kept).sum()), filled),
+        )
 
     def recordings(self, by_label: bool) -> Iterator["Recording"]:
         """The recordings that the rows consist of, in their order.
@@ -139,8 +186,26 @@ def why_no_signal(name: str, column: int, lines: Sequence[Line]) -> str:
     return ""
 
 
-def read_rows(table: CsvTable, channels: Sequence[str], roles: Roles, where: str, advice: str) -> Rows:
-    """All rows of an opened file. advice: what to do where a field is no number. Raises UserError, with its line."""
+def _fill(column: np.ndarray) -> int:
+    """Fills short holes of a column (n,) between two numbers, in place; returns how many cells."""
+    known, missing = np.flatnonzero(np.isfinite(column)), np.flatnonzero(~np.isfinite(column))
+    after = np.searchsorted(known, missing)
+    is_inside = (after > 0) & (after < len(known))
+    missing, after = missing[is_inside], after[is_inside]
+    missing = missing[known[after] - known[after - 1] - 1 <= _LONGEST_HOLE]
+    if len(missing):
+        column[missing] = np.interp(missing, known, column[known])
+    return len(missing)
+
+
+def read_rows(
+    table: CsvTable, channels: Sequence[str], roles: Roles, where: str, advice: str, on_bad: OnBad = "refuse",
+    needs_subject: bool = False,
+) -> Rows:  # fmt: skip
+    """All rows of an opened file. advice: what to do where a field is no number. on_bad: what is done with bad ones.
+
+    needs_subject: one without is bad. Raises UserError, with its line.
+    """
     header, decimal_comma = table.header, table.decimal_comma
     columns = signal_columns(header, channels, f"{where}, line {table.line}")
     clocks = roles.clocks
@@ -152,8 +217,18 @@ def read_rows(table: CsvTable, channels: Sequence[str], roles: Roles, where: str
     trials: list[tuple[str, ...]] = []
     ends: list[list[str]] = []
     unread: dict[str, str] = {}
+    places, bad, num_rows = [np.empty(0, np.int64)], Bad(), 0
     while some := list(islice(table.lines, ROWS_AT_ONCE)):
-        signals.append(numbers(some, header, columns, where, decimal_comma, advice))
+        whole = [k for k, (_, fields) in enumerate(some) if on_bad == "refuse" or len(fields) == len(header)]
+        places.append(num_rows + np.array(whole, np.int64))
+        if on_bad == "refuse":
+            signals.append(numbers(some, header, columns, where, decimal_comma, advice))
+        else:
+            bad += Bad(len(some) - len(whole), 0, _first_bad(some, header, columns, where, decimal_comma))
+            num_rows, some = num_rows + len(some), [some[k] for k in whole]
+            if not some:
+                continue
+            signals.append(_numbers_or_nan(some, columns, decimal_comma))
         moments.append(moments_of(some, clocks, decimal_comma))
         for k, clock in enumerate(clocks):
             for row in np.flatnonzero(np.isnan(moments[-1][:, k]).all(axis=1)).tolist():
@@ -171,7 +246,28 @@ def read_rows(table: CsvTable, channels: Sequence[str], roles: Roles, where: str
     is_known = dict(zip(of_file, np.isfinite(clock_values).any(axis=0), strict=bool(ends)))
     unread |= {name: first for name, (first, _) in of_file.items() if not is_known[name] and name not in unread}
     in_seconds = np.array([not any(map(is_number, cells)) for cells in of_file.values()], bool)
-    return Rows(np.concatenate(signals), *keys, spellings, trials, clock_values, in_seconds, of_file, unread)
+    rows = Rows(
+        np.concatenate(signals), *keys, spellings, trials, clock_values, in_seconds, of_file, unread,
+        np.concatenate(places) if on_bad != "refuse" else np.arange(len(trials)), bad,
+    )  # fmt: skip
+    return rows if on_bad == "refuse" else rows.without_holes(on_bad == "interpolate", needs_subject)
+
+
+def _numbers_or_nan(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
+    """Some columns of some lines, (rows, C) float32, NaN where there is no finite number."""
+    texts = [[fields[i].replace(",", ".") if decimal_comma else fields[i] for i in columns] for _, fields in lines]
+    values = as_float32(np.array([[float(t) if is_number(t) else np.nan for t in row] for row in texts]))
+    return np.where(np.isfinite(values), values, np.float32(np.nan))
+
+
+def _first_bad(
+    lines: Sequence[Line], header: Sequence[str], columns: Sequence[int], where: str, decimal_comma: bool
+) -> str:
+    """What is wrong with the first bad one of some lines; "" where none is."""
+    values = _numbers(lines, len(header), columns, decimal_comma)
+    if values is not None and np.isfinite(values).all():
+        return ""
+    return f"{where}, {_what_is_wrong(lines, header, columns, decimal_comma, '').removesuffix('; ')}"
 
 
 def signal_columns(header: Sequence[str], channels: Sequence[str], where: str) -> list[int]:

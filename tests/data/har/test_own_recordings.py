@@ -10,7 +10,9 @@ import pytest
 
 from data.har.augmentation import Augmentation, WindowAugmenter
 from data.har.own_recordings import OwnFormat, are_own, load_own_recordings
-from data.har.windows import split_by_subject, triplets_first, with_test_subjects
+from data.har.recording import read_new_windows
+from data.har.windows import WindowFormat, split_by_subject, triplets_first, with_test_subjects
+from data.table_files import Reading
 from trainer.common.errors import UserError
 
 USUAL = OwnFormat(subject_column=None, label_column=None, channels=None, length=10, hop=4)
@@ -466,3 +468,57 @@ def test_what_cannot_be_used_is_named(load, tmp_path, change, message):
         load(path)
     text = str(refused.value)
     assert message in text and text.startswith("--data-dir ") and "mine.csv" in text and "\n" not in text
+
+
+def with_holes(tmp_path, holes, name="mine.csv"):
+    """200 rows of a line and a wave by one person a half each, without the cells (row, column) of holes."""
+    rows = [[k, k / 4, (k * 7) % 11, "ab"[k // 100], ("sit", "walk")[k // 50 % 2]] for k in range(200)]
+    for row, column in holes:
+        rows[row][column] = ""
+    return write(tmp_path / name, rows, ["row", "ramp", "wave", "subject", "activity"])
+
+
+@pytest.mark.parametrize("on_bad", ["drop", "interpolate"])
+def test_rows_with_empty_cells(load, tmp_path, on_bad):
+    """Short holes of the wave are filled in; the long hole, one at an end and a row without a subject are not."""
+    short, long = [(k, 2) for k in (10, 30, 31)], [(k, 2) for k in range(110, 140)]
+    holes = [*short, *long, (199, 1), (60, 3)]
+    path = with_holes(tmp_path, holes)
+    with pytest.raises(UserError, match=r"line 12, column 3 \(wave\): '' is not a number; .*--on-bad drop or interp"):
+        load(path, channels=("ramp", "wave"))
+    loaded = load(path, channels=("ramp", "wave"), hop=1, reading=Reading(on_bad=on_bad))
+    dropped = {row for row, _ in holes} - ({row for row, _ in short} if on_bad == "interpolate" else set())
+    expected = [
+        start for start in range(191)
+        if start // 50 == (start + 9) // 50 and not dropped & set(range(start, start + 10))
+    ]  # fmt: skip
+    signals = loaded.recordings.signals
+    assert (signals[:, 0, 0] * 4).astype(int).tolist() == expected
+    first = signals[expected.index(30 if on_bad == "interpolate" else 32)]
+    if on_bad == "interpolate":
+        before, after = (29 * 7) % 11, (32 * 7) % 11
+        np.testing.assert_allclose(first[1, :2], [before + (after - before) / 3, before + 2 * (after - before) / 3])
+    filled = 3 if on_bad == "interpolate" else 0
+    [remark] = [text for text in loaded.remarks if text.startswith("Left out: ") and "cannot be read" in text]
+    assert remark.startswith(f"Left out: {len(dropped)} rows that cannot be read, at which")
+    assert f"filled in: {filled} cells" in remark and f"{path}, line 12, column 3 (wave): '' is not a number." in remark
+
+
+def test_lines_of_another_width_divide_recordings(load, tmp_path):
+    path = with_holes(tmp_path, [])
+    lines = path.read_text().splitlines()
+    lines[21] += ",1"
+    path.write_text("\n".join(lines) + "\n")
+    loaded = load(path, channels=("ramp", "wave"), reading=Reading(on_bad="interpolate"))
+    assert not any(19 - 9 < window[0, 0] * 4 <= 20 for window in loaded.recordings.signals)
+    assert any("line 22: 6 columns, but the header has 5" in text for text in loaded.remarks)
+
+
+def test_new_recordings_with_holes_keep_their_times(tmp_path):
+    path = with_holes(tmp_path, [(k, 2) for k in range(40)])
+    wanted = WindowFormat(("ramp", "wave"), ("sit", "walk"), 10, 10, 2.0)
+    with pytest.raises(UserError, match=r"line 2, column 3 \(wave\): '' is not a number; .*--on-bad drop"):
+        read_new_windows(path, wanted)
+    found = read_new_windows(path, wanted, reading=Reading(on_bad="drop"))
+    assert found.start_s.tolist()[:2] == [20.0, 25.0] and found.signals[0, 0, 0] == 10
+    assert found.remarks[0].startswith("Left out: 40 rows that cannot be read")
