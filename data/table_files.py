@@ -6,7 +6,7 @@ import importlib
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, count, islice
@@ -96,8 +96,13 @@ def parts_at(path: Path, flag_name: str, advice: str) -> list[DataFile]:
     They have these words in their names: train.csv, x.valid.inter, test.txt. Raises UserError.
     """
     source = source_at(path, 1, advice, flag_name)
+    return [] if source is None else parts_of(source.files)
+
+
+def parts_of(files: Iterable[DataFile]) -> list[DataFile]:
+    """The files of training, validation and test among some, as of `parts_at`."""
     found: dict[str, list[DataFile]] = {"train": [], "val": [], "dev": [], "test": []}
-    for file in source.files if source is not None else ():
+    for file in files:
         if file.bare_name.endswith(TABLES) and (part := _PART.search(file.bare_name)):
             found[part[1]].append(file)
     train, val, test = found["train"], found["val"] + found["dev"], found["test"]

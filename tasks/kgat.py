@@ -19,6 +19,7 @@ from data.knowledge_graph.reader import load_catalogue
 from data.knowledge_graph.samples import BprSamples, Triples, UsersToRank, padded
 from data.knowledge_graph.synthetic import load_synthetic_catalogue
 from data.overview import overview
+from data.table_files import ENCODING, ON_BAD, Reading
 from models.graph.aggregators import Aggregation
 from models.graph.collaborative_graph import CollaborativeGraph, Laplacian, Softmax
 from models.graph.kgat import KGAT
@@ -57,8 +58,11 @@ class KgatFlags(FlagGroup):
 
     data_dir: Path | None = flag(
         None, "train.txt, test.txt, perhaps valid.txt, kg_final.txt as KGAT has them, or ratings_final and kg_final as "
-        "KGCN has them: folder or zip (default: a generated catalogue; nothing to download)", local=True,
+        "KGCN has them: folder or zip; or tables with user, item, time and with head, relation, tail (default: a "
+        "generated catalogue; nothing to download)", local=True,
     )  # fmt: skip
+    encoding: str | None = flag(None, ENCODING, metavar="NAME")
+    on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD)
     model: Literal["kgat", "kg-lightgcn", "lightgcn", "bprmf", "popularity", "itemknn", "ease"] = flag(
         "kg-lightgcn", "kg-lightgcn: LightGCN whose items bring the mean of their neighbours in the graph; kgat: "
         "attention over the graph; lightgcn: no graph; bprmf: matrix factorisation, with which KGAT was published to "
@@ -124,6 +128,10 @@ class KgatFlags(FlagGroup):
         if self.select_on_test and self.val_share != KgatFlags.val_share:
             found.append(f"--val-share {self.val_share}: --select-on-test holds nothing out; leave one of them out")
         return found
+
+    @property
+    def reading(self) -> Reading:
+        return Reading(self.encoding, self.on_bad)
 
     @property
     def penalty(self) -> float:
@@ -248,8 +256,8 @@ class Explanations:
 
     def _node(self, node: int) -> str:
         if node >= self._catalogue.num_entities:
-            return f"user {node - self._catalogue.num_entities}"
-        return f"{'item' if node < self._catalogue.num_items else 'entity'} {node}"
+            return f"user {self._catalogue.user_name(node - self._catalogue.num_entities)}"
+        return f"{'item' if node < self._catalogue.num_items else 'entity'} {self._catalogue.entity_name(node)}"
 
 
 class KgatTask(RecommenderTask):
@@ -267,7 +275,7 @@ class KgatTask(RecommenderTask):
         "epochs": 80,
         "max_grad_norm": 0.0,
     }
-    predict_flags = ("data_dir", "top_k")
+    predict_flags = ("data_dir", "encoding", "on_bad", "top_k")
     hold_out_flags = ("val_share", "select_on_test")
 
     def __init__(self, config: KgatFlags, seed: int, cache_dir: Path) -> None:
@@ -278,6 +286,7 @@ class KgatTask(RecommenderTask):
         self.monitor = (f"val/recall@{cutoff}", "max")
         self.headline = ("loss", f"recall@{cutoff}", f"ndcg@{cutoff}")
         self._explanations: Explanations | None = None
+        self._of_new_users: list[str] = []
 
     # --- data ---------------------------------------------------------------------------------------------------
 
@@ -292,11 +301,11 @@ class KgatTask(RecommenderTask):
         }
         if config.data_dir is None:
             return load_synthetic_catalogue(self.cache_dir, **split)
-        catalogue = load_catalogue(config.data_dir, self.cache_dir, **split)
+        catalogue = load_catalogue(config.data_dir, self.cache_dir, **split, reading=config.reading)
         if config.model in _WITH_GRAPH and not catalogue.has_graph:
             raise UserError(
-                f"--data-dir {config.data_dir}: has no kg_final.txt, the graph that --model {config.model} needs; "
-                "fetch it, or take --model lightgcn"
+                f"--data-dir {config.data_dir}: has no kg_final.txt, nor a table with head, relation and tail: the "
+                f"graph that --model {config.model} needs; add it, or take --model lightgcn"
             )
         return catalogue
 
@@ -308,16 +317,16 @@ class KgatTask(RecommenderTask):
         return digest_of(*(array for own in lists for array in (own.offsets, own.items)), *graph)
 
     def remarks(self) -> Sequence[str]:
-        """A short table of the user's own data, and which items are hidden."""
+        """A short table of the user's own data, which items are hidden, and who is left out of --predict."""
         if self.config.data_dir is None:
-            return ()
+            return self._of_new_users
         catalogue, hidden = self.catalogue, self.catalogue.unknown_items
         parts = {"training": catalogue.train, "validation": catalogue.val, "test": catalogue.test}
         rows = [
             (name, f"{len(lists):,}", f"{np.count_nonzero(lists.sizes):,}", f"{len(np.unique(lists.items)):,}")
             for name, lists in parts.items()
         ]
-        lines = overview(("part", "interactions", "users", "items"), rows)
+        lines = [*catalogue.notes, *overview(("part", "interactions", "users", "items"), rows)]
         if catalogue.has_graph:
             lines.append(
                 f"Graph: {len(catalogue.triples):,} triples of {catalogue.num_relations} relations among "
@@ -328,7 +337,7 @@ class KgatTask(RecommenderTask):
                 f"{len(hidden):,} of the {catalogue.num_items:,} item ids up to the largest one, such as {hidden[0]}, "
                 "occur neither in the interactions nor in the graph nor in a list of items: they are never recommended."
             )
-        return lines
+        return lines + self._of_new_users
 
     @cached_property
     def edges(self) -> Edges:
@@ -467,7 +476,8 @@ class KgatTask(RecommenderTask):
 
     def new_data(self, path: Path) -> KeyedDataset:
         """See `data.knowledge_graph.new_users`."""
-        users = read_users(path, self.catalogue)
+        users, notes = read_users(path, self.catalogue, self.config.reading)
+        self._of_new_users = notes
         return Recommendations(users, self.config.top_k, self.catalogue)
 
     def sample(self) -> Mapping[str, Sequence[Any]]:
@@ -483,9 +493,9 @@ class KgatTask(RecommenderTask):
         best = scores.topk(self.config.top_k)
         users, items = batch["user"].tolist(), best.indices[row, batch["place"]].tolist()
         columns: dict[str, Sequence[Any]] = {
-            "user": users,
+            "user": list(map(self.catalogue.user_name, users)),
             "rank": (batch["place"] + 1).tolist(),
-            "item": items,
+            "item": list(map(self.catalogue.entity_name, items)),
             "score": [f"{score:.6g}" for score in best.values[row, batch["place"]].tolist()],
         }
         if not isinstance(objective.model, KGAT):

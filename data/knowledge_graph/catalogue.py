@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from data.interactions.item_sets import sorted_distinct
-from trainer.loading.cache import Arrays
+from trainer.loading.cache import Arrays, array_of_texts, texts_of_array
 from trainer.loading.on_device import Movable
 
 SPLITS = ("train", "val", "test")
+_TEXTS = ("notes", "user_names", "item_names", "entity_names")
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Catalogue:
     triples: (m, 3) int32 head, relation, tail, distinct, in ascending order.
     relation_names: num_relations of them, or none where they are not known.
     unknown_items: (k,) int64 ids below num_items that no file of the data set mentions: gaps in the numbering.
+    notes: what the user should know of how the data set was read.
+    names: of users, items and the other entities; none where the files number them.
     """
 
     num_users: int
@@ -92,6 +95,17 @@ class Catalogue:
     has_graph: bool
     relation_names: tuple[str, ...]
     unknown_items: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    notes: tuple[str, ...] = ()
+    names: tuple[tuple[str, ...], ...] = ((), (), ())
+
+    def user_name(self, user: int) -> str:
+        return self.names[0][user] if self.names[0] else str(user)
+
+    def entity_name(self, entity: int) -> str:
+        """Of an item too."""
+        if not self.names[1]:
+            return str(entity)
+        return self.names[1][entity] if entity < self.num_items else self.names[2][entity - self.num_items]
 
     @property
     def selects_on_test(self) -> bool:
@@ -112,6 +126,8 @@ class Catalogue:
             "triples": self.triples,
             "unknown_items": self.unknown_items,
         }
+        for name, texts in zip(_TEXTS, (self.notes, *self.names), strict=True):
+            arrays[name] = array_of_texts(texts)
         if self.relation_names:
             arrays["relation_names"] = np.array(self.relation_names)
         for split in SPLITS:
@@ -141,4 +157,6 @@ class Catalogue:
             bool(has_graph),
             tuple(arrays.get("relation_names", np.array([], str)).tolist()),
             arrays["unknown_items"],
+            tuple(texts_of_array(arrays["notes"])),
+            tuple(tuple(texts_of_array(arrays[name])) for name in _TEXTS[1:]),
         )

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from data.files import DataFile, Source, shown, source_at
+from data.files import DataFile, Source, shown, single, source_at
 from trainer.common.errors import UserError
 
 
@@ -38,19 +38,21 @@ class DataFiles:
 def find_files(path: Path, telling: Collection[str]) -> DataFiles:
     """The files of the one folder that has some of the telling names: path itself, or a folder in it.
 
-    Where none has any, those of path itself. path: a folder or an archive. Raises UserError when it cannot be read,
-    when several folders can be meant, or when a file is there with .gz and without.
+    Where none has any, those of path itself, or of the only folder in it. path: a file, a folder or an archive. Raises
+    UserError when it cannot be read, when several folders can be meant, or when a file is there with .gz and without.
     """
     path = path.resolve()
     where = f"--data-dir {path}"
     source = source_at(path, depth=2, advice="give the folder or the .zip of a data set")
     if source is None:
-        raise UserError(f"{where}: is a single file; give the folder or the .zip that holds the data set")
+        file = single(path, "--data-dir")
+        return DataFiles(where, {file.bare_name: file})
     folders = _folders(source)
     meant = [folder for folder, files in folders.items() if not _bare_names(files).isdisjoint(telling)]
     if where not in meant and len(meant) > 1:
         raise UserError(f"{where}: {len(meant)} folders in it can be the data set; give one of them alone")
-    chosen = where if where in meant or not meant else meant[0]
+    found = meant or [folder for folder, files in folders.items() if files]
+    chosen = where if where in meant or len(found) != 1 else found[0]
     by_name: dict[str, DataFile] = {}
     for file in folders[chosen]:
         if (other := by_name.setdefault(file.bare_name, file)) is not file:

@@ -1,5 +1,6 @@
 """Users to recommend items to: the file of `--predict`."""
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -7,40 +8,51 @@ import numpy as np
 from data.csv_lines import plain_name
 from data.knowledge_graph.catalogue import Catalogue
 from data.knowledge_graph.samples import padded
+from data.table_files import STRICT, Reading, opened_text
 from trainer.common.errors import UserError
 from trainer.common.files import MOST_WHOLE, read_whole
 from trainer.loading.order import SampleKeys
 
 HEADER = "user"
+_HEAD = 4096
 _MOST_DIGITS = 18
 """Of a number in 64 bits."""
 
 
-def read_users(path: Path, catalogue: Catalogue) -> np.ndarray:
-    """The users of a file, (n,) int64, as often and in the order as they stand there.
+def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> tuple[np.ndarray, list[str]]:
+    """The users of a file, (n,) int64, as often and in the order as they stand there; and what is to be said of it.
 
     path: text with one user id a line, as in the training data; a first line such as `user` or `user_id` is a header.
-    Raises UserError, naming file, line and value, for what is no user that was trained on.
+    Raises UserError, naming file, line and value, for what is no user that was trained on, unless such are dropped.
     """
     is_trained_on = catalogue.train.sizes > 0
+    number_of = {name: number for number, name in enumerate(catalogue.names[0])}
     label = f"--predict {path}"
     try:
-        lines = read_whole(path, MOST_WHOLE).decode("utf-8-sig").splitlines()
+        content = read_whole(path, MOST_WHOLE)
     except OSError as error:
         raise UserError(f"{label}: {error.strerror or error}; give a file with one user id a line") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{label}: is not text in UTF-8 ({error.reason}); give one user id a line") from None
+    with opened_text(io.BytesIO(content), label, reading.encoding, content[:_HEAD]) as text:
+        lines = text.read().splitlines()
     users: list[int] = []
+    unknown: list[str] = []
     for number, line in enumerate(lines, start=1):
-        text = line.strip().strip('"')
-        if not text or (number == 1 and plain_name(text) == HEADER):
+        text_of_line = line.strip().strip('"')
+        if not text_of_line or (number == 1 and plain_name(text_of_line) == HEADER):
             continue
-        is_id = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
-        if not (is_id and int(text) < len(is_trained_on) and is_trained_on[int(text)]):
-            what = f"must be the id of a user with training items, between 0 and {len(is_trained_on) - 1}, and no more"
-            raise UserError(f"{label}, line {number}: {text[:80]!r}: {what}")
-        users.append(int(text))
-    return np.array(users, dtype=np.int64)
+        is_id = text_of_line.isascii() and text_of_line.isdigit() and len(text_of_line) <= _MOST_DIGITS
+        user = number_of.get(text_of_line, -1) if number_of else int(text_of_line) if is_id else -1
+        if 0 <= user < len(is_trained_on) and is_trained_on[user]:
+            users.append(user)
+            continue
+        unknown.append(f"{label}, line {number}: {text_of_line[:80]!r}")
+        if reading.on_bad == "refuse":
+            ids = "" if number_of else f", between 0 and {len(is_trained_on) - 1}, and no more"
+            raise UserError(
+                f"{unknown[0]}: must be the id of a user with training items{ids}; --on-bad drop leaves others out"
+            )
+    what = "lines that name no user with training items, such as"
+    return np.array(users, dtype=np.int64), [f"Left out: {len(unknown):,} {what} {unknown[0]}."] if unknown else []
 
 
 class Recommendations:
@@ -55,7 +67,10 @@ class Recommendations:
         num_left = catalogue.num_items - len(catalogue.unknown_items) - self._seen.sizes[users]
         if len(users) and num_left.min() < num_places:
             user = users[num_left.argmin()]
-            raise UserError(f"--top-k {num_places}: user {user} has only {num_left.min()} items left; choose fewer")
+            raise UserError(
+                f"--top-k {num_places}: user {catalogue.user_name(user)} has only {num_left.min()} items left; choose "
+                "fewer"
+            )
 
     def __len__(self) -> int:
         return len(self.users) * self.num_places

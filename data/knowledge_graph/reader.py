@@ -7,6 +7,8 @@ items, entities and relations, each with a line of column names: `user_list.txt`
 That of KGCN (Wang et al., WWW 2019): `ratings_final` with a line `user item label` for each rating, label 1 where the
 user has the item; `kg_final`; optionally `item_index2entity_id.txt`, which has a line for each item. The first two end
 in `.txt` or `.npy`; where there are both, `.npy` is read.
+
+Tables of named columns are read by `data.knowledge_graph.tables`.
 """
 
 from dataclasses import dataclass
@@ -14,16 +16,18 @@ from pathlib import Path
 
 import numpy as np
 
-from data.files import DataFile, shown
+from data.files import DataFile, not_read, shown
 from data.interactions.item_sets import sorted_distinct
 from data.knowledge_graph.catalogue import Catalogue, ItemLists
 from data.knowledge_graph.files import DataFiles, find_files
 from data.knowledge_graph.numbers import Numbers
 from data.knowledge_graph.splits import TEST_STREAM, Published, hold_out
+from data.knowledge_graph.tables import read_tables, tables_of
+from data.table_files import STRICT, Reading
 from trainer.common.errors import UserError
 from trainer.loading.cache import Arrays, cached_arrays, key_of
 
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 _KGAT_FILES = ("train.txt", "test.txt")
 _RATINGS_FILES = ("ratings_final.npy", "ratings_final.txt", "ratings_final")
 _GRAPH_FILES = ("kg_final.npy", "kg_final.txt", "kg_final")
@@ -35,16 +39,20 @@ _IDS_FOR_ONE = 10
 _NUMBERED = "far beyond the others: ids count from 0, with few left out"
 
 
-def load_catalogue(path: Path, cache_dir: Path, *, val_share: float, seed: int, selects_on_test: bool) -> Catalogue:
+def load_catalogue(
+    path: Path, cache_dir: Path, *, val_share: float, seed: int, selects_on_test: bool, reading: Reading = STRICT
+) -> Catalogue:
     """Reads a data set and keeps it parsed in the cache.
 
-    path: a folder, a .zip or a .tar.gz, with the files at its top or in one folder, each plain or `.gz`; nothing is
-        unpacked to disk. Without `kg_final` there is no graph. What is repeated in a file counts once.
+    path: a table of interactions; or a folder, a .zip or a .tar.gz, with the files at its top or in one folder, each
+        plain or compressed; nothing is unpacked to disk. Without a graph none is learned from. What is repeated in a
+        file counts once.
     val_share: of each user's training items that are held out for validation, 0 <= val_share < 1, where there is no
         `valid.txt`. Everybody keeps one training item.
     seed: determines, with user and item, which are held out; and the test items of ratings, 20 % of each user's.
     selects_on_test: validation is the test set, as in the published code of KGAT, and all training items are trained
         on; `valid.txt` is then left alone, as there.
+    reading: how tables are read.
 
     Raises UserError when the data set is not there, is damaged, or contradicts itself.
     """
@@ -56,15 +64,22 @@ def load_catalogue(path: Path, cache_dir: Path, *, val_share: float, seed: int, 
             published = _read_kgat(files)
         elif ratings := files.find(*_RATINGS_FILES):
             published = _read_kgcn(files, ratings, seed)
+        elif {"item_index2entity_id.txt", "kg.txt"} <= files.by_name.keys():
+            raise not_read(files.where, "KGCN's data as they are before its preprocess.py", "kgcn")
+        elif (tables := tables_of(list(files.by_name.values()), reading))["interactions"]:
+            published = read_tables(tables, files.where, reading, _TEST_SHARE, seed)
         else:
             raise UserError(
                 f"{files.where}: has neither train.txt and test.txt, as data sets for KGAT do, nor ratings_final, as "
-                f"those for KGCN; there are: {shown(files.by_name)}"
+                "those for KGCN, nor a table with columns such as user and item; there are: "
+                f"{shown(file.name for file in files.by_name.values())}"
             )
         return published.catalogue(val_share=val_share, seed=seed, selects_on_test=selects_on_test).arrays
 
     names = (*_KGAT_FILES, "valid.txt", *_RATINGS_FILES, *_GRAPH_FILES, *_LISTS)
-    key = key_of("knowledge_graph", _FORMAT_VERSION, files.stamps(names), settings)
+    is_published = files.find(*_KGAT_FILES, *_RATINGS_FILES) is not None
+    stamps = files.stamps(names if is_published else sorted(files.by_name))
+    key = key_of("knowledge_graph", _FORMAT_VERSION, stamps, settings, reading)
     return Catalogue.of_arrays(cached_arrays(cache_dir, key, build))
 
 

@@ -12,17 +12,20 @@ VAL_STREAM, TEST_STREAM = 0, 2
 """Each takes two streams of the counter-based generator."""
 
 
-def hold_out(lists: ItemLists, share: float, seed: int, stream: int) -> tuple[ItemLists, ItemLists]:
+def hold_out(
+    lists: ItemLists, share: float, seed: int, stream: int, times: np.ndarray | None = None
+) -> tuple[ItemLists, ItemLists]:
     """What is left of the lists, and the share of each user's items that is held out, 0 <= share < 1.
 
-    Held out are those of a user's items whose hash is smallest. A fraction of an item is rounded up with its
-    probability, so that users with few items contribute their share too; everybody keeps one item at least.
+    Held out are those of a user's items whose hash is smallest or, given the times of the items (n,), the latest. A
+    fraction of an item is rounded up with its probability, so that users with few items contribute their share too;
+    everybody keeps one item at least.
     """
     users, sizes = lists.users, lists.sizes
     words = random_bits(seed, 0, users << 32 | lists.items, 1, stream)[:, 0]
     rounding = uniform(seed, 0, np.arange(len(sizes)), (1,), stream + 1)[:, 0].astype(np.float64)
     num_held_out = np.minimum((share * sizes + rounding).astype(np.int64), sizes - 1)
-    order = np.lexsort((words, users))
+    order = np.lexsort((words if times is None else -times, users))
     is_held_out = np.empty(len(users), bool)
     is_held_out[order] = np.arange(len(users)) - lists.offsets[users] < num_held_out[users]
     return lists.where(~is_held_out), lists.where(is_held_out)
@@ -33,7 +36,7 @@ class Published:
     """A data set as it is published, before anything is held out for validation.
 
     valid: validation items that come with it, or None. triples: as of `Catalogue`, or None without a graph.
-    relation_names: at least as many as there are relations, or none. unknown_items: as of `Catalogue`.
+    relation_names: at least as many as there are relations, or none. unknown_items, notes, names: as of `Catalogue`.
     """
 
     num_users: int
@@ -44,6 +47,8 @@ class Published:
     triples: np.ndarray | None
     relation_names: tuple[str, ...]
     unknown_items: np.ndarray
+    notes: tuple[str, ...] = ()
+    names: tuple[tuple[str, ...], ...] = ((), (), ())
 
     def catalogue(self, *, val_share: float, seed: int, selects_on_test: bool) -> Catalogue:
         """With a validation set; arguments as of `load_catalogue`. Raises UserError when nobody has items in it."""
@@ -69,4 +74,6 @@ class Published:
             self.triples is not None,
             self.relation_names[:num_relations],
             self.unknown_items,
+            self.notes,
+            self.names,
         )

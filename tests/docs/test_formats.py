@@ -1,6 +1,7 @@
 """docs/formats.md: each conversion turns a sample in the documented shape into what the readers read to its values."""
 
 import re
+import wave
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,8 @@ import pytest
 
 from data.har.own_recordings import OwnFormat, load_own_recordings, refuse_other_data
 from data.interactions.reader import load_interactions
+from data.knowledge_graph.reader import load_catalogue
+from data.speech.reader import load_corpus
 from data.tabular.reader import read_table
 from trainer.common.errors import UserError
 
@@ -89,6 +92,44 @@ def test_one_user_a_line():
     convert("one-user-a-line")
     found = load_interactions(Path("interactions.csv"), 1, Path("cache"))
     assert (found.offsets.tolist(), found.item_ids, found.items.tolist()) == ([0, 3, 4], ("7", "8", "9"), [1, 2, 3, 2])
+
+
+def test_kgcn_before_its_preprocessing(tmp_path):
+    folder = tmp_path / "raw"
+    folder.mkdir()
+    for place in (tmp_path, folder):
+        (place / "user_artists.dat").write_text(
+            "userID\tartistID\tweight\n3\t99\t4\n" + "".join(f"2\t{50 + k}\t9\n" for k in range(10))
+        )
+        (place / "item_index2entity_id.txt").write_text("".join(f"{50 + k}\t{k}\n" for k in range(10)))
+        (place / "kg.txt").write_text("0\tmusic.artist.origin\t3846\n3846\tin\t1\n")
+    split = {"val_share": 0.1, "seed": 0, "selects_on_test": True}
+    with pytest.raises(UserError, match=r"KGCN's data as they are before .*docs/formats.md#kgcn "):
+        load_catalogue(folder, tmp_path / "cache", **split)
+    convert("kgcn")
+    (tmp_path / "music").mkdir()
+    for name in ("interactions.csv", "graph.csv"):
+        Path(name).rename(tmp_path / "music" / name)
+    found = load_catalogue(tmp_path / "music", tmp_path / "cache", **split)
+    assert found.names == (("2",), tuple("0123456789"), ("3846",))
+    assert found.relation_names == ("music.artist.origin", "in")
+    assert found.triples.tolist() == [[0, 0, 10], [10, 1, 1]] and len(found.train) + len(found.test) == 10
+
+
+def test_kaldi(tmp_path, monkeypatch):
+    for part in ("train", "test"):
+        folder = tmp_path / "data" / part
+        folder.mkdir(parents=True)
+        (folder / "wav.scp").write_text(f"u1 {part}.wav\n")
+        (folder / "text").write_text("u1 GOOD MORNING\n")
+        (folder / "utt2spk").write_text("u1 anna\n")
+        with wave.open(f"{part}.wav", "wb") as file:
+            file.setparams((1, 2, 8000, 0, "NONE", ""))
+            file.writeframes(bytes(range(200)))
+    convert("kaldi")
+    found = load_corpus(tmp_path, tmp_path / "cache")
+    assert (found.transcripts, found.speakers) == (("GOOD MORNING",) * 2, ("anna",) * 2)
+    assert dict(zip(found.names, found.splits, strict=True)) == {"train.wav": "train", "test.wav": "test"}
 
 
 def number(row: int, column: int) -> str:

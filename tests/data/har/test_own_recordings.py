@@ -449,7 +449,7 @@ def test_people_of_the_test_are_those_named_or_every_fifth(load, tmp_path):
         (lambda lines: ["a,b,c", "1,2,3"], "has no column known as the subject (name it by --subject-column) and the "
          "label (name it by --label-column); there are: a, b, c"),
         (lambda lines: [*lines[:3], "2,oops,1,1,1,p,walk"], "line 4, column 2 (heart_rate): 'oops' is not a number; "
-         "mend it, or name the columns of signals by --channels"),
+         "mend it, name the columns of signals by --channels, or add --on-bad drop"),
         (lambda lines: [*lines[:3], "2,1,1"], "line 4: 3 columns, but the header has 7"),
         (lambda lines: [*lines[:3], "2,1,1,1,1,,walk"], "row 3 below the names has no subject"),
         (lambda lines: lines[:9], "nobody does one thing for 10 rows in a row, so that there is no window"),

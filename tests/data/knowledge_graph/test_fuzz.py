@@ -44,7 +44,7 @@ def test_damaged_lists_of_users_are_read_or_refused(tmp_path) -> None:
     for content in mutations(b'user\n0\n2\n"1"\n0\n', COUNT, seed=6):
         path.write_bytes(content)
         try:
-            users = read_users(path, catalogue)
+            users, _ = read_users(path, catalogue)
             Recommendations(users, 1, catalogue)
         except UserError as error:
             assert str(error).startswith(("--predict", "--top-k"))

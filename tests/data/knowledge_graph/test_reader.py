@@ -289,7 +289,7 @@ def test_mistakes_of_the_kgcn_layout_are_named(load, files, message) -> None:
 def test_paths_that_cannot_be_chosen(load, tmp_path) -> None:
     with pytest.raises(UserError, match=r"^--data-dir .*/nowhere: no such file or folder"):
         load_catalogue(tmp_path / "nowhere", tmp_path, val_share=0.1, seed=0, selects_on_test=False)
-    with pytest.raises(UserError, match=r"train.txt: is a single file; give the folder or the .zip"):
+    with pytest.raises(UserError, match=r"train.txt: no test.txt; give a folder that has it"):
         load(b"0 1\n", "train.txt")
     with pytest.raises(UserError, match=r"twice: 2 folders in it can be the data set; give one of them alone$"):
         load({f"{folder}/{name}": content for name, content in KGAT.items() for folder in "ab"}, "twice")

@@ -1,0 +1,129 @@
+"""Catalogues from tables of named columns: who took what, perhaps when; and what is known of items. Names are any text.
+
+A file with columns such as user, item and perhaps time holds the interactions, or three hold those of training,
+validation and test; one with head, relation and tail holds the graph, and one with item and entity says which entity
+an item is, if they have other names. RecBole's `.inter`, `.kg` and `.link` are such tables.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from data.csv_lines import plain_name
+from data.files import DataFile, shown
+from data.interactions.columns import FIND_OUT, NAMES, NO_TIMES, ColumnChoice
+from data.interactions.table import read_table
+from data.knowledge_graph.catalogue import ItemLists
+from data.knowledge_graph.splits import TEST_STREAM, Published, hold_out
+from data.table_files import TABLES, Reading, opened_table, parts_of
+from trainer.common.errors import UserError
+
+_SUFFIXES = (*TABLES, ".kg", ".link")
+_GRAPH, _LINK = {"head", "relation", "tail"}, {"item", "entity"}
+
+
+def tables_of(files: Sequence[DataFile], reading: Reading) -> dict[str, list[DataFile]]:
+    """Those of the files that are tables, by what they hold: "interactions", "graph", "link". Raises UserError."""
+    found: dict[str, list[DataFile]] = {"interactions": [], "graph": [], "link": []}
+    for file in files:
+        if len(files) == 1 or file.bare_name.endswith(_SUFFIXES):
+            with opened_table(file, reading.encoding) as table:
+                names = set(map(plain_name, table.header))
+            if names >= _GRAPH:
+                found["graph"].append(file)
+            elif names & set(NAMES["user"]) and names & set(NAMES["item"]):
+                found["interactions"].append(file)
+            elif names >= _LINK:
+                found["link"].append(file)
+    if len(parts := parts_of(found["interactions"])) == len(found["interactions"]):
+        found["interactions"] = parts
+    return found
+
+
+def read_tables(
+    files: dict[str, list[DataFile]], where: str, reading: Reading, test_share: float, seed: int
+) -> Published:
+    """A data set of tables. where: as messages call it all. test_share: of each user's items, where no file has them.
+
+    With times those are the latest items of each user. Raises UserError.
+    """
+    for kind, most in (("interactions", 3), ("graph", 1), ("link", 1)):
+        if len(files[kind]) > most or (
+            kind == "interactions" and len(files[kind]) > 1 and parts_of(files[kind]) != files[kind]
+        ):
+            raise UserError(f"{where}: {shown(file.name for file in files[kind])} can be the {kind}; keep one of them")
+    with opened_table(files["interactions"][0], reading.encoding) as opened:
+        has_times = not set(NAMES["time"]).isdisjoint(map(plain_name, opened.header))
+    columns = FIND_OUT if has_times else ColumnChoice(time=NO_TIMES)
+    table = read_table(files["interactions"], columns, reading)
+    num_users, num_items = len(table.user_ids), len(table.item_ids)
+    parts = [
+        ItemLists.of_pairs(table.users[table.parts == k], table.items[table.parts == k], num_users)
+        for k in range(len(files["interactions"]))
+    ]
+    if len(parts) > 1:
+        train, *valid, test = parts
+    else:
+        latest = None if table.times is None else _latest(parts[0], table.users, table.items, table.times)
+        (train, test), valid = hold_out(parts[0], test_share, seed, TEST_STREAM, latest), []
+    if not len(test):
+        raise UserError(f"{where}: no user has two items, so that there is nothing to test on")
+    notes = list(table.remarks)
+    triples, relations, entities = _read_graph(files, table.item_ids, reading, notes)
+    return Published(
+        num_users, num_items, train, valid[0] if valid else None, test, triples, relations, np.empty(0, np.int64),
+        tuple(notes), (tuple(table.user_ids), tuple(table.item_ids), entities),
+    )  # fmt: skip
+
+
+def _latest(lists: ItemLists, users: np.ndarray, items: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """When each pair of the lists was last seen, (n,)."""
+    order = np.lexsort((times, items, users))
+    is_last = np.append((np.diff(users[order]) != 0) | (np.diff(items[order]) != 0), True)
+    return times[order][is_last]
+
+
+def _read_graph(
+    files: dict[str, list[DataFile]], item_ids: Sequence[str], reading: Reading, notes: list[str]
+) -> tuple[np.ndarray | None, tuple[str, ...], tuple[str, ...]]:
+    """The distinct triples (m, 3) int32, None without a graph; the names of relations, and of entities beyond items."""
+    if not files["graph"]:
+        return None, (), ()
+    links = (_columns(file, ("item", "entity"), reading, notes) for file in files["link"])
+    entity_of = {item: entity for link in links for item, entity in link}
+    items = {entity_of.get(name, name): number for number, name in enumerate(item_ids)}
+    relations: dict[str, int] = {}
+    entities: dict[str, int] = {}
+
+    def number_of(name: str) -> int:
+        return items[name] if name in items else entities.setdefault(name, len(item_ids) + len(entities))
+
+    triples = [
+        (number_of(head), relations.setdefault(relation, len(relations)), number_of(tail))
+        for head, relation, tail in _columns(files["graph"][0], ("head", "relation", "tail"), reading, notes)
+    ]
+    found = np.unique(np.array(triples, np.int32).reshape(-1, 3), axis=0)
+    if not (found[:, [0, 2]] < len(item_ids)).any():
+        raise UserError(
+            f"{files['graph'][0].where}: none of its {len(found)} triples has an item, such as {shown(item_ids[:3])}; "
+            "name items in it as among the interactions, or add a table with the columns item and entity"
+        )
+    return found, tuple(relations), tuple(entities)
+
+
+def _columns(file: DataFile, names: Sequence[str], reading: Reading, notes: list[str]) -> list[tuple[str, ...]]:
+    """The fields of some columns, by their plain names, of all lines. notes: takes how many are left out."""
+    with opened_table(file, reading.encoding) as table:
+        plain = list(map(plain_name, table.header))
+        columns, rows = [plain.index(name) for name in names], list[tuple[str, ...]]()
+        bad: list[str] = []
+        for number, fields in table.lines:
+            row = tuple(fields[column].strip() for column in columns) if len(fields) == len(plain) else ()
+            if all(row) and row:
+                rows.append(row)
+            else:
+                bad.append(f"{file.where}, line {number}: {','.join(fields)[:80]!r}: lacks one of {', '.join(names)}")
+                if reading.on_bad == "refuse":
+                    raise UserError(f"{bad[0]}; mend it, or leave such lines out by --on-bad drop")
+    notes += [f"Left out: {len(bad):,} lines that cannot be read, such as {bad[0]}."] if bad else []
+    return rows
