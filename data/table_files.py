@@ -143,14 +143,16 @@ def opened_text(content: IO[bytes], where: str, encoding: str | None, head: byte
     """A file as text; the encoding None is found out by its first bytes. Raises UserError for bytes that are none."""
     try:
         name = codecs.lookup(encoding).name if encoding else _encoding_of(head)
-        yield io.TextIOWrapper(content, "utf-8-sig" if name == "utf-8" else name, newline="")
+        text = io.TextIOWrapper(content, "utf-8-sig" if name == "utf-8" else name, newline="")
     except LookupError:
         raise UserError(f"--encoding {encoding}: no such encoding; give one such as cp1252 or utf-16") from None
+    try:
+        yield text
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: {why_no_text(error, encoding)}") from None
+        raise UserError(f"{where}: {_why_no_text(error, encoding)}") from None
 
 
-def why_no_text(error: UnicodeDecodeError, encoding: str | None) -> str:
+def _why_no_text(error: UnicodeDecodeError, encoding: str | None) -> str:
     """What is wrong with bytes that are no text in an encoding, and which one they may be in."""
     found, start = error.object, error.start
     reason = f"is not text in {encoding or 'UTF-8'}, but has the byte 0x{found[start]:02x}"

@@ -84,7 +84,7 @@ def are_own(path: Path) -> bool:
             return has_table and not any((path / p).exists() for p in published)
     if path.is_file() and path.name.lower().endswith(".zip"):
         return any(_is_table(file) for file in Zip(path, f"--data-dir {path}").files)
-    return path.is_file() and _is_table(single(path, "--data-dir"))
+    return path.is_file() and single(path, "").bare_name.endswith((*_SUFFIXES, ".json"))
 
 
 def refuse_other_data(path: Path) -> NoReturn:
@@ -382,7 +382,7 @@ def _read(file: DataFile, wanted: OwnFormat, columns: _Columns) -> Rows:
             needs_subject=True,
         )
     if not len(rows.signals):
-        raise UserError(f"{file.where}: has column names, but no rows; give at least one")
+        raise UserError(f"{file.where}: has column names, but no rows that can be read; give at least one")
     if "" in rows.subjects:
         place = rows.subjects.index("") + 1
         raise UserError(f"{file.where}: row {place} below the names has no subject; mend it, or add --on-bad drop")

@@ -57,11 +57,10 @@ class Bad(NamedTuple):
         return Bad(self.dropped + other.dropped, self.filled + other.filled, self.first or other.first)
 
     def remarks(self) -> Iterator[str]:
-        if self.first:
-            yield (
-                f"Left out: {self.dropped:,} rows that cannot be read, at which recordings are divided; filled in: "
-                f"{self.filled:,} cells, by the numbers before and after; such as {self.first}."
-            )
+        told = [f"{self.dropped:,} rows left out, at which recordings are divided"] if self.dropped else []
+        told += [f"{self.filled:,} cells filled in by the numbers before and after"] if self.filled else []
+        if told:
+            yield f"What cannot be read: {', '.join(told)}, such as {self.first}."
 
 
 class Recording(NamedTuple):
@@ -108,8 +107,10 @@ class Rows:
             filled += sum(_fill(self.signals[start:stop, k]) for k in range(self.signals.shape[1]))
             start = stop
         is_kept = np.isfinite(self.signals).all(axis=1)
-        if needs_subject:
+        first = self.bad.first
+        if needs_subject and "" in self.subjects:
             is_kept &= np.array(self.subjects, dtype=str) != ""
+            first = first or f"row {self.places[self.subjects.index('')] + 1} below the names, which has no subject"
         kept, places = np.flatnonzero(is_kept).tolist(), self.places[is_kept]
         stretches = np.cumsum(np.diff(places, prepend=places[:1]) > 1).tolist()
         return replace(
@@ -120,7 +121,7 @@ class Rows:
             trials=[(*self.trials[k], str(stretch)) for k, stretch in zip(kept, stretches, strict=True)],
             clocks=self.clocks[is_kept],
             places=places,
-            bad=self.bad + Bad(int((~is_kept).sum()), filled),
+            bad=Bad(self.bad.dropped + int((~is_kept).sum()), filled, first),
         )
 
     def recordings(self, by_label: bool) -> Iterator["Recording"]:
@@ -219,16 +220,20 @@ def read_rows(
     unread: dict[str, str] = {}
     places, bad, num_rows = [np.empty(0, np.int64)], Bad(), 0
     while some := list(islice(table.lines, ROWS_AT_ONCE)):
-        whole = [k for k, (_, fields) in enumerate(some) if on_bad == "refuse" or len(fields) == len(header)]
-        places.append(num_rows + np.array(whole, np.int64))
-        if on_bad == "refuse":
+        kept, num_all = list(range(len(some))), len(some)
+        try:
             signals.append(numbers(some, header, columns, where, decimal_comma, advice))
-        else:
-            bad += Bad(len(some) - len(whole), 0, _first_bad(some, header, columns, where, decimal_comma))
-            num_rows, some = num_rows + len(some), [some[k] for k in whole]
-            if not some:
-                continue
+        except UserError as error:
+            if on_bad == "refuse":
+                raise
+            kept = [k for k, (_, fields) in enumerate(some) if len(fields) == len(header)]
+            bad += Bad(num_all - len(kept), 0, str(error).partition("; ")[0])
+            some = [some[k] for k in kept]
             signals.append(_numbers_or_nan(some, columns, decimal_comma))
+        places.append(num_rows + np.array(kept, np.int64))
+        num_rows += num_all
+        if not some:
+            continue
         moments.append(moments_of(some, clocks, decimal_comma))
         for k, clock in enumerate(clocks):
             for row in np.flatnonzero(np.isnan(moments[-1][:, k]).all(axis=1)).tolist():
@@ -248,7 +253,7 @@ def read_rows(
     in_seconds = np.array([not any(map(is_number, cells)) for cells in of_file.values()], bool)
     rows = Rows(
         np.concatenate(signals), *keys, spellings, trials, clock_values, in_seconds, of_file, unread,
-        np.concatenate(places) if on_bad != "refuse" else np.arange(len(trials)), bad,
+        np.concatenate(places), bad,
     )  # fmt: skip
     return rows if on_bad == "refuse" else rows.without_holes(on_bad == "interpolate", needs_subject)
 
@@ -257,17 +262,8 @@ def _numbers_or_nan(lines: Sequence[Line], columns: Sequence[int], decimal_comma
     """Some columns of some lines, (rows, C) float32, NaN where there is no finite number."""
     texts = [[fields[i].replace(",", ".") if decimal_comma else fields[i] for i in columns] for _, fields in lines]
     values = as_float32(np.array([[float(t) if is_number(t) else np.nan for t in row] for row in texts]))
+    values = values.reshape(len(lines), len(columns))
     return np.where(np.isfinite(values), values, np.float32(np.nan))
-
-
-def _first_bad(
-    lines: Sequence[Line], header: Sequence[str], columns: Sequence[int], where: str, decimal_comma: bool
-) -> str:
-    """What is wrong with the first bad one of some lines; "" where none is."""
-    values = _numbers(lines, len(header), columns, decimal_comma)
-    if values is not None and np.isfinite(values).all():
-        return ""
-    return f"{where}, {_what_is_wrong(lines, header, columns, decimal_comma, '').removesuffix('; ')}"
 
 
 def signal_columns(header: Sequence[str], channels: Sequence[str], where: str) -> list[int]:
