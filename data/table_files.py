@@ -212,15 +212,21 @@ def _object(line: str) -> list[dict[str, Any]]:
     except (ValueError, RecursionError):
         try:
             found = ast.literal_eval(line.strip()) if line.lstrip().startswith(("{'", "{u'")) else None
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             found = None
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or ("\\u" in line and not _can_be_written(found)):
         return []
+    found = {str(name): value for name, value in found.items()}
     for name in _LISTS:
         if isinstance(inner := found.get(name), list) and all(isinstance(record, dict) for record in inner):
             rest = {key: value for key, value in found.items() if key != name}
             return [rest | record for record in inner] or [rest]
     return [found]
+
+
+def _can_be_written(value: Any) -> bool:
+    """Whether no text in it has halves of characters, which escapes can make."""
+    return re.search(r"\\ud[89a-f]", repr(value)) is None
 
 
 def text_of(value: Any) -> str:
@@ -229,7 +235,7 @@ def text_of(value: Any) -> str:
         return value
     if value is None:
         return ""
-    return json.dumps(value, default=str) if isinstance(value, bool | list | dict) else str(value)
+    return json.dumps(value, default=str, skipkeys=True) if isinstance(value, bool | list | dict) else str(value)
 
 
 def _parquet_lines(content: IO[bytes], where: str) -> Iterator[Line]:

@@ -155,14 +155,18 @@ def _manifest_line(source: Source, name: str, number: int, line: str, split: str
     speaker = str(entry.get("speaker") or "")
     if not (isinstance(sound, str) and isinstance(text, str) and (duration is None or _is_finite(duration))):
         raise UserError(f"{where}: audio_path and text must be texts and duration a number of seconds; mend it")
-    if "\0" in sound or not _can_be_written(sound, "surrogateescape") or not _can_be_written(text + speaker):
-        raise UserError(f"{where}: holds a character that no text or name of a file has; mend it")
+    _refuse_no_text(where, sound, text + speaker)
     if entry.get("offset"):
         raise UserError(f"{where}: is a part of a recording (offset {entry['offset']}); cut it out into a file")
     path = posixpath.normpath(posixpath.join(posixpath.dirname(name), sound))
     if not source.reads_outside and (path.startswith(("/", "../"))):
         raise UserError(f"{where}: {sound!r} leads out of the archive; pack the sound with the manifest")
     return Utterance(path, text, speaker, split, duration)
+
+
+def _refuse_no_text(where: str, sound: str, text: str) -> None:
+    if "\0" in sound or not _can_be_written(sound, "surrogateescape") or not _can_be_written(text):
+        raise UserError(f"{where}: holds a character that no text or name of a file has; mend it")
 
 
 def _is_finite(number: object) -> bool:
@@ -231,6 +235,7 @@ def _metadata_table(source: Source, name: str) -> Iterator[Utterance]:
     for number, fields in rows:
         if len(fields) != len(header):
             raise UserError(f"{where}, line {number}: {len(fields)} columns instead of {len(header)}")
+        _refuse_no_text(f"{where}, line {number}", fields[sound], fields[text])
         path = posixpath.normpath(folder / fields[sound])
         yield Utterance(
             path, fields[text], "" if speaker is None else fields[speaker], split or _split_of_folders(path)

@@ -18,6 +18,7 @@ from data.interactions.reader import load_interactions
 from data.table_files import Reading, opened_table, table_at
 from data.tabular.reader import read_table
 from tests.helpers.archives import tarred, zipped
+from tests.helpers.mutations import mutations
 from trainer.common.errors import UserError
 
 NAMES = ("user", "item", "time", "x", "activity")
@@ -235,3 +236,31 @@ def test_archives_of_no_or_several_tables(tmp_path):
         path.write_bytes(zipped(members))
         with pytest.raises(UserError, match=rf"{len(members)} files in it can be the table, where one is needed"):
             read_table(path)
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "steam.jsonl", "pipes.csv", "excel.csv", "t.csv.bz2", "t.csv.zip"])
+def test_damaged_files_are_read_or_refused(name, tmp_path):
+    rows, whole = ROWS[:6], {"t.jsonl": json.dumps, "steam.jsonl": repr}.get(name)
+    if whole is None:
+        content = FORMS[name]
+    else:
+        content = "".join(whole(dict(zip(NAMES, row, strict=True))) + "\n" for row in rows).encode()
+    path = tmp_path / name
+    for damaged in mutations(content, 40, seed=3):
+        path.write_bytes(damaged)
+        for read in (
+            lambda: read_table(path),
+            lambda: load_interactions(path, 1, tmp_path / "cache", reading=Reading(on_bad="drop")),
+            lambda: read_new_windows(path, WindowFormat(("x",), ("a",), 2, 1, 16.67), reading=Reading(on_bad="drop")),
+        ):
+            try:
+                read()
+            except UserError as error:
+                assert "\n" not in str(error)
+
+
+def test_halves_of_characters_and_odd_names_are_no_objects(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"a": "x"}\n{"a": "\\ud800"}\n{\'a\': {(1, 2): 3}}\n{[]: 1}\n{"a": "\\ud83d\\ude00"}\n')
+    with opened_table(single(path, "--data-dir")) as table:
+        assert [fields for _, fields in table.lines] == [["x"], ['{"a": "\\ud800"}'], ["{}"], ["{[]: 1}"], ["😀"]]
