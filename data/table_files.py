@@ -67,46 +67,41 @@ ON_BAD = (
 """Help of that flag."""
 
 
-def table_at(path: Path, flag_name: str, advice: str, known: Sequence[str] = ()) -> DataFile:
-    """The file that a path leads to: itself, or the only table in a folder or an archive, or the only known name.
+def tables_at(path: Path, flag_name: str, advice: str, known: Sequence[str] = ()) -> list[DataFile]:
+    """The file that a path leads to: itself, or the only table in a folder or an archive; or those of `parts_of` there.
 
     known: names of files that are meant rather than others. Raises UserError where none or several can be meant.
     """
     source = source_at(path, 1, advice, flag_name)
     if source is None:
-        return single(path, flag_name)
-    found = [file for file in source.files if file.bare_name in known] or [
+        return [single(path, flag_name)]
+    found = [file for file in source.files if file.bare_name in known]
+    found = found or parts_of(source.files) or [
         file for file in source.files if file.bare_name.endswith(TABLES) and not file.bare_name.startswith("readme")
-    ]
-    if len(found) != 1:
+    ]  # fmt: skip
+    if len(found) != 1 and not parts_of(found):
         raise UserError(
             f"{source.where}: {len(found)} files in it can be the table, where one is needed; give the file itself; "
             f"there are: {shown(file.name for file in source.files)}"
         )
-    return found[0]
-
-
-Split = Callable[[str, Iterator[str], str], Iterator[Line]]
-"""(first line that is not blank, text, where) -> the lines of a text whose fields are separated."""
-
-
-def parts_at(path: Path, flag_name: str, advice: str) -> list[DataFile]:
-    """The files of training, validation (where there is one) and test in a folder or an archive; none without these.
-
-    They have these words in their names: train.csv, x.valid.inter, test.txt. Raises UserError.
-    """
-    source = source_at(path, 1, advice, flag_name)
-    return [] if source is None else parts_of(source.files)
+    return found
 
 
 def parts_of(files: Iterable[DataFile]) -> list[DataFile]:
-    """The files of training, validation and test among some, as of `parts_at`."""
+    """The files of training, validation (where there is one) and test among some; none without these.
+
+    They have these words in their names: train.csv, x.valid.inter, test.txt.
+    """
     found: dict[str, list[DataFile]] = {"train": [], "val": [], "dev": [], "test": []}
     for file in files:
         if file.bare_name.endswith(TABLES) and (part := _PART.search(file.bare_name)):
             found[part[1]].append(file)
     train, val, test = found["train"], found["val"] + found["dev"], found["test"]
     return [*train, *val, *test] if len(train) == len(test) == 1 and len(val) <= 1 else []
+
+
+Split = Callable[[str, Iterator[str], str], Iterator[Line]]
+"""(first line that is not blank, text, where) -> the lines of a text whose fields are separated."""
 
 
 @contextmanager

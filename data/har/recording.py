@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from data.har.clocks import is_same_rate, middle_rate_hz, seconds_of, usual_rate_hz
 from data.har.rows import LABELS, LARGEST, SUBJECTS, Recording, Rows, as_float32, read_rows, roles_of, usual_column
 from data.har.windows import WindowFormat, triplets_first
-from data.table_files import STRICT, Reading, opened_table, table_at
+from data.table_files import STRICT, Reading, opened_table, tables_at
 from trainer.common.errors import UserError
 from trainer.common.files import array_errors, require_regular
 from trainer.loading.order import SampleKeys
@@ -193,7 +193,7 @@ def _read_recording(
     reading: Reading,
 ) -> Rows:  # fmt: skip
     advice, on_bad = "give a file with recordings", reading.on_bad
-    with opened_table(table_at(path, "--predict", advice), reading.encoding) as table:
+    with opened_table(tables_at(path, "--predict", advice)[-1], reading.encoding) as table:
         if not table.header:
             raise UserError(f"{label}: is empty; give a CSV whose first line names the signals {', '.join(channels)}")
         subject = usual_column(table.header, SUBJECTS, subject_column)

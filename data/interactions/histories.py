@@ -35,7 +35,7 @@ class Histories:
 
         Raises UserError where the file cannot be read, leaves nobody, or leaves somebody fewer items than num_places.
         """
-        [file] = find_files(path, "--predict")[:1]
+        [file] = find_files(path, "--predict")[-1:]
         table = read_table([file], columns, reading)
         if with_times and table.times is None:
             raise UserError(f"{file.where}: has no times, which the run was trained with; add a column of times")

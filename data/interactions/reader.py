@@ -10,7 +10,7 @@ import numpy as np
 from data.files import DataFile
 from data.interactions.columns import FIND_OUT, ColumnChoice
 from data.interactions.table import read_table
-from data.table_files import STRICT, Reading, parts_at, table_at
+from data.table_files import STRICT, Reading, tables_at
 from trainer.common.errors import UserError
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, key_of, texts_of_array
 
@@ -90,9 +90,7 @@ def find_files(path: Path, flag: str = "--data-dir") -> list[DataFile]:
     flag: by which the path was given. Raises UserError.
     """
     path = Path(os.path.realpath(path))  # which does not raise for a link that leads to itself
-    return parts_at(path, flag, "give a file of interactions") or [
-        table_at(path, flag, "give a file of interactions", _KNOWN_NAMES)
-    ]
+    return tables_at(path, flag, "give a file of interactions", _KNOWN_NAMES)
 
 
 def _build(files: Sequence[DataFile], k_core: int, columns: ColumnChoice, reading: Reading) -> Arrays:

@@ -11,7 +11,7 @@ import numpy as np
 
 from data.csv_lines import Line, is_number
 from data.files import DataFile, reading_errors
-from data.table_files import STRICT, Reading, opened_table, table_at
+from data.table_files import STRICT, Reading, opened_table, tables_at
 from data.tabular.spelling import UNKNOWN, Likely
 from data.tabular.table import Column, Table, table_of_array
 from trainer.common.errors import UserError
@@ -39,7 +39,9 @@ def read_table(path: Path, flag: str = "--data-dir", reading: Reading = STRICT) 
     if path.is_dir():
         raise UserError(f"{where}: is a folder; {_ADVICE}, and one to score by --test-data")
     is_npz = path.suffix.lower() == ".npz" and path.is_file()
-    table = _read_arrays(path, where) if is_npz else _read_csv(table_at(path, flag, _ADVICE), where, reading)
+    # Of an archive with training and test the first is learned from, and the last is scored or predicted.
+    place = 0 if flag == "--data-dir" else -1
+    table = _read_arrays(path, where) if is_npz else _read_csv(tables_at(path, flag, _ADVICE)[place], reading)
     if table.num_rows == 0:
         raise UserError(f"{where}: has column names, but no rows; give at least one")
     return table
@@ -56,25 +58,20 @@ def _check_width(num_columns: int, where: str) -> None:
 # --- CSV ---------------------------------------------------------------------------------------------------------
 
 
-def _read_csv(file: DataFile, where: str, reading: Reading) -> Table:
+def _read_csv(file: DataFile, reading: Reading) -> Table:
+    where = file.where
     with opened_table(file, reading.encoding) as (line, header, lines, decimal_comma):
         if not header:
             raise UserError(f"{where}: is empty; {_ADVICE}")
-        return _parse_csv(line, header, lines, decimal_comma, where, reading.on_bad == "drop")
-
-
-def _parse_csv(
-    line: int, header: list[str], lines: Iterator[Line], decimal_comma: bool, where: str, drops: bool
-) -> Table:
-    names = _column_names(header, f"{where}, line {line}")
-    columns = [_Texts() for _ in names]
-    bad: list[str] = []
-    for rows in _blocks(lines, len(names), where, bad if drops else None):
-        for column, texts in zip(columns, zip(*rows, strict=True) if rows else [[]] * len(columns), strict=True):
-            column.add(texts)
-    found = [texts.column(name) for name, texts in zip(names, columns, strict=True)]
-    notes = (f"Left out: {len(bad):,} lines that cannot be read, such as {bad[0]}.",) if bad else ()
-    return Table(where, _as_the_file_shows(found, decimal_comma), notes)
+        names = _column_names(header, f"{where}, line {line}")
+        columns = [_Texts() for _ in names]
+        bad: list[str] = []
+        for rows in _blocks(lines, len(names), where, bad if reading.on_bad == "drop" else None):
+            for column, texts in zip(columns, zip(*rows, strict=True) if rows else [[]] * len(columns), strict=True):
+                column.add(texts)
+        found = [texts.column(name) for name, texts in zip(names, columns, strict=True)]
+        notes = (f"Left out: {len(bad):,} lines that cannot be read, such as {bad[0]}.",) if bad else ()
+        return Table(where, _as_the_file_shows(found, decimal_comma), notes)
 
 
 def _as_the_file_shows(columns: Sequence[Column], decimal_comma: bool) -> tuple[Column, ...]:

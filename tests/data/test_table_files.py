@@ -15,7 +15,7 @@ from data.har.own_recordings import OwnFormat, load_own_recordings
 from data.har.recording import read_new_windows
 from data.har.windows import WindowFormat
 from data.interactions.reader import load_interactions
-from data.table_files import Reading, opened_table, table_at
+from data.table_files import Reading, opened_table, tables_at
 from data.tabular.reader import read_table
 from tests.helpers.archives import tarred, zipped
 from tests.helpers.mutations import mutations
@@ -68,7 +68,7 @@ def path(request, tmp_path):
 
 
 def test_a_table_of_any_form_is_the_same_table(path):
-    with opened_table(table_at(path, "--data-dir", "")) as table:
+    with opened_table(*tables_at(path, "--data-dir", "")) as table:
         assert tuple(table.header) == NAMES
         numbers, rows = zip(*table.lines, strict=True)
         assert [tuple(row) for row in rows] == [tuple(map(str, row)) for row in ROWS]
@@ -228,6 +228,15 @@ def test_other_formats_are_refused_by_name(what, name, tmp_path):
     for read in readers:
         with pytest.raises(UserError, match=rf"{path}.*: is {what}, which is not read .*docs/formats.md#[a-z-]+ shows"):
             read()
+
+
+def test_of_training_and_test_in_one_archive_the_right_one_is_read(tmp_path):
+    """Kaggle's."""
+    path = tmp_path / "titanic.zip"
+    members = {"test.csv": "x\n1\n", "train.csv": "x,y\n2,a\n", "gender_submission.csv": "x,y\n3,b\n"}
+    path.write_bytes(zipped(members))
+    for flag, text in (("--data-dir", "2"), ("--predict", "1"), ("--test-data", "1")):
+        assert read_table(path, flag).column("x").distinct_texts == [text]
 
 
 def test_archives_of_no_or_several_tables(tmp_path):
