@@ -29,6 +29,7 @@ RETIRED = {
     "--take-over-lock": "is no flag any more: a lock that nobody renews is taken over by itself; leave it out",
     "--whole-histories": "is no flag any more: whole histories are trained on unless --last-items-only is given",
     "--job-id": "is no flag any more: a lock that nobody renews is taken over by itself; leave it out",
+    "--unreadable": "is called --on-bad, with drop for skip; give that",
 }
 """What is said to who gives a flag of earlier versions. Files and records that hold one are read without it."""
 Schedule = Literal["cosine", "linear", "constant", "wsd", "plateau"]
