@@ -77,7 +77,7 @@ class SeqrecFlags(FlagGroup):
     )
     item_column: str | None = flag(None, "column of the item", metavar="COLUMN")
     time_column: str | None = flag(
-        None, "column of the time: numbers or ISO dates; 'none': no times, the order of the file counts",
+        None, "column of the time: numbers or dates; 'none': no times, the order of the file counts",
         metavar="COLUMN",
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME")
