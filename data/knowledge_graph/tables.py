@@ -25,16 +25,23 @@ _GRAPH, _LINK = {"head", "relation", "tail"}, {"item", "entity"}
 def tables_of(files: Sequence[DataFile], reading: Reading) -> dict[str, list[DataFile]]:
     """Those of the files that are tables, by what they hold: "interactions", "graph", "link". Raises UserError."""
     found: dict[str, list[DataFile]] = {"interactions": [], "graph": [], "link": []}
+    unread: list[UserError] = []
     for file in files:
+        names: set[str] = set()
         if len(files) == 1 or file.bare_name.endswith(_SUFFIXES):
-            with opened_table(file, reading.encoding) as table:
-                names = set(map(plain_name, table.header))
-            if names >= _GRAPH:
-                found["graph"].append(file)
-            elif names & set(NAMES["user"]) and names & set(NAMES["item"]):
-                found["interactions"].append(file)
-            elif names >= _LINK:
-                found["link"].append(file)
+            try:
+                with opened_table(file, reading.encoding) as table:
+                    names = set(map(plain_name, table.header))
+            except UserError as error:  # of a file that need not be a table
+                unread.append(error)
+        if names >= _GRAPH:
+            found["graph"].append(file)
+        elif names & set(NAMES["user"]) and names & set(NAMES["item"]):
+            found["interactions"].append(file)
+        elif names >= _LINK:
+            found["link"].append(file)
+    if unread and not found["interactions"]:
+        raise unread[0]
     if len(parts := parts_of(found["interactions"])) == len(found["interactions"]):
         found["interactions"] = parts
     return found

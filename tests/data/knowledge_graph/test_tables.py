@@ -98,6 +98,12 @@ def test_graphs_without_items_and_lines_without_values(load, tmp_path):
         load({"interactions.csv": "a,b\n1,2\n", "graph.csv": GRAPH})
 
 
+def test_files_that_are_no_tables_are_told_where_nothing_else_is_there(load):
+    assert load({"a.txt": "{\n", "x.inter": recbole(USERS)}).num_users == 4
+    with pytest.raises(UserError, match=r"a.txt: is JSON of several lines"):
+        load({"a.txt": "{\n", "x.inter": "a\tb\n"})
+
+
 def test_users_by_name_and_unknown_ones(load, tmp_path):
     found, path = load({"ratings.csv": USERS}), tmp_path / "users.csv"
     path.write_bytes("user_id\nu3\nnobody\nu0\n".encode("utf-16"))
