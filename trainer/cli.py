@@ -34,7 +34,7 @@ from trainer.registry import Registry, hand_in
 from trainer.task import Task
 
 TOLD_WITHIN_S = 3.0
-"""So long others leave the process that tells the user, for torchrun ends all of them when the first one fails."""
+"""Grace period for the process that tells the user: torchrun ends all others when the first one fails."""
 
 
 def run_process(
@@ -138,7 +138,7 @@ def read_command_line(
 def starts_processes(
     multi: MultiDeviceFlags | None, environment: RankEnvironment | None
 ) -> TypeGuard[MultiDeviceFlags]:
-    """Whether the run is one of several processes that nobody has started."""
+    """Whether this process has to start the processes of the run."""
     return multi is not None and multi.has_processes and environment is None
 
 

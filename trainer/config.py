@@ -19,7 +19,7 @@ from trainer.common.errors import UserError, shortened
 from trainer.common.validation import checked_path, checked_text, expanded
 
 LARGEST = 2**63 - 1
-"""Of whole numbers: what the arithmetic of arrays holds."""
+"""The largest whole number of a flag: that of int64."""
 _LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
@@ -100,7 +100,7 @@ def flags_without(group: FlagGroup, needed: str, fields: Iterable[str]) -> list[
 
 
 def given_flags(group: FlagGroup, fields: Iterable[str]) -> list[str]:
-    """Those of the fields that have another value than their default, as on a command line."""
+    """The fields that differ from their defaults, as on a command line."""
     values = {name: getattr(group, name) for name in fields}
     return [
         flag_name(name) if value is True else f"{flag_name(name)} {shown(value)}"

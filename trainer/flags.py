@@ -16,11 +16,11 @@ from trainer.config import FlagGroup, flag, flag_name, shown
 
 DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lockstep"
 MOST_SAMPLES = 2**31 - 1
-"""Of a batch: more is a slip of the hand, and products of such numbers are beyond what arrays can be indexed with."""
+"""Largest batch: products of larger numbers are beyond what arrays can be indexed with."""
 MOST_THREADS = 1024
-"""Of a process: with far more, starting them fails without a word."""
+"""Most threads of a process: with far more, starting them fails silently."""
 MOST_PROCESSES = 1024
-"""Of a machine."""
+"""Most processes of a machine."""
 LOGGERS = ("wandb", "mlflow")
 """What `--logger` takes beside a file and a class."""
 RETIRED = {

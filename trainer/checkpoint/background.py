@@ -12,7 +12,6 @@ from trainer.common.errors import DiskError
 from trainer.common.tensors import map_tensors
 
 THREAD_NAME = "save"
-"""Mappings that can be read from a file without executing anything."""
 
 
 def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None, page_locked: bool = True) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.format import (
+    ENTRIES,
     FORMAT_VERSION,
     WEIGHTS,
     brief,
@@ -23,7 +24,6 @@ from trainer.checkpoint.format import (
     by_name,
     dense_tensor,
     first_schema_error,
-    missing_entries,
     schema_error_of_checkpoint,
 )
 from trainer.checkpoint.manifest import IF_UNREADABLE, MANIFEST, Entry, read_manifest
@@ -70,7 +70,8 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
         state = brought_up_to_date(state)
     except ValueError as error:
         raise UserError(f"{label}: is damaged: {error}") from None
-    missing = [] if only_weights else missing_entries(state)
+    needed = [name for name, entry in ENTRIES.items() if not (entry.is_optional or only_weights)]
+    missing = [name for name in needed if name not in state]
     if missing:
         raise UserError(f"{label}: holds weights, but not the {', '.join(missing)} to go on from; use --init-from")
     is_of_run = "task" in state and "config" in state  # which then is relied on

@@ -449,11 +449,6 @@ def brought_up_to_date(state: Mapping[str, Any], entries: Mapping[str, Saved] = 
     return {**held, **lacking, "format_version": max(version, FORMAT_VERSION)}
 
 
-def missing_entries(state: Mapping[str, Any]) -> list[str]:
-    """The entries that a checkpoint lacks and a run needs to go on from it."""
-    return [name for name, entry in ENTRIES.items() if name not in state and not entry.is_optional]
-
-
 def schema_error_of_checkpoint(state: Mapping[str, Any], resumable: bool) -> str | None:
     """What is wrong with a checkpoint, by the name of an entry; None for nothing.
 

@@ -170,7 +170,7 @@ def _take_from_run(
 
 
 def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[type]) -> dict[str, Any]:
-    """What the trainer's flags are for a task unless somebody says otherwise. Raises UserError for a mistake in it."""
+    """The defaults of the trainer's flags for a task. Raises UserError for a mistake in its class."""
     name = task_type.__name__
     if not dataclasses.is_dataclass(task_type.Config):
         raise UserError(f"--task {task_name}: {name}.Config must be a dataclass of its flags")
@@ -245,7 +245,7 @@ class Layers:
                     self.left_out.append(f"Left out: {without.as_typed(lower)}, for which {choice} has no use.")
 
     def take_out_what_users_alone_name(self, but_for: Collection[str]) -> list[str]:
-        """Forgets what records name and must not (see `flag`); returns what the user is to add. but_for: fields."""
+        """Forgets values that no record may name (see `flag`); returns what the user is to add. but_for: fields."""
         found = []
         for field, option in self._known.items():
             origin = self.origins.get(field)
@@ -260,7 +260,7 @@ class Layers:
         return found
 
     def origins_of_flags(self, argv: Sequence[str]) -> dict[str, ConfigFile]:
-        """By the name of the flag, which file a value is from that the command line does not give."""
+        """By flag name, the file that its value is from, unless the command line gives it."""
         stated = names_given(argv)
         named = {option.name: self.origins.get(field) for field, option in self._known.items()}
         return {name: origin for name, origin in named.items() if origin is not None and name not in stated}

@@ -63,7 +63,7 @@ class Job:
 
     @property
     def stderr(self) -> Path:
-        """Where it complains: beside its folder, which it may still refuse to make or move the contents of."""
+        """Its errors, beside its folder, which it may refuse to make or to empty."""
         return self.directory.with_name(f"{self.directory.name}.stderr")
 
     def num_done(self, in_steps: bool) -> int:
@@ -79,7 +79,7 @@ class Job:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it needs no process. One with other flags does: it may have to go on, which is for the run to say."""
+        """Whether it is finished with these flags. With others it may have to go on, as the run itself decides."""
         return bool(read_json(self.directory / RESULTS)) and not self.changed
 
     def refuse_another_run(self) -> None:

@@ -52,7 +52,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
     advice = "earlier checkpoints are intact; free some space and run the same command again"
     refusing_full_disk = partial(refusing_disk_errors, f"--save-dir {directory.path}", advice, DISK_FULL)
     loading = start_loading(flags, task, strategy, trains=True)
-    # Once more around the end: closing a log writes what found no room before.
+    # Also around closing: it writes the log lines that a full disk held back.
     with refusing_full_disk(), ExitStack() as at_the_end:
         at_the_end.callback(loading[0].close)
         at_the_end.callback(directory.release)

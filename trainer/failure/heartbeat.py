@@ -182,7 +182,7 @@ class HeartbeatMonitor:
         return any(not self._store.check([f"closed {rank}"]) for rank in gone)
 
     def _heartbeat_of_next(self) -> bytes:
-        """Another one at each call before the next rank's first, and after its last."""
+        """The next rank's heartbeat; before its first and after its last a new value, so that it never seems silent."""
         rank = (self._rank + 1) % self._world_size
         is_there = self._store.check([f"heartbeat {rank}"]) and not self._store.check([f"closed {rank}"])
         return self._store.get(f"heartbeat {rank}") if is_there else str(time.monotonic()).encode()

@@ -112,7 +112,7 @@ class ExponentialMovingAverage:
     def put_into(
         self, state: dict[str, Any], full_weights: Callable[[nn.Module, Mapping[Tensor, Tensor]], dict[str, Any]]
     ) -> None:
-        """`model` becomes the average, which is what is worth deploying; `training_model` what training needs.
+        """Stores the average as `model`, to deploy, and the weights in training as `training_model`, to resume.
 
         full_weights: see `Strategy.full_weights`, which all processes call.
         """
@@ -122,7 +122,7 @@ class ExponentialMovingAverage:
             state["average_updates"] = {phase: int(updates) for phase, updates in self._updates.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Call with the average in the model; the training weights are loaded afterwards."""
+        """Takes the average from the model, into which the weights in training are loaded afterwards."""
         if self.enabled:
             self.restart()
             self._updates = dict(state.get("average_updates", {}))

@@ -1,7 +1,7 @@
 """What is computed with the whole model outside of steps: evaluations, their pictures, and the start of an epoch."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -179,16 +179,11 @@ def example_pictures(
     keys = SampleKeys(np.unique(np.linspace(0, num_samples - 1, NUM_EXAMPLES).astype(np.int64)), epoch=0)
     objective, precision = learner.objective, learner.precision
     batch = of_dtype({name: tensor.to(strategy.device) for name, tensor in loader.one(keys).items()}, precision.dtype)
-    with _in_eval_mode(objective), strategy.keeping_generators(), precision.autocast(strategy.device.type):
-        return task.example_pictures(objective, batch)
-
-
-@contextmanager
-def _in_eval_mode(objective: nn.Module) -> Iterator[None]:
     was_training = objective.training
     objective.eval()
     try:
-        yield
+        with strategy.keeping_generators(), precision.autocast(strategy.device.type):
+            return task.example_pictures(objective, batch)
     finally:
         objective.train(was_training)
 

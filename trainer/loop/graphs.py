@@ -44,9 +44,9 @@ T = TypeVar("T")
 MOST_GRAPHS = 64
 """Recordings that are kept."""
 LEAST_FREE = 1 / 16
-"""Of a GPU's memory: with less of it free, no second recording is made."""
+"""Share of a GPU's memory that must be free for a second recording."""
 ROUNDING, ROUNDING_OF_HALVES = 1e-4, 2e-2
-"""Of a tensor's largest value: how far two results may be apart where kernels add up in any order."""
+"""How far two results may be apart where kernels add up in any order, as a share of a tensor's largest value."""
 _LACK = "there is no memory for a recording"
 _SPARSE = "gradients of sparse embeddings have other sizes in each step"
 REHEARSING = "__torch_dispatch__"
@@ -54,7 +54,7 @@ REHEARSING = "__torch_dispatch__"
 _OF_STEP = {"params", "lr"}
 """Entries of an optimizer's groups that are looked at in each step."""
 LEAST_GAIN = 1.1
-"""How often faster a recording must be than its kernels launched one by one, unless it is asked for."""
+"""A recording must be this many times as fast as its kernels launched one by one, unless it is asked for."""
 
 
 class Recording(NamedTuple):
@@ -564,7 +564,7 @@ class GraphedLearner(Learner, Watch):
         return self._problems_of_updates.get(phase)
 
     def _obstacle_of_forwards(self) -> str | None:
-        """The same for forwards alone."""
+        """What keeps forwards from being recorded."""
         if self.strategy.exchanges_in_forward or self.strategy.num_replicas > 1:
             return "a forward goes over several devices"
         hooked = hooked_module(self.objective)

@@ -43,7 +43,7 @@ _OTHER_LACKS = re.compile(r"_STATUS_\w*ALLOC\w*_FAILED|CUDA (driver )?error: out
 
 
 def lacks_memory(error: RuntimeError) -> bool:
-    """Whether an error says that the device, or what computes on it, found no room."""
+    """Whether this is an out-of-memory error of CUDA, cuBLAS, cuDNN or NCCL."""
     return isinstance(error, torch.OutOfMemoryError) or _OTHER_LACKS.search(str(error)) is not None
 
 

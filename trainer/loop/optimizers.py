@@ -24,7 +24,7 @@ OF_EVERY_GROUP = {"params", "weight_decay", "lr_scale"}
 def build_optimizers(
     learning: LearningFlags, task: Task, objective: Objective, phase: str, groups: Sequence[ParamGroup]
 ) -> list[Optimizer]:
-    """Those of a phase: the task's own, or by the flags. Raises UserError for a mistake of the task's author.
+    """Builds the optimizers of a phase, from the task or by the flags. Raises UserError for a mistake of the task.
 
     groups: its `completed_groups`.
     """

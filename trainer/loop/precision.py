@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from ctypes import c_float
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ SCALE_FLOOR = 1.0
 """The gradient scaler goes no lower; at the floor an overflow is no longer the scale's fault."""
 
 
+_is_sparse = attrgetter("is_sparse")
 _OF_PARTS = ("DTensor", "Sharding propagation", "placement")
 """Words of torch's errors about operations without a rule for sharded tensors."""
 
@@ -106,16 +108,16 @@ class Precision:
         global_norm: see `Strategy.global_norm`. shards: what this process has of tensors, `local_shards` where they are
         in parts.
 
-        A step that was not applied raises the alarm, unless a lower scale of the gradients may help. On a GPU the host
-        waits for the norm if one of the optimizers has no fused kernels, which would leave a step out by themselves,
-        or if a gradient is sparse.
+        A step that was left out raises the alarm, unless a lower scale of the gradients may help. On a GPU the host
+        waits for the norm if an optimizer has no fused kernels, which leave a step out themselves, or if a gradient is
+        sparse.
         """
         is_scaled = self.scaler.is_enabled() and any(parameter.grad is not None for parameter in params)
         if is_scaled:
             for optimizer in optimizers:
                 self.scaler.unscale_(optimizer)
         grads = [parameter.grad for parameter in params if parameter.grad is not None]
-        if any(grad.is_sparse for grad in grads):
+        if any(map(_is_sparse, grads)):
             grads = _coalesced_values(params)
         grads = shards(grads)
         # The norm is that of the whole, exchanged gradient, so every process decides alike.
@@ -160,10 +162,7 @@ def _coalesced_values(params: Sequence[Tensor]) -> list[Tensor]:
 def _step_on_host(
     optimizers: Sequence[torch.optim.Optimizer], grads: list[Tensor], grad_norm: Tensor, max_grad_norm: float
 ) -> tuple[bool, bool]:
-    """Looks at the norm, and does what is needed. A gradient that is short enough is not multiplied by one.
-
-    Returns whether the step was applied, and whether it was left out: on a device both are wanted as tensors.
-    """
+    """Clips and steps; returns whether the step was applied, and whether it was left out."""
     norm = grad_norm.numpy()[()]  # a number of the gradient's own precision
     if not math.isfinite(norm):
         return False, True
@@ -178,7 +177,7 @@ def _step_on_host(
 def _step_on_device(
     optimizers: Sequence[torch.optim.Optimizer], grads: list[Tensor], grad_norm: Tensor, max_grad_norm: float
 ) -> tuple[Tensor, Tensor]:
-    """The same without waiting for the norm, unless there are optimizers that cannot leave a step out themselves."""
+    """Clips and steps without waiting for the norm, unless an optimizer cannot leave a step out itself."""
     if max_grad_norm:
         foreach_mul_(grads, (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0))
     applied = grad_norm < torch.inf  # as torch.isfinite of a norm, by one kernel instead of four
@@ -227,16 +226,15 @@ def of_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
 
 
 def module_in_dtype(module: M, dtype: torch.dtype) -> M:
-    """The same of a module's parameters and buffers, in place; `Module.to` would drop the imaginary parts."""
+    """Converts a module's parameters and buffers in place; `Module.to` would drop the imaginary parts."""
     convert_tensors(module, partial(_in_dtype, dtype=dtype))
     return module
 
 
 def with_dense_tensors(module: M) -> M:
-    """The module with copies of parameters and buffers whose numbers do not fill their memory, each a place of its own.
+    """Copies parameters and buffers of a module whose numbers have gaps or share memory, such as `weight[:, :4]`.
 
-    Through that of `weight[:, :4]` fused optimizers would go as if it had no gaps, and what is expanded cannot be
-    loaded from a checkpoint.
+    Fused optimizers would ignore the gaps, and an expanded tensor cannot be loaded from a checkpoint.
     """
     for tensor in chain(module.parameters(), module.buffers()):
         if tensor.layout == torch.strided and torch.empty_like(tensor, device="meta").stride() != tensor.stride():

@@ -19,7 +19,7 @@ SENT = (*OWN, EXCHANGE)
 REPORT_EVERY = 100
 """Optimizer steps."""
 NUM_REPORTS = 5
-"""In a row that a process must be slow: what else runs on its machine for a moment shall not count."""
+"""Consecutive slow reports before a rank is named, so that brief interference is ignored."""
 SLOW_FACTOR = 1.3
 """A process is slow whose own part of a step takes this many times the median of all processes."""
 
@@ -104,7 +104,7 @@ class RankTimes(Watch):
 
 
 def slow_ranks(own: np.ndarray, factor: float) -> list[int]:
-    """Those that take more than so many times the median in every report, all activities together.
+    """Ranks whose total time exceeds factor times the median in every report.
 
     own: (reports, processes, activities) seconds. Of an even number of processes the median is the faster of the middle
     two, so that of two the slow one can be told.

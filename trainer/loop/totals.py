@@ -1,4 +1,4 @@
-"""Sums over an epoch or a data set, divided by nobody before the end; and outputs per sample, put in order."""
+"""Running sums over an epoch or a data set, divided once when they are read; and outputs per sample, in order."""
 
 import math
 from collections.abc import Mapping, Sequence
