@@ -10,11 +10,12 @@ from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
 from tests.helpers.imagined_gpu.ranks import run_ranks
 from tests.parallel.test_parts import FILE, digests
 
-FLAGS = ["--epochs", 2, "--batch-size", 3, "--parts", 8, "--lr", 0.02, "--log-interval", 2]
+FLAGS = ["--epochs", 1, "--batch-size", 3, "--parts", 8, "--lr", 0.02, "--log-interval", 2]
 
 
-TASKS = [["Parted", "--amp", "fp16"], pytest.param(["InTurns", "--ema-decay", 0.9], marks=pytest.mark.slow)]
-WAYS = [pytest.param([], marks=pytest.mark.slow), ["--cuda-graphs", "on", "--epochs", 3]]
+IN_TURNS = ["InTurns", "--ema-decay", 0.9, "--epochs", 2]
+TASKS = [["Parted", "--amp", "fp16"], pytest.param(IN_TURNS, marks=pytest.mark.slow)]
+WAYS = [pytest.param([], marks=pytest.mark.slow), ["--cuda-graphs", "on", "--epochs", 2]]
 
 
 @pytest.mark.parametrize("more", TASKS, ids=["one phase", "two phases"])

@@ -242,13 +242,13 @@ class ProcessGroup(Group):
     def sum_in_tree(self, values: Tensor) -> None:
         self.activity.enter(EXCHANGE)
         if self.backend == "gloo" and not values.is_cpu:  # it swaps tensors of the host alone
-            values.copy_(sum_of_neighbours(self.stack(values)))
+            sum_of_neighbours(self.stack(values), out=values)
         elif self._is_small(values):
-            values.copy_(sum_of_neighbours(self._swapped([values] * self.world_size)))
+            sum_of_neighbours(self._swapped([values] * self.world_size), out=values)
         else:  # each process adds up a slice: as many bytes travel as in a ring
             slices = values.tensor_split(self.world_size)
             own = slices[self.rank]
-            own.copy_(sum_of_neighbours(self._swapped(slices)))
+            sum_of_neighbours(self._swapped(slices), out=own)
             self._swapped([own] * self.world_size, slices)
 
     def _is_small(self, values: Tensor) -> bool:
@@ -323,11 +323,14 @@ class ProcessGroup(Group):
             exit_at_once(status)
 
 
-def sum_of_neighbours(values: Sequence[Tensor] | Tensor) -> Tensor:
-    """The sum of tensors, as many as a power of two: neighbours are added, then neighbouring pairs, and so on."""
-    while len(values) > 1:
+def sum_of_neighbours(values: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
+    """The sum of tensors, as many as a power of two: neighbours are added, then neighbouring pairs, and so on.
+
+    out: where it is put, which may be one of several; of one tensor nothing is put anywhere.
+    """
+    while len(values) > 2:
         values = [one + other for one, other in zip(values[::2], values[1::2], strict=True)]
-    return values[0]
+    return torch.add(*values, out=out) if len(values) == 2 else values[0]
 
 
 def first_sharing_ranks(gpus: Sequence[tuple[str, str]]) -> list[int]:
