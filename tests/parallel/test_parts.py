@@ -111,7 +111,7 @@ def learnt():
 
 def test_one_device_learns_the_bits_of_a_bare_loop(run_here, tmp_path):
     out, _ = run_here(*CASES["one phase"], *FLAGS, "--save-dir", tmp_path)
-    assert f"A step costs each device {NUM_PARTS} forward(s) and backward(s), and memory for 5 gradient(s)" in out
+    assert f": {NUM_PARTS} forward(s) and backward(s) a step and memory for 5 gradient(s) on each device." in out
     expected, num_clipped = learnt()
     found = load(tmp_path / "last.pth")["model"]
     assert num_clipped > 0

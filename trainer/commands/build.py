@@ -311,11 +311,9 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
     places.append(f"Workers: {num_workers} per rank{trial}. Threads: {torch.get_num_threads()} per rank.")
     lines = [" ".join([*places, f"Precision: {run.learner.precision}."])]
     if strategy.num_parts:
-        num_own = len(strategy.shards)
-        lines.append(
-            f"Parts: {strategy.num_parts}, for the same bits on any number of devices of this kind. A step costs each "
-            f"device {num_own} forward(s) and backward(s), and memory for {num_own.bit_length()} gradient(s) at once."
-        )
+        own = len(strategy.shards)
+        cost = f"{own} forward(s) and backward(s) a step and memory for {own.bit_length()} gradient(s) on each device"
+        lines.append(f"Parts: {strategy.num_parts}, for the same bits on any number of devices of this kind: {cost}.")
     lines += [
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in task.splits().items())} samples. "
         f"Model: {'fitted, not trained' if task.fitted else f'{run.learner.num_parameters} parameters'}.",
