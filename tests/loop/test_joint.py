@@ -63,7 +63,7 @@ TWO_LEFT = 26
 """Training samples of which the last step of an epoch has two, so that the third process has none."""
 CASES = {
     1: [
-        *(Case(task, 4, 30, dropout=0.3, norm=True) for task in NAMES),
+        *(Case(task, 4, 30, dropout=0.3, norm=True, resumes=task == "Joint") for task in NAMES),
         Case("Clips", 4, dropout=0.3, resumes=True),
         Case("Joint", 12, dropout=0.3),
         Case("Clips", 12, amp="bf16"),
@@ -71,7 +71,7 @@ CASES = {
         Case("Gathers", 12),
     ],
     2: [
-        *(Case(task, 2, dropout=0.3, resumes=task == "Joint") for task in NAMES),
+        *(Case(task, 2, dropout=0.3, resumes=task in ("Joint", "Clips")) for task in NAMES),
         Case("Joint", 3, dropout=0.3, norm=True, resumes=True),
         Case("Clips", 6, overlaps=True),
         Case("Clips", 2, dropout=0.3, overlaps=True),

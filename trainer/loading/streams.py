@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,6 +97,15 @@ class _Reader:
         self.asked_at = time.monotonic()
 
 
+@dataclass
+class _Reading:
+    """By phase, the reader and where one begins that is not at the start; and what the samples have in common."""
+
+    readers: dict[int, _Reader] = field(default_factory=dict)
+    begins: dict[int, Place] = field(default_factory=dict)
+    kind: Any = None
+
+
 class KeyedStream(KeyedItems):
     """What `from_stream` returns. One reader for each phase goes forward; for what it has passed it begins again."""
 
@@ -111,9 +121,10 @@ class KeyedStream(KeyedItems):
         super().__init__(f"from_stream({name})", collate, seed, names)
         self._make, self._num_samples = make_iterator, samples_per_epoch
         self._by_epoch = _takes_epoch(make_iterator)
-        self._kind: Any = None
-        self._readers: dict[int, _Reader] = {}
-        self._begins: dict[int, Place] = {}
+
+    @cached_property  # which a worker process finds out by itself
+    def _now(self) -> _Reading:
+        return _Reading()
 
     def __len__(self) -> int:
         return self._num_samples
@@ -129,7 +140,7 @@ class KeyedStream(KeyedItems):
         return (epoch, samples) if self._by_epoch else (0, epoch * self._num_samples + samples)
 
     def _read(self, phase: int, epoch: int, numbers: list[int], is_placeholder: bool) -> list[Any]:
-        reader, first = self._readers.get(phase), min(numbers)
+        reader, first = self._now.readers.get(phase), min(numbers)
         if reader is not None and (reader.epoch, reader.process) != (epoch, os.getpid()):
             reader = None  # a worker that was forked shares no files with others
         if reader is not None and first < reader.position and first not in reader.kept:
@@ -137,7 +148,7 @@ class KeyedStream(KeyedItems):
                 return (reader.last * len(numbers))[: len(numbers)]
             reader = None
         if reader is None:
-            reader = self._readers[phase] = self._begun(phase, epoch, first)
+            reader = self._now.readers[phase] = self._begun(phase, epoch, first)
         if first >= reader.position:
             reader.kept = {}
             reader.note_place()
@@ -147,7 +158,7 @@ class KeyedStream(KeyedItems):
 
     def _begun(self, phase: int, epoch: int, first: int) -> _Reader:
         """At the last place before a sample where it can be."""
-        place = self._begins.get(phase)
+        place = self._now.begins.get(phase)
         if place is None or place.epoch != epoch or place.position > first:
             place = Place(epoch, 0, None)
         seed_draws(*random_bits(self.seed, epoch, np.array([-1]), 3)[0].tolist())
@@ -186,27 +197,27 @@ class KeyedStream(KeyedItems):
         if self.collate is not default_collate:
             return
         kind = _kind(sample)
-        if self._kind is None:
-            self._kind = kind
-        elif kind != self._kind:
+        if self._now.kind is None:
+            self._now.kind = kind
+        elif kind != self._now.kind:
             raise UserError(
-                f"{self.source}: sample {number} of the stream is {kind}, where those before are {self._kind}; give "
-                "`collate`, a function that makes a batch of a list of them"
+                f"{self.source}: sample {number} of the stream is {kind}, where those before are {self._now.kind}; "
+                "give `collate`, a function that makes a batch of a list of them"
             )
 
     # --- a checkpoint and back ---------------------------------------------------------------------------------------
 
     def place_before(self, phase: int, epoch: int, samples: int) -> Place | None:
         """The last one that is known before a sample of an epoch; None where the stream has no states of its own."""
-        (own_epoch, position), reader = self._place(epoch, samples), self._readers.get(phase)
-        known = [self._begins.get(phase), *(reader.places if reader is not None else ())]
+        (own_epoch, position), reader = self._place(epoch, samples), self._now.readers.get(phase)
+        known = [self._now.begins.get(phase), *(reader.places if reader is not None else ())]
         before = [each for each in known if each and each.epoch == own_epoch and each.position <= position]
         return before[-1] if before else None
 
     def begin_at(self, phase: int, place: Place) -> None:
         """place: of `place_before`, for the batches from there on."""
-        self._begins[phase] = place
-        self._readers.pop(phase, None)
+        self._now.begins[phase] = place
+        self._now.readers.pop(phase, None)
 
     def num_read_again(self, phase: int, epoch: int, samples: int) -> int:
         """Samples that are passed before one of an epoch comes."""

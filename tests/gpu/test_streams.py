@@ -1,0 +1,18 @@
+"""Streams beside an imagined GPU: what the CPU learns, by the trainer's process or by workers."""
+
+from tests.conftest import largest_difference, load
+from tests.gpu.runs import run
+from tests.gpu.test_training import HELPERS
+from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+
+
+@on_imagined_gpus()
+def test_learns_what_the_cpu_learns_with_workers_or_without(tmp_path, cache_dir):
+    task = ["--task", f"{HELPERS / 'jobs.py'}:Streamed", "--epochs", 3, "--batch-size", 6, "--num-threads", 1]
+    for name, more in (("workers", ["--num-workers", 2]), ("cuda", []), ("cpu", [])):  # forked before CUDA is used
+        device = "cpu" if name == "cpu" else "cuda"
+        run(cache_dir, *task, "--device", device, "--log-interval", 100, "--save-dir", tmp_path / name, *more)
+        assert ("Workers: 2" if more else "Workers: 0") + " per rank" in GPUS.printed()
+    expected, *others = (load(tmp_path / name / "last.pth") for name in ("cpu", "cuda", "workers"))
+    assert all(largest_difference(expected, other) < 1e-9 for other in others)
+    assert "which they do not know" not in GPUS.printed()
