@@ -291,7 +291,7 @@ def case_of_file(task: str, flag: str, name: str, content: bytes) -> Case:
 
 def read_users_of_two(path: Path) -> object:
     some = ItemLists.of_pairs(np.array([0, 1]), np.array([0, 1]), 2)
-    return read_users(path, SimpleNamespace(train=some))  # type: ignore[arg-type]
+    return read_users(path, SimpleNamespace(train=some, names=((), (), ())))  # type: ignore[arg-type]
 
 
 READERS = {
