@@ -266,7 +266,7 @@ class ProcessGroup(Group):
         ops = [dist.P2POp(dist.isend, sent[other], other) for other in others]
         ops += [dist.P2POp(dist.irecv, found[other], other) for other in others]
         limit = [timedelta(seconds=self._timeout_s)] if sent[0].is_cpu else []  # with one the host waits for a GPU
-        for work in dist.batch_isend_irecv(ops):
+        for work in dist.batch_isend_irecv(ops) if ops else ():  # a single process has nobody to swap with
             work.wait(*limit)
         return found
 
