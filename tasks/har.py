@@ -38,6 +38,7 @@ from models.har.harnet import HarNet, Mode
 from models.har.tinyhar import TinyHar
 from models.layers.ensemble import Ensemble
 from models.layers.standardised import Standardised
+from models.simple.linear import ridge_classifier, window_statistics
 from tasks.har_objective import HarEnsembleObjective, HarObjective, encode, load_encoder, refuse_other_encoder
 from tasks.har_pictures import draw_windows, panels_of
 from tasks.pictures import draw_confusion_matrix
@@ -45,8 +46,8 @@ from trainer.common.errors import UserError
 from trainer.common.process import to_stderr, to_stdout
 from trainer.config import FlagGroup, flag, given_flags
 from trainer.loading.batches import Batch, KeyedDataset
-from trainer.loading.cache import digest_of
-from trainer.task import Exported, Objective, Picture, Task
+from trainer.loading.cache import cached_numbers, digest_of, key_of
+from trainer.task import Baseline, Exported, Objective, Picture, Task
 
 _OF_OWN = ("subject_column", "label_column", "channels", "encoding", "on_bad", "rate", "window", "hop", "test_subjects")
 """Fields that recordings of a user's own alone have a use for."""
@@ -223,6 +224,9 @@ def _counts(recordings: HarRecordings) -> list[str]:
 
 def _four_digits(probabilities: Tensor) -> list[str]:
     return [f"{p:.4f}" for p in probabilities.tolist()]
+
+
+_MOST_WINDOWS_OF_RIDGE, _RIDGE_VERSION = 20_000, 1
 
 
 class HarTask(Task):
@@ -428,6 +432,26 @@ class HarTask(Task):
                 if count > 0
             },
         }
+
+    def baselines(self) -> Mapping[str, Baseline]:
+        """A ridge classifier on statistics of the windows of training, as recorded."""
+        key = key_of("ridge", _RIDGE_VERSION, self.data_digest(), self.config.window_and_hop, self.format.rate_hz)
+        return {"ridge on statistics": Baseline(cached_numbers(self.cache_dir, key, self._scores_of_ridge))}
+
+    def _scores_of_ridge(self) -> dict[str, float]:
+        parts, num_classes, metrics = self._windows, len(self.format.classes), dict[str, float]()
+        train = parts["train"]
+        some = slice(None, None, -(-len(train) // _MOST_WINDOWS_OF_RIDGE))
+        classify = ridge_classifier(window_statistics(train.recorded[some]), train.labels[some], num_classes)
+        for name in sorted(parts.keys() - {"train"}):
+            predicted = classify(window_statistics(parts[name].recorded)).argmax(1)
+            pairs = np.bincount(parts[name].labels * num_classes + predicted, minlength=num_classes**2)
+            confusion = torch.from_numpy(pairs).double().view(num_classes, num_classes)
+            no_loss = {"weight": confusion.sum(), "loss": torch.tensor(torch.nan)}
+            scores = self.summarise({"confusion": confusion, **no_loss})
+            del scores["loss"]
+            metrics |= {f"{name}/{metric}": value for metric, value in scores.items()}
+        return metrics
 
     def details(self, sums: dict[str, Tensor]) -> dict[str, Any]:
         """The confusion matrix: rows are the true classes, columns the predicted ones."""

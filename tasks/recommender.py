@@ -10,7 +10,7 @@ import torch
 from models.simple.fitting import Buffers, TrainingHistories, candidates
 from models.simple.recommenders import MOST_ITEMS_OF_EASE, SimpleRecommender
 from trainer.config import options
-from trainer.loading.cache import cached_arrays, key_of
+from trainer.loading.cache import cached_arrays, cached_numbers, key_of
 from trainer.loading.order import SampleKeys
 from trainer.task import Baseline, Objective, Task
 
@@ -102,12 +102,11 @@ class RecommenderTask(Task):
     def _scores_of(self, kind: str) -> dict[str, float]:
         most = max(1, _MOST_SCORES // self.training_histories().num_items)
 
-        def build() -> dict[str, np.ndarray]:
+        def build() -> dict[str, float]:
             objective = self.simple_objective(kind)
             assert isinstance(objective.model, SimpleRecommender)
             objective.model.fill(self._fit(kind))
-            scores = self._scores(objective, "val", most) | self._scores(objective, "test", most)
-            return {name.replace("/", " "): np.array(value) for name, value in scores.items()}
+            return self._scores(objective, "val", most) | self._scores(objective, "test", most)
 
-        key = key_of(f"{kind}-scores", _FORMAT_VERSION, self.seed, *self.evaluation_key())
-        return {name.replace(" ", "/"): float(v) for name, v in cached_arrays(self.cache_dir, key, build).items()}
+        key = key_of(f"{kind}-scores", _FORMAT_VERSION, self.seed, most, *self.evaluation_key())
+        return cached_numbers(self.cache_dir, key, build)

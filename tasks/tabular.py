@@ -25,6 +25,7 @@ from data.tabular.reader import read_table
 from data.tabular.scores import scores
 from data.tabular.screening import HEADING, LabelledTable, labelled_table
 from data.tabular.spelling import canonical
+from models.simple.linear import logistic_regression
 from models.tabular.lora import add_adapters, merged
 from models.tabular.nano import NanoTabular
 from models.tabular.predictor import TabularModel, predict
@@ -36,7 +37,7 @@ from trainer.config import FlagGroup, flag, flag_name, flags_without, given_flag
 from trainer.loading.batch_orders import ConsecutiveBatches
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.order import SampleKeys
-from trainer.task import Exported, Objective, ParamGroup, Picture, Task
+from trainer.task import Baseline, Exported, Objective, ParamGroup, Picture, Task
 
 SHIPPED = Path(__file__).with_name("tabular_nano.pth")
 _VALIDATION_SEED, _TEST_SEED = 2**40, 2**41
@@ -55,6 +56,7 @@ longer than the cells. Finer steps of rows, columns and queries together would m
 _EXPORT_ROWS = 64
 """Of a table, as the context of the problems that an exported model is tried on."""
 _MOST_CLASSES_DRAWN = 30
+_MOST_ROWS_OF_REGRESSION, _MOST_CATEGORIES_OF_REGRESSION = 50_000, 100
 _OF_NANO, _OF_A_TABLE, _OF_TUNING, _OF_LORA = (
     {"model": ("nano",)},
     {"data_dir": None},
@@ -458,6 +460,31 @@ class TabularTask(Task):
             return metrics | rounded | {"log_loss": metrics["loss"]}
         metrics["accuracy"] = float(sums["correct"] / sums["weight"])
         return metrics | ({"auc": float(sums["area"] / sums["tables"])} if "area" in sums else {})
+
+    def baselines(self) -> Mapping[str, Baseline]:
+        """Logistic regression on the rows that are learned from; of synthetic tables nothing."""
+        if self.config.data_dir is None:
+            return {}
+        parts, metrics = self._encoded_rows, dict[str, float]()
+        some = slice(None, None, -(-len(parts["train"].labels) // _MOST_ROWS_OF_REGRESSION))
+        rows, labels = self._one_hot(parts["train"].features[some]), parts["train"].labels[some]
+        classify = logistic_regression(rows, labels, len(self._table.labels.classes))
+        sources = {"val": parts["val"], "test": parts["test"] if len(parts["test"].labels) else parts["val"]}
+        for name, part in sources.items():
+            if len(part.labels):
+                found = scores(part.labels, classify(self._one_hot(part.features)))
+                metrics |= {f"{name}/{metric}": value for metric, value in {**found, "loss": found["log_loss"]}.items()}
+        return {"logistic regression": Baseline(metrics)}
+
+    def _one_hot(self, features: np.ndarray) -> np.ndarray:
+        """Encoded rows (n, m) with a column for each category; columns of very many categories are left out."""
+        columns = []
+        for code, values in zip(self._encoding.columns, features.T, strict=True):
+            if code.categories is None:
+                columns.append(values[:, None])
+            elif len(code.categories) <= _MOST_CATEGORIES_OF_REGRESSION:
+                columns.append((values[:, None] == np.arange(len(code.categories))).astype(np.float64))
+        return np.concatenate([*columns, np.zeros((len(features), 0))], axis=1)
 
     def pictures(self, sums: dict[str, Tensor]) -> Mapping[str, Picture]:
         """Which class is taken for which."""

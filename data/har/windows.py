@@ -111,10 +111,15 @@ class HarDataset(Movable):
         varied._augment = WindowAugmenter(strength, self.statistics[1], seed, self._num_triplets)
         return varied
 
+    @property
+    def recorded(self) -> np.ndarray:
+        """The windows as recorded, (n, C, T) float32."""
+        return self._signals[self.rows]
+
     @cached_property
     def statistics(self) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation of each channel over the windows as recorded, (C,) float64 each."""
-        signals = self._signals[self.rows]
+        signals = self.recorded
         std = signals.std(axis=(0, 2), dtype=np.float64)
         std[std == 0] = 1.0  # a dead channel stays at zero
         return signals.mean(axis=(0, 2), dtype=np.float64), std

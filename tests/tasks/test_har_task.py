@@ -118,6 +118,7 @@ def test_refit_trains_on_everyone_and_scores_the_last_weights(run_here, cache_di
     assert "Finished, with the last weights: test/loss" in done.out and "val/" not in done.out
     results = results_of(tmp_path)
     assert results["best"] is None and results["scored"] == "test"
+    assert 0.5 < results["baselines"]["ridge on statistics"]["test/accuracy"] < 1 and "ridge on statistics" in done.out
     state = load(tmp_path / "final.pth")
     assert state["position"]["epoch"] == 2 and not (tmp_path / "best.pth").exists()
     model = Standardised(HarNet("first", hidden_dims=(8,)), num_channels=9).eval()

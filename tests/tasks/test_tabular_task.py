@@ -117,7 +117,13 @@ def test_a_table_is_scored_at_once(table, run_here, tmp_path):
     out, _ = run_here(*TASK, "--data-dir", table, "--label", "kind", "--save-dir", tmp_path / "run")
     assert "Evaluating the weights that come with tabular." in out
     assert "test/auc" in out and "test/ece" in out and "test/brier" in out
-    assert not (tmp_path / "run").exists()
+    regression = re.search(r"logistic regression +\S+ +(\S+) ", out)
+    assert regression is not None and 0.5 < float(regression[1]) <= 1
+    assert (
+        "logistic"
+        not in run_here(*TASK, "--data-dir", table, "--label", "kind", "--no-baselines", "--save-dir", tmp_path).out
+    )
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["scores.jsonl"]
 
 
 def test_new_rows_get_classes_at_once(table, new_rows, run_here, tmp_path):

@@ -14,7 +14,7 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.format import LARGE
 from trainer.checkpoint.manifest import RESULTS
 from trainer.checkpoint.weights import load_best_weights
-from trainer.commands.baselines import beside_baselines
+from trainer.commands.baselines import beside_baselines, find_baselines
 from trainer.commands.build import assemble_run, describe_run, prepare_training, set_up_torch
 from trainer.commands.flags import Flags
 from trainer.commands.resume import Changes
@@ -132,15 +132,19 @@ def evaluate_only(flags: Flags, task: Task, strategy: Strategy) -> None:
         on_test = "test" in task.splits() and not flags.run.no_test
         sums = validate(run) | ({"test": evaluate(run, "test")} if on_test else {})
         metrics = [metrics_of(task, strategy.group, {split: own}) for split, own in sums.items()]
+        wanted = not (task.trains or given.eval_only)
+        baselines = find_baselines(task, strategy.group, flags.run, run.log, 0) if wanted else {}
     if strategy.group.is_main:
         found = {name: value for of_split in metrics for name, value in of_split.items()}
         scored = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "weights": label,
             "metrics": without_nan(found),
+            "baselines": {name: dict(own.metrics) for name, own in baselines.items()},
             "config": run.facts["config"],
         }
-        say("\n".join([*lines, _kept(given.save_dir, scored), *map(scores_text, metrics)]))
+        beside = beside_baselines(baselines, flags.run.task, task.monitor, of_headline(found, task.headline), None)
+        say("\n".join([*lines, _kept(given.save_dir, scored), *map(scores_text, metrics), *beside]))
 
 
 def _kept(folder: Path, scored: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +53,17 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
             }
     except (OSError, ValueError) as error:
         raise UserError(f"--cache-dir: {entry} is damaged ({error}); delete that folder") from None
+
+
+def cached_numbers(cache_dir: Path, key: str, build: Callable[[], Mapping[str, float]]) -> dict[str, float]:
+    """Numbers by name, in the order in which they were built; see `cached_arrays`."""
+
+    def arrays() -> Arrays:
+        numbers = build()
+        return {"names": array_of_texts([*numbers]), "values": np.array([*numbers.values()], np.float64)}
+
+    found = cached_arrays(cache_dir, key, arrays)
+    return dict(zip(texts_of_array(found["names"]), found["values"].tolist(), strict=True))
 
 
 def key_of(name: str, *identity: object) -> str:

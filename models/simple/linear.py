@@ -1,0 +1,79 @@
+"""Linear classifiers in closed form or by a few steps of Newton: what a network has to be better than."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+Classifier = Callable[[np.ndarray], np.ndarray]
+"""Features (n, m) to scores of classes (n, num_classes)."""
+
+_RIDGE_PENALTY, _LOGISTIC_PENALTY = 10.0, 1.0
+"""On the squares of weights of standardised features, beside sums over rows."""
+_NEWTON_STEPS = 10
+_BANDS = 8
+_WINDOWS = 4096
+"""At a time."""
+
+
+def window_statistics(signals: np.ndarray) -> np.ndarray:
+    """Of windows (N, C, T): (N, m) float64: of each channel moments, extremes, changes and energies of frequencies.
+
+    The energies are the logarithms of those of the lowest frequencies, which people move in, without their mean.
+    """
+    found = []
+    for start in range(0, len(signals), _WINDOWS):
+        x = signals[start : start + _WINDOWS].astype(np.float64)
+        changes = np.abs(np.diff(x, axis=2)).sum(2) / x.shape[2]
+        parts = [x.mean(2), x.std(2), x.min(2), x.max(2), np.median(x, axis=2), changes]
+        energies = np.abs(np.fft.rfft(x - x.mean(2, keepdims=True), axis=2)[:, :, 1 : 1 + _BANDS]) ** 2
+        found.append(np.concatenate([*parts, np.log(energies + 1e-6).reshape(len(x), -1)], axis=1))
+    return np.concatenate(found)
+
+
+def ridge_classifier(features: np.ndarray, labels: np.ndarray, num_classes: int) -> Classifier:
+    """Ridge regression of 1 for the class and -1 for the others. features: (n, m). labels: (n,)."""
+    expand = _standardiser(features)
+    x, targets = expand(features), 2.0 * (labels[:, None] == np.arange(num_classes)) - 1
+    weights = np.linalg.solve(x.T @ x + _penalties(x, _RIDGE_PENALTY), x.T @ targets)
+    return lambda rows: expand(rows) @ weights
+
+
+def logistic_regression(features: np.ndarray, labels: np.ndarray, num_classes: int) -> Classifier:
+    """Each class against the others, by Newton's method; the probabilities add up to 1."""
+    expand = _standardiser(features)
+    x = expand(features)
+    penalties, weights = _penalties(x, _LOGISTIC_PENALTY), np.zeros((x.shape[1], num_classes))
+    for of_class in range(num_classes):
+        for _ in range(_NEWTON_STEPS):
+            p = _sigmoid(x @ weights[:, of_class])
+            gradient = x.T @ (p - (labels == of_class)) + penalties @ weights[:, of_class]
+            curvature = (x * np.maximum(p * (1 - p), 1e-6)[:, None]).T @ x + penalties
+            weights[:, of_class] -= np.linalg.solve(curvature, gradient)
+
+    def classify(rows: np.ndarray) -> np.ndarray:
+        p = np.maximum(_sigmoid(expand(rows) @ weights), 1e-12)
+        return p / p.sum(1, keepdims=True)
+
+    return classify
+
+
+def _standardiser(features: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Makes a column of ones, and of each feature standard deviations from its mean, where values are missing 0."""
+    num_known = np.maximum((~np.isnan(features)).sum(0), 1)
+    mean = np.nansum(features, axis=0, dtype=np.float64) / num_known
+    std = np.sqrt(np.nansum((features - mean) ** 2, axis=0) / num_known)
+    std[std == 0] = 1
+
+    def expand(rows: np.ndarray) -> np.ndarray:
+        return np.column_stack([np.ones(len(rows)), np.nan_to_num((rows - mean) / std)])
+
+    return expand
+
+
+def _penalties(x: np.ndarray, penalty: float) -> np.ndarray:
+    """A diagonal matrix; the column of ones has next to none."""
+    return np.diag(np.r_[1e-6, np.full(x.shape[1] - 1, penalty)])
+
+
+def _sigmoid(margin: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-np.clip(margin, -30, 30)))
