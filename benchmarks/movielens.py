@@ -13,7 +13,6 @@ import argparse
 import json
 import re
 import shlex
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -21,7 +20,10 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.runs import folder, main_py, train
+
 SASREC, TISASREC = (f"--config configs/seqrec/{model}_published.toml" for model in ("sasrec", "tisasrec"))
 SOFTMAX = "--loss ce --hidden-units 64 --dropout 0.1 --epochs 80 --eval-every 5"
 ROWS = {
@@ -58,9 +60,10 @@ def main() -> None:
     jobs = [(row, seed) for seed in args.seeds for row in args.rows]
     data = ["--data-dir", str(args.data_dir.resolve())] if args.data_dir else []
     epochs = ["--epochs", str(args.epochs)] if args.epochs else []
+    folders = {job: folder(args.save_dir.resolve(), *job) for job in jobs}
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(lambda job: train(*job, [*data, *epochs], args.save_dir.resolve()), jobs))
-        found = dict(zip(jobs, pool.map(lambda job: scores(folder(args.save_dir.resolve(), *job)), jobs), strict=True))
+        list(pool.map(lambda job: train(folders[job], command_of(job[0], [*data, *epochs]), job[1]), jobs))
+        found = dict(zip(jobs, pool.map(lambda job: scores(folders[job]), jobs), strict=True))
     results = {row: summary([found[row, seed] for seed in args.seeds]) for row in args.rows}
     print(f"\n| model | {' | '.join(COLUMNS)} | seeds | epochs of best ndcg@10 | wall s |")
     print(f"|{' --- |' * (len(COLUMNS) + 4)}")
@@ -72,25 +75,9 @@ def main() -> None:
     print(json.dumps(results))
 
 
-def folder(save_dir: Path, row: str, seed: int) -> Path:
-    return save_dir / row.replace(", ", "-").replace(" ", "-") / str(seed)
-
-
-def main_py(*arguments: str) -> str:
-    """Output of a command line of main.py."""
-    return subprocess.run(
-        [sys.executable, "main.py", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
-
-
-def train(row: str, seed: int, flags: list[str], save_dir: Path) -> None:
-    own = folder(save_dir, row, seed)
-    if (own / "results.json").exists():
-        return
-    command = ["--task", "seqrec", *shlex.split(ROWS[row]), *flags, "--seed", str(seed), "--num-threads", "1"]
-    command += ["--save-dir", str(own), "--keep-checkpoints", "0", "--eval-negatives", "parity"]
-    print(shlex.join(["python", "main.py", *command]), flush=True)
-    main_py(*command)
+def command_of(row: str, flags: list[str]) -> list[str]:
+    kept = ["--keep-checkpoints", "0", "--eval-negatives", "parity"]
+    return ["--task", "seqrec", *shlex.split(ROWS[row]), *flags, *kept]
 
 
 def scores(run: Path) -> dict[str, Any]:

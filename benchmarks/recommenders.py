@@ -9,22 +9,15 @@ stopped, and runs that are there already are only read. The last line is one JSO
 import argparse
 import json
 import shlex
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import numpy as np
-import torch
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from models.graph.top_k import top_k
-from tasks.kgat import KgatFlags, KgatTask
-from trainer.loading.order import SampleKeys
+from benchmarks.runs import folder, train
 
 LIGHT = "--model {} --lr 5e-3 --l2 1e-3 --epochs 200 --eval-every 5 --early-stopping-patience 8"
 LIGHT_BOOK = (
@@ -97,7 +90,7 @@ def main() -> None:
         for late in (False, True):
             chosen = [job for job in jobs if ("{start}" in SETTINGS[job[0]][job[1]]) == late]
             list(pool.map(lambda job: run(*job, places[job[0]], args.save_dir), chosen))
-    results = {name: scores(name, args.save_dir, places[name]) for name in places}
+    results = {name: scores(name, args.save_dir) for name in places}
     for name, rows in results.items():
         print(f"\n| {name} | recall@20 | NDCG@20 | seeds | wall s |\n| --- | --- | --- | --- | --- |")
         for model, row in rows.items():
@@ -106,45 +99,25 @@ def main() -> None:
     print(json.dumps(results))
 
 
-def folder(save_dir: Path, name: str, model: str, seed: int) -> Path:
-    return save_dir / name / model.replace(", ", "-").replace(" ", "-") / str(seed)
-
-
 def run(name: str, model: str, seed: int, place: str, save_dir: Path) -> None:
-    own = folder(save_dir, name, model, seed)
-    if (own / "results.json").exists():
-        return
-    flags = SETTINGS[name][model].format(start=folder(save_dir, name, "bprmf", seed) / "best.pth")
+    start = folder(save_dir / name, "bprmf", seed) / "best.pth"
     data = ["--data-dir", place] if place else []
-    command = ["main.py", "--task", "kgat", *data, *shlex.split(flags), "--seed", str(seed), "--num-threads", "1"]
-    command += ["--save-dir", str(own), "--keep-checkpoints", "1"]
-    print(shlex.join(["python", *command]), flush=True)
-    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    flags = shlex.split(SETTINGS[name][model].format(start=start))
+    train(folder(save_dir / name, model, seed), ["--task", "kgat", *data, *flags, "--keep-checkpoints", "1"], seed)
 
 
-def scores(name: str, save_dir: Path, place: str) -> dict[str, Any]:
-    """Of each model that has runs, and of popularity."""
-    rows: dict[str, Any] = {"popularity": popularity(place)}
+def scores(name: str, save_dir: Path) -> dict[str, Any]:
+    """Of each model that has runs, and of the simple ones that these were compared with."""
+    trained, simple = dict[str, Any](), dict[str, Any]()
     for model in SETTINGS[name]:
-        found = [folder(save_dir, name, model, seed) / "results.json" for seed in SEEDS]
+        found = [folder(save_dir / name, model, seed) / "results.json" for seed in SEEDS]
         results = [json.loads(path.read_text()) for path in found if path.exists()]
         if results:
-            rows[model] = summary([result["metrics"] for result in results]) | {
+            simple |= {kind: [metrics] for kind, metrics in results[0]["baselines"].items()}
+            trained[model] = summary([result["metrics"] for result in results]) | {
                 "train_seconds": round(mean(result["train_seconds"] for result in results), 1)
             }
-    return rows
-
-
-def popularity(place: str) -> dict[str, Any]:
-    """All users get the items that most users train on."""
-    task = KgatTask(KgatFlags(data_dir=Path(place) if place else None), 0, Path("~/.cache/lockstep").expanduser())
-    users = task.splits()["test"]
-    batch = task.collate(users.__getitems__(keys := SampleKeys(np.arange(len(users)), epoch=0)), keys)
-    counts = torch.bincount(torch.tensor(task.catalogue.train.items), minlength=task.catalogue.num_items)
-    scores = counts.float().repeat(len(users), 1)
-    found = top_k(scores, batch["positives"], batch["seen"], [20])
-    metrics = {"test/recall@20": float(found.recall / len(users)), "test/ndcg@20": float(found.ndcg / len(users))}
-    return summary([metrics]) | {"train_seconds": 0.0}
+    return {kind: summary(metrics) | {"train_seconds": 0.0} for kind, metrics in simple.items()} | trained
 
 
 def summary(metrics: list[dict[str, float]]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ _FORMAT_VERSION = 1
 _ROWS_PER_BATCH = 64
 _ROWS_TO_CHOOSE_BY = 2000
 """Of the validation set, evenly spread: settings are chosen in seconds, and differ by more than these could hide."""
-_MOST_SCORES, _MOST_PAIRS, _MOST_INTERACTIONS = 10**8, 10**9, 2 * 10**7
-"""Of what is computed beside a trained model: a minute of one core each."""
+_MOST_PAIRS, _MOST_INTERACTIONS = 10**9, 2 * 10**7
+"""Of what is counted beside a trained model: a minute of one core each."""
 
 
 class RecommenderTask(Task):
@@ -27,6 +27,9 @@ class RecommenderTask(Task):
 
     simple_models: ClassVar[tuple[str, ...]] = ()
     """Of `SIMPLE_MODELS`."""
+
+    most_scores: int = 10**8
+    """Of a simple model beside a trained one: what a minute of one core computes; of more users a part counts."""
 
     @abstractmethod
     def training_histories(self) -> TrainingHistories:
@@ -42,16 +45,16 @@ class RecommenderTask(Task):
 
     def initialise(self, objective: Objective) -> None:
         if isinstance(objective.model, SimpleRecommender):
-            objective.model.fill(self._fit(self.config.model))
+            objective.model.fill(self._fit(self.config.model, self.training_histories()))
 
-    def _fit(self, kind: str) -> Buffers:
+    def _fit(self, kind: str, histories: TrainingHistories) -> Buffers:
         """The buffers with the best settings, from the cache if they are there."""
 
         def build() -> dict[str, np.ndarray]:
             objective = self.simple_objective(kind)
             assert isinstance(objective.model, SimpleRecommender)
             best: tuple[float, dict[str, np.ndarray]] | None = None
-            for buffers in candidates(kind, self.training_histories(), len(objective.model.recency)):
+            for buffers in candidates(kind, histories, len(objective.model.recency)):
                 objective.model.fill(buffers)
                 metrics = {} if kind == "popularity" else self._scores(objective, "val", _ROWS_TO_CHOOSE_BY)
                 value = metrics.get(self.monitor[0], 0.0)
@@ -87,7 +90,7 @@ class RecommenderTask(Task):
         if len(histories.items) > _MOST_INTERACTIONS:
             return {}
         kinds = [kind for kind in self.simple_models if not too_long.get(kind)]
-        return {kind: Baseline(self._scores_of(kind), self._flags_of(kind)) for kind in kinds}
+        return {kind: Baseline(self._scores_of(kind, histories), self._flags_of(kind)) for kind in kinds}
 
     def _flags_of(self, kind: str) -> str:
         """Those of the task that say which model it is, and what is not of trained models alone."""
@@ -99,13 +102,13 @@ class RecommenderTask(Task):
         ]
         return " ".join([f"--model {kind}", *(text for text in given if text != "--no-time")])
 
-    def _scores_of(self, kind: str) -> dict[str, float]:
-        most = max(1, _MOST_SCORES // self.training_histories().num_items)
+    def _scores_of(self, kind: str, histories: TrainingHistories) -> dict[str, float]:
+        most = max(1, self.most_scores // histories.num_items)
 
         def build() -> dict[str, float]:
             objective = self.simple_objective(kind)
             assert isinstance(objective.model, SimpleRecommender)
-            objective.model.fill(self._fit(kind))
+            objective.model.fill(self._fit(kind, histories))
             return self._scores(objective, "val", most) | self._scores(objective, "test", most)
 
         key = key_of(f"{kind}-scores", _FORMAT_VERSION, self.seed, most, *self.evaluation_key())

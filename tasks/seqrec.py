@@ -402,7 +402,7 @@ class SeqrecTask(RecommenderTask):
 
     def evaluation_key(self) -> tuple[object, ...]:
         data, config = self._interactions, self.config
-        return data.key, repr(config.hold_out), config.maxlen, config.mask_seen, config.ks
+        return data.key, repr(config.hold_out), config.maxlen, config.mask_seen, config.ks, config.eval_negatives
 
     def simple_objective(self, kind: str) -> Objective:
         return SeqrecObjective(SIMPLE_MODELS[kind](self.num_items, self.config.maxlen), self.config)

@@ -51,7 +51,8 @@ class TrainingHistories:
     @cached_property
     def distinct(self) -> tuple[np.ndarray, np.ndarray]:
         """Users and items of the distinct pairs of both, by user: (m,) int64 each."""
-        pairs = np.unique(self.users * (self.num_items + 1) + self.items)
+        pairs = np.sort(self.users * (self.num_items + 1) + self.items)
+        pairs = pairs[np.diff(pairs, prepend=-1) > 0]
         return pairs // (self.num_items + 1), pairs % (self.num_items + 1)
 
     @property

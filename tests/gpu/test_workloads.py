@@ -34,13 +34,17 @@ VARIANTS = {
     "seqrec bce": [*SEQREC, "--loss", "bce", "--no-time"],
     "seqrec gbce": [*SEQREC, "--loss", "gbce", "--num-negatives", 20, "--no-time"],
     "seqrec sampled": [*SEQREC, "--loss", "sampled", "--num-negatives", 20],
+    "seqrec rules": ["--task", "seqrec", "--k-core", 0, "--maxlen", 6, "--model", "rules"],
     "kgat deterministic": [*KGAT, "--deterministic"],
+    "kgat itemknn": ["--task", "kgat", "--ks", 2, 5, "--model", "itemknn"],
     "speech strings": [*SPEECH, *small_speech.SMALL, "--strings", "1-3"],
     "speech lmu": [*SPEECH, *small_speech.SMALL_LMU],
     "speech streaming": [*SPEECH, *small_speech.SMALL, "--streaming", "--augmentation", 0],
 }
 GRAPH = ["--task", "kgat", "--model", "kgat", "--ks", 2, 5, "--lr", 0.01, "--embed-dim", 8, "--model"]
 RECORDED = WORKLOADS | VARIANTS | {f"kgat {model}": [*GRAPH, model] for model in ("lightgcn", "kg-lightgcn", "bprmf")}
+for name in ("seqrec rules", "kgat itemknn"):  # which have no steps
+    del RECORDED[name]
 del RECORDED["kgat deterministic"], RECORDED["har deepconvlstm"]  # which takes two minutes, as tabicl would
 DATA = {
     "seqrec": small_seqrec.write_interactions,

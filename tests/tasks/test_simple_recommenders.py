@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from benchmarks.ties import write_shuffled
 from tests.helpers.small_catalogue import write_catalogue
 from tests.helpers.small_seqrec import write_interactions
 from trainer.checkpoint.file import read_checkpoint
@@ -121,3 +122,21 @@ def test_a_run_that_is_better_is_not_advised_against(run_here, tmp_path):
     argv = [*WALKS, "--data-dir", data, "--no-mask-seen", "--epochs", 30, "--lr", 1e-2]
     out = run_here(*argv, "--eval-every", 30, "--save-dir", tmp_path / "run").out
     assert "Simple methods reach val/ndcg@10" in out and "this run is not better than" not in out
+
+
+def test_ties_are_shuffled_and_nothing_else(tmp_path):
+    rows = [("b", f"i{place}", place // 5) for place in range(20)] + [("a", f"i{place}", place) for place in range(20)]
+    source = tmp_path / "source.tsv"
+    source.write_text("user\titem\ttime\n" + "".join(f"{user}\t{item}\t{time}\n" for user, item, time in rows))
+
+    def read(name):
+        lines = (tmp_path / name).read_text().splitlines()[1:]
+        return [(user, item, int(time)) for user, item, time in map(str.split, lines)]
+
+    assert write_shuffled(source, tmp_path / "shuffled.tsv", seed=0) == 16 / 38
+    shuffled = read("shuffled.tsv")
+    in_order = sorted(rows, key=lambda row: (row[0], row[2]))
+    assert sorted(shuffled) == sorted(rows) and shuffled[:20] == in_order[:20] and shuffled != in_order
+    assert [row[2] for row in shuffled] == [row[2] for row in in_order]
+    write_shuffled(source, tmp_path / "kept.tsv", seed=None, num_users=1)
+    assert read("kept.tsv") == in_order[:20]

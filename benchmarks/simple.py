@@ -1,0 +1,91 @@
+"""Simple recommenders on every data set of recommendation that is found: what trained ones have to be better than.
+
+    LOCKSTEP_DATA=data python benchmarks/simple.py
+
+Small data sets come first. What each run of a recommender shows of its own data is printed here for all of them: those
+of --task seqrec as they are and with the order of interactions of the same second shuffled, those of --task kgat. The
+last line is one JSON object.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.ties import write_shuffled
+from tasks.kgat import KgatFlags, KgatTask
+from tasks.recommender import RecommenderTask
+from tasks.seqrec import SeqrecFlags, SeqrecTask
+
+METRICS = {"seqrec": ("hr@10", "ndcg@10"), "kgat": ("recall@20", "ndcg@20")}
+MUSIC = "kgcn/music"
+SEQUENCES = {
+    "ml-100k": ("ml-100k/ml-100k.zip", None),
+    "ml-1m, 2,000 users": ("ml-1m/ml-1m_complete_order.txt.gz", 2000),
+    "ml-1m": ("ml-1m/ml-1m_complete_order.txt.gz", None),
+}
+"""Files below the folder, and how many users to take of them."""
+CATALOGUES = {"music": MUSIC, "book": "mcclk_book", "lfm1m": "kgat/lfm1m.zip"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--folder", type=Path, default=os.environ.get("LOCKSTEP_DATA"), help="(default: $LOCKSTEP_DATA)"
+    )
+    parser.add_argument("--only", nargs="*", help="only data sets of these names")
+    parser.add_argument("--cache-dir", type=Path, default="~/.cache/lockstep")
+    given = parser.parse_args()
+    cache = given.cache_dir.expanduser()
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for name, task in tasks(given.folder and Path(given.folder), cache, given.only):
+        task.most_scores = sys.maxsize
+        task.splits()
+        started = time.process_time()
+        baselines = task.baselines()
+        seconds = time.process_time() - started
+        metrics = METRICS["seqrec" if isinstance(task, SeqrecTask) else "kgat"]
+        columns = [f"{part}/{metric}" for part in ("test", "val") for metric in metrics]
+        results[name] = {kind: {column: own.metrics[column] for column in columns} for kind, own in baselines.items()}
+        print(f"\n| {name} ({seconds:.0f} CPU s) | {' | '.join(columns)} |\n|{' --- |' * (1 + len(columns))}")
+        for kind, scores in results[name].items():
+            print(f"| {kind} | {' | '.join(f'{score:.4f}'[1:] for score in scores.values())} |", flush=True)
+    print(json.dumps(results))
+
+
+def tasks(folder: Path | None, cache: Path, only: list[str] | None) -> Iterator[tuple[str, RecommenderTask]]:
+    """Of each data set that is there, by its name."""
+
+    def wanted(name: str, place: str | None) -> bool:
+        is_there = place is None or (folder is not None and (folder / place).exists())
+        return is_there and (not only or name in only)
+
+    if wanted("generated catalogue, seqrec", None):
+        yield "generated catalogue, seqrec", SeqrecTask(SeqrecFlags(), 0, cache)
+    if wanted("generated catalogue, kgat", None):
+        yield "generated catalogue, kgat", KgatTask(KgatFlags(), 0, cache)
+    for name, (place, num_users) in SEQUENCES.items():
+        if folder is not None and wanted(name, place):
+            for label, seed in ((name, None), (f"{name}, ties shuffled", 0)):
+                path = cache / f"{label.replace(', ', '-').replace(' ', '-')}.tsv"
+                write_shuffled(folder / place, path, seed, num_users)
+                yield label, SeqrecTask(SeqrecFlags(data_dir=path), 0, cache)
+    for name, place in CATALOGUES.items():
+        if folder is not None and wanted(name, place):
+            path = folder / place
+            if place == MUSIC:
+                split = [sys.executable, str(ROOT / "benchmarks" / "split_music.py"), str(path), str(cache / "music")]
+                subprocess.run(split, check=True, stdout=subprocess.DEVNULL)
+                path = cache / "music"
+            yield name, KgatTask(KgatFlags(data_dir=path), 0, cache)
+
+
+if __name__ == "__main__":
+    main()

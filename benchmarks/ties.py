@@ -1,0 +1,54 @@
+"""A file of interactions with the order of those of the same second shuffled: what a score owes to that order.
+
+    python benchmarks/ties.py ml-1m_complete_order.txt.gz shuffled.tsv
+
+Many logs give one time to all that a user did on one page, and the order of the file then decides what comes last.
+Whatever a model learns of that order is nothing that a recommender is for: a score that falls on the shuffled file was
+due to it. The last line says how many neighbours share a second.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from data.interactions.columns import FIND_OUT
+from data.interactions.reader import find_files
+from data.interactions.table import read_table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path, help="as --data-dir of --task seqrec")
+    parser.add_argument("target", type=Path, help="file to write: user, item and time, by user and time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--users", type=int, help="the first so many users alone")
+    parser.add_argument("--keep", action="store_true", help="keep the order of the file")
+    given = parser.parse_args()
+    share = write_shuffled(given.source, given.target, None if given.keep else given.seed, given.users)
+    print(f"{share:.1%} of neighbouring interactions of a user share a second")
+
+
+def write_shuffled(source: Path, target: Path, seed: int | None = 0, num_users: int | None = None) -> float:
+    """Writes the file; returns the share of a user's neighbours that have one second. seed: None keeps the order."""
+    table = read_table(find_files(source), FIND_OUT)
+    assert table.times is not None, f"{source} has no times"
+    seconds = np.floor(table.times).astype(np.int64)
+    drawn = np.arange(len(seconds)) if seed is None else np.random.default_rng(seed).permutation(len(seconds))
+    order = np.lexsort((drawn, seconds, table.users))
+    order = order[table.users[order] < (num_users or len(table.user_ids))]
+    users, times = table.users[order], seconds[order]
+    with target.open("w", encoding="utf-8") as file:
+        file.write("user\titem\ttime\n")
+        for user, item, time in zip(users.tolist(), table.items[order].tolist(), times.tolist(), strict=True):
+            file.write(f"{table.user_ids[user]}\t{table.item_ids[item]}\t{time}\n")
+    is_neighbour = users[1:] == users[:-1]
+    return float((is_neighbour & (times[1:] == times[:-1])).sum() / max(1, is_neighbour.sum()))
+
+
+if __name__ == "__main__":
+    main()
