@@ -13,6 +13,7 @@ from benchmarks.ties import write_shuffled
 from tests.helpers.small_catalogue import write_catalogue
 from tests.helpers.small_seqrec import write_interactions
 from trainer.checkpoint.file import read_checkpoint
+from trainer.profiling.cli import main as profile
 
 TWO = ["--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu"]
 
@@ -66,6 +67,13 @@ def test_two_processes_have_the_scores_of_one(argv, run_here, command, tmp_path)
 def test_settings_of_a_trained_model_are_refused(run_here):
     err = run_here("--task", "seqrec", "--model", "rules", "--hidden-units", "8", status=2).err
     assert "--hidden-units" in err and "--model" in err
+
+
+def test_what_needs_steps_is_refused(run_here, cache_dir, capsys):
+    argv = ["--task", "seqrec", "--model", "rules"]
+    assert "has no loss to check" in run_here(*argv, "--check-task", status=2).err
+    assert profile(["step", *argv, "--cache-dir", str(cache_dir / "lockstep")]) == 2
+    assert "its model is fitted, so there are no steps to measure" in capsys.readouterr().err
 
 
 def test_popularity_ranks_by_the_users_of_training(make_task, tmp_path):

@@ -19,6 +19,7 @@ from trainer.commands.build import assemble_run, describe_run, prepare_training,
 from trainer.commands.flags import Flags
 from trainer.commands.resume import Changes
 from trainer.commands.weights import CPU, find_run, initialise, trained_objective, use_weights
+from trainer.common.errors import UserError
 from trainer.common.files import without_nan
 from trainer.failure.signals import StopRequest
 from trainer.logs.console import of_headline, say
@@ -160,6 +161,8 @@ def _kept(folder: Path, scored: Mapping[str, Any]) -> str:
 
 def check_only(flags: Flags, task: Task, strategy: Strategy) -> None:
     """`--check-task`: checks a new model in float64, as a start does, and slow forwards too. Raises UserError."""
+    if task.fitted:
+        raise UserError("--check-task: with these flags the model is fitted, so it has no loss to check; leave it out")
     exact = replace(flags, precision=replace(flags.precision, dtype="float64", amp="off"))
     with closing(assemble_run(exact, task, strategy, is_new=True)) as run:
         initialise(run.learner, exact.checkpoint, task.shipped_weights(), strategy)

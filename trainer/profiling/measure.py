@@ -16,6 +16,7 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.manifest import retention_of
 from trainer.commands.build import build_run, build_task, open_run, set_up_torch, start_loading
 from trainer.commands.flags import Flags
+from trainer.common.errors import UserError
 from trainer.config import FlagGroup, flag
 from trainer.loading.order import Position
 from trainer.loop.plan import SampleOrder
@@ -51,6 +52,10 @@ def opened(
     if task is None:
         set_up_torch(flags, strategy.group)
         task = strategy.group.together(lambda: build_task(flags))
+    if task.fitted:
+        raise UserError(
+            f"--task {flags.run.task}: with these flags its model is fitted, so there are no steps to measure"
+        )
     with ExitStack() as leaving:
         folder = Path(leaving.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-profile-")))
         run_flags, checkpoint = replace(flags.run, max_minutes=0.0), replace(flags.checkpoint, save_dir=folder)
