@@ -98,7 +98,7 @@ class SeqrecFlags(FlagGroup):
         "Counted in seconds, not trained: popularity; rules: what soon follows the last items; itemknn: what the same "
         "users have; ease: a linear model of all items by all items",
     )  # fmt: skip
-    no_time: bool = flag(False, "the same as --model sasrec", excludes=("model",))
+    no_time: bool = flag(False, "the same as --model sasrec", hidden=True, excludes=("model",))
     mhc: bool = flag(
         False, "manifold-constrained hyper-connections instead of one plain residual stream", needs=_TRAINED
     )
@@ -152,6 +152,7 @@ class SeqrecFlags(FlagGroup):
     def __post_init__(self) -> None:
         if self.no_time and self.model == "tisasrec":
             self.model = "sasrec"
+        self.no_time = False  # said by the model, which alone is recorded
 
     def problems(self) -> list[str]:
         found = []

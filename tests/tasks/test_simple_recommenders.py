@@ -148,3 +148,18 @@ def test_ties_are_shuffled_and_nothing_else(tmp_path):
     assert [row[2] for row in shuffled] == [row[2] for row in in_order]
     write_shuffled(source, tmp_path / "kept.tsv", seed=None, num_users=1)
     assert read("kept.tsv") == in_order[:20]
+
+
+def test_no_time_is_another_word_for_sasrec(run_here, tmp_path):
+    data = write_walks(tmp_path / "ring.txt", lambda item: (item + 1) % 12)
+    run = tmp_path / "run"
+    argv = [*WALKS, "--data-dir", data, "--epochs", 1]
+    run_here(*argv, "--save-dir", run)
+    config = json.loads((run / "config.json").read_text())["config"]
+    assert "--no-time" in argv and config["--model"] == "sasrec"
+    again = run_here("--config", run / "config.json", "--save-dir", tmp_path / "again")
+    assert results(tmp_path / "again")["metrics"] == results(run)["metrics"] and not again.err
+    assert "This run is finished" in run_here(*argv, "--save-dir", run).out
+    given = [word for word in argv if word != "--no-time"]
+    assert "This run is finished" in run_here(*given, "--model", "sasrec", "--save-dir", run).out
+    assert "exclude each other" in run_here("--task", "seqrec", "--no-time", "--model", "rules", status=2).err
