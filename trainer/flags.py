@@ -83,9 +83,7 @@ class RunFlags(FlagGroup):
         None, "also log to wandb, mlflow, or a logger of your own: path/to/file.py:ClassName; several are allowed",
         metavar="LOGGER", local=True, from_record="refused",
     )  # fmt: skip
-    no_baselines: bool = flag(
-        False, "leave out the simple methods whose scores a task shows beside those of the run", local=True
-    )
+    no_baselines: bool = flag(False, "leave out the simple methods whose scores a task shows beside those of the run")
     check_task: bool = flag(
         False, "check in float64 that a task's sums do not depend on how a batch is divided, and end",
         from_record="ignored",

@@ -338,7 +338,7 @@ def test_every_flag_that_names_a_file_says_whether_a_record_may(monkeypatch):
         for field, option in options(group).items()
         if option.from_record == "taken" and (option.type is Path or "py:" in option.help)
     }  # fmt: skip
-    assert taken == {"cache_dir", "data_dir", "alphabet", "language_model", "encoder_path"}
+    assert taken == {"cache_dir", "data_dir", "test_data", "alphabet", "language_model", "encoder_path"}
 
 
 def test_what_the_user_adds_is_taken(write, tmp_path):

