@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer import Batch, FlagGroup, Objective, ParamGroup, SampleKeys, Sums, Task, flag, normal, random_bits
+from lockstep import Batch, FlagGroup, Objective, ParamGroup, SampleKeys, Sums, Task, flag, normal, random_bits
 
 NUM_SPOTS, SPREAD, NUM_LATENT = 8, 0.05, 4
 ANGLES = np.arange(NUM_SPOTS) * 2 * np.pi / NUM_SPOTS

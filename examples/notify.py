@@ -7,7 +7,7 @@ import json
 import os
 from urllib.request import Request, urlopen
 
-from trainer import LoggedRun, Logger, Record
+from lockstep import LoggedRun, Logger, Record
 
 
 class Notify(Logger):

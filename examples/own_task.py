@@ -12,7 +12,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer import Batch, FlagGroup, Objective, SampleKeys, Sums, Task, flag
+from lockstep import Batch, FlagGroup, Objective, SampleKeys, Sums, Task, flag
 
 NUM_ARMS = 3
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep import Batch, FlagGroup, Objective, SampleKeys, Sums, Task, UserError, flag
 from models.speech.parallel_lmu import ParallelLMU
-from trainer import Batch, FlagGroup, Objective, SampleKeys, Sums, Task, UserError, flag
 
 NUM_PIXELS, NUM_DIGITS = 784, 10
 ORDER = np.random.default_rng(0).permutation(NUM_PIXELS)

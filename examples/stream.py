@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import trainer
+import lockstep
 
 
 class Transcriber:
@@ -46,9 +46,9 @@ class Transcriber:
 
 
 def load_transcriber(run: Path) -> Transcriber:
-    model: Any = trainer.load(run)
+    model: Any = lockstep.load(run)
     if model.front_end.normalise == "utterance":
-        raise trainer.UserError(f"{run}: hears an utterance as a whole; train it with --streaming")
+        raise lockstep.UserError(f"{run}: hears an utterance as a whole; train it with --streaming")
     checkpoint = torch.load(run / "best.pth", weights_only=True)
     separator = " " if checkpoint["config"]["--units"] == "words" else ""
     return Transcriber(model, checkpoint["data_facts"]["alphabet"], separator)
@@ -60,12 +60,12 @@ def read_wav(path: Path, sample_rate: int) -> Tensor:
         with wave.open(str(path)) as file:
             if (file.getsampwidth(), file.getframerate()) != (2, sample_rate):
                 found = f"{8 * file.getsampwidth()} bits at {file.getframerate()} Hz"
-                raise trainer.UserError(f"{path}: {found}; the run takes 16 bits at {sample_rate} Hz: resample it")
+                raise lockstep.UserError(f"{path}: {found}; the run takes 16 bits at {sample_rate} Hz: resample it")
             samples = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, file.getnchannels())
     except (OSError, EOFError, wave.Error) as error:
-        raise trainer.UserError(f"{path}: {error}; give a wav of 16 bits") from None
+        raise lockstep.UserError(f"{path}: {error}; give a wav of 16 bits") from None
     if len(samples) == 0:
-        raise trainer.UserError(f"{path}: holds no sound")
+        raise lockstep.UserError(f"{path}: holds no sound")
     return torch.from_numpy(samples.mean(axis=1, dtype=np.float32) / 2**15)
 
 
@@ -82,7 +82,7 @@ def main() -> None:
         transcriber = load_transcriber(args.run)
         sample_rate = transcriber.model.front_end.sample_rate
         audio = read_wav(args.recording, sample_rate)
-    except trainer.UserError as error:
+    except lockstep.UserError as error:
         parser.error(str(error))
     times = []
     for chunk in audio.split(args.chunk_ms * sample_rate // 1000):

@@ -23,7 +23,18 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer import Batch, FlagGroup, Objective, SampleKeys, Sums, Task, UserError, cached_arrays, flag, sharded_batches
+from lockstep import (
+    Batch,
+    FlagGroup,
+    Objective,
+    SampleKeys,
+    Sums,
+    Task,
+    UserError,
+    cached_arrays,
+    flag,
+    sharded_batches,
+)
 
 SHAPE = (32, 32)
 NUM_CLASSES = 4

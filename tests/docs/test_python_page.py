@@ -49,7 +49,7 @@ def test_the_page(here, cli, capsys):
 
 @pytest.mark.slow
 def test_the_script_that_starts_processes(here, command, tmp_path, monkeypatch):
-    script = f"import trainer\nfrom examples.own_task import Spirals\n\n{BLOCKS[-1]}"
+    script = f"import lockstep\nfrom examples.own_task import Spirals\n\n{BLOCKS[-1]}"
     (tmp_path / "train.py").write_text(
         script.replace("epochs=40", f"epochs=1, {SMALL}").replace('"checkpoints', f'"{tmp_path}')
     )

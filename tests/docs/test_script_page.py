@@ -27,5 +27,5 @@ def test_it_is_short_and_the_readme_leads_to_it():
     assert len(PAGE.splitlines()) <= 60
     readme = (ROOT / "README.md").read_text()
     assert "docs/script.md" in readme
-    call = next(line.strip() for line in SCRIPT.splitlines() if "trainer.fit" in line)
+    call = next(line.strip() for line in SCRIPT.splitlines() if "lockstep.fit" in line)
     assert call.partition(", save_dir")[0] in readme
