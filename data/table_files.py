@@ -57,6 +57,27 @@ class Reading:
 
 
 STRICT = Reading()
+
+
+@dataclass
+class LeftOut:
+    """Lines that cannot be read, where `--on-bad` leaves them out. num: how many there are. first: one of them."""
+
+    on_bad: OnBad
+    num: int = 0
+    first: str = ""
+
+    def add(self, line: str, refusal: str) -> None:
+        """line: where it is, and what is wrong. Raises UserError with the refusal behind it unless it is dropped."""
+        if self.on_bad == "refuse":
+            raise UserError(line + refusal)
+        self.num, self.first = self.num + 1, self.first or line
+
+    def remarks(self, what: str = "lines that cannot be read") -> list[str]:
+        """What is said about them, if there are any."""
+        return [f"Left out: {self.num:,} {what}, such as {self.first}."] if self.num else []
+
+
 ENCODING = (
     "of the texts that are read, such as cp1252 for Excel's CSV, or latin-1 (default: UTF-8, or UTF-16 where it shows)"
 )

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -43,6 +44,11 @@ class RecommenderTask(Task):
     def evaluation_key(self) -> tuple[object, ...]:
         """What scores of a fitted model depend on: the data, how they are divided, and what is scored of them."""
 
+    @cached_property
+    def _evaluation_key(self) -> tuple[object, ...]:
+        """Computed once: it may be a digest of all data."""
+        return self.evaluation_key()
+
     def initialise(self, objective: Objective) -> None:
         if isinstance(objective.model, SimpleRecommender):
             objective.model.fill(self._fit(self.config.model, self.training_histories()))
@@ -63,7 +69,7 @@ class RecommenderTask(Task):
             assert best is not None
             return best[1]
 
-        return cached_arrays(self.cache_dir, key_of(kind, _FORMAT_VERSION, *self.evaluation_key()), build)
+        return cached_arrays(self.cache_dir, key_of(kind, _FORMAT_VERSION, *self._evaluation_key), build)
 
     @torch.no_grad()
     def _scores(self, objective: Objective, split: str, most: int | None = None) -> dict[str, float]:
@@ -100,7 +106,7 @@ class RecommenderTask(Task):
             for field, option in options(type(config)).items()
             if getattr(config, field) != option.default and not {"model", "mhc", "loss"} & {*option.needs, field}
         ]
-        return " ".join([f"--model {kind}", *(text for text in given if text != "--no-time")])
+        return " ".join([f"--model {kind}", *given])
 
     def _scores_of(self, kind: str, histories: TrainingHistories) -> dict[str, float]:
         most = max(1, self.most_scores // histories.num_items)
@@ -111,5 +117,5 @@ class RecommenderTask(Task):
             objective.model.fill(self._fit(kind, histories))
             return self._scores(objective, "val", most) | self._scores(objective, "test", most)
 
-        key = key_of(f"{kind}-scores", _FORMAT_VERSION, self.seed, most, *self.evaluation_key())
+        key = key_of(f"{kind}-scores", _FORMAT_VERSION, self.seed, most, *self._evaluation_key)
         return cached_numbers(self.cache_dir, key, build)

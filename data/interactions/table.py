@@ -12,7 +12,7 @@ from data.files import DataFile
 from data.interactions.columns import ColumnChoice, Layout, find_layout
 from data.interactions.times import EXPECTED, form_of, in_seconds, parse_times, time_range
 from data.overview import overview
-from data.table_files import STRICT, OnBad, Reading, opened_lines
+from data.table_files import STRICT, LeftOut, OnBad, Reading, opened_lines
 from trainer.common.errors import UserError
 
 _ROWS_AT_ONCE = 1 << 16
@@ -114,12 +114,11 @@ class _Parser:
     """Takes lines of one layout apart, many at a time."""
 
     def __init__(self, layout: Layout, on_bad: OnBad) -> None:
-        self._layout, self._on_bad = layout, on_bad
+        self._layout, self._left_out = layout, LeftOut(on_bad)
         self._users, self._items = _Codes(), _Codes()
         self._form_of_times = ""
         self._blocks: list[tuple[np.ndarray, ...]] = []
         self._wheres: list[str] = []
-        self._num_bad, self._first_bad = 0, ""
 
     def add(self, lines: Iterable[Line], layout: Layout, where: str) -> None:
         """The lines of one more file. where: the file as messages call it."""
@@ -146,9 +145,7 @@ class _Parser:
                 f"{self._where}: all interactions have the user {user_ids[0]!r}, which marks a missing value; name "
                 "another column by --user-column, such as one of sessions"
             )
-        remarks, times, form = list(self._layout.remarks), None, ""
-        if self._num_bad:
-            remarks.append(f"Left out: {self._num_bad:,} lines that cannot be read, such as {self._first_bad}.")
+        remarks, times, form = [*self._layout.remarks, *self._left_out.remarks()], None, ""
         if columns:
             try:
                 times, form = (columns[0], "dates") if "ISO" in self._form_of_times else in_seconds(columns[0])
@@ -227,9 +224,7 @@ class _Parser:
                 continue
             reason, advice = wrong
             shown = f"{self._where}, line {number}: {_shorten(' '.join(map(str.strip, fields)))!r}: {reason}"
-            if self._on_bad == "refuse":
-                raise UserError(f"{shown}; {advice}, or leave such lines out by --on-bad drop")
-            self._num_bad, self._first_bad = self._num_bad + 1, self._first_bad or shown
+            self._left_out.add(shown, f"; {advice}, or leave such lines out by --on-bad drop")
         return kept
 
     def _what_is_wrong(self, fields: Sequence[str]) -> tuple[str, str] | None:

@@ -8,7 +8,7 @@ import numpy as np
 from data.csv_lines import plain_name
 from data.knowledge_graph.catalogue import Catalogue
 from data.knowledge_graph.samples import padded
-from data.table_files import STRICT, Reading, opened_text
+from data.table_files import STRICT, LeftOut, Reading, opened_text
 from trainer.common.errors import UserError
 from trainer.common.files import MOST_WHOLE, read_whole
 from trainer.loading.order import SampleKeys
@@ -35,7 +35,7 @@ def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> t
     with opened_text(io.BytesIO(content), label, reading.encoding, content[:_HEAD]) as text:
         lines = text.read().splitlines()
     users: list[int] = []
-    unknown: list[str] = []
+    unknown = LeftOut(reading.on_bad)
     for number, line in enumerate(lines, start=1):
         text_of_line = line.strip().strip('"')
         if not text_of_line or (number == 1 and plain_name(text_of_line) == HEADER):
@@ -45,14 +45,12 @@ def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> t
         if 0 <= user < len(is_trained_on) and is_trained_on[user]:
             users.append(user)
             continue
-        unknown.append(f"{label}, line {number}: {text_of_line[:80]!r}")
-        if reading.on_bad == "refuse":
-            ids = "" if number_of else f", between 0 and {len(is_trained_on) - 1}, and no more"
-            raise UserError(
-                f"{unknown[0]}: must be the id of a user with training items{ids}; --on-bad drop leaves others out"
-            )
-    what = "lines that name no user with training items, such as"
-    return np.array(users, dtype=np.int64), [f"Left out: {len(unknown):,} {what} {unknown[0]}."] if unknown else []
+        ids = "" if number_of else f", between 0 and {len(is_trained_on) - 1}, and no more"
+        unknown.add(
+            f"{label}, line {number}: {text_of_line[:80]!r}",
+            f": must be the id of a user with training items{ids}; --on-bad drop leaves others out",
+        )
+    return np.array(users, dtype=np.int64), unknown.remarks("lines that name no user with training items")
 
 
 class Recommendations:

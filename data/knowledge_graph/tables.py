@@ -15,7 +15,7 @@ from data.interactions.columns import FIND_OUT, NAMES, NO_TIMES, ColumnChoice
 from data.interactions.table import read_table
 from data.knowledge_graph.catalogue import ItemLists
 from data.knowledge_graph.splits import TEST_STREAM, Published, hold_out
-from data.table_files import TABLES, Reading, opened_table, parts_of
+from data.table_files import TABLES, LeftOut, Reading, opened_table, parts_of
 from trainer.common.errors import UserError
 
 _SUFFIXES = (*TABLES, ".kg", ".link")
@@ -123,14 +123,13 @@ def _columns(file: DataFile, names: Sequence[str], reading: Reading, notes: list
     with opened_table(file, reading.encoding) as table:
         plain = list(map(plain_name, table.header))
         columns, rows = [plain.index(name) for name in names], list[tuple[str, ...]]()
-        bad: list[str] = []
+        left_out = LeftOut(reading.on_bad)
         for number, fields in table.lines:
             row = tuple(fields[column].strip() for column in columns) if len(fields) == len(plain) else ()
             if all(row) and row:
                 rows.append(row)
             else:
-                bad.append(f"{file.where}, line {number}: {','.join(fields)[:80]!r}: lacks one of {', '.join(names)}")
-                if reading.on_bad == "refuse":
-                    raise UserError(f"{bad[0]}; mend it, or leave such lines out by --on-bad drop")
-    notes += [f"Left out: {len(bad):,} lines that cannot be read, such as {bad[0]}."] if bad else []
+                line = f"{file.where}, line {number}: {','.join(fields)[:80]!r}: lacks one of {', '.join(names)}"
+                left_out.add(line, "; mend it, or leave such lines out by --on-bad drop")
+    notes += left_out.remarks()
     return rows

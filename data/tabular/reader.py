@@ -11,7 +11,7 @@ import numpy as np
 
 from data.csv_lines import Line, is_number
 from data.files import DataFile, reading_errors
-from data.table_files import STRICT, Reading, opened_table, tables_at
+from data.table_files import STRICT, LeftOut, Reading, opened_table, tables_at
 from data.tabular.spelling import UNKNOWN, Likely
 from data.tabular.table import Column, Table, table_of_array
 from trainer.common.errors import UserError
@@ -65,13 +65,12 @@ def _read_csv(file: DataFile, reading: Reading) -> Table:
             raise UserError(f"{where}: is empty; {_ADVICE}")
         names = _column_names(header, f"{where}, line {line}")
         columns = [_Texts() for _ in names]
-        bad: list[str] = []
-        for rows in _blocks(lines, len(names), where, bad if reading.on_bad == "drop" else None):
+        left_out = LeftOut(reading.on_bad)
+        for rows in _blocks(lines, len(names), where, left_out):
             for column, texts in zip(columns, zip(*rows, strict=True) if rows else [[]] * len(columns), strict=True):
                 column.add(texts)
         found = [texts.column(name) for name, texts in zip(names, columns, strict=True)]
-        notes = (f"Left out: {len(bad):,} lines that cannot be read, such as {bad[0]}.",) if bad else ()
-        return Table(where, _as_the_file_shows(found, decimal_comma), notes)
+        return Table(where, _as_the_file_shows(found, decimal_comma), tuple(left_out.remarks()))
 
 
 def _as_the_file_shows(columns: Sequence[Column], decimal_comma: bool) -> tuple[Column, ...]:
@@ -97,19 +96,16 @@ def _column_names(fields: Sequence[str], where: str) -> list[str]:
     return names
 
 
-def _blocks(lines: Iterable[Line], num_columns: int, where: str, bad: list[str] | None) -> Iterator[list[list[str]]]:
-    """The fields of some lines at a time. bad: takes what is wrong with a line; None refuses it."""
+def _blocks(lines: Iterable[Line], num_columns: int, where: str, left_out: LeftOut) -> Iterator[list[list[str]]]:
+    """The fields of some lines at a time. left_out: takes, or refuses, a line with another number of fields."""
     lines = iter(lines)
     while some := list(islice(lines, _ROWS_AT_ONCE)):
         for number, fields in some:
             if len(fields) != num_columns:
                 shown = ",".join(fields)[:_SHOWN_WIDTH]
                 what = f"{len(fields)} fields, but the line of names has {num_columns}: {shown!r}"
-                wrong = f"{where}, line {number}: {what}"
-                if bad is None:
-                    advice = "mend the line, put quotes around values that hold the separator, or add --on-bad drop"
-                    raise UserError(f"{wrong}; {advice}")
-                bad.append(wrong)
+                advice = "mend the line, put quotes around values that hold the separator, or add --on-bad drop"
+                left_out.add(f"{where}, line {number}: {what}", f"; {advice}")
         yield [fields for _, fields in some if len(fields) == num_columns]
 
 

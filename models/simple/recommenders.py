@@ -54,9 +54,8 @@ class SimpleRecommender(nn.Module):
 
     def _scores(self, items: Tensor, length: Tensor) -> Tensor:
         """(B, num_items + 1)."""
-        return self.popularity.expand(
-            items.shape[0], -1
-        )  # of a program for any number of rows, whose len would be fixed
+        # By its shape: torch.export would fix its len.
+        return self.popularity.expand(items.shape[0], -1)
 
     def _history(self, items: Tensor, length: Tensor) -> Tensor:
         """What each item counts: (B, num_items + 1), 0 for those that are not in the history."""
