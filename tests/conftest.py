@@ -261,6 +261,13 @@ def cut_back(directory: Path, entries: list[dict], copy: Path) -> None:
         shutil.copy(directory / name, copy)
 
 
+def cut_back_to(directory: Path, step: int, copy: Path) -> None:
+    """What a run directory held when its only checkpoint of a step had just been saved."""
+    entries = json.loads((directory / "manifest.json").read_text())["checkpoints"]
+    (last,) = [i for i, entry in enumerate(entries) if entry["step"] == step]
+    cut_back(directory, entries[: last + 1], copy)
+
+
 def read_metrics(directory: Path, event: str) -> list[dict]:
     """The records of metrics.jsonl, without wall times."""
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, results_of
+from tests.helpers.own_project import POINTS, SIDES
 from tests.helpers.processes import free_port
 
 pytest.importorskip("setuptools")
@@ -38,42 +39,9 @@ from models.net import Net
 
 assert trainer.fit() == "mine"
 
-
-class Points:
-    def __init__(self, num_points):
-        self.points = np.random.default_rng(num_points).normal(size=(num_points, 2)).astype(np.float32)
-
-    def __len__(self):
-        return len(self.points)
-
-    def __getitems__(self, keys):
-        points = self.points[keys.index]
-        return {"point": points, "side": (points[:, 0] > 0).astype(np.int64)}
-
-
-@dataclass
-class NoFlags(FlagGroup):
-    "Task: sides"
-
-
-class SidesObjective(Objective):
-    def forward(self, batch, phase="train"):
-        return {"loss": F.cross_entropy(self.model(batch["point"]), batch["side"], reduction="sum")}
-
-
-class Sides(Task):
-    Config = NoFlags
-    monitor = ("val/loss", "min")
-
-    def splits(self):
-        return {"train": Points(40), "val": Points(9), "test": Points(8)}
-
-    def build_objective(self):
-        return SidesObjective(Net(2, NUM_SIDES))
-
-    def summarise(self, sums):
-        return {"loss": float(sums["loss"] / sums["weight"])}
-""",
+"""
+    + POINTS
+    + SIDES,
 }
 """Of a user: folders and a file with the names of the clone's packages, which the task imports."""
 TABLE = """

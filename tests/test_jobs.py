@@ -3,17 +3,14 @@
 Each without a trick. SimCLR, CLIP and other losses of all rows: tests/loop/test_joint.py.
 """
 
-import dataclasses
 import functools
-import json
 
 import pytest
 
-from tests.conftest import ROOT, assert_same_bits, cut_back, load
-from tests.helpers.forks import call_on_ranks
+from tests.conftest import ROOT, assert_same_bits, cut_back_to, load
+from tests.helpers.forks import folder_of_world, main_of_rank
 from tests.helpers.jobs import GLOBAL_BATCH, JOBS
 from tests.helpers.weights import difference
-from trainer.cli import main
 
 FILE = ROOT / "tests" / "helpers" / "jobs.py"
 NUM_STEPS, STOPPED_AT = 10, 6
@@ -26,9 +23,7 @@ def run_all(environment, folder):
         if run_once(environment, name, folder / name):
             return 1
         if environment.rank == 0:
-            entries = json.loads((folder / name / "manifest.json").read_text())["checkpoints"]
-            (stopped,) = [i for i, entry in enumerate(entries) if entry["step"] == STOPPED_AT]
-            cut_back(folder / name, entries[: stopped + 1], folder / f"{name}-again")
+            cut_back_to(folder / name, STOPPED_AT, folder / f"{name}-again")
         if run_once(environment, name, folder / f"{name}-again"):
             return 1
     return 0
@@ -39,13 +34,8 @@ def run_once(environment, name, place):
     argv = [
         "--task", f"{FILE}:{name}", "--max-steps", NUM_STEPS, "--global-batch-size", GLOBAL_BATCH, "--batch-size", size,
         "--device", "cpu", "--num-threads", 1, "--save-every-steps", STOPPED_AT, "--keep-checkpoints", 0,
-        "--save-dir", place,
     ]  # fmt: skip
-    argv = [str(argument) for argument in argv]
-    if environment.world_size == 1:
-        return main(argv, several_devices=False)
-    meeting = dataclasses.replace(environment, init_method=f"{environment.init_method}-{place.name}")
-    return main([*argv, "--multi-gpu", "ddp"], several_devices=True, environment=meeting)
+    return main_of_rank(environment, argv, place)
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +44,7 @@ def world(tmp_path_factory):
 
     @functools.cache
     def of_size(world_size):
-        folder = tmp_path_factory.mktemp("world")
-        statuses = call_on_ranks(functools.partial(run_all, folder=folder), world_size, folder)
-        assert statuses == [0] * world_size, (folder / "rank0.txt").read_text()[-3000:]
-        return folder
+        return folder_of_world(run_all, world_size, tmp_path_factory.mktemp("world"))
 
     return of_size
 

@@ -8,6 +8,8 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -84,6 +86,26 @@ def call_on_ranks(
     for process in processes:
         process.start()
     return _joined(processes, timeout_s)
+
+
+def folder_of_world(function: Callable[..., int], world_size: int, folder: Path) -> Path:
+    """Calls a function in so many processes, as `call_on_ranks` does, with the folder; none may return but 0."""
+    statuses = call_on_ranks(partial(function, folder=folder), world_size, folder)
+    assert statuses == [0] * world_size, (folder / "rank0.txt").read_text()[-3000:]
+    return folder
+
+
+def main_of_rank(environment: RankEnvironment, argv: Sequence[object], place: Path) -> int:
+    """A command line in a process of `call_on_ranks`, of several under ddp unless it says otherwise.
+
+    place: its --save-dir, by whose name the processes meet.
+    """
+    words = [*map(str, argv), "--save-dir", str(place)]
+    if environment.world_size == 1:
+        return main(words, several_devices=False)
+    meeting = replace(environment, init_method=f"{environment.init_method}-{place.name.replace(' ', '-')}")
+    words += [] if "--multi-gpu" in words else ["--multi-gpu", "ddp"]
+    return main(words, several_devices=True, environment=meeting)
 
 
 def _joined(processes: Sequence[BaseProcess], timeout_s: float) -> list[int | None]:

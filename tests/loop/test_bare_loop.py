@@ -3,7 +3,6 @@
 Ranks that agree with each other could all be wrong; this loop knows nothing of the trainer but the order of samples.
 """
 
-import dataclasses
 import functools
 import json
 import math
@@ -17,11 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.conftest import ROOT, assert_same_bits, cut_back, load
+from tests.helpers.forks import main_of_rank
 from tests.helpers.replicas import ReplicasOnCpu
 from tests.helpers.replicas import trained as train_on_replicas
 from tests.helpers.token_task import NUM_TRAIN, Classifier, Samples
 from tests.helpers.weights import difference
-from trainer.cli import main
 from trainer.loading.order import EpochOrder
 from trainer.parallel.launch import launch
 
@@ -188,11 +187,10 @@ def learnt(case, bad_sample=-1):
 # --- the same by the trainer -------------------------------------------------------------------------------------
 
 
-def argv_of(name, accumulation, world_size, directory):
+def argv_of(name, accumulation, world_size):
     case = CASES[name]
     size = GLOBAL_BATCH // (world_size * accumulation)
-    argv = ["--task", f"{FILE}:{case.task}", *FLAGS, "--batch-size", size, *case.flags, "--save-dir", directory]
-    return [*map(str, argv), *(["--multi-gpu", "ddp"] if world_size > 1 else [])]
+    return ["--task", f"{FILE}:{case.task}", *FLAGS, "--batch-size", size, *case.flags]
 
 
 def run_all(environment, keys, folder):
@@ -212,11 +210,7 @@ def run_twice(environment, name, accumulation, place):
 
 
 def run_once(environment, name, accumulation, place):
-    argv = argv_of(name, accumulation, environment.world_size, place)
-    if environment.world_size == 1:
-        return main(argv, several_devices=False)
-    meeting = dataclasses.replace(environment, init_method=f"{environment.init_method}-{place.name.replace(' ', '-')}")
-    return main(argv, several_devices=True, environment=meeting)
+    return main_of_rank(environment, argv_of(name, accumulation, environment.world_size), place)
 
 
 def name_of(name, accumulation):
@@ -278,7 +272,7 @@ def test_steps_that_are_not_finite_are_left_out(name, run_here, tmp_path):
     expected = learnt(CASES[name], bad)
     assert expected.num_skipped == EPOCHS
     more = ("--on-nonfinite", "skip", "--bad-sample", bad, "--ema-decay", EMA_DECAY)
-    out, _ = run_here(*argv_of(name, 3, 1, tmp_path), *more)
+    out, _ = run_here(*argv_of(name, 3, 1), "--save-dir", tmp_path, *more)
     assert "Skipped: optimizer step 1 (epoch 1)" in out
     state = load(tmp_path / "final.pth")
     assert state["skipped_steps"] == EPOCHS
@@ -288,7 +282,7 @@ def test_steps_that_are_not_finite_are_left_out(name, run_here, tmp_path):
 
 
 def test_data_parallel_learns_from_sparse_gradients(tmp_path):
-    train_on_replicas(ReplicasOnCpu(2), tmp_path, *argv_of("sparse", 3, 1, tmp_path))
+    train_on_replicas(ReplicasOnCpu(2), tmp_path, *map(str, argv_of("sparse", 3, 1)))
     assert difference(load(tmp_path / "last.pth")["model"], learnt(CASES["sparse"]).weights) < 1e-9
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -11,13 +10,12 @@ import torch
 
 import trainer
 from tasks import TASKS
-from tests.conftest import ROOT, assert_same_bits, cut_back, load, read_metrics, results_of
+from tests.conftest import ROOT, assert_same_bits, cut_back_to, load, read_metrics, results_of
 from tests.helpers import joint_task
-from tests.helpers.forks import call_on_ranks
+from tests.helpers.forks import folder_of_world, main_of_rank
 from tests.helpers.replicas import ReplicasOnCpu
 from tests.helpers.replicas import trained as train_on_replicas
 from tests.helpers.weights import difference
-from trainer.cli import main
 from trainer.common.errors import UserError
 from trainer.loading.order import EpochOrder, SampleKeys, split_global_batch
 from trainer.loading.workers import BatchLoader
@@ -154,9 +152,7 @@ def run_all(environment, folder):
         if not case.resumes:
             continue
         if environment.rank == 0:  # the others wait for it
-            entries = json.loads((place / "manifest.json").read_text())["checkpoints"]
-            (middle,) = [i for i, entry in enumerate(entries) if entry["step"] == MID_EPOCH]
-            cut_back(place, entries[: middle + 1], again(place))
+            cut_back_to(place, MID_EPOCH, again(place))
         if run_once(environment, case, again(place)):
             return 1
     refusals = REFUSED if environment.world_size == 2 else {}
@@ -165,12 +161,7 @@ def run_all(environment, folder):
 
 
 def run_once(environment, case, place, more=()):
-    argv = [*map(str, [*case.flags, *more]), "--save-dir", str(place)]
-    if environment.world_size == 1:
-        return main(argv, several_devices=False)
-    meeting = dataclasses.replace(environment, init_method=f"{environment.init_method}-{place.name}")
-    argv += [] if "--multi-gpu" in more else ["--multi-gpu", "ddp"]
-    return main(argv, several_devices=True, environment=meeting)
+    return main_of_rank(environment, [*case.flags, *more], place)
 
 
 def again(place):
@@ -183,10 +174,7 @@ def world(tmp_path_factory):
 
     @functools.cache
     def of_size(world_size):
-        folder = tmp_path_factory.mktemp("world")
-        statuses = call_on_ranks(functools.partial(run_all, folder=folder), world_size, folder)
-        assert statuses == [0] * world_size, (folder / "rank0.txt").read_text()[-3000:]
-        return folder
+        return folder_of_world(run_all, world_size, tmp_path_factory.mktemp("world"))
 
     return of_size
 

@@ -1,14 +1,12 @@
 """Several validation sets: each is scored as one alone is, at any number of processes and after a resume."""
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tasks import TASKS
-from tests.conftest import ROOT, assert_same_bits, cut_back, launcher, load, read_metrics, results_of
+from tests.conftest import ROOT, assert_same_bits, cut_back_to, launcher, load, read_metrics, results_of
 from tests.helpers.scored_task import Points, area_under_curve
 from tests.helpers.shifted_task import SIZES, Shifted
 from trainer.task import validation_sets
@@ -53,9 +51,7 @@ def test_each_set_is_scored_as_by_a_plain_loop_after_a_resume_too(world_size, ru
     start = run_here if world_size == 1 else lambda *flags: command(*launcher(world_size), *flags)
     start(*argv(), *SAVING, "--batch-size", 2, "--eval-batch-size", 3, "--save-dir", whole)
     check_scores(whole)
-    entries = json.loads((whole / "manifest.json").read_text())["checkpoints"]
-    (middle,) = [i for i, entry in enumerate(entries) if entry["step"] == STEPS_PER_EPOCH + 1]
-    cut_back(whole, entries[: middle + 1], resumed)
+    cut_back_to(whole, STEPS_PER_EPOCH + 1, resumed)
     start(*argv(), *SAVING, "--batch-size", 2, "--eval-batch-size", 3, "--save-dir", resumed)
     assert_same_bits(load(whole / "final.pth"), load(resumed / "final.pth"))
     assert read_metrics(whole, "epoch") == read_metrics(resumed, "epoch")

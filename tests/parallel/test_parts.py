@@ -1,6 +1,5 @@
 """`--parts`: the same bits on one device and on several, which are those of a bare loop that adds in a binary tree."""
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -12,9 +11,8 @@ import torch
 from torch import nn
 
 from tests.conftest import ROOT, cut_back, load, read_metrics, results_of
-from tests.helpers.forks import call_on_ranks
+from tests.helpers.forks import folder_of_world, main_of_rank
 from tests.helpers.parted_task import Parted, PartedFlags
-from trainer.cli import main
 from trainer.commands.build import set_up_torch
 from trainer.commands.parse import parse
 from trainer.commands.planning import arrange_batches
@@ -198,11 +196,7 @@ def up_to_mid_epoch(place):
 
 
 def run_once(environment, name, place, *more):
-    argv = [str(each) for each in (*CASES[name], *FLAGS, "--save-dir", place, *more)]
-    if environment.world_size == 1:
-        return main(argv, several_devices=False)
-    meeting = dataclasses.replace(environment, init_method=f"{environment.init_method}-{place.name.replace(' ', '-')}")
-    return main([*argv, "--multi-gpu", "ddp"], several_devices=True, environment=meeting)
+    return main_of_rank(environment, [*CASES[name], *FLAGS, *more], place)
 
 
 @pytest.fixture(scope="module")
@@ -210,11 +204,8 @@ def folders(tmp_path_factory):
     """The folder of runs of each world, each of which also goes on from the runs of the one before."""
     found = {}
     for world_size in (4, 2, 1):
-        folder = tmp_path_factory.mktemp("world")
-        before = found.get(2 * world_size)
-        statuses = call_on_ranks(functools.partial(run_all, folder=folder, before=before), world_size, folder)
-        assert statuses == [0] * world_size, (folder / "rank0.txt").read_text()[-3000:]
-        found[world_size] = folder
+        run = functools.partial(run_all, before=found.get(2 * world_size))
+        found[world_size] = folder_of_world(run, world_size, tmp_path_factory.mktemp("world"))
     return found
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, WEIGHTED
+from tests.helpers.own_project import POINTS, SIDES
 
 FILES = {
     "models/__init__.py": "",
@@ -13,25 +14,15 @@ FILES = {
 from torch import nn
 
 
-class Network(nn.Linear):
+class Net(nn.Linear):
     pass
 """,
     "data/__init__.py": "",
     "data/points.py": """
 import numpy as np
 
-
-class Points:
-    def __init__(self, num_points):
-        self.points = np.random.default_rng(num_points).normal(size=(num_points, 2)).astype(np.float32)
-
-    def __len__(self):
-        return len(self.points)
-
-    def __getitems__(self, keys):
-        points = self.points[keys.index]
-        return {"point": points, "side": (points[:, 0] > 0).astype(np.int64)}
-""",
+"""
+    + POINTS,
     "tasks/__init__.py": "",
     "tasks/numbers.py": "NUM_SIDES = 2\n",
     "sides.py": """
@@ -40,35 +31,12 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 
 from data.points import Points
-from models.network import Network
+from models.network import Net
 from tasks.numbers import NUM_SIDES
 from trainer.config import FlagGroup
 from trainer.task import Objective, Task
-
-
-@dataclass
-class NoFlags(FlagGroup):
-    "Task: sides"
-
-
-class SidesObjective(Objective):
-    def forward(self, batch, phase="train"):
-        return {"loss": F.cross_entropy(self.model(batch["point"]), batch["side"], reduction="sum")}
-
-
-class Sides(Task):
-    Config = NoFlags
-    monitor = ("val/loss", "min")
-
-    def splits(self):
-        return {"train": Points(40), "val": Points(9), "test": Points(8)}
-
-    def build_objective(self):
-        return SidesObjective(Network(2, NUM_SIDES))
-
-    def summarise(self, sums):
-        return {"loss": float(sums["loss"] / sums["weight"])}
-""",
+"""
+    + SIDES,
 }
 
 
