@@ -89,7 +89,7 @@ def take(directory, take_over=False):
 def test_a_pipe_in_the_place_of_the_lock_is_refused(tmp_path):
     """Opening it would wait without end."""
     os.mkfifo(tmp_path / "lock.held")
-    with pytest.raises(OSError, match="is no file, but a device or a pipe"):
+    with pytest.raises(OSError, match="is a device or a pipe, not a regular file"):
         take_lock(tmp_path)
 
 

@@ -142,7 +142,9 @@ def test_a_user_without_a_home_is_refused_only_where_something_is_cached(train, 
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     train(tmp_path / "run", "--epochs", 1)
     task = Weighted(Weighted.Config(), 0, Path("~/.cache/lockstep"))
-    with pytest.raises(UserError, match=r"--cache-dir ~/.cache/lockstep: this user has no home; name another folder"):
+    with pytest.raises(
+        UserError, match=r"--cache-dir ~/.cache/lockstep: the current user has no home folder; name another folder"
+    ):
         cached_arrays(task.cache_dir, "key", dict)
 
 

@@ -326,7 +326,7 @@ def test_nothing_new_starts_after_a_failure(tmp_path, capfd):
     assert (tmp_path / "0.stderr").read_text() == "0 is done\n"
     assert run_all(tmp_path, "a", [(3, -signal.SIGKILL)]) == ([], {"3": 137})
     message = job(tmp_path, 3, -9).failure_message(137)
-    assert message.startswith(f"error: {tmp_path / '3'}: was stopped by signal 9; the same command goes on")
+    assert message.startswith(f"error: {tmp_path / '3'}: was stopped by signal 9; the same command resumes")
 
 
 @pytest.mark.slow

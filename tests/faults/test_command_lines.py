@@ -403,7 +403,7 @@ def locked(refuses):
 
 def test_what_may_not_be_read(locked, refuses):
     behind = ("--save-dir", "--resume-from", "--init-from", "--config", "--predict", "--cache-dir", "--data-dir")
-    said = "closed/file: cannot be looked at: Permission denied"
+    said = "closed/file: cannot be accessed: Permission denied"
     cases = [Case("main", (flag, "closed/file"), f"{flag} {said}") for flag in behind]
     more = ("--num-threads", "1", "--device", "cpu", "--cache-dir", "cache", "--save-dir", "new")
     for flag in ("--resume-from", "--init-from", "--config", "--logger", "--data-dir"):

@@ -47,7 +47,7 @@ def test_an_exception_costs_no_step(place, num_steps, run_here, tmp_path, monkey
     monkeypatch.setenv("LOCKSTEP_FAULT", f"raise {place} 0")
     out, err = run_here(*RUN, tmp_path / "run", status=1)
     assert "ValueError: the sky fell" in err
-    assert f"The state after optimizer step {num_steps} is saved; the same command goes on from there." in out
+    assert f"The state after optimizer step {num_steps} is saved; the same command resumes from there." in out
     monkeypatch.delenv("LOCKSTEP_FAULT")
     out, _ = run_here(*RUN, tmp_path / "run")
     assert f"Resuming after optimizer step {num_steps}" in out
@@ -88,7 +88,7 @@ def test_what_is_no_exception_costs_no_step_either(fault, where, num_steps, told
     out, err = run_here(*RUN, tmp_path / "run", status=1)
     assert err.count("error: ") == 1 and err.splitlines()[-1].startswith("error: failed in ")
     assert err.splitlines()[-1].endswith(f": {told}") and "Traceback" in err
-    assert f"The state after optimizer step {num_steps} is saved; the same command goes on from there." in out
+    assert f"The state after optimizer step {num_steps} is saved; the same command resumes from there." in out
     assert json.loads((tmp_path / "run" / "state.json").read_text())["state"] == "failed"
 
 
@@ -96,7 +96,7 @@ def test_an_interrupt_of_the_task_is_a_request_to_stop(run_here, tmp_path, monke
     monkeypatch.setenv("LOCKSTEP_FAULT", "interrupt forward 0")
     out, err = run_here(*RUN, tmp_path / "run", status=128 + signal.SIGINT)
     assert err == "error: stopped in forward at optimizer step 3: the task's code raised KeyboardInterrupt\n"
-    assert "The state after optimizer step 2 is saved; the same command goes on from there." in out
+    assert "The state after optimizer step 2 is saved; the same command resumes from there." in out
     state = json.loads((tmp_path / "run" / "state.json").read_text())
     assert (state["state"], state["step"], state["signal"], state["message"]) == ("preempted", 2, signal.SIGINT, None)
     monkeypatch.delenv("LOCKSTEP_FAULT")
@@ -119,7 +119,7 @@ def test_a_killed_worker_is_a_lost_process(run_here, tmp_path, monkeypatch):
     out, err = run_here(*argv, status=EXIT_RESTART)
     (line,) = err.splitlines()
     assert re.fullmatch(
-        r"error: lost its data-loading process \d+ in forward at optimizer step 3 by a signal: Killed; the same .*",
+        r"error: lost data-loading worker \d+ in forward at optimizer step 3 to a signal: Killed; the same .*",
         line,
     )
     assert "The state after optimizer step 2 is saved" in out
@@ -137,7 +137,7 @@ def test_a_connection_that_a_killed_worker_breaks_is_its_loss():
     finally:
         signal_handling._remove_worker_pids(id(worker))
         worker.wait()
-    assert f"lost its data-loading process {worker.pid} in " in str(failure) and failure.lost == []
+    assert f"lost data-loading worker {worker.pid} in " in str(failure) and failure.lost == []
 
 
 class Unprintable(Exception):

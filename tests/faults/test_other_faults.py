@@ -69,8 +69,8 @@ def pipe(tmp_path):
 @slow
 def test_a_segmentation_fault_is_told_with_its_place(faulty_run):
     run = faulty_run("segfault forward 1")
-    gone = rf"rank 1 of 2 is gone \({PROCESS}\), noted \d+ s ago in .+"
-    assert_one_message(run, f"{gone}; the same command goes on from the last checkpoint")
+    gone = rf"rank 1 of 2 is gone \({PROCESS}\), last seen \d+ s ago in .+"
+    assert_one_message(run, f"{gone}; the same command resumes from the last checkpoint")
     assert_started_again(run)
     assert "Fatal Python error: Segmentation fault" in run.out
     assert re.search(r'File ".*faulty_task.py", line \d+ in segfault$', run.out, re.MULTILINE)
@@ -89,7 +89,7 @@ def test_an_interpreter_that_is_stuck_is_named_and_ends_itself(fault, befallen, 
     """It says where it was when the other one ends it."""
     output, statuses = befallen(f"{fault} forward 1", "--delay-s", 0.3, LOCKSTEP_PIPE=str(pipe))
     (error,) = errors_of(output)
-    assert re.match(rf"error: rank 1 of 2 gives no sign of life \({PROCESS}\), noted \d+ s ago in .+", error)
+    assert re.match(rf"error: rank 1 of 2 does not respond \({PROCESS}\), last seen \d+ s ago in .+", error)
     assert statuses == [75, -signal.SIGABRT]
     assert "Fatal Python error: Aborted" in output
     assert re.search(r'File ".*faulty_task.py", line \d+ in at$', output, re.MULTILINE)
@@ -152,7 +152,7 @@ def test_the_directory_is_removed_under_a_run(world_size, forked, environment, t
     job = life.attempt(partial(forked, environment=gone), world_size)
     # TensorBoard's own thread says in its own way that it cannot write, and may be in the middle of it.
     (error,) = re.findall("error: .+", job.output)
-    assert re.fullmatch(f"error: --save-dir {life.directory}: cannot write .+: the folder is gone, .+", error)
+    assert re.fullmatch(f"error: --save-dir {life.directory}: cannot write .+: the folder was deleted .+", error)
     assert job.output.count(TRACEBACK) == job.output.count("Exception in thread")
     assert life.statuses == [2] * world_size
     assert not life.directory.exists()
@@ -163,7 +163,7 @@ def test_a_directory_that_is_gone_is_not_made_again_by_a_survivor(forked, enviro
     life = Life(tmp_path / "run", IN_GROUP)
     gone = environment | {"LOCKSTEP_FAULT": "abandon forward 0", "LOCKSTEP_REMOVED": str(life.directory)}
     job = life.attempt(partial(forked, environment=gone), 2)
-    assert f"could not be saved: --save-dir {life.directory}: the folder is gone, and what was in it" in job.output
+    assert f"could not be saved: --save-dir {life.directory}: the folder was deleted with its content" in job.output
     assert not life.directory.exists() and job.output.count(TRACEBACK) == job.output.count("Exception in thread")
 
 

@@ -98,7 +98,7 @@ def test_stopped_by_a_signal_all_save_and_the_same_command_goes_on(number, start
     parent.send_signal(number)
     out, err = parent.communicate(timeout=30)
     assert (parent.returncode, err) == (128 + number, "")
-    assert out.splitlines()[-1] == "Stopped as asked; everything is saved. The same command goes on from here."
+    assert out.splitlines()[-1] == "Stopped as asked; everything is saved. The same command resumes from here."
     assert not (directory / "summary.json").exists()
     assert "Stopped as asked" in (directory / "seed-0" / "train.log").read_text()
     command("main.py", *argv)

@@ -85,15 +85,15 @@ def test_a_device(run_here, tmp_path):
 
 def test_each_reader_of_what_is_to_be_labelled(pipe, tmp_path):
     (tmp_path / "x.wav").symlink_to("/dev/zero")
-    with pytest.raises(UserError, match=r"x.wav: is no file, but a device or a pipe"):
+    with pytest.raises(UserError, match=r"x.wav: is a device or a pipe, not a regular file"):
         read_recordings(tmp_path / "x.wav", 8000)
-    with pytest.raises(UserError, match="is no file, but a device or a pipe"):
+    with pytest.raises(UserError, match="is a device or a pipe, not a regular file"):
         read_new_windows(pipe)
 
 
 def test_sound_that_a_manifest_names(tmp_path):
     (tmp_path / "all.jsonl").write_text('{"audio_path": "/dev/zero", "text": "zero"}\n')
-    with pytest.raises(UserError, match="is no file, but a device or a pipe"):
+    with pytest.raises(UserError, match="is a device or a pipe, not a regular file"):
         load_corpus(tmp_path / "all.jsonl", tmp_path)
 
 
@@ -110,7 +110,7 @@ def test_a_pipe_for_each_file_of_a_run(train, pipe, tmp_path):
 
 
 def test_a_pipe_for_settings(pipe, refused, tmp_path):
-    refused([f"--config {pipe}: cannot be read: is no file, but a device or a pipe"], *TINY, "--config", pipe)
+    refused([f"--config {pipe}: cannot be read: is a device or a pipe, not a regular file"], *TINY, "--config", pipe)
 
 
 def test_settings_from_the_shell_are_read(run_here, tmp_path):
@@ -239,7 +239,7 @@ def test_a_member_that_unpacks_to_too_much(kind, monkeypatch, tmp_path):
         packed = tarred({"train.txt.gz": gzip.compress(content)} if "gz in" in kind else {"train.txt": content})
         (tmp_path / "x.tar.gz").write_bytes(packed)
         source = TarGz(tmp_path / "x.tar.gz")
-    with pytest.raises(UserError, match="is larger than 1 MiB, the most that is read of such a file"):
+    with pytest.raises(UserError, match="is larger than 1 MiB, the limit for such a file"):
         source.files[0].read()
     with pytest.raises(UserError, match="is larger than 1 MiB"):
         [*source.contents(lambda name: True)]

@@ -177,7 +177,7 @@ def test_a_group_starts_itself_again(small, command, tmp_path):
     done = command(*launcher(2), *TINY, *IN_A_GROUP, "--fresh", "--save-dir", directory, CUDA_VISIBLE_DEVICES="")
     assert [line for line in done.stderr.splitlines() if line.startswith("error")] == [
         "error: rank 1 of 2 is out of memory in forward at optimizer step 5 with 6 samples per forward: the same "
-        "command goes on from the last checkpoint with 3, and 2 accumulation steps instead of 1 for the same global "
+        "command resumes from the last checkpoint with 3, and 2 accumulation steps instead of 1 for the same global "
         "batch of 12"
     ]
     assert "Traceback" not in done.stderr

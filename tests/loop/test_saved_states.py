@@ -337,7 +337,7 @@ def test_facts_of_many_types_are_those_of_the_next_start(shaped, tmp_path):
         ({"deep": [decimal.Decimal(1)]}, r"m.deep\[0\] is a Decimal"),
         (pathlib.Path("x"), "m is a PosixPath"),
         (2**63, "m is a whole number of more than 64 bits"),
-        ({1.5: "x"}, "m has the name 1.5"),
+        ({1.5: "x"}, "m has the key 1.5"),
         (1j, "m is a complex"),
     ],
 )

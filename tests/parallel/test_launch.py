@@ -376,7 +376,7 @@ def killed(environment):
 
 
 @pytest.mark.parametrize(
-    ("again", "end"), [(None, ""), (killed, "; the same command goes on from the last checkpoint")]
+    ("again", "end"), [(None, ""), (killed, "; the same command resumes from the last checkpoint")]
 )
 def test_only_a_run_with_checkpoints_is_said_to_go_on(again, end, capfd):
     assert launching.launch(killed, 1, again) == 128 + signal.SIGKILL

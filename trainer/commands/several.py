@@ -108,7 +108,7 @@ class Job:
             return "\n".join(f"error: {self.directory}: {line}" for line in errors)
         how = f"ended with status {status}"
         if status > 128:
-            how = f"was stopped by signal {status - 128}; the same command goes on from its last checkpoint"
+            how = f"was stopped by signal {status - 128}; the same command resumes from its last checkpoint"
         return "\n".join([f"error: {self.directory}: {how}", *said])
 
 
@@ -257,7 +257,7 @@ class SeveralRuns:
                 with suppress(StopRequested):
                     summary = self._summary(launcher.stop)
             if launcher.stop:
-                say("Stopped as asked; everything is saved. The same command goes on from here.")
+                say("Stopped as asked; everything is saved. The same command resumes from here.")
                 return launcher.stop.exit_status
         self.directory.write_json(SUMMARY, summary)
         table.conclusion(summary)

@@ -95,7 +95,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
                 for line in _closing_lines(directory.path, task, flags.run.task, run.progress):
                     run.log.say(line)
                 return EXIT_FINISHED
-            run.log.say("Stopped as asked; everything is saved. The same command goes on from here.")
+            run.log.say("Stopped as asked; everything is saved. The same command resumes from here.")
             if len(agents) > 1:
                 # When a node joins, one agent is the first to ask. The others would take a good end for the job's.
                 run.stop.await_own()

@@ -1,19 +1,19 @@
-"""The one exception that is shown to a user without a traceback, and how others are told in a line."""
+"""Exceptions shown to the user without a traceback, and one-line texts of all others."""
 
 MOST_OF_LINE = 1500
-"""Characters of a line, which may repeat what somebody wrote into a file."""
+"""Characters of a line that is printed; files may hold longer ones."""
 MOST_OF_VALUE = 200
-"""Characters of a value in a message."""
+"""Characters of a value quoted in a message."""
 
 
 def printable(text: str) -> str:
-    """A line without what a terminal would take for a command: control characters, also in names of files, as \\x1b."""
+    r"""Escapes control characters, which a terminal would obey, as \\x1b."""
     return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def shown_line(text: str) -> str:
-    """A line as a terminal may show it: `printable`, and without its middle where it is longer than MOST_OF_LINE."""
-    for _ in range(2):  # `printable` may make it several times as long
+    """Makes a line safe to print: escapes it (`printable`) and cuts out its middle beyond MOST_OF_LINE."""
+    for _ in range(2):  # escaping may lengthen it several times
         if len(text) > MOST_OF_LINE:
             text = f"{text[: MOST_OF_LINE // 2]} ... {text[-MOST_OF_LINE // 3 :]}"
         text = printable(text)
@@ -21,28 +21,28 @@ def shown_line(text: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """What a message shows of a value that may be of any length."""
+    """Truncates a value for a message."""
     return text if len(text) <= MOST_OF_VALUE else f"{text[:MOST_OF_VALUE]}... ({len(text)} characters)"
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave; the message names the value, the reason and the flag to change."""
+    """A mistake in the user's input; the message names the value, the reason and the flag to change."""
 
 
 BadInput = UserError
-"""The name of `UserError` in tasks that were written before it."""
+"""Former name of `UserError`, kept for user tasks."""
 
 
 class UnfitState(UserError):
-    """The state of a run cannot be saved: it diverged, its ranks drifted apart, or no resume could read it."""
+    """The run cannot be saved: it diverged, its ranks drifted apart, or the checkpoint could not be resumed."""
 
 
 class DiskError(UserError):
-    """The file system refused, or could not read what is there: what a file holds is not known."""
+    """The file system refused a read or a write, so the content of a file is unknown."""
 
 
 def message(error: BaseException | None) -> str:
-    """The text of an exception, also of one whose own `__str__` fails."""
+    """Returns the text of an exception, even if its `__str__` fails."""
     try:
         return str(error)
     except Exception:
@@ -50,12 +50,12 @@ def message(error: BaseException | None) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """An exception in one line, as a terminal may show it."""
+    """Describes an exception in one printable line."""
     text = message(error)
     lines = [line for line in text.splitlines() if line.strip()] or [""]
-    if "Original Traceback" in text:  # of a data-loading process: the cause is its last line
+    if "Original Traceback" in text:  # from a data-loading worker: the last line names the cause
         return shown_line(lines[-1].strip())
     told = lines[0]
-    if "Last error:" in lines[1:-1]:  # of NCCL: the cause stands below it
+    if "Last error:" in lines[1:-1]:  # from NCCL: the next line names the cause
         told = f"{told}: {lines[lines.index('Last error:') + 1].strip()}"
     return shown_line(told if isinstance(error, UserError) else f"{type(error).__name__}: {told}".removesuffix(": "))

@@ -1,4 +1,4 @@
-"""Files: read within bounds, written as a whole; and plain values as JSON holds them, without NaN."""
+"""Bounded reads, atomic writes, and conversion of values to plain JSON without NaN."""
 
 import errno
 import io
@@ -16,29 +16,29 @@ from trainer.common.errors import DiskError, UserError, shortened
 T = TypeVar("T")
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a file system that has no room, or none for this user or this file."""
+"""errno of a full disk, an exhausted quota, or a file over the size limit."""
 
 READ_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
-"""Error numbers of a disk or a file system of the network that may well give the file at the next attempt."""
+"""errno of disk and network errors that may pass when a read is retried."""
 NO_FILE = (errno.EISDIR, errno.EINVAL, errno.EFBIG)
-"""Error numbers of `read_whole` for what is there, and is no file of the kind that is read."""
+"""errno with which `read_whole` rejects something that is not a readable file."""
 READ_AGAIN_AFTER_S = (0.1, 1.0)
-"""The waits before a file is read a second and a third time."""
+"""Seconds before the second and the third attempt to read."""
 
-FOLDER_GONE = "the folder is gone, and what was in it"
+FOLDER_GONE = "the folder was deleted with its content"
 
 MOST_LINE = 1 << 20
-"""Characters of a line of text that is read; a longer one is none that a person or a program has meant as such."""
+"""Longest line of text that is read, in characters."""
 MOST_RECORD = 64 << 20
-"""Bytes of a small file: of settings, of the record of a run, of an alphabet."""
+"""Largest small file (settings, a run's record, an alphabet), in bytes."""
 MOST_WHOLE = 1 << 30
-"""Bytes of a file of data that is read as a whole, unpacked."""
+"""Largest data file that is read into memory at once, in bytes after decompression."""
 
 _BLOCK = 1 << 20
 
 
 def read_again(read: Callable[[], T]) -> T:
-    """Reads, and tries again after an error of the disk. Raises OSError when all attempts fail."""
+    """Calls `read`, and retries after a disk error. Raises OSError if all attempts fail."""
     for wait_s in READ_AGAIN_AFTER_S:
         try:
             return read()
@@ -50,7 +50,7 @@ def read_again(read: Callable[[], T]) -> T:
 
 
 class _NotedFile(io.FileIO):
-    """A file to read, which keeps the last error of the disk; all that a BufferedReader reads, it reads so."""
+    """A raw file that remembers its last OSError, which a reading library may swallow."""
 
     error: OSError | None = None
 
@@ -70,7 +70,7 @@ class _NotedFile(io.FileIO):
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """A file to read. Raises the OSError of a disk that fails within it, whatever a library has made of that."""
+    """Opens a file for buffered reading. Raises the OSError of a failing disk even if a library swallowed it."""
     with _NotedFile(path) as noted, io.BufferedReader(noted, _BLOCK) as file:
         try:
             yield file
@@ -81,22 +81,22 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def array_errors() -> Iterator[None]:
-    """Around numpy.load and reading what it returns. Raises ValueError, of one line, for all that is no array.
+    """Converts errors of numpy.load, and of reading its result, to a ValueError of one line.
 
-    An OSError and a UserError stay what they are.
+    OSError and UserError pass through.
     """
     try:
         yield
     except (OSError, UserError):
         raise
-    except Exception as error:  # there is no telling what a reader stumbles over in arbitrary bytes
+    except Exception as error:  # arbitrary bytes can raise anything in a reader
         raise ValueError(shortened((str(error) or "it is empty").splitlines()[0])) from None
 
 
 def read_whole(path: Path, most: int) -> bytes:
-    """The content of a file. Raises OSError for one that is larger, and for what has no end or may wait for ever.
+    """Reads a file of at most `most` bytes. Raises OSError for a larger one, a device, or a pipe.
 
-    Of pipes those are read that a shell has made for this command, `<(...)`.
+    Process substitution of a shell, `<(...)`, is allowed.
     """
 
     def read() -> bytes:
@@ -108,28 +108,28 @@ def read_whole(path: Path, most: int) -> bytes:
 
 
 def read_at_most(file: IO[bytes], most: int) -> bytes:
-    """The rest of a file. Raises OSError when that is more, without having read it."""
+    """Reads the rest of a file; raises OSError as soon as it exceeds `most` bytes."""
     parts, left = [], most
-    while part := file.read(_BLOCK):  # all at once would take the memory for the most that it may be
+    while part := file.read(_BLOCK):  # a single read would allocate `most` bytes
         left -= len(part)
         if left < 0:
-            raise OSError(errno.EFBIG, f"is larger than {_size(most)}, the most that is read of such a file")
+            raise OSError(errno.EFBIG, f"is larger than {_size(most)}, the limit for such a file")
         parts.append(part)
     return b"".join(parts)
 
 
 def require_regular(path: Path) -> None:
-    """Raises OSError for a device, a socket, and a pipe that is not the shell's."""
+    """Raises OSError for a directory, a device, a socket, or a pipe that no shell made."""
     mode = path.stat().st_mode
     if stat_of.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     is_of_shell = stat_of.S_ISFIFO(mode) and str(path).startswith("/dev/")
     if not (stat_of.S_ISREG(mode) or is_of_shell):
-        raise OSError(errno.EINVAL, "is no file, but a device or a pipe")
+        raise OSError(errno.EINVAL, "is a device or a pipe, not a regular file")
 
 
 def lines_of(text: IO[str]) -> Iterator[str]:
-    """The lines of a text, whatever ends them. Raises OSError for one that is longer than MOST_LINE."""
+    """Yields the lines of a text with any line ending. Raises OSError for one longer than MOST_LINE."""
     while line := text.readline(MOST_LINE + 1):
         if len(line) > MOST_LINE:
             raise OSError(errno.EFBIG, f"has a line of more than {MOST_LINE:,} characters")
@@ -142,9 +142,9 @@ def _size(num_bytes: int) -> str:
 
 @contextmanager
 def refusing_disk_errors(what: str, advice: str = "", numbers: Container[int] | None = None) -> Iterator[None]:
-    """Makes a DiskError, which is a UserError, of what the file system says.
+    """Converts OSError to DiskError, a UserError.
 
-    what: the flag with its value, and what fails. numbers: of the errors that are meant; None means all.
+    what: the flag with its value, and the failed action. numbers: the errno values to convert; None: all.
     """
     try:
         yield
@@ -155,9 +155,9 @@ def refusing_disk_errors(what: str, advice: str = "", numbers: Container[int] | 
 
 
 def flush_path(path: Path) -> None:
-    """Makes what was written to a file, or renamed in a folder, survive a loss of power.
+    """Flushes a file's content, or a folder's renames, to disk (fsync).
 
-    Of folders as far as the file system can: some have nothing to flush there, and say that it makes no sense.
+    Ignores file systems that cannot flush folders.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -170,7 +170,7 @@ def flush_path(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces a file as a whole, durably: whatever happens, the old or the new content is there. Raises OSError."""
+    """Replaces a file atomically and durably. Raises OSError."""
     with written_as_a_whole(path, path.with_suffix(".tmp")) as file:
         file.write(text)
     flush_path(path.parent)
@@ -180,9 +180,9 @@ def replace_text(path: Path, text: str) -> None:
 def written_as_a_whole(
     path: Path, temporary: Path, binary: bool = False, rename: Callable[[Path, Path], object] = Path.rename
 ) -> Iterator[IO[Any]]:
-    """A file, by default of text, that takes its place when all of it is on the disk; if that fails, nothing changes.
+    """Opens `temporary` for writing, and renames it to `path` once its content is on disk; an error changes nothing.
 
-    temporary: its name until then, in the same folder. rename: gives it its name. Raises OSError.
+    temporary: a path in the same folder. binary: False for UTF-8 text. rename: moves temporary to path. Raises OSError.
     """
     try:
         as_text: dict[str, Any] = {} if binary else {"encoding": "utf-8", "newline": ""}
@@ -197,20 +197,20 @@ def written_as_a_whole(
 
 
 def stamp(path: Path) -> tuple[str, int, int]:
-    """Changes when the file does: path, size in bytes, time of change in ns."""
+    """Identifies a file's version: path, size in bytes, modification time in ns."""
     status = os.stat(path)
     return str(path), status.st_size, status.st_mtime_ns
 
 
 def plain(value: Any, name: str = "it") -> Any:
-    """A copy made of None, truth values, numbers, texts, lists, tuples, and dicts with texts or whole numbers as keys.
+    """Copies a value into None, bools, numbers, strings, lists, tuples, and dicts keyed by strings or integers.
 
-    Arrays, tensors and sets become lists, a set in an order of its own. name: what a message calls the value. Raises
-    ValueError for whatever none of that says, with the name of the entry.
+    Arrays and tensors become lists, sets sorted lists. name: what a message calls the value. Raises ValueError for any
+    other type, naming the entry.
     """
     if isinstance(value, str):
         return str.__str__(value)
-    if hasattr(value, "tolist"):  # of numpy and torch
+    if hasattr(value, "tolist"):  # numpy or torch
         value = value.tolist()
     if value is None or isinstance(value, bool):
         return value
@@ -226,18 +226,18 @@ def plain(value: Any, name: str = "it") -> Any:
         items = [plain(item, f"{name}[{index}]") for index, item in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
     kind = "a whole number of more than 64 bits" if isinstance(value, int) else f"a {type(value).__name__}"
-    raise ValueError(f"{name} is {kind}: must be a number, a text, None, or lists and mappings of these")
+    raise ValueError(f"{name} is {kind}: must be a number, a string, None, or lists and dicts of these")
 
 
 def _key(key: Any, name: str) -> Any:
-    key = plain(key, f"a name in {name}")
+    key = plain(key, f"a key of {name}")
     if type(key) not in (int, str):
-        raise ValueError(f"{name} has the name {key!r}: must be a text or a whole number")
+        raise ValueError(f"{name} has the key {key!r}: must be a string or an integer")
     return key
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two plain values are equal; NaN equals NaN, and a tuple a list."""
+    """Compares two plain values; NaN equals NaN, and a tuple a list."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(alike(value, other[name]) for name, value in one.items())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -246,7 +246,7 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def without_nan(value: Any) -> Any:
-    """A copy of a value with None for each NaN and infinity, in mappings and sequences of any depth."""
+    """Copies a nested value with None in place of NaN and infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -256,5 +256,5 @@ def without_nan(value: Any) -> Any:
 
 
 def with_nan(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Metrics by name, as they were before they were written; an infinity comes back as NaN."""
+    """Reverses `without_nan` for metrics by name; None becomes NaN."""
     return {name: math.nan if value is None else value for name, value in metrics.items()}

@@ -1,4 +1,4 @@
-"""The forms of running on several devices: what `--multi-gpu` may name, and what each of them can."""
+"""Forms of multi-device training (`--multi-gpu`) and what each supports."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,12 +8,11 @@ FormName = Literal["dp", "ddp", "fsdp"]
 
 @dataclass(frozen=True)
 class Form:
-    """What a run on several devices can.
+    """Capabilities of a form of multi-device training.
 
-    has_processes: whether each device has a process of its own, which a launcher may have started. can_compile: whether
-    `--compile` works. shards: whether a process keeps only a part of each parameter; then whole matrices are not there
-    for Muon to orthogonalise. takes_sync_bn: whether batch norm can go over the samples of all devices.
-    takes_unused: whether parameters that take no part in a forward need `--find-unused-parameters` in a large model.
+    has_processes: one process per device, which a launcher may have started. can_compile: supports `--compile`. shards:
+    each process holds only a shard of each parameter, so Muon cannot orthogonalise whole matrices. takes_sync_bn:
+    supports synchronized batch norm. takes_unused: large models with unused parameters need `--find-unused-parameters`.
     """
 
     name: FormName
@@ -40,4 +39,4 @@ PER_PROCESS = tuple(form.name for form in FORMS.values() if form.has_processes)
 SHARDING = tuple(form.name for form in FORMS.values() if form.shards)
 TAKING_UNUSED = tuple(form.name for form in FORMS.values() if form.takes_unused)
 USUAL: FormName = "ddp"
-"""The form that messages recommend, and that Python callers get where they name none."""
+"""The form that messages recommend, and the default of the Python API."""

@@ -1,4 +1,4 @@
-"""This process: its name among the processes of all machines, and its console, which it outlives where that is gone."""
+"""This process: its name for messages, and console output that survives a closed terminal."""
 
 import os
 import socket
@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 def own_name() -> str:
-    """The id and the host of this process, for messages."""
+    """Returns the process id and host, for messages."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def boot_of_kernel() -> str:
-    """An id that all containers of a machine share until it starts again; the name of the host where there is none."""
+    """Returns an id shared by all containers on a machine until it reboots; the host name where the kernel has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -22,23 +22,20 @@ def boot_of_kernel() -> str:
 
 
 def to_stdout(line: str) -> None:
-    """Prints a line, and flushes it."""
+    """Prints a line and flushes it."""
     with outlived("stdout"):
         print(line, flush=True)
 
 
 def to_stderr(line: str) -> None:
-    """Prints a line to standard error, and flushes it."""
+    """Prints a line to stderr and flushes it."""
     with outlived("stderr"):
         print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def outlived(name: str) -> Iterator[None]:
-    """Writing within to sys.stdout or sys.stderr, of which this is the name, raises no OSError.
-
-    The first one is the last: what is written later goes nowhere, and is not tried again when Python ends.
-    """
+    """Swallows OSErrors of sys.stdout or sys.stderr (`name`), which is replaced by /dev/null after the first."""
     try:
         yield
     except OSError:
@@ -46,11 +43,11 @@ def outlived(name: str) -> Iterator[None]:
 
 
 def open_missing() -> None:
-    """Opens streams that the process was started without, as by `>&-`; else the next file opened would be one."""
+    """Replaces streams closed before start, as by `>&-`; otherwise the next file opened would take their number."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             _to_nowhere(name)
 
 
 def _to_nowhere(name: str) -> None:
-    setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (it lasts as long as the process)
+    setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (open until the process exits)

@@ -1,4 +1,4 @@
-"""Tensors in states, and those of which this process has a shard or nothing but the shape."""
+"""Tensors nested in states, sharded tensors, and tensors on the meta device."""
 
 import copy
 from collections import Counter, OrderedDict
@@ -12,26 +12,26 @@ from torch import Tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this process holds a part of it alone."""
-    return hasattr(tensor, "to_local")  # of a DTensor, whose module takes seconds to import
+    """Returns whether a tensor is a DTensor, of which this process holds a shard."""
+    return hasattr(tensor, "to_local")  # importing DTensor takes seconds
 
 
 def local_shards(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What this process holds of tensors, in the same memory: of sharded ones a part, which may be empty."""
+    """Returns this process's shards (possibly empty) of sharded tensors, and other tensors as they are; no copies."""
     return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
 
 
 def empty_like(value: Tensor, device: torch.device) -> Tensor:
-    """One of its shape and type, without content."""
+    """Allocates an uninitialised tensor of the same shape and type."""
     return torch.empty(value.shape, dtype=value.dtype, device=device)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of nested mappings, lists and tuples, with another tensor in the place of each."""
+    """Copies nested mappings, lists and tuples, applying `function` to each tensor."""
     if isinstance(value, Tensor):
         return function(value)
     if type(value) in (dict, OrderedDict, Counter):
-        replaced = copy.copy(value)  # a state dict carries attributes too
+        replaced = copy.copy(value)  # state dicts have attributes
         for name, item in value.items():
             replaced[name] = map_tensors(item, function)
         return replaced
@@ -41,9 +41,9 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def with_shapes_of(large: Collection[str], loaded: Any) -> Any:
-    """What rank 0 loaded, with tensors without content in its large entries; tensors of single numbers stay.
+    """Replaces tensors in the entries named by `large` with meta tensors; keeps scalars.
 
-    loaded: the entries of a checkpoint, or a dataclass that holds them.
+    loaded: a checkpoint's entries, or a dataclass that holds them.
     """
     if is_dataclass(loaded) and not isinstance(loaded, type):
         parts = {field.name: with_shapes_of(large, getattr(loaded, field.name)) for field in fields(loaded)}

@@ -1,6 +1,6 @@
-"""Every private name of torch that the project uses; of those that torch may drop, each with what takes its place.
+"""All private torch names that the project uses, each with a fallback if torch may drop it.
 
-A fallback learns the same; it is slower, takes more memory, or says less where something goes wrong.
+A fallback learns the same, but may be slower, use more memory, or report less.
 """
 
 import importlib
@@ -19,39 +19,39 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 COMPILER = "torch._dynamo"
 
-# --- names that the ecosystem of torch is built on: no torch lacks them -------------------------------------------
+# --- widely used names without a fallback -------------------------------------------------------------------------
 
 foreach_norm, foreach_sub, foreach_mul_, foreach_add_ = (
     torch._foreach_norm, torch._foreach_sub, torch._foreach_mul_, torch._foreach_add_,
 )  # fmt: skip
-foreach_copy_: Callable[..., Any] = torch._foreach_copy_  # of parameters without a gradient too
+foreach_copy_: Callable[..., Any] = torch._foreach_copy_  # also for parameters without a gradient
 BATCH_NORMS: Any = nn.modules.batchnorm._BatchNorm
 NOT_PERSISTENT = "_non_persistent_buffers_set"
-"""The attribute of a module that names the buffers which checkpoints do not have."""
+"""A module's attribute: the names of its non-persistent buffers."""
 
 
 def num_writes(tensor: Tensor) -> int:
-    """How often a tensor was written into."""
+    """Returns a tensor's version counter, which each in-place write increments."""
     return tensor._version
 
 
 def sparse_parts(tensor: Tensor) -> list[Tensor]:
-    """Indices and values of a sparse tensor as they are in memory."""
+    """Returns the indices and values of a sparse tensor without coalescing."""
     return [tensor._indices(), tensor._values()]
 
 
 def own_buffers(module: nn.Module) -> dict[str, Any]:
-    """A module's own buffers by name, to be changed."""
+    """Returns a module's own buffers by name, mutable."""
     return module._buffers
 
 
 def names_not_persistent(module: nn.Module) -> set[str]:
-    """The names of a module's own buffers that checkpoints do not have."""
+    """Returns the names of a module's own non-persistent buffers."""
     return module._non_persistent_buffers_set
 
 
 def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
-    """Puts converted parameters and buffers in the place of a module's, as `Module.to` does with its own conversion."""
+    """Converts a module's parameters and buffers in place, as `Module.to` does."""
     module._apply(convert)
 
 
@@ -59,12 +59,12 @@ def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> N
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether hooks wait for the gradient of a parameter. Fallback: False."""
+    """Returns whether a parameter has gradient hooks. Fallback: False."""
     return bool(getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def hooked_module(module: nn.Module) -> str | None:
-    """The path of a module whose calls or backwards call hooks, "" for itself. Fallback: None."""
+    """Returns the path of a submodule with forward or backward hooks, "" for `module`. Fallback: None."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooked = (path for path, each in module.named_modules() if any(getattr(each, name, None) for name in names))
     return next(hooked, None)
@@ -74,14 +74,14 @@ def hooked_module(module: nn.Module) -> str | None:
 
 
 class SeesConversions(nn.Module):
-    """A module whose `after_conversion` follows `to`, `double` and the like."""
+    """A module that is told after `to`, `double` and the like."""
 
     def also_converted(self) -> Iterable[nn.Module]:
-        """Modules that are none of its submodules, and are converted with it."""
+        """Returns other modules, not submodules, to convert along with this one."""
         return ()
 
     def after_conversion(self) -> None:
-        """Called with parameters and buffers of the new type, on the new device."""
+        """Runs after parameters and buffers have their new type and device."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SeesConversions":
         super()._apply(fn, recurse)
@@ -102,17 +102,19 @@ run_backward: Callable[..., None] = partial(
     getattr(torch.autograd.graph, "_engine_run_backward", _run_backward),
     keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True, accumulate_grad=True,
 )  # fmt: skip
-"""Does what torch.autograd.backward does with two tuples, without importing sympy for its checks."""
+"""Equals torch.autograd.backward for two tuples, without importing sympy for its checks."""
 
 
 def is_in_backward() -> bool:
-    """Whether a backward runs in this thread, as when it computes a block again. Fallback: False."""
+    """Returns whether this thread runs a backward pass, as during recomputation of a checkpointed block. Fallback:
+    False.
+    """
     number = getattr(torch._C, "_current_graph_task_id", None)
     return number is not None and number() != -1
 
 
 def after_first_gradients(callback: Callable[[], None]) -> None:
-    """Has the backward that runs call it before what is queued later. Fallback: calls it at once."""
+    """Queues a callback of the running backward pass, ahead of those queued later. Fallback: calls it now."""
     engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
     if hasattr(engine, "queue_callback"):
         engine.queue_callback(callback)
@@ -121,12 +123,12 @@ def after_first_gradients(callback: Callable[[], None]) -> None:
 
 
 def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether kernels of an optimizer skip a step themselves, as for a gradient scaler: fused ones. Fallback: False."""
+    """Returns whether an optimizer skips steps by found_inf in its kernels, as fused ones do. Fallback: False."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks of an optimizer, or of all of them, wait for its steps. Fallback: False."""
+    """Returns whether an optimizer has step hooks, its own or global ones. Fallback: False."""
     own = [getattr(optimizer, f"_optimizer_step_{place}_hooks", None) for place in ("pre", "post")]
     module = sys.modules.get(torch.optim.Optimizer.__module__)
     of_all = [getattr(module, f"_global_optimizer_{place}_hooks", None) for place in ("pre", "post")]
@@ -137,7 +139,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def when_cuda_is_initialised(callback: Callable[[], None]) -> None:
-    """Calls a function once CUDA is initialised, now if it is already. Fallback: now, which initialises CUDA."""
+    """Calls a function once CUDA is initialised. Fallback: calls it now, which initialises CUDA."""
     getattr(torch.cuda, "_lazy_call", lambda call: call())(callback)
 
 
@@ -145,10 +147,10 @@ def when_cuda_is_initialised(callback: Callable[[], None]) -> None:
 
 
 def end_allocating(device: torch.device, pool: Any) -> None:
-    """Ends the use of a pool of memory for a CUDA graph whose recording broke off.
+    """Ends allocation to a CUDA graph's memory pool after a failed capture.
 
-    Until then torch gives no memory back to the GPU, and fails where it is asked to. Fallback: that stays so. A newer
-    torch has ended the use itself, and refuses.
+    Until then torch cannot return memory to the GPU. Fallback: allocation is not ended. Newer versions of torch end it
+    themselves and raise.
     """
     with suppress(AttributeError, RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
@@ -158,17 +160,17 @@ def end_allocating(device: torch.device, pool: Any) -> None:
 
 
 def num_exchanges(group: Any) -> int:
-    """How many exchanges processes have begun in a group. Fallback: 0, and a forward's own go unseen."""
+    """Returns the number of collectives started in a process group. Fallback: 0; collectives in a forward go unseen."""
     try:
         return int(group._get_sequence_number_for_group())
-    except (AttributeError, RuntimeError):  # of a backend that counts none
+    except (AttributeError, RuntimeError):  # the backend does not count
         return 0
 
 
 def set_timeout(group: Any, device: torch.device, limit: timedelta) -> None:
-    """Sets the time limit of a process group that exists. Fallback: the limit stays as it was.
+    """Sets the timeout of an existing process group. Fallback: the timeout is unchanged.
 
-    Its public form, which is tried first, is not in torch 2.8.
+    Tries the public method first, which torch 2.8 lacks.
     """
     if hasattr(group, "set_timeout"):
         group.set_timeout(limit)
@@ -178,25 +180,25 @@ def set_timeout(group: Any, device: torch.device, limit: timedelta) -> None:
 
 
 def rebuild_buckets(net: Any) -> None:
-    """Groups the gradients of a DistributedDataParallel. Fallback: its next forward does."""
+    """Rebuilds the gradient buckets of a DistributedDataParallel. Fallback: its next forward does."""
     rebuild = getattr(net.reducer, "_rebuild_buckets", None)
     if rebuild is not None:
         rebuild()
 
 
 def raise_for_ended_worker() -> None:
-    """Raises RuntimeError if a data-loading process was killed. Fallback: torch does as the next batch is taken."""
+    """Raises RuntimeError if a data-loading worker was killed. Fallback: torch raises at the next batch."""
     with suppress(AttributeError, ImportError):
         importlib.import_module("torch.utils.data._utils.signal_handling")._error_if_any_worker_fails()
 
 
 def has_workers(loader: Any) -> bool:
-    """Whether the persistent processes of a DataLoader have started. Fallback: False."""
+    """Returns whether a DataLoader's persistent workers have started. Fallback: False."""
     return getattr(loader, "_iterator", None) is not None
 
 
 def kill_workers(loader: Any) -> None:
-    """Ends the persistent processes of a DataLoader, also those that hang. Fallback: torch ends them at exit."""
+    """Kills a DataLoader's persistent workers, even hanging ones. Fallback: torch ends them at exit."""
     iterator = getattr(loader, "_iterator", None)
     with suppress(AttributeError):
         iterator._shutdown_workers()  # type: ignore[union-attr]
@@ -208,23 +210,23 @@ def kill_workers(loader: Any) -> None:
 
 
 def make_outermost(unit: nn.Module) -> None:
-    """Tells a unit that no other is around it. Fallback: the first unit that runs takes itself for the outermost."""
+    """Marks a unit as the root. Fallback: the first unit that runs becomes the root."""
     with suppress(AttributeError):
         unit._get_fsdp_state()._lazy_init()  # type: ignore[operator]
 
 
 def group_of_unit(unit: Any) -> Any | None:
-    """The parameters that a unit gathers and reduces. Fallback: None, and gradients stay as torch has them."""
+    """Returns the parameter group that a unit gathers and reduces. Fallback: None; gradients stay as torch has them."""
     return getattr(unit._get_fsdp_state(), "_fsdp_param_group", None) if hasattr(unit, "_get_fsdp_state") else None
 
 
 def unsharded(parameter: Any) -> Tensor | None:
-    """The gathered tensor of a parameter of `group_of_unit`, or None."""
+    """Returns the gathered tensor of a parameter of `group_of_unit`, or None."""
     return getattr(parameter, "_unsharded_param", None)
 
 
 def pass_through(unit: Any, value: Tensor) -> Tensor:
-    """The value, after a unit has gathered and freed its parameters around it. Fallback: the value alone."""
+    """Returns the value after the unit gathered and freed its parameters. Fallback: the value itself."""
     state: Any = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
     if not (hasattr(state, "_pre_forward") and hasattr(state, "_post_forward")):
         return value
@@ -236,9 +238,9 @@ def pass_through(unit: Any, value: Tensor) -> Tensor:
 
 
 def set_up_compiler(most_versions: int) -> type[Exception]:
-    """Imports the compiler, which takes seconds; it then keeps so many versions of a module. Returns its errors.
+    """Imports the compiler (seconds) and sets how many versions it keeps of a module. Returns its base exception.
 
-    Fallback: the compiler has the limits of torch, and its errors are told as they are.
+    Fallback: torch's default limits, and compiler errors are not recognised.
     """
     with suppress(AttributeError, ImportError):
         settings = importlib.import_module(f"{COMPILER}.config")
@@ -251,9 +253,9 @@ def set_up_compiler(most_versions: int) -> type[Exception]:
 
 
 def scan(step: Callable[[Any, Any], tuple[Any, Any]], start: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, Tensor]:
-    """(last state, outputs) of step(state, inputs of one time) -> (state, output); the first dimension is time.
+    """Returns (last state, outputs) of step(state, inputs at one time) -> (state, output); dim 0 is time.
 
-    It is exported for any length. Fallback: a loop, which is exported for the length of the example.
+    Exports for any length. Fallback: a loop, which exports for the example's length only.
     """
     try:
         from torch._higher_order_ops import scan as of_torch  # imports the compiler
@@ -267,9 +269,9 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], start: Any, inputs: tuple[
 
 
 class WithoutCompiler:
-    """What keeps a DistributedDataParallel that inherits it from importing the compiler, unless it is in use.
+    """Base of a DistributedDataParallel: does not import the compiler until something else has.
 
-    torch's own looks up one setting there as it is made, and tells the compiler of itself in each forward.
+    torch's class looks up a compiler setting when constructed, and notifies the compiler in each forward.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -283,7 +285,7 @@ class WithoutCompiler:
 
 
 class _StandIn:
-    """Has some attributes of a module, which is imported if another one is asked for."""
+    """A module stand-in with some known attributes; any other attribute imports the module."""
 
     def __init__(self, module: str, **known: Any) -> None:
         self.__dict__.update(known)
@@ -295,9 +297,9 @@ class _StandIn:
 
 @contextmanager
 def default_settings_of_compiler() -> Iterator[None]:
-    """Within it, unless the compiler is imported, torch finds the default of its setting for this wrapper.
+    """Answers torch's compiler lookups for DistributedDataParallel with defaults, without importing the compiler.
 
-    Fallback: where torch asks for anything else, the compiler is imported.
+    Fallback: any other lookup imports it.
     """
     if COMPILER in sys.modules:
         yield
@@ -308,5 +310,5 @@ def default_settings_of_compiler() -> Iterator[None]:
     try:
         yield
     finally:
-        if vars(torch)["_dynamo"] is stand_in:  # and no other thread has imported it
-            del vars(torch)["_dynamo"]  # torch finds the module by itself as soon as it is asked for
+        if vars(torch)["_dynamo"] is stand_in:  # and no other thread imported it
+            del vars(torch)["_dynamo"]  # torch imports the module lazily

@@ -1,4 +1,4 @@
-"""Texts, paths and classes that a user gives."""
+"""Validates strings, paths and classes given by the user."""
 
 import importlib.util
 import os
@@ -15,39 +15,39 @@ from trainer.common.errors import UserError
 from trainer.common.files import refusing_disk_errors
 
 _put_first: list[str] = []
-"""Folders of classes at the beginning of `sys.path`."""
+"""Folders that `find_class` inserted at the front of `sys.path`."""
 
 
 def checked_path(text: str) -> Path:
-    """The path, whether or not something is there. Raises ValueError for one that the system cannot look at."""
+    """Returns the path, existing or not. Raises ValueError if the system cannot look it up."""
     if any(not character.isprintable() and character != "\t" for character in checked_text(text)):
         raise ValueError("must not have control characters in its name")
     try:
         os.stat(expanded(Path(text)))
     except (FileNotFoundError, NotADirectoryError):
-        pass  # whether it has to be there is for others to say
+        pass  # callers check existence
     except OSError as error:
-        raise ValueError(f"cannot be looked at: {error.strerror}") from None
+        raise ValueError(f"cannot be accessed: {error.strerror}") from None
     return Path(text)
 
 
 def expanded(path: Path) -> Path:
-    """Without ~ at its beginning. Raises ValueError for a user that is not there."""
+    """Expands a leading ~. Raises ValueError for an unknown user."""
     try:
         return path.expanduser()
     except RuntimeError:
         name = path.parts[0].removeprefix("~")
-        raise ValueError(f"there is no user {name} with a home" if name else "this user has no home") from None
+        raise ValueError(f"user {name} has no home folder" if name else "the current user has no home folder") from None
 
 
 def whole(path: Path) -> Path:
-    """The path from the root on, which leads to the same place from any folder."""
-    plain = os.path.abspath(path)
-    return Path(plain) if os.path.realpath(plain) == os.path.realpath(path) else path.absolute()  # `..` beyond a link
+    """Makes a path absolute, following `..` as the system does."""
+    plain = os.path.abspath(path)  # wrong for `..` after a symbolic link
+    return Path(plain) if os.path.realpath(plain) == os.path.realpath(path) else path.absolute()
 
 
 def checked_text(text: str) -> str:
-    """The text. Raises ValueError for what is none in UTF-8, or holds a NUL byte."""
+    """Returns the text. Raises ValueError if it is not valid UTF-8 or holds a NUL byte."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -58,9 +58,10 @@ def checked_text(text: str) -> str:
 
 
 def find_class(value: str, flag: str, base: type, comes_first: bool) -> type[Any]:
-    """The class, a subclass of `base`. Raises UserError.
+    """Imports a subclass of `base` from path/to/file.py:ClassName. Raises UserError.
 
-    comes_first: what stands beside the file goes before all other packages, also of the trainer; else after them.
+    comes_first: insert the file's folder at the front of sys.path, ahead of the trainer's packages; otherwise append
+    it.
     """
     path, class_name = split_name(value, flag)
     found = getattr(_import_file(path, f"{flag} {value}", comes_first), class_name, None)
@@ -72,9 +73,9 @@ def find_class(value: str, flag: str, base: type, comes_first: bool) -> type[Any
 
 
 def split_name(value: str, flag: str) -> tuple[Path, str]:
-    """The file, which is there, and the name of the class; nothing is imported. Raises UserError."""
+    """Splits path/to/file.py:ClassName and checks that the file exists, without importing it. Raises UserError."""
     file, colon, class_name = value.rpartition(":")
-    if not colon or not class_name.isidentifier():  # a class within another, or within a function
+    if not colon or not class_name.isidentifier():  # nested classes have no flag
         raise UserError(f"{flag} {value}: must be path/to/file.py:ClassName")
     path = Path(file)
     with refusing_disk_errors(f"{flag} {value}"):
@@ -85,7 +86,7 @@ def split_name(value: str, flag: str) -> tuple[Path, str]:
 
 
 def _import_file(path: Path, given: str, comes_first: bool) -> ModuleType:
-    """The file as a module; where another one has its name already, that one stays what others import."""
+    """Imports a file as a module, without replacing another module of the same name."""
     path = path.resolve()
     folder = str(path.parent)
     if comes_first and sys.path[:1] != [folder]:
@@ -101,7 +102,7 @@ def _import_file(path: Path, given: str, comes_first: bool) -> ModuleType:
 
 
 def _module_name(path: Path) -> str:
-    """The name by which Python finds the file, if it does; otherwise one made of its whole path."""
+    """Returns the name under which Python would import the file, else one made of its full path."""
     with suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(path.stem)
         if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path:
@@ -123,13 +124,13 @@ def _execute(path: Path, name: str) -> ModuleType:
 
 @contextmanager
 def without_folders_of_classes() -> Iterator[None]:
-    """Within it the folders that `find_class` has put first are not on Python's path.
+    """Removes the folders inserted by `find_class` from `sys.path` temporarily.
 
-    A process that starts then imports the trainer and its libraries before anything of the user can hide them.
+    Processes started meanwhile import the trainer and its libraries before user files can shadow them.
     """
     path = list(sys.path)
     for folder in _put_first:
-        with suppress(ValueError):  # someone has taken it off
+        with suppress(ValueError):  # already removed
             sys.path.remove(folder)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Why a run ends that nobody asked to end: one message about it, which one process prints."""
+"""Explains why a run failed, in one message that one process prints."""
 
 import re
 import threading
@@ -24,20 +24,20 @@ from trainer.failure.errors import (
 from trainer.failure.heartbeat import BEAT_S, CurrentActivity, Heartbeat, HeartbeatMonitor
 from trainer.failure.signals import LeftAtOnce
 
-GOES_ON = "the same command goes on from the last checkpoint"
+RESUMES = "the same command resumes from the last checkpoint"
 GAVE_UP = "Application timeout caused pair closure"
-"""What gloo says when a single message has not come in time."""
+"""gloo's message when a single message timed out."""
 _WORKER_KILLED = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([^.]+)")
-"""Words of torch's error about a lost data-loading process, which may interrupt the training thread anywhere."""
+"""torch's error about a killed data-loading worker; it may be raised anywhere in the training thread."""
 _WORKER_ENDS_S = 1.0
-"""Within which a data-loading process that breaks a connection by its end has ended."""
+"""Seconds within which a data-loading worker that broke a connection by exiting is reaped."""
 
 
 def _killed_worker(error: BaseException) -> re.Match[str] | None:
-    """The process id and the signal of a data-loading process that was killed, where an exception is from its end.
+    """Matches the process id and the signal of a killed data-loading worker, if an exception comes from its death.
 
-    A connection to it breaks a moment before torch knows of its end. Asking torch also keeps its handler of SIGCHLD
-    from raising an exception of its own in the midst of what is then reported.
+    The connection breaks a moment before torch notices the death. Asking torch also keeps its SIGCHLD handler from
+    raising in the midst of the report.
     """
     told = f"{message(error)} {message(error.__cause__)}"
     is_broken = isinstance(error, ConnectionError | EOFError | FileNotFoundError)
@@ -54,12 +54,12 @@ def _killed_worker(error: BaseException) -> re.Match[str] | None:
 
 @dataclass
 class Diagnosis:
-    """Of a run of one process.
+    """Explains the failures of a run with one process.
 
-    activity: what this process is doing. exit_status: of this process, once it has failed among others.
-    has_checkpoints: whether the same command goes on after a process is lost, and the user should know. prints: whether
-    the user learns of it here, and not by an exception from whoever called. flags_signals: whether a Ctrl-C only sets a
-    flag by now, so that a KeyboardInterrupt comes from the task's code.
+    activity: what this process is doing. exit_status: set once it failed among several processes. has_checkpoints:
+    whether the same command can resume after a process is lost, which messages then say. prints: print messages here,
+    rather than leave them to the caller's exception. flags_signals: whether Ctrl-C only sets a flag by now, so that a
+    KeyboardInterrupt comes from the task's code.
     """
 
     activity: CurrentActivity
@@ -70,10 +70,10 @@ class Diagnosis:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Whatever goes wrong within it is explained to the user, by one process, and ends all of them.
+        """Explains any exception within to the user, once, and ends all processes.
 
-        A UserError leaves it as it is: on the main process also the one of another. So does what the user asked for by
-        Ctrl-C. Everything else, a SystemExit of the task's code too, becomes a Failure, whose cause it is.
+        UserError (on rank 0 also another rank's) and the user's Ctrl-C pass through. Everything else, including
+        SystemExit from the task, becomes a Failure with the exception as its cause.
         """
         try:
             yield
@@ -84,7 +84,7 @@ class Diagnosis:
             raise explained from error if explained is not error else None
 
     def explain(self, error: BaseException) -> BaseException:
-        """What to raise instead of an exception, once the user knows of it; see `explaining`."""
+        """Prints an explanation and returns the exception to raise instead; see `explaining`."""
         if isinstance(error, UserError) or self._is_of_user(error):
             return error
         failure = self._own_failure(error)
@@ -99,7 +99,7 @@ class Diagnosis:
         if isinstance(error, UserError):
             return Failure(str(error), EXIT_BAD_INPUT)
         if self._is_of_user(error):
-            return Failure("")  # of which there is nothing to tell
+            return Failure("")  # nothing to print
         if isinstance(error, RestartNeeded):
             return Failure(f"{self._prefix}is {error}", EXIT_RESTART, error.memory_limit)
         if isinstance(error, KeyboardInterrupt):
@@ -107,8 +107,8 @@ class Diagnosis:
             return Failure(how, EXIT_INTERRUPTED)
         killed = _killed_worker(error)
         if killed is not None:
-            what = f"lost its data-loading process {killed[1]} in {self.activity} by a signal: {killed[2]}"
-            return Failure("; ".join([self._prefix + what, *[GOES_ON] * self.has_checkpoints]), lost=[])
+            what = f"lost data-loading worker {killed[1]} in {self.activity} to a signal: {killed[2]}"
+            return Failure("; ".join([self._prefix + what, *[RESUMES] * self.has_checkpoints]), lost=[])
         return Failure(f"{self._prefix}failed in {self.activity}: {reason(error)}")
 
     @property
@@ -116,21 +116,21 @@ class Diagnosis:
         return ""
 
     def _print(self, failure: Failure, error: BaseException) -> None:
-        """Tells the user of what this process failed with, after its traceback where that is a defect."""
+        """Prints this process's failure, with the traceback if it is a defect."""
         is_defect = failure.status == EXIT_FAILED and failure.lost is None
         print_error(str(failure), error if is_defect else None)
 
     def before_forced_end(self, record: Callable[[Failure], None]) -> None:
-        """record: called if another process has failed and this one is stuck, just before it is ended."""
+        """Sets `record`, called just before this process is killed because it hangs after another one failed."""
 
 
 @dataclass
 class GroupDiagnosis(Diagnosis):
-    """Of a run of several processes: one of them reports why it ends, and all end by that report.
+    """Explains the failures of a run with several processes: one reports, and all end with its report.
 
-    members: a few words about each rank's process. limit_s: how long others are waited for; `--dist-timeout-s`.
-    reports_lost_store: whether this process speaks for the others when they cannot agree who does. failed_itself:
-    whether this process has failed, and not missed another one.
+    members: a description of each rank's process. limit_s: timeout of waiting for others, `--dist-timeout-s`.
+    reports_lost_store: whether this process prints when the ranks cannot agree who does. failed_itself: this process
+    failed, rather than missed another one.
     """
 
     monitor: HeartbeatMonitor
@@ -146,7 +146,7 @@ class GroupDiagnosis(Diagnosis):
 
     def before_forced_end(self, record: Callable[[Failure], None]) -> None:
         def conclude(failure: Failure) -> None:
-            if failure.status == EXIT_BAD_INPUT and self.rank == 0:  # whose training thread would have told the user
+            if failure.status == EXIT_BAD_INPUT and self.rank == 0:  # its training thread would have printed it
                 print_refusal(UserError(str(failure)))
             record(failure)
 
@@ -154,7 +154,7 @@ class GroupDiagnosis(Diagnosis):
 
     def explain(self, error: BaseException) -> BaseException:
         self.monitor.may_force_end = False
-        # A collective raises it because of another process, which has reported its end, or is missing.
+        # Collectives raise these when another process failed (and reported it) or is missing.
         is_of_gloo = isinstance(error, RuntimeError) and ("/gloo/" in str(error) or GAVE_UP in str(error))
         is_of_another = isinstance(error, dist.DistError) or is_of_gloo
         if is_of_another:
@@ -173,19 +173,19 @@ class GroupDiagnosis(Diagnosis):
         if is_own:
             self._print(reported, error)
         self.exit_status = reported.status
-        # The process that reports has told the user, but of a UserError the main one does.
+        # The reporting process has printed the message, except a UserError, which rank 0 prints.
         return UserError(str(reported)) if reported.status == EXIT_BAD_INPUT and self.rank == 0 else reported
 
     def consider_others(self, silent_s: float) -> None:
-        """Reports a next rank that has been silent for too long, and ends this process through the monitor.
+        """Reports the next rank after a long silence, and ends this process through the monitor.
 
-        A training thread that waits for its GPU, whose kernels wait for others, would not notice.
+        The training thread would not notice while it waits for a GPU whose kernels wait for other ranks.
         """
         if silent_s > self.limit_s + 2 * BEAT_S:
             self._report_missed(lambda: self._loss(silent_s, "silence"))
 
     def consider_loss(self) -> None:
-        """Reports a process of this machine that has ended while no exchange has missed it."""
+        """Reports a process of this machine that exited unnoticed by any collective."""
         self._report_missed(lambda: self._loss(None, "a process has ended"))
 
     def _report_missed(self, compose: Callable[[], Failure]) -> None:
@@ -196,7 +196,7 @@ class GroupDiagnosis(Diagnosis):
 
         if not self._has_missed:
             self._has_missed = True
-            # Not by the monitor's own thread, which has to answer the ping.
+            # In a thread of its own, because the monitor's has to answer the ping.
             threading.Thread(target=report, name="missed", daemon=True).start()
 
     @property
@@ -204,7 +204,7 @@ class GroupDiagnosis(Diagnosis):
         return f"{self._name(self.rank)} "
 
     def _loss(self, waited_s: float | None, error: str) -> Failure:
-        """Of other ranks, which all are asked first; see `diagnose`."""
+        """Describes the loss of other ranks after pinging them all; see `diagnose`."""
         heartbeats = self.monitor.ping()
         return Failure(self.diagnose(waited_s, error, heartbeats), lost=self._silent(heartbeats))
 
@@ -213,10 +213,10 @@ class GroupDiagnosis(Diagnosis):
         return [rank for rank in range(len(self.members)) if rank not in answers]
 
     def diagnose(self, waited_s: float | None, error: str, heartbeats: Mapping[int, Heartbeat]) -> str:
-        """One sentence about the ranks that are gone, stopped or late, after an exchange that failed.
+        """Returns one sentence about ranks that are gone, stopped or late after a failed collective.
 
-        waited_s: how long this process has waited for the others; None if the connection broke. error: what the library
-        said. heartbeats: the last ones by rank, once all were pinged.
+        waited_s: how long this process waited for the others; None if the connection broke. error: the library's
+        message. heartbeats: the last one of each rank, after a ping.
         """
         answers = {rank: beat for rank, beat in heartbeats.items() if beat.answers_ping}
         silent = self._silent(heartbeats)
@@ -224,8 +224,8 @@ class GroupDiagnosis(Diagnosis):
         late = {rank: beat for rank, beat in answers.items() if beat.number == least}
         if silent:
             accounts = [self._account_of_silent(rank, waited_s, heartbeats.get(rank)) for rank in silent]
-        elif waited_s is None or self.rank in late:  # no other is behind it: they do not make the same exchanges
-            what = "lost the connection to another rank" if waited_s is None else "waited in vain"
+        elif waited_s is None or self.rank in late:  # no other rank is behind: the ranks run different collectives
+            what = "lost the connection to another rank" if waited_s is None else "timed out"
             ahead = "".join(
                 f", {self._name(rank)} in {beat.activity}" for rank, beat in answers.items() if beat.number > least
             )
@@ -236,18 +236,20 @@ class GroupDiagnosis(Diagnosis):
                 for rank, beat in late.items()
             ]
         if waited_s is None:
-            return "; ".join([*accounts, *[GOES_ON] * self.has_checkpoints])
+            return "; ".join([*accounts, *[RESUMES] * self.has_checkpoints])
         limit = f" (--dist-timeout-s {waited_s:g})" if waited_s == self.limit_s else ""
         return "; ".join([*accounts, f"rank {self.rank} waited {waited_s:.0f} s for it in {self.activity}{limit}"])
 
     def diagnose_lost_store(self, waited_s: float | None) -> str:
-        """One sentence where the store itself is gone: rank 0 kept it, unless the launcher does."""
-        lost = f"{self._account_of_silent(0, waited_s)}, and with it the notes about the others"
-        return "; ".join([lost, f"rank {self.rank} was in {self.activity}", *[GOES_ON] * self.has_checkpoints])
+        """Returns one sentence for a lost store, which rank 0 hosted unless the launcher does."""
+        lost = f"{self._account_of_silent(0, waited_s)}, and with it the heartbeats of the others"
+        return "; ".join([lost, f"rank {self.rank} was in {self.activity}", *[RESUMES] * self.has_checkpoints])
 
     def _account_of_silent(self, rank: int, waited_s: float | None, last: Heartbeat | None = None) -> str:
-        how = "is gone" if waited_s is None else "gives no sign of life"
-        seen = f", noted {max(0.0, time.time() - last.sent):.0f} s ago in {last.activity}" if last is not None else ""
+        how = "is gone" if waited_s is None else "does not respond"
+        seen = ""
+        if last is not None:
+            seen = f", last seen {max(0.0, time.time() - last.sent):.0f} s ago in {last.activity}"
         return f"{self._name(rank)} {how} ({self.members[rank]}){seen}"
 
     def _name(self, rank: int) -> str:

@@ -1,4 +1,4 @@
-"""How a run ends that nobody asked to end."""
+"""Exit statuses and exceptions of runs that fail, and how they are printed."""
 
 import os
 import signal
@@ -11,21 +11,21 @@ from trainer.common.errors import UserError, shown_line
 from trainer.common.process import to_stderr
 
 MOST_LINES = 400
-"""Lines of a traceback that are shown, with the message of its exception."""
+"""Longest printed traceback, in lines."""
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_RESTART = 75
-"""Of a run that can go on in new processes: with less memory, or after it lost one; EX_TEMPFAIL of sysexits.h."""
+"""Exit status of a run that can resume in new processes, after a memory error or a lost rank (EX_TEMPFAIL)."""
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-"""The task's code raised a KeyboardInterrupt, which stops a run as Ctrl-C does."""
+"""Exit status when the task's code raised KeyboardInterrupt; the same as after Ctrl-C."""
 
 
 class Failure(Exception):
-    """The end of a run by a defect, or by another process. The user has read why; the message is for the record.
+    """The end of a run by a defect, or because another process failed. The message has been printed already.
 
-    status: the exit status. memory_limit: what the next start has to know, as plain values, if that is what ended it.
-    lost: where other processes were missed, the ranks that are gone or give no sign of life.
+    status: the exit status. memory_limit: plain values for the next start, after an out-of-memory error. lost: ranks
+    that exited or do not respond, if other processes were missed.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Failure(Exception):
 
 
 class RestartNeeded(Exception):
-    """This process ran out of memory in a step with others. memory_limit: see `Failure`."""
+    """An out-of-memory error in a step shared with other processes. memory_limit: see `Failure`."""
 
     def __init__(self, message: str, memory_limit: Mapping[str, Any]) -> None:
         super().__init__(message)
@@ -50,13 +50,13 @@ class RestartNeeded(Exception):
 
 
 def print_refusal(refusal: UserError) -> None:
-    """Writes what the user has to change, a line each."""
+    """Prints what the user has to change, one error per line."""
     for line in str(refusal).split("\n"):
         print_error(line)
 
 
 def print_error(message: str, cause: BaseException | None = None) -> None:
-    """Writes an error for the user, after the traceback of its cause; in one piece, as several processes may write."""
+    """Prints an error after its cause's traceback, in one write, since several processes may print."""
     trace = "".join(traceback.format_exception(cause)).split("\n")[:-1] if cause is not None else []
     if len(trace) > MOST_LINES:
         trace[MOST_LINES // 2 : -MOST_LINES // 2] = [f"... {len(trace) - MOST_LINES} lines ..."]
@@ -64,9 +64,9 @@ def print_error(message: str, cause: BaseException | None = None) -> None:
 
 
 def exit_at_once(status: int) -> NoReturn:
-    """Ends this process though other threads of it may be stuck."""
+    """Exits this process even if other threads hang."""
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:  # whatever has become of them
+    finally:  # whatever flushing raised
         os._exit(status)

@@ -1,6 +1,6 @@
-"""What each process of a run is doing, and whether it lives, for the others to learn when one fails or does not come.
+"""Heartbeats: each process's activity and liveness, so that others can explain a failure or a delay.
 
-Heartbeats go through the store at which the processes met, which works when their collectives do not.
+They travel through the rendezvous store, which works when collectives do not.
 """
 
 import itertools
@@ -34,11 +34,11 @@ ABORTS_WITHIN_S = 0.5
 
 
 class CurrentActivity:
-    """Set by the training thread and read by another one; plain attributes, so that a step hardly notices.
+    """What the training thread is doing, read by the heartbeat thread; plain attributes, to cost a step nothing.
 
-    step: the optimizer step under way, from 1; 0 before the first. name: a noun, such as "forward". since: when it was
-    entered, on the monotonic clock. number: activities entered so far; every process of a run enters the same ones in
-    turn, so the least number is the one that is late.
+    step: the current optimizer step, from 1; 0 before the first. name: a noun, such as "forward". since: entry time on
+    the monotonic clock. number: activities entered so far; all ranks enter the same sequence, so the lowest number is
+    the late one.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class CurrentActivity:
         self.since = time.monotonic()
         self.number = 0
         self.on_border: Callable[[str], None] | None = None
-        """Called where one begins, and where within a backward this process begins to wait for others."""
+        """Called when an activity starts, and when this process starts to wait for others within a backward."""
 
     def enter(self, name: str) -> None:
         self.name = name
@@ -57,7 +57,7 @@ class CurrentActivity:
             self.on_border(name)
 
     def wait_for_others(self) -> None:
-        """Within a backward, which then ends with waiting."""
+        """Marks that the rest of a backward pass waits for other ranks."""
         if self.on_border is not None:
             self.on_border(EXCHANGE)
 
@@ -67,9 +67,9 @@ class CurrentActivity:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank was doing. activity, number: see `CurrentActivity`. seconds: for how long then.
+    """A rank's activity when it was sent. activity, number: see `CurrentActivity`. seconds: time in that activity.
 
-    sent: in seconds since 1970. answers_ping: whether it was sent after a `HeartbeatMonitor.ping`.
+    sent: Unix time in seconds. answers_ping: sent after a `HeartbeatMonitor.ping`.
     """
 
     activity: str
@@ -80,10 +80,9 @@ class Heartbeat:
 
 
 class HeartbeatMonitor:
-    """One process's part. A thread of its own sends heartbeats about the training thread, and answers pings.
+    """Sends heartbeats about the training thread from a thread of its own, and answers pings.
 
-    It also ends the process when the run has failed elsewhere and the training thread does not notice: nobody could
-    end a process that somebody started by hand.
+    Ends the process when the run failed elsewhere and the training thread does not notice.
     """
 
     def __init__(
@@ -95,14 +94,14 @@ class HeartbeatMonitor:
         self._neighbours = neighbours
         self._closed = threading.Event()
         self.may_force_end = True
-        """Whether the training thread may be given up on: not while it does what all wait for, nor when it leaves."""
+        """Whether the process may be killed; False while it does what all others wait for, and while it exits."""
         self.before_forced_end: Callable[[Failure], None] = lambda failure: None
-        """Called when this process is ended because its training thread does not notice."""
+        """Called before this process is killed because its training thread does not notice a failure."""
         self.on_beat: Callable[[float], None] = lambda silent_s: None
-        """Called at each beat with the seconds for which the next rank, which this one watches, has sent none."""
+        """Called at each beat with the seconds since the next rank, which this one watches, last sent a heartbeat."""
         self.on_loss: Callable[[], None] = lambda: None
-        """Called while a process of this machine is gone that nobody reports, as where all others wait for a GPU."""
-        self._send_heartbeat(is_pinged=False)  # at once, so that nobody dies unseen before the first of the thread
+        """Called while a process of this machine is gone that nobody reports, as when all others wait for a GPU."""
+        self._send_heartbeat(is_pinged=False)  # at once, so that an early exit is seen too
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -111,19 +110,19 @@ class HeartbeatMonitor:
         self._thread.join(ANSWER_WITHIN_S)
 
     def report_end(self, compose: Callable[[], Failure]) -> tuple[Failure, bool] | None:
-        """Why the run ends, and whether this process is the first one to report it, and so the one that composes it.
+        """Agrees on one report of why the run ends; returns it, and whether this process composed it as the first.
 
-        None if the process that keeps the store is gone, or does not answer.
+        Returns None if the process that hosts the store is gone or does not answer.
         """
         reports: list[tuple[Failure, bool]] = []
-        # A store whose host is stopped never answers, so the wait is not left to it.
+        # The store of a stopped host never answers, so the wait needs a limit.
         thread = threading.Thread(target=self._agree, args=(compose, reports), name="report", daemon=True)
         thread.start()
         thread.join(REPORT_WITHIN_S)
         return reports[0] if reports else None
 
     def ping(self) -> dict[int, Heartbeat]:
-        """The last heartbeats by rank, once every rank has answered, is known to be gone, or had the time to."""
+        """Returns the last heartbeat of each rank, once all answered, are known to be gone, or the time is up."""
         self._store.set(PING, "now")
         deadline = time.monotonic() + ANSWER_WITHIN_S
         while True:
@@ -153,7 +152,7 @@ class HeartbeatMonitor:
     def _run(self) -> None:
         ticks_since_end = ticks_since_loss = silent_beats = 0
         seen = b""
-        with suppress(Exception):  # a store that is gone says nothing, and its process is missed elsewhere
+        with suppress(Exception):  # a lost store says nothing; its process is missed elsewhere
             for tick in itertools.count():
                 if self._closed.wait(TICK_S):
                     self._store.set(f"closed {self._rank}", "")
@@ -182,7 +181,9 @@ class HeartbeatMonitor:
         return any(not self._store.check([f"closed {rank}"]) for rank in gone)
 
     def _heartbeat_of_next(self) -> bytes:
-        """The next rank's heartbeat; before its first and after its last a new value, so that it never seems silent."""
+        """Returns the next rank's heartbeat; before its first and after its last a new value, so that it never looks
+        silent.
+        """
         rank = (self._rank + 1) % self._world_size
         is_there = self._store.check([f"heartbeat {rank}"]) and not self._store.check([f"closed {rank}"])
         return self._store.get(f"heartbeat {rank}") if is_there else str(time.monotonic()).encode()
@@ -197,7 +198,7 @@ class HeartbeatMonitor:
 
 
 def process_space() -> str:
-    """Within which a process id names the same process: this boot of the kernel, and its pid namespace."""
+    """Identifies the scope of process ids: this boot of the kernel and the pid namespace."""
     try:
         return f"{boot_of_kernel()}:{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
@@ -205,10 +206,9 @@ def process_space() -> str:
 
 
 class Neighbours:
-    """Holds on to processes while they live, so that no other one with the same id is ever taken for them.
+    """Handles (pidfds) of other processes of this machine, so that a reused process id is never mistaken for one.
 
-    processes: rank -> process id, within this `process_space`. Where the system has no descriptors of processes, as off
-    Linux, nothing is known of any.
+    processes: rank -> process id in this `process_space`. Off Linux there are no handles, and no process is known.
     """
 
     def __init__(self, processes: Mapping[int, int]) -> None:
@@ -218,11 +218,11 @@ class Neighbours:
                 self._descriptors[rank] = os.pidfd_open(process)
 
     def is_gone(self, rank: int) -> bool:
-        """Whether it is known to have ended: then it has let go of its locks."""
+        """Returns whether the process is known to have exited, and so released its locks."""
         return self.await_end(rank, 0.0)
 
     def await_end(self, rank: int, timeout_s: float) -> bool:
-        """Waits until it has ended; False if it is no neighbour, or lives after that time."""
+        """Waits for the process to exit; False if it is unknown here, or still runs after `timeout_s`."""
         if rank not in self._descriptors:
             return False
         poll = select.poll()
@@ -230,10 +230,9 @@ class Neighbours:
         return bool(poll.poll(1000 * timeout_s))
 
     def end(self, rank: int) -> None:
-        """Ends it if it lives, and if this process may; nothing for one that is no neighbour.
+        """Kills the process if it still runs; ignores unknown ones.
 
-        By SIGABRT, at which a stuck one shows where it is; by SIGKILL, which a stopped one obeys too, if that is not
-        enough.
+        Sends SIGABRT, at which a hanging process prints its stack, then SIGKILL, which ends a stopped one too.
         """
         for number in (signal.SIGABRT, signal.SIGKILL):
             if rank in self._descriptors and not self.is_gone(rank):

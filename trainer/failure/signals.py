@@ -1,4 +1,4 @@
-"""Requests to stop: a signal only sets a flag, which travels with the next step's exchange to all ranks."""
+"""Stop requests: a signal sets a flag, which travels with the next step's collective to all ranks."""
 
 import atexit
 import gc
@@ -14,24 +14,24 @@ from typing import Any, NoReturn
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 AGENT_ASKS_WITHIN_S = 10.0
-"""A torchrun agent looks for new nodes every `--monitor-interval`, 0.1 s unless told, and then asks its processes."""
+"""Seconds for a torchrun agent to notice new nodes and signal its processes (default `--monitor-interval`: 0.1 s)."""
 ONE_CTRL_C_S = 0.5
-"""A terminal and a launcher may both send one Ctrl-C, which then comes twice within less."""
+"""Seconds within which a second SIGINT counts as the same Ctrl-C, sent by terminal and launcher."""
 
 
 class LeftAtOnce(SystemExit):
-    """A signal that ends the process without a save, such as the second Ctrl-C. The user knows why it ends."""
+    """Exit by a signal without saving, such as the second Ctrl-C; the user knows why."""
 
 
 def leave_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """Handles a signal so."""
+    """Handles a signal by exiting without saving."""
     raise LeftAtOnce(128 + number)
 
 
 class StopRequest:
-    """The handler of the stop signals. A second Ctrl-C leaves at once.
+    """Handler of the stop signals. A second Ctrl-C exits without saving.
 
-    pass_on: called with each signal that comes.
+    pass_on: called with the number of each signal.
     """
 
     def __init__(self, pass_on: Callable[[int], None] | None = None) -> None:
@@ -41,9 +41,9 @@ class StopRequest:
         self._asked_at = -math.inf
 
     def install(self) -> None:
-        """A signal that is ignored, as nohup does with SIGHUP, stays ignored.
+        """Installs the handler, except for ignored signals (as SIGHUP under nohup).
 
-        Only the main thread of a process can handle signals; on another one this does nothing.
+        Does nothing outside the main thread, where Python cannot handle signals.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -63,7 +63,7 @@ class StopRequest:
         return 128 + self.signal_number if self.signal_number is not None else 0
 
     def await_own(self) -> None:
-        """Waits until this process has been asked itself, and not only another one of its group; or for that long."""
+        """Waits until this process was signalled itself, for at most AGENT_ASKS_WITHIN_S."""
         deadline = time.monotonic() + AGENT_ASKS_WITHIN_S
         while not self and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -80,7 +80,7 @@ class StopRequest:
 
 @contextmanager
 def handlers_restored() -> Iterator[None]:
-    """Around what installs a `StopRequest` for as long as its process runs, in a process that goes on."""
+    """Restores signal handlers afterwards, for a process that outlives a `StopRequest`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -93,7 +93,7 @@ def handlers_restored() -> Iterator[None]:
 
 
 def exit_quickly() -> None:
-    """For a process that will end: spares it looks at every object that is imported, and the last one, up to 1 s."""
+    """Speeds up the exit by up to 1 s: garbage collection skips all objects that exist."""
     gc.freeze()
     gc.enable()
     atexit.register(gc.freeze)

@@ -142,7 +142,7 @@ class MemoryGuard:
         account = f"out of memory in {group.activity} with {before} samples per forward"
         change = self._halve(phase)
         if group.is_launched:
-            again = f"{account}: the same command goes on from the last checkpoint with {change}"
+            again = f"{account}: the same command resumes from the last checkpoint with {change}"
             raise RestartNeeded(again, asdict(self.limit))
         self._remember()
         sparing = "--batch-size {0.batch_size} --global-batch-size {0.global_batch_size}".format(self.splits[phase])

@@ -150,7 +150,7 @@ def _save_last_step(run: Run, last: LastStep) -> bool:
     if state is not None and (state["best"] is None or (saved is not None and saved.value == state["best"]["value"])):
         directory.save(state)
         num_saved = state["step"]
-        say(f"The state after optimizer step {num_saved} is saved; the same command goes on from there.")
+        say(f"The state after optimizer step {num_saved} is saved; the same command resumes from there.")
     elif run.progress.step > num_saved:
         why = "" if run.strategy.has_full_state else ", for no process has all of the parameters"
         say(f"The steps after optimizer step {num_saved}, the newest checkpoint, could not be saved{why}.")

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from trainer.common.process import to_stderr
 from trainer.common.validation import without_folders_of_classes
-from trainer.failure.diagnosis import GOES_ON
+from trainer.failure.diagnosis import RESUMES
 from trainer.failure.errors import EXIT_RESTART
 from trainer.failure.signals import STOP_SIGNALS, StopRequest, exit_quickly
 from trainer.flags import MultiDeviceFlags
@@ -242,6 +242,6 @@ def _launch_once(run: Callable[[RankEnvironment], int], world_size: int, has_che
     if launcher.stop and (exit_code == 0 or goes_on or not has_checkpoints):
         return launcher.stop.exit_status
     if exit_code < 0:
-        end = "; starting again" if goes_on else f"; {GOES_ON}" if has_checkpoints else ""
+        end = "; starting again" if goes_on else f"; {RESUMES}" if has_checkpoints else ""
         to_stderr(f"rank {failed} was killed by signal {-exit_code}{end}")
     return EXIT_RESTART if goes_on else exit_status(exit_code)
