@@ -57,69 +57,71 @@ class KgatFlags(FlagGroup):
     """
 
     data_dir: Path | None = flag(
-        None, "train.txt, test.txt, perhaps valid.txt, kg_final.txt as KGAT has them, or ratings_final and kg_final as "
-        "KGCN has them: folder or zip; or tables with user, item, time and with head, relation, tail (default: a "
-        "generated catalogue; nothing to download)", local=True,
+        None, "interactions and a graph; folder, zip or tables; KGAT's train.txt, test.txt, perhaps valid.txt, and "
+        "kg_final.txt, or KGCN's ratings_final and kg_final; or tables with user, item, time and with head, relation, "
+        "tail (default: a generated catalogue; nothing to download)", common=True, local=True,
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME")
     on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD)
     model: Literal["kgat", "kg-lightgcn", "lightgcn", "bprmf", "popularity", "itemknn", "ease"] = flag(
-        "kg-lightgcn", "kg-lightgcn: LightGCN whose items bring the mean of their neighbours in the graph; kgat: "
-        "attention over the graph; lightgcn: no graph; bprmf: matrix factorisation, with which KGAT was published to "
-        "start. Counted in seconds, not trained: popularity; itemknn: what the same users have; ease: a linear model "
-        "of all items by all items",
+        "kg-lightgcn", "model; kg-lightgcn: LightGCN whose items bring the mean of their neighbours in the graph; "
+        "kgat: attention over the graph; lightgcn: no graph; bprmf: matrix factorisation, from which the published "
+        "KGAT starts; counted in seconds, not trained: popularity; itemknn: what the same users have; ease: a linear "
+        "model of all items by all items", common=True,
     )  # fmt: skip
-    embed_dim: int = flag(64, "width of the embeddings of users, items and entities", at_least=1, needs=_TRAINED)
-    layer_dims: tuple[int, ...] = flag(
-        (64, 32, 16), "widths of KGAT's layers of propagation", at_least=1, needs=_OF_KGAT
+    embed_dim: int = flag(
+        64, "width of the embeddings; of users, items and entities", common=True, at_least=1, needs=_TRAINED
     )
-    relation_dim: int = flag(64, "KGAT: width of the space of a relation", at_least=1, needs=_OF_KGAT)
+    layer_dims: tuple[int, ...] = flag(
+        (64, 32, 16), "kgat: widths of the layers of propagation", at_least=1, needs=_OF_KGAT
+    )
+    relation_dim: int = flag(64, "kgat: width of the space of a relation", at_least=1, needs=_OF_KGAT)
     num_layers: int = flag(
         3, "lightgcn, kg-lightgcn: layers of propagation", at_least=1, needs={"model": ("kg-lightgcn", "lightgcn")}
     )
-    aggregator: Aggregation = flag("bi-interaction", "KGAT: how a node meets what its neighbours send", needs=_OF_KGAT)
+    aggregator: Aggregation = flag(
+        "bi-interaction", "kgat: how a node combines its own state with its neighbours' messages", needs=_OF_KGAT
+    )
     laplacian: Laplacian = flag(
-        "random-walk", "KGAT: weights of the edges before the first attention. symmetric: D^-1/2 A D^-1/2; reference: "
-        "what the published codes compute by that name, which on most graphs is zero", needs=_OF_KGAT,
+        "random-walk", "kgat: weights of the edges before the first attention; symmetric: D^-1/2 A D^-1/2; reference: "
+        "what the published code computes under that name, which is zero on most graphs", needs=_OF_KGAT,
     )  # fmt: skip
     softmax: Softmax = flag(
-        "separate", "KGAT: two edges between the same nodes are two terms of the attention (paper), or one with the "
-        "sum of their logits", needs=_OF_KGAT,
+        "separate", "kgat: two edges between the same nodes are two terms of the attention, as in the paper "
+        "(separate), or one with the sum of their logits (coalesced)", needs=_OF_KGAT,
     )  # fmt: skip
     leaky_slope: float = flag(
-        0.01, "KGAT: slope of LeakyReLU; the first published code takes 0.2", at_least=0, needs=_OF_KGAT
+        0.01, "kgat: slope of LeakyReLU; the first published code has 0.2", at_least=0, needs=_OF_KGAT
     )
-    dropout: float = flag(
-        0.1, "KGAT: of the messages, that is of each layer's result", at_least=0, below=1, needs=_OF_KGAT
-    )
-    node_dropout: float = flag(0.0, "KGAT: of the edges between nodes", at_least=0, below=1, needs=_OF_KGAT)
+    dropout: float = flag(0.1, "kgat: dropout of each layer's result", at_least=0, below=1, needs=_OF_KGAT)
+    node_dropout: float = flag(0.0, "kgat: dropout of the edges between nodes", at_least=0, below=1, needs=_OF_KGAT)
     l2: float | None = flag(
-        None, "penalty on the embeddings of a sample, half of this times their squares (default: by model)",
-        at_least=0, needs=_TRAINED,
+        None, "penalty on the embeddings of a sample: half of this times their squares (default: by model)", at_least=0,
+        needs=_TRAINED,
     )  # fmt: skip
-    kg_l2: float = flag(1e-5, "KGAT: the same for a triple of the graph", at_least=0, needs=_OF_KGAT)
+    kg_l2: float = flag(1e-5, "kgat: penalty on the embeddings of a triple of the graph", at_least=0, needs=_OF_KGAT)
     kg_batch_ratio: float = flag(
-        2.0, "KGAT: triples in a step of the graph's phase for each sample of --batch-size", above=0, needs=_OF_KGAT
+        2.0, "kgat: triples in a step of the graph's phase for each sample of --batch-size", above=0, needs=_OF_KGAT
     )
     kg_lr_scale: float = flag(
-        1.0, "KGAT: factor on --lr in the graph's phase; a small one spares what was trained before", at_least=0,
+        1.0, "kgat: factor on --lr in the graph's phase; a small one preserves pre-trained embeddings", at_least=0,
         needs=_OF_KGAT,
     )  # fmt: skip
     draw: Literal["users", "interactions"] = flag(
-        "users", "what a training sample is: a user, all equally often, with one of the user's items at random; or an "
-        "interaction",
+        "users", "what a training sample is; users: a user, all equally often, with one of the user's items at "
+        "random; interactions: an interaction",
     )  # fmt: skip
     val_share: float = flag(
-        0.1, "share of each user's training items held out for validation where there is no valid.txt", above=0, below=1
+        0.1, "share of each user's items held out for validation; only where there is no valid.txt", above=0, below=1
     )
     select_on_test: bool = flag(
-        False, "the published protocol: nothing is held out, and the epoch is chosen by the test set; valid.txt is "
-        "ignored",
-    )  # fmt: skip
-    ks: tuple[int, ...] = flag(
-        (10, 20, 50), "cut-offs of the metrics; selects by recall@20, else the first", at_least=1
+        False, "the published protocol: hold nothing out, choose the epoch by the test set, ignore valid.txt"
     )
-    top_k: int = flag(10, "--predict: items for each user", at_least=1)
+    ks: tuple[int, ...] = flag(
+        (10, 20, 50), "cut-offs of the metrics; recall@20 selects the best epoch, or the first cut-off without it",
+        at_least=1,
+    )  # fmt: skip
+    top_k: int = flag(10, "--predict: items for each user", common=True, at_least=1)
 
     def problems(self) -> list[str]:
         found = []
@@ -264,6 +266,10 @@ class KgatTask(RecommenderTask):
     """KGAT and the baselines that it has to beat, on the same data, samples and evaluation."""
 
     Config = KgatFlags
+    examples = (
+        "--data-dir lfm1m.zip --save-dir checkpoints/lfm1m",
+        "--save-dir checkpoints/lfm1m --predict users.csv --output items.csv",
+    )
     simple_models = ("popularity", "itemknn", "ease")
     defaults = {
         "lr": 5e-3,

@@ -68,54 +68,59 @@ class SeqrecFlags(FlagGroup):
     """
 
     data_dir: Path | None = flag(
-        None, "interactions, one a line: columns named user, item, time, or the like, or without names 'user item "
-        "[rating] time'; CSV, text, JSON lines, parquet, also compressed, or MovieLens' folder or zip (default: a "
-        "generated catalogue; nothing to download)", local=True,
+        None, "interactions; a log with one a line, or MovieLens' folder or zip; columns named user, item, time, or "
+        "the like, or without names 'user item [rating] time'; CSV, text, JSON lines or parquet, also compressed "
+        "(default: a generated catalogue; nothing to download)", common=True, local=True,
     )  # fmt: skip
     user_column: str | None = flag(
         None, "column of the user, by name or counted from 1 (default: found by usual names)", metavar="COLUMN"
     )
-    item_column: str | None = flag(None, "column of the item", metavar="COLUMN")
+    item_column: str | None = flag(
+        None, "column of the item, by name or counted from 1 (default: found by usual names)", metavar="COLUMN"
+    )
     time_column: str | None = flag(
-        None, "column of the time: numbers or dates; 'none': no times, the order of the file counts",
-        metavar="COLUMN",
+        None, "column of the time: numbers or dates; 'none': the order of the file counts (default: found by usual "
+        "names)", metavar="COLUMN",
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME")
     on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD)
-    k_core: int = flag(5, "drop users and items with fewer interactions, until none is left; 0 keeps all", at_least=0)
+    k_core: int = flag(5, "drop users and items with fewer interactions, until none are left; 0 keeps all", at_least=0)
     split: SplitKind = flag(
-        "leave-one-out", "what is held out. leave-one-out: of each user the last item for the test, the one before it "
-        "for validation; ratio: of each user the last share; time: of all interactions the latest share",
+        "leave-one-out", "what is held out; leave-one-out: each user's last item for the test, the one before it for "
+        "validation; ratio: each user's last share; time: the latest share of all interactions",
     )  # fmt: skip
     val_share: float = flag(
-        0.1, "--split ratio, time: interactions held out for validation", above=0, below=1, needs=_OF_SHARES
+        0.1, "--split ratio, time: share of interactions held out for validation", above=0, below=1, needs=_OF_SHARES
     )
     test_share: float = flag(
-        0.1, "--split ratio, time: interactions held out for the test", above=0, below=1, needs=_OF_SHARES
+        0.1, "--split ratio, time: share of interactions held out for the test", above=0, below=1, needs=_OF_SHARES
     )
     model: Literal["tisasrec", "sasrec", "popularity", "rules", "itemknn", "ease"] = flag(
-        "tisasrec", "tisasrec: attention to the items so far and the time between them; sasrec: without the time. "
-        "Counted in seconds, not trained: popularity; rules: what soon follows the last items; itemknn: what the same "
-        "users have; ease: a linear model of all items by all items",
+        "tisasrec", "model; tisasrec: attention to the items so far and the time between them; sasrec: without the "
+        "time; counted in seconds, not trained: popularity; rules: what soon follows the last items; itemknn: what "
+        "the same users have; ease: a linear model of all items by all items", common=True,
     )  # fmt: skip
     no_time: bool = flag(False, "the same as --model sasrec", hidden=True, excludes=("model",))
     mhc: bool = flag(
         False, "manifold-constrained hyper-connections instead of one plain residual stream", needs=_TRAINED
     )
-    maxlen: int = flag(50, "items of a history that the model sees, the last ones", metavar="ITEMS", at_least=1)
+    maxlen: int = flag(50, "last items of a history that the model sees", metavar="ITEMS", common=True, at_least=1)
     last_items_only: bool = flag(
-        False, "train on the last --maxlen items of a longer history, as in the papers, instead of all of it in pieces "
-        "of that length", needs=_TRAINED,
+        False, "train on the last --maxlen items of a longer history, as in the papers, not on all of it in pieces",
+        needs=_TRAINED,
     )  # fmt: skip
     hidden_units: int = flag(50, "width of embeddings and blocks", at_least=1, needs=_TRAINED)
     num_blocks: int = flag(2, "blocks of attention and feed-forward layer", at_least=1, needs=_TRAINED)
     num_heads: int = flag(1, "attention heads; must divide --hidden-units", at_least=1, needs=_TRAINED)
-    dropout: float = flag(0.3, "of embeddings, attention and feed-forward layers", at_least=0, below=1, needs=_TRAINED)
+    dropout: float = flag(
+        0.3, "dropout of embeddings, attention and feed-forward layers", at_least=0, below=1, needs=_TRAINED
+    )
     norm: NormOrder | None = flag(None, "where blocks normalise (default: original, or pre with --mhc, which needs it)")
     time_span: int = flag(
-        256, "longest interval told from longer ones, in units of the user's smallest gap between items", at_least=1
-    )
-    l2_emb: float = flag(0.0, "L2 penalty on embedding tables, half of this times the sum of squares", at_least=0)
+        256, "longest interval told apart from longer ones, in units of the user's shortest gap between items",
+        at_least=1,
+    )  # fmt: skip
+    l2_emb: float = flag(0.0, "L2 penalty on embedding tables: half of this times the sum of squares", at_least=0)
     mhc_expansion_rate: int = flag(4, "residual streams", metavar="STREAMS", at_least=2, needs=_OF_MHC)
     mhc_init_gate: float = flag(
         0.01, "how much a token steers its own connections at the start", at_least=0, needs=_OF_MHC
@@ -125,29 +130,28 @@ class SeqrecFlags(FlagGroup):
     )
     mhc_no_amp: bool = flag(False, "keep hyper-connections in full precision under --amp", needs=_OF_MHC)
     loss: Loss = flag(
-        "ce", "ce: softmax over all items; bce: one negative for each position, as in the papers; sampled: softmax "
-        "over random items; gbce: BCE with several negatives, calibrated",
+        "ce", "loss; ce: softmax over all items; bce: one negative for each position, as in the papers; sampled: "
+        "softmax over random items; gbce: BCE with several negatives, calibrated", common=True,
     )  # fmt: skip
     num_negatives: int | None = flag(
-        None, "negative items of a user, shared by its positions (default: 3000 for sampled, 256 for gbce)",
-        at_least=1, needs={"loss": ("sampled", "gbce")},
+        None, "negative items of a user, shared by its positions (default: 3000 for sampled, 256 for gbce)", at_least=1,
+        needs={"loss": ("sampled", "gbce")},
     )  # fmt: skip
     gbce_calibration: float = flag(
         0.75, "t of gbce: 0 is plain BCE, 1 removes the bias of sampling", metavar="T", at_least=0, at_most=1,
         needs={"loss": ("gbce",)},
     )  # fmt: skip
     eval_negatives: EvaluationNegatives = flag(
-        "parity", "the 100 items beside the true one in sampled_ metrics. parity: as in SASRec's code, with "
-        "repetition, any but the user's training items; unseen: as in TiSASRec's, with repetition, none of the "
-        "user's up to the end of the part that is scored; clean: distinct, none of the user's",
+        "parity", "the 100 items beside the true one in sampled_ metrics; parity: as in SASRec's code, with "
+        "repetition, any but the user's training items; unseen: as in TiSASRec's, with repetition, none of the user's "
+        "up to the end of the part that is scored; clean: distinct, none of the user's",
     )  # fmt: skip
-    mask_seen: bool = flag(
-        True, "rank, and recommend, items that the user has already seen too; by default the rest is ranked"
-    )
+    mask_seen: bool = flag(True, "also rank and recommend items that the user has already seen")
     ks: tuple[int, ...] = flag(
-        (1, 5, 10, 20), "cut-offs of the metrics; selects by ndcg@10, else that of the first", at_least=1
-    )
-    top_k: int = flag(10, "--predict: items for each user", at_least=1)
+        (1, 5, 10, 20), "cut-offs of the metrics; ndcg@10 selects the best epoch, or the first cut-off without it",
+        at_least=1,
+    )  # fmt: skip
+    top_k: int = flag(10, "--predict: items for each user", common=True, at_least=1)
 
     def __post_init__(self) -> None:
         if self.no_time and self.model == "tisasrec":
@@ -291,6 +295,11 @@ class SeqrecTask(RecommenderTask):
     """SASRec, TiSASRec, with or without hyper-connections, or a simple model; by validation NDCG@10 among all items."""
 
     Config = SeqrecFlags
+    examples = (
+        "--data-dir ml-1m.zip --save-dir checkpoints/ml-1m",
+        "--data-dir ml-1m.zip --model rules --save-dir checkpoints/rules",
+        "--save-dir checkpoints/ml-1m --predict histories.csv --output next.csv",
+    )
     simple_models = tuple(SIMPLE_MODELS)
     # 64 histories fit the cache of a CPU; the presets for GPUs evaluate more at a time.
     defaults = {

@@ -60,89 +60,92 @@ class SpeechFlags(FlagGroup):
     """
 
     data_dir: Path | None = flag(
-        None, "LibriSpeech's tree, Common Voice's TSV files, a manifest of JSON lines (audio_path, text, duration), an "
-        "audio folder with metadata.csv, LJSpeech, VCTK, Speech Commands, sound with a .txt each, or with the "
-        "transcript in its names: folder, zip or tar (default: generated utterances; nothing to download)", local=True,
+        None, "recordings and transcripts; folder, zip or tar; LibriSpeech, Common Voice's TSV files, a manifest of "
+        "JSON lines (audio_path, text, duration), an audio folder with metadata.csv, LJSpeech, VCTK, Speech Commands, "
+        "sound files with a .txt each or with the transcript in their names (default: generated utterances; nothing "
+        "to download)", common=True, local=True,
     )  # fmt: skip
     sample_rate: int | None = flag(
-        None, "recordings of another rate are resampled (default: that of most recordings)", metavar="HZ",
+        None, "sample rate to resample recordings to (default: the rate of most recordings)", metavar="HZ",
         at_least=4000, needs={"data_dir": None},
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME", needs={"data_dir": None})
     on_bad: Literal["drop", "refuse"] = flag(
-        "drop", "recordings, also of a folder of --predict, that cannot be read, are empty or too short for their "
-        "transcript: leave them out and count them, in results.json too, or stop",
+        "drop", "what to do with recordings that cannot be read, are empty or too short for their transcript; also in "
+        "a folder of --predict; drop counts them, in results.json too",
     )  # fmt: skip
     split: Split = flag(
         "utterance", "where the data do not say what is held out: single recordings, or all of some speakers"
     )
     val_share: float = flag(
-        0.1, "held out for validation, where the data do not say; 0: nothing, and the last weights count", at_least=0,
-        below=1,
+        0.1, "share held out for validation, where the data do not say; 0: nothing, and the last weights count",
+        at_least=0, below=1,
     )  # fmt: skip
     test_share: float = flag(
-        0.1, "held out for the test, where the data do not say; 0: nothing, and validation data are scored", at_least=0,
-        below=1,
+        0.1, "share held out for the test, where the data do not say; 0: nothing, and the validation set is scored",
+        at_least=0, below=1,
     )  # fmt: skip
     val_speakers: tuple[str, ...] | None = flag(
-        None, "hold out these for validation", metavar="NAME", needs=_OF_SPEAKERS
+        None, "speakers held out for validation", metavar="NAME", needs=_OF_SPEAKERS
     )
     test_speakers: tuple[str, ...] | None = flag(
-        None, "hold out these for the test", metavar="NAME", needs=_OF_SPEAKERS
+        None, "speakers held out for the test", metavar="NAME", needs=_OF_SPEAKERS
     )
     strings: str | None = flag(
-        None, "train and score on so many recordings of one speaker joined, 3-7 for example: digit strings from digits",
-        metavar="FEWEST-MOST",
+        None, "train and score on FEWEST to MOST recordings of one speaker joined, for example 3-7: digit strings "
+        "from digits", metavar="FEWEST-MOST",
     )  # fmt: skip
-    num_strings: int = flag(2000, "--strings: in an epoch", at_least=1, needs={"strings": None})
+    num_strings: int = flag(2000, "--strings: joined recordings in an epoch", at_least=1, needs={"strings": None})
     growing_epochs: int = flag(
-        5, "--strings: single recordings at first, and of full length after so many epochs; CTC learns what a symbol "
-        "sounds like from short utterances many times sooner", metavar="EPOCHS", at_least=0, needs={"strings": None},
+        5, "--strings: epochs until joined recordings have their full length; CTC learns what a symbol sounds like "
+        "much sooner from short utterances", metavar="EPOCHS", at_least=0, needs={"strings": None},
     )  # fmt: skip
-    units: Units = flag("characters", "what the model writes")
+    units: Units = flag("characters", "what the model writes", common=True)
     alphabet: Path | None = flag(None, "file with one character or word a line (default: those of the transcripts)")
     batch_by: Literal["utterances", "seconds"] = flag(
-        "utterances", "optimizer steps of equally many utterances, or of equally much audio"
+        "utterances", "give each optimizer step equally many utterances, or equally much audio"
     )
     num_mels: int | None = flag(None, "channels of the log-mel spectrogram (default: plmu 40, lmu 80)", at_least=1)
-    hop_ms: float = flag(10.0, "from one frame of the spectrogram to the next", metavar="MS", above=0, at_most=25)
+    hop_ms: float = flag(10.0, "milliseconds between two frames of the spectrogram", metavar="MS", above=0, at_most=25)
     masking_db: float = flag(
-        40.0, "white noise that is added to all sound, in decibels below it: of what is weaker, such as the noise of a "
-        "room, nothing is heard; 20 helps with speakers and rooms never heard", metavar="DB", at_least=0,
+        40.0, "level of white noise added to all sound, in decibels below it; hides weaker sound such as a room's "
+        "noise; 20 helps with speakers and rooms never heard", metavar="DB", at_least=0,
     )  # fmt: skip
     model: Literal["plmu", "lmu"] = flag(
-        "plmu", "plmu: parallel LMU, trained without a loop over time; lmu: recurrent LMU with attention, as the "
-        "recogniser of 7.16 million parameters has it",
+        "plmu", "network; plmu: parallel LMU, trained without a loop over time; lmu: recurrent LMU with attention, "
+        "7.16 million parameters", common=True,
     )  # fmt: skip
     streaming: bool = flag(
-        False, "plmu: hears forwards only, normalised as it goes, so that it can write while it listens", needs=_OF_PLMU
+        False, "plmu: use no future sound; the model can write while it listens", common=True, needs=_OF_PLMU
     )
-    width: int = flag(96, "plmu: of its blocks", at_least=1, needs=_OF_PLMU)
+    width: int = flag(96, "plmu: width of its blocks", at_least=1, needs=_OF_PLMU)
     num_blocks: int = flag(3, "plmu: blocks of memory and feed-forward layer", at_least=1, needs=_OF_PLMU)
     channels: int = flag(16, "plmu: memories of a block", at_least=1, needs=_OF_PLMU)
     memory_size: int | None = flag(
-        None, "Legendre polynomials that a memory holds its window by (default: plmu 8, lmu 256)", at_least=1
+        None, "Legendre polynomials of a memory's window (default: plmu 8, lmu 256)", at_least=1
     )
     theta: float | None = flag(
-        None, "length of that window, after subsampling (default: plmu 16, lmu 1000)", metavar="FRAMES", above=0
+        None, "length of a memory's window, after subsampling (default: plmu 16, lmu 1000)", metavar="FRAMES", above=0
     )
     subsampling: int = flag(4, "plmu: frames that its blocks see as one", at_least=1, needs=_OF_PLMU)
-    hidden_size: int = flag(512, "lmu: of its layers", at_least=1, needs=_OF_LMU)
+    hidden_size: int = flag(512, "lmu: width of its layers", at_least=1, needs=_OF_LMU)
     num_layers: int = flag(4, "lmu: layers of attention and LMU", at_least=1, needs=_OF_LMU)
-    num_heads: int = flag(8, "lmu: of the attention; must divide --hidden-size", at_least=1, needs=_OF_LMU)
-    dropout: float = flag(0.1, "of the layers' results", at_least=0, below=1)
+    num_heads: int = flag(8, "lmu: attention heads; must divide --hidden-size", at_least=1, needs=_OF_LMU)
+    dropout: float = flag(0.1, "dropout of the layers' results", at_least=0, below=1)
     augmentation: float = flag(
-        0.5, "how much training utterances are distorted: speed, level, noise, length of the vocal tract, masks; 1: as "
-        "much as helps with speakers never heard; 0: not at all", at_least=0, at_most=2,
+        0.5, "how much training utterances are distorted, by speed, level, noise, vocal tract and masks; 1 helps with "
+        "speakers never heard; 0: not at all", at_least=0, at_most=2,
     )  # fmt: skip
     consistency: float = flag(
-        0.0, "read each training utterance twice, behind other masks, and add so many times the divergence of the two "
-        "to the loss (CR-CTC); a step takes twice as long; 0.2 is usual", at_least=0,
+        0.0, "weight of CR-CTC: the divergence of two readings of an utterance behind different masks; a step takes "
+        "twice as long; 0.2 is usual; 0: off", at_least=0,
     )  # fmt: skip
-    beam: int = flag(1, "prefixes that decoding keeps; 1 takes the best symbol of each frame", at_least=1)
-    language_model: Path | None = flag(None, "n-grams of the units in ARPA's format, for --beam of at least 2")
-    lm_weight: float = flag(0.5, "of the language model's log-probabilities", at_least=0)
-    length_bonus: float = flag(0.0, "of each unit, in nats, beside a language model")
+    beam: int = flag(1, "prefixes that decoding keeps; 1 takes the best symbol of each frame", common=True, at_least=1)
+    language_model: Path | None = flag(
+        None, "n-grams in ARPA format; of the units; needs --beam of at least 2", common=True
+    )
+    lm_weight: float = flag(0.5, "weight of the language model's log-probabilities", at_least=0)
+    length_bonus: float = flag(0.0, "bonus for each unit beside a language model, in nats")
 
     def problems(self) -> list[str]:
         found = []
@@ -190,6 +193,10 @@ class SpeechTask(Task):
     """Recordings of single speakers; selected on the validation word error rate."""
 
     Config = SpeechFlags
+    examples = (
+        "--data-dir LibriSpeech --save-dir checkpoints/libri",
+        "--save-dir checkpoints/libri --predict meeting.wav",
+    )
     monitor = ("val/wer", "min")
     # A second moment of shorter memory than Adam's: CTC's loss falls steeply at first.
     defaults = {

@@ -85,74 +85,69 @@ class TabularFlags(FlagGroup):
     """
 
     data_dir: Path | None = flag(
-        None, "a table: CSV with a line of column names, JSON lines, parquet, or .npz with X and y (default: synthetic "
-        "tables, to learn on)", local=True,
+        None, "a table; CSV with a line of column names, JSON lines, parquet, or .npz with X and y (default: "
+        "synthetic tables; to learn on)", common=True, local=True,
     )  # fmt: skip
-    label: str | None = flag(
-        None, "column that is to be predicted (default in a .npz: y)", metavar="COLUMN", needs=_OF_A_TABLE
-    )
+    label: str | None = flag(None, "column to predict; in a .npz: y", metavar="COLUMN", common=True, needs=_OF_A_TABLE)
     test_data: Path | None = flag(
-        None, "score on the rows of this file, which has the label too, and learn from all of --data-dir", local=True,
+        None, "score on this file, learn from all of --data-dir; it has the label too", common=True, local=True,
         needs=_OF_A_TABLE,
     )  # fmt: skip
     id: str | None = flag(
-        None, "column that names the rows: not learned from, and kept in the table of --predict", metavar="COLUMN",
+        None, "column that names the rows; not learned from, kept by --predict", metavar="COLUMN", common=True,
         needs=_OF_A_TABLE,
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME", needs=_OF_A_TABLE)
     on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD, needs=_OF_A_TABLE)
-    drop: tuple[str, ...] | None = flag(
-        None, "columns that are not to be learned from", metavar="COLUMN", needs=_OF_A_TABLE
-    )
+    drop: tuple[str, ...] | None = flag(None, "columns not to learn from", metavar="COLUMN", needs=_OF_A_TABLE)
     test_share: float = flag(
-        0.2, "rows of the table held out for the test; 0 with --tune: none, and those of validation are scored",
+        0.2, "rows of the table held out for the test; 0 with --tune: none, and the validation rows are scored",
         at_least=0, below=1, needs=_OF_A_TABLE,
     )  # fmt: skip
     tune: Literal["none", "base", "lora"] = flag(
-        "none", "what of the model learns from the table: nothing; all weights; or adapters of low rank, which are all "
-        "that is trained", needs=_OF_A_TABLE,
+        "none", "what is tuned on the table; base: all weights; lora: low-rank adapters; none: nothing, the model "
+        "reads the rows that it predicts from", common=True, needs=_OF_A_TABLE,
     )  # fmt: skip
     val_share: float = flag(
-        0.2, "--tune: of the other rows, held out to choose the epoch, which is the start if tuning does not help",
-        above=0, below=1, needs=_OF_TUNING,
+        0.2, "--tune: share of the other rows held out to choose the epoch; the untuned weights stay if tuning does "
+        "not help", above=0, below=1, needs=_OF_TUNING,
     )  # fmt: skip
     num_episodes: int = flag(64, "--tune: problems made of the table's rows in an epoch", at_least=1, needs=_OF_TUNING)
     episode_rows: int = flag(
-        512, "--tune: rows of such a problem at most, of which a quarter is asked for", at_least=8, needs=_OF_TUNING
+        512, "--tune: most rows of such a problem; a quarter of them are predicted", at_least=8, needs=_OF_TUNING
     )
     lora_rank: int = flag(8, "--tune lora: rank of the adapters", at_least=1, needs=_OF_LORA)
-    lora_alpha: float = flag(16.0, "--tune lora: their effect is scaled by this over the rank", above=0, needs=_OF_LORA)
+    lora_alpha: float = flag(16.0, "--tune lora: adapters are scaled by ALPHA / rank", above=0, needs=_OF_LORA)
     lora_targets: tuple[str, ...] = flag(
-        ("*",), "--tune lora: which linear layers get adapters, by patterns of their names: *.query *.value",
+        ("*",), "--tune lora: linear layers with adapters, by patterns of their names, for example *.query *.value",
         metavar="PATTERN", needs=_OF_LORA,
     )  # fmt: skip
     num_estimators: int = flag(
-        8, "predictions whose mean counts, each with another order of columns and classes", at_least=1
+        8, "predictions that are averaged, each with another order of columns and classes", at_least=1
     )
     max_context: int = flag(
-        1024, "rows that a prediction learns from at most; of a larger table each takes others", at_least=16
-    )
-    num_tables: int = flag(1600, "synthetic tables in an epoch; every epoch has others", at_least=1)
+        1024, "most rows that a prediction learns from; of a larger table each prediction takes different rows",
+        at_least=16,
+    )  # fmt: skip
+    num_tables: int = flag(1600, "synthetic tables in an epoch; every epoch has new ones", at_least=1)
     num_val_tables: int = flag(
-        256, "synthetic tables of each validation set, and half of those of the test", at_least=1
+        256, "synthetic tables of each validation set; each test set has half as many", at_least=1
     )
     min_rows: int = flag(64, "fewest rows of a synthetic table", at_least=32)
-    max_rows: int = flag(192, "most", at_least=32)
+    max_rows: int = flag(192, "most rows of a synthetic table", at_least=32)
     min_features: int = flag(2, "fewest columns of a synthetic table", at_least=1)
-    max_features: int = flag(12, "most", at_least=1)
-    max_classes: int = flag(
-        10, "classes that the model tells apart at once, and most of a synthetic table", at_least=2, at_most=10
-    )
+    max_features: int = flag(12, "most columns of a synthetic table", at_least=1)
+    max_classes: int = flag(10, "most classes of a synthetic table, and of one prediction", at_least=2, at_most=10)
     prior_only: Path | None = flag(
         None, "write an epoch's synthetic tables to this .npz, and train nothing", from_record="refused"
     )
     model: Literal["nano", "tabicl"] = flag(
-        "nano", "nano: cells attend to one another over columns and rows; tabicl: columns, rows, then the context, "
-        "with the 27 million parameters of TabICL",
+        "nano", "network; nano: cells attend to each other across columns and rows; tabicl: columns, rows, then the "
+        "context, with TabICL's 27 million parameters", common=True,
     )  # fmt: skip
-    width: int = flag(96, "nano: of the state of a cell", at_least=4, needs=_OF_NANO)
+    width: int = flag(96, "nano: width of a cell's state", at_least=4, needs=_OF_NANO)
     num_blocks: int = flag(3, "nano: blocks", at_least=1, needs=_OF_NANO)
-    num_heads: int = flag(4, "nano: heads of attention", at_least=1, needs=_OF_NANO)
+    num_heads: int = flag(4, "nano: attention heads", at_least=1, needs=_OF_NANO)
 
     def problems(self) -> list[str]:
         found = []
@@ -210,6 +205,10 @@ class TabularTask(Task):
     """Pre-training on synthetic tables, or the use of what it made on a user's table."""
 
     Config = TabularFlags
+    examples = (
+        "--data-dir train.csv --label y --predict new.csv",
+        "--data-dir train.csv --label y --tune lora --save-dir checkpoints/tuned",
+    )
     defaults = {
         "lr": 3e-3,
         "batch_size": 16,

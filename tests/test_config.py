@@ -171,13 +171,13 @@ def test_help_names_every_task(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"], several_devices=False)
     shown = capsys.readouterr().out
-    assert f"\nWorkloads: {', '.join(TASKS)}.\n" in shown and "a task of your own" in shown
+    assert f"\nWorkloads: {', '.join(TASKS)}.\n" in shown and "path/to/file.py:ClassName" in shown
 
 
 @pytest.mark.parametrize(("task", "says"), [("har", True), ("seqrec", False)])
 def test_help_says_what_a_task_labels_where_it_is_chosen(task, says, capsys):
     with pytest.raises(SystemExit):
-        parse(["--task", task, "--help"], several_devices=False)
+        parse(["--task", task, "--help-all"], several_devices=False)
     assert ("the CSV of one recording" in capsys.readouterr().out) == says
 
 

@@ -68,8 +68,8 @@ def test_help_shows_the_defaults_of_the_task(stating, capsys):
     with pytest.raises(SystemExit):
         parse(["--task", "stating", "--help"], several_devices=False)
     shown = " ".join(capsys.readouterr().out.split())
-    assert "learning rate after warm-up (default: 0.02)" in shown
-    assert "epochs of linear warm-up; fractions are allowed (default: 1.0)" in shown
+    assert "learning rate after warm-up [0.02]" in shown
+    assert "epochs of linear warm-up [1.0]" in shown
 
 
 def test_a_switch_that_a_task_turns_can_be_turned_back(monkeypatch, capsys):
@@ -80,9 +80,9 @@ def test_a_switch_that_a_task_turns_can_be_turned_back(monkeypatch, capsys):
     flags = read("--drop-last=false", "--no-test=false")
     assert (flags.batch.drop_last, flags.run.no_test) == (False, False)
     with pytest.raises(SystemExit):
-        parse(["--task", "stating", "--help"], several_devices=False)
+        parse(["--task", "stating", "--help-all"], several_devices=False)
     shown = " ".join(capsys.readouterr().out.split())
-    assert "where it would be short (default: true)" in shown
+    assert "of an epoch if it is short (default: true)" in shown
 
 
 def test_a_flag_displaces_the_default_that_it_excludes(stating):

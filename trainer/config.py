@@ -42,6 +42,7 @@ def flag(
     help: str,
     *,
     metavar: str | None = None,
+    common: bool = False,
     hidden: bool = False,
     local: bool = False,
     from_record: Literal["taken", "ignored", "refused"] = "taken",
@@ -52,7 +53,9 @@ def flag(
 ) -> Any:
     """A dataclass field that is a command-line flag.
 
-    hidden: neither shown in `--help` nor recorded.
+    help: `--help` shows its text up to the first ";", `--help-all` the whole.
+    common: shown in `--help`, which also shows every flag of a group that has no common one.
+    hidden: neither shown in `--help-all` nor recorded.
     local: the processes of a run may have different values, since the value does not decide what is learned, such as
         where a machine keeps its data; without it a run whose processes differ is refused.
     from_record: what becomes of the value that the record of a run has, when another command line names that record.
@@ -68,8 +71,8 @@ def flag(
     """
     assert limits.keys() <= _LIMITS.keys()
     about = {
-        "help": help, "metavar": metavar, "hidden": hidden, "local": local, "from_record": from_record,
-        "excludes": excludes, "displaces": displaces, "needs": needs, "limits": limits,
+        "help": help, "metavar": metavar, "common": common, "hidden": hidden, "local": local,
+        "from_record": from_record, "excludes": excludes, "displaces": displaces, "needs": needs, "limits": limits,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=about)
 
@@ -118,6 +121,7 @@ class Option:
 
     help: str
     metavar: str | None
+    common: bool
     hidden: bool
     local: bool
     from_record: str
@@ -143,6 +147,16 @@ class Option:
         if self.type not in (int, float, str, bool, Path) and typing.get_origin(self.type) is not typing.Literal:
             raise TypeError(f"{field.name}: {hint}: no flag has this type; for several values take tuple[int, ...]")
         vars(self).update(field.metadata)
+
+    @property
+    def text(self) -> str:
+        """The help without its end, `without_value`."""
+        return self.help.partition(" (default: ")[0]
+
+    @property
+    def without_value(self) -> str:
+        """What happens if the flag is not given and has no default value, as its help says at the end."""
+        return self.help.partition(" (default: ")[2].removesuffix(")")
 
     @property
     def is_of_launcher(self) -> bool:
@@ -367,9 +381,10 @@ def parse_flags(
     elsewhere: flags of another program, with what is said to who gives them to this one.
 
     Returns the objects and all problems found. A flag with a problem has its default value in the objects, so that
-    whatever else is wrong can still be found. `--help` prints and exits with status 0.
+    whatever else is wrong can still be found. `--help` and `--help-all` print and exit with status 0.
     """
-    parser = build_parser(group_types, description, epilog, defaults, command)
+    shows_all = "--help-all" in names_given(argv)
+    parser = build_parser(group_types, description, epilog, defaults, command, shows_all)
     given, problems, unknown = values_given(group_types, argv, parser)
     if not ignore_unknown:
         problems += _unknown_problems(unknown, parser, elsewhere)
@@ -434,33 +449,53 @@ def values_given(
 
 
 def build_parser(
-    group_types: Sequence[type], description: str, epilog: str = "", defaults: Mapping[str, Any] = {}, command: str = ""
+    group_types: Sequence[type],
+    description: str,
+    epilog: str = "",
+    defaults: Mapping[str, Any] = {},
+    command: str = "",
+    shows_all: bool = True,
 ) -> argparse.ArgumentParser:
     """An argparse parser of the groups' flags. Values stay text: they are converted and checked together later.
 
-    defaults: what `--help` shows instead of the fields' own, by field name. command: see `parse_flags`.
+    Groups with the same heading share a section of the help.
+
+    defaults: what `--help` shows instead of the fields' own, by field name. command: see `parse_flags`. shows_all:
+    whether it prints every flag with its whole text, or the common ones in a line each.
     """
     parser = argparse.ArgumentParser(
         usage=" ".join(["%(prog)s", *([command] if command else []), "[flags]"]),
-        description=description,
+        description=description
+        if shows_all
+        else f"{description}\nDefaults stand in brackets; --help-all explains every flag.",
         epilog=epilog,
+        add_help=False,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=_HelpFormatter,
     )
+    sections: dict[str, Any] = {}
     for group_type in group_types:
         heading, text = described(group_type)
-        section = parser.add_argument_group(heading, text or None)
-        for field, option in options(group_type).items():
+        section = sections.get(heading)
+        if section is None:
+            section = sections[heading] = parser.add_argument_group(heading, (shows_all and text) or None)
+        known = options(group_type)
+        chosen = [option for option in known.values() if option.common] or list(known.values())
+        for field, option in known.items():
             # A flag without its value must not end the parsing, or the other mistakes would go unseen.
             how: dict[str, Any] = {"nargs": "?", "const": "true" if option.is_switch else ""}
             if option.is_list:
                 how = {"nargs": "*", "action": "extend" if option.adds_up else "store"}
-            choices = "{" + ",".join(option.choices) + "}" if option.choices else None
-            metavar = option.metavar or choices or option.name.rpartition("-")[2].upper()
+            choices = "{" + ",".join(option.choices) + "}" if option.choices and shows_all else None
+            own = "NAME" if option.choices else option.name.rpartition("-")[2].upper()
+            metavar = option.metavar or choices or own
             metavar = "" if option.is_switch else metavar
-            help_text = _help_text(option, defaults.get(field, option.default))
-            section.add_argument(option.name, dest=field, metavar=metavar, help=help_text, **how)
+            is_shown = not option.hidden and (shows_all or option in chosen)
+            help_text = _help_text(option, defaults.get(field, option.default), shows_all)
+            how["help"] = help_text.replace("%", "%%") if is_shown else argparse.SUPPRESS
+            section.add_argument(option.name, dest=field, metavar=metavar, **how)
+    parser.add_argument("-h", "--help", "--help-all", action="help", help=argparse.SUPPRESS)
     return parser
 
 
@@ -470,20 +505,23 @@ def described(group_type: type) -> tuple[str, str]:
     return heading.rstrip("."), text.strip()
 
 
-def _help_text(option: Option, default: Any) -> str:
-    if option.hidden:
-        return argparse.SUPPRESS
-    text = option.help.replace("%", "%%")
+def _help_text(option: Option, default: Any, is_whole: bool) -> str:
+    text, without = option.text, option.without_value
     if option.is_switch:
-        return text if default == option.default else f"{text} (default: true)"
-    if default is None or default == "":
-        return text
-    # A text that says what happens without a value is overtaken by a value.
-    return f"{text.partition(' (default: ')[0]} (default: {shown(default)})"
+        without = "true" if default != option.default else ""
+    elif default is not None and default != "":  # a text that says what happens without a value is overtaken by a value
+        without = shown(default)
+    if is_whole:
+        return f"{text} (default: {without})" if without else text
+    text = text.partition(";")[0] + (f": {', '.join(option.choices)}" if option.choices else "")
+    return f"{text} [{without.partition(';')[0]}]" if without and default != 0 else text
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Shows a value as required although the parser would do without, and none of a switch."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         return super()._format_action_invocation(action).rstrip()

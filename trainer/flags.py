@@ -46,52 +46,56 @@ class RunFlags(FlagGroup):
     """What to train"""
 
     task: str = flag(
-        "", "a workload, or a task of your own: path/to/file.py:ClassName", local=True,
+        "", "workload, or path/to/file.py:ClassName; the class is a task of your own", common=True, local=True,
         from_record="refused",
     )  # fmt: skip
-    epochs: int | None = flag(None, "passes over the training data (default: 20)", excludes=("max_steps",), at_least=1)
+    epochs: int | None = flag(
+        None, "passes over the training data (default: 20)", common=True, excludes=("max_steps",), at_least=1
+    )
     max_steps: int | None = flag(
-        None, "optimizer steps of the whole run, instead of --epochs; it may end within an epoch", at_least=1
+        None, "length of the run in optimizer steps, instead of --epochs; it may end within an epoch", at_least=1
     )
     max_minutes: float = flag(
-        0.0, "pause the run, with everything saved, when it has been trained for so long over all its starts; 0 is off",
-        at_least=0,
-    )  # fmt: skip
+        0.0, "save and exit after MINUTES of training; summed over restarts; 0: no limit", common=True, at_least=0
+    )
     eval_every: int | None = flag(
-        None, "score the validation set after every so many epochs, and after the last (default: 1)", metavar="EPOCHS",
+        None, "epochs between validations; the last epoch is always validated (default: 1)", metavar="EPOCHS",
         excludes=("eval_every_steps",), at_least=1,
     )  # fmt: skip
     eval_every_steps: int | None = flag(
-        None, "the same in optimizer steps, also within an epoch", metavar="STEPS", at_least=1
+        None, "optimizer steps between validations, instead of --eval-every", metavar="STEPS", at_least=1
     )
     eval_start: bool = flag(
-        False, "score the validation set before the first step too: weights that training does not improve are kept",
+        False, "also validate before the first step; the initial weights stay the best if training does not improve "
+        "them",
     )  # fmt: skip
-    seed: int = flag(0, "of initial weights, sample order, augmentation and dropout", at_least=0, below=2**63)
+    seed: int = flag(
+        0, "random seed; of initial weights, sample order, augmentation and dropout", common=True, at_least=0,
+        below=2**63,
+    )  # fmt: skip
     num_workers: int | Literal["auto"] = flag(
-        "auto", "data-loading processes per rank; 0 loads in the trainer, which is fastest where a batch is only "
-        "gathered from memory; auto: 0 on the CPU, beside a GPU up to 8 if the first steps show that they save time",
+        "auto", "data-loading processes per rank; 0: load in the training process, fastest where a batch is only "
+        "gathered from memory; auto: 0 on the CPU, up to 8 with a GPU if the first steps show that they save time",
         local=True, at_least=0,
     )  # fmt: skip
     data_on: Literal["auto", "host", "device"] = flag(
-        "auto", "where data sets lie that can lie on a GPU, and their batches are made; auto: on the GPU if they take "
-        "at most a quarter of its free memory", local=True,
+        "auto", "where data sets are kept and batches made; auto: on the GPU if they take at most a quarter of its "
+        "free memory", local=True,
     )  # fmt: skip
-    cache_dir: Path = flag(DEFAULT_CACHE, "where parsed data sets are kept, shared by all ranks and runs", local=True)
+    cache_dir: Path = flag(DEFAULT_CACHE, "folder for parsed data sets; all ranks and runs share it", local=True)
     log_interval: int = flag(50, "optimizer steps between two log lines", metavar="STEPS", at_least=1)
     logger: tuple[str, ...] | None = flag(
         None, "also log to wandb, mlflow, or a logger of your own: path/to/file.py:ClassName; several are allowed",
         metavar="LOGGER", local=True, from_record="refused",
     )  # fmt: skip
-    no_baselines: bool = flag(False, "leave out the simple methods whose scores a task shows beside those of the run")
+    no_baselines: bool = flag(False, "do not score the simple methods that a task compares the run with")
     check_task: bool = flag(
-        False, "check in float64 that a task's sums do not depend on how a batch is divided, and end",
+        False, "check in float64 that the task's sums do not depend on how a batch is divided, then exit",
         from_record="ignored",
     )  # fmt: skip
     no_test: bool = flag(
-        False, "leave the test set alone, and score the validation set with the last weights instead: for comparing "
-        "settings",
-    )  # fmt: skip
+        False, "do not score the test set; the last weights are scored on the validation set, for comparing settings"
+    )
 
     def __post_init__(self) -> None:
         if self.epochs is None and self.max_steps is None:
@@ -115,26 +119,27 @@ class RunFlags(FlagGroup):
 
 @dataclass
 class BatchFlags(FlagGroup):
-    """Batches"""
+    """Batches and learning"""
 
     batch_size: int = flag(
-        32, "samples per device per forward; halved if they do not fit into a GPU's memory", at_least=1,
-        at_most=MOST_SAMPLES,
+        32, "samples per device and forward; halved if they do not fit into GPU memory", metavar="SIZE", common=True,
+        at_least=1, at_most=MOST_SAMPLES,
     )  # fmt: skip
     grad_accum_steps: int = flag(1, "forwards per optimizer step", at_least=1, at_most=MOST_SAMPLES)
     global_batch_size: int | None = flag(
-        None, "samples per optimizer step over all devices; --grad-accum-steps then follows from it",
+        None, "samples per optimizer step on all devices; sets --grad-accum-steps", metavar="SIZE", common=True,
         excludes=("grad_accum_steps",), at_least=1, at_most=MOST_SAMPLES,
     )  # fmt: skip
     parts: int = flag(
-        0, "cut each global batch into N parts, each with a backward of its own, and add them up in one order: the "
-        "same bits on 1, 2, 4, ... up to N devices. A power of two; without --global-batch-size a global batch is N "
-        "times --batch-size; 0 is off", metavar="N", excludes=("grad_accum_steps",), at_least=0, at_most=MOST_SAMPLES,
+        0, "get the same bits on 1, 2, 4, ... up to N devices; each global batch is cut into N parts with a backward "
+        "each, added in a fixed order. N is a power of two; without --global-batch-size a global batch is N times "
+        "--batch-size; 0: off", metavar="N", common=True, excludes=("grad_accum_steps",), at_least=0,
+        at_most=MOST_SAMPLES,
     )  # fmt: skip
-    drop_last: bool = flag(False, "leave out the last global batch of an epoch where it would be short")
+    drop_last: bool = flag(False, "drop the last global batch of an epoch if it is short")
     eval_batch_size: int | None = flag(
-        None, "samples per device per forward in evaluation; no metric depends on it (default: --batch-size)",
-        at_least=1, at_most=MOST_SAMPLES,
+        None, "samples per device and forward in evaluation; changes no metric (default: --batch-size)", at_least=1,
+        at_most=MOST_SAMPLES,
     )  # fmt: skip
 
     def problems(self) -> list[str]:
@@ -143,67 +148,62 @@ class BatchFlags(FlagGroup):
 
 @dataclass
 class LearningFlags(FlagGroup):
-    """Learning"""
+    """Batches and learning"""
 
     optimizer: Literal["adamw", "adam", "sgd", "muon"] = flag(
-        "adamw", "what makes a step of a gradient; muon: hidden matrices by Muon, the rest by adamw; a task may "
-        "bring another",
-        displaces=("betas", "eps", "momentum", "nesterov"),
+        "adamw", "optimizer; muon: Muon for hidden matrices, AdamW for the rest; a task may define its own",
+        common=True, displaces=("betas", "eps", "momentum", "nesterov"),
     )  # fmt: skip
-    lr: float = flag(1e-3, "learning rate after warm-up", above=0)
-    min_lr: float = flag(
-        0.0, "learning rate at the end, of every schedule but constant; of plateau the least", at_least=0
-    )
+    lr: float = flag(1e-3, "learning rate after warm-up", common=True, above=0)
+    min_lr: float = flag(0.0, "final learning rate of every schedule but constant; lower bound of plateau", at_least=0)
     schedule: Schedule = flag(
-        "cosine", "the learning rate after warm-up; wsd (warm-up, stable, decay): constant, then down to --min-lr as "
-        "1 - sqrt over the last fifth of the run, about the least that ends as well as a cosine; plateau: lowered "
-        "when the validation score does not improve",
+        "cosine", "learning-rate schedule; after warm-up; wsd: constant, then falls as 1 - sqrt over the last fifth "
+        "of the run; plateau: lowered when the validation score stops improving", common=True,
     )  # fmt: skip
     plateau_factor: float = flag(
-        0.1, "by what --schedule plateau multiplies the rate, down to --min-lr", needs={"schedule": ("plateau",)},
-        above=0, below=1,
+        0.1, "factor by which --schedule plateau lowers the learning rate", needs={"schedule": ("plateau",)}, above=0,
+        below=1,
     )  # fmt: skip
     plateau_patience: int = flag(
-        10, "after how many evaluations without a better score it does so, and each time after as many more",
+        10, "evaluations without a better score before --schedule plateau lowers the learning rate",
         needs={"schedule": ("plateau",)}, at_least=1,
     )  # fmt: skip
     warmup_epochs: float | None = flag(
-        None, "epochs of linear warm-up; fractions are allowed (default: a tenth of the run)",
+        None, "epochs of linear warm-up; fractions are allowed (default: a tenth of the run)", common=True,
         excludes=("warmup_steps",), at_least=0,
     )  # fmt: skip
-    warmup_steps: int | None = flag(None, "the same in optimizer steps", at_least=0)
+    warmup_steps: int | None = flag(None, "optimizer steps of linear warm-up, instead of --warmup-epochs", at_least=0)
     scale_lr: Literal["none", "linear", "sqrt"] = flag(
-        "none", "multiply --lr by global batch / one-device batch, by its root, or not at all"
+        "none", "multiply --lr by global batch / one-device batch (linear), by its square root (sqrt), or not at all"
     )
     weight_decay: float = flag(
-        0.01, "not applied to norms and biases; decoupled in adamw and muon, added to the gradient in adam and sgd",
-        at_least=0,
+        0.01, "weight decay; not of norms and biases; decoupled in adamw and muon, added to the gradient in adam and "
+        "sgd", common=True, at_least=0,
     )  # fmt: skip
     betas: tuple[float, ...] | None = flag(
         None, "two decay rates of adamw and adam, also within muon (default: 0.9 0.999)", needs=ADAM, at_least=0,
         below=1,
     )  # fmt: skip
-    eps: float | None = flag(None, "added to the denominator by the same ones (default: 1e-08)", needs=ADAM, above=0)
+    eps: float | None = flag(None, "epsilon of adamw and adam, also within muon (default: 1e-08)", needs=ADAM, above=0)
     momentum: float | None = flag(
-        None, "of sgd (default: 0) and muon (default: 0.95)", needs={"optimizer": ("sgd", "muon")}, at_least=0, below=1
-    )
-    nesterov: bool = flag(False, "sgd: Nesterov's momentum, which muon always has", needs={"optimizer": ("sgd",)})
-    max_grad_norm: float = flag(1.0, "clip the norm of the whole gradient to this; 0 does not clip", at_least=0)
+        None, "momentum of sgd and muon (default: 0 for sgd, 0.95 for muon)", needs={"optimizer": ("sgd", "muon")},
+        at_least=0, below=1,
+    )  # fmt: skip
+    nesterov: bool = flag(False, "sgd: Nesterov momentum; muon always has it", needs={"optimizer": ("sgd",)})
+    max_grad_norm: float = flag(1.0, "clip the global gradient norm to this; 0: no clipping", at_least=0)
     sam_rho: float = flag(
-        0.0, "sharpness-aware minimisation: take each step's gradient at weights that are moved so far uphill, for "
-        "example 0.05; 0 is off", at_least=0,
+        0.0, "radius of sharpness-aware minimisation, for example 0.05; each step takes its gradient at weights moved "
+        "uphill by this distance; 0: off", at_least=0,
     )  # fmt: skip
     ema_decay: float = flag(
-        0.0,
-        "evaluate and keep an exponential moving average of the weights, for example 0.999; 0 is off",
-        at_least=0,
-        below=1,
-    )
+        0.0, "decay of averaged weights, for example 0.999; the average is evaluated and saved; 0: off",
+        at_least=0, below=1,
+    )  # fmt: skip
     on_nonfinite: Literal["stop", "skip"] = flag(
-        "stop", "when a loss or gradient is not finite: end the run, or leave that optimizer step out"
+        "stop", "stop the run, or skip the optimizer step, when a loss or gradient is not finite"
     )
     early_stopping_patience: int = flag(
-        0, "stop after so many evaluations without a better validation score; 0 never stops early", at_least=0
+        0, "stop after N evaluations without a better score; 0: never", metavar="N", at_least=0
     )
 
     def problems(self) -> list[str]:
@@ -221,18 +221,17 @@ class LearningFlags(FlagGroup):
 
 @dataclass
 class PrecisionFlags(FlagGroup):
-    """Precision"""
+    """Devices, precision and speed"""
 
     amp: Literal["auto", "bf16", "fp16", "off"] = flag(
-        "auto", "mixed precision; auto: bf16 on GPUs that have it, fp16 on older ones, off on the CPU"
+        "auto", "mixed precision; auto: bf16 on GPUs that have it, fp16 on older ones, off on the CPU", common=True
     )
     no_amp: bool = flag(False, "the same as --amp off", hidden=True, excludes=("amp",))
     dtype: Literal["float32", "float64"] = flag("float32", "type of the parameters")
     deterministic: bool = flag(
-        False,
-        "only deterministic algorithms, on GPUs too, where they are slower; on the CPU they are taken anyway, and "
-        "an operator that has none is warned of; with this flag it is refused",
-    )
+        False, "use deterministic algorithms on GPUs too, where they are slower; refuse an operator without one, of "
+        "which the CPU only warns otherwise",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.no_amp and self.amp == "auto":
@@ -246,30 +245,29 @@ class PrecisionFlags(FlagGroup):
 
 @dataclass
 class BlockFlags(FlagGroup):
-    """Speed and memory"""
+    """Devices, precision and speed"""
 
     compile: bool = flag(
-        False, "compile the model by torch.compile, each of its blocks by itself: quicker steps on GPUs, after a start "
-        "of up to minutes",
+        False, "compile each block of the model with torch.compile; faster steps on GPUs, after up to minutes of "
+        "compiling", common=True,
     )  # fmt: skip
     cuda_graphs: Literal["auto", "on", "off"] = flag(
-        "off", "record what a training step launches on a GPU, and launch it by one call: small models no longer wait "
-        "for the host, and learn the same to the bit; auto: where it is faster", local=True,
+        "off", "launch steps as CUDA graphs; small models no longer wait for the host, and learn the same bits; auto: "
+        "where it is faster", common=True, local=True,
     )  # fmt: skip
     grad_checkpointing: bool = flag(
-        False, "keep of each block of the model its inputs alone, and compute the rest anew in the backward: less "
-        "memory, longer steps, the same result to the bit",
-    )  # fmt: skip
+        False, "recompute each block's activations in the backward pass; less memory, longer steps, the same bits"
+    )
 
 
 @dataclass
 class DeviceFlags(FlagGroup):
-    """Devices"""
+    """Devices, precision and speed"""
 
-    device: str = flag("auto", "where to train: auto (a GPU if there is one), cpu, cuda or cuda:N")
+    device: str = flag("auto", "cpu, cuda, cuda:N or auto; auto: a GPU if there is one", common=True)
     num_threads: int | None = flag(
-        None, "CPU threads per process; a value of OMP_NUM_THREADS that you set counts too (default: all cores, shared "
-        "evenly by this machine's ranks; 1 beside a GPU)", local=True, at_least=1, at_most=MOST_THREADS,
+        None, "CPU threads per process; OMP_NUM_THREADS counts too if you set it (default: all cores, shared evenly "
+        "by this machine's ranks; 1 with a GPU)", local=True, at_least=1, at_most=MOST_THREADS,
     )  # fmt: skip
 
     def problems(self) -> list[str]:
@@ -289,38 +287,36 @@ def _visible_gpus(count: int) -> str:
 
 @dataclass
 class CheckpointFlags(FlagGroup):
-    """The run directory: saving, resuming, evaluating"""
+    """The run directory"""
 
     save_dir: Path = flag(
-        Path("checkpoints"),
-        "everything of this run; an unfinished run in it is resumed; if not given, a folder named after the task",
-        from_record="ignored",
-    )
-    save_every_steps: int = flag(0, "also save every so many steps; 0 is off", at_least=0)
-    save_every_minutes: float = flag(
-        0.0, "also save when so much time has passed since the last checkpoint; 0 is off", at_least=0
-    )
-    keep_checkpoints: int = flag(3, "newest checkpoints to keep; 0 keeps all", metavar="N", at_least=0)
-    keep_best: int = flag(1, "of those with the best validation scores so many are kept too", metavar="K", at_least=1)
+        Path("checkpoints"), "folder of the run; an unfinished run in it is resumed; named after the task unless given",
+        common=True, from_record="ignored",
+    )  # fmt: skip
+    save_every_steps: int = flag(0, "also save every STEPS optimizer steps; 0: off", at_least=0)
+    save_every_minutes: float = flag(0.0, "also save every MINUTES; 0: off", at_least=0)
+    keep_checkpoints: int = flag(3, "newest checkpoints to keep; 0: all", metavar="N", at_least=0)
+    keep_best: int = flag(1, "also keep the K checkpoints with the best validation scores", metavar="K", at_least=1)
     resume_from: Path | None = flag(
-        None, "go on from this checkpoint file instead of the newest in --save-dir", from_record="refused",
-        excludes=("init_from", "init_from_partial"),
+        None, "resume from this checkpoint; not from the newest in --save-dir", metavar="CHECKPOINT",
+        from_record="refused", excludes=("init_from", "init_from_partial"),
     )  # fmt: skip
     init_from: Path | None = flag(
-        None, "start with the weights of this checkpoint file, and nothing else of it; a plain state dict will do",
-        from_record="refused", excludes=("init_from_partial",),
+        None, "start from the weights of this file; nothing else of a checkpoint is used; a plain state dict works too",
+        metavar="CHECKPOINT", common=True, from_record="refused", excludes=("init_from_partial",),
     )  # fmt: skip
     init_from_partial: Path | None = flag(
-        None, "the same with as many of its weights as the model has by name and shape; says which these are",
-        from_record="refused",
+        None, "start from those weights of this checkpoint whose names and shapes match, and list them",
+        metavar="CHECKPOINT", from_record="refused",
     )  # fmt: skip
     fresh: bool = flag(
-        False, "start over; what --save-dir holds is moved to a folder previous-N inside it", from_record="ignored",
+        False, "start over; the run in --save-dir moves to previous-N inside it", common=True, from_record="ignored",
         excludes=("resume_from",),
     )  # fmt: skip
     eval_only: bool = flag(
-        False, "do not train: score the best weights of --save-dir (or --resume-from FILE), on validation and test "
-        "sets", from_record="ignored", excludes=("fresh", "init_from_partial"), displaces=("resume_from", "init_from"),
+        False, "do not train: score the best weights of --save-dir; --resume-from chooses others; on validation and "
+        "test sets", common=True, from_record="ignored", excludes=("fresh", "init_from_partial"),
+        displaces=("resume_from", "init_from"),
     )  # fmt: skip
 
     def problems(self) -> list[str]:
@@ -333,18 +329,17 @@ class CheckpointFlags(FlagGroup):
 
 @dataclass
 class SeveralFlags(FlagGroup):
-    """Several runs"""
+    """The run directory"""
 
     recorded: ClassVar = False
     seeds: int = flag(
-        1, "train with so many seeds, from --seed on, each in a folder of --save-dir; then show mean, deviation and "
-        "ensemble. One run per GPU at a time; on the CPU as many at once as there are cores, with --num-threads 1 "
-        "unless you give another number: small models run better side by side than on several threads each",
-        metavar="N", at_least=1,
+        1, "train with N seeds, from --seed on; shows mean, deviation and ensemble; one run per GPU at a time, on the "
+        "CPU one per core, each with one thread unless --num-threads says otherwise", metavar="N", common=True,
+        at_least=1,
     )  # fmt: skip
     folds: int = flag(
-        0, "cross-validate: so many runs in the same manner, each scored on a part of the training data that it holds "
-        "out; the test set is left alone; 0 is off", metavar="K", at_least=0,
+        0, "cross-validate in K runs; each is scored on the part of the training data that it holds out; the test set "
+        "is not used; 0: off", metavar="K", common=True, at_least=0,
     )  # fmt: skip
 
     def problems(self) -> list[str]:
@@ -362,20 +357,20 @@ class SeveralFlags(FlagGroup):
 
 @dataclass
 class PredictFlags(FlagGroup):
-    """Labelling new data"""
+    """Using a finished run"""
 
     recorded: ClassVar = False
     predict: Path | None = flag(
-        None, "do not train: label this file with the best weights of --save-dir (or --resume-from FILE), by the flags "
-        "of that run; what it holds, the task says", metavar="FILE", from_record="refused",
-        excludes=(*NOT_WITH_A_USE, "export"), displaces=("resume_from",),
+        None, "do not train: label this file; uses the best weights of --save-dir, or --resume-from, and the flags of "
+        "that run", metavar="FILE", common=True, from_record="refused", excludes=(*NOT_WITH_A_USE, "export"),
+        displaces=("resume_from",),
     )  # fmt: skip
     sample: Path | None = flag(
-        None, "do not train: write a file such as --predict takes, of the generated or given data, to try it with",
-        metavar="FILE", from_record="refused", excludes=(*NOT_WITH_A_USE, "export", "predict"),
+        None, "do not train: write a file such as --predict takes, from the generated or given data", metavar="FILE",
+        from_record="refused", excludes=(*NOT_WITH_A_USE, "export", "predict"),
     )  # fmt: skip
     output: Path | None = flag(
-        None, "of --predict: the CSV table to write (default: it goes to standard output)", metavar="FILE",
+        None, "CSV table that --predict writes (default: standard output)", metavar="FILE", common=True,
         from_record="refused",
     )  # fmt: skip
 
@@ -397,13 +392,13 @@ class PredictFlags(FlagGroup):
 
 @dataclass
 class ExportFlags(FlagGroup):
-    """Taking the model elsewhere"""
+    """Using a finished run"""
 
     recorded: ClassVar = False
     export: Path | None = flag(
-        None, "do not train: write the model with the best weights of --save-dir (or --resume-from FILE), by the flags "
-        "of that run, as a program that runs without this trainer: a .pt2 of torch.export", metavar="FILE",
-        from_record="refused", excludes=NOT_WITH_A_USE, displaces=("resume_from",),
+        None, "do not train: write a .pt2 of torch.export; it holds the best weights of --save-dir, or --resume-from, "
+        "and runs without this trainer", metavar="FILE", common=True, from_record="refused", excludes=NOT_WITH_A_USE,
+        displaces=("resume_from",),
     )  # fmt: skip
 
     def problems(self) -> list[str]:
@@ -427,12 +422,12 @@ def _problems_of_target(given: str, target: Path) -> list[str]:
 
 @dataclass
 class ConfigFlags(FlagGroup):
-    """Settings in files"""
+    """What to train"""
 
     recorded: ClassVar = False
     config: tuple[Path, ...] | None = flag(
-        None, "take settings from these files: TOML, or a run's config.json, which repeats that run; a later file goes "
-        "before an earlier one, and the command line before all", metavar="FILE",
+        None, "settings from TOML or a run's config.json; later files override earlier ones, and flags override "
+        "files; a config.json repeats its run", metavar="FILE", common=True,
     )  # fmt: skip
     print_config: bool = flag(False, "do not train: print all settings as a TOML file for --config")
 
@@ -441,35 +436,35 @@ class ConfigFlags(FlagGroup):
 class MultiDeviceFlags(FlagGroup):
     """Several devices"""
 
-    multi_gpu: forms.FormName | None = flag(None, forms.HELP)
+    multi_gpu: forms.FormName | None = flag(None, forms.HELP, common=True)
     gpu_ids: tuple[int, ...] | None = flag(
-        None, "which of the visible GPUs to use, as 0,1,2 (default: all)", metavar="ID", local=True
+        None, "visible GPUs to use, for example 0,1,2 (default: all)", metavar="ID", common=True, local=True
     )
     nproc: int | None = flag(
-        None, "ddp, fsdp: without torchrun, start this many processes (default: one per GPU, or 1 on CPU)",
+        None, "processes to start without torchrun; for ddp and fsdp (default: one per GPU; 1 on the CPU)", common=True,
         needs={"multi_gpu": forms.PER_PROCESS}, at_least=1, at_most=MOST_PROCESSES,
     )  # fmt: skip
     backend: Literal["nccl", "gloo"] | None = flag(
-        None, "carries gradients between processes (default: nccl on GPUs, gloo on CPU)"
+        None, "what carries gradients between processes (default: nccl on GPUs, gloo on the CPU)"
     )
     dist_timeout_s: float = flag(
-        600.0, "seconds after which a process that waits for another one gives up, and names it", above=0
+        600.0, "seconds after which a rank stops waiting for another one and names it", metavar="SECONDS", above=0
     )
     lockstep_every: int = flag(
-        500, "compare the weights of all processes to the bit after every so many optimizer steps, and before every "
-        "save; 0 is off", metavar="STEPS", at_least=0,
+        500, "optimizer steps between bitwise comparisons of all ranks' weights; every save is preceded by one too; "
+        "0: off", metavar="STEPS", at_least=0,
     )  # fmt: skip
-    sync_bn: bool = flag(False, "ddp on GPUs: batch norm over the whole micro-batch of all devices")
+    sync_bn: bool = flag(False, "ddp on GPUs: batch norm over the micro-batches of all devices")
     find_unused_parameters: bool = flag(
-        False, "ddp: allow parameters that take no part in some forwards", needs={"multi_gpu": forms.TAKING_UNUSED}
+        False, "ddp: allow parameters that some forwards do not use", needs={"multi_gpu": forms.TAKING_UNUSED}
     )
     reshard: Literal["always", "never"] = flag(
-        "always", "fsdp: free a block's parameters after its forward; never: keep them until its backward (faster, but "
-        "only gradients and moments stay in parts)", needs=FSDP,
+        "always", "fsdp: free a block's parameters after its forward; never: keep them until its backward, which is "
+        "faster and shards only gradients and optimizer state", needs=FSDP,
     )  # fmt: skip
     shard_size: int | None = flag(
-        None, "fsdp: divide the model among so many processes, as those of one machine, and copy it across the others; "
-        "a divisor of their number (default: among all)", needs=FSDP, at_least=1,
+        None, "fsdp: ranks that share one sharded copy of the model, for example those of one machine; must divide "
+        "the number of ranks (default: all)", needs=FSDP, at_least=1,
     )  # fmt: skip
     local_rank: int | None = flag(None, "set by torch.distributed.launch", hidden=True, local=True)
 
@@ -498,14 +493,14 @@ class MultiDeviceFlags(FlagGroup):
 
 @dataclass
 class TrainerFlags:
-    """The flags that every task has, group by group; multi: of several devices alone."""
+    """The flags of every task, group by group; `multi` only in programs for several devices."""
 
     run: RunFlags
     batch: BatchFlags
     learning: LearningFlags
+    devices: DeviceFlags
     precision: PrecisionFlags
     blocks: BlockFlags
-    devices: DeviceFlags
     checkpoint: CheckpointFlags
     several: SeveralFlags
     prediction: PredictFlags

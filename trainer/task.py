@@ -249,6 +249,8 @@ class Task(ABC):
     """
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Other defaults of the trainer's own flags for this task, by field name: {"lr": 3e-4, "drop_last": True}."""
+    examples: ClassVar[Sequence[str]] = ()
+    """Flags that `--help` shows as commands, without `--task`: ("--data-dir log.csv --save-dir checkpoints/log",)."""
     predict_flags: ClassVar[tuple[str, ...]] = ()
     """Fields of `Config` that `--predict` takes anew: where data lie that it needs, what its table shows."""
     hold_out_flags: ClassVar[tuple[str, ...]] = ()

@@ -184,7 +184,7 @@ def test_what_a_launcher_contradicts_is_said_with_its_file(write, cli, monkeypat
 
 def test_help_shows_what_files_say(write, capsys):
     with pytest.raises(SystemExit) as ended:
-        parse(["--config", write("lr = 0.125\nno-test = true\nno-such-flag = 1"), "--help"], several_devices=False)
+        parse(["--config", write("lr = 0.125\nno-test = true\nno-such-flag = 1"), "--help-all"], several_devices=False)
     assert ended.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "learning rate after warm-up (default: 0.125)" in shown

@@ -1,10 +1,9 @@
 """The documents say what the program does: its flags and their defaults, its files, commands that parse."""
 
-import argparse
 import re
+import runpy
 import shlex
 import sys
-from dataclasses import fields
 from functools import cache
 
 import pytest
@@ -12,62 +11,14 @@ import torch
 
 from tasks import TASKS
 from tests.conftest import ROOT, load
-from trainer.commands.parse import EXAMPLES, parse
-from trainer.config import build_parser, options
-from trainer.flags import DEFAULT_CACHE, TRAINER_GROUPS, MultiDeviceFlags
-from trainer.registry import find_task
+from trainer.commands.parse import examples_of, parse
+from trainer.config import options
+from trainer.flags import TRAINER_GROUPS
+from trainer.registry import default_task, find_task
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 SCRIPTS = {"main.py": False, "main_multi_gpu.py": True}
 OWN_TASK = "examples/own_task.py:Spirals"
-
-
-OF_THE_PROGRAM = {"task": next(iter(TASKS)), "save_dir": f"checkpoints/{next(iter(TASKS))}"}
-"""Defaults that no group of flags has."""
-
-
-def group_types() -> list[type]:
-    """The groups of flags of every task."""
-    return [*TRAINER_GROUPS, *(find_task(name).Config for name in TASKS)]
-
-
-def heading(group: type) -> str:
-    return (group.__doc__ or "").splitlines()[0]
-
-
-def shown_in_help(parser: argparse.ArgumentParser) -> dict[str, list[argparse.Action]]:
-    """The flags by the title of their group."""
-    groups = {}
-    for group in parser._action_groups:
-        actions = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
-        groups[group.title] = [action for action in actions if "--help" not in action.option_strings]
-    return {title: actions for title, actions in groups.items() if actions}
-
-
-def real_flags() -> dict[tuple[str, str], str]:
-    """What the reference must say: (group, flag) -> default, from the real parser and the real dataclasses."""
-    found = {}
-    for group in group_types():
-        defaults = {field.name: field.default for field in fields(group)} | OF_THE_PROGRAM
-        for title, actions in shown_in_help(build_parser([group], "")).items():
-            for action in actions:
-                (name,) = action.option_strings
-                choices = action.metavar if str(action.metavar).startswith("{") else None
-                shown = name if choices is None else f"{name} {choices}"
-                found[title, shown] = shown_default(defaults[action.dest], not action.metavar)
-    return found
-
-
-def shown_default(default: object, is_switch: bool) -> str:
-    if is_switch:
-        return "off"
-    if default is None:
-        return "(none)"
-    if isinstance(default, tuple):
-        return " ".join(map(str, default))
-    if default == DEFAULT_CACHE:  # its folder depends on the user's environment
-        return f"~/.cache/{DEFAULT_CACHE.name}"
-    return str(default)
 
 
 def reference(heading: str) -> str:
@@ -82,84 +33,34 @@ def rows(section: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
 
 
-def flag_sections() -> list[str]:
-    return reference("Flags").split("\n### ")[1:]
+# --- flags -----------------------------------------------------------------------------------------------------
 
 
-def documented_flags() -> dict[tuple[str, str], str]:
-    found = {}
-    for part in flag_sections():
-        title = part.splitlines()[0].strip()
-        for line in part.splitlines():
-            if match := re.match(r"\| `(--[^`]+)` \| (.*?) \| \S.* \|$", line):
-                name, default = match.groups()
-                assert (title, name) not in found, f"QUICK_REFERENCE.md documents {name} twice"
-                found[title, name] = "(none)" if re.fullmatch(r"\(.+\)", default) else default.strip("`")
-            else:
-                assert not line.startswith("| `"), f"not read as flag, default, meaning: {line}"
-    return found
-
-
-def test_reference_has_every_flag_and_no_other():
-    real, documented = real_flags(), documented_flags()
-    lacking = sorted(real.keys() - documented.keys())
-    invented = sorted(documented.keys() - real.keys())
-    assert not lacking, f"QUICK_REFERENCE.md lacks {lacking}"
-    assert not invented, f"QUICK_REFERENCE.md documents {invented}, which the program does not have"
-
-
-def test_reference_has_the_real_defaults_in_the_groups_of_help():
-    documented = documented_flags()
-    wrong = {
-        flag: f"is {real}, documented as {documented[flag]}"
-        for flag, real in real_flags().items()
-        if flag in documented and documented[flag] != real
-    }
-    assert not wrong
-
-
-def test_reference_says_of_a_flag_what_help_says():
-    """But for code and links, and links of its own in parentheses."""
-    told = {}
-    for title, line in ((part.splitlines()[0], line) for part in flag_sections() for line in part.splitlines()):
-        if match := re.match(r"\| `(--[^` ]+)[^`]*` \| .*? \| (\S.*) \|$", line):
-            told[title, match[1]] = match[2].replace("\\|", "|")
-    for group in group_types():
-        for option in options(group).values():
-            if not option.hidden:
-                words = re.sub(r" \(default: [^)]*\)", "", option.help)
-                meaning = told[heading(group), option.name]
-                forms = (meaning, re.sub(r" \(\[[^]]*\]\([^)]*\)\)", "", meaning))
-                assert without_markup(words) in map(without_markup, forms), option.name
-
-
-def without_markup(text: str) -> str:
-    return re.sub(r"[`']", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text))
+def test_tables_of_flags_are_those_of_the_code():
+    """`python docs/make_flags.py` writes them."""
+    maker = runpy.run_path(str(ROOT / "docs" / "make_flags.py"))
+    assert maker["PAGE"].read_text() == maker["page"]()
 
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_reference_covers_the_scripts_own_parser(script, task, monkeypatch, capsys):
-    """The groups that this test reads are those that the command line is really parsed with."""
+def test_help_fits_on_a_screen_and_help_all_shows_every_flag(script, task, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [script])
-    with pytest.raises(SystemExit) as ended:
-        parse(["--task", task, "--help"], SCRIPTS[script])
-    assert ended.value.code == 0
-    shown = set(re.findall(r"^  (--[a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE))
-    groups = {heading(group) for group in (*TRAINER_GROUPS, find_task(task).Config)}
-    if not SCRIPTS[script]:
-        groups.remove(heading(MultiDeviceFlags))
-    assert shown == {name.split()[0] for title, name in documented_flags() if title in groups}
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_reference_has_the_tasks_own_defaults_of_other_flags(task):
-    section = reference("Flags").split(f"\n### {heading(find_task(task).Config)}\n")[1].split("\n### ")[0]
-    stated = re.search(r"Other defaults of this task: (.*?)\.\n", section, re.DOTALL)
-    found = dict(re.findall(r"`--([a-z-]+) ([^`]+)`", stated[1])) if stated else {}
-    defaults = find_task(task).defaults.items()
-    words = {name: map(str, value) if isinstance(value, tuple) else [str(value)] for name, value in defaults}
-    assert found == {name.replace("_", "-"): " ".join(value) for name, value in words.items()}
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = {}
+    for asked in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as ended:
+            parse(["--task", task, asked], SCRIPTS[script])
+        assert ended.value.code == 0
+        shown[asked] = capsys.readouterr().out
+    assert len(shown["--help"].splitlines()) <= (62 if SCRIPTS[script] else 60)
+    names = {asked: set(re.findall(r"^  (--[a-z0-9-]+)", text, re.MULTILINE)) for asked, text in shown.items()}
+    groups = [*TRAINER_GROUPS[: None if SCRIPTS[script] else -1], find_task(task).Config]
+    visible = [option for option in options(*groups).values() if not option.hidden]
+    assert names["--help-all"] == {option.name for option in visible}
+    assert names["--help"] == {option.name for option in visible if option.common}
+    # An example of each task.
+    assert f"--task {task} " in shown["--help"] or task == default_task() or SCRIPTS[script]
 
 
 # --- commands --------------------------------------------------------------------------------------------------
@@ -204,7 +105,7 @@ def documented_commands() -> list[tuple[str, str, tuple[str, ...]]]:
         for block in code_in(path.read_text())
         for script, arguments in commands_in(block)
     ]
-    help_texts = [("--help", re.sub(r" {3,}\S.*", "", text)) for text in EXAMPLES.values()]
+    help_texts = [("--help", examples_of(name, find_task(name), s)) for name in TASKS for s in SCRIPTS.values()]
     help_texts.append(("examples/own_task.py", (ROOT / "examples" / "own_task.py").read_text().split('"""')[1]))
     found += [
         (where, script, tuple(arguments)) for where, text in help_texts for script, arguments in commands_in(text)
@@ -226,7 +127,7 @@ def test_documented_command_parses(document, script, arguments, monkeypatch):
     # As on a machine with GPUs, whatever this one has.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    if "--help" in arguments:
+    if {"--help", "--help-all"} & {*arguments}:
         return
     _, problems = parse(arguments, SCRIPTS[script])
     # Files that the reader has and this machine does not.

@@ -96,7 +96,7 @@ def test_trace_is_not_said_to_be_for_tensorboard_alone(capsys, monkeypatch):
     """TensorBoard shows nothing of it without a package that is not among the requirements."""
     monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit):
-        profile(["step", "--help"])
+        profile(["step", "--help-all"])
     out = capsys.readouterr().out
     assert "tensorboard --logdir" not in out and "then: open the file in https://ui.perfetto.dev" in out
     assert "TensorBoard shows it only with the package torch-tb-profiler" in out

@@ -19,26 +19,16 @@ from trainer.task import Task
 
 DESCRIPTION = {
     False: "Trains on one device. The same command again resumes an unfinished run.",
-    True: "Trains on several devices, with the same result as on one. The same command again resumes, on any number "
-    "of devices.",
+    True: "Trains on several devices. The same command again resumes, on any number of them.",
 }
 
-EXAMPLES = {
-    False: """examples:
-  python main.py                                       the default task on its built-in data
-  python main.py --download --save-dir checkpoints/uci
-  python main.py --task seqrec --data-dir ml-1m.zip --save-dir checkpoints/ml-1m
-  python main.py --config checkpoints/uci/config.json --save-dir checkpoints/uci-again
-  python main.py --seeds 5 --save-dir checkpoints/five
-  python main.py --save-dir checkpoints/uci --eval-only
-  python main.py --save-dir checkpoints/uci --predict recording.csv --output labels.csv""",
-    True: """examples:
-  python main_multi_gpu.py --multi-gpu ddp             one process per GPU of this machine
-  python main_multi_gpu.py --multi-gpu ddp --nproc 2 --device cpu
-  python main_multi_gpu.py --multi-gpu dp --gpu-ids 0,1
-  torchrun --nproc_per_node=2 main_multi_gpu.py --multi-gpu ddp --save-dir checkpoints/ddp""",
-}
+LAUNCHES = (
+    "python main_multi_gpu.py --multi-gpu ddp",
+    "python main_multi_gpu.py --multi-gpu ddp --nproc 2 --device cpu",
+    "torchrun --nproc_per_node=2 main_multi_gpu.py --multi-gpu ddp",
+)
 
+HELP = {"-h", "--help", "--help-all"}
 OF_SEVERAL_DEVICES = "is for several devices; use main_multi_gpu.py"
 
 
@@ -56,7 +46,7 @@ def parse(
     that one's `--help` says: a description, and examples. command: the word that its flags come after, if any.
     task_type: the class that `--task` names; without it, it is looked for.
     """
-    without_help = [word for word in argv if word not in ("-h", "--help")]
+    without_help = [word for word in argv if word not in HELP]
     given, _, _ = values_given(TRAINER_GROUPS, without_help)
     files, problems = read_config_files(given.get("config") or ())
     asked = Layers(TRAINER_GROUPS)
@@ -81,7 +71,7 @@ def parse(
     layers.make_room_for(values_given(group_types, without_help)[0])
     problems += layers.take_out_what_users_alone_name({*given, "task"} if task_type else given.keys())
     elsewhere = _flags_of_others(argv, group_types, task_name)
-    description, examples = about or (DESCRIPTION[several_devices], EXAMPLES[several_devices])
+    description, examples = about or (DESCRIPTION[several_devices], examples_of(task_name, task_type, several_devices))
     about = f"{description}\nWorkloads: {', '.join(workloads())}.", examples
     groups, found = parse_flags(group_types, argv, *about, task_type is None, layers.values, command, elsewhere)
     by_type: dict[type | None, Any] = {type(group): group for group in groups}
@@ -101,6 +91,18 @@ def parse(
     return flags, problems + [with_origins(problem, origins) for problem in found]
 
 
+def examples_of(task_name: str, task_type: type[Task] | None, several_devices: bool) -> str:
+    """The commands at the end of `--help`, one a line."""
+    task = [] if task_name == default_task() else [f"--task {task_name}"]
+    flags_of_task = () if task_type is None else task_type.examples
+    commands = (
+        [[start, *task] for start in LAUNCHES]
+        if several_devices
+        else [["python main.py", *task, flags] for flags in ("", *flags_of_task)]
+    )
+    return "\n  ".join(["examples:", *(" ".join(command).strip() for command in commands)])
+
+
 def _flags_of_others(argv: Sequence[str], group_types: Sequence[type], task_name: str) -> dict[str, str]:
     """What is wrong with flags of earlier versions, of several devices, and of other workloads, by name.
 
@@ -109,7 +111,7 @@ def _flags_of_others(argv: Sequence[str], group_types: Sequence[type], task_name
     said = dict(RETIRED)
     if MultiDeviceFlags not in group_types:
         said |= {option.name: OF_SEVERAL_DEVICES for option in options(MultiDeviceFlags).values()}
-    strange = names_given(argv) - {option.name for option in options(*group_types).values()} - said.keys() - {"--help"}
+    strange = names_given(argv) - {option.name for option in options(*group_types).values()} - said.keys() - HELP
     owners: dict[str, list[str]] = {}
     for task in workloads() if strange and task_name in workloads() else ():
         for option in options(find_task(task).Config).values():
@@ -268,8 +270,8 @@ class Layers:
 
 def names_several_devices(argv: Sequence[str]) -> bool:
     """Whether a command line, its config files or a launcher are about several devices; `--help` shows them too."""
-    own = {flag_name(field) for field in options(MultiDeviceFlags)} | {"--help"}
-    if own & names_given(argv) or "-h" in argv or one_process_problems(os.environ):
+    own = {flag_name(field) for field in options(MultiDeviceFlags)} | HELP
+    if own & {*names_given(argv), *argv} or one_process_problems(os.environ):
         return True
     files, _ = read_config_files(values_given([ConfigFlags], argv)[0].get("config") or ())
     return any(file.of_several_devices() for file in files)
