@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer import __all__ as _of_trainer
 from trainer import __getattr__ as _of_name
+from trainer import __version__
 
 if TYPE_CHECKING:
     from tasks.tabular_classifier import TabularClassifier

@@ -89,7 +89,7 @@ def run(site, environment, tmp_path):
 
 
 def test_the_package_is_alone_and_names_nothing_outside_itself(site):
-    assert {path.name for path in site.iterdir()} - {"bin"} <= {"lockstep", "lockstep-0.1.0.dist-info"}
+    assert {path.name for path in site.iterdir()} - {"bin"} <= {"lockstep", "lockstep-0.2.0.dist-info"}
     paths = [*(site / "lockstep").rglob("*.py")]
     modules = {".".join(path.relative_to(site / "lockstep").with_suffix("").parts) for path in paths} - {"__main__"}
     for path in paths:

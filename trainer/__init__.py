@@ -1,13 +1,13 @@
-"""All that a task of one's own needs: `from trainer import Batch, FlagGroup, Objective, SampleKeys, Sums, Task, flag`;
-and its use from Python: `trainer.fit`, `trainer.load`, `trainer.SavedRun`.
+"""The public names of the trainer, each imported when it is asked for.
 
-And a logger: `from trainer import LoggedRun, Logger, Record`.
-
-Each name is imported when it is asked for, so that a part of the trainer can be used without the others.
+A task file needs `Task`, `Objective`, `FlagGroup`, `flag` and the like; a script `fit`, `load` and `SavedRun`; a logger
+`Logger`, `LoggedRun` and `Record`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from trainer.common import __version__
 
 if TYPE_CHECKING:
     from trainer.api import SavedRun, fit, load

@@ -15,6 +15,7 @@ from torch import nn
 
 from trainer.checkpoint.format import brief
 from trainer.checkpoint.manifest import as_json
+from trainer.common import __version__
 from trainer.common.errors import UserError
 from trainer.common.files import MOST_RECORD, plain
 from trainer.loop.evaluate import digest_of
@@ -34,6 +35,7 @@ def describe_environment(strategy: Strategy) -> dict[str, Any]:
         "num_devices": strategy.num_devices,
         "num_threads_per_rank": torch.get_num_threads(),
         "device_type": strategy.device.type,
+        "lockstep": __version__,
         "torch": str(torch.__version__),
         "numpy": np.__version__,
         "python": platform.python_version(),

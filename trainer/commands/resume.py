@@ -256,8 +256,8 @@ class Changes:
                 f"instead of {then['num_devices']}; per-device batch and accumulation are derived anew."
             )
         counts = ("world_size", "num_devices") if self._in_parts else ()
-        names = [name for name in now if name not in counts and then.get(name) != now[name]]
-        different = [f"{name} {then.get(name)} -> {now[name]}" for name in names]
+        names = [name for name in now if name not in counts and then.get(name, now[name]) != now[name]]
+        different = [f"{name} {then[name]} -> {now[name]}" for name in names]
         if different:
             notes.append(f"Equal to an unbroken run up to rounding, not to the bit, since: {', '.join(different)}.")
         return notes
