@@ -280,7 +280,7 @@ def test_imports_name_modules_that_exist():
 
 
 def test_runtime_needs_only_the_declared_third_parties():
-    allowed = {*PACKAGES, *SCRIPTS, "lockstep", *THIRD_PARTIES, *sys.stdlib_module_names}
+    allowed = {*PACKAGES, *SCRIPTS, "lockstep", "examples", *THIRD_PARTIES, *sys.stdlib_module_names}
     offenders = [found for module in modules() for found in imports_of(module) if found.top not in allowed]
     assert not offenders, f"not in requirements.txt:\n{report(offenders)}"
 

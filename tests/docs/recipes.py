@@ -12,9 +12,9 @@ from trainer import SampleKeys
 
 
 def recipe(heading: str, **names: Any) -> dict[str, Any]:
-    """The names that the code below a heading, or words in bold, defines. names: what it takes for granted besides."""
+    """Returns the names that the code below a heading defines. names: what the code uses besides."""
     text = (ROOT / "docs" / "own_task.md").read_text()
-    text = text.partition(f"### {heading}\n")[2] or text.partition(f"**{heading}**")[2]
+    text = text.partition(f"### {heading}\n")[2]
     names |= {"np": np, "torch": torch, "Path": Path, "SampleKeys": SampleKeys}
     exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
     return names

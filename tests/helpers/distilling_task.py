@@ -18,8 +18,8 @@ def loss_of(student, teacher, x, y):
     return F.cross_entropy(logits, y, reduction="sum") + F.cross_entropy(logits, expected, reduction="sum")
 
 
-SHOWN = recipe("What only helps", F=F, Objective=Objective, Batch=Batch, Sums=Sums)
-"""What docs/own_task.md shows."""
+SHOWN = recipe("Helpers", F=F, Objective=Objective, Batch=Batch, Sums=Sums)
+"""The code of docs/own_task.md."""
 Distilling = SHOWN["Distilled"]
 
 
