@@ -9,7 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import trainer
 from tests.conftest import ROOT, assert_same_bits, load
@@ -228,6 +236,8 @@ REFUSED = {
     "a number": ({"loss": lambda model, batch: {"loss": nll(model, batch), "n": 3}}, "returned a int for 'n'"),
     "no loss": ({"loss": lambda model, batch: {"nll": nll(model, batch)}}, "fit: the loss returned nll, and no 'loss'"),
     "no function": ({"loss": "nll"}, "fit: loss 'nll': must be a function of a model and a batch"),
+    "a loss of torch": ({"loss": nn.CrossEntropyLoss()}, "fit: loss CrossEntropyLoss(): must be a function of a model"),
+    "no data": ({"train": None}, "fit, train: its data set (NoneType): it has no `__len__`"),
     "no names": ({"names": None}, "fit, train: its data set (TensorDataset, names=None): its items have 2 part(s)"),
     "a lazy model": (
         {"model": nn.LazyLinear(2)},
@@ -236,6 +246,10 @@ REFUSED = {
     "a sampler": (
         {"train": loader(sampler=WeightedRandomSampler(torch.ones(40), 40))},
         "fit, train: the DataLoader has the sampler WeightedRandomSampler, which a run that resumes",
+    ),
+    "a part of the samples": (
+        {"train": loader(sampler=RandomSampler(TRAIN, num_samples=9))},
+        "fit, train: the DataLoader has the sampler RandomSampler",
     ),
     "a batch sampler": (
         {"train": DataLoader(TRAIN, batch_sampler=[[0, 1], [2, 3]])},
@@ -257,6 +271,7 @@ REFUSED = {
         {"optimizer": partial(torch.optim.SGD, lr=0.1)},
         "fit: the partial of SGD has its own lr; leave it out, and give fit lr=...",
     ),
+    "an optimizer of the loss": ({"optimizer": torch.optim.LBFGS}, "fit: optimizer LBFGS evaluates the loss itself"),
     "no optimizer": ({"optimizer": 3}, "fit: optimizer 3: must be a name, such as 'adamw', a class"),
     "a flag that is none": ({"learning_rate": 0.1}, "learning_rate: no such"),
 }
@@ -298,6 +313,7 @@ def test_own_collate(tmp_path):
         return {"x": torch.stack([x for x, _ in items]), "y": torch.stack([y for _, y in items])}
 
     one, _ = fit(tmp_path, names=None, collate=collate)
-    other, _ = fit(tmp_path / "other", DataLoader(TRAIN, 32, collate_fn=collate), names=None)
+    other, run = fit(tmp_path / "other", DataLoader(TRAIN, 32, collate_fn=collate), names=None)
+    assert torch.equal(run.predict(DataLoader(VAL, collate_fn=collate)), run.predict(VAL))
     assert one == other == fit(tmp_path / "tensors")[0]
     assert np.isfinite(one["train/loss"])

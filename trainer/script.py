@@ -4,8 +4,8 @@ import copy
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,16 +37,15 @@ class ScriptFlags(FlagGroup):
 
 @dataclass(frozen=True)
 class Job:
-    """What a script hands to `trainer.fit`. remarks: what is taken of its loaders. datasets: by split."""
+    """What a script hands to `trainer.fit`. sources: by split. remarks: what is taken from its loaders."""
 
     model: nn.Module
     loss: Loss
-    datasets: Mapping[str, Any]
+    sources: Mapping[str, Any]
     names: Sequence[str] | None
-    collates: Mapping[str, Any]
     collate: Any
     build_optimizer: Callable[..., torch.optim.Optimizer] | None
-    remarks: Sequence[str] = field(default=())
+    remarks: Sequence[str]
 
 
 class Script(Task):
@@ -56,15 +55,18 @@ class Script(Task):
     job: ClassVar[Job]
 
     def splits(self) -> Mapping[str, KeyedDataset]:
-        if not hasattr(self, "_splits"):
-            self._splits = {name: self._keyed(name, dataset) for name, dataset in self.job.datasets.items()}
         return self._splits
 
-    def _keyed(self, name: str, dataset: Any) -> KeyedDataset:
+    @cached_property
+    def _splits(self) -> Mapping[str, KeyedDataset]:
+        return {name: self._keyed(name, source) for name, source in self.job.sources.items()}
+
+    def _keyed(self, name: str, source: Any) -> KeyedDataset:
+        dataset, collate = _items(source)
         if is_keyed(dataset):
             return dataset
         try:
-            return from_dataset(dataset, self.job.collates.get(name), seed=self.seed, names=self.job.names)
+            return from_dataset(dataset, self.job.collate or collate, seed=self.seed, names=self.job.names)
         except UserError as error:
             raise UserError(f"fit, {name}: {error}".replace("from_dataset(", "its data set (", 1)) from None
 
@@ -97,7 +99,7 @@ class Rows(Objective):
         return {name: self._sum(name, value, len(batch["weight"])) for name, value in rows.items()}
 
     def _sum(self, name: str, row: object, num_samples: int) -> Tensor:
-        """Raises UserError for what has not one number for each sample, as a mean."""
+        """Raises UserError for a value that has not one number for each sample, such as a mean."""
         if isinstance(row, Tensor) and row.shape == (num_samples,):
             return row.sum()
         what = f"shape {tuple(row.shape)}" if isinstance(row, Tensor) else f"a {type(row).__name__}"
@@ -119,103 +121,93 @@ def task_of(
     collate: Callable[[list[Any]], Any] | None = None,
     optimizer: Any = None,
 ) -> type[Script]:
-    """The task that a script describes; see `trainer.fit`.
+    """Makes the task that a script describes; see `trainer.fit`.
 
-    settings: flags, to which come those that loaders and the optimizer say, unless they are there. Raises UserError.
+    settings: flags, to which those that loaders and the optimizer set are added, unless they are there. Raises
+    UserError.
     """
-    if not callable(loss):
+    if not callable(loss) or type(loss).__module__ == nn.modules.loss.__name__:
         raise UserError(f"fit: loss {loss!r}: must be a function of a model and a batch: a number for each sample")
-    _refuse_lazy(model)
-    given = {"train": train, "val": val, "test": test}
-    datasets, collates, remarks = {}, {}, []
-    for name, source in given.items():
-        if source is not None:
-            datasets[name], collates[name], said = _taken(name, source, settings)
-            collates[name] = collate or collates[name]
-            remarks += said
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(value):
+            raise UserError(f"fit: {name} of the model has no shape before a first forward; call the model once")
+    others = {"val": val, "test": test}
+    sources = {"train": train} | {name: source for name, source in others.items() if source is not None}
+    remarks = [_taken(name, source, settings) for name, source in sources.items() if isinstance(source, DataLoader)]
     try:
         own = copy.deepcopy(model).cpu()
     except Exception as error:  # whatever a module of the user's raises
         raise UserError(f"fit: the model cannot be copied ({type(error).__name__}: {error}); build it anew") from None
-    settings["loss"] = _identity(loss)
-    job = Job(own, loss, datasets, names, collates, collate, _builder(optimizer, settings), tuple(remarks))
-    return type(SCRIPT, (Script,), {"job": job, "__module__": getattr(_function_of(loss), "__module__", "__main__")})
+    function = loss.func if isinstance(loss, partial) else loss
+    settings["loss"] = _identity(function)
+    job = Job(own, loss, sources, names, collate, _builder(optimizer, settings), remarks)
+    return type(SCRIPT, (Script,), {"job": job, "__module__": getattr(function, "__module__", "__main__")})
 
 
-def _refuse_lazy(model: nn.Module) -> None:
-    lazy = [name for name, value in [*model.named_parameters(), *model.named_buffers()] if is_lazy(value)]
-    if lazy:
-        raise UserError(f"fit: {lazy[0]} of the model has no shape before a first forward; call the model once")
-
-
-def _function_of(loss: Loss) -> Any:
-    return loss.func if isinstance(loss, partial) else loss
-
-
-def _identity(loss: Loss) -> str:
+def _identity(function: Any) -> str:
     """Its qualified name, and the digest of its source where that can be read."""
-    function = _function_of(loss)
-    name = getattr(function, "__qualname__", type(function).__qualname__)
+    named = function if hasattr(function, "__qualname__") else type(function)
     try:
-        source = inspect.getsource(function if hasattr(function, "__qualname__") else type(function))
+        source = inspect.getsource(named)
     except (OSError, TypeError):
-        return name
-    return f"{name} ({hashlib.sha256(source.encode()).hexdigest()[:8]})"
+        return str(named.__qualname__)
+    return f"{named.__qualname__} ({hashlib.sha256(source.encode()).hexdigest()[:8]})"
 
 
 @torch.no_grad()
 def predicted(
     task_type: type[Script], model: nn.Module, dataset: Any, outputs: Outputs | None, batch_size: int
 ) -> Tensor:
-    """What a trained model answers for each item; see `SavedRun.predict`."""
-    if isinstance(dataset, DataLoader):
-        dataset = dataset.dataset
+    """Returns what a trained model answers for each item; see `SavedRun.predict`."""
     job, device = task_type.job, pick_device("auto")
+    dataset, collate = _items(dataset)
     if not is_keyed(dataset):
         item = dataset if isinstance(dataset, Mapping) else dataset[0]
         num_parts = len(item) if isinstance(item, tuple | list) else 1
         names = None if isinstance(item, Mapping) or job.names is None else job.names[:num_parts]
-        dataset = from_dataset(dataset, job.collate, seed=0, names=names)
+        collate = collate or job.collate or _items(job.sources["train"])[1]
+        dataset = from_dataset(dataset, collate, seed=0, names=names)
     task = task_type(task_type.Config(), 0, Path())
     answers, model = [], model.to(device).eval()
     for start in range(0, len(dataset), batch_size):
         keys = SampleKeys(np.arange(start, min(start + batch_size, len(dataset))), epoch=0)
         batch = task.collate(dataset.__getitems__(keys), keys)
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        answers.append((outputs or _answer_to_first)(model, batch).cpu())
+        answers.append((outputs(model, batch) if outputs else model(next(iter(batch.values())))).cpu())
     return torch.cat(answers)
-
-
-def _answer_to_first(model: nn.Module, batch: Batch) -> Tensor:
-    answer: Tensor = model(next(iter(batch.values())))
-    return answer
 
 
 # --- loaders -----------------------------------------------------------------------------------------------------
 
 
-def _taken(name: str, source: Any, settings: dict[str, Any]) -> tuple[Any, Any, list[str]]:
-    """The data set of a split, how its items are collated, and what is said of it. Raises UserError."""
+def _items(source: Any) -> tuple[Any, Any]:
+    """A data set or that of a DataLoader, and what collates its items, if not `default_collate`."""
     if not isinstance(source, DataLoader):
-        return source, None, []
-    _refuse_settings(name, source)
-    flags = {"batch_size": source.batch_size, "drop_last": source.drop_last, "num_workers": source.num_workers}
-    if name != "train":
-        flags = {"eval_batch_size": source.batch_size}
+        return source, None
+    return source.dataset, None if source.collate_fn is default_collate else source.collate_fn
+
+
+def _taken(name: str, loader: DataLoader[Any], settings: dict[str, Any]) -> str:
+    """Adds the flags that a loader sets, and returns what is said of it. Raises UserError."""
+    _refuse_settings(name, loader)
+    flags, order = {"eval_batch_size": loader.batch_size}, ""
+    if name == "train":
+        order = " The order of its samples is the trainer's, another in each epoch."
+        flags = {each: getattr(loader, each) for each in ("batch_size", "drop_last", "num_workers")}
     taken = {flag: value for flag, value in flags.items() if settings.get(flag) is None}
     settings |= taken
     said = ", ".join(f"{flag} {value}" for flag, value in taken.items())
-    collate = None if source.collate_fn is default_collate else source.collate_fn
-    order = " The order of its samples is the trainer's, another in each epoch." if name == "train" else ""
-    return source.dataset, collate, [f"Of the DataLoader {name} are taken: its data set, {said or 'no flag'}.{order}"]
+    return f"Of the DataLoader {name} are taken: its data set, {said or 'no flag'}.{order}"
 
 
 def _refuse_settings(name: str, loader: DataLoader[Any]) -> None:
     """Raises UserError for what a DataLoader has that a trainer with an order of its own cannot keep to."""
     sampler, found = loader.sampler, []
-    if isinstance(loader.dataset, IterableDataset):
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset):
         return  # which is refused by itself
-    if type(sampler) not in (SequentialSampler, RandomSampler) or getattr(sampler, "replacement", False):
+    is_random = isinstance(sampler, RandomSampler) and not sampler.replacement and len(dataset) == sampler.num_samples
+    if type(sampler) is not SequentialSampler and not is_random:
         found.append(f"the sampler {type(sampler).__name__}")
     if loader.batch_size is None or type(loader.batch_sampler) is not torch.utils.data.BatchSampler:
         found.append("a batch_sampler, or batches that the data set makes")
@@ -236,14 +228,20 @@ def _builder(optimizer: Any, settings: dict[str, Any]) -> Callable[..., torch.op
         settings |= {} if optimizer is None else {"optimizer": optimizer}
         return None
     kind = optimizer.func if isinstance(optimizer, partial) else optimizer
+    problem = None
     if isinstance(kind, torch.optim.Optimizer):
-        raise UserError(
-            f"fit: optimizer {type(kind).__name__} is an instance, of the parameters of your model, and a copy of the "
-            f"model is trained; give the class {type(kind).__name__}, or a functools.partial of it with its settings"
+        name = type(kind).__name__
+        problem = (
+            f"optimizer {name} is an instance, of the parameters of your model, and a copy of the model is trained; "
+            f"give the class {name}, or a functools.partial of it with its settings"
         )
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise UserError(f"fit: optimizer {optimizer!r}: must be a name, such as 'adamw', a class, or a partial of one")
-    if isinstance(optimizer, partial) and ("lr" in optimizer.keywords or optimizer.args):
-        raise UserError(f"fit: the partial of {kind.__name__} has its own lr; leave it out, and give fit lr=...")
+    elif not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        problem = f"optimizer {optimizer!r}: must be a name, such as 'adamw', a class, or a partial of one"
+    elif issubclass(kind, torch.optim.LBFGS):
+        problem = "optimizer LBFGS evaluates the loss itself, several times a step, which this trainer does not do"
+    elif isinstance(optimizer, partial) and ("lr" in optimizer.keywords or optimizer.args):
+        problem = f"the partial of {kind.__name__} has its own lr; leave it out, and give fit lr=..."
+    if problem is not None:
+        raise UserError(f"fit: {problem}")
     build: Callable[..., torch.optim.Optimizer] = optimizer
     return build

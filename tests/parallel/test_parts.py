@@ -317,8 +317,8 @@ def test_flags_that_do_not_go_together_are_refused(words):
 @pytest.mark.parametrize(
     ("words", "num_devices", "message"),
     [
-        ("--parts 4", 3, "--parts 4: 3 devices cannot share them; take a multiple"),
-        ("--parts 4", 8, "--parts 4: 8 devices cannot share them; take a multiple"),
+        ("--parts 4", 3, "--parts 4: 3 devices do not divide it; change one of the two"),
+        ("--parts 4", 8, "--parts 4: 8 devices do not divide it; change one of the two"),
         (
             "--parts 4 --global-batch-size 3",
             1,

@@ -35,7 +35,9 @@ def arrange_batches(
     if strategy.num_parts:
         asked, least, size = batch.global_batch_size, strategy.num_parts, batch.batch_size
         if least % strategy.num_devices:
-            raise flags.refusal(f"--parts {least}: {strategy.num_devices} devices cannot share them; take a multiple")
+            raise flags.refusal(
+                f"--parts {least}: {strategy.num_devices} devices do not divide it; change one of the two"
+            )
         if asked is not None and not least <= asked <= least * size:
             raise flags.refusal(
                 f"--global-batch-size {asked}: --parts {least} of at most --batch-size {size} samples hold {least} to "
