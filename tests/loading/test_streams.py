@@ -82,19 +82,15 @@ def short(epoch):
 
 def changing():
     yield from [torch.zeros(2)] * 9
-    yield torch.zeros(3)
+    yield from [torch.zeros(3)] * 9
 
 
 @pytest.mark.parametrize(
     ("make", "more", "message"),
     [
-        (
-            short,
-            {},
-            "from_stream(short): the stream of epoch 1 has 20 of 23 samples; give that number or a smaller one",
-        ),
-        (lambda: short(0), {}, "the stream ended after 20 samples, in epoch 1 of 23 samples each; lower"),
-        (changing, {"names": "x"}, "sample 9 of the stream is torch.float32 of shape (3,), where those before are "),
+        (short, {}, "from_stream(short): the stream ended after 20 samples, in epoch 1 of 23 samples each; lower"),
+        (lambda: short(0), {}, "samples each; lower samples_per_epoch, or let make_iterator take the epoch"),
+        (changing, {"names": "x"}, "from_stream(changing): its items cannot be stacked into a batch"),
         (changing, {}, "from_stream(changing, names=None): its items have 1 part(s)"),
         ([1, 2], {}, "from_stream(list): it takes a function that begins the stream"),
         (numbers, {"samples_per_epoch": 0}, "from_stream: samples_per_epoch 0: must be a whole number, at least 1"),

@@ -4,13 +4,11 @@ import inspect
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 from torch.utils.data import default_collate
 
 from trainer.common.errors import UserError
@@ -50,7 +48,7 @@ def from_stream(
     samples_per_epoch: at least 1; of a validation set all that it has.
     collate, seed, names: see `from_dataset`.
 
-    Raises UserError, also when a batch is made: where the stream ends too soon, or gives another kind of sample.
+    Raises UserError, also when a batch is made: where the stream ends too soon.
     """
     if not callable(make_iterator):
         kind = type(make_iterator).__name__
@@ -97,15 +95,6 @@ class _Reader:
         self.asked_at = time.monotonic()
 
 
-@dataclass
-class _Reading:
-    """By phase, the reader and where one begins that is not at the start; and what the samples have in common."""
-
-    readers: dict[int, _Reader] = field(default_factory=dict)
-    begins: dict[int, Place] = field(default_factory=dict)
-    kind: Any = None
-
-
 class KeyedStream(KeyedItems):
     """What `from_stream` returns. One reader for each phase goes forward; for what it has passed it begins again."""
 
@@ -121,10 +110,8 @@ class KeyedStream(KeyedItems):
         super().__init__(f"from_stream({name})", collate, seed, names)
         self._make, self._num_samples = make_iterator, samples_per_epoch
         self._by_epoch = _takes_epoch(make_iterator)
-
-    @cached_property  # which a worker process finds out by itself
-    def _now(self) -> _Reading:
-        return _Reading()
+        self._readers: dict[int, _Reader] = {}  # by phase
+        self._begins: dict[int, Place] = {}  # where those begin that do not begin at the start
 
     def __len__(self) -> int:
         return self._num_samples
@@ -140,7 +127,7 @@ class KeyedStream(KeyedItems):
         return (epoch, samples) if self._by_epoch else (0, epoch * self._num_samples + samples)
 
     def _read(self, phase: int, epoch: int, numbers: list[int], is_placeholder: bool) -> list[Any]:
-        reader, first = self._now.readers.get(phase), min(numbers)
+        reader, first = self._readers.get(phase), min(numbers)
         if reader is not None and (reader.epoch, reader.process) != (epoch, os.getpid()):
             reader = None  # a worker that was forked shares no files with others
         if reader is not None and first < reader.position and first not in reader.kept:
@@ -148,7 +135,7 @@ class KeyedStream(KeyedItems):
                 return (reader.last * len(numbers))[: len(numbers)]
             reader = None
         if reader is None:
-            reader = self._now.readers[phase] = self._begun(phase, epoch, first)
+            reader = self._readers[phase] = self._begun(phase, epoch, first)
         if first >= reader.position:
             reader.kept = {}
             reader.note_place()
@@ -158,7 +145,7 @@ class KeyedStream(KeyedItems):
 
     def _begun(self, phase: int, epoch: int, first: int) -> _Reader:
         """At the last place before a sample where it can be."""
-        place = self._now.begins.get(phase)
+        place = self._begins.get(phase)
         if place is None or place.epoch != epoch or place.position > first:
             place = Place(epoch, 0, None)
         seed_draws(*random_bits(self.seed, epoch, np.array([-1]), 3)[0].tolist())
@@ -178,46 +165,31 @@ class KeyedStream(KeyedItems):
                 except StopIteration:
                     raise UserError(self._ended(reader)) from None
                 if reader.position >= first:
-                    self._require_kind(sample, reader.position)
                     reader.kept[reader.position] = sample
                 reader.position += 1
 
     def _ended(self, reader: _Reader) -> str:
         number, size = reader.position, self._num_samples
-        if self._by_epoch:
-            advice = "give that number or a smaller one"
-            return f"{self.source}: the stream of epoch {reader.epoch + 1} has {number} of {size} samples; {advice}"
+        epoch = reader.epoch if self._by_epoch else number // size
+        again = "" if self._by_epoch else ", or let make_iterator take the epoch and begin the stream again in each"
         return (
-            f"{self.source}: the stream ended after {number} samples, in epoch {number // size + 1} of {size} samples "
-            "each; lower samples_per_epoch, or let make_iterator take the epoch and begin the stream again in each"
+            f"{self.source}: the stream ended after {number} samples, in epoch {epoch + 1} of {size} samples each; "
+            f"lower samples_per_epoch{again}"
         )
-
-    def _require_kind(self, sample: Any, number: int) -> None:
-        """Raises UserError for a sample that is none like the first."""
-        if self.collate is not default_collate:
-            return
-        kind = _kind(sample)
-        if self._now.kind is None:
-            self._now.kind = kind
-        elif kind != self._now.kind:
-            raise UserError(
-                f"{self.source}: sample {number} of the stream is {kind}, where those before are {self._now.kind}; "
-                "give `collate`, a function that makes a batch of a list of them"
-            )
 
     # --- a checkpoint and back ---------------------------------------------------------------------------------------
 
     def place_before(self, phase: int, epoch: int, samples: int) -> Place | None:
         """The last one that is known before a sample of an epoch; None where the stream has no states of its own."""
-        (own_epoch, position), reader = self._place(epoch, samples), self._now.readers.get(phase)
-        known = [self._now.begins.get(phase), *(reader.places if reader is not None else ())]
+        (own_epoch, position), reader = self._place(epoch, samples), self._readers.get(phase)
+        known = [self._begins.get(phase), *(reader.places if reader is not None else ())]
         before = [each for each in known if each and each.epoch == own_epoch and each.position <= position]
         return before[-1] if before else None
 
     def begin_at(self, phase: int, place: Place) -> None:
         """place: of `place_before`, for the batches from there on."""
-        self._now.begins[phase] = place
-        self._now.readers.pop(phase, None)
+        self._begins[phase] = place
+        self._readers.pop(phase, None)
 
     def num_read_again(self, phase: int, epoch: int, samples: int) -> int:
         """Samples that are passed before one of an epoch comes."""
@@ -231,14 +203,3 @@ def _takes_epoch(function: Callable[..., Any]) -> bool:
     except ValueError:  # as of a class that is no Python
         return False
     return any(each.default is each.empty and each.kind <= each.POSITIONAL_OR_KEYWORD for each in parameters)
-
-
-def _kind(sample: Any) -> Any:
-    """What samples that can be stacked have in common."""
-    if isinstance(sample, Mapping):
-        return {name: _kind(part) for name, part in sample.items()}
-    if isinstance(sample, tuple | list):
-        return [_kind(part) for part in sample]
-    if isinstance(sample, Tensor | np.ndarray):
-        return f"{sample.dtype} of shape {tuple(sample.shape)}"
-    return type(sample).__name__
