@@ -158,15 +158,19 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
     if imports_script_of_parent():
         sys.exit(EXIT_UNGUARDED)  # the parent says why
     try:
-        task_type = _task_of(task, script, settings)
+        task_type, number = _task_of(task, script, settings), next(_calls)
         argv, problems, several_devices = _command_line(task_type, settings)
-        if issubclass(task_type, Script):
-            return _fit_script(argv, several_devices, task_type, problems)
+        if _rank is not None and number == _rank.number:
+            sys.exit(
+                run_process(_rank.argv, True, _rank.environment, task_type)
+            )  # what follows is for the first process
         flags, environment = read_command_line(argv, several_devices, task_type=task_type, problems=problems)
-        _refuse_other_than_one_run(flags)
         run = SavedRun(flags.checkpoint.save_dir, task_type)
+        if _rank is not None:
+            return Fitted(_metrics_at_end(run), run)  # trained before
+        _refuse_other_than_one_run(flags)
         if starts_processes(flags.multi, environment):
-            return _fit_in_processes(flags.multi, flags.devices.device, argv, run)
+            return _fit_in_processes(flags.multi, flags.devices.device, argv, run, number)
         return _fit_here(flags, argv, environment, run)
     except UserError as error:
         end: BaseException = UserError(str(error))
@@ -240,34 +244,42 @@ def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | 
             return Fitted(strategy.group.on_main(lambda: _metrics_at_end(run)), run)
 
 
-def _fit_script(argv: Sequence[str], several_devices: bool, task_type: type[Task], problems: Sequence[str]) -> Fitted:
-    """Trains what a script describes; a process that runs the script again trains as one of its ranks."""
-    number = next(_calls)
-    if _rank is not None and number == _rank.number:
-        sys.exit(run_process(_rank.argv, True, _rank.environment, task_type))  # what follows is for the first process
-    flags, environment = read_command_line(argv, several_devices, task_type=task_type, problems=problems)
-    run = SavedRun(flags.checkpoint.save_dir, task_type)
-    if _rank is not None:
-        return Fitted(_metrics_at_end(run), run)  # trained before
-    _refuse_other_than_one_run(flags)
-    if not starts_processes(flags.multi, environment):
-        return _fit_here(flags, argv, environment, run)
-    form, main = f"multi_gpu {flags.multi.multi_gpu}", sys.modules["__main__"]
+def _fit_in_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str], run: SavedRun, number: int) -> Fitted:
+    """Raises UserError for what other processes cannot run, and when they refuse; Failure when they fail."""
+    task, form = run.task, f"multi_gpu {multi.multi_gpu}"
+    assert task is not None
+    if issubclass(task, Script):
+        return _ended(_run_script_again(multi, device, argv, number), form, run)
+    if not _is_importable(task):
+        raise UserError(
+            f"{form}: the processes that it starts cannot import {task.__qualname__} from a notebook, a prompt "
+            "or a function; move it into a file and import it from there, or leave multi_gpu out"
+        )
+    status = start_processes(multi, device, argv, partial(_main_in_own_session, task_type=task))
+    if status == EXIT_UNGUARDED:
+        raise UserError(
+            f"{form}: the processes that it starts import this script, and came upon this call of fit again; "
+            'put it below `if __name__ == "__main__":`'
+        )
+    return _ended(status, form, run)
+
+
+def _run_script_again(multi: MultiDeviceFlags, device: str, argv: Sequence[str], number: int) -> int:
+    """Runs this script once for each rank; returns the exit status. Raises UserError where there is no script."""
+    main = sys.modules["__main__"]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     if file is None or not Path(file).is_file():
-        size = num_processes(flags.multi, flags.devices.device)
         raise UserError(
-            f"{form}: a notebook or a prompt cannot be run again, once for each rank; put it into a file, train.py, "
-            f"and type: torchrun --standalone --nproc_per_node={size} train.py"
+            f"multi_gpu {multi.multi_gpu}: a notebook or a prompt cannot be run again, once for each rank; put it into "
+            "a file, train.py, and type: torchrun --standalone "
+            f"--nproc_per_node={num_processes(multi, device)} train.py"
         )
-    name = None if spec is None else spec.name
     sys.modules["__main__"] = ModuleType("__main__")  # or new processes would run it as a module, too
     try:
-        run_rank = partial(_run_as_rank, file, name, number)
-        status = start_processes(flags.multi, flags.devices.device, argv, run_rank)
+        run_rank = partial(_run_as_rank, file, None if spec is None else spec.name, number)
+        return start_processes(multi, device, argv, run_rank)
     finally:
         sys.modules["__main__"] = main
-    return _ended(status, form, run)
 
 
 class _Rank(NamedTuple):
@@ -291,24 +303,6 @@ def _run_as_rank(
         runpy.run_path(file, run_name="__main__")
     to_stderr(f"{file}: run again for rank {environment.rank}, it did not come to its call {number + 1} of fit")
     return EXIT_BAD_INPUT
-
-
-def _fit_in_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str], run: SavedRun) -> Fitted:
-    """Raises UserError for a class that other processes cannot import, and when they refuse; Failure when they fail."""
-    task, form = run.task, f"multi_gpu {multi.multi_gpu}"
-    assert task is not None
-    if not _is_importable(task):
-        raise UserError(
-            f"{form}: the processes that it starts cannot import {task.__qualname__} from a notebook, a prompt "
-            "or a function; move it into a file and import it from there, or leave multi_gpu out"
-        )
-    status = start_processes(multi, device, argv, partial(_main_in_own_session, task_type=task))
-    if status == EXIT_UNGUARDED:
-        raise UserError(
-            f"{form}: the processes that it starts import this script, and came upon this call of fit again; "
-            'put it below `if __name__ == "__main__":`'
-        )
-    return _ended(status, form, run)
 
 
 def _ended(status: int, form: str, run: SavedRun) -> Fitted:
