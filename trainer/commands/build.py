@@ -324,8 +324,11 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         *[remark for watch in run.watches for remark in watch.remarks()],
         *run.learner.buffers.forward_state.remarks(world_size),
     ]
-    if flags.blocks.cuda_graphs == "on" and strategy.device.type != "cuda":
+    is_gpu = strategy.device.type == "cuda"
+    if flags.blocks.cuda_graphs == "on" and not is_gpu:
         lines.append("--cuda-graphs on: has no effect without a GPU.")
+    elif flags.blocks.cuda_graphs != "off" and is_gpu and isinstance(run.learner, JointLearner | SamLearner):
+        lines.append("CUDA graphs: steps of a joint loss and of --sam-rho are launched kernel by kernel.")
     if (peak := run.learning_rate.peak) != flags.learning.lr:
         whole, one_device = batches[0].global_batch_size, flags.batch.batch_size * flags.batch.grad_accum_steps
         why = f"{num_devices} devices"
@@ -497,9 +500,9 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
     parts = objective, in_precision(objective, precision), strategy.device, precision, flags.learning.max_grad_norm, ema
     records = flags.blocks.cuda_graphs != "off" and strategy.device.type == "cuda"
     if objective.is_joint:
-        return JointLearner(*parts, wants_graphs=records)
+        return JointLearner(*parts)
     if rho > 0:
-        return SamLearner(*parts, rho=rho, wants_graphs=records)
+        return SamLearner(*parts, rho=rho)
     if not records:
         return PartsLearner(*parts) if strategy.num_parts else Learner(*parts)
     from trainer.loop.graphs import GraphedInParts, GraphedLearner

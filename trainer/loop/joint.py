@@ -8,7 +8,6 @@ at a time. A step of one micro-batch on each device needs each forward once.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -62,12 +61,10 @@ class JointForward(nn.Module):
         return objective.joint_loss(rows, *phase) if self.use is None else self.use(rows)
 
 
-@dataclass
 class JointLearner(Learner, Watch):
-    """A learner whose objective has a loss of all rows of a step. wants_graphs: whether CUDA graphs are asked for."""
+    """A learner whose objective has a loss of all rows of a step."""
 
-    wants_graphs: bool = field(kw_only=True)
-    _found: list[Rows] | None = field(default=None, init=False)
+    _found: list[Rows] | None = None
     """The rows so far, while they are computed without a graph."""
 
     def __post_init__(self) -> None:
@@ -76,16 +73,12 @@ class JointLearner(Learner, Watch):
         self.net = in_precision(self._forward, self.precision)
 
     def remarks(self) -> Sequence[str]:
-        lines, name = [], f"{type(self.objective).__name__}.joint_loss"
-        if self.wants_graphs:
-            lines.append(f"CUDA graphs: {name} needs several forwards at once; steps are launched kernel by kernel.")
         norms = [path for path, module in self.objective.named_modules() if isinstance(module, BATCH_NORMS)]
-        if norms:
-            lines.append(
-                f"{name} gets all rows of a step, but batch norms ({', '.join(norms)}) see the samples of one forward: "
-                "what is learned depends on --batch-size and the number of devices."
-            )
-        return lines
+        line = (
+            f"{type(self.objective).__name__}.joint_loss gets all rows of a step, but batch norms ({', '.join(norms)}) "
+            "see the samples of one forward: what is learned depends on --batch-size and the number of devices."
+        )
+        return [line] if norms else []
 
     def accumulate_window(
         self, strategy: Strategy, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]

@@ -39,17 +39,12 @@ def refuse_sam(rho: float, objective: Objective, strategy: Strategy) -> None:
 
 @dataclass
 class SamLearner(Learner, Watch):
-    """A learner whose gradient is taken `rho` uphill. wants_graphs: whether CUDA graphs are asked for."""
+    """A learner whose gradient is taken `rho` uphill."""
 
     rho: float = field(kw_only=True)
-    wants_graphs: bool = field(kw_only=True)
 
     def remarks(self) -> Sequence[str]:
-        name = f"--sam-rho {self.rho:g}"
-        return [
-            f"{name}: every step takes two forwards and backwards.",
-            *([f"CUDA graphs: with {name} steps are launched kernel by kernel."] if self.wants_graphs else []),
-        ]
+        return [f"--sam-rho {self.rho:g}: every step takes two forwards and backwards."]
 
     def accumulate_window(
         self, strategy: Strategy, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]

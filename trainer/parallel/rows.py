@@ -1,6 +1,6 @@
 """Rows of the samples of a step from all processes, in the order of the global batch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -133,15 +133,16 @@ def require_equal_exchanges(where: str, group: Group, forward: Callable[[], obje
     They would end the processes without a word. All call it; nothing is said of forwards that fail. where: what a
     message calls the forward.
     """
-    told: list[str] = []
+    compared = _Compared(group)
     try:
-        with _Compared(group):
+        with compared:
             forward()
-            told = _told_by_all(group, END)
-    except _Differ as difference:
-        told = difference.args[0]
+        compared.tell(END)
+    except _Differ:
+        pass
     except Exception:
-        told = group.gather(FAILED)
+        compared.told = group.gather(FAILED)
+    told = compared.told
     if FAILED in told or len(set(told)) == 1:
         return
     rank = next(rank for rank, own in enumerate(told) if own != told[0])
@@ -153,27 +154,27 @@ def require_equal_exchanges(where: str, group: Group, forward: Callable[[], obje
 
 
 class _Differ(Exception):
-    """What each process is about to exchange."""
+    """The processes are about to exchange different tensors."""
 
 
 class _Compared(TorchDispatchMode):
-    """Compares what all processes are about to exchange, before they do."""
+    """Compares what all processes are about to exchange, before they do. told: by each of them, by rank."""
+
+    told: Sequence[str] = ()
 
     def __init__(self, group: Group) -> None:
         super().__init__()
         self._group = group
 
+    def tell(self, own: str) -> None:
+        """Raises _Differ where the others tell something else."""
+        self.told = self._group.gather(own)
+        if len(set(self.told)) > 1:
+            raise _Differ
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace in NAMESPACES:
             leaves, _ = tree_flatten((args, kwargs))
             shapes = [str(tuple(leaf.shape)) for leaf in leaves if isinstance(leaf, Tensor)]
-            _told_by_all(self._group, f"{function.__name__.partition('.')[0].strip('_')} of {', '.join(shapes)}")
+            self.tell(f"{function.__name__.partition('.')[0].strip('_')} of {', '.join(shapes)}")
         return function(*args, **(kwargs or {}))
-
-
-def _told_by_all(group: Group, own: str) -> list[str]:
-    """Raises _Differ where the processes tell different things."""
-    told = group.gather(own)
-    if len(set(told)) > 1:
-        raise _Differ(told)
-    return told
