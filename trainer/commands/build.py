@@ -165,10 +165,10 @@ def build_task(flags: Flags) -> Task:
             if len(dataset) == 0:
                 raise UserError(f"--task {flags.run.task}: its data set {name} is empty")
     patience = flags.learning.early_stopping_patience
-    if patience and not validation_sets(splits):
-        raise flags.refusal(f"--early-stopping-patience {patience}: there is no validation set to be patient with")
-    if flags.learning.schedule == "plateau" and not validation_sets(splits):
-        raise flags.refusal("--schedule plateau: there is no validation set whose score could stop improving")
+    given = [f"--early-stopping-patience {patience}"] if patience else []
+    given += ["--schedule plateau"] if flags.learning.schedule == "plateau" else []
+    if given and not validation_sets(splits):
+        raise flags.refusal(f"{given[0]}: there is no validation set whose score could stop improving")
     return task
 
 
@@ -484,10 +484,8 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
         check_helpers(objective, f"--task {flags.run.task}: build_objective", strategy.num_replicas)
         check_blocks(task, objective.model)
         check_tensors(objective.model, f"--task {flags.run.task}: build_objective")
-        if objective.is_joint:
-            refuse_joint(objective, strategy, flags.blocks.compile)
-        if rho > 0:
-            refuse_sam(rho, objective, strategy)
+        refuse_joint(objective, strategy, flags.blocks.compile)
+        refuse_sam(rho, objective, strategy)
         return with_dense_tensors(module_in_dtype(objective, precision.dtype))
 
     def complete(objective: Objective) -> None:
@@ -499,10 +497,8 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
     ema = ExponentialMovingAverage(objective.model, flags.learning.ema_decay)
     parts = objective, in_precision(objective, precision), strategy.device, precision, flags.learning.max_grad_norm, ema
     records = flags.blocks.cuda_graphs != "off" and strategy.device.type == "cuda"
-    if objective.is_joint:
-        return JointLearner(*parts)
-    if rho > 0:
-        return SamLearner(*parts, rho=rho)
+    if objective.is_joint or rho > 0:
+        return JointLearner(*parts) if objective.is_joint else SamLearner(*parts, rho=rho)
     if not records:
         return PartsLearner(*parts) if strategy.num_parts else Learner(*parts)
     from trainer.loop.graphs import GraphedInParts, GraphedLearner

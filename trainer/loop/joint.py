@@ -26,7 +26,9 @@ from trainer.task import Objective, Outputs, Rows, Sums
 
 
 def refuse_joint(objective: Objective, strategy: Strategy, compiles: bool) -> None:
-    """Raises UserError for what a joint loss cannot be trained with."""
+    """Raises UserError for what a joint loss, if that is what an objective has, cannot be trained with."""
+    if not objective.is_joint:
+        return
     name = f"{type(objective).__name__}.joint_loss"
     refuse_coupling(name, strategy)
     if strategy.exchanges_in_forward:

@@ -26,14 +26,14 @@ LEAST_NORM = 1e-12
 
 
 def refuse_sam(rho: float, objective: Objective, strategy: Strategy) -> None:
-    """Raises UserError for what two gradients a step cannot be combined with."""
+    """Raises UserError for what two gradients a step cannot be combined with. rho: 0 takes one."""
     others = {
         f"--parts {strategy.num_parts}": strategy.num_parts > 0,
         "--multi-gpu fsdp": strategy.exchanges_in_forward,
         f"{type(objective).__name__}.joint_loss": objective.is_joint,
     }
     found = next((other for other, is_there in others.items() if is_there), None)
-    if found is not None:
+    if rho > 0 and found is not None:
         raise UserError(f"--sam-rho {rho:g}: a step has two gradients, which {found} cannot; leave one of the two out")
 
 
