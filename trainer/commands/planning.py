@@ -89,11 +89,8 @@ def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) ->
             "--batch-size or leave it out"
         )
     dataset = task.training_data(name)
-    kind, num_shuffled = (
-        StreamOrder if isinstance(dataset, KeyedStream) else ShuffledOrder,
-        max(num_samples, len(dataset)),
-    )
-    return kind(flags.run.seed, phase, num_shuffled, global_batch_size, num_samples - rest)
+    kind = StreamOrder if isinstance(dataset, KeyedStream) else ShuffledOrder
+    return kind(flags.run.seed, phase, max(num_samples, len(dataset)), global_batch_size, num_samples - rest)
 
 
 def build_learning_rate(flags: Flags, task: Task, plan: Plan, factor: float) -> LearningRate:
