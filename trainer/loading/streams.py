@@ -55,7 +55,8 @@ def from_stream(
         raise UserError(f"from_stream({kind}): it takes a function that begins the stream, as `lambda: iter(dataset)`")
     if type(samples_per_epoch) is not int or samples_per_epoch < 1:
         raise UserError(f"from_stream: samples_per_epoch {samples_per_epoch!r}: must be a whole number, at least 1")
-    return KeyedStream(make_iterator, collate or default_collate, samples_per_epoch, seed, names)
+    source = f"from_stream({getattr(make_iterator, '__name__', type(make_iterator).__name__)})"
+    return KeyedStream(source, collate or default_collate, seed, names, make_iterator, samples_per_epoch)
 
 
 class Place(NamedTuple):
@@ -95,26 +96,23 @@ class _Reader:
         self.asked_at = time.monotonic()
 
 
+@dataclass(eq=False)
 class KeyedStream(KeyedItems):
-    """What `from_stream` returns. One reader for each phase goes forward; for what it has passed it begins again."""
+    """What `from_stream` returns. One reader for each phase goes forward; for what it has passed it begins again.
 
-    def __init__(
-        self,
-        make_iterator: Callable[..., Iterable[Any]],
-        collate: Callable[[list[Any]], Any],
-        samples_per_epoch: int,
-        seed: int,
-        names: Sequence[str] | None,
-    ) -> None:
-        name = getattr(make_iterator, "__name__", type(make_iterator).__name__)
-        super().__init__(f"from_stream({name})", collate, seed, names)
-        self._make, self._num_samples = make_iterator, samples_per_epoch
-        self._by_epoch = _takes_epoch(make_iterator)
-        self._readers: dict[int, _Reader] = {}  # by phase
-        self._begins: dict[int, Place] = {}  # where those begin that do not begin at the start
+    readers: by phase. begins: by phase, where a reader begins that does not begin at the start.
+    """
+
+    make_iterator: Callable[..., Iterable[Any]]
+    num_samples: int
+    readers: dict[int, _Reader] = field(default_factory=dict)
+    begins: dict[int, Place] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._by_epoch = _takes_epoch(self.make_iterator)
 
     def __len__(self) -> int:
-        return self._num_samples
+        return self.num_samples
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Any]:
         epoch, position = self._place(keys.epoch, 0)
@@ -124,10 +122,10 @@ class KeyedStream(KeyedItems):
 
     def _place(self, epoch: int, samples: int) -> tuple[int, int]:
         """The epoch that a stream is of, and the number of a sample in that."""
-        return (epoch, samples) if self._by_epoch else (0, epoch * self._num_samples + samples)
+        return (epoch, samples) if self._by_epoch else (0, epoch * self.num_samples + samples)
 
     def _read(self, phase: int, epoch: int, numbers: list[int], is_placeholder: bool) -> list[Any]:
-        reader, first = self._readers.get(phase), min(numbers)
+        reader, first = self.readers.get(phase), min(numbers)
         if reader is not None and (reader.epoch, reader.process) != (epoch, os.getpid()):
             reader = None  # a worker that was forked shares no files with others
         if reader is not None and first < reader.position and first not in reader.kept:
@@ -135,7 +133,7 @@ class KeyedStream(KeyedItems):
                 return (reader.last * len(numbers))[: len(numbers)]
             reader = None
         if reader is None:
-            reader = self._readers[phase] = self._begun(phase, epoch, first)
+            reader = self.readers[phase] = self._begun(phase, epoch, first)
         if first >= reader.position:
             reader.kept = {}
             reader.note_place()
@@ -145,11 +143,11 @@ class KeyedStream(KeyedItems):
 
     def _begun(self, phase: int, epoch: int, first: int) -> _Reader:
         """At the last place before a sample where it can be."""
-        place = self._begins.get(phase)
+        place = self.begins.get(phase)
         if place is None or place.epoch != epoch or place.position > first:
             place = Place(epoch, 0, None)
         seed_draws(*random_bits(self.seed, epoch, np.array([-1]), 3)[0].tolist())
-        source: Any = self._make(epoch) if self._by_epoch else self._make()
+        source: Any = self.make_iterator(epoch) if self._by_epoch else self.make_iterator()
         if place.state is not None:
             source.load_state_dict(place.state)
         return _Reader(epoch, place.position, source, iter(source))
@@ -169,7 +167,7 @@ class KeyedStream(KeyedItems):
                 reader.position += 1
 
     def _ended(self, reader: _Reader) -> str:
-        number, size = reader.position, self._num_samples
+        number, size = reader.position, self.num_samples
         epoch = reader.epoch if self._by_epoch else number // size
         again = "" if self._by_epoch else ", or let make_iterator take the epoch and begin the stream again in each"
         return (
@@ -181,15 +179,15 @@ class KeyedStream(KeyedItems):
 
     def place_before(self, phase: int, epoch: int, samples: int) -> Place | None:
         """The last one that is known before a sample of an epoch; None where the stream has no states of its own."""
-        (own_epoch, position), reader = self._place(epoch, samples), self._readers.get(phase)
-        known = [self._begins.get(phase), *(reader.places if reader is not None else ())]
+        (own_epoch, position), reader = self._place(epoch, samples), self.readers.get(phase)
+        known = [self.begins.get(phase), *(reader.places if reader is not None else ())]
         before = [each for each in known if each and each.epoch == own_epoch and each.position <= position]
         return before[-1] if before else None
 
     def begin_at(self, phase: int, place: Place) -> None:
         """place: of `place_before`, for the batches from there on."""
-        self._begins[phase] = place
-        self._readers.pop(phase, None)
+        self.begins[phase] = place
+        self.readers.pop(phase, None)
 
     def num_read_again(self, phase: int, epoch: int, samples: int) -> int:
         """Samples that are passed before one of an epoch comes."""

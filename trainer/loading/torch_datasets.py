@@ -3,7 +3,8 @@
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,14 +16,6 @@ from trainer.loading.batches import KeyedDataset
 from trainer.loading.counter_random import random_bits
 from trainer.loading.on_device import Movable
 from trainer.loading.order import SampleKeys
-
-
-class IndexedDataset(Protocol):
-    """A data set that is asked for one sample after another, by its number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 def from_dataset(
@@ -64,7 +57,7 @@ def from_dataset(
     for method in ("__len__", "__getitem__"):
         if not hasattr(dataset, method):
             raise UserError(f"from_dataset({kind}): it has no `{method}`, and is asked for its samples by number")
-    keyed = _DatasetItems(dataset, collate or default_collate, seed, names)
+    keyed = _DatasetItems(f"from_dataset({kind})", collate or default_collate, seed, names, dataset)
     tensors = _tensors_of(dataset) if collate is None else None
     return keyed if tensors is None else _KeyedTensors(keyed.named(tensors), len(dataset))
 
@@ -111,16 +104,14 @@ def _iterable(where: str) -> str:
     )
 
 
+@dataclass(eq=False)
 class KeyedItems:
     """Items that become batches with named parts. source: what a message calls where they come from."""
 
-    def __init__(
-        self, source: str, collate: Callable[[list[Any]], Any], seed: int, names: Sequence[str] | None
-    ) -> None:
-        self.source = source
-        self.collate = collate
-        self.seed = seed
-        self.names = names
+    source: str
+    collate: Callable[[list[Any]], Any]
+    seed: int
+    names: Sequence[str] | None
 
     def _collated(self, items: list[Any]) -> Any:
         if self.collate is not default_collate:
@@ -148,14 +139,11 @@ class KeyedItems:
         return dict(zip(names, parts, strict=True))
 
 
+@dataclass(eq=False)
 class _DatasetItems(KeyedItems):
     """What `from_dataset` returns."""
 
-    def __init__(
-        self, dataset: IndexedDataset, collate: Callable[[list[Any]], Any], seed: int, names: Sequence[str] | None
-    ) -> None:
-        super().__init__(f"from_dataset({type(dataset).__name__})", collate, seed, names)
-        self.dataset = dataset
+    dataset: Any
 
     def __len__(self) -> int:
         return len(self.dataset)
