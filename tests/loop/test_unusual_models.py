@@ -210,13 +210,13 @@ class Evaluated(Shaped):
     ("outputs", "message"),
     [
         ("None", "must return a dict of tensors, sums all of them, not a NoneType"),
-        ('sums | {"n": len(batch["x"])}', "returns a int for 'n': must be a tensor, a sum"),
+        ('sums | {"n": len(batch["x"])}', "returns a int for 'n': it must be a tensor, a sum"),
     ],
 )
 def test_outputs_of_an_evaluation_that_are_no_tensors_are_refused(outputs, message, refused, tmp_path):
     file = tmp_path / f"evaluated_{len(outputs)}.py"
     file.write_text(EVALUATED.replace("OUTPUTS", outputs))
-    part = f"EvaluatedObjective.forward in eval mode: {message}"
+    part = f"EvaluatedObjective.forward(batch) in eval mode {message}"
     refused([part], "--task", f"{file}:Evaluated", *RUN[2:], tmp_path / "run")
 
 

@@ -24,11 +24,11 @@ from trainer.loading.order import split_global_batch
 from trainer.loop.learner import Learner
 from trainer.loop.module_state import Change, leaving_no_trace
 from trainer.loop.plan import BatchSplit, SampleOrder, ShuffledOrder
-from trainer.loop.totals import require_sums, training_forward
+from trainer.loop.totals import forward_name, require_sums
 from trainer.parallel.group import Group
 from trainer.parallel.rows import require_equal_exchanges
 from trainer.parallel.strategy import Strategy
-from trainer.task import Objective, PerSample, Task, validation_sets
+from trainer.task import Objective, Task, validation_sets
 
 
 def check_signatures(own: object, base: type) -> None:
@@ -200,7 +200,7 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
         require_sums(sums, objective, phase)
         if not sums["loss"].requires_grad:
             raise UserError(
-                f"{training_forward(objective, phase)} returns a loss that depends on none of the parameters of "
+                f"{forward_name(objective, phase)} returns a loss that depends on none of the parameters of "
                 "`param_groups`; see Objective in trainer/task.py"
             )
         now = dict(objective.named_parameters())
@@ -209,7 +209,7 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
         )
         if (name := next(changed, None)) is not None:
             raise UserError(
-                f"{training_forward(objective, phase)} changes {name}, a parameter, which each process would do "
+                f"{forward_name(objective, phase)} changes {name}, a parameter, which each process would do "
                 "by its own samples; do it in after_step; see Objective in trainer/task.py"
             )
         learner.buffers.learn(changes(), objective, strategy.group)
@@ -228,7 +228,7 @@ def check_exchanges(learner: Learner, strategy: Strategy, phase: str, order: Sam
         return
     counted = {**example, "weight": torch.ones_like(example["weight"])}
     batch = {name: tensor[: size if group.is_main else 1].to(strategy.device) for name, tensor in counted.items()}
-    where = training_forward(learner.objective, phase)
+    where = forward_name(learner.objective, phase)
     with _leaving_no_trace(learner, learner.net, strategy):
         require_equal_exchanges(where, group, partial(learner.net, batch, phase))
 
@@ -281,18 +281,6 @@ def _leaving_no_trace(learner: Learner, net: nn.Module, strategy: Strategy) -> I
     with leaving_no_trace(learner.objective) as changes, strategy.keeping_generators():
         yield changes
     learner.objective.zero_grad(set_to_none=True)
-
-
-def check_outputs(objective: nn.Module, outputs: object) -> None:
-    """Raises UserError for what an objective returns in eval mode that is neither a sum nor an output per sample."""
-    name = f"{type(objective).__name__}.forward in eval mode"
-    if not isinstance(outputs, dict):
-        raise UserError(f"{name}: must return a dict of tensors, sums all of them, not a {type(outputs).__name__}")
-    for key, value in outputs.items():
-        if key == "weight":
-            raise UserError(f"{name}: returns 'weight', which is the trainer's own name for the number of loss terms")
-        if not isinstance(value, Tensor | PerSample):
-            raise UserError(f"{name}: returns a {type(value).__name__} for {key!r}: must be a tensor, a sum")
 
 
 def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float]:

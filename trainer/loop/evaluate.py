@@ -17,12 +17,12 @@ from trainer.common.tensors import is_sharded
 from trainer.loading.order import SampleKeys
 from trainer.loading.workers import BatchLoader
 from trainer.logs.run_log import RunLog, SilentLog
-from trainer.loop.contract import check_outputs, checked_metrics
+from trainer.loop.contract import checked_metrics
 from trainer.loop.learner import Learner
 from trainer.loop.module_state import persistent_buffers
 from trainer.loop.precision import Precision, of_dtype
 from trainer.loop.run import Run
-from trainer.loop.totals import PerSampleOutputs, Totals, without_counting
+from trainer.loop.totals import PerSampleOutputs, Totals, require_sums, without_counting
 from trainer.loop.windows import agree_ahead, evaluation_batches
 from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
@@ -58,7 +58,7 @@ def evaluate(run: Run, split: str) -> Sums:
         for (batch, weight, num_counted), _ in agree_ahead(batches, run.group, run.stop):
             run.group.activity.enter("evaluation")
             outputs = learner.evaluate(net, run.strategy, batch)
-            check_outputs(learner.objective, outputs)
+            require_sums(outputs, learner.objective, None)
             sums = {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
             totals.add(sums if num_counted > 0 else without_counting(sums), weight)
             per_sample.add(batch["index"], outputs)

@@ -15,11 +15,10 @@ from trainer.common.errors import UserError
 from trainer.common.torch_private import BATCH_NORMS
 from trainer.loading.batches import Batch, Collate, KeyedDataset, gathered
 from trainer.loading.order import SampleKeys
-from trainer.loop.contract import check_outputs
 from trainer.loop.evaluate import start_evaluation
 from trainer.loop.learner import Learner
 from trainer.loop.module_state import leaving_no_trace
-from trainer.loop.totals import training_forward
+from trainer.loop.totals import forward_name, require_sums
 from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
 from trainer.task import Task, validation_sets
@@ -62,7 +61,7 @@ def check_sums(
         return remarks
     clock = _Clock(strategy.group, not no_limit, first_s)
     for index, phase in enumerate(task.phases):
-        where, dataset = training_forward(objective, phase), task.training_data(phase)
+        where, dataset = forward_name(objective, phase), task.training_data(phase)
         learner.enter(phase)
         num_samples = min(NUM_ROWS if objective.is_joint else NUM_SAMPLES, len(dataset))
         batches = _batches(dataset, task.collate, num_samples, index, strategy)
@@ -70,9 +69,8 @@ def check_sums(
     splits = task.splits()
     split = next(iter([*validation_sets(splits), "test"]))
     if split in splits and not objective.is_joint:
-        where = f"{type(objective).__name__}.forward(batch) in eval mode"
         batches = _batches(splits[split], task.collate, min(NUM_SAMPLES, len(splits[split])), 0, strategy)
-        remarks += _of_mode(where, learner, strategy, batches, clock, None)
+        remarks += _of_mode(forward_name(objective, None), learner, strategy, batches, clock, None)
     return remarks
 
 
@@ -121,7 +119,7 @@ def _of_mode(
         strategy.seed_dropout(0, 0, 0, seed, 0, same_everywhere=True)
         own = {name: tensor.clone() for name, tensor in batch.items()}  # which a forward may change
         outputs = learner.net(own) if phase is None else learner.net(own, phase)
-        check_outputs(objective, outputs)
+        require_sums(outputs, objective, phase)
         return {name: value.detach() for name, value in outputs.items() if isinstance(value, Tensor)}
 
     try:

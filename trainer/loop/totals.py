@@ -109,32 +109,37 @@ def _common_shapes(own: dict[str, tuple[int, ...]], group: Group) -> dict[str, t
     return {name: shapes[name] for name in sorted(shapes)}
 
 
-def require_sums(sums: object, objective: nn.Module, phase: str) -> None:
-    """Raises UserError for what a forward in training returned that cannot be trained on."""
+def require_sums(sums: object, objective: nn.Module, phase: str | None) -> None:
+    """Raises UserError for what a forward returned that is no sums. phase: of training; None in eval mode."""
     if not isinstance(sums, dict):
         problem = f"must return a dict of tensors, sums all of them, not a {type(sums).__name__}"
-    elif other := [each for each in sums.items() if not isinstance(each[1], Tensor)]:
+    elif other := [each for each in sums.items() if not isinstance(each[1], Tensor if phase else Tensor | PerSample)]:
         name, value = other[0]
         problem = f"returns a {type(value).__name__} for {name!r}: it must be a tensor, a sum over the samples"
         if isinstance(value, int | float):
             problem += "; take the tensor itself and no float(...) of it, or batch['weight'].sum() for their number"
+    elif "weight" in sums:
+        problem = "returns 'weight', which is the trainer's own name for the number of loss terms"
+    elif phase is None:
+        return
     elif "loss" not in sums:
         problem = f"returns {', '.join(sums) or 'nothing'} and no 'loss'"
     elif sums["loss"].dim() > 0:
         shape = tuple(sums["loss"].shape)
         problem = f"returns a loss of shape {shape}: it must be one number, the sum over the samples"
-    elif "weight" in sums:
-        problem = "returns 'weight', which is the trainer's own name for the number of loss terms"
     else:
         return
-    raise UserError(f"{training_forward(objective, phase)} {problem}; see Objective in trainer/task.py")
+    raise UserError(f"{forward_name(objective, phase)} {problem}; see Objective in trainer/task.py")
 
 
-def training_forward(objective: nn.Module, phase: str) -> str:
-    """How messages call the forward of a phase."""
+def forward_name(objective: nn.Module, phase: str | None) -> str:
+    """How messages call the forward of a phase of training, or None in eval mode."""
+    name = type(objective).__name__
+    if phase is None:
+        return f"{name}.forward(batch) in eval mode"
     if isinstance(objective, Objective) and objective.is_joint:
-        return f"{type(objective).__name__}.joint_loss(rows, {phase!r})"
-    return f"{type(objective).__name__}.forward(batch, {phase!r}) in train mode"
+        return f"{name}.joint_loss(rows, {phase!r})"
+    return f"{name}.forward(batch, {phase!r}) in train mode"
 
 
 def add_sums(sums: Sums, part: Mapping[str, Tensor]) -> None:
