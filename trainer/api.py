@@ -55,8 +55,6 @@ NOT_OF_ONE_RUN = (
     *(field.name for group in (SeveralFlags, PredictFlags, ExportFlags) for field in fields(group)),
 )
 """Flags that ask for something else than to train one run."""
-OF_SCRIPT = ("val", "test", "names", "collate", "optimizer")
-"""What `fit` takes by name of a script, beside flags."""
 _calls = count()
 _rank: "_Rank | None" = None
 _in_use = threading.Lock()
@@ -204,9 +202,7 @@ def _task_of(task: Any, script: Sequence[Any], settings: dict[str, Any]) -> type
     if isinstance(task, nn.Module):
         if len(script) != 2:
             raise UserError("fit(model, train, loss): a model comes with its training data and its loss")
-        train, loss = script
-        own = {name: settings.pop(name) for name in OF_SCRIPT if name in settings}
-        return task_of(task, train, loss, settings, **own)
+        return task_of(task, *script, settings)
     if script:
         raise UserError(f"fit: {task!r} is followed by {len(script)} more: settings are given by their names")
     return find_task(task) if isinstance(task, str) else task

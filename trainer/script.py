@@ -110,29 +110,20 @@ class Rows(Objective):
         )
 
 
-def task_of(
-    model: nn.Module,
-    train: Any,
-    loss: Loss,
-    settings: dict[str, Any],
-    val: Any = None,
-    test: Any = None,
-    names: Sequence[str] | None = None,
-    collate: Callable[[list[Any]], Any] | None = None,
-    optimizer: Any = None,
-) -> type[Script]:
+def task_of(model: nn.Module, train: Any, loss: Loss, settings: dict[str, Any]) -> type[Script]:
     """Makes the task that a script describes; see `trainer.fit`.
 
-    settings: flags, to which those that loaders and the optimizer set are added, unless they are there. Raises
-    UserError.
+    settings: what `fit` got by name. What is no flag is taken out of them, and flags that loaders and the optimizer set
+    are added, unless they are there. Raises UserError.
     """
+    names, collate, optimizer = (settings.pop(name, None) for name in ("names", "collate", "optimizer"))
+    others = {split: settings.pop(split, None) for split in ("val", "test")}
+    sources = {"train": train} | {split: source for split, source in others.items() if source is not None}
     if not callable(loss) or type(loss).__module__ == nn.modules.loss.__name__:
         raise UserError(f"fit: loss {loss!r}: must be a function of a model and a batch: a number for each sample")
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(value):
             raise UserError(f"fit: {name} of the model has no shape before a first forward; call the model once")
-    others = {"val": val, "test": test}
-    sources = {"train": train} | {name: source for name, source in others.items() if source is not None}
     remarks = [_taken(name, source, settings) for name, source in sources.items() if isinstance(source, DataLoader)]
     try:
         own = copy.deepcopy(model).cpu()
