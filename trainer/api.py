@@ -202,7 +202,8 @@ def _task_of(task: Any, script: Sequence[Any], settings: dict[str, Any]) -> type
     if isinstance(task, nn.Module):
         if len(script) != 2:
             raise UserError("fit(model, train, loss): a model comes with its training data and its loss")
-        return task_of(task, *script, settings)
+        train, loss = script
+        return task_of(task, train, loss, settings)
     if script:
         raise UserError(f"fit: {task!r} is followed by {len(script)} more: settings are given by their names")
     return find_task(task) if isinstance(task, str) else task

@@ -8,6 +8,7 @@ at a time. A step of one micro-batch on each device needs each forward once.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,10 +88,7 @@ class JointLearner(Learner, Watch):
     ) -> Sums:
         """As of a `Learner`. The sums of the whole step are the main process's, the others' zeros."""
         num_samples = [micro_batch.num_samples for micro_batch in window]
-
-        def handing_on(parts: Sequence[Rows]) -> Callable[[Rows], Sums]:
-            return self._handing_on(strategy, phase, parts, num_samples, factor, key)
-
+        handing_on = partial(self._handing_on, strategy, phase, num_samples, factor, key)
         try:
             if len(window) == 1:
                 self._forward.use = lambda rows: handing_on([rows])(rows)
@@ -122,10 +120,10 @@ class JointLearner(Learner, Watch):
         self,
         strategy: Strategy,
         phase: str,
-        parts: Sequence[Rows],
         num_samples: Sequence[int],
         factor: float,
         key: tuple[int, ...],
+        parts: Sequence[Rows],
     ) -> Callable[[Rows], Sums]:
         """Makes, of the rows of each forward in turn, a loss with the gradients of the joint loss * factor.
 
