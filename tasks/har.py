@@ -52,6 +52,7 @@ from trainer.task import Baseline, Exported, Objective, Picture, Task
 _OF_OWN = ("subject_column", "label_column", "channels", "encoding", "on_bad", "rate", "window", "hop", "test_subjects")
 """Fields that recordings of a user's own alone have a use for."""
 _SHORTEST_OF_LSTM = 17
+_OF_HARNET = {"model": ("harnet",)}
 _MOST_VAL_SUBJECTS = 4
 _MOST_SHOWN = 30
 """Classes, and people, that a line names."""
@@ -104,9 +105,11 @@ class HarFlags(FlagGroup):
     )
     num_val_subjects: int | None = flag(
         None, "training subjects held out for validation; --seed chooses them (default: 4; a fifth of own recordings' "
-        "subjects, at most 4)", metavar="N", at_least=1,
+        "subjects, at most 4)", metavar="N", at_least=1, excludes=("refit", "val_subjects"),
     )  # fmt: skip
-    val_subjects: tuple[str, ...] | None = flag(None, "hold out these subjects instead", metavar="ID")
+    val_subjects: tuple[str, ...] | None = flag(
+        None, "hold out these subjects instead", metavar="ID", excludes=("refit",)
+    )
     refit: bool = flag(
         False, "train on all training subjects; scores the weights after the last epoch; for settings, such as "
         "--epochs, that were chosen before", common=True,
@@ -128,21 +131,23 @@ class HarFlags(FlagGroup):
     mode: Mode = flag(
         "early", "harnet: how channels are combined; early: one convolution over all channels (most accurate); the "
         "others share an encoder between channels: flatten concatenates its features, average averages them, first "
-        "uses only the first channel",
+        "uses only the first channel", needs=_OF_HARNET,
     )  # fmt: skip
-    hidden_dims: tuple[int, ...] = flag((128,), "harnet: units of each hidden layer after the encoder", at_least=1)
+    hidden_dims: tuple[int, ...] = flag(
+        (128,), "harnet: units of each hidden layer after the encoder", at_least=1, needs=_OF_HARNET
+    )
     num_members: int = flag(
         4, "harnet: small networks trained side by side, each on its own loss, whose answers are averaged", metavar="N",
-        at_least=1,
+        at_least=1, needs=_OF_HARNET,
     )  # fmt: skip
     dropout: float = flag(0.2, "dropout before each later layer; the published networks used 0.5", at_least=0, below=1)
     label_smoothing: float = flag(0.1, "share of each training label spread over all classes", at_least=0, below=1)
     encoder_path: Path | None = flag(
-        None, "harnet: start from the encoder in this checkpoint, or in this state dict of an encoder"
+        None, "harnet: start from the encoder in this checkpoint, or in this state dict of an encoder", needs=_OF_HARNET
     )
     freeze_encoder: bool = flag(
         False, "train only the head, not the encoder of --encoder-path; with --no-augmentation its features are "
-        "computed once",
+        "computed once", needs={"encoder_path": None},
     )  # fmt: skip
 
     def problems(self) -> list[str]:
@@ -150,27 +155,14 @@ class HarFlags(FlagGroup):
         if self.data_dir is not None and not self.data_dir.exists() and not self.download:
             advice = "give recordings, or the UCI HAR folder or zip, or add --download to fetch that to there"
             found.append(f"--data-dir {self.data_dir}: no such file or folder; {advice}")
-        harnet_defaults = (HarFlags.mode, HarFlags.hidden_dims, HarFlags.num_members)
-        if self.model != "harnet" and (self.mode, self.hidden_dims, self.num_members) != harnet_defaults:
-            own = "--mode, --hidden-dims, --num-members"
-            found.append(f"{own}: belong to --model harnet, not {self.model}; leave them out")
-        if self.model != "harnet" and self.encoder_path is not None:
-            found.append(f"--encoder-path: belongs to --model harnet, not {self.model}; leave it out")
         if self.encoder_path is not None and not self.encoder_path.is_file():
             kind = "is not a file" if self.encoder_path.exists() else "does not exist"
             found.append(f"--encoder-path {self.encoder_path}: {kind}; give the checkpoint of a run, such as best.pth")
-        if self.freeze_encoder and self.encoder_path is None:
-            found.append("--freeze-encoder: would freeze random weights; give a trained encoder by --encoder-path")
         if self.model == "deepconvlstm" and (self.window or _SHORTEST_OF_LSTM) < _SHORTEST_OF_LSTM:
             found.append(f"--window {self.window}: --model deepconvlstm needs {_SHORTEST_OF_LSTM} rows at least")
         channels = self.channels or ()
         if twice := {name for name in channels if channels.count(name) > 1}:
             found.append(f"--channels: names {', '.join(sorted(twice))} more than once; name each channel once")
-        if self.refit and self.val_subjects is not None:
-            found.append("--refit and --val-subjects: exclude each other; the first holds nobody out")
-        if self.num_val_subjects is not None and (self.refit or self.val_subjects is not None):
-            other = "--refit" if self.refit else "--val-subjects"
-            found.append(f"{other} and --num-val-subjects: exclude each other; the first says who is held out")
         return found
 
     @property

@@ -109,11 +109,12 @@ class KgatFlags(FlagGroup):
     )  # fmt: skip
     draw: Literal["users", "interactions"] = flag(
         "users", "what a training sample is; users: a user, all equally often, with one of the user's items at "
-        "random; interactions: an interaction",
+        "random; interactions: an interaction", needs=_TRAINED,
     )  # fmt: skip
     val_share: float = flag(
-        0.1, "share of each user's items held out for validation; only where there is no valid.txt", above=0, below=1
-    )
+        0.1, "share of each user's items held out for validation; only where there is no valid.txt", above=0, below=1,
+        excludes=("select_on_test",),
+    )  # fmt: skip
     select_on_test: bool = flag(
         False, "the published protocol: hold nothing out, choose the epoch by the test set, ignore valid.txt"
     )
@@ -127,8 +128,6 @@ class KgatFlags(FlagGroup):
         found = []
         if self.data_dir is not None and not self.data_dir.exists():
             found.append(f"--data-dir {self.data_dir}: no such file or folder; give a folder or a zip")
-        if self.select_on_test and self.val_share != KgatFlags.val_share:
-            found.append(f"--val-share {self.val_share}: --select-on-test holds nothing out; leave one of them out")
         return found
 
     @property

@@ -115,12 +115,16 @@ class SeqrecFlags(FlagGroup):
     dropout: float = flag(
         0.3, "dropout of embeddings, attention and feed-forward layers", at_least=0, below=1, needs=_TRAINED
     )
-    norm: NormOrder | None = flag(None, "where blocks normalise (default: original, or pre with --mhc, which needs it)")
+    norm: NormOrder | None = flag(
+        None, "where blocks normalise (default: original, or pre with --mhc, which needs it)", needs=_TRAINED
+    )
     time_span: int = flag(
         256, "longest interval told apart from longer ones, in units of the user's shortest gap between items",
-        at_least=1,
+        at_least=1, needs={"model": ("tisasrec",)},
     )  # fmt: skip
-    l2_emb: float = flag(0.0, "L2 penalty on embedding tables: half of this times the sum of squares", at_least=0)
+    l2_emb: float = flag(
+        0.0, "L2 penalty on embedding tables: half of this times the sum of squares", at_least=0, needs=_TRAINED
+    )
     mhc_expansion_rate: int = flag(4, "residual streams", metavar="STREAMS", at_least=2, needs=_OF_MHC)
     mhc_init_gate: float = flag(
         0.01, "how much a token steers its own connections at the start", at_least=0, needs=_OF_MHC
@@ -131,7 +135,7 @@ class SeqrecFlags(FlagGroup):
     mhc_no_amp: bool = flag(False, "keep hyper-connections in full precision under --amp", needs=_OF_MHC)
     loss: Loss = flag(
         "ce", "loss; ce: softmax over all items; bce: one negative for each position, as in the papers; sampled: "
-        "softmax over random items; gbce: BCE with several negatives, calibrated", common=True,
+        "softmax over random items; gbce: BCE with several negatives, calibrated", common=True, needs=_TRAINED,
     )  # fmt: skip
     num_negatives: int | None = flag(
         None, "negative items of a user, shared by its positions (default: 3000 for sampled, 256 for gbce)", at_least=1,

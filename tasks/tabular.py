@@ -102,7 +102,7 @@ class TabularFlags(FlagGroup):
     drop: tuple[str, ...] | None = flag(None, "columns not to learn from", metavar="COLUMN", needs=_OF_A_TABLE)
     test_share: float = flag(
         0.2, "rows of the table held out for the test; 0 with --tune: none, and the validation rows are scored",
-        at_least=0, below=1, needs=_OF_A_TABLE,
+        at_least=0, below=1, needs=_OF_A_TABLE, excludes=("test_data",),
     )  # fmt: skip
     tune: Literal["none", "base", "lora"] = flag(
         "none", "what is tuned on the table; base: all weights; lora: low-rank adapters; none: nothing, the model "
@@ -160,8 +160,6 @@ class TabularFlags(FlagGroup):
         if self.data_dir is not None:
             given = given_flags(self, _OF_PRIOR)
             found += [f"{name}: is of synthetic tables; leave --data-dir out" for name in given]
-        if self.test_data is not None and self.test_share != TabularFlags.test_share:
-            found.append(f"--test-share {self.test_share}: --test-data has the rows of the test; leave one of them out")
         if self.test_share == 0 and self.tune == "none":
             found.append("--test-share 0: leaves nothing to score; leave it out, or add --tune")
         if self.model == "nano" and self.width % self.num_heads:

@@ -10,7 +10,7 @@ import re
 import shlex
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -61,8 +61,8 @@ def flag(
     from_record: what becomes of the value that the record of a run has, when another command line names that record.
         "ignored" is for how a run was started; "refused" for what a user alone may name, who need not have made the
         record: a file with code (FILE:CLASS), or one to write or to begin from.
-    excludes: fields that must not be given beside it. Given over a lower layer, such as a file under the command line,
-        each of the two displaces the other.
+    excludes: fields that must not be given beside it, unless one of the two is None, False or 0. Given over a lower
+        layer, such as a file under the command line, each of the two displaces the other.
     displaces: fields that another value of it displaces in lower layers, and that may be given beside it; not those
         whose `needs` name that value.
     needs: by another field, such as "model", its values that have a use for this flag; None where any will do but its
@@ -373,12 +373,14 @@ def parse_flags(
     defaults: Mapping[str, Any] = {},
     command: str = "",
     elsewhere: Mapping[str, str] = {},
+    stated: Collection[str] = (),
 ) -> tuple[list[Any], list[str]]:
     """Builds one object per group from the command line.
 
     command: what stands before the flags, for a program of several commands; `--help` shows it.
     defaults: what replaces the fields' own defaults, by field name; see `checked_defaults`.
     elsewhere: flags of another program, with what is said to who gives them to this one.
+    stated: fields of `defaults` that the user has written, perhaps as the flag's own default.
 
     Returns the objects and all problems found. A flag with a problem has its default value in the objects, so that
     whatever else is wrong can still be found. `--help` and `--help-all` print and exit with status 0.
@@ -401,23 +403,25 @@ def parse_flags(
             except ValueError as error:
                 problems.append(f"{option.name} {shown(option.default)}, its default: {error}")
     problems += [problem for group in groups for problem in _own_problems(group)]
-    return groups, problems + _conflicts(options(*group_types), values)
+    return groups, problems + _conflicts(groups, values, {*stated, *given})
 
 
-def _conflicts(known: Mapping[str, Option], values: Mapping[str, Any]) -> list[str]:
+def _conflicts(groups: Sequence[FlagGroup], values: Mapping[str, Any], stated: Collection[str]) -> list[str]:
     """A sentence for each two flags that exclude each other, and for each that the choice beside it does not have."""
+    known = options(*map(type, groups))
+    others = {field for field, option in known.items() if values.get(field, option.default) != option.default}
     given = {
         field: option.name if isinstance(values[field], bool | Path) else f"{option.name} {shown(values[field])}"
         for field, option in known.items()
-        if values.get(field, option.default) != option.default
+        if field in others or (field in stated and values[field])
     }
     found = []
     for field, words in given.items():
         excluded = [other for other in known[field].excludes if other in given]
         found += [f"{words} and {given[other]}: exclude each other; give one" for other in excluded]
-        for choice, owners in known[field].needs.items():
-            chosen = values.get(choice, known[choice].default)
-            if owners is None and choice not in given:
+        for choice, owners in known[field].needs.items() if field in others else ():
+            chosen = next(getattr(group, choice) for group in groups if choice in options(type(group)))
+            if owners is None and choice not in others:
                 found.append(f"{words}: does nothing without {known[choice].name}; add it, or leave this out")
             elif owners is not None and chosen not in (None, *owners):
                 advice = f"leave it out, or take {' or '.join(owners)}"

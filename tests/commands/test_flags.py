@@ -41,6 +41,8 @@ WRONG_COMMAND_LINES = [
         ],
     ),
     ("--no-amp --amp bf16", ["--no-amp and --amp bf16: exclude each other"]),
+    ("--no-amp --amp auto", ["--no-amp and --amp auto: exclude each other"]),  # though auto is the default
+    ("--global-batch-size 8 --grad-accum-steps 1", ["--global-batch-size 8 and --grad-accum-steps 1: exclude"]),
     ("--dtype float64 --amp bf16", ["--amp bf16: is for --dtype float32"]),
     ("--global-batch-size 8 --grad-accum-steps 2", ["--global-batch-size 8 and --grad-accum-steps 2: exclude"]),
     ("--eval-only --fresh", ["--eval-only and --fresh: exclude each other"]),

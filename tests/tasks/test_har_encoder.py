@@ -144,10 +144,10 @@ def test_other_files_are_refused(trained, tmp_path, cache_dir):
 
 def test_flags_that_make_no_sense_together_are_named(tmp_path):
     _, problems = parse(["--freeze-encoder"], several_devices=False)
-    assert problems == ["--freeze-encoder: would freeze random weights; give a trained encoder by --encoder-path"]
+    assert problems == ["--freeze-encoder: does nothing without --encoder-path; add it, or leave this out"]
     missing = tmp_path / "none.pth"
     _, problems = parse(["--model", "tinyhar", "--encoder-path", str(missing)], several_devices=False)
     assert problems == [
-        "--encoder-path: belongs to --model harnet, not tinyhar; leave it out",
         f"--encoder-path {missing}: does not exist; give the checkpoint of a run, such as best.pth",
+        "--encoder-path: --model tinyhar has no use for it; leave it out, or take harnet",
     ]

@@ -181,7 +181,7 @@ def test_baselines_train(model, cache_dir):
 
 def test_flags_of_one_model_are_refused_with_another():
     _, problems = parse(["--model", "tinyhar", "--hidden-dims", "64"], several_devices=False)
-    assert problems == ["--mode, --hidden-dims, --num-members: belong to --model harnet, not tinyhar; leave them out"]
+    assert problems == ["--hidden-dims 64: --model tinyhar has no use for it; leave it out, or take harnet"]
 
 
 def test_bad_data_ends_with_one_message_and_writes_nothing(command, tmp_path):
@@ -213,5 +213,5 @@ def test_the_default_settings_reach_97_percent(command, tmp_path):
 
 @pytest.mark.parametrize("other", [["--refit"], ["--val-subjects", 1]])
 def test_how_many_are_held_out_goes_with_nothing_that_says_who(other, refused, tmp_path):
-    part = f"{other[0]} and --num-val-subjects: exclude each other"
+    part = f"--num-val-subjects 2 and {' '.join(map(str, other))}: exclude each other"
     refused([part], *other, "--num-val-subjects", 2, "--save-dir", tmp_path / "run")

@@ -162,4 +162,33 @@ def test_no_time_is_another_word_for_sasrec(run_here, tmp_path):
     assert "This run is finished" in run_here(*argv, "--save-dir", run).out
     given = [word for word in argv if word != "--no-time"]
     assert "This run is finished" in run_here(*given, "--model", "sasrec", "--save-dir", run).out
-    assert "exclude each other" in run_here("--task", "seqrec", "--no-time", "--model", "rules", status=2).err
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        ("seqrec --no-time --model rules", "--no-time and --model rules: exclude each other; give one"),
+        ("seqrec --no-time --model tisasrec", "--no-time and --model tisasrec: exclude each other; give one"),
+        ("seqrec --no-time --time-span 9", "--time-span 9: --model sasrec has no use for it; leave it out, or take"),
+        ("seqrec --model rules --loss bce", "--loss bce: --model rules has no use for it; leave it out, or take"),
+        ("seqrec --model ease --norm pre", "--norm pre: --model ease has no use for it; leave it out, or take"),
+        ("kgat --select-on-test --val-share 0.1", "--val-share 0.1 and --select-on-test: exclude each other; give"),
+        ("kgat --model itemknn --draw interactions", "--draw interactions: --model itemknn has no use for it; leave"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused_by_one_line(run_here, tmp_path, words, refusal):
+    """Those too that are at their default, and that a user wrote in a file."""
+    task, *rest = words.split()
+    [line] = run_here("--task", task, *rest, "--save-dir", tmp_path / "run", status=2).err.splitlines()
+    assert refusal in line and not (tmp_path / "run").exists()
+    settings = [f"{name.removeprefix('--')} = {toml}" for name, toml in in_toml(rest)]
+    (tmp_path / "flags.toml").write_text("\n".join([f"task = '{task}'", *settings]))
+    assert refusal in run_here("--config", tmp_path / "flags.toml", status=2).err
+
+
+def in_toml(words):
+    """Names of flags and values of a command line, as TOML has them."""
+    for name, value in zip(words, [*words[1:], "--"], strict=True):
+        if name.startswith("--"):
+            plain = value if re.fullmatch(r"[0-9.]+", value) else f"'{value}'"
+            yield name, "true" if value.startswith("--") else plain

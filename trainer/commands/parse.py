@@ -73,7 +73,9 @@ def parse(
     elsewhere = _flags_of_others(argv, group_types, task_name)
     description, examples = about or (DESCRIPTION[several_devices], examples_of(task_name, task_type, several_devices))
     about = f"{description}\nWorkloads: {', '.join(workloads())}.", examples
-    groups, found = parse_flags(group_types, argv, *about, task_type is None, layers.values, command, elsewhere)
+    written = [field for field, file in layers.origins.items() if file is not None and not file.is_record]
+    unknown_too = task_type is None
+    groups, found = parse_flags(group_types, argv, *about, unknown_too, layers.values, command, elsewhere, written)
     by_type: dict[type | None, Any] = {type(group): group for group in groups}
     origins = layers.origins_of_flags(argv)
     of_trainer: dict[str, Any] = {name: by_type.get(group_type) for name, group_type in GROUPS.items()}
