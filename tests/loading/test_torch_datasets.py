@@ -306,7 +306,7 @@ def test_a_dictionary_of_arrays_is_a_data_set():
     assert np.array_equal(batch["x"].numpy(), arrays["x"][[4, 0]]) and batch["y"].tolist() == [4, 0]
 
 
-@pytest.mark.parametrize("arrays", [{"x": np.zeros(3), "y": np.zeros(4)}, {"x": np.zeros(3), "n": 3}, {}])
-def test_arrays_of_other_lengths_are_refused(arrays):
-    with pytest.raises(UserError, match="from_dataset: of a dictionary all arrays must be equally long; there is"):
+@pytest.mark.parametrize("arrays", [{"x": np.zeros(3), "y": np.zeros(4)}, {"x": np.zeros(3), "n": 3}, {}, {"x": [{}]}])
+def test_what_is_no_arrays_of_one_length_is_refused(arrays):
+    with pytest.raises(UserError, match="from_dataset: of a dictionary all must be arrays, equally long; there is"):
         from_dataset(arrays, seed=0)

@@ -179,12 +179,13 @@ class _KeyedTensors(Movable):
 
 def _of_arrays(arrays: Mapping[str, Any]) -> _KeyedTensors:
     """Raises UserError for what are no arrays of one length."""
-    tensors = {name: torch.as_tensor(array) for name, array in arrays.items()}
-    lengths = {name: len(tensor) if tensor.dim() else None for name, tensor in tensors.items()}
-    if len(set(lengths.values())) != 1 or None in lengths.values():
-        found = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "nothing"
-        raise UserError(f"from_dataset: of a dictionary all arrays must be equally long; there is {found}")
-    return _KeyedTensors(tensors, next(iter(lengths.values())) or 0)
+    try:
+        tensors = {name: torch.as_tensor(array) for name, array in arrays.items()}
+        (length,) = {len(tensor) for tensor in tensors.values()}
+    except (RuntimeError, TypeError, ValueError):
+        found = ", ".join(f"{name} {getattr(array, 'shape', type(array).__name__)}" for name, array in arrays.items())
+        raise UserError(f"from_dataset: of a dictionary all must be arrays, equally long; there is {found}") from None
+    return _KeyedTensors(tensors, length)
 
 
 def _tensors_of(dataset: Any) -> tuple[Tensor, ...] | None:
