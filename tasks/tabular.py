@@ -543,8 +543,8 @@ class TabularTask(Task):
         """The first rows of --data-dir without their label; without it, a synthetic table with the label y."""
         config: TabularFlags = self.config
         if config.data_dir is None:
-            tables = PriorTables(config.prior, _TEST_SEED, 32)
-            table = tables.__getitems__(SampleKeys(tables.largest(0, 1), 0))
+            # Two moons, which logistic regression cannot follow.
+            table = OtherTables(_TEST_SEED, 2, num_context=400).__getitems__(SampleKeys(np.array([1]), 0))
             columns = dict(
                 zip(string.ascii_letters, table["context"][0].T.astype(float).round(4).tolist(), strict=False)
             )

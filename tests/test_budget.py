@@ -7,7 +7,7 @@ from tests.helpers import budget
 
 LINES_AND_FILES = {
     "checkpoint": (2025, 7),
-    "commands": (3272, 15),
+    "commands": (3274, 15),
     "common": (935, 8),
     "failure": (675, 4),
     "loading": (1786, 11),

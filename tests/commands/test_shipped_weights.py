@@ -131,5 +131,6 @@ def test_training_in_the_default_folder_goes_on_there(task, on_cpu, tmp_path, mo
 
 def test_a_config_that_trains_nothing_is_scored(task, on_cpu, tmp_path):
     argv = ["--task", task, *SMALL, "--noise", 0, "--save-dir", tmp_path / "none"]
-    assert on_cpu(*argv)[0] == on_cpu(*argv, "--eval-only")[0]
+    scored = on_cpu(*argv)[0]
+    assert scored.partition("Next: add --predict FILE")[0] == on_cpu(*argv, "--eval-only")[0]
     assert [path.name for path in (tmp_path / "none").iterdir()] == ["scores.jsonl"]

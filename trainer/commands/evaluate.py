@@ -145,7 +145,9 @@ def evaluate_only(flags: Flags, task: Task, strategy: Strategy) -> None:
             "config": run.facts["config"],
         }
         beside = beside_baselines(baselines, flags.run.task, task.monitor, of_headline(found, task.headline), None)
-        say("\n".join([*lines, _kept(given.save_dir, scored), *map(scores_text, metrics), *beside]))
+        following = ["Next: add --predict FILE to this command, to label new data."]
+        following = following if wanted and type(task).new_data is not Task.new_data else []
+        say("\n".join([*lines, _kept(given.save_dir, scored), *map(scores_text, metrics), *beside, *following]))
 
 
 def _kept(folder: Path, scored: Mapping[str, Any]) -> str:
