@@ -44,12 +44,20 @@ EXIT_BROKEN = 1
 class CheckFlags(FlagGroup):
     """Checking this machine"""
 
-    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto takes all GPUs, or the CPU if there is none")
-    save_dir: Path = flag(Path("checkpoints"), "where runs are to be saved: the disk that is tested")
-    nproc: int | None = flag(None, "processes to start, without torchrun (default: one per GPU, 2 on CPU)", at_least=1)
-    gpu_ids: tuple[int, ...] | None = flag(None, "which visible GPUs to use, as 0,1,2 (default: all)", metavar="ID")
-    backend: Literal["nccl", "gloo"] | None = flag(None, "carries the exchange (default: nccl on GPUs, gloo on CPU)")
-    dist_timeout_s: float = flag(60.0, "seconds after which a process that waits for another one gives up", above=0)
+    device: Literal["auto", "cpu", "cuda"] = flag(
+        "auto", "device to check; auto: all GPUs, or the CPU if there is none"
+    )
+    save_dir: Path = flag(Path("checkpoints"), "folder for runs, whose disk is tested")
+    nproc: int | None = flag(
+        None, "processes to start without torchrun (default: one per GPU, 2 on the CPU)", at_least=1
+    )
+    gpu_ids: tuple[int, ...] | None = flag(None, "visible GPUs to use, for example 0,1,2 (default: all)", metavar="ID")
+    backend: Literal["nccl", "gloo"] | None = flag(
+        None, "what carries the exchange (default: nccl on GPUs, gloo on the CPU)"
+    )
+    dist_timeout_s: float = flag(
+        60.0, "seconds after which a process stops waiting for another one", metavar="SECONDS", above=0
+    )
     json: Path | None = flag(None, "also write the results to this file", metavar="FILE")
 
     def problems(self) -> list[str]:

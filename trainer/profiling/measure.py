@@ -37,7 +37,7 @@ class MeasuringFlags(FlagGroup):
     """What every measurement of steps has"""
 
     steps: int = flag(50, "optimizer steps of each measurement", at_least=1)
-    settling_steps: int = flag(10, "steps before them that do not count", at_least=1)
+    settling_steps: int = flag(10, "optimizer steps before a measurement, not counted", at_least=1)
     json: Path | None = flag(None, "also write the results to this file", metavar="FILE", from_record="refused")
 
 

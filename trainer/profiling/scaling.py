@@ -32,9 +32,11 @@ from trainer.profiling.report import note_of_cut_batch, save_results, table
 class ScalingFlags(MeasuringFlags):
     """Measuring how speed grows with devices"""
 
-    world_sizes: tuple[int, ...] = flag((1, 2), "numbers of devices, as 1,2,4; one device is always measured",
-                                        metavar="N", at_least=1)  # fmt: skip
-    rounds: int = flag(3, "times that each is started and measured, in turns; medians count", at_least=1)
+    world_sizes: tuple[int, ...] = flag(
+        (1, 2), "numbers of devices to compare, for example 1,2,4; one device is always measured", metavar="N",
+        at_least=1,
+    )  # fmt: skip
+    rounds: int = flag(3, "times that each number of devices is measured, in turns; medians count", at_least=1)
     board: Path | None = flag(
         None, "also draw the results for TensorBoard in this folder", metavar="DIR", from_record="refused"
     )
