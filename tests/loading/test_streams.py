@@ -134,6 +134,26 @@ class Points:
         self.number = state["number"]
 
 
+class Lasting:
+    """One stream for all epochs, as of Hugging Face's datasets: it begins where it was told once, in every epoch.
+
+    Before the first sample of an epoch its state is that of the end of the one before.
+    """
+
+    begins = now = 0
+
+    def __iter__(self):
+        for number in range(self.begins + 1, 21):
+            self.now, x = number, torch.randn(3, generator=torch.Generator().manual_seed(number))
+            yield x, x.sum()
+
+    def state_dict(self):
+        return {"number": self.now}
+
+    def load_state_dict(self, state):
+        self.begins = state["number"]
+
+
 class Squares(Objective):
     def forward(self, batch, phase="train"):
         return {"loss": (self.model(batch["x"]).squeeze(1) - batch["y"]).square().sum()}
@@ -156,6 +176,16 @@ class Streamed(Task):
 
 class WithState(Streamed):
     make = Points
+
+
+class OneForAll(Streamed):
+    def splits(self):
+        streams = {"train": Lasting(), "val": Lasting()}
+        self._splits = self._splits or {
+            name: from_stream(lambda epoch, own=own: own, samples_per_epoch=20, seed=self.seed, names="xy")
+            for name, own in streams.items()
+        }
+        return self._splits
 
 
 STREAMED = f"{__file__}:Streamed"
@@ -200,3 +230,13 @@ def test_a_stream_with_a_state_is_not_read_again(run_here, tmp_path, monkeypatch
     assert "reading 3 samples again" in out
     one, other = (load(tmp_path / name / "last.pth")["model"] for name in ("whole", "parts"))
     assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("stopped_at", [4, 5, 6])
+def test_a_stream_for_all_epochs_goes_on_in_each_from_its_start(stopped_at, run_here, tmp_path, monkeypatch):
+    monkeypatch.setattr(streams, "STATE_EVERY_S", 0.0)
+    flags = ["--task", STREAMED.replace("Streamed", "OneForAll"), *FLAGS]
+    run_here(*flags, "--max-steps", 11, "--save-dir", tmp_path / "whole")
+    for num_steps in (stopped_at, 11):
+        run_here(*flags, "--max-steps", num_steps, "--save-dir", tmp_path / "parts")
+    assert_same_bits(*(load(tmp_path / name / "last.pth")["model"] for name in ("whole", "parts")))

@@ -1,5 +1,6 @@
 """Data without a length: samples that are asked for by the numbers in which a stream gives them."""
 
+import copy
 import inspect
 import os
 import time
@@ -71,14 +72,16 @@ class Place(NamedTuple):
 class _Reader:
     """A stream that was begun.
 
-    position: the number of the sample that comes next. kept: samples that were passed, by their numbers, as far as this
-    batch or another part of its step may want them. last: those of the last batch. places: where it was before.
+    begun_at, position: the numbers of its first sample and of the one that comes next. kept: samples that were passed,
+    by their numbers, as far as this batch or another part of its step may want them. last: those of the last batch.
+    places: where it was before.
     """
 
     epoch: int
-    position: int
+    begun_at: int
     source: Any
     iterator: Iterator[Any]
+    position: int
     process: int = field(default_factory=os.getpid)
     kept: dict[int, Any] = field(default_factory=dict)
     last: list[Any] = field(default_factory=list)
@@ -86,8 +89,12 @@ class _Reader:
     asked_at: float = 0.0
 
     def note_place(self) -> None:
-        """Asks the stream for its state, if it has any and was not asked a moment ago. Raises UserError."""
-        if not hasattr(self.source, "state_dict") or time.monotonic() - self.asked_at < STATE_EVERY_S:
+        """Asks the stream for its state, if it has any and was not asked a moment ago. Raises UserError.
+
+        Before its first sample it may still say where an earlier epoch has ended.
+        """
+        is_due = self.position > self.begun_at and time.monotonic() - self.asked_at >= STATE_EVERY_S
+        if not (is_due and hasattr(self.source, "state_dict")):
             return
         try:
             self.places.append(Place(self.epoch, self.position, plain(self.source.state_dict(), "its state_dict()")))
@@ -149,8 +156,9 @@ class KeyedStream(KeyedItems):
         seed_draws(*random_bits(self.seed, epoch, np.array([-1]), 3)[0].tolist())
         source: Any = self.make_iterator(epoch) if self._by_epoch else self.make_iterator()
         if place.state is not None:
+            source = copy.copy(source)  # which would begin there in later epochs too, if they have the same one
             source.load_state_dict(place.state)
-        return _Reader(epoch, place.position, source, iter(source))
+        return _Reader(epoch, place.position, source, iter(source), place.position)
 
     def _go_on(self, reader: _Reader, first: int, end: int) -> None:
         """Reads as far as a sample, and keeps what comes from the first one on. Raises UserError."""
