@@ -5,6 +5,11 @@
 Small data sets come first. What each run of a recommender shows of its own data is printed here for all of them: those
 of --task seqrec as they are and with the order of interactions of the same second shuffled, those of --task kgat. The
 last line is one JSON object.
+
+    python benchmarks/simple.py --runs checkpoints/ml-1m checkpoints/music
+
+compares the best weights of finished runs with the best simple model, user by user: the mean difference of the
+monitored validation metric, and two standard errors of it.
 """
 
 import argparse
@@ -16,6 +21,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -23,6 +31,10 @@ from benchmarks.ties import write_shuffled
 from tasks.kgat import KgatFlags, KgatTask
 from tasks.recommender import RecommenderTask
 from tasks.seqrec import SeqrecFlags, SeqrecTask
+from trainer.api import load
+from trainer.config import group_from_values
+from trainer.loading.order import SampleKeys
+from trainer.task import Objective
 
 METRICS = {"seqrec": ("hr@10", "ndcg@10"), "kgat": ("recall@20", "ndcg@20")}
 MUSIC = "kgcn/music"
@@ -42,8 +54,13 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="*", help="only data sets of these names")
     parser.add_argument("--cache-dir", type=Path, default="~/.cache/lockstep")
+    parser.add_argument("--runs", nargs="*", type=Path, default=(), help="compare these with simple models")
     given = parser.parse_args()
+    if given.runs:
+        print(json.dumps({str(folder): compared(folder) for folder in given.runs}))
+        return
     cache = given.cache_dir.expanduser()
+    cache.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict[str, dict[str, float]]] = {}
     for name, task in tasks(given.folder and Path(given.folder), cache, given.only):
         task.most_scores = sys.maxsize
@@ -58,6 +75,40 @@ def main() -> None:
         for kind, scores in results[name].items():
             print(f"| {kind} | {' | '.join(f'{score:.4f}'[1:] for score in scores.values())} |", flush=True)
     print(json.dumps(results))
+
+
+def compared(folder: Path) -> dict[str, float | str]:
+    """A run's best weights against the simple model that is best on validation."""
+    record = json.loads((folder / "config.json").read_text())["config"]
+    task_type: type[SeqrecTask | KgatTask] = SeqrecTask if record["--task"] == "seqrec" else KgatTask
+    task = task_type(group_from_values(task_type.Config, record), record["--seed"], Path(record["--cache-dir"]))
+    trained = task.build_objective()
+    trained.model.load_state_dict(load(folder).state_dict())
+    metric, _ = task.monitor
+    baselines = task.baselines()
+    kind = max(baselines, key=lambda name: baselines[name].metrics[metric])
+    simple = task.fitted_objective(kind, task.training_histories())
+    own, other = (of_each_user(task, objective) for objective in (trained, simple))
+    two_errors = 2 * np.std(own - other, ddof=1) / len(own) ** 0.5
+    print(
+        f"{folder}: {metric} {own.mean():.4f}, {kind} {other.mean():.4f}: {(own - other).mean():+.4f} +- "
+        f"{two_errors:.4f} over {len(own)} users",
+        flush=True,
+    )
+    return {"run": own.mean(), "simple": kind, kind: other.mean(), "two_errors": two_errors}
+
+
+@torch.no_grad()
+def of_each_user(task: RecommenderTask, objective: Objective) -> np.ndarray:
+    """The monitored metric of each user of the validation set."""
+    dataset, found = task.splits()["val"], []
+    objective.eval()
+    objective.start_evaluation()
+    for user in range(len(dataset)):
+        keys = SampleKeys(np.array([user]), epoch=0)
+        sums = objective(task.collate(dataset.__getitems__(keys), keys)) | {"weight": torch.ones(())}
+        found.append(task.summarise(sums)[task.monitor[0].removeprefix("val/")])
+    return np.array(found)
 
 
 def tasks(folder: Path | None, cache: Path, only: list[str] | None) -> Iterator[tuple[str, RecommenderTask]]:

@@ -53,6 +53,13 @@ class RecommenderTask(Task):
         if isinstance(objective.model, SimpleRecommender):
             objective.model.fill(self._fit(self.config.model, self.training_histories()))
 
+    def fitted_objective(self, kind: str, histories: TrainingHistories) -> Objective:
+        """A simple model with the best settings. histories: of `training_histories`."""
+        objective = self.simple_objective(kind)
+        assert isinstance(objective.model, SimpleRecommender)
+        objective.model.fill(self._fit(kind, histories))
+        return objective
+
     def _fit(self, kind: str, histories: TrainingHistories) -> Buffers:
         """The buffers with the best settings, from the cache if they are there."""
 
@@ -72,10 +79,10 @@ class RecommenderTask(Task):
         return cached_arrays(self.cache_dir, key_of(kind, _FORMAT_VERSION, *self._evaluation_key), build)
 
     @torch.no_grad()
-    def _scores(self, objective: Objective, split: str, most: int | None = None) -> dict[str, float]:
-        """Metrics of a data set, by names such as "val/ndcg@10". most: samples, evenly spread; None for all."""
+    def _scores(self, objective: Objective, split: str, most: int) -> dict[str, float]:
+        """Metrics of a data set, by names such as "val/ndcg@10". most: samples, evenly spread."""
         dataset, sums = self.splits()[split], dict[str, torch.Tensor]()
-        num = min(most or len(dataset), len(dataset))
+        num = min(most, len(dataset))
         index = np.linspace(0, len(dataset) - 1, num).round().astype(np.int64)
         objective.eval()
         objective.start_evaluation()
@@ -112,9 +119,7 @@ class RecommenderTask(Task):
         most = max(1, self.most_scores // histories.num_items)
 
         def build() -> dict[str, float]:
-            objective = self.simple_objective(kind)
-            assert isinstance(objective.model, SimpleRecommender)
-            objective.model.fill(self._fit(kind, histories))
+            objective = self.fitted_objective(kind, histories)
             return self._scores(objective, "val", most) | self._scores(objective, "test", most)
 
         key = key_of(f"{kind}-scores", _FORMAT_VERSION, self.seed, most, *self._evaluation_key)

@@ -113,8 +113,8 @@ def test_a_run_that_rules_beat_says_so_and_shows_their_scores(run_here, tmp_path
     assert next(iter(found)) == "rules" and set(found) == {"rules", "itemknn", "ease", "popularity"}
     [command] = re.findall(re.escape(USE_RULES) + "(.*)", out)
     assert "--model rules" in command and "--hidden-units" not in command
-    run_here(*shlex.split(command), "--save-dir", tmp_path / "rules")
-    for name, value in results(tmp_path / "rules")["metrics"].items():
+    run_here(*shlex.split(command))
+    for name, value in results(tmp_path / "run-rules")["metrics"].items():
         assert found["rules"].get(name, value) == pytest.approx(value)
     [events] = (tmp_path / "run" / "logs" / "rules").iterdir()
     steps = [(e.step, v.tag, v.simple_value) for e in EventFileLoader(str(events)).Load() for v in e.summary.value]

@@ -1,7 +1,9 @@
 """What simple methods reach on the data of a run, beside the run: found before it, and shown after it."""
 
 import math
+import shlex
 from collections.abc import Mapping
+from pathlib import Path
 
 from trainer.flags import RunFlags
 from trainer.logs.console import Table, of_headline
@@ -22,44 +24,39 @@ def find_baselines(
     group.activity.enter("scoring simple methods")
     metric, mode = task.monitor
 
+    sign = -1 if mode == "max" else 1
+
     def shown(baseline: Baseline) -> Baseline:
         metrics = {name: value for name, value in baseline.metrics.items() if not (given.no_test and "test/" in name)}
         kept = {name: metrics[name] for name in (metric,) if name in metrics} | of_headline(metrics, task.headline)
         return baseline._replace(metrics=kept)
 
     def found() -> dict[str, Baseline]:
-        worst = math.inf if mode == "min" else -math.inf
         own = {name: shown(baseline) for name, baseline in task.baselines().items()}
-        order = sorted(own, key=lambda name: own[name].metrics.get(metric, worst), reverse=mode == "max")
-        return {name: own[name] for name in order}
+        return dict(sorted(own.items(), key=lambda item: sign * item[1].metrics.get(metric, sign * math.inf)))
 
     baselines = group.on_main(found)
     values = {name: own.metrics[metric] for name, own in baselines.items() if metric in own.metrics}
     if values:
-        log.say(
-            f"Simple methods reach {metric} {', '.join(f'{value:.4f} ({name})' for name, value in values.items())}."
-        )
+        log.say(f"Simple methods reach {metric} {', '.join(f'{x:.4f} ({name})' for name, x in values.items())}.")
     for name, value in values.items():
         log.level(name, metric, value, num_steps)
     return baselines
 
 
 def beside_baselines(
-    baselines: Mapping[str, Baseline],
-    task: str,
-    monitor: tuple[str, str],
-    metrics: Mapping[str, float],
-    best: float | None,
-) -> list[str]:
+    baselines: Mapping[str, Baseline], task: str, monitor: tuple[str, str], metrics: dict[str, float],
+    best: float | None, folder: Path,
+) -> list[str]:  # fmt: skip
     """A table of a run and simple methods, and a word on the best of them where the run is not better on validation.
 
     baselines: of `find_baselines`. monitor: the metric of validation, and its mode. metrics: of the run, those that
-    tables show. best: its best score on validation, if there is one.
+    tables show. best: its best score on validation, if there is one. folder: of the run.
     """
     if not baselines:
         return []
     (metric, mode), lines = monitor, list[str]()
-    own = ({} if best is None else {metric: best}) | dict(metrics)
+    own = ({} if best is None else {metric: best}) | metrics
     rows = {"this run": own} | {name: dict(baseline.metrics) for name, baseline in baselines.items()}
     width = max(map(len, rows))
     table = Table(" " * width, lines.append)
@@ -69,5 +66,6 @@ def beside_baselines(
     value = first.metrics.get(metric)
     if best is None or value is None or (best > value if mode == "max" else best < value):
         return lines
-    advice = f"; to use it: python main.py --task {task} {first.flags}" if first.flags else ""
+    command = f"python main.py --task {task} {first.flags} --save-dir {shlex.quote(f'{folder}-{name}')}"
+    advice = f"; to use it: {command}" if first.flags else ""
     return [*lines, f"On validation this run is not better than {name}, {metric} {value:.4f}{advice}"]

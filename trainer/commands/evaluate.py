@@ -66,7 +66,8 @@ def score(run: Run, no_test: bool, baselines: Mapping[str, Baseline] | None = No
         metrics = metrics_of(run.task, run.group, sums)
     run.log.result(progress.step, f"with the {'best' if weights['is_best'] else 'last'} weights", metrics)
     best_value, own = progress.best.value if progress.best else None, of_headline(metrics, run.task.headline)
-    for line in beside_baselines(baselines or {}, run.facts["task"], run.task.monitor, own, best_value):
+    folder = run.directory.path
+    for line in beside_baselines(baselines or {}, run.facts["task"], run.task.monitor, own, best_value, folder):
         run.log.say(line)
     if on_test:
         log_pictures(run, sums)
@@ -144,7 +145,8 @@ def evaluate_only(flags: Flags, task: Task, strategy: Strategy) -> None:
             "baselines": {name: dict(own.metrics) for name, own in baselines.items()},
             "config": run.facts["config"],
         }
-        beside = beside_baselines(baselines, flags.run.task, task.monitor, of_headline(found, task.headline), None)
+        own = of_headline(found, task.headline)
+        beside = beside_baselines(baselines, flags.run.task, task.monitor, own, None, given.save_dir)
         following = ["Next: add --predict FILE to this command, to label new data."]
         following = following if wanted and type(task).new_data is not Task.new_data else []
         say("\n".join([*lines, _kept(given.save_dir, scored), *map(scores_text, metrics), *beside, *following]))
