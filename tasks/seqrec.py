@@ -120,7 +120,7 @@ class SeqrecFlags(FlagGroup):
     )
     time_span: int = flag(
         256, "longest interval told apart from longer ones, in units of the user's shortest gap between items",
-        at_least=1, needs={"model": ("tisasrec",)},
+        at_least=1, needs=_TRAINED,
     )  # fmt: skip
     l2_emb: float = flag(
         0.0, "L2 penalty on embedding tables: half of this times the sum of squares", at_least=0, needs=_TRAINED
