@@ -39,7 +39,7 @@ class TabularObjective(Objective):
         if self._answer is not None:
             raise UserError(
                 "--multi-gpu fsdp: how often the model is called for rows of a table depends on their number, and each "
-                "call is an exchange between all processes; take --multi-gpu ddp"
+                "call is an exchange between all processes; use --multi-gpu ddp"
             )
         self._cuts_evaluation = False
 

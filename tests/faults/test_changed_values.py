@@ -205,8 +205,11 @@ def test_moments_are_numbered(state):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda moment: moment[:1], "optimizers.train.state.0.exp_avg of the checkpoint has shape (1, 6)"),
-        (None, "keeps other moments of some parameters than of others"),
+        (
+            lambda moment: moment[:1],
+            "optimizers.train.state.0.exp_avg of the checkpoint has shape (1, 6), unlike its parameter",
+        ),
+        (None, "has different moments for the parameters of one"),
     ],
     ids=["in another shape", "missing of one parameter"],
 )

@@ -221,7 +221,7 @@ def test_one_that_is_larger_on_another_rank_is_refused_before_it_is_sent(train_t
     output = train_two("ddp", tmp_path / "run", *of("EvaluatedTable"), statuses=(2, 2))
     (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
     kinds = "float64 of shape (2, 5) on rank 1 and float64 of shape (1, 5) on rank 0"
-    assert f"model.0.1.table is {kinds}, so that the model is not the same on all of them" in error
+    assert f"model.0.1.table is {kinds}; build the same model on all ranks" in error
 
 
 def test_what_checkpoints_do_not_hold_is_told_by_name(run_here, tmp_path):

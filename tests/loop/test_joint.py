@@ -86,7 +86,7 @@ REFUSED = {
     "uneven": (
         Case("GathersItself", 6),
         (),
-        "exchanges allgather of (2, 6), (2, 6), (2, 6) on rank 0 and allgather of (1, 6), (1, 6), (1, 6) on rank 1 in",
+        "runs the collective allgather of (2, 6), (2, 6), (2, 6) on rank 0 but allgather of (1, 6), (1, 6), (1, 6) on ",
     ),
     "twice": (Case("Gathers", 3), (), "trainer.gather: gathers the rows of one forward, and this step has 2"),
 }
@@ -238,7 +238,7 @@ def test_what_it_cannot_be_combined_with_is_refused(task, more, message, cli, tm
 
 @pytest.mark.parametrize("task", ["Joint", "Gathers"])
 def test_data_parallel_is_refused(task, tmp_path):
-    with pytest.raises(UserError, match=r"--multi-gpu dp: .* needs a process for each device"):
+    with pytest.raises(UserError, match=r"--multi-gpu dp: .* needs one process per device"):
         train_on_replicas(ReplicasOnCpu(2), tmp_path, *map(str, Case(task, 12).flags[:6]))
 
 

@@ -292,7 +292,9 @@ def test_nccl_carries_no_sparse_gradients():
     group = Group([torch.device("cpu")])
     group.backend = "nccl"
     strategy = Replicated(group)
-    with pytest.raises(UserError, match=r"--backend nccl: carries no sparse gradients.* take --backend gloo, or build"):
+    with pytest.raises(
+        UserError, match=r"--backend nccl: does not support sparse gradients.* use --backend gloo, or build"
+    ):
         strategy.place(lambda: nn.Sequential(nn.Embedding(2, 2, sparse=True)), lambda model: [], lambda objective: None)
 
 

@@ -98,9 +98,8 @@ def test_nobody_else_comes(refused, tmp_path, monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     args = [*TINY, "--multi-gpu", "ddp", "--device", "cpu", "--dist-timeout-s", 1, "--save-dir", tmp_path / "run"]
-    refused(
-        ["rank 1 of 2 could not meet the others at 127.0.0.1:1 within --dist-timeout-s 1"], *args, several_devices=True
-    )
+    told = "rank 1 of 2 could not join the other ranks at 127.0.0.1:1 within --dist-timeout-s 1"
+    refused([told], *args, several_devices=True)
     assert not contents(tmp_path)
 
 

@@ -232,9 +232,9 @@ def test_a_compiled_run_that_goes_on_is_identical(more, start):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"sparse": True}, "carries no sparse gradients"),
-        ({"ties": True}, "blocks.0.up.weight and outer.weight are one parameter, and a block of Task.blocks has it"),
-        ({"scalar": True}, "offset is a single number without a dimension"),
+        ({"sparse": True}, "does not support sparse gradients"),
+        ({"ties": True}, "blocks.0.up.weight and outer.weight are tied, but a block of Task.blocks has only one"),
+        ({"scalar": True}, "offset is a scalar"),
     ],
 )
 def test_refuses_what_cannot_be_divided(more, message):
@@ -259,7 +259,7 @@ def test_refuses_complex_parameters_beside_real_ones():
 def test_refuses_hooks_of_parameters_which_would_be_lost(register):
     model = Words(PiecesFlags())
     getattr(model.second.bias, register)(lambda gradient: None)
-    with pytest.raises(UserError, match=r"^--multi-gpu fsdp: second.bias has a hook for its gradient"):
+    with pytest.raises(UserError, match=r"^--multi-gpu fsdp: second.bias has a gradient hook"):
         refuse_what_cannot_be_cut(PiecesObjective(model), [])
 
 
@@ -268,7 +268,7 @@ def test_refuses_hooks_that_come_after_the_model_is_cut():
     optimizer = torch.optim.SGD([weight])
     Sharded.check_optimizers(None, [optimizer])
     weight.register_hook(lambda gradient: None)
-    with pytest.raises(UserError, match=r"^--multi-gpu fsdp: a parameter of shape \(2, 3\) has a hook"):
+    with pytest.raises(UserError, match=r"^--multi-gpu fsdp: a parameter of shape \(2, 3\) has a gradient hook"):
         Sharded.check_optimizers(None, [optimizer])
 
 

@@ -147,7 +147,7 @@ def test_dp_without_two_gpus_says_so_and_trains(tmp_path, command, one_device):
     args = ["main_multi_gpu.py", "--multi_gpu", "dp", "--batch_size=4", *TINY, "--save_dir", tmp_path]
     lines = command(*args, **NO_GPU).stdout.splitlines()
     assert_same_run(tmp_path, 1, one_device)
-    assert lines[0] == "DataParallel needs at least two GPUs and none is in use: training on the CPU."
+    assert lines[0] == "DataParallel needs at least two GPUs and found none: training on the CPU."
     assert " Batch: 10 samples per step, from 4 x 3 accumulation steps, the last ones smaller. " in lines[1]
 
 
@@ -437,7 +437,7 @@ class LosesRank:
 def test_what_lost_a_rank_starts_again(tmp_path, capfd):
     job = LosesRank(tmp_path)
     assert launching.launch(job, 2, job) == 0
-    assert capfd.readouterr().err == "rank 1 was killed by signal 9; starting again\n"
+    assert capfd.readouterr().err == "rank 1 was killed by signal 9; restarting\n"
 
 
 @pytest.mark.slow

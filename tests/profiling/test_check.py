@@ -85,7 +85,7 @@ def test_check_of_processes_that_do_not_meet_has_status_1(profile_here, monkeypa
         monkeypatch.setenv(name, str(value))
     done = profile_here("check", "--device", "cpu", "--dist-timeout-s", "1", status=1)
     assert "BROKEN   exchange" in done.out
-    assert "rank 1 of 2 could not meet the others" in done.err
+    assert "rank 1 of 2 could not join the other ranks" in done.err
 
 
 def test_processes_that_leave_while_they_meet_are_told_of_in_one_line(alone, monkeypatch):
@@ -115,7 +115,7 @@ def test_process_beside_the_first_of_its_host_says_why_it_failed(profile_here, m
     beside = RankEnvironment(1, 2, 1, 2)
     done = profile_here("check", "--device", "cpu", "--dist-timeout-s", "1", environment=beside)
     assert done.out == ""
-    assert done.err.startswith("error: rank 1 of 2 could not meet the others")
+    assert done.err.startswith("error: rank 1 of 2 could not join the other ranks")
 
 
 def test_exchange_is_not_kept_waiting_by_the_tests_of_a_machine(profile_here, alone, monkeypatch):

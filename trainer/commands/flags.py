@@ -125,7 +125,7 @@ def contradictions(flags: Flags) -> list[str]:
 def _contradictions_of_devices(flags: Flags, multi: MultiDeviceFlags) -> list[str]:
     found, device, form = [], flags.devices.device, multi.form
     if form is not None and not form.can_compile and flags.blocks.compile:
-        found.append("--compile: a replica of --multi-gpu dp cannot be compiled; take --multi-gpu ddp")
+        found.append("--compile: a replica of --multi-gpu dp cannot be compiled; use --multi-gpu ddp")
     if ":" in device:
         found.append(f"--device {device}: names one device; with --multi-gpu choose GPUs by --gpu-ids")
     if multi.gpu_ids is not None and device == "cpu":

@@ -157,7 +157,7 @@ def check_helpers(objective: Objective, where: str, num_replicas: int) -> None:
                 "copy, as by copy.deepcopy"
             )
         if num_replicas > 1:
-            raise UserError(f"{where}: has the helper {name!r}, and --multi-gpu dp copies none; take --multi-gpu ddp")
+            raise UserError(f"{where}: has the helper {name!r}, and --multi-gpu dp copies none; use --multi-gpu ddp")
 
 
 def check_same_parameters(objective: nn.Module, group: Group, where: str) -> None:

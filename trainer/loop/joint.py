@@ -33,7 +33,7 @@ def refuse_joint(objective: Objective, strategy: Strategy, compiles: bool) -> No
     name = f"{type(objective).__name__}.joint_loss"
     refuse_coupling(name, strategy)
     if strategy.exchanges_in_forward:
-        raise UserError(f"--multi-gpu fsdp: {name} may use parameters outside of blocks; take --multi-gpu ddp")
+        raise UserError(f"--multi-gpu fsdp: {name} may use parameters outside of blocks; use --multi-gpu ddp")
     if compiles:
         raise UserError(f"--compile: for {name} forwards run twice, and compiled ones may differ; leave it out")
 

@@ -208,7 +208,7 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
         if in_parts and any(word in told for word in _OF_PARTS):
             raise UserError(
                 f"--multi-gpu fsdp: {name} cannot train parameters of which a process has a part ({reason(error)}); "
-                "take --multi-gpu ddp, or another optimizer"
+                "use --multi-gpu ddp, or another optimizer"
             ) from error
         raise
 

@@ -17,9 +17,9 @@ from trainer.task import Outputs, PerSample
 
 
 class SummedReplicas(nn.DataParallel):
-    """Adds up the sums of its replicas, where nn.DataParallel would concatenate them, as here what is per sample.
+    """An nn.DataParallel that adds the sums of its replicas and concatenates `PerSample` outputs.
 
-    What a replica raises is raised as it is, where nn.DataParallel would make a text of it and its traceback.
+    Raises a replica's exception unchanged, where nn.DataParallel would rewrite its text with a traceback.
     """
 
     def parallel_apply(
@@ -41,7 +41,7 @@ class SummedReplicas(nn.DataParallel):
 def _result_or_error(replica: Callable[..., Outputs], *args: Any, **kwargs: Any) -> Outputs | BaseException:
     try:
         return replica(*args, **kwargs)
-    except BaseException as error:  # a thread that ends by one leaves no result
+    except BaseException as error:  # otherwise the replica's thread leaves no result
         return error
 
 
@@ -54,7 +54,7 @@ def _together(name: str, parts: Sequence[Tensor | PerSample], device: int | torc
 
 
 class DataParallel(Strategy):
-    """One process that splits every micro-batch over several GPUs."""
+    """Splits every micro-batch over several GPUs in one process."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__(Group(devices))
@@ -69,16 +69,16 @@ class DataParallel(Strategy):
         return SummedReplicas(net, device_ids=[device.index for device in self.devices])
 
     def to_device(self, batch: Batch) -> Batch:
-        return batch  # the wrapper's scatter moves each part to its own device
+        return batch  # the wrapper scatters to the devices
 
     upload = to_device
 
 
 def start_data_parallel(devices: DeviceFlags, flags: MultiDeviceFlags) -> Strategy:
-    """`--multi-gpu dp` on whatever there is."""
+    """Starts `--multi-gpu dp`, or falls back to one device."""
     ids = usable_gpus(devices.device, flags.gpu_ids)
     if not ids:
-        to_stdout("DataParallel needs at least two GPUs and none is in use: training on the CPU.")
+        to_stdout("DataParallel needs at least two GPUs and found none: training on the CPU.")
         return SingleDevice(torch.device("cpu"))
     if len(ids) < 2:
         to_stdout(f"DataParallel needs at least two GPUs and there is one: training on cuda:{ids[0]}.")

@@ -1,4 +1,4 @@
-"""Strategies for one process per device: what all of them share, and copies of the whole model (`--multi-gpu ddp`)."""
+"""Strategies with one process per device: their common base, and full replicas (`--multi-gpu ddp`)."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,13 +26,13 @@ from trainer.task import Objective, sparse_parameters
 T = TypeVar("T")
 
 OVERLAP_BYTES = 4 * 2**20
-"""Of parameters: above it DistributedDataParallel sends gradients while the backward goes on; see docs/design.md."""
+"""Parameter bytes above which DistributedDataParallel overlaps gradient exchange and backward; see docs/design.md."""
 
 
 class OverlappingExchange(WithoutCompiler, nn.parallel.DistributedDataParallel):
-    """torch's DistributedDataParallel, which says in the last backward of a step where it begins to wait for others.
+    """A DistributedDataParallel that reports when a step's last backward starts to wait for other processes.
 
-    before_exchange: called there. It does not import torch's compiler, the longest part of a start.
+    before_exchange: called then. Does not import torch's compiler, the slowest part of a start.
     """
 
     before_exchange: Callable[[], None]
@@ -40,15 +40,15 @@ class OverlappingExchange(WithoutCompiler, nn.parallel.DistributedDataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().forward(*args, **kwargs)
         if self.require_backward_grad_sync and outputs["loss"].requires_grad:
-            # What is queued as the backward begins comes before torch waits for the last gradients.
+            # A callback queued this early runs before torch's, which waits for the last gradients.
             outputs["loss"].register_hook(lambda _: after_first_gradients(self.before_exchange))
         return outputs
 
 
 class Distributed(Strategy):
-    """What strategies with one process per device share: the state of rank 0 reaches the others, and they keep it.
+    """Base of strategies with one process per device; the others receive rank 0's state.
 
-    name: of the strategy, for the user.
+    name: shown to the user.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Distributed(Strategy):
 
     @torch.no_grad()
     def sync_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        # Of sparse ones NCCL refuses to send the numbers, and gloo sends other ones.
+        # NCCL refuses sparse tensors, and gloo corrupts them.
         dense = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided}
         self._refuse_others(dense)
         self.group.activity.enter(EXCHANGE)
@@ -74,7 +74,7 @@ class Distributed(Strategy):
                 tensor.copy_(whole)
 
     def _refuse_others(self, tensors: Mapping[str, Tensor]) -> None:
-        """For gloo ends a process that gets more than it expects."""
+        """Raises UserError on all processes if tensors differ between ranks; gloo would abort on a size mismatch."""
         own = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
         every = self.group.gather(own)
         for rank, others in enumerate(every):
@@ -82,9 +82,9 @@ class Distributed(Strategy):
                 here, there = every[0].get(name), others.get(name)
                 if here != there:
                     raise UserError(
-                        f"{name} is {_described(there)} on rank {rank} and {_described(here)} on rank 0, so that the "
-                        "model is not the same on all of them; make it alike in build_objective, or register a buffer "
-                        "with persistent=False, which each rank keeps to itself"
+                        f"{name} is {_described(there)} on rank {rank} and {_described(here)} on rank 0; build "
+                        "the same model on all ranks in build_objective, or register a rank's own buffer with "
+                        "persistent=False"
                     )
 
     def from_main(self, value: Tensor) -> Tensor:
@@ -108,28 +108,28 @@ class Distributed(Strategy):
         own = model.state_dict()
         for name, value in weights.items():
             own[name].copy_(self._own_part(self.from_main(value), own[name]))
-        model.load_state_dict(own)  # its own, for the hooks that derive more from what was loaded
+        model.load_state_dict(own)  # again, for hooks that derive state from the loaded one
 
     def _own_part(self, whole: Tensor, own: Tensor) -> Tensor:
-        """What this process keeps of a tensor, for one of its own."""
+        """Returns this process's shard of a full tensor, laid out like `own`."""
         return whole
 
     def own_moments(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        # Numbers of steps have no dimension, and every process was given them.
+        # Scalars, such as step counts, reached every process already.
         return map_tensors(state, lambda value: self.from_main(value) if value.dim() else value)
 
 
 class Replicated(Distributed):
-    """Every process has the whole model, and its gradients are summed over the processes.
+    """Keeps the whole model in every process and sums gradients over processes.
 
-    A small model's gradients travel after the last backward, in one piece (`FlatGradients`). In larger models
-    DistributedDataParallel sends them while the backward goes on; it divides them by the number of processes, and waits
-    for every parameter unless `finds_unused` has it search. Sparse gradients always travel after the backward: while
-    it goes on they may lie in the memory of a gradient that is still needed, which DistributedDataParallel divides.
+    A small model's gradients travel in one piece after the last backward (`FlatGradients`). For larger models
+    DistributedDataParallel overlaps the exchange with the backward; it divides by the number of processes, and waits
+    for every parameter unless `finds_unused`. Sparse gradients always travel after the backward: during it they may
+    share memory with a gradient still in use, which DistributedDataParallel divides.
 
-    Gradients of parts always travel in one piece, for their tree goes over all of them.
+    Gradients of parts always travel in one piece, because their tree sums all of them.
 
-    sync_bn: whether batch norm goes over the samples of all processes.
+    sync_bn: batch norm uses the samples of all processes.
     """
 
     name = "DistributedDataParallel"
@@ -152,7 +152,7 @@ class Replicated(Distributed):
         self._sparse = {p for p in sparse_parameters(objective) if p.requires_grad}
         if self._sparse and self.group.backend == "nccl":
             raise UserError(
-                "--backend nccl: carries no sparse gradients, as those of nn.Embedding(sparse=True); take "
+                "--backend nccl: does not support sparse gradients (nn.Embedding(sparse=True)); use "
                 "--backend gloo, or build those embeddings without sparse=True"
             )
         num_bytes = sum(p.nbytes for p in objective.parameters() if p not in self._sparse)
@@ -167,7 +167,7 @@ class Replicated(Distributed):
         sparse = [p for p in net.parameters() if p in self._sparse and p.requires_grad]
         if not self.overlaps or all(p in self._sparse for p in net.parameters() if p.requires_grad):
             return net
-        for parameter in sparse:  # it exchanges what requires a gradient as it begins
+        for parameter in sparse:  # hidden from DistributedDataParallel, which exchanges what requires a gradient
             parameter.requires_grad_(False)
         wrapped = OverlappingExchange(
             net,
@@ -176,14 +176,14 @@ class Replicated(Distributed):
             find_unused_parameters=self._finds_unused,
             init_sync=False,
         )
-        wrapped.broadcast_buffers = False  # it refuses some types; all agree before evaluating and saving
+        wrapped.broadcast_buffers = False  # fails for some types; evaluating and saving synchronise them
         for parameter in sparse:
             parameter.requires_grad_(True)
         wrapped.before_exchange = self.group.activity.wait_for_others
         return wrapped
 
     def build_buckets(self, net: nn.Module) -> None:
-        # The next forward would do it, and wait for a rank that finds no room for its batch.
+        # Otherwise the next forward does, and waits for a rank that ran out of memory.
         if isinstance(net, OverlappingExchange):
             with _naming_left_out():
                 rebuild_buckets(net)
@@ -212,7 +212,7 @@ class Replicated(Distributed):
 
 
 def _broadcast(values: Tensor) -> None:
-    """The main process's, in place. values: contiguous; as bytes, for of some types gloo sends none."""
+    """Broadcasts rank 0's contiguous tensor in place, as bytes because gloo lacks some types."""
     if values.numel():
         dist.broadcast(values.view(-1).view(torch.uint8), src=0)
 
@@ -223,13 +223,13 @@ def _described(kind: tuple[tuple[int, ...], str] | None) -> str:
 
 @contextmanager
 def _naming_left_out() -> Iterator[None]:
-    """Makes a UserError of what DistributedDataParallel says about parameters that the forward before left out."""
+    """Converts DistributedDataParallel's error about unused parameters of the previous forward to UserError."""
     try:
         yield
     except RuntimeError as error:
         if "Expected to have finished reduction in the prior iteration" not in str(error):
             raise
         raise UserError(
-            "--multi-gpu ddp: a forward left out parameters, whose gradients DistributedDataParallel waits for; add "
-            "--find-unused-parameters, which searches for them in each step"
+            "--multi-gpu ddp: a forward did not use some parameters, whose gradients DistributedDataParallel "
+            "waits for; add --find-unused-parameters"
         ) from None

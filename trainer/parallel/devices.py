@@ -1,4 +1,4 @@
-"""Devices: which ones a command line names, how a process uses the host, and what a device has still to do."""
+"""Devices: the ones a command line selects, host settings for them, and their work queues."""
 
 import ctypes
 import os
@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 GROUP_SIZE = 32
-"""Steps after which whatever a step left on a GPU has long since arrived on the host."""
+"""Steps after which a GPU's results of a step have surely arrived on the host."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's malloc.h."""
+"""Parameters of glibc's mallopt (malloc.h)."""
 _LARGEST_MMAP_THRESHOLD = 2**25
 
 
 def usable_gpus(device: str, gpu_ids: Sequence[int] | None) -> list[int]:
-    """The GPUs that runs on several devices may use; none where they train on the CPU."""
+    """Returns the GPUs available to multi-device runs; none if they train on the CPU."""
     if device == "cpu" or not torch.cuda.is_available():
         return []
     return list(gpu_ids or range(torch.cuda.device_count()))
 
 
 def pick_device(name: str) -> torch.device:
-    """`--device` -> a device with its index."""
+    """Converts `--device` to a device with an index."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     _, _, index = name.partition(":")
@@ -36,11 +36,10 @@ def pick_device(name: str) -> torch.device:
 def set_num_threads(
     requested: int | None, local_world_size: int, device: torch.device, takes_one: bool = False
 ) -> None:
-    """CPU threads of this process, which computes on a device. takes_one: as beside a GPU unless the user says more.
+    """Sets this process's CPU threads. takes_one: default to one thread, as with a GPU.
 
-    Beside a GPU one is enough: the host only starts its work, makes batches as its workers do, by one thread each, and
-    more would wait for each other at every small operation. torchrun sets OMP_NUM_THREADS=1 for processes whose user
-    said nothing, which would leave cores idle.
+    One is enough with a GPU, where the host only launches kernels and makes batches: more would synchronise at every
+    small operation. torchrun sets OMP_NUM_THREADS=1 unless the user chose a value, which would leave cores idle.
     """
     launcher_chose = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     user_chose = "OMP_NUM_THREADS" in os.environ and not launcher_chose
@@ -52,11 +51,10 @@ def set_num_threads(
 
 
 def keep_freed_memory() -> None:
-    """Lets this process reuse what its tensors free, where its C library is glibc.
+    """Makes glibc reuse freed memory rather than return it to the kernel, which costs page faults in every step.
 
-    By default glibc returns freed memory at the end of its heap to the kernel, and every step pays for page faults to
-    get it back. Blocks of more than 32 MiB are still returned. A process cannot read what was set before, to restore
-    it: this is for processes that do nothing but train.
+    Blocks over 32 MiB are still returned. The old setting cannot be read and restored, so this is for processes that
+    only train.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -65,15 +63,15 @@ def keep_freed_memory() -> None:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def half_precision(device: torch.device) -> str:
-    """The half precision in which a device is fast: "bf16", "fp16" or, where none is, "off".
+    """Returns the fast half precision of a device: "bf16", "fp16", or "off".
 
-    GPUs have bf16 in hardware from compute capability 8.0 on, and fp16 before. A CPU without instructions for bf16 is
-    about ten times slower in it than in float32.
+    GPUs support bf16 from compute capability 8.0, fp16 before. A CPU without bf16 instructions is about ten times
+    slower in it than in float32.
     """
     if device.type != "cuda":
         return "off"
@@ -81,30 +79,30 @@ def half_precision(device: torch.device) -> str:
 
 
 def numbers_at_once(device: torch.device) -> int:
-    """The length of a vector for one operation: on a CPU it stays in the cache, on a GPU its launch hardly counts."""
+    """Returns a vector length for one operation: fits a CPU's cache, hides a GPU's launch cost."""
     return 2**15 if device.type == "cpu" else 2**20
 
 
 def arithmetic_of(device: torch.device) -> str:
-    """What decides about the last bits of a result: devices for which it is the same compute the same."""
+    """Identifies a device's arithmetic: equal names compute equal bits."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU with {torch.backends.cpu.get_cpu_capability()} and {torch.get_num_threads()} thread(s)"
 
 
 def device_label(device: torch.device) -> str:
-    """A device as the user knows it."""
+    """Names a device for the user."""
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
 
 
-# --- what a device has still to do -------------------------------------------------------------------------------
+# --- work queues of devices --------------------------------------------------------------------------------------
 
 
 class DeviceQueue:
-    """The queue of a device that is never behind the host, as the CPU: whatever the host asked for is done.
+    """Queue of a synchronous device, the CPU: all requested work is done.
 
-    lag: steps after which the host can look at what a step left without waiting. pins_memory: whether what the host
-    sends does not wait for the device if it lies in pinned memory.
+    lag: steps after which the host can read a step's results without waiting. pins_memory: copies from pinned host
+    memory are asynchronous.
     """
 
     pins_memory = False
@@ -113,32 +111,32 @@ class DeviceQueue:
         self.lag = lag
 
     def mark(self) -> Callable[[], bool]:
-        """Marks this moment in the work of the device; the function returns whether it has come."""
+        """Marks the current point of the queue; the returned function tells whether the device has reached it."""
         return lambda: True
 
     def fetch(self, value: Tensor) -> Callable[[], Any]:
-        """Starts to copy a tensor to the host; the function returns it as `Tensor.tolist`, and waits if need be."""
+        """Starts a copy to the host; the returned function waits for it and returns it as `Tensor.tolist`."""
         return value.tolist
 
     def instant(self) -> Any:
-        """This moment in the work of the device, for `seconds`."""
+        """Records the current point of the queue, for `seconds`."""
         return time.perf_counter()
 
     def seconds(self, start: Any, end: Any) -> float:
-        """The time from one instant to a later one; waits until the later one has come."""
+        """Returns the time between two instants; waits until the device has reached the later one."""
         return float(end - start)
 
     def drain(self, within_s: float) -> None:
-        """Waits until the device has done what it can do without other processes, but no longer than that."""
+        """Waits up to `within_s` for the device to finish work that does not depend on other processes."""
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Within it this thread gives the device work that does not wait for what it was asked before."""
+        """Issues this thread's work within so that it does not wait for earlier work."""
         yield
 
 
 class CudaQueue(DeviceQueue):
-    """The queue of a GPU: events lie among its kernels."""
+    """Queue of a GPU, observed by CUDA events."""
 
     pins_memory = True
 
@@ -176,7 +174,7 @@ class CudaQueue(DeviceQueue):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        # The current device is a thread's own, and would be the first GPU, perhaps another job's.
+        # The current device is per thread, and by default the first GPU, perhaps another job's.
         torch.cuda.set_device(self._device)
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             yield
@@ -189,7 +187,7 @@ class CudaQueue(DeviceQueue):
 
 
 def queue_of(device: torch.device) -> DeviceQueue:
-    """The queue of a device."""
+    """Returns the queue of a device."""
     if device.type == "cuda":
         return CudaQueue(device)
     return DeviceQueue(0 if device.type == "cpu" else GROUP_SIZE)

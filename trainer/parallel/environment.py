@@ -1,4 +1,4 @@
-"""Which rank the environment gives this process: by the variables of torchrun, srun or mpirun."""
+"""Reads a process's rank from the environment variables of torchrun, srun or mpirun."""
 
 import math
 import os
@@ -19,18 +19,18 @@ BY_HAND = (
 )
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 MOST = 10**6
-"""Of processes and restarts; no machine has more ports either."""
+"""Largest accepted number of processes and restarts, and port."""
 _NUMBER = re.compile("[0-9]{1,20}")
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Who this process is among several.
+    """This process's place among several.
 
-    local_rank, local_world_size: among the processes of this machine; None where the launcher did not say.
-    init_method: where the processes meet; "env://", an address, or a file. attempt: how often the same launcher has
-    started all of them again, with the addresses of the attempt before left where they meet.
+    local_rank, local_world_size: among the processes of this machine; None if the launcher did not say. init_method:
+    "env://", an address or a file. attempt: restarts by the same launcher, whose store may still hold entries of
+    earlier attempts.
     """
 
     rank: int
@@ -42,35 +42,35 @@ class RankEnvironment:
 
     @property
     def is_self_launched(self) -> bool:
-        """Whether `trainer.parallel.launch` has started this process."""
+        """Returns whether `trainer.parallel.launch` started this process."""
         return self.init_method.startswith("file://")
 
     @property
     def tells_user(self) -> bool:
-        """Whether this process says what is wrong with all of them.
+        """Returns whether this process prints errors that concern all.
 
-        Ranks of one launcher share a console, where one of a machine does; those started by hand have a terminal each.
+        A launcher's ranks share a console, so one per machine prints; ranks started by hand have a terminal each.
         """
         return self.local_rank in (None, 0)
 
     @property
     def meeting_place(self) -> str:
-        """Where the processes meet, as a message names it."""
+        """Names the rendezvous in messages."""
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return address if self.init_method == "env://" else self.init_method
 
 
 def is_launched(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher, or somebody by hand, has said which rank this process is."""
+    """Returns whether a launcher or the user has set this process's rank."""
     return any(name in environ for name in RANK_NAMES) or any(rank_variables(environ))
 
 
 def read_rank_environment(
     environ: Mapping[str, str], flags: MultiDeviceFlags | None
 ) -> tuple[RankEnvironment | None, list[str]]:
-    """The rank variables that torchrun, torch.distributed.launch, srun, mpirun or a hand-written script sets.
+    """Reads the rank variables of torchrun, torch.distributed.launch, srun, mpirun or a hand-written script.
 
-    flags: None for a run of one process. Returns None if there are none, and one sentence for each contradiction.
+    flags: None for a run of one process. Returns None if there are none, and one sentence for each problem.
     """
     if flags is None or (flags.form is not None and not flags.form.has_processes):
         return None, one_process_problems(environ)
@@ -109,7 +109,7 @@ def read_rank_environment(
         problems.append(f"MASTER_PORT={numbers['MASTER_PORT']}: must be between 1 and 65535")
     if problems:
         return None, problems
-    # Several torchrun agents meet at a new store each time, and do not count their restarts alike.
+    # Several torchrun agents use a new store each time, and may count restarts differently.
     is_one_agent = numbers.get("LOCAL_WORLD_SIZE") == numbers["WORLD_SIZE"]
     attempt = numbers.get(RESTARTS, 0) if is_one_agent else 0
     local = numbers.get("LOCAL_RANK"), numbers.get("LOCAL_WORLD_SIZE")
@@ -118,9 +118,9 @@ def read_rank_environment(
 
 
 def torchrun_agent() -> str | None:
-    """Names the torchrun agent that started this process, like no other one; None without torchrun, or off Linux.
+    """Identifies the torchrun agent that started this process; None without torchrun, or off Linux.
 
-    Its run id would not do: it is "none" unless somebody chose one, and may be used again.
+    Its run id is not unique: "none" by default, and reusable.
     """
     agent = os.getppid()
     try:
@@ -131,12 +131,12 @@ def torchrun_agent() -> str | None:
 
 
 def is_under_torchrun() -> bool:
-    """Whether torchrun has started this process."""
+    """Returns whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def one_process_problems(environ: Mapping[str, str]) -> list[str]:
-    """What is wrong with starting a run of one process several times over."""
+    """Returns a sentence if a launcher started several processes for a run of one."""
     if "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1":
         return [
             f"WORLD_SIZE={environ['WORLD_SIZE']} is set, so a launcher started several processes, but this run is "
@@ -149,10 +149,10 @@ def one_process_problems(environ: Mapping[str, str]) -> list[str]:
 
 
 def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of one of several processes of srun or mpirun.
+    """Returns RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of srun or mpirun.
 
-    Empty for a process that is not one of several, or to which somebody has said its rank in these words. Beside them
-    a sentence for the user where the launcher has not told enough. MASTER_ADDR and MASTER_PORT that are set go first.
+    Empty if the process is the only one, or has these variables already. Also returns a sentence if the launcher's
+    variables do not suffice. MASTER_ADDR and MASTER_PORT that are set take precedence.
     """
     if any(name in environ for name in RANK_NAMES):
         return {}, []
@@ -163,7 +163,7 @@ def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str
             _of_open_mpi,
             ("mpirun", "$OMPI_COMM_WORLD_RANK", "$OMPI_COMM_WORLD_SIZE", "$OMPI_COMM_WORLD_LOCAL_RANK"),
         ),
-        # MPICH gives each kind of its launcher other numbers, and no place to meet.
+        # MPICH's variables depend on its launcher, and name no address.
         ("PMI_SIZE", lambda _: {}, ("mpiexec", "$PMI_RANK", "$PMI_SIZE", "$MPI_LOCALRANKID")),
     ):
         if environ.get(size, "1") == "1":
@@ -175,14 +175,14 @@ def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str
         launcher, *names = line
         by_hand = BY_HAND.format(**dict(zip(("rank", "world_size", "local_rank"), names, strict=True)))
         return {}, [
-            f"{size}={environ[size]}: {launcher} has started several processes, but its variables do not tell "
+            f"{size}={environ[size]}: {launcher} has started several processes, but its variables lack "
             f"{', '.join(missing)}; use: {launcher} ... {by_hand}"
         ]
     return {}, []
 
 
 def _of_srun(environ: Mapping[str, str]) -> dict[str, str]:
-    """Its steps count from 0 within a job; the first task is on the first node."""
+    """Reads srun's variables; its steps count from 0 within a job, and its first task runs on the first node."""
     found = {
         "RANK": environ.get("SLURM_PROCID", ""),
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
@@ -194,7 +194,7 @@ def _of_srun(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
-    """It does not tell where the first process is, unless all are on one machine."""
+    """Reads Open MPI's variables, which name no address; on a single machine it is 127.0.0.1."""
     found = {
         "RANK": environ.get("OMPI_COMM_WORLD_RANK", ""),
         "WORLD_SIZE": environ["OMPI_COMM_WORLD_SIZE"],
@@ -208,11 +208,13 @@ def _of_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodes: str) -> str:
-    """Of a list in SLURM's short form: "node[03-07,9],other" is node03 and more."""
+    """Returns the first host of a SLURM node list: "node[03-07,9],other" -> "node03"."""
     match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
     return "".join(part or "" for part in match.groups()) if match else ""
 
 
 def _port(job: str) -> str:
-    """From 20000 to 29999, the same for all processes of one start, and mostly another one for the next."""
+    """Derives a port from 20000 to 29999 from the job: equal for all its processes, and mostly another for the next
+    job.
+    """
     return str(20000 + zlib.crc32(job.encode()) % 10000)

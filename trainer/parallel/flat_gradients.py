@@ -1,4 +1,4 @@
-"""Gradients that travel after the backward: as flat buffers, one for each type of number, and sparse ones by rows."""
+"""Gradients exchanged after the backward: flat buffers, one per dtype, and sparse gradients by rows."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,16 +8,16 @@ from torch import Tensor
 from trainer.common.torch_private import foreach_copy_
 
 NOTHING = -0.0
-"""What stands for a number that is not there: it changes no other when it is added, where 0.0 makes 0.0 of -0.0."""
+"""Stands for a missing number in a sum and changes no other; adding 0.0 would turn -0.0 into 0.0."""
 
 
 class FlatGradients:
-    """The gradients of some parameters in flat buffers, one for each type of number.
+    """The gradients of some parameters in flat buffers, one per dtype.
 
-    A process need not have a gradient of every parameter. Behind the gradients travels how many processes have each
-    one: only a process that lacks one reads that number, and so waits for its device.
+    A process may lack some gradients. The number of processes that have each one follows the gradients in the buffer;
+    only a process that lacks one reads it, and so waits for its device.
 
-    flat: the buffers, each of one dimension. All processes have the same parameters in the same order.
+    flat: the buffers, of one dimension. All processes have the same parameters in the same order.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -29,16 +29,16 @@ class FlatGradients:
         self.flat = [buffer.flat for buffer in self._buffers]
         view_of = {id(p): view for each in self._buffers for p, view in zip(each.params, each.views, strict=True)}
         self.views = [view_of[id(parameter)] for parameter in params]
-        """A gradient's place, for each parameter."""
+        """Views of the buffers, one per parameter."""
 
     @property
     def present(self) -> tuple[bool, ...]:
-        """Whether a parameter has a gradient, for each."""
+        """Returns, for each parameter, whether it has a gradient."""
         return tuple(parameter.grad is not None for parameter in self._params)
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Copies gradients to their places, where they are not there already; `grad` then is that place."""
+        """Copies gradients into the buffers, if necessary, and sets each `grad` to its view."""
         copied = [
             (parameter, view)
             for parameter, view in zip(self._params, self.views, strict=True)
@@ -50,13 +50,13 @@ class FlatGradients:
             parameter.grad = view
 
     def attach(self, present: Sequence[bool]) -> None:
-        """Sets `grad` of each parameter to its place, or to None. present: as the property of that name."""
+        """Sets each `grad` to its view or to None. present: see the property."""
         for parameter, view, is_present in zip(self._params, self.views, present, strict=True):
             parameter.grad = view if is_present else None
 
     @torch.no_grad()
     def copy_out(self) -> None:
-        """Makes each `grad` a copy of what is at its place."""
+        """Replaces each `grad` by a copy outside the buffers."""
         there = [(parameter, parameter.grad) for parameter in self._params if parameter.grad is not None]
         if there:
             copies = [torch.empty_like(grad) for _, grad in there]
@@ -65,9 +65,9 @@ class FlatGradients:
                 parameter.grad = copy
 
     def sum(self, sum_in_place: Callable[[Tensor], None]) -> None:
-        """Afterwards `grad` is the sum over processes, and None where no process has a gradient.
+        """Sums each `grad` over processes; None where no process has a gradient. All processes call it.
 
-        sum_in_place: sums a tensor of real numbers over the processes. All processes call it.
+        sum_in_place: sums a real tensor over processes.
         """
         self.collect()
         for buffer in self._buffers:
@@ -76,9 +76,10 @@ class FlatGradients:
 
 @torch.no_grad()
 def sum_sparse(parameter: Tensor, sum_in_place: Callable[[Tensor], None], divisor: int) -> None:
-    """Makes a sparse gradient the sum over processes, divided, with the rows that any of them has; None for no rows.
+    """Sums a sparse gradient over processes and divides it; keeps the rows that any process has, None if there are
+    none.
 
-    parameter: (rows, ...). sum_in_place: sums a sparse tensor over the processes, each of which calls it.
+    parameter: (rows, ...). sum_in_place: sums a sparse tensor over processes. All processes call it.
     """
     if parameter.grad is None:
         no_rows = parameter.new_empty((1, 0), dtype=torch.int64), parameter.new_empty((0, *parameter.shape[1:]))
@@ -91,7 +92,7 @@ def sum_sparse(parameter: Tensor, sum_in_place: Callable[[Tensor], None], diviso
 
 
 class _Buffer:
-    """The gradients of parameters of one type, in their order, and a number for each."""
+    """Gradients of parameters of one dtype, in order, followed by one count each."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = params
@@ -117,9 +118,9 @@ class _Buffer:
 
 
 def _laid_out_as(flat: Tensor, parameter: Tensor) -> Tensor:
-    """A view of the flat tensor with the shape of the parameter, and its strides where these leave no gaps.
+    """Views a flat tensor in the parameter's shape, and in its strides if they leave no gaps.
 
-    Fused optimizers go through a parameter and its gradient by their place in memory.
+    Fused optimizers traverse a parameter and its gradient in memory order.
     """
     if torch.empty_like(parameter).stride() == parameter.stride():
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())

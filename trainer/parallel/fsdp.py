@@ -1,8 +1,8 @@
-"""Fully sharded: one process per device, which keeps a part of each parameter, of its gradient and of its moments.
+"""Fully sharded: each process keeps a shard of every parameter, gradient and optimizer moment.
 
-On `torch.distributed.fsdp.fully_shard`. The blocks of a model, and what is left around them, are its units. A unit's
-parameters are gathered for its forward and its backward, and its gradients leave in parts: what a process holds whole
-is a unit or two. Importing this takes seconds, so it is imported where it is used.
+Built on `torch.distributed.fsdp.fully_shard`. Each block of the model is a unit, and so is the rest. A unit's
+parameters are gathered for its forward and backward, and its gradients are reduced to shards, so a process holds at
+most a unit or two unsharded. This module is imported lazily, because it takes seconds.
 """
 
 import weakref
@@ -33,13 +33,13 @@ T = TypeVar("T")
 
 
 class Sharded(Distributed):
-    """One process per device; each keeps a part of every parameter, along its first dimension.
+    """Shards every parameter along its first dimension, one process per device.
 
-    Optimizers train the parts, as DTensors. Autocast and the types of parameters are as everywhere, so the exchanges
-    are in the parameters' own type.
+    Optimizers train DTensors. Autocast and parameter types are the same as in other forms, so collectives use the
+    parameters' type.
 
-    shard_size: processes that divide the model among them; a divisor of their number, which is the default. reshards:
-    whether a block's parameters are freed between its forward and its backward.
+    shard_size: processes that share one copy of the model; a divisor of the number of processes, which is the default.
+    reshards: free a block's parameters between its forward and backward.
     """
 
     name = "Fully sharded"
@@ -54,7 +54,7 @@ class Sharded(Distributed):
         shape = (self.shard_size,) if num_copies == 1 else (num_copies, self.shard_size)
         names = ("replicate", "shard")[-len(shape) :]
         self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-        for each in self._mesh.get_all_groups():  # which need not be the one of all processes
+        for each in self._mesh.get_all_groups():  # their timeouts are not those of the default group
             set_timeout(each, self.device, timedelta(seconds=group.device_timeout_s))
         self._is_whole, self._reshards = False, reshards
 
@@ -71,30 +71,30 @@ class Sharded(Distributed):
         blocks: Callable[[nn.Module], Sequence[nn.Module]],
         complete: Callable[[Objective], None],
     ) -> Objective:
-        """The main process builds the model in host memory, the others an outline of it, where the task allows that.
+        """Builds the model in rank 0's host memory, and on the meta device elsewhere if the task allows that.
 
-        Then unit by unit is sent to all, and cut: no device, and no process but the main one, ever holds the whole.
+        Units are broadcast and sharded one by one: no device, and no process except rank 0, ever holds the full model.
         """
         objective = self._built(build, complete)
         its_blocks = list(blocks(objective.model))
-        # Not within `_built`, which completes the model on rank 0 alone.
+        # Not in `_built`, where rank 0 alone completes the model.
         self.group.together(lambda: refuse_what_cannot_be_cut(objective, its_blocks))
         objective.call_equally()
-        for helper in objective.helpers.values():  # whole on every device
+        for helper in objective.helpers.values():  # replicated
             self._send(helper, nn.Module.named_parameters)
             self._send(helper, nn.Module.named_buffers)
         for unit in [*its_blocks, objective]:
             self._send(unit, nn.Module.named_parameters)
             fully_shard(unit, mesh=self._mesh, reshard_after_forward=self._frees(unit, objective))
         self._send(objective, nn.Module.named_buffers)
-        # Or the first unit that runs would take itself for the outermost one, as in `Objective.start_evaluation`.
+        # Otherwise the first unit that runs would become the root, as in `Objective.start_evaluation`.
         make_outermost(objective)
         objective.register_forward_hook(self._free_after_evaluation)
         self._left_out = LeftOut(objective, its_blocks)
         return objective
 
     def _frees(self, unit: object, objective: object) -> bool:
-        """Whether a unit is freed after its forward. Of what is around blocks the backward comes at once."""
+        """Returns whether a unit is freed after its forward; the root's backward follows at once."""
         return self._reshards and unit is not objective
 
     def _built(self, build: Callable[[], Objective], complete: Callable[[Objective], None]) -> Objective:
@@ -109,11 +109,11 @@ class Sharded(Distributed):
         return built[0] if self.group.is_main else built_as_outline(build, outline)
 
     def _send(self, unit: nn.Module, tensors_of: Callable[..., Iterable[tuple[str, Tensor]]]) -> None:
-        """Gives every process rank 0's parameters or buffers of a unit, but for those that are cut already.
+        """Broadcasts rank 0's parameters or buffers of a unit, except those sharded already.
 
         tensors_of: `nn.Module.named_parameters` or `nn.Module.named_buffers`.
         """
-        sent: dict[Tensor, Tensor] = {}  # a tied one stays one
+        sent: dict[Tensor, Tensor] = {}  # tied tensors stay tied
         for module in unit.modules():
             for name, own in tensors_of(module, recurse=False, remove_duplicate=False):
                 if isinstance(own, DTensor):
@@ -124,11 +124,11 @@ class Sharded(Distributed):
                 setattr(module, name, sent[own])
 
     def build_buckets(self, net: nn.Module) -> None:
-        """There are none, but the backward has left traces."""
+        """Clears what that backward left behind; there are no buckets."""
         self._left_out.forget()
 
     def _free_after_evaluation(self, objective: nn.Module, *_: object) -> None:
-        """Without a backward the outermost unit stays whole, and misses that the weights change."""
+        """Reshards after an evaluation: without a backward the root would stay unsharded and miss weight updates."""
         if not torch.is_grad_enabled() and not self._is_whole:
             for unit in _units(objective):
                 unit.reshard()
@@ -152,7 +152,7 @@ class Sharded(Distributed):
     # --- what a step needs -------------------------------------------------------------------------------------------
 
     def exchange(self, params: Sequence[Tensor]) -> None:
-        """Gradients have travelled after every backward: until then they are as large as the model."""
+        """Settles missing gradients; the others were reduced after each backward."""
         self._left_out.agree(params, self.group)
 
     def global_norm(self, own: Tensor) -> Tensor:
@@ -163,15 +163,15 @@ class Sharded(Distributed):
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if any(kind.__name__ == "Muon" for each in optimizers for kind in type(each).__mro__):
             raise UserError(
-                "--multi-gpu fsdp: Muon orthogonalises whole matrices, of which a process has a part; take --multi-gpu "
-                "ddp, or another optimizer"
+                "--multi-gpu fsdp: Muon orthogonalises whole matrices, but a process holds only a shard; use "
+                "--multi-gpu ddp or another optimizer"
             )
         for each in optimizers:
             kept = [name for name, value in each.state_dict().items() if isinstance(value, dict) and name != "state"]
             if kept:
                 raise UserError(
-                    f"--multi-gpu fsdp: {type(each).__name__} keeps {kept[0]!r} beside 'state', where nothing says of "
-                    "which parameters it is, to be divided as they are; take --multi-gpu ddp, or another optimizer"
+                    f"--multi-gpu fsdp: {type(each).__name__} keeps {kept[0]!r} outside 'state', so it "
+                    "cannot be sharded with its parameters; use --multi-gpu ddp or another optimizer"
                 )
         hooked = [p for each in optimizers for group in each.param_groups for p in group["params"] if has_hooks(p)]
         if hooked:
@@ -180,7 +180,7 @@ class Sharded(Distributed):
     # --- a checkpoint and back ---------------------------------------------------------------------------------------
 
     def whole(self, value: Tensor) -> Tensor:
-        """In rank 0's host memory. One at a time is whole on a device."""
+        """Gathers a tensor into rank 0's host memory; one at a time is unsharded on the devices."""
         if not isinstance(value, DTensor):
             return value
         whole = value.full_tensor()
@@ -200,7 +200,7 @@ class Sharded(Distributed):
         return state | ({"state": moments} if "state" in state else {})
 
     def _own_moment(self, value: Tensor, parameter: Tensor) -> Tensor:
-        if value.dim() == 0:  # a number of steps, which every process was given
+        if value.dim() == 0:  # a step count, which every process has
             return value
         whole = self.from_main(value)
         if value.shape == parameter.shape and isinstance(parameter, DTensor):
@@ -213,10 +213,10 @@ def _units(objective: nn.Module) -> list[FSDPModule]:
 
 
 def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module]) -> None:
-    """Raises UserError."""
+    """Raises UserError for a model that cannot be sharded."""
     if any(p.requires_grad for p in sparse_parameters(objective)):
         raise UserError(
-            "--multi-gpu fsdp: carries no sparse gradients, as those of nn.Embedding(sparse=True); take --multi-gpu "
+            "--multi-gpu fsdp: does not support sparse gradients (nn.Embedding(sparse=True)); use --multi-gpu "
             "ddp, or build those embeddings without sparse=True"
         )
     unit_of = {module: number for number, block in enumerate(blocks, 1) for module in block.modules()}
@@ -224,15 +224,14 @@ def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module])
     for path, module in objective.model.named_modules():
         if isinstance(module, RecursiveScriptModule):
             raise UserError(
-                f"--multi-gpu fsdp: {path or 'the model'} is made by torch.jit.script and takes none of the hooks that "
-                "fsdp needs; build it without, or take --multi-gpu ddp"
+                f"--multi-gpu fsdp: {path or 'the model'} is made by torch.jit.script which does not support the "
+                "hooks of fsdp; build it without, or use --multi-gpu ddp"
             )
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             label = f"{path}.{name}".lstrip(".")
             if parameter.dim() == 0:
                 raise UserError(
-                    f"--multi-gpu fsdp: {label} is a single number without a dimension, which cannot be divided; "
-                    "give it the shape (1,)"
+                    f"--multi-gpu fsdp: {label} is a scalar, which cannot be sharded; give it the shape (1,)"
                 )
             if has_hooks(parameter):
                 raise UserError(_hooked(label))
@@ -240,55 +239,54 @@ def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module])
     split = [names for names in found.values() if len(set(names.values())) > 1]
     if split:
         raise UserError(
-            f"--multi-gpu fsdp: {' and '.join(split[0])} are one parameter, and a block of Task.blocks has it without "
-            "the other; leave that block out of Task.blocks, or do not tie them"
+            f"--multi-gpu fsdp: {' and '.join(split[0])} are tied, but a block of Task.blocks has only one of "
+            "them; leave that block out of Task.blocks, or do not tie them"
         )
-    of_kind: dict[tuple[int, bool], str] = {}  # the first one of a unit that is complex, or is not
+    of_kind: dict[tuple[int, bool], str] = {}  # the first complex and the first real parameter of each unit
     for parameter, names in found.items():
         label, unit = next(iter(names.items()))
         of_kind.setdefault((unit, parameter.is_complex()), label)
         if (unit, not parameter.is_complex()) in of_kind and parameter.requires_grad:
             pair = " and ".join(of_kind[unit, is_complex] for is_complex in (True, False))
             raise UserError(
-                f"--multi-gpu fsdp: {pair} are exchanged together, and one is complex and the other is not; keep pairs "
-                "of real numbers and torch.view_as_complex in the forward, or take --multi-gpu ddp"
+                f"--multi-gpu fsdp: {pair} share a unit, but only the first is complex; store it as real "
+                "pairs and call torch.view_as_complex in the forward, or use --multi-gpu ddp"
             )
 
 
 def _hooked(label: str) -> str:
     return (
-        f"--multi-gpu fsdp: {label} has a hook for its gradient, which fsdp would never call, for a backward sees a "
-        "gathered copy of the parameter; register it in each forward, on the parameter of that moment, or take "
-        "--multi-gpu ddp"
+        f"--multi-gpu fsdp: {label} has a gradient hook, which fsdp never calls because the backward uses a gathered "
+        "copy of the parameter; register it in each forward, or use --multi-gpu ddp"
     )
 
 
 def meta_state_of(objective: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
-    """Every parameter and buffer."""
+    """Lists (name, shape, dtype) of every parameter and buffer."""
     params = objective.named_parameters(remove_duplicate=False)
     buffers = objective.named_buffers(remove_duplicate=False)
     return [(name, value.shape, value.dtype) for name, value in [*params, *buffers]]
 
 
 def built_as_outline(build: Callable[[], Objective], outline: object) -> Objective:
-    """A model whose tensors have no content, on the meta device; with some where a task cannot build one of that kind.
+    """Builds a model on the meta device; with content if the task cannot do without.
 
-    outline: of the main process's.
+    outline: `meta_state_of` rank 0's model.
     """
     try:
         with torch.device("meta"), _Made() as made:
             objective = build()
-        # What comes from the main process are parameters and buffers.
+        # Only parameters and buffers are broadcast.
         sent = {*map(id, objective.parameters()), *map(id, objective.buffers())}
         if meta_state_of(objective) == outline and all(id(value) in sent for value in made.without_content()):
             return objective
-    except Exception:  # whatever a task does that needs content
+    except Exception:  # the task needs content, for whatever reason
         pass
     return build()
 
 
 class _Made(TorchDispatchMode):
-    """Within it every new tensor is remembered, wherever it is kept then: in a module, an object or a closure."""
+    """Tracks every tensor created within, whether a module, an object or a closure keeps it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,13 +298,13 @@ class _Made(TorchDispatchMode):
         return result
 
     def without_content(self) -> list[Tensor]:
-        """Those that still exist and are on the meta device."""
+        """Returns live tensors on the meta device."""
         alive = (made() for made in self._made)
         return [value for value in alive if value is not None and value.is_meta]
 
 
 def _part_like(whole: Tensor, own: DTensor) -> DTensor:
-    """The part of a tensor that this process has of another one of its shape."""
+    """Shards a full tensor in the way of `own`, which has the same shape."""
     mesh = own.device_mesh
     replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return replicated.redistribute(placements=own.placements)

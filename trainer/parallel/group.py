@@ -1,4 +1,4 @@
-"""The processes of a run, and what they tell each other: the interface, and its form for one process."""
+"""The processes of a run and their host-side exchanges: the interface, and its single-process form."""
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,17 +25,16 @@ _FOUR_LIMBS = struct.Struct("<4H")
 
 
 class Group:
-    """The processes of a run, as one of them sees them. This form has one process, and exchanges nothing.
+    """The processes of a run, seen by one of them. This form has one process and exchanges nothing.
 
-    Every method that exchanges is called by all processes, in the same order. What goes over the host carries numbers
-    and small objects; gradients travel by `Strategy.exchange` alone.
+    All processes call every exchanging method in the same order. These carry numbers and small objects over the host;
+    gradients travel only by `Strategy.exchange`.
 
-    devices: the devices that this process feeds; the first one is torch's current GPU, for what names none. rank,
-    world_size: this process among the processes of the run. local_world_size: processes of this run on this machine.
-    is_launched: whether a launcher waits for the exit status of this process and starts it again with the others,
-    without whom it cannot try a step again. exits_with_signal: whether that launcher is this trainer's own, to which a
-    signal in the exit status is no failure. activity: what this process is doing, which the loop says. diagnosis:
-    explains why the run ends, once for all processes.
+    devices: devices of this process; the first one is torch's current GPU. rank, world_size: as in torch.distributed.
+    local_world_size: processes of this run on this machine. is_launched: a launcher waits for this process's exit
+    status and restarts it with the others, so a step cannot be retried here. exits_with_signal: the launcher is the
+    trainer's own, for which a signal in the exit status is no failure. activity: what this process is doing. diagnosis:
+    explains failures once for all processes.
     """
 
     rank: int = 0
@@ -50,72 +49,72 @@ class Group:
         self.diagnosis = Diagnosis(self.activity)
 
     def use(self, devices: Sequence[torch.device]) -> None:
-        """Feeds these devices from now on. CUDA is not initialised by that, so processes may still be forked."""
+        """Sets this process's devices without initialising CUDA, so that processes may still be forked."""
         self.devices = devices
         if devices and devices[0].type == "cuda":
             when_cuda_is_initialised(partial(torch.cuda.set_device, devices[0]))
 
     def check_devices(self) -> None:
-        """Raises UserError, on all processes, for GPUs that cannot train together. All call it; CUDA is initialised."""
+        """Raises UserError on all processes if their GPUs cannot train together. All call it; CUDA is initialised."""
 
     @property
     def device(self) -> torch.device:
-        """The first of the devices of this process."""
+        """Returns this process's first device."""
         return self.devices[0]
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is rank 0."""
+        """Returns whether this process is rank 0."""
         return self.rank == 0
 
     def describe_own(self) -> str:
-        """This process and its devices, as a message names them."""
+        """Names this process and its devices in messages."""
         return f"{own_name()}, {', '.join(map(device_label, self.devices))}"
 
     # --- exchanges ---------------------------------------------------------------------------------------------------
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over processes of a CPU tensor; the same bits on every process."""
+        """Sums a CPU tensor over processes, to the same bits on each."""
         return values
 
     def start_sum(self, values: Sequence[float]) -> Callable[[], Sequence[float]]:
-        """Starts the sum over processes of a few numbers; the function that it returns waits for the sum."""
+        """Starts to sum a few numbers over processes; the returned function waits for the sum."""
         return lambda: values
 
     def start_sum_in_place(self, values: Tensor) -> Callable[[], None]:
-        """Starts the sum over processes of a tensor on this process's device, beside gradients.
+        """Starts to sum a device tensor over processes in place, alongside gradients.
 
-        The function that it returns waits for the sum.
+        The returned function waits for the sum.
         """
         return lambda: None
 
     def stack(self, values: Tensor) -> Tensor:
-        """(world_size, ...): a tensor of every process on its device, equally shaped on all, in order of rank."""
+        """Gathers a device tensor of equal shape from all processes: (world_size, ...), by rank."""
         return values[None]
 
     def sum_in_tree(self, values: Tensor) -> None:
-        """Sum over processes of a contiguous tensor on this process's device, in place.
+        """Sums a contiguous device tensor over processes in place, by pairwise summation.
 
-        Neighbours are added, then neighbouring pairs, and so on: the number of processes is a power of two.
+        Adds neighbours, then neighbouring pairs, and so on; the number of processes is a power of two.
         """
 
     def barrier(self) -> None:
-        """Waits on the host until all processes are here, where the devices would wait for each other in silence."""
+        """Waits on the host for all processes, where otherwise devices would wait for each other in silence."""
 
     def gather(self, value: T) -> list[T]:
-        """The value of every process, in order of rank, on every process."""
+        """Gathers a value from all processes, by rank, on every process."""
         return [value]
 
     def gather_on_main(self, value: T) -> list[T]:
-        """The value of every process, in order of rank, on rank 0; nothing on the others."""
+        """Gathers a value from all processes, by rank, on rank 0; empty on the others."""
         return [value]
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Calls the function on rank 0 only; its result, or its UserError, reaches every process."""
+        """Calls a function on rank 0 only; every process gets its result or its UserError."""
         return function()
 
     def together(self, function: Callable[[], T]) -> T:
-        """Calls the function on every process. If any of them raises UserError, all raise what was said."""
+        """Calls a function on every process; if any raises UserError, all raise the combined message."""
         result, refusal = result_or_refusal(function)
         refusals = dict.fromkeys(str(error) for error in self.gather(refusal) if error is not None)
         if refusals:
@@ -123,44 +122,43 @@ class Group:
         return result  # type: ignore[return-value]
 
     def agrees(self, value: object) -> bool:
-        """Whether all processes give the same value, by a hash of its text."""
+        """Returns whether all processes pass the same value, compared by a hash of its repr."""
         if self.world_size == 1:
             return True
         limbs = _FOUR_LIMBS.unpack(blake2b(repr(value).encode(), digest_size=_FOUR_LIMBS.size).digest())
         numbers = [float(number) for h in limbs for number in (h, h * h)]
         sums = self.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
-        # All of n numbers are the same where n times the sum of their squares is the square of their sum.
+        # n numbers are equal exactly if n times the sum of their squares is the square of their sum.
         return all(self.world_size * squares == total**2 for total, squares in zip(sums[::2], sums[1::2], strict=True))
 
     def require_same(self, facts: Mapping[str, Any], advice: str) -> None:
-        """Raises UserError, on all processes, where one states another value for a name than rank 0.
+        """Raises UserError on all processes if a rank's value for a name differs from rank 0's.
 
-        facts: plain values by name; what only one of both states is not compared. advice: what the user is to do.
+        facts: plain values by name; names missing on either rank are ignored. advice: ends the message.
         """
         if not self.agrees(facts):
             refuse_differences(self.gather(dict(facts)), advice)
 
     @property
     def num_exchanges(self) -> int:
-        """Of tensors on devices, which a forward makes by itself, too."""
+        """Returns the number of device collectives so far, including those inside a forward."""
         return 0
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def can_replace_rank0(self, lost: Sequence[int], has_state: bool) -> bool:
-        """Once the run has failed: whether this process is rank 0, or has outlived it, and may do its work.
+        """Returns, after a failure, whether this process is rank 0 or survived it and can do its work.
 
-        lost: ranks that are gone, or give no sign of life; those of this machine are ended, for a stopped one would
-        keep its locks. has_state: whether this process could do the work at all. Waits for the end of rank 0 where
-        that is about to leave too.
+        lost: ranks that exited or do not respond; those of this machine are killed, because a stopped process would
+        keep its locks. has_state: this process could do the work. Waits for rank 0 to exit if it is about to.
         """
         return self.is_main
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Around what is done with the devices. One process tells what goes wrong, and Failure ends all of them.
+        """Wraps all use of the devices: one process reports an error, and all end with Failure.
 
-        The user is told before this process takes the time to close, for the others wait until then.
+        The report comes before this process takes time to close, because the others wait for it.
         """
         try:
             with self.diagnosis.explaining():
@@ -173,20 +171,20 @@ class Group:
             self.close()
 
     def close(self) -> None:
-        """Leaves the group of processes."""
+        """Leaves the process group."""
 
 
 def require_shape(name: str, found: Sequence[int], expected: Sequence[int], where: str = "") -> None:
-    """Raises UserError for a sum whose shape differs from the shape before, or on another rank."""
+    """Raises UserError if a sum's shape differs from the previous one, or between ranks."""
     if found != expected:
         raise UserError(
-            f"forward returns the sum {name!r} in the shape {tuple(found)}{where}, and returned it in the shape "
-            f"{tuple(expected)} before: a sum has one shape in all batches and on all ranks, or it cannot be added up"
+            f"forward returned the sum {name!r} with shape {tuple(found)}{where}, and with shape {tuple(expected)} "
+            "before; a sum must have the same shape in all batches and on all ranks"
         )
 
 
 def result_or_refusal(function: Callable[[], T]) -> tuple[T | None, UserError | None]:
-    """(result, None), or (None, the UserError that was raised)."""
+    """Returns (result, None), or (None, the UserError raised)."""
     try:
         return function(), None
     except UserError as error:

@@ -1,7 +1,6 @@
-"""Starts processes and answers for them: those of `--multi-gpu ddp` without torchrun, and the runs of `--seeds`.
+"""Starts and supervises processes: the ranks of self-launched runs, and the runs of `--seeds`.
 
-The processes of one run meet through a file and talk over the loopback interface: no port to choose, nothing that
-listens on a public address.
+The ranks of a run meet through a file and use the loopback interface: no port to choose, nothing listens publicly.
 """
 
 import fcntl
@@ -32,16 +31,16 @@ from trainer.parallel.environment import RankEnvironment
 
 GRACE_PERIOD_S = 10
 SAVES_WITHIN_S = 30
-"""What processes that have lost another one are given to save and to end, as by torchrun."""
+"""Seconds for surviving ranks to save and exit after a loss, the same as under torchrun."""
 MOST_STARTS = 32
-"""More than a batch size can be halved."""
+"""Restart limit: more than log2 of any batch size, which each restart after an out-of-memory error halves."""
 EXIT_UNGUARDED = 64
-"""Of a process that comes upon the start of the run again that it was started for; EX_USAGE of sysexits.h."""
+"""Exit status of a script that would start its own run again, for want of a main guard (EX_USAGE)."""
 PROCESS_NAME = "Lockstep"
 NEW_FOR_S = 10
-"""So old a folder is at least before it counts as left behind: its launcher may be about to lock it."""
+"""Minimum age in seconds of an abandoned folder; a younger one may be about to be locked."""
 FOLDER = "lockstep-meeting-"
-"""How the names of the temporary folders begin in which ranks meet."""
+"""Prefix of the temporary folders in which ranks meet."""
 STDOUT, STDERR = 1, 2
 
 
@@ -49,9 +48,9 @@ STDOUT, STDERR = 1, 2
 
 
 class Launcher:
-    """Starts processes, passes stop signals on to them, and leaves none of them behind.
+    """Starts processes, forwards stop signals to them, and outlives them all.
 
-    running: those that have not ended. stop: whether this process has been asked to stop.
+    running: processes that have not exited. stop: whether this process was asked to stop.
     """
 
     def __init__(self) -> None:
@@ -77,17 +76,17 @@ class Launcher:
     def start(
         self, function: Callable[[], int], variables: Mapping[str, str], stderr: Path | None = None
     ) -> SpawnProcess:
-        """Calls a function in a new process, which is asked to stop when this one is gone, whatever ended it.
+        """Calls a function in a new process, which is asked to stop if this one dies.
 
-        function: picklable; returns the exit status. variables: set in the environment. stderr: a file for standard
-        error; the process then has no terminal, and its standard output goes nowhere.
+        function: picklable; returns the exit status. variables: set in its environment. stderr: a file for standard
+        error; the process then has no terminal, and standard output is discarded.
         """
         if stderr is not None:
             stderr.parent.mkdir(parents=True, exist_ok=True)
             stderr.touch()
         arguments = (function, variables, stderr)
         process = multiprocessing.get_context("spawn").Process(name=PROCESS_NAME, target=_call, args=arguments)
-        # Signals wait until the new process can handle them. Python's tracker comes first: its start unblocks them.
+        # Block signals until the new process can handle them; start Python's tracker first, which unblocks them.
         resource_tracker.ensure_running()
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
@@ -101,10 +100,7 @@ class Launcher:
         return process
 
     def wait(self, timeout_s: float | None = None) -> dict[SpawnProcess, int]:
-        """Waits until a process ends, at most for that long; returns the exit codes of those that have ended.
-
-        The exit code of a process that died by signal n is -n.
-        """
+        """Waits up to `timeout_s` for a process to exit; returns exit codes of those that have, -n after signal n."""
         wait([process.sentinel for process in self.running], timeout_s)
         ended = {process: process.exitcode for process in self.running if process.exitcode is not None}
         self.running = [process for process in self.running if process not in ended]
@@ -116,14 +112,14 @@ class Launcher:
             process.join(max(0.0, deadline - time.monotonic()))
 
     def _pass_on(self, number: int) -> None:
-        # A terminal has already sent Ctrl-C to its whole group; a second copy would mean "leave at once".
+        # A terminal sent Ctrl-C to its whole group already; a second copy would mean "exit without saving".
         group = os.getpgrp() if number == signal.SIGINT and sys.stdin is not None and sys.stdin.isatty() else None
         for process in self.running:
             _send(process, number, except_group=group)
 
 
 def exit_status(exit_code: int) -> int:
-    """As a shell counts: 128 + n after signal n."""
+    """Converts an exit code to a shell's exit status: 128 + n after signal n."""
     return exit_code if exit_code >= 0 else 128 - exit_code
 
 
@@ -135,11 +131,11 @@ def _send(process: SpawnProcess, number: int, except_group: int | None = None) -
 
 
 def _call(function: Callable[[], int], variables: Mapping[str, str], stderr: Path | None) -> None:
-    """In the new process."""
+    """Runs in the new process."""
     exit_quickly()
     os.environ.update(variables)
     if stderr is not None:
-        os.setsid()  # out of reach of the terminal, whose Ctrl-C is passed on
+        os.setsid()  # detached from the terminal; its Ctrl-C is forwarded
         with open(os.devnull, "w") as nowhere, stderr.open("w") as file:
             os.dup2(nowhere.fileno(), STDOUT)
             os.dup2(file.fileno(), STDERR)
@@ -160,7 +156,7 @@ def _stop_with_parent() -> None:
 
 
 def imports_script_of_parent() -> bool:
-    """Whether this process was started by a `Launcher`, and is still importing the script that did."""
+    """Returns whether a `Launcher` started this process, which is still importing its parent's script."""
     process = multiprocessing.current_process()
     return process.name == PROCESS_NAME and getattr(process, "_inheriting", False)
 
@@ -169,19 +165,18 @@ def imports_script_of_parent() -> bool:
 
 
 def num_processes(flags: MultiDeviceFlags, device: str) -> int:
-    """One per chosen GPU, or `--nproc`; on the CPU 1 unless told."""
+    """Returns `--nproc`, by default one per selected GPU, or 1 on the CPU."""
     return flags.nproc or len(usable_gpus(device, flags.gpu_ids)) or 1
 
 
 def launch(
     run: Callable[[RankEnvironment], int], world_size: int, again: Callable[[RankEnvironment], int] | None = None
 ) -> int:
-    """Calls `run` in `world_size` new processes and waits for them, and again whenever one returned EXIT_RESTART.
+    """Runs `run` in `world_size` new processes, and restarts all after EXIT_RESTART.
 
-    run: picklable; returns an exit status. again: the same for all but the first time, of a run that goes on from its
-    checkpoints; None for what has none. Returns the first status that is not 0, or 0. A process that dies by a signal
-    gives 128 plus its number. Stop signals are passed on; if all processes then end well, or have nothing to save, the
-    status is 128 plus the signal's number.
+    run: picklable; returns an exit status. again: replaces it in restarts, to resume from checkpoints; None without
+    checkpoints. Returns the first nonzero status, or 0; 128 + n for a process killed by signal n. Forwards stop
+    signals; if all processes then end well, or have nothing to save, returns 128 plus the signal's number.
     """
     for start in range(MOST_STARTS):
         status = _launch_once(again if start > 0 and again else run, world_size, again is not None)
@@ -192,13 +187,13 @@ def launch(
 
 @contextmanager
 def meeting_folder() -> Iterator[str]:
-    """A temporary folder for the file in which ranks meet; those that killed launchers have left are removed before.
+    """Creates a temporary folder for the ranks' rendezvous file, and removes those of killed launchers.
 
-    Whoever uses one holds a lock on it (`in_use`), which the kernel lets go of with the process, however it ends: the
-    ranks too, which outlive their launcher for as long as they save.
+    Its users hold a lock on it (`in_use`), which the kernel releases however a process ends. Ranks hold it too, since
+    they may outlive their launcher while they save.
     """
     for stale in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
-        with suppress(OSError), in_use(stale, fcntl.LOCK_EX):  # an error: of another user, or in use
+        with suppress(OSError), in_use(stale, fcntl.LOCK_EX):  # another user's, or in use
             if time.time() - stale.stat().st_mtime > NEW_FOR_S:
                 shutil.rmtree(stale)
     with tempfile.TemporaryDirectory(prefix=FOLDER) as folder, in_use(folder):
@@ -207,7 +202,7 @@ def meeting_folder() -> Iterator[str]:
 
 @contextmanager
 def in_use(folder: str | Path, how: int = fcntl.LOCK_SH) -> Iterator[None]:
-    """Holds a lock on a folder. Raises OSError when somebody has one that excludes it."""
+    """Locks a folder. Raises OSError if another process holds a conflicting lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
@@ -242,6 +237,6 @@ def _launch_once(run: Callable[[RankEnvironment], int], world_size: int, has_che
     if launcher.stop and (exit_code == 0 or goes_on or not has_checkpoints):
         return launcher.stop.exit_status
     if exit_code < 0:
-        end = "; starting again" if goes_on else f"; {RESUMES}" if has_checkpoints else ""
+        end = "; restarting" if goes_on else f"; {RESUMES}" if has_checkpoints else ""
         to_stderr(f"rank {failed} was killed by signal {-exit_code}{end}")
     return EXIT_RESTART if goes_on else exit_status(exit_code)

@@ -1,7 +1,7 @@
-"""Blocks and gradients that a rank of a sharded run leaves out of a step, and its part in their exchanges.
+"""Keeps collectives of a sharded run aligned when ranks skip blocks or lack gradients.
 
-Gathers and reductions have no names: torch pairs the first one of a process with the first one of every other, and so
-on. A process that skips a block, or has no gradient of a parameter, would get what belongs to other parameters.
+Gathers and reductions are anonymous: torch pairs them across processes by order. A process that skipped one would
+receive data of other parameters.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +27,12 @@ from trainer.task import Objective
 
 
 class LeftOut:
-    """Every process gathers the blocks of a model in one order, and reduces a gradient of every trained parameter.
+    """Makes every process gather the blocks in one order and reduce a gradient for every trained parameter.
 
-    blocks: in the order in which they run. Where a forward comes to a block before its turn, the block's input passes
-    through those that were left out: to torch they ran, as the identity, and used none of their parameters. So they are
-    gathered, freed and reduced where other processes run them. A parameter that a backward leaves without a gradient is
-    reduced as zeros, and `agree` removes them if no process had a gradient.
+    blocks: in execution order. When a forward reaches a block early, its input first passes through the skipped blocks:
+    to torch they ran, as the identity, without using their parameters. So they are gathered, freed and reduced along
+    with other processes. A parameter without a gradient is reduced as zeros, which `agree` removes if no process had
+    one.
     """
 
     def __init__(self, objective: Objective, blocks: Sequence[nn.Module]) -> None:
@@ -46,28 +46,28 @@ class LeftOut:
             catch_up = torch.compiler.disable(partial(self._catch_up, number))
             block.register_forward_pre_hook(catch_up, prepend=True, with_kwargs=True)
         objective.register_forward_pre_hook(self._begin, prepend=True)
-        objective.register_forward_hook(self._end, prepend=True)  # torch's own then sees what it returns
+        objective.register_forward_hook(self._end, prepend=True)  # ahead of torch's hook, which sees its result
         for unit in objective.modules():
             group = group_of_unit(unit) if isinstance(unit, FSDPModule) else None
-            if group is not None:  # as that of a unit without parameters
+            if group is not None:  # units without parameters have none
                 group.pre_backward = partial(self._gather, group.pre_backward)
                 group.post_backward = partial(self._reduce, group, group.post_backward)
 
     def forget(self) -> None:
-        """After a backward that is no part of a step."""
+        """Clears notes of a backward outside a step."""
         self._used.clear()
 
     def agree(self, params: Sequence[Tensor], group: Group) -> None:
-        """After the last backward of a step: a parameter has a gradient where any process had one.
+        """Agrees, after a step's last backward, which parameters have a gradient on any process.
 
-        Every process says which ones it has, and only one that lacks a gradient waits for the others to say so.
+        Every process shares which ones it has; only one that lacks a gradient waits for the answer.
 
-        params: trained in the step.
+        params: parameters trained in the step.
         """
         own = [float(parameter in self._used) for parameter in params]
-        self._numbers = group.start_sum(own)  # kept until the next one: no thread of gloo is the last to hold it
+        self._numbers = group.start_sum(own)  # kept, so that no gloo thread drops the last reference
         if all(own):
-            group.activity.enter(EXCHANGE)  # as on a process that waits: all enter the same activities
+            group.activity.enter(EXCHANGE)  # so that all ranks enter the same activities
         else:
             for parameter, number in zip(params, self._numbers(), strict=True):
                 if not number:
@@ -83,13 +83,13 @@ class LeftOut:
 
     def _catch_up(self, number: int, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         calls = self._made_to_need_gradient[number]
-        if is_in_backward():  # a backward computes the block again, that of the last call first
+        if is_in_backward():  # recomputation, in reverse order of calls
             return _needing_gradient((args, kwargs)) if calls and calls.pop() else None
-        if not self._in_forward:  # what calls the model alone has all blocks
+        if not self._in_forward:  # the model was called directly, and runs all its blocks
             return None
         due = [*self._until(number), block]
         self._num_done += 1
-        # Of its positional inputs the usual one is seen quickly.
+        # usually an argument of the call itself, which is quick to find
         has_gradient = any(map(_needs_gradient, args)) or any(map(_needs_gradient, tree_flatten((args, kwargs))[0]))
         needs = not has_gradient and torch.is_grad_enabled() and any(map(_is_trained, due))
         calls.append(needs)
@@ -107,7 +107,7 @@ class LeftOut:
         return None if loss is None else outputs | {"loss": passed}
 
     def _until(self, number: int) -> Iterator[nn.Module]:
-        """The blocks from the one whose turn it is to the one before this number."""
+        """Yields the skipped blocks before block `number`."""
         while self._num_done % len(self._blocks) != number:
             yield self._blocks[self._num_done % len(self._blocks)]
             self._num_done += 1
@@ -117,9 +117,9 @@ class LeftOut:
     def _gather(self, pre_backward: Callable[..., None], *args: Any) -> None:
         if self._in_forward:
             raise UserError(
-                "--multi-gpu fsdp: the objective computes a gradient within its forward, as for a gradient penalty, "
-                "through blocks of Task.blocks, which are freed and cannot be differentiated again; let Task.blocks "
-                "return none of them, or take --multi-gpu ddp"
+                "--multi-gpu fsdp: the objective computes a gradient within its forward (as a gradient penalty does) "
+                "through blocks of Task.blocks, which are freed by then; leave those blocks out of Task.blocks, or "
+                "use --multi-gpu ddp"
             )
         pre_backward(*args)
 
@@ -144,15 +144,15 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _needing_gradient(values: Any) -> Any:
-    """The values, one of which now needs a gradient: torch reduces a block as the backward comes to its input.
+    """Makes one of the values require a gradient: torch reduces a block when the backward reaches its input.
 
-    One whose input needs none it reduces at the end, with what is around blocks.
+    Otherwise torch would reduce the block at the end, with the root unit.
     """
     return _replaced(values, lambda value: value.detach().requires_grad_()) or values
 
 
 def _passed_through(blocks: Sequence[Any], values: Any) -> Any:
-    """The values, one of which has gone through the blocks. Raises UserError where none can have a gradient."""
+    """Passes one of the values through the blocks. Raises UserError if none can have a gradient."""
 
     def passed(value: Tensor) -> Tensor:
         for block in blocks:
@@ -164,14 +164,14 @@ def _passed_through(blocks: Sequence[Any], values: Any) -> Any:
     replaced = _replaced(values, passed)
     if replaced is None:
         raise UserError(
-            f"--multi-gpu fsdp: a {type(blocks[0]).__name__} of Task.blocks does not run, and what runs after it "
-            "gets no floating-point numbers; let Task.blocks name neither of them, or take --multi-gpu ddp"
+            f"--multi-gpu fsdp: a {type(blocks[0]).__name__} of Task.blocks was skipped, and the input of the next "
+            "module has no floating-point tensor; leave both out of Task.blocks, or use --multi-gpu ddp"
         )
     return replaced
 
 
 def _replaced(values: Any, function: Callable[[Tensor], Tensor]) -> Any | None:
-    """The values with another one in the place of the first tensor that needs a gradient, or else could have one."""
+    """Replaces the first tensor that requires a gradient, else the first that could; None if there is none."""
     leaves, structure = tree_flatten(values)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     if not places:

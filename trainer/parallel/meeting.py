@@ -1,4 +1,4 @@
-"""How the processes of a run meet: one for each rank, and all started alike."""
+"""Rendezvous of a run's processes: checks that each rank joins once, and that all were started alike."""
 
 import itertools
 import threading
@@ -16,28 +16,26 @@ from trainer.parallel.environment import RankEnvironment, is_under_torchrun
 T = TypeVar("T")
 
 MOST_NAMED = 8
-"""Facts or ranks in one message."""
-ALIKE = "start all ranks by the same command, and each job at a MASTER_PORT of its own"
+"""Facts or ranks named in one message."""
+ALIKE = "start all ranks with the same command, and each job with its own MASTER_PORT"
 SIZE = "WORLD_SIZE of rank 0"
 
 _runs = itertools.count()
-"""Counts the runs of this process; processes that meet have had equally many."""
+"""Counts runs in this process; equal in all processes of a run."""
 
 
 def join(environment: RankEnvironment, timeout_s: float) -> dist.Store:
-    """The store at which all processes of a run have met, each with a rank of its own.
+    """Returns the store that all processes of a run have joined, each with its own rank.
 
-    Raises UserError for a process whose rank another one has, or that counts other ranks than rank 0; RuntimeError when
-    not all come within the time.
+    Raises UserError for a duplicate rank or a WORLD_SIZE other than rank 0's; RuntimeError if not all join in time.
     """
     deadline = time.monotonic() + timeout_s
     rank, world_size, timeout = environment.rank, environment.world_size, timedelta(seconds=timeout_s)
     store, _, _ = next(dist.rendezvous(environment.init_method, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
-    # A store may outlive the processes that met at it, and must not confuse those that a launcher starts again, nor
-    # the next run of the same ones.
+    # A store may outlive its processes; its entries must not reach a restarted attempt or their next run.
     store = dist.PrefixStore(f"attempt {environment.attempt} run {next(_runs)}", store)
-    # torchrun gives each rank once, and to what several agents start again the notes of an earlier start.
+    # torchrun assigns ranks uniquely, and after restarts of several agents entries of an earlier start remain.
     if not is_under_torchrun():
         _claim_rank(store, environment, deadline)
     return store
@@ -48,13 +46,13 @@ def _claim_rank(store: dist.Store, environment: RankEnvironment, deadline: float
     if rank == 0:
         store.set(SIZE, str(world_size))
     store.wait([SIZE], _until(deadline))
-    size, claims = int(store.get(SIZE)), [f"processes that came as rank {other}" for other in range(world_size)]
+    size, claims = int(store.get(SIZE)), [f"processes that joined as rank {other}" for other in range(world_size)]
     if size != world_size:
         raise UserError(f"rank {rank} has WORLD_SIZE={world_size}, and rank 0 WORLD_SIZE={size}; {ALIKE}")
     if store.add(claims[rank], 1) > 1:
         raise UserError(
-            f"rank {rank} of {world_size}: another process has come to {environment.meeting_place} with this rank "
-            "before; give each process a RANK of its own, and each job a MASTER_PORT of its own"
+            f"rank {rank} of {world_size}: another process joined {environment.meeting_place} with this rank "
+            "before; give each process its own RANK, and each job its own MASTER_PORT"
         )
     try:
         store.wait(claims, _until(deadline))
@@ -64,33 +62,33 @@ def _claim_rank(store: dist.Store, environment: RankEnvironment, deadline: float
             raise
         named = ", ".join(missing[:MOST_NAMED] + ["..."] * (len(missing) > MOST_NAMED))
         twice = [str(other) for other, claim in enumerate(claims) if store.check([claim]) and store.add(claim, 0) > 1]
-        also = f", and several processes came as rank {', '.join(twice[:MOST_NAMED])}" if twice else ""
-        raise RuntimeError(f"rank {named} did not come{also}") from None
+        also = f", and several processes joined as rank {', '.join(twice[:MOST_NAMED])}" if twice else ""
+        raise RuntimeError(f"rank {named} did not join{also}") from None
 
 
 def _until(deadline: float) -> timedelta:
-    """At least a moment, for what is there already."""
+    """Returns the time left, at least a second for entries that exist already."""
     return timedelta(seconds=max(1.0, deadline - time.monotonic()))
 
 
 def within(limit_s: float, function: Callable[[], T]) -> T:
-    """The result of a function, or what it raises; RuntimeError when it takes longer.
+    """Returns a function's result or raises its exception; RuntimeError after `limit_s`.
 
-    It then stays behind in a thread: not all waits of torch keep to the limit that they are given.
+    On timeout the function continues in a daemon thread: not all of torch's waits respect their own limits.
     """
     done: list[tuple[T | None, BaseException | None]] = []
 
     def call() -> None:
         try:
             done.append((function(), None))
-        except BaseException as error:  # raised again where somebody waits for it
+        except BaseException as error:  # re-raised in the waiting thread
             done.append((None, error))
 
     thread = threading.Thread(target=call, name="meeting", daemon=True)
     thread.start()
     thread.join(limit_s)
     if not done:
-        raise RuntimeError("nobody answered")
+        raise RuntimeError("no answer")
     result, error = done[0]
     if error is not None:
         raise error
@@ -98,9 +96,9 @@ def within(limit_s: float, function: Callable[[], T]) -> T:
 
 
 def refuse_differences(stated: Sequence[Mapping[str, Any]], advice: str) -> None:
-    """Raises UserError where a rank states another value than rank 0 for a name that both state.
+    """Raises UserError if a rank's value for a name differs from rank 0's.
 
-    stated: by rank, plain values by name. advice: what the user is to do.
+    stated: plain values by name, for each rank; names missing on either are ignored. advice: ends the message.
     """
     first, differing = stated[0], {}
     for rank, own in enumerate(stated):

@@ -1,4 +1,4 @@
-"""States of optimizers: what a checkpoint holds of them, and what an optimizer takes of a checkpoint."""
+"""Optimizer states: converts them for a checkpoint, and loads them back."""
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,23 +17,23 @@ from trainer.common.tensors import is_sharded, map_tensors
 
 TORCH_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.SparseAdam)
 OF_A_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
-"""What these keep in the shape of a parameter."""
+"""State entries of these optimizers that have their parameter's shape."""
 
 CHANGED = "changed"
-"""Of a group in a checkpoint: the settings that its optimizer has changed itself, which are a part of its state."""
+"""Key in a saved group: names of settings that the optimizer changed itself, and so are part of its state."""
 
 _initial: "WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]]" = WeakKeyDictionary()
 
 
 def remember_settings(optimizer: torch.optim.Optimizer) -> None:
-    """Before the first step: those of each group, to be compared with what becomes of them."""
+    """Records each group's settings before the first step, to detect later changes."""
     _initial[optimizer] = [deepcopy(_settings(group)) for group in optimizer.param_groups]
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's `state_dict`, `encoded`, with `CHANGED` in the groups where there are such settings.
+    """Returns the optimizer's `state_dict`, `encoded`, with `CHANGED` in groups that have such settings.
 
-    The other settings come from the command line again: those that no file holds are left out.
+    Omits other settings that no file can hold; they come from the command line again.
     """
     state = dict(optimizer.state_dict())
     if "param_groups" in state:
@@ -48,7 +48,7 @@ def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _kept(group: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The part of a group that a checkpoint holds. before: its first settings, where they may change."""
+    """Selects the part of a group to save. before: its initial settings, if they may change."""
     settings, known = _settings(group), before or {}
     changed = [
         name
@@ -56,7 +56,7 @@ def _kept(group: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[st
         if before is not None and (name not in known or not _same(value, known[name]))
     ]
     kept = {name: value for name, value in group.items() if name not in settings or name in changed or _is_plain(value)}
-    if isinstance(group.get("lr"), np.generic):  # of a factor that the task has worked out
+    if isinstance(group.get("lr"), np.generic):  # from a factor computed by the task
         kept["lr"] = group["lr"].item()
     return kept | ({CHANGED: changed} if changed else {})
 
@@ -68,17 +68,17 @@ def load_states(
     own_moments: Callable[[dict[str, Any], torch.optim.Optimizer], dict[str, Any]],
     dtype: torch.dtype,
 ) -> None:
-    """Gives the optimizers of a phase their states in a checkpoint. Raises UserError for those that they cannot take.
+    """Loads the saved states of a phase's optimizers. Raises UserError if they do not fit.
 
-    saved: what `state_of` has made of the state of each. own_moments: the part of a state that an optimizer of this
-    process takes. dtype: of the parameters when they were saved.
+    saved: results of `state_of`. own_moments: selects this process's part of a state. dtype: of the parameters when
+    saved.
     """
     own = [optimizer.state_dict() for optimizer in optimizers]
     if _sizes(saved) != _sizes(own):
         raise UserError(
-            f"the optimizers of phase {phase!r} have parameter groups of {_sizes(own)} tensors, and those of "
-            f"the checkpoint {_sizes(saved)}: undo what changed the parameter groups or the optimizers, or "
-            "begin with its weights alone by --init-from"
+            f"the optimizers of phase {phase!r} have parameter groups of {_sizes(own)} tensors, the "
+            f"checkpoint's have {_sizes(saved)}; undo the change to the optimizers or their groups, or start "
+            "from its weights only with --init-from"
         )
     for optimizer, its_saved, its_own in zip(optimizers, saved, own, strict=True):
         _refuse_other_entries(phase, its_saved, its_own, optimizer)
@@ -87,15 +87,15 @@ def load_states(
             _load_state(optimizer, moments, dtype)
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
-                f"the {type(optimizer).__name__} of phase {phase!r} cannot take its state from the checkpoint: "
-                f"{reason(error)}; undo what changed the optimizers, or begin with the weights alone by "
+                f"the {type(optimizer).__name__} of phase {phase!r} cannot load its state from the checkpoint: "
+                f"{reason(error)}; undo the change to the optimizers, or start from its weights only with "
                 "--init-from"
             ) from None
         _lay_out_as_parameters(optimizer)
 
 
 def _with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The state in a checkpoint, but weight decay and the like from this command line."""
+    """Combines a saved state with this command line's settings, such as weight decay."""
     kept = (
         {name: group[name] for name in ("params", "lr", *group.get(CHANGED, ()))} for group in saved["param_groups"]
     )
@@ -104,10 +104,10 @@ def _with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[
 
 
 def _load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Gives an optimizer what `state_of` has made of its state. dtype: of the parameters when it was saved.
+    """Loads a result of `state_of`. dtype: of the parameters when saved.
 
-    torch brings tensors and numbers of a parameter to its device, and spoils other things on the way: a text
-    becomes that of a generator, a deque loses its length. So such values are put in place afterwards.
+    `Optimizer.load_state_dict` moves a parameter's tensors and numbers to its device, but corrupts other values: a
+    string becomes a generator, a deque loses its length. Those are set afterwards.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     loaded: dict[str, Any] = {name: decoded(value) for name, value in state.items() if name != "state"}
@@ -127,10 +127,10 @@ def _load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], dtyp
 
 
 def _keep_types(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any], dtype: torch.dtype) -> None:
-    """After an optimizer has loaded this state, in which torch has given all tensors the types of their parameters.
+    """Restores dtypes that `load_state_dict` converted to their parameters' dtype.
 
-    dtype: of the parameters when it was saved. What had that type has the one of the parameters now; counters, masks
-    and moments in another precision have those that they had.
+    dtype: of the parameters when saved. Tensors of that dtype take the parameters' current one; counters, masks and
+    moments in another precision keep theirs.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, kept in state.items():
@@ -143,7 +143,7 @@ def _keep_types(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any], dtyp
 # --- containers --------------------------------------------------------------------------------------------------
 
 _TYPE = "__type__"
-"""In the mapping that stands for a container of another type."""
+"""Key in a mapping that encodes another container type."""
 _MAPPINGS = {"OrderedDict": OrderedDict, "Counter": Counter}
 _FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, set)} | {"None": None}
 _SETS = {"set": set, "frozenset": frozenset}
@@ -151,9 +151,9 @@ _LEAVES = (bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.d
 
 
 def encoded(value: Any) -> Any:
-    """Containers and numbers of numpy as mappings, lists and tensors, which can be read without executing anything.
+    """Encodes containers and NumPy values as mappings, lists and tensors, which load without executing code.
 
-    `decoded` brings them back as they were. What is neither stays as it is, to be refused by whoever writes it.
+    `decoded` reverses it. Other values are returned unchanged, for the writer to refuse.
     """
     kind = type(value)
     if kind in (list, tuple):
@@ -166,11 +166,11 @@ def encoded(value: Any) -> Any:
         factory = next(name for name, made in _FACTORIES.items() if made is value.default_factory)
         return {_TYPE: "defaultdict", "items": encoded(dict(value)), "factory": factory}
     if kind in _SETS.values():
-        return {_TYPE: kind.__name__, "items": encoded(sorted(value, key=repr))}  # its order differs between starts
+        return {_TYPE: kind.__name__, "items": encoded(sorted(value, key=repr))}  # set order differs between starts
     if kind is deque:
         return {_TYPE: "deque", "items": encoded(list(value)), "maxlen": value.maxlen}
     if kind is np.ndarray or isinstance(value, np.generic):
-        with suppress(TypeError):  # of texts, objects, dates
+        with suppress(TypeError):  # of strings, objects, dates
             return {
                 _TYPE: "number" if isinstance(value, np.generic) else "array",
                 "items": torch.from_numpy(np.array(value)),
@@ -179,7 +179,7 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """The opposite of `encoded`. All processes call it, since each may hold a shard of an array."""
+    """Reverses `encoded`. All processes call it, since each may hold a shard of an array."""
     if type(value) in (list, tuple):
         return type(value)(map(decoded, value))
     if type(value) is not dict:
@@ -199,7 +199,7 @@ def decoded(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a file can hold it."""
+    """Returns whether a file can hold the value."""
     value = encoded(value)
     if isinstance(value, dict):
         return all(map(_is_plain, [*value, *value.values()]))
@@ -207,7 +207,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_loaded_by_torch(value: Any) -> bool:
-    """Whether `Optimizer.load_state_dict` gives the parameter what is encoded so."""
+    """Returns whether `Optimizer.load_state_dict` keeps an encoded value intact."""
     if type(value) is dict:
         return _TYPE not in value and all(map(_is_loaded_by_torch, value.values()))
     if type(value) in (list, tuple):
@@ -219,7 +219,7 @@ def _is_loaded_by_torch(value: Any) -> bool:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the rate, which the schedule sets."""
+    """Returns a group's settings without the learning rate, which the schedule sets."""
     return {name: value for name, value in group.items() if name not in ("params", "lr")}
 
 
@@ -230,24 +230,24 @@ def _same(one: Any, other: Any) -> bool:
         return torch.equal(one, other)
     try:
         return bool(np.all(one == other))
-    except (RuntimeError, ValueError):  # tensors in a list, arrays of unlike shapes: what is kept loses nothing
+    except (RuntimeError, ValueError):  # tensors in a list, arrays of different shapes: saving them is safe
         return False
 
 
 def _refuse_other_entries(
     phase: str, saved: Mapping[str, Any], own: Mapping[str, Any], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Raises UserError for a state in a checkpoint that an optimizer cannot take.
+    """Raises UserError for a saved state that does not fit an optimizer.
 
-    own: its `state_dict` now. Moments of torch's own optimizers must have their parameter's shape, and the same names
-    in a group: torch takes any, and fails in the first step.
+    own: its current `state_dict`. Moments of torch's own optimizers must have their parameter's shape and the same
+    names throughout a group: torch would load others, and fail in the first step.
     """
-    advice = "start over with --fresh, or begin with the weights alone: --init-from, in another --save-dir"
+    advice = "start over with --fresh, or from the weights only: --init-from, in another --save-dir"
     missing = [name for name in own if name not in saved]
     if missing:
         raise UserError(
             f"the optimizer {type(optimizer).__name__} of phase {phase!r} keeps {missing[0]!r}, which the checkpoint "
-            f"does not have: undo what changed the optimizers, {advice}"
+            f"does not have: undo the change to the optimizers, {advice}"
         )
     if not isinstance(optimizer, TORCH_OPTIMIZERS):
         return
@@ -257,25 +257,21 @@ def _refuse_other_entries(
         names = [state[number].keys() for number in group["params"] if number in state]
         if any(its != names[0] for its in names):
             raise UserError(
-                f"optimizers.{phase} of the checkpoint keeps other moments of some parameters than of others in their "
-                f"group; {advice}"
+                f"optimizers.{phase} of the checkpoint has different moments for the parameters of one group; {advice}"
             )
     for number, kept in state.items():
         for name in OF_A_PARAMETER & kept.keys() if type(number) is int else ():
             value = kept[name]
-            if value is None:  # SGD's before its first step
+            if value is None:  # SGD before its first step
                 continue
             is_dense = isinstance(value, Tensor) and value.layout == torch.strided
-            found = f"has shape {tuple(value.shape)}" if is_dense else "has no shape of a dense tensor"
+            found = f"has shape {tuple(value.shape)}, unlike its parameter" if is_dense else "is not a dense tensor"
             if not is_dense or value.shape != parameters[number].shape:
-                raise UserError(
-                    f"optimizers.{phase}.state.{number}.{name} of the checkpoint {found}, which is not that of its "
-                    f"parameter; {advice}"
-                )
+                raise UserError(f"optimizers.{phase}.state.{number}.{name} of the checkpoint {found}; {advice}")
 
 
 def _lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Fused optimizers go through parameter and moments by their place in memory: both are to have the same strides."""
+    """Gives moments their parameter's strides, since fused optimizers traverse both in memory order."""
     moments = {key: kept for key, kept in optimizer.state.items() if isinstance(key, Tensor) and not is_sharded(key)}
     for parameter, kept in moments.items():
         for name, value in kept.items():
@@ -285,5 +281,5 @@ def _lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _sizes(optimizers: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Of each optimizer's state: how many parameters are in each of its groups."""
+    """Counts the parameters in each group of each optimizer state."""
     return [[len(group["params"]) for group in state.get("param_groups", ())] for state in optimizers]

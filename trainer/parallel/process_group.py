@@ -1,4 +1,4 @@
-"""A group of several processes, on torch.distributed: one for each device."""
+"""A group of several processes on torch.distributed, one per device."""
 
 import faulthandler
 import os
@@ -30,25 +30,25 @@ T = TypeVar("T")
 
 CLOSE_WITHIN_S = 5.0
 MAIN_LEAVES_WITHIN_S = 20.0
-"""So long the others wait for the end of rank 0 after a failure: within the 30 s that torchrun gives."""
+"""Seconds for which other ranks wait for rank 0 to exit after a failure; below torchrun's 30 s."""
 
 MEETING_MARGIN_S = 3.0
-"""For waits of torch that end in time by themselves, and say why."""
+"""Extra seconds for torch's own timeouts, which explain themselves."""
 
 NCCL_PATIENCE, NCCL_MARGIN_S = 2, 60.0
-"""Its kernels may wait so many times as long as ranks are patient with each other, and so many seconds more."""
+"""Timeout of NCCL's kernels: this multiple of `--dist-timeout-s`, plus seconds."""
 
 Member = tuple[str, int, str]
-"""A process as the others know it: its host, its id, and within what that is one."""
+"""A process: its host, its id, and the scope of that id."""
 
 DIRECT_BYTES = 3 * 2**18
-"""So much a process may send in `sum_gradients` for `sum_directly` to be faster; see benchmarks/exchange.py."""
+"""Largest payload in bytes that `sum_gradients` exchanges directly; see benchmarks/exchange.py."""
 
 
 class ProcessGroup(Group):
-    """Several processes, each with one device. What the host exchanges goes over gloo, and gradients over `backend`.
+    """Several processes with one device each. Host exchanges use gloo, gradients use `backend`.
 
-    backend: "gloo" or "nccl". hosts: the name of each rank's machine.
+    backend: "gloo" or "nccl". hosts: host name of each rank.
     """
 
     is_launched = True
@@ -61,10 +61,10 @@ class ProcessGroup(Group):
         devices: DeviceFlags,
         facts: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Meets the other processes, and takes the device of this one.
+        """Joins the other processes and selects this one's device.
 
-        facts: plain values by name that all processes of the run must have alike, such as its flags. Raises UserError,
-        on all processes, when they do not come, or are not alike.
+        facts: plain values by name, such as flags, that must agree on all processes. Raises UserError on all processes
+        if some do not join or disagree.
         """
         super().__init__()
         self.rank, self.world_size = environment.rank, environment.world_size
@@ -73,14 +73,12 @@ class ProcessGroup(Group):
         self._tells_user = environment.tells_user
         if dist.is_initialized():
             raise UserError(
-                "this process is in a process group already; the trainer makes its own: call "
-                "torch.distributed.destroy_process_group() before, or do not make one"
+                "torch.distributed is already initialised; call torch.distributed.destroy_process_group() first"
             )
         if environment.world_size % (flags.shard_size or 1):
             with self._told_once():
                 raise UserError(
-                    f"--shard-size {flags.shard_size}: the {environment.world_size} processes of this run cannot be "
-                    "divided into groups of so many; take a divisor"
+                    f"--shard-size {flags.shard_size}: must divide the {environment.world_size} processes of this run"
                 )
         gpus = usable_gpus(devices.device, flags.gpu_ids)
         self.backend = flags.backend or ("nccl" if gpus else "gloo")
@@ -110,18 +108,18 @@ class ProcessGroup(Group):
         reports_lost_store = local_rank == 0 or rank == 1
         self.diagnosis = GroupDiagnosis(self.activity, monitor, rank, names, flags.dist_timeout_s, reports_lost_store)
         monitor.on_beat, monitor.on_loss = self.diagnosis.consider_others, self.diagnosis.consider_loss
-        faulthandler.enable(file=2)  # a stuck process shows where it is when another one ends it
+        faulthandler.enable(file=2)  # prints the stack of a hanging process that another one kills
 
     @contextmanager
     def _told_once(self) -> Iterator[None]:
-        """Around what raises one UserError on all processes."""
+        """Keeps a UserError raised by all processes on the one that prints it; raises Failure on the others."""
         try:
             yield
         except UserError as error:
             raise error if self._tells_user else Failure(str(error), EXIT_BAD_INPUT) from None
 
     def _take_device(self, local_rank: int, gpus: Sequence[int]) -> None:
-        """Raises UserError on all processes."""
+        """Selects this process's device. Raises UserError on all processes."""
         with self._failing_in_start_up():
             self.use([self.together(lambda: _rank_device(local_rank, gpus))])
 
@@ -132,56 +130,55 @@ class ProcessGroup(Group):
 
     @contextmanager
     def _failing_in_start_up(self) -> Iterator[None]:
-        """Around what uses the device first. Raises Failure, of which the user is told, where that cannot be done."""
+        """Wraps the first use of the device. Prints errors and raises Failure."""
         try:
             yield
         except UserError:
             raise
-        except Exception as error:  # of CUDA, or since another process has left for that
+        except Exception as error:  # from CUDA, or because another process left after such an error
             problem = f"rank {self.rank} of {self.world_size} failed in start-up: {reason(error)}"
             print_error(problem)
             raise Failure(problem) from None
 
     def _meet(self, environment: RankEnvironment, backend: str) -> tuple[dist.Store, list[Member]]:
-        """Joins the others. Raises UserError, on every process, when they do not come."""
+        """Joins the others. Raises UserError on every process if some do not join."""
         rank, world_size, timeout_s = self.rank, self.world_size, self._timeout_s
 
         def meet() -> tuple[dist.Store, list[Member]]:
             store = join(environment, timeout_s)
             timeout, limit = timedelta(seconds=timeout_s), timedelta(seconds=self.device_timeout_s)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-            # Their own groups, so that the few numbers of a step never queue behind gradients, nor behind what the
-            # main process does for all, which may take long.
+            # Separate groups, so that a step's few numbers never queue behind gradients or rank 0's slow work.
             self._host_group = dist.new_group(backend="gloo", timeout=timeout)
             self._step_group = dist.new_group(backend="gloo", timeout=timeout)
             return store, self.gather((socket.gethostname(), os.getpid(), process_space()))
 
         try:
             return within(timeout_s + MEETING_MARGIN_S, meet)
-        except RuntimeError as error:  # a DistError, or what gloo and a store in a file say
+        except RuntimeError as error:  # a DistError, or an error of gloo or a file store
             raise UserError(
-                f"rank {rank} of {world_size} could not meet the others at {environment.meeting_place} within "
+                f"rank {rank} of {world_size} could not join the other ranks at {environment.meeting_place} within "
                 f"--dist-timeout-s {timeout_s:g}: {reason(error)}"
             ) from None
 
     @property
     def device_timeout_s(self) -> float:
-        """Of exchanges between devices.
+        """Timeout of collectives between devices, in seconds.
 
-        NCCL ends a process that has waited too long itself, and explains nothing: the ranks miss each other before.
+        NCCL aborts a process on timeout without an explanation, so the ranks time out on the host before.
         """
         if self.backend != "nccl":
             return self._timeout_s
         return NCCL_PATIENCE * self._timeout_s + NCCL_MARGIN_S
 
     def _refuse_shared_gpus(self) -> None:
-        """NCCL would do it in the middle of the first exchange, in its own words."""
+        """Raises UserError if ranks share a GPU; NCCL would fail obscurely in its first collective."""
         gpus = self.gather(str(torch.cuda.get_device_properties(self.device).uuid))
         sharing = first_sharing_ranks([*zip(self.hosts, gpus, strict=True)])
         if sharing:
             raise UserError(
-                f"--backend nccl: takes one process per GPU, and ranks {' and '.join(map(str, sharing))} have the same "
-                f"one on {self.hosts[sharing[0]]}; start fewer processes on it (--nproc, --nproc_per_node), or take "
+                f"--backend nccl: takes one process per GPU, but ranks {' and '.join(map(str, sharing))} share one "
+                f"on {self.hosts[sharing[0]]}; start fewer processes there (--nproc, --nproc_per_node), or use "
                 "--backend gloo"
             )
 
@@ -207,7 +204,7 @@ class ProcessGroup(Group):
         return wait
 
     def barrier(self) -> None:
-        # A host that waits for its device misses nobody. NCCL's watchdog would end it in the end, and not say why.
+        # Otherwise only the device waits, until NCCL's watchdog aborts it without a reason.
         if self.backend == "nccl":
             self.activity.enter(EXCHANGE)
             dist.barrier(group=self._step_group)
@@ -222,11 +219,10 @@ class ProcessGroup(Group):
         return wait
 
     def sum_gradients(self, values: Tensor) -> None:
-        """Sum over processes of a tensor on this process's device, in place; the same bits on every process.
+        """Sums a device tensor over processes in place, to the same bits on each.
 
-        On a GPU the host does not wait for it, unless it is sparse. A small one on a CPU goes from each process to
-        every other: a single message has to be waited for, where a ring has 2 (world size - 1) one after the other, and
-        each wakes a thread on a core that is busy.
+        On a GPU the host does not wait, unless the tensor is sparse. A small CPU tensor goes from each process to every
+        other: one message of latency, where a ring has 2 (world size - 1), each waking a thread on a busy core.
         """
         if values.is_cpu and not values.is_sparse and self._is_small(values):
             values.copy_(reduce(torch.add, self._swapped([values] * self.world_size)))
@@ -241,11 +237,11 @@ class ProcessGroup(Group):
 
     def sum_in_tree(self, values: Tensor) -> None:
         self.activity.enter(EXCHANGE)
-        if self.backend == "gloo" and not values.is_cpu:  # it swaps tensors of the host alone
+        if self.backend == "gloo" and not values.is_cpu:  # gloo sends point-to-point from host memory only
             sum_of_neighbours(self.stack(values), out=values)
         elif self._is_small(values):
             sum_of_neighbours(self._swapped([values] * self.world_size), out=values)
-        else:  # each process adds up a slice: as many bytes travel as in a ring
+        else:  # each process sums a slice: as many bytes as in a ring
             slices = values.tensor_split(self.world_size)
             own = slices[self.rank]
             sum_of_neighbours(self._swapped(slices), out=own)
@@ -255,9 +251,9 @@ class ProcessGroup(Group):
         return values.nbytes * (self.world_size - 1) <= DIRECT_BYTES
 
     def _swapped(self, sent: Sequence[Tensor], into: Sequence[Tensor] = ()) -> list[Tensor]:
-        """What every process, in order of rank, sends to this one, itself included.
+        """Exchanges tensors pairwise; returns what each rank sent to this one, including itself.
 
-        sent: to each process. into: where it arrives, unless in new tensors shaped as what this one sends to itself.
+        sent: one tensor for each rank. into: receive buffers; by default new tensors like this rank's own.
         """
         own = sent[self.rank]
         found = [*into] or [torch.empty_like(own) for _ in sent]
@@ -265,8 +261,8 @@ class ProcessGroup(Group):
         others = [other for other in range(self.world_size) if other != self.rank]
         ops = [dist.P2POp(dist.isend, sent[other], other) for other in others]
         ops += [dist.P2POp(dist.irecv, found[other], other) for other in others]
-        limit = [timedelta(seconds=self._timeout_s)] if sent[0].is_cpu else []  # with one the host waits for a GPU
-        for work in dist.batch_isend_irecv(ops) if ops else ():  # a single process has nobody to swap with
+        limit = [timedelta(seconds=self._timeout_s)] if sent[0].is_cpu else []  # on a GPU a limit blocks the host
+        for work in dist.batch_isend_irecv(ops) if ops else ():  # a single process has no peers
             work.wait(*limit)
         return found
 
@@ -298,7 +294,7 @@ class ProcessGroup(Group):
     def can_replace_rank0(self, lost: Sequence[int], has_state: bool) -> bool:
         for rank in lost:
             self._neighbours.end(rank)
-        # One that failed first keeps its connections for as long as it waits, and the main process may wait for it.
+        # A process that failed first keeps its connections while it waits, and rank 0 may be waiting for it.
         may_wait = has_state and not self.diagnosis.failed_itself
         return self.is_main or (may_wait and self._neighbours.await_end(0, MAIN_LEAVES_WITHIN_S))
 
@@ -308,14 +304,14 @@ class ProcessGroup(Group):
         status = self.diagnosis.exit_status
         if status is None:
             with suppress(RuntimeError):
-                # The store may be this process's: it stays until nobody uses it any more.
+                # This process may host the store, so it stays until all are done.
                 dist.barrier(group=self._host_group)
             dist.destroy_process_group()
-            # Only without a reference do the groups end their threads. One that lets go of a tensor asks for the
-            # interpreter, and aborts the process when that is being finalised.
+            # Dropping the last references ends the groups' threads, which would abort the process if they released a
+            # tensor during finalisation.
             del self._host_group, self._step_group
             return
-        # With exchanges on a GPU that never end, neither this nor the end of the interpreter need come back.
+        # With unfinished collectives on a GPU, neither this nor interpreter exit may return.
         closing = threading.Thread(target=dist.destroy_process_group, name="close", daemon=True)
         closing.start()
         closing.join(CLOSE_WITHIN_S)
@@ -324,9 +320,9 @@ class ProcessGroup(Group):
 
 
 def sum_of_neighbours(values: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
-    """The sum of tensors, as many as a power of two: neighbours are added, then neighbouring pairs, and so on.
+    """Sums a power of two of tensors pairwise: neighbours, then neighbouring pairs, and so on.
 
-    out: where it is put, which may be one of several; of one tensor nothing is put anywhere.
+    out: receives the sum, and may be one of the inputs; ignored for a single tensor.
     """
     while len(values) > 2:
         values = [one + other for one, other in zip(values[::2], values[1::2], strict=True)]
@@ -334,7 +330,7 @@ def sum_of_neighbours(values: Sequence[Tensor] | Tensor, out: Tensor | None = No
 
 
 def first_sharing_ranks(gpus: Sequence[tuple[str, str]]) -> list[int]:
-    """The ranks of the first GPU that is that of several. gpus: of each rank the host, and what identifies the GPU."""
+    """Returns ranks that share the first shared GPU. gpus: (host, GPU id) of each rank."""
     ranks = [[rank for rank, other in enumerate(gpus) if other == gpu] for gpu in gpus]
     return next((sharing for sharing in ranks if len(sharing) > 1), [])
 
@@ -346,12 +342,12 @@ def _leave_group() -> None:
 
 
 def available_backends() -> list[str]:
-    """Of "gloo" and "nccl", those that this build of torch has."""
+    """Returns which of "gloo" and "nccl" this build of torch supports."""
     return [name for name in ("gloo", "nccl") if dist.is_backend_available(name)]
 
 
 def _rank_device(local_rank: int, gpus: Sequence[int]) -> torch.device:
-    """The local_rank-th GPU of those chosen; the only one where the launcher shows each process just one."""
+    """Selects the local_rank-th GPU; the only one if the launcher shows each process just one."""
     if not gpus:
         return torch.device("cpu")
     index = local_rank if len(gpus) > 1 else 0

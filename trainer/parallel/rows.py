@@ -1,4 +1,4 @@
-"""Rows of the samples of a step from all processes, in the order of the global batch."""
+"""Gathers the rows of a step's samples from all processes, in the order of the global batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
@@ -16,9 +16,9 @@ ALIKE = "the objective must return rows of the same names, shapes and types for 
 
 
 class Gathered(NamedTuple):
-    """What `gather` returns.
+    """Result of `gather`.
 
-    rows: (n, ...) of all samples of the step. own: (B,) int64, the places of this process's rows among them.
+    rows: (n, ...), all samples of the step. own: (B,) int64, indices of this process's rows.
     """
 
     rows: Tensor
@@ -26,7 +26,7 @@ class Gathered(NamedTuple):
 
 
 class _Forward:
-    """The forward of a step under way, for `gather`: its strategy, samples that count, and forwards of the step."""
+    """The running forward of a step, for `gather`: strategy, number of real samples, and forwards in the step."""
 
     now: tuple[Strategy, int, int] | None = None
 
@@ -35,13 +35,13 @@ FORWARD = _Forward()
 
 
 def gather(rows: Tensor) -> Gathered:
-    """The rows of all samples of an optimizer step, for a loss that couples them; called in a forward of training.
+    """Gathers the rows of all samples of an optimizer step in a training forward, for a loss that couples them.
 
-    rows: (B, ...), one for each sample of the batch. All processes call it, equally often; gradients flow back to each
-    row from the losses of all of them. A process without samples adds no rows, and its loss does not count. In eval
-    mode, and wherever nothing is learned, these are the rows of the batch itself.
+    rows: (B, ...), one per sample of the batch. All processes call it equally often; each row receives gradients from
+    the losses of all processes. A process without samples adds no rows, and its loss does not count. In eval mode, or
+    without gradients, returns the batch's own rows.
 
-    Raises UserError in a step of several micro-batches, under `--parts` and under `--multi-gpu dp`.
+    Raises UserError in a step of several micro-batches, with `--parts`, and with `--multi-gpu dp`.
     """
     own = torch.arange(len(rows), device=rows.device)
     if FORWARD.now is None or not torch.is_grad_enabled():
@@ -55,22 +55,22 @@ def gather(rows: Tensor) -> Gathered:
             "device; raise --batch-size, or write the loss as `outputs` and `joint_loss`, see docs/own_task.md"
         )
     if num_samples not in (0, len(rows)):
-        raise UserError(f"trainer.gather: {len(rows)} rows for a batch of {num_samples} samples; it takes one for each")
+        raise UserError(f"trainer.gather: {len(rows)} rows for a batch of {num_samples} samples; needs one per sample")
     if group.world_size == 1:
         return Gathered(rows, own)
     if rows.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("trainer.gather asks the other processes, which a recording would not do again")
-    # What stands in for missing samples repeats the first ones of the global batch.
+        raise RuntimeError("trainer.gather runs a collective, which a captured CUDA graph would not repeat")
+    # Placeholders for missing samples repeat the first ones of the global batch.
     own = own if num_samples == 0 else own * group.world_size + group.rank
     return Gathered(_Gather.apply(rows, num_samples, group), own)
 
 
 def refuse_coupling(what: str, strategy: Strategy) -> None:
-    """Raises UserError for a strategy under which no loss goes over the samples of a step. what: asks for one."""
+    """Raises UserError for a strategy that cannot couple the samples of a step. what: names the cause."""
     if strategy.num_parts:
-        raise UserError(f"--parts {strategy.num_parts}: {what} couples the samples of several parts; leave it out")
+        raise UserError(f"--parts {strategy.num_parts}: {what} couples samples of different parts; leave --parts out")
     if strategy.num_replicas > 1:
-        raise UserError(f"--multi-gpu dp: {what} needs a process for each device; take --multi-gpu ddp")
+        raise UserError(f"--multi-gpu dp: {what} needs one process per device; use --multi-gpu ddp")
 
 
 class _Gather(torch.autograd.Function):
@@ -90,24 +90,24 @@ class _Gather(torch.autograd.Function):
 
 
 def in_global_order(group: Group, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The rows of all samples of a step, (n, ...) by name, without a graph. All processes call it.
+    """Gathers rows of all samples of a step, (n, ...) by name, without a graph. All processes call it.
 
-    own: of each sample of this process, in its order; there may be none. Raises UserError, on all processes, where they
-    have other names, shapes or types. The host waits for the others' numbers, and for no device.
+    own: rows of this process's samples, in order; possibly empty. Raises UserError on all processes if names, shapes or
+    types differ. The host waits for the other processes, but for no device.
     """
     if group.world_size == 1:
         return own
     num_own, kinds = len(next(iter(own.values()))), kinds_of(own)
     digest = int.from_bytes(blake2b(repr(kinds).encode(), digest_size=2).digest())
     num_rows, total, squares = group.sum(torch.tensor([num_own, digest, digest**2])).tolist()
-    if group.world_size * squares != total**2:  # as where not all have the same digest
+    if group.world_size * squares != total**2:  # not all digests are equal
         group.require_same({"rows of the objective": kinds}, ALIKE)
-    # In one message, and as bytes, for of some types gloo sends none.
+    # In one message, as bytes because gloo lacks some types.
     flat = [value.detach().reshape(num_own, *value.shape[1:], 1).flatten(1).contiguous() for value in own.values()]
     packed = torch.cat([value.view(torch.uint8) for value in flat], dim=1)
     padded = packed.new_zeros(-(-num_rows // group.world_size), packed.shape[1])
     padded[:num_own] = packed
-    # Process r of w has every w-th sample, from the r-th on.
+    # Process r of w has samples r, r + w, r + 2w, ...
     found = group.stack(padded).transpose(0, 1).flatten(0, 1)[:num_rows]
     parts = found.split([value.shape[1] * value.itemsize for value in flat], dim=1)
     return {
@@ -117,21 +117,20 @@ def in_global_order(group: Group, own: Mapping[str, Tensor]) -> Mapping[str, Ten
 
 
 def kinds_of(rows: Mapping[str, Tensor]) -> dict[str, str]:
-    """What the rows of a step have in common, by name."""
+    """Describes rows by name; equal for all batches of a step."""
     return {name: f"{tuple(value.shape[1:])} of {value.dtype}" for name, value in rows.items()}
 
 
-# --- exchanges of a forward's own --------------------------------------------------------------------------------
+# --- collectives within a forward --------------------------------------------------------------------------------
 
 NAMESPACES = ("c10d", "_c10d_functional")
 END, FAILED = "nothing more", "an error"
 
 
 def require_equal_exchanges(where: str, group: Group, forward: Callable[[], object]) -> None:
-    """Raises UserError, on all processes, where a forward of each exchanges tensors that differ in their shapes.
+    """Raises UserError on all processes if their forwards run collectives of different shapes.
 
-    They would end the processes without a word. All call it; nothing is said of forwards that fail. where: what a
-    message calls the forward.
+    torch would abort without a message. All processes call it; failing forwards are ignored. where: names the forward.
     """
     compared = _Compared(group)
     try:
@@ -147,18 +146,18 @@ def require_equal_exchanges(where: str, group: Group, forward: Callable[[], obje
         return
     rank = next(rank for rank, own in enumerate(told) if own != told[0])
     raise UserError(
-        f"{where}: exchanges {told[0]} on rank 0 and {told[rank]} on rank {rank} in a step whose samples the processes "
-        "do not share evenly, which would end them; take trainer.gather, which minds that, or share all steps evenly: "
-        "--drop-last, and a --global-batch-size that is a multiple of the number of processes"
+        f"{where}: runs the collective {told[0]} on rank 0 but {told[rank]} on rank {rank} in a step with unequal "
+        "shares of samples, which would crash; use trainer.gather, or make all shares equal: --drop-last, and a "
+        "--global-batch-size that is a multiple of the number of processes"
     )
 
 
 class _Differ(Exception):
-    """The processes are about to exchange different tensors."""
+    """Another process runs a different collective next."""
 
 
 class _Compared(TorchDispatchMode):
-    """Compares what all processes are about to exchange, before they do. told: by each of them, by rank."""
+    """Compares each collective across processes before it runs. told: their descriptions, by rank."""
 
     told: Sequence[str] = ()
 

@@ -1,4 +1,4 @@
-"""How a model is spread over the devices of a run: the interface, and its form for one device."""
+"""How a model is spread over devices: the interface, and its single-process form."""
 
 import random
 import struct
@@ -22,29 +22,27 @@ from trainer.task import Objective
 T = TypeVar("T")
 
 SMALLEST_UPLOAD, LARGEST_UPLOAD = 2**18, 2**26
-"""Bytes of a batch that is copied to a GPU ahead of its use, beside what that computes."""
+"""Range of batch bytes worth copying to a GPU ahead of use, during its computation."""
 COUNTED = ("index", "weight")
-"""Parts of a batch that the host reads."""
+"""Entries of a batch that the host reads."""
 _SIX_NUMBERS = struct.Struct("<6q")
 
 
 class Strategy:
-    """Where the model lives, how its gradients travel, and how its state becomes one checkpoint.
+    """Places the model, exchanges its gradients, and assembles its state for checkpoints.
 
     This form is the identity: one process, whose devices each see the whole model. In a step the loop calls
-    `seed_dropout`, `to_device` and the wrapped module for each micro-batch, the backwards within `gradient_sync`, and
-    `exchange` once, after the last backward. Before `exchange` a gradient is of this process's samples, or has been
-    summed already while the backward went on; after it, it is of the global batch, and the same bits on every process
-    that has it.
+    `seed_dropout`, `to_device` and the wrapped module for each micro-batch, backwards within `gradient_sync`, and
+    `exchange` once after the last backward. Before `exchange`, a gradient covers this process's samples, or was reduced
+    during the backward; after it, the global batch, with the same bits on every process that has it.
 
-    group: the processes of the run. num_parts: into which every global batch is cut, whatever the devices, a multiple
-    of the number of processes, both powers of two; 0 where each process has one share of it. gradient_divisor: what the
-    exchange divides summed gradients by, and the loss is multiplied by before. overlaps: whether gradients travel while
-    the last backward of a step goes on, unless `gradient_sync` is disabled. exchanges_in_forward: whether every forward
-    waits for the other processes, so that all must make equally many. shard_size: processes of consecutive ranks that
-    have one copy of the parameters between them. has_full_state: whether this process has all that a checkpoint holds,
-    and can save after a failure without others. draws_on_host: whether forwards draw from generators of the host, as
-    some do that leave out layers or mask their inputs: Python's or numpy's, or torch's where the model is on a GPU.
+    group: the processes of the run. num_parts: parts into which every global batch is cut, whatever the devices; a
+    multiple of the number of processes, both powers of two; 0 for one share per process. gradient_divisor: by which the
+    exchange divides summed gradients; the loss is multiplied by it before. overlaps: gradients travel during a step's
+    last backward. exchanges_in_forward: every forward runs collectives, so all processes must make equally many.
+    shard_size: consecutive ranks that share one copy of the parameters. has_full_state: this process holds all that a
+    checkpoint needs, and can save after others fail. draws_on_host: forwards draw from host generators (Python, NumPy,
+    or torch's with the model on a GPU), as layer dropping or input masking may.
     """
 
     gradient_divisor: int = 1
@@ -60,41 +58,41 @@ class Strategy:
 
     @property
     def devices(self) -> Sequence[torch.device]:
-        """The devices that this process feeds. The model lives on the first one."""
+        """Returns this process's devices. The model lives on the first one."""
         return self.group.devices
 
     @property
     def device(self) -> torch.device:
-        """Where the model of this process lives."""
+        """Returns the device of this process's model."""
         return self.group.device
 
     @property
     def num_replicas(self) -> int:
-        """Devices of this process, among which it divides each micro-batch."""
+        """Returns the number of devices among which this process divides each micro-batch."""
         return len(self.devices)
 
     @property
     def num_devices(self) -> int:
-        """Devices of all processes."""
+        """Returns the number of devices of all processes."""
         return self.num_replicas * self.group.world_size
 
     @property
     def device_kind(self) -> str:
-        """What the devices of this process are called by their maker."""
+        """Names the kind of this process's devices."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
 
     @property
     def shards(self) -> Sequence[tuple[int, int]]:
-        """What this process computes of each global batch and data set: of each shard its number and of how many.
+        """Returns (shard, number of shards) pairs that this process computes of each global batch and data set.
 
-        Consecutive ones: the tree in which parts are added is first one over those of a process.
+        They are consecutive, so that the summation tree of parts starts within a process.
         """
         num_shards = self.num_parts or self.group.world_size
         num_own = num_shards // self.group.world_size
         return [(self.group.rank * num_own + own, num_shards) for own in range(num_own)]
 
     def describe(self) -> str:
-        """The devices, in a few words. All processes call it."""
+        """Describes the devices briefly. All processes call it."""
         return ", ".join(map(device_label, self.devices))
 
     # --- the model ---------------------------------------------------------------------------------------------------
@@ -105,42 +103,42 @@ class Strategy:
         blocks: Callable[[nn.Module], Sequence[nn.Module]],
         complete: Callable[[Objective], None],
     ) -> Objective:
-        """A new objective, alike on every process and where training needs it. All processes call it.
+        """Builds an objective, identical on every process, on its devices. All processes call it.
 
-        build: makes it on the CPU, alike everywhere. blocks: of its model; see `Task.blocks`. complete: gives it what
-        it takes from elsewhere. Raises UserError.
+        build: builds it on the CPU, identical everywhere. blocks: see `Task.blocks`. complete: loads what comes from
+        elsewhere. Raises UserError.
         """
         objective = build().to(self.device)
         self.group.together(lambda: complete(objective))
         return objective
 
     def wrap(self, net: nn.Module) -> nn.Module:
-        """The module that training calls in a phase, whose parameters alone require gradients now."""
+        """Wraps the module trained in a phase; only its trained parameters require gradients by now."""
         return net
 
     def evaluation_module(self, net: nn.Module) -> nn.Module:
-        """The module that evaluation calls: without gradient hooks, but on all devices of this process."""
+        """Returns the module for evaluation: without gradient hooks, but on all devices of this process."""
         return net
 
     def unsharded(self, objective: Objective) -> AbstractContextManager[None]:
-        """Within it every process has the whole parameters, for what computes with the model in its own ways.
+        """Gathers full parameters on every process, for reading without collectives. All processes enter it.
 
-        It may read them, without exchanges. All processes enter it.
+        It serves code that computes with the model in its own ways.
         """
         return nullcontext()
 
     def to_device(self, batch: Batch) -> Batch:
-        """The batch where the wrapped module takes it; its copies need not have arrived yet."""
+        """Moves a batch to the wrapped module's device; copies may be asynchronous."""
         device = self.group.devices[0]
         if device.type == "cpu":
             return batch
         return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
     def upload(self, batch: Batch) -> Batch:
-        """The batch with its large tensors on their way to the device, while that computes; see `to_device`.
+        """Starts to copy a batch's large tensors to the device during its computation; see `to_device`.
 
-        What is launched from now on waits for them. Left as it is: a batch so small that its copies hardly take time,
-        or so large that one ahead of its use would take memory from the model, and what the host counts by.
+        Kernels launched later wait for them. Skips entries that the host reads, batches too small to matter, and
+        batches so large that an early copy would take memory from the model.
         """
         device = self.device
         if device.type != "cuda":
@@ -158,16 +156,16 @@ class Strategy:
             return batch
         current.wait_stream(self._uploads)
         for tensor in sent.values():
-            tensor.record_stream(current)  # or its memory might be used for the next batch before this stream is done
+            tensor.record_stream(current)  # keeps the memory from reuse before this stream is done
         return {name: sent.get(name, value) for name, value in batch.items()}
 
     def seed_dropout(self, *key: int, same_everywhere: bool = False) -> None:
-        """Makes what follows on all generators a function of the key, of this process and of the device.
+        """Seeds all generators from the key, this process and the device.
 
-        The generators of Python and numpy follow only where `draws_on_host`: seeding them takes longer than torch's.
+        Seeds Python's and NumPy's only if `draws_on_host`, because they are slower to seed than torch's.
 
-        key: five numbers, the last one of a micro-batch; of a part it is made its number among all parts, and the
-        process does not count. same_everywhere: a function of the key alone.
+        key: five numbers, the last one of a micro-batch; for a part, its global number replaces it and the process does
+        not count. same_everywhere: seed from the key only.
         """
         if self.num_parts and not same_everywhere:
             key, same_everywhere = (*key[:-1], self.shards[key[-1]][0]), True
@@ -182,14 +180,14 @@ class Strategy:
                 torch.cuda.default_generators[device.index].manual_seed(seed + replica * (not same_everywhere))
 
     def places_in_generators(self) -> tuple[Any, ...]:
-        """How far the generators have come by which forwards draw on the host."""
+        """Returns the positions of the host generators that forwards may draw from."""
         numpy_state: Any = np.random.get_state()
         of_torch = b"" if self.device.type == "cpu" else torch.default_generator.get_state().numpy().tobytes()
         return random.getstate()[1][-1], numpy_state[2], of_torch
 
     @contextmanager
     def keeping_generators(self) -> Iterator[None]:
-        """Within it all generators may be drawn from; after it they are where they were."""
+        """Restores all generators afterwards."""
         of_python, of_numpy = random.getstate(), np.random.get_state()
         try:
             with torch.random.fork_rng([device for device in self.devices if device.type == "cuda"]):
@@ -201,56 +199,53 @@ class Strategy:
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of a wrapped module. enabled: whether this backward is the last one of a step.
-
-        Where gradients travel while the backward goes on, they do so in the last one only.
-        """
+        """Wraps forward and backward of a wrapped module. enabled: exchange gradients in this backward."""
         return nullcontext()
 
     def exchange(self, params: Sequence[Tensor]) -> None:
-        """After the last backward of a step: the one place where gradients travel, or where they have arrived.
+        """Exchanges gradients after a step's last backward, or waits for their arrival. All processes call it.
 
-        params: all that the step trains. Afterwards each has the gradient of the global batch in `grad`, or None where
-        no process has one. All processes call it.
+        params: all parameters trained in the step. Sets each `grad` to the gradient of the global batch, or None where
+        no process has one.
         """
 
     def flat_gradients(self, params: Sequence[Tensor]) -> FlatGradients:
-        """Flat buffers for the gradients of a phase, in which `exchange` sums them where it sums flat buffers."""
+        """Returns a phase's flat gradient buffers, which `exchange` sums if it uses flat buffers."""
         return FlatGradients(params)
 
     def build_buckets(self, net: nn.Module) -> None:
-        """After the first backward of a wrapped module, which is no part of a step: what is arranged once."""
+        """Arranges buckets once, after a wrapped module's first backward, which is outside any step."""
 
     def global_norm(self, own: Tensor) -> Tensor:
-        """The norm of the whole gradient from the norm of this process's `local_shards`. All processes call it."""
+        """Combines the norms of all processes' `local_shards` into the global norm. All processes call it."""
         return own
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Raises UserError for one that cannot train what this process has of the parameters."""
+        """Raises UserError for an optimizer that cannot train this process's shards."""
 
     # --- a checkpoint and back ---------------------------------------------------------------------------------------
 
     def from_main(self, value: Tensor) -> Tensor:
-        """Rank 0's value on this process's device, contiguous. Only the shape and type of the others' count."""
+        """Broadcasts rank 0's value to this process's device, contiguous. Elsewhere only its shape and type matter."""
         return value
 
     def sync_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Gives every process the tensors of rank 0, as buffers before evaluating and saving. All processes call it.
+        """Broadcasts rank 0's tensors, such as buffers before evaluating and saving. All processes call it.
 
-        tensors: by name. Raises UserError on all of them where one has others, of other shapes or of other types.
+        tensors: by name. Raises UserError on all processes if names, shapes or types differ.
         """
 
     def load_on_main(self, function: Callable[[], T], large: Collection[str]) -> T:
-        """As `Group.on_main`, for checkpoints: of the entries named large the others get only the shapes of tensors."""
+        """Works like `Group.on_main`, for checkpoints: other ranks get meta tensors for the entries in `large`."""
         return self.group.on_main(function)
 
     def full_weights(self, model: nn.Module, instead: Mapping[Tensor, Tensor] | None = None) -> dict[str, Any]:
-        """The state of a model, whole on rank 0. All processes call it.
+        """Assembles a model's full state on rank 0. All processes call it.
 
-        instead: other tensors for some of its parameters.
+        instead: replacements for some of its parameters.
         """
         weights = model.state_dict(keep_vars=True)
-        found: dict[Tensor, Tensor] = {}  # a tied one stays one
+        found: dict[Tensor, Tensor] = {}  # tied tensors stay tied
         for name, own in weights.items():
             value = (instead or {}).get(own, own)
             if value not in found:
@@ -261,7 +256,7 @@ class Strategy:
     def full_state(
         self, objective: Objective, optimizers: Mapping[str, Sequence[torch.optim.Optimizer]]
     ) -> dict[str, Any]:
-        """Weights and moments, without any wrapper's prefix, whole on rank 0. All processes call it."""
+        """Assembles weights and optimizer states on rank 0, without wrapper prefixes. All processes call it."""
         return {
             "model": self.full_weights(objective.model),
             "optimizers": {
@@ -271,15 +266,15 @@ class Strategy:
         }
 
     def whole(self, value: Tensor) -> Tensor:
-        """A tensor of a state, whole on rank 0. All processes call it."""
+        """Gathers a full tensor on rank 0. All processes call it."""
         return value
 
     def own_moments(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What an optimizer of this process takes of its state in a `full_state`."""
+        """Selects this process's part of an optimizer state in a `full_state`."""
         return state
 
     def load_weights(self, weights: Mapping[str, Tensor], model: nn.Module) -> None:
-        """Gives a model some weights of a `full_state`; the others stay as they are. All processes call it."""
+        """Loads weights of a `full_state` that the model has; others stay unchanged. All processes call it."""
         model.load_state_dict(weights, strict=False)
 
     def load_moments(
@@ -288,7 +283,7 @@ class Strategy:
         optimizers: Mapping[str, Sequence[torch.optim.Optimizer]],
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Loads the moments of a `full_state`. Raises UserError for moments of optimizers that train other parameters.
+        """Loads optimizer states of a `full_state`. Raises UserError if they do not fit.
 
         dtype: of the parameters when it was saved.
         """
