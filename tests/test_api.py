@@ -425,7 +425,7 @@ def test_load_says_what_is_missing(train, tmp_path):
     with pytest.raises(trainer.UserError, match=r"gone\.py:Gone: .* give the class, as task="):
         trainer.load(tmp_path / "run")
     assert isinstance(trainer.load(tmp_path / "run", Weighted), Network)
-    with pytest.raises(trainer.UserError, match="is of another model"):
+    with pytest.raises(trainer.UserError, match="does not fit the model"):
         trainer.load(tmp_path / "run", HarTask)
 
 

@@ -98,7 +98,7 @@ def test_another_optimizer_displaces_the_settings_of_the_task_s(monkeypatch):
     monkeypatch.setitem(TASKS, "stating", type("Pushing", (Weighted,), {"defaults": defaults}))
     assert read("--lr", "0.1").learning.momentum == 0.9
     assert read("--optimizer", "adam").learning.momentum is None
-    assert read("--optimizer", "adam").left_out == ["Left out: --momentum 0.9, for which --optimizer adam has no use."]
+    assert read("--optimizer", "adam").left_out == ["Left out: --momentum 0.9, which --optimizer adam does not use."]
     betas = type("Betas", (Weighted,), {"defaults": {"betas": (0.5, 0.99), "eps": 1e-6}})
     monkeypatch.setitem(TASKS, "stating", betas)
     for optimizer in ("adam", "adamw"):
@@ -119,7 +119,7 @@ def test_another_optimizer_displaces_the_settings_of_the_task_s(monkeypatch):
         ({"width": 4}, "width is no flag of the trainer"),
         ({"deterministic": 1}, "--deterministic 1: must be true or false"),
         ({"lr": "0.1"}, "--lr 0.1: must be a number"),
-        ({"task": "har"}, "task is what chooses"),
+        ({"task": "har"}, "task must not be among them"),
         ({"lr": -1}, "--lr -1: must be above 0"),
         ({"epochs": 2.5}, "--epochs 2.5: must be a whole number"),
         ({"amp": "half"}, "--amp half: must be one of"),

@@ -37,7 +37,7 @@ def test_model_entry_loads_into_the_bare_model(tmp_path, signals_restored):
 def test_bare_weights_are_enough_to_start_with_but_not_to_go_on_from(tmp_path):
     torch.save({"model": {"weight": torch.zeros(3)}}, tmp_path / "x.pth")
     assert read_checkpoint(tmp_path / "x.pth", "x.pth", only_weights=True)["model"]["weight"].shape == (3,)
-    with pytest.raises(UserError, match=r"holds weights, but not the .* use --init-from"):
+    with pytest.raises(UserError, match=r"holds weights, but lacks .* use --init-from"):
         read_checkpoint(tmp_path / "x.pth", "x.pth")
 
 
@@ -111,7 +111,7 @@ def bad_file(request, train, tmp_path):
         path.write_bytes((tmp_path / "source" / "last.pth").read_bytes()[:5000])
     else:
         torch.save({"state_dict": {}}, path)
-    return path, "is no checkpoint" if request.param == "other" else "is damaged"
+    return path, "is not a checkpoint" if request.param == "other" else "is damaged"
 
 
 @pytest.mark.parametrize("flag", ["--resume-from", "--init-from"])
@@ -141,7 +141,9 @@ def other_format(kind, path):
 def test_no_message_advises_to_load_unsafely(kind, tmp_path):
     """As torch's own does."""
     other_format(kind, tmp_path / "x.pth")
-    with pytest.raises(UserError, match=r"^x.pth: refused, it is an archive of .*; nothing in it was run") as refusal:
+    with pytest.raises(
+        UserError, match=r"^x.pth: refused, it is a TorchScript archive .*; nothing in it was run"
+    ) as refusal:
         read_checkpoint(tmp_path / "x.pth", "x.pth", only_weights=True)
     assert "weights_only" not in str(refusal.value)
 
@@ -155,7 +157,7 @@ def test_a_newer_format_is_refused_and_nothing_is_touched(train, refused, tmp_pa
     rewritten = json.loads(manifest.read_text())
     rewritten["checkpoints"][-1] |= size_and_sum(path)
     manifest.write_text(json.dumps(rewritten))
-    message = f"{path}: is of checkpoint format {FORMAT_VERSION + 1}, and this trainer reads formats up to"
+    message = f"{path}: has checkpoint format {FORMAT_VERSION + 1}, but this trainer reads up to"
     for _ in range(2):
         before = contents(run, ("lock", "state.json"))
         refused([message], *TINY, "--epochs", 2, "--save-dir", run)
@@ -188,9 +190,7 @@ def test_without_an_entry_a_run_does_not_go_on(missing, tmp_path):
     state = state_at(2)
     del state[missing]
     torch.save(state, tmp_path / "x.pth")
-    with pytest.raises(
-        UserError, match=rf"^x.pth: holds weights, but not the {missing} to go on from; use --init-from"
-    ):
+    with pytest.raises(UserError, match=rf"^x.pth: holds weights, but lacks {missing} to resume; use --init-from"):
         read_checkpoint(tmp_path / "x.pth", "x.pth")
     assert schema_error_of_checkpoint(state, resumable=True) == f"{missing} is missing"
     assert read_checkpoint(tmp_path / "x.pth", "x", only_weights=True)["model"].keys() == state["model"].keys()
@@ -202,7 +202,7 @@ def test_what_could_not_be_read_is_not_written(tmp_path):
         (state_at(1) | {"model": {"weight": torch.full((3,), torch.nan)}}, "model.weight holds NaN"),
         (state_at(1) | {"step": -1}, "step -1: must be a whole number"),
     ]:
-        with pytest.raises(UserError, match=rf"nothing is saved, for it could not be read again: {schema_error}"):
+        with pytest.raises(UserError, match=rf"nothing was saved, because it could not be read again: {schema_error}"):
             write_checkpoint(state, tmp_path / "x.pth")
         assert not list(tmp_path.iterdir())
 

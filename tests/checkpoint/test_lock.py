@@ -184,7 +184,7 @@ def test_a_lock_that_nobody_renews_is_taken_over(left_elsewhere, impatient, tmp_
     began = time.monotonic()
     assert main(argv, several_devices=False) == 0
     assert time.monotonic() - began > STALE_S
-    assert f"in use by {ELSEWHERE}, or left by it when it died; waiting for 1 s" in capsys.readouterr().out
+    assert f"in use by {ELSEWHERE}, or left behind when it died; waiting for 1 s" in capsys.readouterr().out
 
 
 def test_a_restart_of_the_same_job_does_not_wait(left_elsewhere, tmp_path):
@@ -267,7 +267,7 @@ def test_one_that_was_displaced_writes_nothing_and_says_by_whom(two_holders, tmp
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     who = re.escape(f"process {os.getpid()} on {socket.gethostname()}")
     for write in (lambda: old.save(state_at(3)), lambda: old.write_json("state.json", {}), old.mark_final):
-        with pytest.raises(LockTaken, match=f"was taken over by {who} while this one gave no sign of life"):
+        with pytest.raises(LockTaken, match=f"was taken over by {who} while this process did not respond"):
             write()
     assert old.lock.is_lost and not new.lock.is_lost
     old.release()

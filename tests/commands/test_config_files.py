@@ -217,7 +217,7 @@ def test_help_shows_what_files_say(write, capsys):
         ("learning-rate = 0.1", ["learning-rate: no such flag; see --help"]),
         ("test = false", ["test: no such flag; did you mean no-test?"]),
         ("config = ['x']\nlocal-rank = 0", ["config: no such flag; ", "local-rank: no such flag; "]),
-        ("lr = 1\n[learning]\nlr = 2", ["learning is a table; write each setting as a line of its own"]),
+        ("lr = 1\n[learning]\nlr = 2", ["learning is a table; write each setting on its own line"]),
         ("[[learning]]\nlr = 2", ["learning is a table; "]),
         ("learning.lr = 2", ["learning is a table; "]),
         ("batch-size = 1\nbatch_size = 2", ["sets batch-size twice"]),

@@ -95,8 +95,8 @@ def test_the_page(on_cpu, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("Wrong", "not written, for what was exported differs from the model by"),
-        ("Parts", "Hidden.forward does not call its `model` as a whole; say what to export by Parts.exported"),
+        ("Wrong", "not written: the exported program differs from the model by"),
+        ("Parts", "Hidden.forward does not call its `model` as a whole; define Parts.exported"),
         ("Looped", "torch cannot export Loop: "),
     ],
 )

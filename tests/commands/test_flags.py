@@ -111,7 +111,7 @@ def test_mistakes_of_a_command_line_are_shown_together(args, parts, refused, tmp
         ("--multi-gpu dp --predict x.csv", ["--predict: runs on one device; use main.py"]),
         ("--multi-gpu dp --sync-bn", ["--sync-bn: needs --multi-gpu ddp on GPUs"]),
         ("--multi-gpu fsdp --sync-bn", ["--sync-bn: needs --multi-gpu ddp on GPUs"]),
-        ("--multi-gpu ddp --backend nccl", ["--backend nccl: carries nothing between CPUs"]),
+        ("--multi-gpu ddp --backend nccl", ["--backend nccl: needs GPUs"]),
         ("--multi-gpu fsdp --find-unused-parameters", ["--find-unused-parameters: --multi-gpu fsdp has no use for it"]),
         ("--multi-gpu fsdp --optimizer muon", ["--optimizer muon: orthogonalises whole matrices"]),
         (
@@ -130,7 +130,7 @@ def test_what_gpus_alone_can_do_is_refused_where_they_are_left_unused(refused, m
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     flags = ["--multi-gpu", "ddp", "--device", "cpu", "--backend", "nccl", "--sync-bn"]
-    parts = ["--backend nccl: carries nothing between CPUs", "--sync-bn: needs --multi-gpu ddp on GPUs"]
+    parts = ["--backend nccl: needs GPUs", "--sync-bn: needs --multi-gpu ddp on GPUs"]
     refused(parts, *TINY, "--save-dir", tmp_path / "run", *flags, several_devices=True)
 
 
@@ -259,7 +259,7 @@ def test_a_task_whose_flags_are_none_or_the_trainers_own_is_refused(refused, tmp
     )
     refused(["Bare must have build_objective, splits"], "--task", f"{tmp_path}/odd.py:Bare")
     refused(["Odd.Config must be a dataclass of its flags"], "--task", f"{tmp_path}/odd.py:Odd")
-    refused(["its flags --epochs are the trainer's own; rename those fields"], "--task", f"{tmp_path}/odd.py:Taking")
+    refused(["its flags --epochs are flags of the trainer; rename those fields"], "--task", f"{tmp_path}/odd.py:Taking")
     refused(["odd.py:Plain: Config.size: must be made by flag(default, help)"], "--task", f"{tmp_path}/odd.py:Plain")
     refused(["Config.sizes: list[int]: no flag has this type"], "--task", f"{tmp_path}/odd.py:Listing")
     refused(["Empty must have build_objective, splits"], "--task", f"{tmp_path}/odd.py:Empty")

@@ -271,7 +271,9 @@ def test_a_best_epoch_of_other_data_does_not_count_beside_scores_on_these(change
     assert "This run is finished" in train(tmp_path, *task, *other, "--epochs", 2)
     assert json.loads((tmp_path / "results.json").read_text())["best"] == before
     out = train(tmp_path, *task, *other, "--epochs", 3, "--lr", 1e-12)  # which is no better
-    assert f"The best checkpoint so far (epoch {before['epoch']}) is that of other data; best counts from here." in out
+    assert (
+        f"The best checkpoint so far (epoch {before['epoch']}) was scored on other data; tracking restarts here." in out
+    )
     assert json.loads((tmp_path / "results.json").read_text())["best"]["epoch"] == 3
     assert (tmp_path / "best.pth").samefile(tmp_path / "checkpoint_3.pth")
 
@@ -280,7 +282,7 @@ def test_the_best_epoch_stays_where_the_data_are_the_same(train, tmp_path):
     train(tmp_path, "--task", "digested", "--epochs", 2, "--num-train", 20, "--batch-size", 8, "--drop-last")
     for more in (["--drop-last"], []):  # the same data, of which less was left out
         out = train(tmp_path, "--task", "digested", "--epochs", 3, "--num-train", 20, "--batch-size", 8, *more)
-        assert "is that of other data" not in out
+        assert "was scored on other data" not in out
 
 
 # --- several runs -------------------------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ def test_resume_from_names_one_checkpoint(trained, label, windows, on_cpu, tmp_p
     assert label(path, "--resume-from", moved, save_dir=tmp_path / "none") == label(path)
     torch.save({"model": load(moved)["model"]}, moved)
     _, err = on_cpu("--predict", path, "--resume-from", moved, status=2)
-    assert err == [f"error: --resume-from {moved}: holds weights, but not of which model; give the checkpoint of a run"]
+    assert err == [f"error: --resume-from {moved}: holds weights without their task; give a run's checkpoint"]
 
 
 def test_the_flags_of_the_run_may_be_repeated_but_not_changed(trained, label, windows, on_cpu, tmp_path):
@@ -345,6 +345,6 @@ def test_a_sample_of_a_table_and_of_its_new_rows(run_here, tmp_path):
 
 def test_a_sample_replaces_no_file(tmp_path, refused):
     (tmp_path / "mine.csv").write_text("mine")
-    refused([f"--sample {tmp_path / 'mine.csv'}: is there; name a new file"], "--sample", tmp_path / "mine.csv")
+    refused([f"--sample {tmp_path / 'mine.csv'}: exists; name a new file"], "--sample", tmp_path / "mine.csv")
     refused(["--sample x.csv: Weighted, the task, has no sample"], "--task", WEIGHTED, "--sample", "x.csv")
     assert (tmp_path / "mine.csv").read_text() == "mine"

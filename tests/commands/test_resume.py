@@ -83,10 +83,10 @@ def test_an_epoch_goes_on_with_the_samples_that_it_began_with(train, cli, refuse
     tiny = [*TINY[:2], *TINY[4:], "--num-train", 20, "--drop-last", "--save-dir", tmp_path]
     assert cli(*tiny, "--max-steps", 1)[0] == 0
     before = contents(tmp_path, REFUSAL)
-    epochs = "an epoch has [20] samples and the checkpoint in mid-epoch is of one with [16]; "
+    epochs = "an epoch has [20] samples, but the checkpoint's unfinished epoch has [16]; "
     with_batches = "what --drop-last leaves out depends on the global batch: 5 now, 8 then; go back to that one"
     refused([epochs + with_batches], *tiny, "--max-steps", 4, "--batch-size", 5)
-    refused([f"{epochs}undo the change of --drop-last (was True)"], *tiny, "--max-steps", 4, "--drop-last=false")
+    refused([f"{epochs}undo the change to --drop-last (was True)"], *tiny, "--max-steps", 4, "--drop-last=false")
     assert contents(tmp_path, REFUSAL) == before
     assert cli(*tiny, "--max-steps", 2)[0] == 0
     out = cli(*tiny, "--max-steps", 4, "--batch-size", 5)[1]
@@ -150,9 +150,13 @@ def test_a_finished_run_says_what_would_have_it_go_on(train, tmp_path):
     early = ["--lr", 1e-12, "--early-stopping-patience"]
     train(tmp_path, *early, 1, "--epochs", 4)
     for epochs in (4, 5):
-        assert "To train on raise --early-stopping-patience, " in train(tmp_path, *early, 1, "--epochs", epochs)
+        assert "To continue training, raise --early-stopping-patience; " in train(
+            tmp_path, *early, 1, "--epochs", epochs
+        )
     assert "Resuming" in train(tmp_path, *early, 2, "--epochs", 3)
-    assert "To train on raise --epochs and --early-stopping-patience, " in train(tmp_path, *early, 2, "--epochs", 3)
+    assert "To continue training, raise --epochs and --early-stopping-patience; " in train(
+        tmp_path, *early, 2, "--epochs", 3
+    )
     assert "Resuming" in train(tmp_path, *early, 3, "--epochs", 4)
 
 
@@ -280,7 +284,7 @@ def test_init_from_a_model_of_another_shape(train, refused, tmp_path):
     train(tmp_path / "source")
     source = tmp_path / "source" / "final.pth"
     refused(
-        [f"--init-from {source} is of another model"],
+        [f"--init-from {source} does not fit the model"],
         *TINY, "--save-dir", tmp_path / "new", "--width", 8, "--init-from", source,
     )  # fmt: skip
     assert not contents(tmp_path / "new")

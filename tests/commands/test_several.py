@@ -158,9 +158,9 @@ def test_finished_runs_with_other_flags_are_named(command, cache_dir, tmp_path):
     argv = [*WEIGHTED_RUN, "--epochs", 1, "--seeds", 2, "--cache-dir", cache_dir, "--save-dir", tmp_path]
     command("main.py", *argv)
     out = command("main.py", *argv, "--lr", 0.02).stdout
-    assert f"{tmp_path / 'seed-1'} was finished before, with --lr 0.01 instead of 0.02; to train it anew" in out
+    assert f"{tmp_path / 'seed-1'} finished earlier, with --lr 0.01 instead of 0.02; to retrain it" in out
     more = command("main.py", *argv, "--epochs", 2, "--seeds", 3).stdout
-    assert "was finished before" not in more
+    assert "finished earlier" not in more
     epochs = [read(tmp_path / f"seed-{seed}" / "results.json")["epochs"] for seed in range(3)]
     assert epochs == [2, 2, 2] and len(read(tmp_path / "summary.json")["runs"]) == 3
     command("main.py", *argv, "--epochs", 2, "--fresh")
@@ -178,7 +178,7 @@ def test_paused_runs_are_named_and_leave_no_summary(cli, cache_dir, tmp_path):
     argv = [*WEIGHTED_RUN, "--max-steps", 4, "--seeds", 2, "--cache-dir", cache_dir, "--save-dir", tmp_path]
     status, out, err = cli(*argv, "--max-minutes", 1e-9)
     assert (status, err) == (0, [])
-    assert "--max-minutes 1e-09: used up by 2 of 2 runs before they were through, so there is no summary: " in out
+    assert "--max-minutes 1e-09: used up by 2 of 2 runs before they finished, so there is no summary: " in out
     assert read(tmp_path / "seed-1" / "state.json")["state"] == "paused"
     assert not (tmp_path / "summary.json").exists()
 
@@ -188,7 +188,7 @@ def test_paused_runs_go_on(command, tmp_path):
     argv = [*WEIGHTED_RUN, "--max-steps", 4, "--seeds", 2, "--save-dir", tmp_path]
     command("main.py", *argv, "--max-minutes", 1e-9)
     out = command("main.py", *argv, "--max-minutes", 10).stdout
-    assert "was finished before" not in out
+    assert "finished earlier" not in out
     assert [read(tmp_path / f"seed-{seed}" / "results.json")["step"] for seed in (0, 1)] == [4, 4]
     assert len(read(tmp_path / "summary.json")["runs"]) == 2
     assert "finished already: 2" in command("main.py", *argv, "--max-minutes", 20).stdout

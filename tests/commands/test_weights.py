@@ -63,7 +63,9 @@ def test_a_plain_state_dict_is_scored(source, train, tmp_path):
 @pytest.mark.parametrize("content", [{"a": torch.ones(1), "b": 3}, {"model": 3}, {0: torch.ones(1)}, [torch.ones(1)]])
 def test_what_is_neither_is_refused(flag, content, refused, tmp_path):
     file = save(content, tmp_path / "x.pth")
-    message = f"{flag} {file}: is no checkpoint: it has no entry `model` with the weights, and is no state dict either"
+    message = (
+        f"{flag} {file}: is not a checkpoint: it has no entry `model` with weights, and is not a state dict either"
+    )
     refused([message], *TINY, flag, file, "--save-dir", tmp_path / "run")
     assert not contents(tmp_path / "run", REFUSAL)
 
@@ -83,7 +85,7 @@ def test_all_or_nothing():
         ({}, "is missing; .* and 4 more; try another"),
     ]
     for other, message in wrong:
-        with pytest.raises(UserError, match=f"that is of another model: .*{message}"):
+        with pytest.raises(UserError, match=f"that does not fit the model: .*{message}"):
             restore_weights(model, other, ONE_DEVICE, "that", "try another")
         assert_same_bits(own, model.state_dict())
     restore_weights(model, weights, ONE_DEVICE, "that", "")

@@ -92,7 +92,7 @@ def mutate(draw, directory, what):
     return done
 
 
-TOLD = ("is damaged", "holds weights, but not", "is no checkpoint")
+TOLD = ("is damaged", "holds weights, but lacks", "is not a checkpoint")
 TARGETS = ("in manifest", "without manifest", "named", "manifest.json", "config.json", "state.json", "memory.json")
 
 
@@ -161,7 +161,7 @@ def state(originals):
 
 NAMED = [
     ("position.samples", 10**18, f"position.samples {10**18}: must be a whole number, from 0 to 24"),
-    ("position.others", ((0, 0),), "position.others [0]: must have 0 pairs, one of each other phase"),
+    ("position.others", ((0, 0),), "position.others [0]: must have 0 pairs, one for each other phase"),
     ("position.phase", 1, "position.phase 1: must be below 1, the number of phases"),
     ("step", -5, "step -5: must be a whole number, at least 0"),
     ("step", 10**400, "step 1000"),
@@ -170,7 +170,7 @@ NAMED = [
     ("config.--epochs", "3", "config.--epochs '3': must be a whole number"),
     ("lr_factor", float("nan"), "lr_factor nan: must be a finite number, above 0"),
     ("environment.num_devices", 0, "environment.num_devices 0: must be a whole number, at least 1"),
-    ("global_batch_sizes", [12, 12], "global_batch_sizes [12, 12]: must have 1 values, one of each phase"),
+    ("global_batch_sizes", [12, 12], "global_batch_sizes [12, 12]: must have 1 values, one for each phase"),
     ("optimizers.train", [{}], "optimizers.train[0].param_groups is missing"),
     ("optimizers.train", 3, "optimizers.train 3: must be a list"),
     ("reported.train", [1.0], "reported.train [1.0]: must be a list of 2 values"),
@@ -197,7 +197,7 @@ def test_moments_are_numbered(state):
     assert schema_error_of_checkpoint(state, resumable=True) is None
     own["state"][2] = {}
     own["state"][40] = {}
-    assert "optimizers.train[0].state.40: is none of its" in schema_error_of_checkpoint(state, resumable=True)
+    assert "optimizers.train[0].state.40: is not one of its" in schema_error_of_checkpoint(state, resumable=True)
     own["param_groups"][0]["params"].reverse()
     assert "must number its parameters from 0" in schema_error_of_checkpoint(state, resumable=True)
 

@@ -24,7 +24,7 @@ def test_learns_what_data_on_the_host_teach_to_the_bit(graphs, tmp_path, cache_d
         run(cache_dir, *WEIGHTED, *flags)
     assert_same_bits(*(load(tmp_path / place / "last.pth") for place in ("host", "device")))
     assert GPUS.printed().count("Data on cuda:0: train, val, test, ") == 1
-    assert "kernel by kernel" not in GPUS.printed()
+    assert "without a graph" not in GPUS.printed()
 
 
 @on_imagined_gpus()
@@ -62,8 +62,8 @@ def test_what_takes_too_much_memory_stays_on_the_host(tmp_path, cache_dir, monke
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("HalfMovable", "--data-on device: val (Sequences) cannot lie on a GPU, being no Movable; take auto"),
-        ("WrongWeights", "WrongSequences.weights: they differ from the 'weight' of a batch, ["),
+        ("HalfMovable", "--data-on device: val (Sequences) cannot be moved to a GPU (not a Movable); use auto"),
+        ("WrongWeights", "WrongSequences.weights: returns ["),
     ],
 )
 @on_imagined_gpus()

@@ -1,4 +1,4 @@
-"""Recorded steps learn what steps learn that are launched kernel by kernel, to the bit, on imagined GPUs."""
+"""Recorded steps learn what steps learn that run without a graph, to the bit, on imagined GPUs."""
 
 import pytest
 import torch
@@ -68,15 +68,15 @@ def test_an_optimizer_of_the_task_is_launched(tmp_path, cache_dir):
     graphs.can_be_recorded = lambda optimizer: True
     learns_the_same(tmp_path / "unknown", cache_dir, *own)
     assert GPUS.num_replays > num_replays + 5 > 10
-    launched = "CUDA graphs: updates are launched kernel by kernel: "
+    launched = "CUDA graphs: updates run without a graph: "
     first, second = told()
-    assert first == f"{launched}RMSprop is no fused Adam, AdamW or SGD without hooks."
+    assert first == f"{launched}RMSprop is not a fused Adam, AdamW or SGD without hooks."
     assert "operation not permitted when stream is capturing (precision.py, line" in second.removeprefix(launched)
 
 
 OBSTACLES = {
-    "DrawingTask": "forwards draw from generators of the host",
-    "DrawingByTorchTask": "forwards draw from generators of the host",
+    "DrawingTask": "forwards draw from the host's random generators",
+    "DrawingByTorchTask": "forwards draw from the host's random generators",
     "CountingTask": "forwards give model.calls another value",
     "HookedTask": "hooks of model.first would not be called",
     "HookedLater": "hooks of model.first would not be called",
@@ -84,12 +84,12 @@ OBSTACLES = {
     "KeepingTask": "forwards give model.kept another value",
     "Annealed": "after a step factor is another one",
     "RefusingTask": "nobody looks on (recorded_task.py, line",
-    "OwnRows": "gradients of sparse embeddings have other sizes in each step",
+    "OwnRows": "gradients of sparse embeddings change size in every step",
     "FromHostTask": "operation not permitted when stream is capturing (recorded_task.py, line",
 }
 
 
-OWN_STEP = "CUDA graphs: updates are launched kernel by kernel: ClampedObjective has an after_step of its own."
+OWN_STEP = "CUDA graphs: updates run without a graph: ClampedObjective has its own after_step."
 SLOW = {"HookedLater", "CountingTask", "FromHostTask", "RefusingTask", "OwnRows"}
 
 
@@ -112,7 +112,7 @@ def test_a_number_that_a_recording_has_frozen_is_found(tmp_path, cache_dir):
     run(cache_dir, "--task", f"{HELPERS / 'recorded_task.py'}:CountingElsewhereTask", "--device", "cuda", *GRAPHS,
         "--save-dir", tmp_path)  # fmt: skip
     (line,) = told()
-    assert "are launched kernel by kernel: a recording came to another value of the gradient of model." in line
+    assert "run without a graph: a graph computed another value of the gradient of model." in line
 
 
 @on_imagined_gpus()
@@ -135,7 +135,7 @@ def test_an_epoch_begins_with_one_comparison(tmp_path, cache_dir):
 def test_what_an_epoch_changes_elsewhere_is_found_at_its_start(tmp_path, cache_dir):
     learns_the_same(tmp_path, cache_dir, "--task", f"{HELPERS / 'recorded_task.py'}:ChangingElsewhere", "--epochs", 6)
     (line,) = told()
-    assert "are launched kernel by kernel: a recording came to another value of" in line and GPUS.num_replays > 5
+    assert "run without a graph: a graph computed another value of" in line and GPUS.num_replays > 5
 
 
 @on_imagined_gpus()
@@ -189,7 +189,7 @@ def test_a_rank_that_launches_alone_is_named(tmp_path, cache_dir):
 
     GraphedLearner._recorded = failing
     run_on_ranks(tmp_path, cache_dir, *LONGER, *GRAPHS)
-    assert told() == ["Rank 1: CUDA graphs: steps are launched kernel by kernel: there is no memory for a recording."]
+    assert told() == ["Rank 1: CUDA graphs: steps run without a graph: no memory for a graph."]
 
 
 def lack_memory_in(name, after=Packed.after):
@@ -218,7 +218,7 @@ def test_a_lack_of_memory_ends_recordings_first(name, tmp_path, cache_dir):
     """Each step is trained on once."""
     lack_memory_in(name)
     learns_the_same(tmp_path, cache_dir, *LONGER, "--amp", "fp16")
-    assert GPUS.printed().count("Out of memory: going on without CUDA graphs.") == 1
+    assert GPUS.printed().count("Out of memory: continuing without CUDA graphs.") == 1
 
 
 @on_imagined_gpus(2)
@@ -228,7 +228,7 @@ def test_a_rank_that_lacks_memory_goes_on_alone(tmp_path, cache_dir):
     for name, more in (("launched", []), ("recorded", GRAPHS)):
         (tmp_path / name).mkdir()
         run_on_ranks(tmp_path / name, cache_dir, *argv, *more)
-    assert GPUS.printed().count("Rank 1: Out of memory: going on without CUDA graphs.") == 1
+    assert GPUS.printed().count("Rank 1: Out of memory: continuing without CUDA graphs.") == 1
     assert_same_bits(*(load(tmp_path / name / "ranks" / "last.pth") for name in ("launched", "recorded")))
 
 
@@ -248,7 +248,7 @@ def test_a_lack_of_memory_in_a_recording_leaves_no_trace(tmp_path, cache_dir):
         setattr(GraphedLearner, method, lacking)
         learns_the_same(tmp_path / method, cache_dir, *LONGER, "--amp", "fp16")
         setattr(GraphedLearner, method, function)
-    assert GPUS.printed().count("kernel by kernel: there is no memory for a recording.") == 4
+    assert GPUS.printed().count("without a graph: no memory for a graph.") == 4
 
 
 @pytest.mark.slow
@@ -266,7 +266,7 @@ def test_compiled_code_is_recorded(tmp_path, cache_dir):
     blocks.BACKEND = backend
     learns_the_same(tmp_path, cache_dir, *LONGER, "--compile")
     assert any(in_capture) and GPUS.num_replays > 5
-    assert "kernel by kernel" not in GPUS.printed()
+    assert "without a graph" not in GPUS.printed()
 
 
 @on_imagined_gpus()

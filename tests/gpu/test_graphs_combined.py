@@ -83,7 +83,7 @@ def test_a_signal_within_a_recording(number, tmp_path, cache_dir):
     run(cache_dir, *more, status=128 + signal.SIGTERM)
     assert "Stopped as asked" in GPUS.printed() and load(tmp_path / "recorded" / "last.pth")["step"] < 9
     run(cache_dir, *more)
-    assert "kernel by kernel" not in GPUS.printed()
+    assert "without a graph" not in GPUS.printed()
     states = [load(tmp_path / name / "last.pth") for name in ("launched", "recorded")]
     assert_same_bits(*({name: state[name] for name in ("model", "training_model", "optimizers")} for state in states))
 
@@ -93,9 +93,7 @@ def test_batch_norm_over_all_ranks_is_launched(tmp_path, cache_dir):
     """Its own kernels are a GPU's alone, so here each rank takes its own statistics."""
     nn.SyncBatchNorm.forward = nn.BatchNorm1d.forward
     run_on_ranks(tmp_path, cache_dir, *TINY, *POISONED, "--on-nonfinite", "skip", "--batch-norm", "--sync-bn", *GRAPHS)
-    assert told() == [
-        "CUDA graphs: steps are launched kernel by kernel: --sync-bn exchanges statistics in the forward."
-    ]
+    assert told() == ["CUDA graphs: steps run without a graph: --sync-bn exchanges statistics in the forward."]
 
 
 @on_imagined_gpus()
@@ -104,4 +102,4 @@ def test_recordings_that_gain_nothing_are_given_up(tmp_path, cache_dir):
     GraphedLearner._timed = lambda self, function: (timed(self, function)[0], 1e-3)
     run(cache_dir, *LONGER, *CUDA, "--cuda-graphs", "auto", "--save-dir", tmp_path / "slow")
     (line,) = told()
-    assert line.endswith("kernel by kernel: recorded they are less than 1.1 times as fast.")
+    assert line.endswith("without a graph: graphs are less than 1.1 times as fast.")

@@ -76,9 +76,9 @@ def test_quick_data_are_loaded_by_the_trainer(tmp_path, cache_dir):
 @pytest.mark.parametrize(
     ("holds", "why"),
     [
-        ("counts", "Counted.counts changes, which other processes would not know."),
+        ("counts", "Counted.counts changes, which other processes would not see."),
         pytest.param(
-            "connection", "nobody knows whether processes can share SleepySequences.connection.", marks=pytest.mark.slow
+            "connection", "processes may be unable to share SleepySequences.connection.", marks=pytest.mark.slow
         ),
     ],
 )
@@ -95,10 +95,10 @@ def test_a_number_starts_workers_whatever_the_data_hold_but_none_by_a_fork_of_a_
     first = tiny(cache_dir, tmp_path / "first", *counting)
     start, changed = told()
     assert "Workers: 2 per rank. " in start
-    assert changed == "Workers: Counted.counts has changed since they began, which they do not know."
+    assert changed == "Workers: Counted.counts changed after they started, which they do not see."
     assert_same_bits(first, tiny(cache_dir, tmp_path / "second", *counting))
     assert "Workers: 0 per rank. " in told()[2]
-    assert told()[3:] == [f"{HERE}it uses CUDA already, after which none may be forked."]
+    assert told()[3:] == [f"{HERE}it uses CUDA already, so it cannot fork workers."]
 
 
 @on_imagined_gpus()

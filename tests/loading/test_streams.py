@@ -215,7 +215,7 @@ def test_a_run_learns_what_a_bare_loop_learns_with_workers_and_after_a_stop(run_
         torch.testing.assert_close(whole["model"][name], weight, rtol=1e-12, atol=1e-14)
     run_here(*flags, "--max-steps", 6, "--num-workers", 2, "--save-dir", tmp_path / "parts")
     out = run_here(*flags, "--max-steps", 9, "--save-dir", tmp_path / "parts").out
-    assert "Stream: going on begins with reading 32 samples again." in out
+    assert "Stream: resuming first reads 32 samples again." in out
     assert_same_bits(whole["model"], load(tmp_path / "parts" / "last.pth")["model"])
 
 

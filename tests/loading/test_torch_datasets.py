@@ -176,7 +176,7 @@ def test_a_collate_of_ones_own_makes_a_batch_of_items(pad, names):
         ([1], None, "items have 1 part(s)"),
         ([{"image": 1}], ("image",), "have names already, image; leave `names` out"),
         ([np.zeros(2), np.zeros(3)], ("row",), "cannot be stacked into a batch"),
-        ([object()], ("thing",), "give `collate`"),
+        ([object()], ("thing",), "pass `collate`"),
     ],
 )
 def test_items_that_cannot_become_a_batch_are_refused(items, names, message):
@@ -224,11 +224,9 @@ def test_a_data_set_of_torch_alone_is_no_keyed_one():
     with pytest.raises(UserError, match="train: an IterableDataset"):
         require_keyed(Stream(), "train")
     loader = DataLoader(tensors, 2)
-    with pytest.raises(
-        UserError, match=r"train: DataLoader makes batches of its own, .*from_dataset\(loader.dataset, s"
-    ):
+    with pytest.raises(UserError, match=r"train: DataLoader makes its own batches, .*from_dataset\(loader.dataset, s"):
         require_keyed(loader, "train")
-    with pytest.raises(UserError, match=r"from_dataset\(DataLoader\): .* hand in `loader.dataset`"):
+    with pytest.raises(UserError, match=r"from_dataset\(DataLoader\): .* pass `loader.dataset`"):
         from_dataset(loader, seed=0)
 
 
@@ -308,5 +306,5 @@ def test_a_dictionary_of_arrays_is_a_data_set():
 
 @pytest.mark.parametrize("arrays", [{"x": np.zeros(3), "y": np.zeros(4)}, {"x": np.zeros(3), "n": 3}, {}, {"x": [{}]}])
 def test_what_is_no_arrays_of_one_length_is_refused(arrays):
-    with pytest.raises(UserError, match="from_dataset: of a dictionary all must be arrays, equally long; there is"):
+    with pytest.raises(UserError, match="from_dataset: all values of a dictionary must be arrays of one length; found"):
         from_dataset(arrays, seed=0)

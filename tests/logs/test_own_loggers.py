@@ -200,7 +200,7 @@ def test_it_is_ended_also_where_the_disk_is_full(tmp_path, monkeypatch):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_failure_is_told_once_and_the_rest_goes_on_without_it(method, run_with, tmp_path, capsys):
     run_with(getattr(recording_logger, f"FailsIn{method.title()}")())
-    expected = f"--logger x: {method}() failed: ConnectionError: the server is gone; the run goes on without it"
+    expected = f"--logger x: {method}() failed: ConnectionError: the server is gone; the run continues without it"
     out, err = capsys.readouterr()
     assert (out.count(expected), out.count("--logger"), err) == (1, 1, "")
     assert expected in (tmp_path / "train.log").read_text()
@@ -217,7 +217,7 @@ def test_one_that_blocks_for_ever_is_left_behind(method, hurried, run_with, tmp_
     waiting, left = messages(capsys)
     assert waiting == "Waiting for --logger x, at most 0.2 s."
     missed = {"start": 11, "say": 10, "metrics": 9, "pictures": 7, "end": 0}[method]
-    assert left == f"--logger x: is still not done and is left behind; calls that it missed: {missed}"
+    assert left == f"--logger x: did not finish in time and is abandoned; missed calls: {missed}"
     assert len(read_metrics(tmp_path, "epoch")) == 3
 
 
@@ -244,13 +244,13 @@ def test_what_is_dropped_is_the_oldest_and_counted(monkeypatch, run_with, tmp_pa
     slow = type("Slow", (Recording,), {"start": slowly(slowly(Recording.start))})
     run_with(slow())
     falls_behind, dropped = messages(capsys)
-    assert falls_behind == "--logger x: falls behind: 4 calls wait for it, so the oldest are dropped"
+    assert falls_behind == "--logger x: falls behind: 4 calls are queued, so the oldest are dropped"
     calls = [(call["method"], call.get("event")) for call in logged(tmp_path)]
     assert calls == [
         ("start", None), ("metrics", "step"), ("metrics", "epoch"), ("pictures", None), ("metrics", "result"),
         ("end", None),
     ]  # fmt: skip
-    assert dropped == "--logger x: calls that were dropped because it fell behind: 7"
+    assert dropped == "--logger x: fell behind; dropped calls: 7"
 
 
 def test_a_process_ends_whatever_a_logger_holds(environment, tmp_path):
@@ -259,7 +259,7 @@ def test_a_process_ends_whatever_a_logger_holds(environment, tmp_path):
     command = [sys.executable, "main.py", *map(str, argv)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "is left behind" in done.stdout
+    assert "is abandoned" in done.stdout
     assert (tmp_path / "run" / "lock").read_text() == ""
 
 
@@ -273,8 +273,8 @@ def test_a_process_ends_whatever_a_logger_holds(environment, tmp_path):
         ("no_such.py:Mine", "--logger no_such.py:Mine: there is no file no_such.py"),
         (f"{FILE}:Nothing", f"{FILE} defines no Nothing"),
         (f"{FILE}:RECORD", "RECORD is not a subclass of trainer.Logger"),
-        (f"{FILE}:FailsToBegin", "cannot be made: ConnectionError: no server"),
-        (f"{FILE}:NeedsMore", "cannot be made: TypeError: "),
+        (f"{FILE}:FailsToBegin", "cannot be created: ConnectionError: no server"),
+        (f"{FILE}:NeedsMore", "cannot be created: TypeError: "),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_written(value, part, refused, tmp_path):

@@ -122,18 +122,18 @@ def test_a_placeholder_leaves_no_trace():
         (
             ["--batch-size", "4"],
             [
-                "--batch-size 4: the last step of an epoch, of 1 sample(s),",
-                "leave that step out by --drop-last, or take",
+                "--batch-size 4: the last step of an epoch, with 1 sample(s),",
+                "drop that step with --drop-last, or use",
             ],
         ),
         (
             ["--batch-size", "6", "--grad-accum-steps", "2"],
-            ["the last step of an epoch, of 1 sample(s),", "--drop-last"],
+            ["the last step of an epoch, with 1 sample(s),", "--drop-last"],
         ),
-        (["--batch-size", "1"], ["--batch-size 1: a step of an epoch, of 1 sample(s),", "take another one"]),
+        (["--batch-size", "1"], ["--batch-size 1: a step of an epoch, with 1 sample(s),", "use another one"]),
         (
             ["--batch-size", "2", "--global-batch-size", "5"],
-            ["a step of an epoch, of 5 sample(s),", "take another one"],
+            ["a step of an epoch, with 5 sample(s),", "use another one"],
         ),
     ],
 )
@@ -166,7 +166,7 @@ def test_a_sample_alone_on_a_replica_is_refused(tmp_path):
             build_run(flags, build_task(flags), ReplicasOnCpu(2), directory)
         except UserError as error:
             assert is_refused
-            assert "the last step of an epoch, of 3 sample(s)," in str(error)
+            assert "the last step of an epoch, with 3 sample(s)," in str(error)
         else:
             assert not is_refused
 

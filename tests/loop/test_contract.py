@@ -93,11 +93,11 @@ BEFORE_TRAINING = {
     ),
     "a part beside the model": (
         with_objective(Beside),
-        "--task broken: Beside holds teacher.bias, teacher.weight beside its `model`, which alone is saved and trained",
+        "--task broken: Beside holds teacher.bias, teacher.weight outside its `model`, but only the model",
     ),
     "a flag of the trainer in the config": (
         broken(__init__=asks_for_lr),
-        "--task broken: Broken asks its config for 'lr', which is no flag of the task (it has ",
+        "--task broken: Broken reads config.lr, but the task has no such flag (it has ",
     ),
     "turns": (broken(turns=(1, 2)), "Broken.turns (1, 2): must be empty, or a number"),
     "monitor": (broken(monitor="val/loss"), "Broken.monitor val/loss: must be a metric and 'max' or 'min'"),
@@ -130,7 +130,7 @@ BEFORE_TRAINING = {
     ),
     "no length": (
         with_splits(lambda splits: {**splits, "val": Unsized()}),
-        "--task broken: its data set 'val': Unsized has no `__len__`, the number of its samples",
+        "--task broken: its data set 'val': Unsized has no `__len__`",
     ),
     "no length of a phase": (
         broken(training_data=lambda self, phase: Unsized()),
@@ -139,25 +139,25 @@ BEFORE_TRAINING = {
     "no batch": (broken(collate=lambda *_: [1]), "Broken.collate must return a dict of tensors, not a list"),
     "no index": (with_batch(index=None), "Broken.collate must put 'index' into the batch"),
     "no weight": (with_batch(weight=None), "Broken.collate must put 'weight' into the batch"),
-    "array": (with_batch(more=np.zeros(2)), "Broken.collate must make a tensor of batch['more'], not a ndarray"),
-    "a number": (with_batch(more=torch.tensor(1.0)), "Broken.collate must make batch['more'] with the 2 samples"),
+    "array": (with_batch(more=np.zeros(2)), "Broken.collate must return a tensor for batch['more'], not a ndarray"),
+    "a number": (with_batch(more=torch.tensor(1.0)), "Broken.collate must give batch['more'] the 2 samples"),
     "samples not on dim 0": (
         with_batch(more=torch.zeros(3, 2)),
-        "Broken.collate must make batch['more'] with the 2 samples on dim 0: its shape is (3, 2)",
+        "Broken.collate must give batch['more'] the 2 samples on dim 0: its shape is (3, 2)",
     ),
     "a sample lost": (
         broken(collate=lambda self, samples, keys: {"index": torch.zeros(1), "weight": torch.zeros(1)}),
-        "Broken.collate must make batch['index'] with the 2 samples on dim 0: its shape is (1,)",
+        "Broken.collate must give batch['index'] the 2 samples on dim 0: its shape is (1,)",
     ),
     "whole weights": (
         with_batch(weight=torch.ones(2, dtype=torch.int64)),
-        "Broken.collate must make batch['weight'] one floating-point number for each sample, not torch.int64 of",
+        "Broken.collate must give batch['weight'] one floating-point number per sample, not torch.int64 of",
     ),
     "weights in a column": (with_batch(weight=torch.ones(2, 1)), "not torch.float32 of shape (2, 1)"),
     "no sums": (with_sums(lambda loss: loss), "forward(batch, 'train') in train mode must return a dict of tensors"),
     "a number among the sums": (
         with_sums(lambda loss: {"loss": loss, "n": 2}),
-        "in train mode returns a int for 'n': it must be a tensor, a sum over the samples; take the tensor itself",
+        "in train mode returns a int for 'n': it must be a tensor, a sum over the samples; return the tensor itself",
     ),
     "no loss": (with_sums(lambda loss: {"cost": loss}), "in train mode returns cost and no 'loss'"),
     "losses": (with_sums(lambda loss: {"loss": loss.repeat(2)}), "in train mode returns a loss of shape (2,)"),
@@ -165,10 +165,10 @@ BEFORE_TRAINING = {
     "weight of its own": (with_sums(lambda loss: {"loss": loss, "weight": loss}), "in train mode returns 'weight'"),
     "foreign block": (
         with_blocks(lambda layers: [nn.Linear(1, 1)]),
-        "Broken.blocks: names a Linear that is no submodule of the model",
+        "Broken.blocks: returns a Linear that is not a submodule of the model",
     ),
-    "block within another": (with_blocks(lambda layers: [layers, layers[0]]), "Broken.blocks: names a Linear that sha"),
-    "block twice": (with_blocks(lambda layers: [layers[0], layers[0]]), "Broken.blocks: names a Linear that shares"),
+    "block within another": (with_blocks(lambda layers: [layers, layers[0]]), "Broken.blocks: returns a Linear that s"),
+    "block twice": (with_blocks(lambda layers: [layers[0], layers[0]]), "Broken.blocks: returns a Linear that shares"),
 }
 
 
@@ -182,7 +182,7 @@ def test_what_the_start_can_see_is_refused_before_training(task, message, refuse
 LATER = {
     "no loss": (lambda loss: {"cost": loss}, "in train mode returns cost and no 'loss'"),
     "losses": (lambda loss: {"loss": loss.repeat(2)}, "in train mode returns a loss of shape (2,)"),
-    "no gradient": (lambda loss: {"loss": loss.detach()}, "depends on no parameter, though that of others does"),
+    "no gradient": (lambda loss: {"loss": loss.detach()}, "depends on no parameter; where there is nothing to learn"),
     "nothing": (lambda loss: None, "must return a dict of tensors"),
 }
 
@@ -211,7 +211,7 @@ def test_blocks_that_share_a_parameter(refused, tmp_path, monkeypatch):
             return [model.layers[1], model.twin]
 
     monkeypatch.setitem(TASKS, "tied", Tied)
-    message = "Tied.blocks: names a LayerNorm that shares modules or parameters with another block"
+    message = "Tied.blocks: returns a LayerNorm that shares modules or parameters with another block"
     refused([message], *TINY, "--task", "tied", "--save-dir", tmp_path / "run")
 
 

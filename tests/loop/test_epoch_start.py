@@ -59,7 +59,7 @@ def test_a_stop_at_an_epochs_start_does_not_compute_it_twice(command, tmp_path):
 def test_another_value_on_another_rank_is_refused(command, tmp_path):
     argv = ["--task", f"{FILE}:Refreshing", *RUN, "--differs", *TWO, "--save-dir", tmp_path]
     done = command("main_multi_gpu.py", *argv, status=2)
-    assert "Refreshing.on_epoch_start left other weights or buffers on rank 1 than on rank 0" in done.stderr
+    assert "Refreshing.on_epoch_start left different weights or buffers on rank 1 and rank 0" in done.stderr
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def test_two_processes_learn_what_a_bare_loop_learns(form, kind, train_two, tmp_
 
 def test_attributes_of_the_objective_begin_with_the_first_step(run_here, tmp_path):
     out = run_here("--task", f"{FILE}:Counted", *RUN, "--batch-size", 3, "--save-dir", tmp_path).out
-    assert "Forwards change plain attributes: calls. No checkpoint holds them" in out
+    assert "Forwards change plain attributes: calls. Checkpoints do not hold them" in out
     assert float(load(tmp_path / "final.pth")["model"]["calls_of_objective"]) == 2 * 8  # 3 + 3 + 2 micro-batches
 
 
@@ -194,14 +194,14 @@ def test_a_checkpoint_without_them_still_resumes(run_here, tmp_path):
 
 def test_a_persistent_buffer_that_grows_is_refused_before_training(refused, tmp_path):
     part = (
-        "ShapedObjective.forward gives model.0.1.table, a persistent buffer, the shape (2, 5) in place of (1, 5): a "
-        "checkpoint of it would fit no new model; register it with persistent=False"
+        "ShapedObjective.forward changes the shape of the persistent buffer model.0.1.table from (1, 5) to (2, 5), so "
+        "no new model could load a checkpoint; register it with persistent=False"
     )
     refused([part], *of("PersistentTable"), "--save-dir", tmp_path / "run")
 
 
 def test_one_that_grows_later_is_refused_at_that_step(refused, tmp_path):
-    part = "ShapedObjective.forward gives model.0.1.table, a persistent buffer, the shape (2, 5) in place of (1, 5)"
+    part = "ShapedObjective.forward changes the shape of the persistent buffer model.0.1.table from (1, 5) to (2, 5)"
     refused([part], *of("LatePersistentTable"), "--save-every-steps", 1, "--save-dir", tmp_path)
     assert load(tmp_path / "last.pth")["step"] == 3
 
@@ -212,7 +212,7 @@ def test_on_all_ranks(form, train_two, tmp_path):
     argv = [*of("LatePersistentTable"), "--save-every-steps", 1]
     output = train_two(form, tmp_path / "run", *argv, statuses=(2, 2))
     (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert "gives model.0.1.table, a persistent buffer, the shape (" in error
+    assert "changes the shape of the persistent buffer model.0.1.table from (" in error
     assert load(tmp_path / "run" / "last.pth")["step"] == 3
 
 
@@ -227,8 +227,8 @@ def test_one_that_is_larger_on_another_rank_is_refused_before_it_is_sent(train_t
 def test_what_checkpoints_do_not_hold_is_told_by_name(run_here, tmp_path):
     out = run_here(*of("Counting"), "--save-dir", tmp_path / "run").out
     names = ", ".join(f"model.0.1.{name}" for name in ("calls", "last", "names", "mean", "history", "by_size", "pair"))
-    assert f"Forwards change plain attributes: {names}. No checkpoint holds them" in out
+    assert f"Forwards change plain attributes: {names}. Checkpoints do not hold them" in out
     scaled = run_here(*of("Scaled"), "--save-dir", tmp_path / "Scaled").out
-    assert "Forwards change the buffers model.0.1.scale. On several devices those of rank 0 count" in scaled
+    assert "Forwards change the buffers model.0.1.scale. With several devices rank 0's are kept" in scaled
     for kind in ("OldWeightNorm", "Masked", "BatchNorm"):
         assert "Forwards change" not in run_here(*of(kind), "--save-dir", tmp_path / kind).out

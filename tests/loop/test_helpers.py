@@ -62,4 +62,4 @@ def test_helpers_go_where_the_objective_goes_and_stay_frozen_in_eval_mode():
 
 def test_helpers_that_cannot_be_are_refused(run_here, tmp_path):
     _, error = run_here("--task", f"{FILE}:Tied", *RUN, tmp_path, status=2)
-    assert "the helper 'teacher' shares parameters with the model, and a helper's are frozen; hand in a copy" in error
+    assert "the helper 'teacher' shares parameters with the model, but helpers are frozen; pass a copy" in error

@@ -298,7 +298,7 @@ def test_evaluation_has_the_rows_of_each_batch(cli, tmp_path):
 @pytest.mark.parametrize("name", ["Joint", "Gathers"])
 def test_check_task_says_that_it_cannot_tell(name, cli):
     _, out, _ = cli("--task", f"{FILE}:{name}", "--check-task", "--num-threads", 1, "--device", "cpu")
-    assert "The loss couples samples on purpose: how it depends on the division of a batch is not checked." in out
+    assert "The loss couples samples by design, so its dependence on batch splits is not checked." in out
 
 
 def test_outside_of_a_step_gather_returns_its_rows():

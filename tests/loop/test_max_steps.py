@@ -111,7 +111,7 @@ def test_goes_on_when_it_may_be_longer_and_ends_when_it_is_longer_already(run_he
         return run_here(*RUN, "--max-steps", max_steps, "--save-every-steps", 4, "--save-dir", tmp_path)[0]
 
     train(7)
-    assert "results after 7 optimizer steps. To train on raise --max-steps" in train(7)
+    assert "results after 7 optimizer steps. To continue training, raise --max-steps" in train(7)
     assert "Resuming after optimizer step 7: epoch 2, 16 of 40 samples." in train(9)
     assert results_of(tmp_path)["step"] == 9
     assert steps_of(tmp_path, "evaluation") == [7, 9] and steps_of(tmp_path, "epoch") == [5]
@@ -228,7 +228,7 @@ def test_the_best_within_an_epoch_comes_along_to_another_folder(run_here, tmp_pa
     for last, expected in (("best.pth", 1), ("last.pth", 2)):
         new = tmp_path / last
         out, _ = run_here(*argv, "--max-steps", 5, "--resume-from", tmp_path / "old" / last, "--save-dir", new)
-        assert "is not beside" not in out
+        assert "is not next to" not in out
         assert load(new / "best.pth")["step"] == 2
         assert sum(entry["step"] <= 4 for entry in entries_of(new)) >= expected
 
@@ -311,7 +311,7 @@ def test_pauses_when_the_time_is_up(a_minute_per_step, run_here, tmp_path):
         found = json.loads((run / "state.json").read_text())
         return found["state"], found["step"]
 
-    used = "--max-minutes 3: used up, after 4 minutes and 4 optimizer steps of training; to train on raise it"
+    used = "--max-minutes 3: used up, after 4 minutes and 4 optimizer steps of training; to continue, raise it"
     out, _ = run_here(*argv, "--max-minutes", 3, "--save-dir", run)
     assert used in out and state() == ("paused", 4) and not (run / "results.json").exists()
     assert json.loads((run / "state.json").read_text())["message"].startswith(used)

@@ -179,7 +179,7 @@ def test_muon_takes_the_matrices_of_the_blocks_that_a_task_names():
 
 def test_muon_needs_a_hidden_matrix():
     task = Tokens(TokenFlags(), seed=0, cache_dir=None)
-    with pytest.raises(UserError, match="--optimizer muon: trains hidden matrices, and this model has none"):
+    with pytest.raises(UserError, match="--optimizer muon: trains hidden matrices, but this model has none"):
         hidden_matrices(task, nn.Sequential(nn.Embedding(3, 4), nn.Conv1d(4, 4, 3), nn.Linear(4, 2)))
 
 
@@ -254,17 +254,17 @@ def own(make):
         ),
         (
             LayerWise, {"optimizer": "sgd"},
-            'LayerWise.param_groups: phase \'train\': a group has "betas", which is no setting of --optimizer sgd',
+            'LayerWise.param_groups: phase \'train\': a group has "betas", which is not a setting of --optimizer sgd',
         ),
         (
             own(lambda groups, lr: torch.optim.SGD(groups, lr=lr)), {},
-            "Wrong.build_optimizers: phase 'train': must return a list of torch.optim.Optimizer, or None for those of "
+            "Wrong.build_optimizers: phase 'train': must return a list of torch.optim.Optimizer, or None to use "
             "--optimizer, not SGD",
         ),
         (
             own(lambda groups, lr: [torch.optim.SGD(groups, lr=10 * lr)]), {"lr": 0.5},
-            'SGD has the rate 5.0, not the 0.5 it was given, but the schedule sets it; pass that one on, and give the '
-            'group "lr_scale"',
+            'SGD has the learning rate 5.0, not the given 0.5, but the schedule sets it; pass the given one, and add '
+            '"lr_scale" to the group',
         ),
         (
             own(lambda groups, lr: [torch.optim.SGD(groups[:1], lr=lr)]), {},
@@ -276,7 +276,7 @@ def own(make):
         ),
         (
             own(lambda groups, lr: [torch.optim.LBFGS(groups[0]["params"] + groups[1]["params"], lr=lr)]), {},
-            "LBFGS evaluates the loss itself",
+            "LBFGS evaluates the loss several times a step",
         ),
         (own(lambda groups, lr: [WithoutRate(groups, {})]), {}, 'WithoutRate has a group without "lr"'),
     ],

@@ -165,7 +165,7 @@ def test_rows_must_be_those_of_the_batch():
 
 
 def test_rows_must_be_alike():
-    with pytest.raises(UserError, match=r"PerSample 'x': .* rows of the shape \(3,\) and of \(4,\)"):
+    with pytest.raises(UserError, match=r"PerSample 'x': .* rows of shape \(3,\) and of \(4,\)"):
         joined([{"x": torch.zeros(2, 3)}, {"x": torch.zeros(2, 4)}])
 
 
@@ -184,13 +184,13 @@ def test_the_name_of_the_number_of_loss_terms_is_taken():
         forward = run.learner.objective.forward
         run.learner.objective.forward = lambda batch: forward(batch) | {"weight": torch.tensor(1.0)}
 
-    with pytest.raises(UserError, match="returns 'weight', which is the trainer's own name"):
+    with pytest.raises(UserError, match="returns 'weight', a name reserved for"):
         evaluated(SingleDevice(CPU), change=weighs)
 
 
 def test_index_must_name_every_sample():
     share = torch.tensor([0, 0, 2]), {"x": torch.zeros(3)}
-    with pytest.raises(UserError, match=r"names 2 of the 3 samples"):
+    with pytest.raises(UserError, match=r"has 2 of the 3 samples"):
         in_order([share], 3)
 
 

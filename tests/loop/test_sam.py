@@ -95,7 +95,7 @@ JOINT = f"{ROOT / 'tests' / 'helpers' / 'joint_task.py'}:Joint"
     [
         (f"{jobs.__file__}:Sam", ["--parts", 2], "--sam-rho 0.05: a step has two gradients, which --parts 2 cannot"),
         (JOINT, ["--sam-rho", 0.1], "--sam-rho 0.1: a step has two gradients, which SimClr.joint_loss cannot"),
-        (f"{FILE}:Sparse", ["--optimizer", "sgd"], "--sam-rho 0.05: moves by no sparse gradients"),
+        (f"{FILE}:Sparse", ["--optimizer", "sgd"], "--sam-rho 0.05: does not support sparse gradients"),
     ],
 )
 def test_what_it_cannot_be_combined_with_is_refused(task, more, message, run_here, tmp_path):

@@ -73,10 +73,10 @@ def test_whatever_an_optimizer_keeps_comes_back_on_all_processes(form, command, 
         command(*argv, "--task", f"{task}:Hoarding", "--max-steps", steps, "--save-dir", resumed)
     assert_same_runs(whole, resumed)
     refused = command(*argv, "--task", f"{task}:Spoiled", "--save-dir", tmp_path / "new", status=2)
-    assert_messages(refused.stderr.splitlines(), "after optimizer step 1 no checkpoint can hold the state of the run")
+    assert_messages(refused.stderr.splitlines(), "the state after optimizer step 1 cannot be saved")
     if form == "fsdp":
         refused = command(*argv, "--task", f"{task}:Slowed", "--save-dir", tmp_path / "new", status=2)
-        assert_messages(refused.stderr.splitlines(), "--multi-gpu fsdp: Slow keeps 'slow_state' beside 'state'")
+        assert_messages(refused.stderr.splitlines(), "--multi-gpu fsdp: Slow keeps 'slow_state' outside 'state'")
 
 
 def keeping(**kept):
@@ -101,7 +101,7 @@ UNREADABLE = {
 def test_other_types_are_refused_at_the_first_step(kind, shaped, tmp_path):
     build, reason = UNREADABLE[kind]
     err = shaped(tmp_path, "--max-steps", 3, status=2, **optimizing(keeping(odd=build())))
-    told = "after optimizer step 1 no checkpoint can hold the state of the run: optimizers.train[0].state.0"
+    told = "the state after optimizer step 1 cannot be saved: optimizers.train[0].state.0"
     assert_messages(err, told)
     assert reason in err[0] and "(of Keeping.state_dict())" in err[0]
     assert not list(tmp_path.glob("*.pth"))
@@ -117,7 +117,7 @@ def test_what_appears_later_is_refused_by_the_save_and_costs_no_earlier_one(shap
 
     err = shaped(tmp_path, "--max-steps", 6, "--save-every-steps", 2, status=2, **optimizing(Late))
     assert_messages(
-        err, "nothing is saved, for it could not be read again: optimizers.train[0].state.late Decimal('1')"
+        err, "nothing was saved, because it could not be read again: optimizers.train[0].state.late Decimal('1')"
     )
     assert load(tmp_path / "last.pth")["step"] == 3
     assert shaped(tmp_path, "--max-steps", 6, **optimizing(torch.optim.SGD)) == []
@@ -327,7 +327,7 @@ def test_facts_of_many_types_are_those_of_the_next_start(shaped, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["data_facts"]["by number"]["10"] == "b"
     assert shaped(tmp_path, "--eval-only", **members) == []
     err = shaped(tmp_path, "--eval-only", status=2, describe_data=lambda self: FACTS | {"pair": (1, (2, 3))})
-    assert_messages(err, "the training data have other pair than those")
+    assert_messages(err, "pair of the training data differs from the checkpoint")
 
 
 @pytest.mark.parametrize(

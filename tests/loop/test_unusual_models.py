@@ -114,8 +114,8 @@ class WithExtraState(nn.Linear):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: nn.LazyLinear(2), "weight has no shape before a first forward; do one in it"),
-        (lambda: WithExtraState(4, 2), "_extra_state is a dict, where a checkpoint holds tensors"),
+        (lambda: nn.LazyLinear(2), "weight has no shape before a first forward; run one in it"),
+        (lambda: WithExtraState(4, 2), "_extra_state is a dict, but checkpoints hold only tensors"),
         (lambda: Plus(None, adjacency=torch.eye(3).to_sparse()), "adjacency is a sparse tensor.* persistent=False"),
     ],
 )
@@ -189,7 +189,13 @@ def test_samples_without_a_weight_have_their_loss_in_any_split(run_here, command
 def test_weights_that_are_no_numbers_of_loss_terms_are_refused(weight, refused, tmp_path):
     file = tmp_path / f"semi_{len(weight)}.py"
     file.write_text(SEMI.replace("WEIGHT(labelled)", weight))
-    refused(["Task.collate: batch['weight'] adds up to "], "--task", f"{file}:Semi", *RUN[2:], tmp_path / "run")
+    refused(
+        ["Task.collate: batch['weight'] must be finite and non-negative "],
+        "--task",
+        f"{file}:Semi",
+        *RUN[2:],
+        tmp_path / "run",
+    )
 
 
 EVALUATED = """
@@ -209,7 +215,7 @@ class Evaluated(Shaped):
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        ("None", "must return a dict of tensors, sums all of them, not a NoneType"),
+        ("None", "must return a dict of tensors (sums), not a NoneType"),
         ('sums | {"n": len(batch["x"])}', "returns a int for 'n': it must be a tensor, a sum"),
     ],
 )
@@ -247,7 +253,7 @@ def test_a_loss_without_a_gradient_is_refused_with_what_to_return(refused, tmp_p
         "    def build_objective(self):\n"
         "        return GapObjective(self.build())\n"
     )
-    part = "Objective.forward: the loss of this batch depends on no parameter, though that of others does"
+    part = "Objective.forward: the loss of this batch depends on no parameter; where there is nothing to learn"
     refused([part], "--task", f"{tmp_path / 'gap.py'}:Gap", *RUN[2:], tmp_path / "run")
 
 
@@ -276,10 +282,10 @@ def test_parameters_in_another_order_are_refused_on_other_ranks_and_at_a_resume(
     (tmp_path / "ordered.py").write_text(ORDERED)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "main_multi_gpu.py"]
     done = command(*torchrun, "--multi-gpu", "ddp", *task, *RUN[2:], tmp_path / "two", PYTHONPATH=".", status=1)
-    part = "makes other parameters on rank 1 than on rank 0, or makes them in another order, as from a set"
+    part = "makes different parameters on rank 1 and rank 0, or orders them differently"
     assert part in done.stderr and "('model.heads.b.weight', (2, 4)) where rank 0 has ('model.heads.a" in done.stderr
     monkeypatch.setenv("HEADS", "ab")
     run_here(*task, *RUN[2:], tmp_path / "run", "--epochs", 1)
     monkeypatch.setenv("HEADS", "ba")
-    parts = ["the model has its parameters in another order than at the checkpoint, whose moments would go to others"]
+    parts = ["the model's parameters are in another order than in the checkpoint, so their moments would not match"]
     refused(parts, *task, *RUN[2:], tmp_path / "run", "--epochs", 2)

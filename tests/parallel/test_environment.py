@@ -149,11 +149,11 @@ def test_what_torchrun_says_goes_first():
     [
         (
             {name: value for name, value in SRUN.items() if name != "SLURM_STEP_NODELIST"},
-            ["SLURM_STEP_NUM_TASKS=2: srun has started", "do not tell MASTER_ADDR; use: srun ", "RANK=$SLURM_PROCID"],
+            ["SLURM_STEP_NUM_TASKS=2: srun has started", "lack MASTER_ADDR; use: srun ", "RANK=$SLURM_PROCID"],
         ),
         (
             MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
-            ["OMPI_COMM_WORLD_SIZE=2: mpirun has started", "do not tell MASTER_ADDR; use: mpirun "],
+            ["OMPI_COMM_WORLD_SIZE=2: mpirun has started", "lack MASTER_ADDR; use: mpirun "],
         ),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ["PMI_SIZE=2: mpiexec has started", "RANK=$PMI_RANK"]),
         (SRUN | {"SLURM_PROCID": "7"}, ["RANK=7 must be below WORLD_SIZE=2"]),

@@ -48,10 +48,10 @@ def drifted(environment, tmp_path):
 
 def assert_told(output, step, since, where, guilty, others):
     (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
-    before = rf" \(after step {since} they were the same\)" if since else ""
+    before = rf" \(equal after step {since}\)" if since else ""
     assert re.match(
-        f"error: the ranks are no longer in lockstep: after optimizer step {step}{before} {where} held other bits on "
-        f"{guilty} than on {others}; ",
+        f"error: the ranks are no longer in lockstep: after optimizer step {step}{before} {where} differs on "
+        f"{guilty} from {others}; ",
         error,
     ), error
     assert "Traceback" not in output
@@ -79,7 +79,7 @@ def test_buffers_of_each_rank_s_own_are_told_once(drifted):
     statuses, output, saved = drifted("buffer", *EVERY, 2)
     assert (statuses, saved) == ([0, 0], [13, 26])
     assert output.count("Not compared between ranks") == 1
-    assert "since forwards change it: model.seen.\n" in output
+    assert "because forwards change them: model.seen.\n" in output
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_a_buffer_that_no_forward_should_change(drifted):
 def test_other_kinds_of_devices_are_told_once_and_go_on(drifted):
     statuses, output, saved = drifted("bit-threads 1 5", *EVERY, 2)
     assert (statuses, saved) == ([0, 0], [13, 26])
-    assert output.count("The ranks no longer have the same bits after optimizer step 6, first in model.layers.4") == 1
+    assert output.count("The ranks differ in bits after optimizer step 6, first in model.layers.4") == 1
     assert "1 thread(s); " in output
 
 
@@ -108,7 +108,7 @@ def test_copies_of_parts(drifted):
 def test_parts_without_copies_are_told(drifted):
     statuses, output, _ = drifted("forward 1 2", *EVERY, 2, "--max-steps", 4, form="fsdp")
     assert statuses == [0, 0]
-    assert "Every process has a part of the model that no other has" in output
+    assert "Every process holds a different shard of the model" in output
 
 
 # --- the parts ---------------------------------------------------------------------------------------------------

@@ -302,8 +302,8 @@ def test_the_table_of_digests(name, command):
 REFUSED = {
     "--parts 3": "--parts 3: must be a power of two",
     "--parts 4 --grad-accum-steps 2": "--parts 4 and --grad-accum-steps 2: exclude each other",
-    "--parts 4 --multi-gpu fsdp": "--parts 4: --multi-gpu fsdp adds up otherwise; use --multi-gpu ddp",
-    "--parts 4 --multi-gpu dp": "--parts 4: --multi-gpu dp adds up otherwise; use --multi-gpu ddp",
+    "--parts 4 --multi-gpu fsdp": "--parts 4: --multi-gpu fsdp sums in another order; use --multi-gpu ddp",
+    "--parts 4 --multi-gpu dp": "--parts 4: --multi-gpu dp sums in another order; use --multi-gpu ddp",
     "--parts 4 --multi-gpu ddp --sync-bn": "--parts 4 and --sync-bn: exclude each other",
 }
 
@@ -317,8 +317,8 @@ def test_flags_that_do_not_go_together_are_refused(words):
 @pytest.mark.parametrize(
     ("words", "num_devices", "message"),
     [
-        ("--parts 4", 3, "--parts 4: 3 devices do not divide it; change one of the two"),
-        ("--parts 4", 8, "--parts 4: 8 devices do not divide it; change one of the two"),
+        ("--parts 4", 3, "--parts 4: must be a multiple of the 3 devices"),
+        ("--parts 4", 8, "--parts 4: must be a multiple of the 8 devices"),
         (
             "--parts 4 --global-batch-size 3",
             1,
@@ -349,7 +349,7 @@ def test_a_batch_of_the_tasks_order_that_no_parts_hold_is_refused(run_here, tmp_
 def test_sparse_gradients_are_refused(run_here, tmp_path):
     task = f"{ROOT / 'tests' / 'helpers' / 'token_task.py'}:Sparse"
     _, err = run_here("--task", task, "--parts", 2, "--device", "cpu", "--save-dir", tmp_path, status=2)
-    assert "--parts: adds no sparse gradients" in err
+    assert "--parts: does not support sparse gradients" in err
 
 
 @pytest.mark.parametrize(("words", "variable", "expected"), [("", None, 1), ("--num-threads 2", None, 2), ("", "4", 4)])

@@ -152,9 +152,9 @@ def test_a_process_is_named_once():
     ((account,),) = [found for found in reports if found]
     assert reports.index([account]) == NUM_REPORTS - 1
     assert account == (
-        f"Rank 1 (the second) is slow: a step takes it 31 ms apart from waiting, where the median is 10 ms, over the "
-        f"last {NUM_REPORTS * REPORT_EVERY} steps. Most of it in forward: 25 ms instead of 5. "
-        f"The rank that waits longest waits 9 ms a step."
+        f"Rank 1 (the second) is slow: 31 ms per step without waiting, against a median of 10 ms, over the "
+        f"last {NUM_REPORTS * REPORT_EVERY} steps. Most of the difference is in forward: 25 ms instead of 5 ms. "
+        f"The rank that waits longest waits 9 ms per step."
     )
     assert len(times.judge(np.array([*usual, *usual, *slow]).reshape(3, -1))) == 0
     for _ in range(NUM_REPORTS - 2):

@@ -67,7 +67,7 @@ def test_other_people_held_out_than_at_the_checkpoint_are_said(more, own, run_he
     out, _ = run_here(*argv, *more)
     assert "held out are not those" not in out
     out, _ = run_here(*argv, *more, "--epochs", 4, "--test-subjects", "bob")
-    assert "What is trained on and what is held out are not those of the checkpoint" in out
+    assert "The split into training and held-out data differs from the checkpoint" in out
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model[-1])
@@ -190,4 +190,4 @@ def test_weights_do_not_meet_recordings_with_other_classes(own, recordings, run_
     run_here(*own, "--epochs", 1, "--save-dir", tmp_path / "run")
     recordings.write_text(recordings.read_text().replace(",rest\n", ",sleep\n"))
     _, err = run_here(*own, "--save-dir", tmp_path / "run", status=2)
-    assert "have other classes than those that the checkpoint was trained on: run sleep, not rest run" in err
+    assert "classes of the training data differs from the checkpoint: run sleep, not rest run" in err

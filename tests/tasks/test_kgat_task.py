@@ -63,7 +63,7 @@ def test_any_number_of_processes_learns_the_same(nproc, data, run_here, command,
 
 
 def test_other_interactions_than_at_the_checkpoint_are_said(run_here, tmp_path):
-    data, said = write_catalogue(tmp_path / "data"), "What is trained on and what is held out are not those of the"
+    data, said = write_catalogue(tmp_path / "data"), "The split into training and held-out data differs from the"
     argv = [*RUN, "--data-dir", data, "--model", "bprmf", "--embed-dim", 4, "--save-dir", tmp_path / "run"]
     assert said not in run_here(*argv)[0]
     assert said not in run_here(*argv, "--epochs", 3)[0]

@@ -146,7 +146,7 @@ def write_small(path, item_of=lambda number: number):
 
 def test_other_interactions_than_at_the_checkpoint_are_said(run_here, tmp_path):
     """Of the same items, and as many; and the same ones split in another way."""
-    data, said = tmp_path / "data.txt", "What is trained on and what is held out are not those of the checkpoint"
+    data, said = tmp_path / "data.txt", "The split into training and held-out data differs from the checkpoint"
     argv = ["--task", "seqrec", "--data-dir", data, "--hidden-units", 8, "--k-core", 0, "--num-threads", 1]
     argv += ["--epochs", 1, "--save-dir", tmp_path / "run"]
     write_small(data)

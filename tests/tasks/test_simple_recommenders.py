@@ -71,7 +71,7 @@ def test_settings_of_a_trained_model_are_refused(run_here):
 
 def test_what_needs_steps_is_refused(run_here, cache_dir, capsys):
     argv = ["--task", "seqrec", "--model", "rules"]
-    assert "has no loss to check" in run_here(*argv, "--check-task", status=2).err
+    assert "there is no loss to check" in run_here(*argv, "--check-task", status=2).err
     assert profile(["step", *argv, "--cache-dir", str(cache_dir / "lockstep")]) == 2
     assert "its model is fitted, so there are no steps to measure" in capsys.readouterr().err
 

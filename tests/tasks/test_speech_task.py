@@ -53,7 +53,7 @@ ERROR_RATES = ("test/wer", "test/cer", "test/string_error_rate")
 
 def test_recordings_that_change_places_after_the_checkpoint_are_said(run_here, tmp_path):
     """One that was trained on is of the test then."""
-    data, said = write_digits(tmp_path / "digits"), "What is trained on and what is held out are not those of the"
+    data, said = write_digits(tmp_path / "digits"), "The split into training and held-out data differs from the"
     write_wav(data / "0_anna_7.wav", tone(0, "anna", 7)[:-400])
     argv = [*RUN, "--data-dir", data, "--epochs", 1, "--save-dir", tmp_path / "run"]
     assert said not in run_here(*argv)[0]

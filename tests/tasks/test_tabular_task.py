@@ -150,7 +150,7 @@ def test_tuning_changes_what_it_says_and_keeps_what_is_better(tune, table, new_r
     argv += ["--batch-size", 2, "--epochs", 2]
     out, _ = run_here(*argv, "--save-dir", tmp_path / "run")
     assert "Starting with the weights that come with this task" in out
-    assert (re.search(r"; initialised anew: .*lora_", out) is not None) == (tune == "lora")
+    assert (re.search(r"; newly initialised: .*lora_", out) is not None) == (tune == "lora")
     start, end = (load(tmp_path / "run" / name)["model"] for name in sorted_checkpoints(tmp_path / "run"))
     changed = {name for name in start if not torch.equal(start[name], end[name])}
     adapters = {name for name in start if "lora_" in name}
@@ -227,7 +227,7 @@ def test_tuning_does_not_go_on_from_other_data(table, run_here, refused, tmp_pat
     assert f"of synthetic tables; leave --data-dir out (--num-tables is of the run in {learned})" in err
     run_here(*argv, "--data-dir", table, "--save-dir", tmp_path / "tuned")
     other = write_table(tmp_path / "other.csv", seed=5)
-    refused(["the training data have other rows than"], *argv, "--data-dir", other, "--save-dir", tmp_path / "tuned")
+    refused(["rows of the training data differs from"], *argv, "--data-dir", other, "--save-dir", tmp_path / "tuned")
 
 
 def test_a_model_of_ones_own_is_scored_on_a_table(table, run_here, tmp_path):
@@ -274,7 +274,7 @@ def test_one_mistake(args, part, refused, table, tmp_path):
 @pytest.mark.parametrize(
     ("args", "part"),
     [
-        ("--tune base --width 32", "the weights that come with this task are of another model: "),
+        ("--tune base --width 32", "the weights that come with this task do not fit the model: "),
         ("--tune lora --lora-targets no", "LoRA target 'no': fits no linear layer"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Saving while training goes on: the state is copied in memory, and a thread of its own writes the copy."""
+"""Background saving: copies the state in memory, and writes the copy in a thread."""
 
 import threading
 from collections import defaultdict
@@ -15,14 +15,14 @@ THREAD_NAME = "save"
 
 
 def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None, page_locked: bool = True) -> dict[str, Any]:
-    """The state with every tensor copied into host memory; what was one tensor under two names stays one.
+    """Copies every tensor of a state into host memory; tensors shared under two names stay shared.
 
-    A number of numpy becomes Python's own: what a task computes may be one without anybody noticing (`np.float64` is a
-    float), and a file with one cannot be read without executing what it says.
+    NumPy scalars become Python's: a task may compute them unnoticed (`np.float64` is a float), and a file with one
+    could not be read without executing code.
 
-    reusable: an older snapshot that nobody needs any more. Its memory is used again, which is several times faster than
-    memory fresh from the system. From a GPU everything is copied at once, into page-locked memory, and waited for once;
-    what finds no room there is copied into other memory, which takes longer, and so is everything without page_locked.
+    reusable: an older snapshot, whose memory is reused, which is several times faster than fresh memory. From a GPU all
+    copies are asynchronous, into pinned memory, with one wait; without enough pinned memory, or with page_locked=False,
+    into pageable memory, which takes longer.
     """
     buffers = defaultdict(list)
     for buffer in tensors_of(reusable):
@@ -49,29 +49,29 @@ def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None, page
 def _new_buffer(tensor: Tensor, page_locked: bool) -> Tensor:
     try:
         return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda and page_locked)
-    except RuntimeError:  # the system, or its administrator, bounds what may be locked
+    except RuntimeError:  # the system limits pinned memory
         return torch.empty_like(tensor, device="cpu")
 
 
 def tensors_of(state: Any) -> list[Tensor]:
-    """The tensors of a state; one under two names counts once."""
+    """Lists the distinct tensors of a state."""
     found: dict[int, Tensor] = {}
     map_tensors(state, lambda tensor: found.setdefault(id(tensor), tensor))
     return list(found.values())
 
 
 def state_bytes(state: Any) -> int:
-    """Bytes of the tensors of a state."""
+    """Returns the total size of a state's tensors in bytes."""
     return sum(tensor.nbytes for tensor in tensors_of(state))
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """What two tensors must have in common to be copied into each other's memory."""
+    """Identifies tensors that can reuse each other's memory."""
     return tensor.dtype, tensor.shape, tensor.stride() if tensor.layout == torch.strided else None
 
 
 class NoRoom(DiskError):
-    """A checkpoint did not fit; what was there before stays. problem: what happened, without advice."""
+    """A checkpoint did not fit on disk; existing files are intact. problem: the message without advice."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}; free some space and run the same command again, or choose another folder")
@@ -79,37 +79,37 @@ class NoRoom(DiskError):
 
 
 class BackgroundSaver:
-    """Copies states, and has them written one at a time. Used on the main process, by its main thread.
+    """Copies states and writes them one at a time. Used on rank 0, by its main thread.
 
-    write: writes one state; raises UserError, NoRoom where there is no room for it.
+    write: writes one state; raises UserError, NoRoom if the disk is full.
 
-    A copy for which there is no room is kept in memory until the next one comes, one of the best weights until it
-    could be written or better ones came. So a checkpoint on the disk never speaks of a best one that is not there. (The
-    next best ones, `--keep-best`, are kept where they are on the disk; memory is not for them.)
+    A copy that does not fit stays in memory until the next one; one of the best weights until it is written or
+    superseded. So a checkpoint on disk never refers to a missing best one. (The other best ones of `--keep-best` are
+    not kept in memory.)
     """
 
     def __init__(self, write: Callable[[dict[str, Any]], object]) -> None:
         self._write_state = write
         self._thread: threading.Thread | None = None
         self._unsaved: list[dict[str, Any]] = []
-        """Copies, oldest first, which nobody changes any more."""
+        """Unwritten copies, oldest first; immutable."""
         self._reusable: dict[str, Any] | None = None
-        """The state written last, whose memory is free for the next copy."""
+        """The state written last, whose memory the next copy reuses."""
         self._error: BaseException | None = None
         self._no_room: NoRoom | None = None
 
     def start(self, state: dict[str, Any]) -> None:
-        """Copies the state, begins to write it, and returns. Call `wait` first."""
+        """Copies the state and starts to write it. Call `wait` first."""
         assert self._thread is None
         copy = snapshot(state, self._reusable)
         self._reusable = None
         self._unsaved = [old for old in self._unsaved if old["is_best"] and not copy["is_best"]] + [copy]
-        # Not a daemon: an interpreter that ends waits for the write, as for any other file.
+        # Not a daemon: interpreter exit waits for the write, as for any file.
         self._thread = threading.Thread(target=self._write_in_thread, name=THREAD_NAME)
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when no write is under way. Raises what kept it from being done, unless it was a lack of room."""
+        """Waits for the current write. Raises its error, except for a full disk."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -118,13 +118,13 @@ class BackgroundSaver:
             raise error
 
     def finish(self) -> None:
-        """Returns when everything is on the disk. Raises UserError when it cannot be, for lack of room too."""
+        """Waits until everything is on disk. Raises UserError if that fails, also for a full disk."""
         self.wait()
         self._no_room = None
         self._write()
 
     def end(self) -> str | None:
-        """Ends a write under way, however the run ended. Returns what is to be said of one that failed."""
+        """Completes the current write, however the run ended. Returns an error message for the user, or None."""
         try:
             self.wait()
         except Exception as error:
@@ -132,16 +132,16 @@ class BackgroundSaver:
         return self._no_room.problem if self._no_room is not None else None
 
     def take_refusal(self) -> str | None:
-        """Once after every write for which there was no room: what to tell the user."""
+        """Returns a message once after every write that met a full disk."""
         no_room, self._no_room = self._no_room, None
-        return f"{no_room.problem}; training goes on and tries again at the next save" if no_room else None
+        return f"{no_room.problem}; training continues and retries at the next save" if no_room else None
 
     def _write_in_thread(self) -> None:
         try:
             self._write()
         except NoRoom as no_room:
             self._no_room = no_room
-        except BaseException as error:  # whatever it is belongs to the thread that waits
+        except BaseException as error:  # re-raised in the waiting thread
             self._error = error
 
     def _write(self) -> None:

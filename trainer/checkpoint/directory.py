@@ -1,8 +1,8 @@
-"""The run directory: its checkpoints, saved and loaded; never fewer than one good checkpoint.
+"""The run directory: saves and loads checkpoints; never fewer than one good checkpoint.
 
 A checkpoint is written to a temporary file and flushed; its checksum and position enter `manifest.json`, which is
-flushed and renamed; only then is the file renamed into place. Killed at any point, the directory holds either the
-old state or the new one.
+flushed and renamed; only then is the file renamed into place. Killed at any point, the directory holds either the old
+state or the new one.
 """
 
 import itertools
@@ -44,10 +44,10 @@ METRICS = "metrics.jsonl"
 
 
 class RunDirectory:
-    """Owns `--save-dir` while it is locked. Used on the main process only.
+    """Owns `--save-dir` while it is locked. Used on rank 0 only.
 
-    entries: its checkpoints, oldest first.
-    earlier_attempt: config.json of an earlier attempt of the same job, which torchrun has started again.
+    entries: its checkpoints, oldest first. earlier_attempt: config.json of an earlier attempt of the same job,
+    restarted by torchrun.
     """
 
     def __init__(self, path: Path, retention: Retention, say: Callable[[str], None]) -> None:
@@ -59,15 +59,15 @@ class RunDirectory:
         self.lock: Lock | None = None
         self._reader = CheckpointReader(path, say)
         self._lost: list[str] = []
-        """Without any usable checkpoint: what shows that there was one."""
+        """Evidence of lost checkpoints, if no usable one is left."""
 
     # --- opening ---------------------------------------------------------------------------------------------
 
     def acquire(self, agents: Sequence[str] = (), creates: bool = True) -> None:
-        """Creates, locks and repairs the directory. Raises UserError when it cannot be used.
+        """Creates, locks and repairs the directory. Raises UserError if it cannot be used.
 
-        agents: the torchrun agents of this job. If one of them started the attempt before too, the job goes on without
-        the node that left its lock. creates: without it the directory of a run that trains, which must be there.
+        agents: the torchrun agents of this job. If one of them started the previous attempt too, the lock of a missing
+        node is taken over. creates: False for the directory of a running job, which must exist.
         """
         with refusing_disk_errors(f"--save-dir {self.path}", "choose a folder that can be written to"):
             if creates:
@@ -100,12 +100,12 @@ class RunDirectory:
             self.lock = None
 
     def write_json(self, name: str, content: Any) -> None:
-        """Replaces a file of it as a whole, durably. Raises UserError when the disk refuses, or LockTaken."""
+        """Replaces a JSON file atomically and durably. Raises UserError on disk errors, LockTaken."""
         with refusing_disk_errors(f"--save-dir {self.path}: cannot write {name}"):
             self.writer.replace_text(self.path / name, as_json(content))
 
     def delete(self, name: str) -> None:
-        """Deletes a file of it that may be there. Raises UserError when the disk refuses, or LockTaken."""
+        """Deletes a file if it exists. Raises UserError on disk errors, LockTaken."""
         with refusing_disk_errors(f"--save-dir {self.path}: cannot delete {name}"):
             self.writer.delete(self.path / name)
 
@@ -118,7 +118,7 @@ class RunDirectory:
             )
 
     def start_over(self) -> None:
-        """Moves everything of the previous run to a folder `previous-N`. Raises UserError when it cannot."""
+        """Moves the previous run to a folder `previous-N`. Raises UserError."""
         with refusing_disk_errors(f"--save-dir {self.path}", "choose another folder"):
             stay = (LOCK, KERNEL_LOCK)
             old = [p for p in self.path.iterdir() if p.name not in stay and not p.name.startswith("previous-")]
@@ -139,19 +139,19 @@ class RunDirectory:
 
     @property
     def has_checkpoint(self) -> bool:
-        """Or at least the traces of one: `load_newest` then says what has become of it."""
+        """Returns whether there is a checkpoint or evidence of one, which `load_newest` reports."""
         return bool(self.entries or self._lost)
 
     def load_newest(self) -> dict[str, Any]:
-        """The newest checkpoint that is intact; newer ones that are damaged are named and set aside.
+        """Loads the newest intact checkpoint; reports newer damaged ones and renames them.
 
-        Raises UserError when there is none, and then changes nothing.
+        Raises UserError if there is none, without changing anything.
         """
         damaged: list[Entry] = []
         for entry in reversed(self.entries):
             state = self._reader.read(entry)
             if state is not None:
-                with refusing_disk_errors(f"--save-dir {self.path}", "see to the file system"):
+                with refusing_disk_errors(f"--save-dir {self.path}", "check the file system"):
                     for bad in damaged:
                         set_aside(self.path / bad.file, self.writer)
                         self.entries.remove(bad)
@@ -171,16 +171,16 @@ class RunDirectory:
     # --- saving ----------------------------------------------------------------------------------------------
 
     def save(self, state: dict[str, Any]) -> Path:
-        """Writes one checkpoint and points `last`, and if it is the best, `best` to it.
+        """Writes a checkpoint and updates `last`, and `best` if it is the best.
 
-        Raises UserError when the disk refuses, NoRoom when it is full, LockTaken when another process has taken over;
-        what was there before stays.
+        Raises UserError on disk errors, NoRoom for a full disk, LockTaken if another process took over; existing files
+        stay.
         """
         path = unused_path(self.path, Position(**state["position"]))
         temporary = self.writer.temporary(path)
         needed = state_bytes(state)
         try:
-            # What is left of a disk that is nearly full is for the logs.
+            # The rest of a nearly full disk is for the logs.
             if shutil.disk_usage(self.path).free < needed:
                 raise OSError(ENOSPC, os.strerror(ENOSPC))
             self._flush_metrics()
@@ -200,44 +200,41 @@ class RunDirectory:
         return path
 
     def mark_final(self) -> None:
-        """Points `final` to the newest checkpoint: the run is about to end. Raises UserError.
-
-        Its metrics are on the disk then, since nobody will write them again.
-        """
-        with refusing_disk_errors(f"--save-dir {self.path}", "see to the file system and run the same command again"):
+        """Points `final` to the newest checkpoint and flushes metrics, at the end of a run. Raises UserError."""
+        with refusing_disk_errors(f"--save-dir {self.path}", "check the file system and run the same command again"):
             update_links(self.path, self.entries, is_finished=True, writer=self.writer)
             self._flush_metrics()
 
     def forget_values(self) -> None:
-        """Forgets what is known of all checkpoints, for a run that another one's takes the place of."""
+        """Clears scores and best marks of all checkpoints, when another run replaces this one."""
         for entry in self.entries:
             entry.value, entry.best = None, False
 
     def forget_later_values(self, state: Mapping[str, Any]) -> None:
-        """Forgets the values from after a checkpoint, for a run that goes back to it, and any best that it has not."""
+        """Clears scores and best marks newer than a checkpoint that the run goes back to."""
         now, best = (state["step"], Position(**state["position"])), state["best"] or {"step": -1}
         for entry in self.entries:
             if (entry.step, entry.position) > now or (entry.best and entry.step > best["step"]):
                 entry.value, entry.best = None, False
 
     def _flush_metrics(self) -> None:
-        """So that no loss of power leaves a checkpoint without the metrics that led to it."""
+        """Flushes metrics before their checkpoint, so that a power loss cannot lose them alone."""
         metrics = self.path / METRICS
         if metrics.exists():
             flush_path(metrics)
 
     def _forget_attempt(self, temporary: Path) -> None:
-        """Raises LockTaken where another process has taken over, which may be why it failed."""
+        """Deletes a failed temporary file. Raises LockTaken if another process took over, perhaps the cause."""
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
             self.writer.require()
             if not self.entries:
-                # It may name the checkpoint that did not come to be, which would be missed at the next start.
+                # It may name the missing checkpoint, which the next start would look for.
                 self.writer.delete(self.path / MANIFEST)
 
     @property
     def _inherited_source(self) -> str | None:
-        """That of the newest checkpoint, unless it lies in this directory: one may go back to it again."""
+        """Returns the newest checkpoint's source, unless it lies in this directory, to which a run may go back."""
         source = self.entries[-1].source if self.entries else None
         return None if source is None or Path(source).parent == self.path.resolve() else source
 
@@ -253,16 +250,16 @@ class RunDirectory:
         )
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             return NoRoom(problem)
-        return DiskError(f"{problem}; see to the file system, or choose another folder, and run the same command again")
+        return DiskError(f"{problem}; check the file system, or choose another folder, and run the same command again")
 
     def _tidy(self) -> None:
         try:
             try:
                 self._update_links()
-            finally:  # what is evicted makes the room that copies lack
+            finally:  # eviction frees the space that copies may need
                 self.entries = evict(self.path, self.entries, self._retention, self._reader.is_intact, self.writer)
         except OSError as error:
-            # Without room for a copy the links stay as they are until the next save or start.
+            # without space for copies, links wait until the next save or start
             if error.errno not in DISK_FULL:
                 raise DiskError(f"--save-dir {self.path}: cannot be tidied after a save: {error.strerror}") from None
 
@@ -271,16 +268,17 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
 
 
-# --- which checkpoints there are, whatever has happened to the files ---------------------------------------------
+# --- finding checkpoints, also in damaged directories --------------------------------------------------------------
 
 
 def claim_temporary_files(folder: Path, writer: Writer) -> None:
-    """Takes them away from an earlier holder, who may be alive and about to rename one; see `trainer.checkpoint.lock`.
+    """Renames temporary files, so that a previous holder still alive cannot complete them; see
+    `trainer.checkpoint.lock`.
 
-    Checkpoints stay, under another name: one that the manifest has is complete. Raises OSError.
+    Keeps checkpoints, since one in the manifest is complete. Raises OSError.
     """
     for path in folder.glob("*.tmp"):
-        with suppress(FileNotFoundError):  # it has just been renamed
+        with suppress(FileNotFoundError):  # just renamed
             if path.name.startswith("checkpoint_"):
                 writer.rename(path, writer.temporary(path))
             else:
@@ -288,13 +286,13 @@ def claim_temporary_files(folder: Path, writer: Writer) -> None:
 
 
 def find_checkpoints(folder: Path, say: Callable[[str], None]) -> tuple[list[Entry], list[str]]:
-    """The checkpoints, oldest first, whose files may not have their names yet; without any, the traces of lost ones.
+    """Finds checkpoints, oldest first, also under temporary names; if there are none, evidence of lost ones.
 
-    Changes nothing. say: gets a line for whatever is damaged. Raises OSError.
+    Changes nothing. say: reports damage. Raises OSError.
     """
     listed = read_manifest(folder / MANIFEST, say)
     best = newest_best(listed)
-    # The others that are not there were evicted; these two never are.
+    # other missing files were evicted; these two never are
     missing = [entry for entry in listed if entry in (listed[-1], best) and not (folder / entry.file).is_file()]
     if missing:
         files = _files_under_other_names(folder)
@@ -306,12 +304,12 @@ def find_checkpoints(folder: Path, say: Callable[[str], None]) -> tuple[list[Ent
     entries, lost = _entries_from_files(folder, say)
     lost += [f"{entry.file} is missing" for entry in missing]
     if read_json(folder / RESULTS):
-        lost.append(f"{RESULTS} is of a run that had some")
+        lost.append(f"{RESULTS} is from a run that had checkpoints")
     return entries, [] if entries else lost
 
 
 def put_in_place(folder: Path, entries: Sequence[Entry], say: Callable[[str], None], writer: Writer) -> None:
-    """Gives checkpoints that were found under another name their own. Raises OSError."""
+    """Renames checkpoints found under other names. Raises OSError."""
     for entry in entries:
         if re.fullmatch(CHECKPOINT_NAME, entry.file):
             continue
@@ -324,7 +322,7 @@ def put_in_place(folder: Path, entries: Sequence[Entry], say: Callable[[str], No
 
 
 def set_aside(path: Path, writer: Writer) -> None:
-    """Renames a damaged checkpoint, which loses its links. Raises OSError, LockTaken."""
+    """Renames a damaged checkpoint and deletes its links. Raises OSError, LockTaken."""
     for name in LINKS:
         link_to = path.with_name(name)
         if link_to.exists() and link_to.samefile(path):
@@ -333,20 +331,20 @@ def set_aside(path: Path, writer: Writer) -> None:
 
 
 def _files_under_other_names(folder: Path) -> dict[str, str]:
-    """sha256 -> file: a link may have outlived its checkpoint, and a kill come just before a file got its name."""
+    """Maps sha256 to links that outlived their checkpoint, and to files that were killed before their rename."""
     found = {}
     for path in [*(folder / name for name in LINKS), *sorted(folder.glob("checkpoint_*.tmp"))]:
-        with suppress(FileNotFoundError):  # there is no such link, or a job that saves at this moment renames them
+        with suppress(FileNotFoundError):  # no such link, or just renamed by a running job
             found[size_and_sum(path)["sha256"]] = path.name
     return found
 
 
 def _entries_from_files(folder: Path, say: Callable[[str], None]) -> tuple[list[Entry], list[str]]:
-    """Rebuilds what a lost manifest knew from the checkpoints themselves: (entries, what is lost)."""
+    """Rebuilds a lost manifest from checkpoint files; returns (entries, lost files)."""
     files: dict[int, Path] = {}
     for path in [*sorted(folder.glob("checkpoint_*.pth")), *(folder / name for name in LINKS)]:
         if path.is_file():
-            files.setdefault(path.stat().st_ino, path)  # of the names of one file the first
+            files.setdefault(path.stat().st_ino, path)  # the first of several names of one file
     entries: dict[str, Entry] = {}
     lost: list[str] = []
     for path in files.values():

@@ -1,6 +1,6 @@
-"""What checkpoints, manifest.json and config.json hold: each entry is declared here once, with its kind and range.
+"""Schema of checkpoints, manifest.json and config.json: declares each entry once, with its kind and range.
 
-A kind says what a value read from a file may be: its type, its range, and of a mapping the same for each entry.
+A kind validates a value read from a file: its type, its range, and the entries of a mapping.
 """
 
 import math
@@ -16,24 +16,24 @@ from torch import Tensor
 from trainer.loading.order import Position
 
 FORMAT_VERSION = 3
-"""Of the checkpoints that this trainer writes; version 1 does not say its number.
+"""Format of checkpoints written by this trainer; version 1 has no such entry.
 
-An entry that is added, or means something else than before, takes the next number: newer files are refused by older
-trainers, and an entry that older files lack gets its default here (`Saved.since`).
+Increment it when an entry is added or changes its meaning: older trainers then reject newer files, and entries missing
+from older files get a default (`Saved.since`).
 """
 RUN_ID = "[0-9a-f]{12}"
 
 # --- kinds -----------------------------------------------------------------------------------------------------
 
 Kind = Callable[[str, Any], None]
-"""Called with the name of an entry and its value. Raises ValueError that names both, and what the value must be."""
+"""Validates an entry, given its name and value. Raises ValueError that names both and the requirement."""
 
 MOST_SHOWN = 60
 """Characters of a value in a message."""
 
 
 def whole(at_least: int = 0, at_most: int = 2**63 - 1) -> Kind:
-    """An integer; the limits are what fits into the arithmetic that it enters."""
+    """Requires an integer within limits, by default those of int64."""
 
     def require(name: str, value: Any) -> None:
         limits = f"at least {at_least}" if at_most == 2**63 - 1 else f"from {at_least} to {at_most}"
@@ -44,12 +44,12 @@ def whole(at_least: int = 0, at_most: int = 2**63 - 1) -> Kind:
 
 
 def number(at_least: float = -math.inf, above: float = -math.inf, finite: bool = True) -> Kind:
-    """finite: neither infinite nor NaN."""
+    """Requires a number. finite: reject infinity and NaN."""
 
     def require(name: str, value: Any) -> None:
         if type(value) not in (int, float):
             raise wrong(name, value, "must be a number")
-        if finite and not (abs(value) < 2.0**1023 and value >= at_least and value > above):  # NaN is none of that
+        if finite and not (abs(value) < 2.0**1023 and value >= at_least and value > above):  # NaN fails all of these
             limits = [f"at least {at_least:g}"] * (at_least > -math.inf) + [f"above {above:g}"] * (above > -math.inf)
             raise wrong(name, value, ", ".join(["must be a finite number", *limits]))
 
@@ -57,7 +57,7 @@ def number(at_least: float = -math.inf, above: float = -math.inf, finite: bool =
 
 
 def text(pattern: str = "(?s).*") -> Kind:
-    """pattern: of the whole text."""
+    """Requires a string. pattern: must match all of it."""
 
     def require(name: str, value: Any) -> None:
         if not isinstance(value, str) or re.fullmatch(pattern, value) is None:
@@ -67,18 +67,18 @@ def text(pattern: str = "(?s).*") -> Kind:
 
 
 def truth(name: str, value: Any) -> None:
-    """True or False."""
+    """Requires True or False."""
     if not isinstance(value, bool):
         raise wrong(name, value, "must be true or false")
 
 
 def optional(kind: Kind) -> Kind:
-    """Or None."""
+    """Allows None too."""
     return lambda name, value: kind(name, value) if value is not None else None
 
 
 def either(*kinds: Kind) -> Kind:
-    """One of several kinds; what is wrong is told of the first one."""
+    """Requires one of several kinds; errors refer to the first."""
 
     def require(name: str, value: Any) -> None:
         refusals = []
@@ -93,7 +93,7 @@ def either(*kinds: Kind) -> Kind:
 
 
 def each(kind: Kind, length: int | None = None) -> Kind:
-    """A list or tuple, of so many values if told."""
+    """Requires a list or tuple. length: number of values; None for any."""
 
     def require(name: str, value: Any) -> None:
         if not isinstance(value, list | tuple) or length not in (None, len(value)):
@@ -105,19 +105,19 @@ def each(kind: Kind, length: int | None = None) -> Kind:
 
 
 def by_name(kind: Kind) -> Kind:
-    """A mapping from texts."""
+    """Requires a mapping with string keys."""
 
     def require(name: str, value: Any) -> None:
         for key, item in _mapping(name, value).items():
             if not isinstance(key, str):
-                raise wrong(name, key, "has a name that is no text")
+                raise wrong(name, key, "has a key that is not a string")
             kind(f"{name}.{key}" if name else key, item)
 
     return require
 
 
 def record(needed: Mapping[str, Kind], others: Mapping[str, Kind] | None = None, closed: bool = False) -> Kind:
-    """A mapping with entries of their own kinds. others: those that may be left out. closed: there are no more."""
+    """Requires a mapping with entries of given kinds. others: optional entries. closed: reject unknown entries."""
     known = {**needed, **(others or {})}
 
     def require(name: str, value: Any) -> None:
@@ -130,26 +130,26 @@ def record(needed: Mapping[str, Kind], others: Mapping[str, Kind] | None = None,
             if key in known:
                 known[key](f"{path}{key}", item)
             elif closed:
-                raise ValueError(f"{path}{key if isinstance(key, str) else brief(key)} is no entry of it")
+                raise ValueError(f"{path}{key if isinstance(key, str) else brief(key)} is not a known entry")
 
     return require
 
 
 def plain(name: str, value: Any) -> None:
-    """A value that `trainer.common.files.plain` returns."""
+    """Requires a value as returned by `trainer.common.files.plain`."""
     if isinstance(value, list | tuple):
         each(plain)(name, value)
     elif isinstance(value, dict):
         for key, item in value.items():
             if type(key) not in (str, int):
-                raise wrong(name, key, "has a name that is neither text nor a whole number")
+                raise wrong(name, key, "has a key that is neither a string nor an integer")
             plain(f"{name}.{brief(key) if type(key) is int else key}", item)
     elif value is not None and not isinstance(value, bool | int | float | str):
         raise wrong(name, value, "must be a plain value")
 
 
 def anything(name: str, value: Any) -> None:
-    """Whatever the reader brings back, with tensors of the kinds that can be loaded."""
+    """Requires tensors within a value to be loadable; allows anything else."""
     if isinstance(value, Tensor):
         tensor(name, value)
     elif isinstance(value, dict):
@@ -160,26 +160,26 @@ def anything(name: str, value: Any) -> None:
 
 
 def tensor(name: str, value: Any) -> None:
-    """A tensor of any numbers in memory of its own: dense, or with coordinates of its values (COO)."""
+    """Requires a tensor with its own memory, dense or COO."""
     if not isinstance(value, Tensor):
         raise wrong(name, value, "must be a tensor")
     if value.is_meta:
         raise ValueError(f"{name} has no content: it is a tensor on the meta device")
     if value.is_nested or value.is_quantized:
-        raise ValueError(f"{name} is a {'nested' if value.is_nested else 'quantized'} tensor, of which none is kept")
+        raise ValueError(f"{name} is a {'nested' if value.is_nested else 'quantized'} tensor, which cannot be saved")
     if value.layout not in (torch.strided, torch.sparse_coo):
-        raise ValueError(f"{name} is a sparse tensor ({value.layout}), of which none is kept")
+        raise ValueError(f"{name} is a sparse tensor ({value.layout}), which cannot be saved")
 
 
 def dense_tensor(name: str, value: Any) -> None:
-    """With a place in memory for each of its numbers."""
+    """Requires a dense tensor."""
     tensor(name, value)
     if value.layout != torch.strided:
-        raise ValueError(f"{name} is a sparse tensor, where checkpoints hold dense ones")
+        raise ValueError(f"{name} is a sparse tensor, but checkpoints hold dense ones")
 
 
 def tensor_of_numbers(name: str, value: Any) -> None:
-    """A dense one without NaN. Infinities are for `not_finite`, which knows what is a mask."""
+    """Requires a dense tensor without NaN. `not_finite` checks infinities, since it knows which are masks."""
     dense_tensor(name, value)
     real = _real(value)
     if real is not None and bool(real.sum().isnan()) and bool(real.isnan().any()):
@@ -187,10 +187,10 @@ def tensor_of_numbers(name: str, value: Any) -> None:
 
 
 def not_finite(tensors: Mapping[str, Tensor], may_be_infinite: Container[str] = ()) -> list[str]:
-    """The names of those that hold NaN, or infinities which they may not."""
+    """Lists tensors that hold NaN or disallowed infinities."""
     reals = {name: real for name, value in tensors.items() if (real := _real(value)) is not None}
-    # A sum is read faster than every value is judged, and tells unless it overflows.
-    is_finite = defaultdict(list)  # by device: parts that were gathered are on the host, and buffers on a GPU
+    # A sum reads faster than an element-wise check, and suffices unless it overflows.
+    is_finite = defaultdict(list)  # by device: gathered parts are on the host, buffers on a GPU
     for real in reals.values():
         is_finite[real.device].append(torch.isfinite(real.sum()))
     if all(bool(torch.stack(each).all()) for each in is_finite.values()):
@@ -203,9 +203,9 @@ def not_finite(tensors: Mapping[str, Tensor], may_be_infinite: Container[str] = 
 
 
 def _real(value: Tensor) -> Tensor | None:
-    """The numbers of a dense tensor in a type that torch can add up; None for types that have no NaN and no infinity.
+    """Views a dense tensor in a type that torch can sum; None for types without NaN and infinity.
 
-    Raises RuntimeError for one of four bits.
+    Raises RuntimeError for four-bit types.
     """
     if value.is_complex():
         value = torch.view_as_real(value.resolve_conj())
@@ -221,32 +221,32 @@ def _mapping(name: str, value: Any) -> Mapping[Any, Any]:
 
 
 def wrong(name: str, value: Any, what: str) -> ValueError:
-    """To be raised."""
+    """Builds a kind's ValueError."""
     return ValueError(f"{name} {brief(value)}: {what}")
 
 
 def brief(value: Any) -> str:
-    """A value in a few words, whatever it is."""
+    """Describes any value briefly."""
     if isinstance(value, Tensor):
         return f"of {value.dtype} {tuple(value.shape)}"
     if isinstance(value, str | bytes | bytearray):
-        value = value[: MOST_SHOWN + 1]  # whatever its length, a message shows no more
+        value = value[: MOST_SHOWN + 1]  # a message shows no more
     try:
         shown = repr(value)
-    except (ValueError, RecursionError):  # an integer of thousands of digits, lists in lists
+    except (ValueError, RecursionError):  # huge integers, recursive lists
         return f"of type {type(value).__name__}"
     return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
 
 
 def first_schema_error(kinds: Iterable[Kind], value: Any) -> str | None:
-    """What is wrong with a value that was read from a file; None where it is of all kinds."""
+    """Returns the first error of a value read from a file; None if it satisfies all kinds."""
     try:
         for kind in kinds:
             kind("", value)
     except ValueError as error:
         return str(error)
     except (RecursionError, OverflowError, TypeError, AttributeError, RuntimeError):
-        return "it is nested too deeply, or holds what cannot be"
+        return "it is nested too deeply or holds invalid values"
     return None
 
 
@@ -261,11 +261,11 @@ def _as_it_is(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Saved:
-    """An entry of a checkpoint, or of a mapping in one.
+    """Declares an entry of a checkpoint, or of a mapping in one.
 
-    is_optional: files without it are whole. since: the first format version that has it; in older files the default
-    stands for it. is_large: its tensors are read by rank 0 alone, and reach the others when they are loaded. name: in
-    the file, where the field of a dataclass has another one. read: makes the value of that field from the file's.
+    is_optional: may be absent. since: first format version that has it; older files get the default. is_large: only
+    rank 0 reads its tensors, and others receive them while loading. name: in the file, if the dataclass field has
+    another name. read: converts the file's value for the field.
     """
 
     kind: Kind
@@ -278,7 +278,7 @@ class Saved:
 
 
 def saved(kind: Kind, default: Any = MISSING, *, make: Any = MISSING, **more: Any) -> Any:
-    """A field of a dataclass that a file keeps. make: makes the default, where it is a container. more: see `Saved`."""
+    """Declares a saved dataclass field. make: default factory, for containers. more: see `Saved`."""
     value = default if make is MISSING else make()
     return field(
         default=default, default_factory=make, metadata={"saved": Saved(kind, default=_plain_entry(value), **more)}
@@ -286,13 +286,13 @@ def saved(kind: Kind, default: Any = MISSING, *, make: Any = MISSING, **more: An
 
 
 def saved_fields(kept: Any) -> dict[str, tuple[str, Saved]]:
-    """By the names of entries, the `saved` fields of a dataclass: their names and what they declare."""
+    """Maps entry names to (field name, declaration) for a dataclass's `saved` fields."""
     found = [(own.name, own.metadata["saved"]) for own in fields(kept) if "saved" in own.metadata]
     return {its.name or name: (name, its) for name, its in found}
 
 
 def record_of_fields(kept: Any) -> Kind:
-    """A mapping of the `saved` fields of a dataclass, and nothing else."""
+    """Requires a mapping of exactly the `saved` fields of a dataclass."""
     return record({name: its.kind for name, (_, its) in saved_fields(kept).items()}, closed=True)
 
 
@@ -304,7 +304,7 @@ def _plain_entry(value: Any) -> Any:
 class Best:
     """The best validation score so far.
 
-    epoch, step: completed epochs and optimizer steps when it was reached.
+    epoch, step: completed epochs and optimizer steps at that score.
     """
 
     epoch: int = saved(_COUNT)
@@ -320,19 +320,15 @@ _POSITION = record(
 
 @dataclass
 class SavedProgress:
-    """How far a run has come, as a checkpoint keeps it. Each field is declared here alone: its entry, kind and default.
+    """A run's progress as saved in checkpoints. Each field declares its entry, kind and default.
 
-    evaluations_since_best: what early stopping looks at.
-    last_report: optimizer steps done at the last report, which an epoch's end and every evaluation make.
-    train_seconds: wall time of training, evaluation and saving included, over all sessions, as of the last
-    `read_clock`, which every save makes.
-    reported: of each phase, the loss and the weight of its totals over all processes that the log has shown.
-    samples: those that the totals of all processes cover.
-    misses_samples: whether that is not all since the last report, because other processes were lost with their totals.
-    skipped_steps: optimizer steps left out because they were not finite.
-    skipped_in_a_row: the last step skipped, and how many in a row that were.
-    rate_drops: how often `--schedule plateau` has lowered the learning rate.
-    task_state: what `Task.after_validation` returned last.
+    evaluations_since_best: for early stopping. last_report: optimizer steps at the last report, which every epoch end
+    and evaluation makes. train_seconds: wall time of training, evaluation and saving over all starts, up to the last
+    `read_clock`, which every save calls. reported: by phase, loss and weight of the totals already logged, over all
+    processes. samples: covered by the totals of all processes. misses_samples: True if lost processes took some of the
+    samples since the last report. skipped_steps: optimizer steps skipped as not finite. skipped_in_a_row: the last
+    skipped step, and how many in a row. rate_drops: reductions of the learning rate by `--schedule plateau`.
+    task_state: last result of `Task.after_validation`.
     """
 
     position: Position = saved(_POSITION, Position(), read=lambda value: Position(**value))
@@ -356,17 +352,17 @@ class SavedProgress:
 
 
 def read_progress(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `SavedProgress` by name, from a checkpoint that was read."""
+    """Returns the fields of `SavedProgress` from a loaded checkpoint."""
     return {name: its.read(state[entry]) for entry, (name, its) in saved_fields(SavedProgress).items()}
 
 
 def _optimizer(name: str, value: Any) -> None:
-    """Its state, where each parameter has a number from 0 on, and nothing is kept of others.
+    """Requires an optimizer state with parameters numbered from 0, and no state of others.
 
-    What it keeps of none of them has a name. Values are its own business: a NaN or a step of -1 may say "not yet".
+    State outside parameters has names. Values are unchecked: NaN or a step of -1 may mean "not yet".
     """
     _OF_OPTIMIZER(name, value)
-    anything(name, value)  # in entries of its own too
+    anything(name, value)  # includes custom entries
     numbers = [parameter for group in value["param_groups"] for parameter in group["params"]]
     if numbers != list(range(len(numbers))):
         raise wrong(f"{name}.param_groups", numbers, f"must number its parameters from 0 to {len(numbers) - 1}")
@@ -375,7 +371,7 @@ def _optimizer(name: str, value: Any) -> None:
         if isinstance(parameter, str):
             continue
         if type(parameter) is not int or not 0 <= parameter < len(numbers):
-            raise ValueError(f"{its}: is none of its {len(numbers)} parameters")
+            raise ValueError(f"{its}: is not one of its {len(numbers)} parameters")
         record({})(its, kept)
 
 
@@ -391,7 +387,7 @@ _CONFIG: Mapping[str, Kind] = {
     "--epochs": optional(_SIZE), "--max-steps": optional(_SIZE), "--seed": _COUNT,
     "--resume-from": optional(text()), "--optimizer": text(), "--dtype": text("float32|float64"), "--drop-last": truth,
 }  # fmt: skip
-"""The flags that the trainer itself looks up again."""
+"""Flags that the trainer itself reads back."""
 _CODE = {
     "commit": optional(text()), "changed": optional(truth), "task_file": optional(text()),
     "task_sha256": optional(text()),
@@ -411,7 +407,7 @@ FACTS: Mapping[str, Saved] = {
     "helpers": Saved(by_name(text()), is_optional=True),
     "run_id": Saved(text(RUN_ID)),
 }
-"""What a run is made with: both a checkpoint and config.json hold it."""
+"""What a run is made with, stored in checkpoints and config.json."""
 
 ENTRIES: Mapping[str, Saved] = {
     "model": Saved(WEIGHTS, is_large=True),
@@ -430,7 +426,7 @@ ENTRIES: Mapping[str, Saved] = {
     **{entry: its for entry, (_, its) in saved_fields(SavedProgress).items()},
     **FACTS,
 }
-"""Of a checkpoint, beside its `format_version`. What each means: QUICK_REFERENCE.md, "A checkpoint"."""
+"""Entries of a checkpoint besides `format_version`, explained in QUICK_REFERENCE.md, "A checkpoint"."""
 LARGE = tuple(name for name, entry in ENTRIES.items() if entry.is_large)
 
 
@@ -438,21 +434,18 @@ LARGE = tuple(name for name, entry in ENTRIES.items() if entry.is_large)
 
 
 def brought_up_to_date(state: Mapping[str, Any], entries: Mapping[str, Saved] = ENTRIES) -> dict[str, Any]:
-    """A checkpoint of this format version or an older one, as today's trainer would have written it.
-
-    Raises ValueError for a version that is none.
-    """
+    """Upgrades a checkpoint to the current format version. Raises ValueError for an invalid version."""
     version = state.get("format_version", 1)
     whole(at_least=1)("format_version", version)
     lacking = {name: its.default for name, its in entries.items() if name not in state and version < its.since}
-    held = {name: value for name, value in state.items() if name != "checksum"}  # version 1 had one of its entries
+    held = {name: value for name, value in state.items() if name != "checksum"}  # an entry of version 1
     return {**held, **lacking, "format_version": max(version, FORMAT_VERSION)}
 
 
 def schema_error_of_checkpoint(state: Mapping[str, Any], resumable: bool) -> str | None:
-    """What is wrong with a checkpoint, by the name of an entry; None for nothing.
+    """Returns a checkpoint's schema error, naming the entry; None if valid.
 
-    resumable: a run may go on from it; otherwise only entries that are there count.
+    resumable: require what a resume needs; otherwise check only existing entries.
     """
     if resumable:
         return first_schema_error([_record_of(ENTRIES), _equally_many_phases, _position_in_epoch], state)
@@ -461,7 +454,7 @@ def schema_error_of_checkpoint(state: Mapping[str, Any], resumable: bool) -> str
 
 
 def schema_error_of_config(content: dict[str, Any]) -> str | None:
-    """What is wrong with config.json; None for nothing."""
+    """Returns config.json's schema error; None if valid."""
     others = {"torchrun_agents": each(text()), "command_line": each(text())}
     return first_schema_error([_record_of(FACTS, others), _equally_many_phases], content)
 
@@ -476,14 +469,14 @@ def _record_of(entries: Mapping[str, Saved], others: Mapping[str, Kind] | None =
 def _equally_many_phases(name: str, facts: Mapping[str, Any]) -> None:
     num_phases = len(facts["phase_sizes"])
     if num_phases == 0:
-        raise wrong("phase_sizes", facts["phase_sizes"], "must be of one phase at least")
+        raise wrong("phase_sizes", facts["phase_sizes"], "must have at least one phase")
     for name in ("batch_sizes", "global_batch_sizes"):
         if len(facts[name]) != num_phases:
-            raise wrong(name, facts[name], f"must have {num_phases} values, one of each phase")
+            raise wrong(name, facts[name], f"must have {num_phases} values, one for each phase")
 
 
 def _position_in_epoch(name: str, state: Mapping[str, Any]) -> None:
-    """No sample order can be asked for what is beyond its end."""
+    """Rejects positions beyond the end of an epoch, where no sample order is defined."""
     position, sizes = state["position"], state["phase_sizes"]
     if position["phase"] >= len(sizes):
         raise wrong("position.phase", position["phase"], f"must be below {len(sizes)}, the number of phases")
@@ -491,6 +484,6 @@ def _position_in_epoch(name: str, state: Mapping[str, Any]) -> None:
     in_turns = bool(others) or position["turn"] > 0
     whole(at_most=sizes[0 if in_turns else position["phase"]])("position.samples", position["samples"])
     if others and len(others) != len(sizes) - 1:
-        raise wrong("position.others", others, f"must have {len(sizes) - 1} pairs, one of each other phase")
+        raise wrong("position.others", others, f"must have {len(sizes) - 1} pairs, one for each other phase")
     for samples, size in zip(others, sizes[1:], strict=False):
         whole(at_most=size)("position.others", samples)

@@ -1,14 +1,14 @@
-"""Who uses a run directory: one process at a time, also on a file system that several machines share.
+"""Locks a run directory for one process at a time, also on file systems shared by several machines.
 
-On one machine the kernel's lock on `lock.held` decides, which ends with the process, however it dies. Some network file
-systems do not carry it to other machines. There `lock` counts: it names the holder, who renews its time. Where the
-kernel cannot tell, it is watched for `STALE_S`, by the watcher's own clock, and taken over if nobody renews it.
+On one machine the kernel's lock on `lock.held` decides; it ends with its process, however that dies. Some network file
+systems do not share it with other machines. There `lock` decides: it names the holder, who renews its timestamp. Where
+the kernel cannot tell, `lock` is watched for `STALE_S` by the watcher's own clock, and taken over if not renewed.
 
-A holder that was frozen for so long may still go on, and must not write beside the new one (fencing). All that it
-writes has a temporary name of its own until it is complete, and it reads `lock` again before it renames that. The new
-holder writes its name into `lock` first and deletes the temporary files of others after that: an old one that was
-frozen between reading and renaming finds nothing to rename. It reads `lock` again before it deletes a file, too: one
-that was frozen just then deletes at most that one file, which it did not need any more as the holder.
+A frozen holder may wake up, and must not write beside the new one (fencing). All files are written under unique
+temporary names, and a holder reads `lock` again before renaming one. A new holder first writes its name into `lock`,
+then deletes other holders' temporary files, so an old holder frozen between reading and renaming finds nothing to
+rename. A holder also reads `lock` before it deletes a file: frozen just then, it deletes at most that one file, which
+it no longer needed.
 """
 
 import fcntl
@@ -32,13 +32,13 @@ LOCK, KERNEL_LOCK = "lock", "lock.held"
 
 RENEW_S = 5.0
 STALE_S = 60.0
-"""A lock that nobody has renewed for so long is taken over."""
+"""Age in seconds at which a lock that is not renewed is taken over."""
 _LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
 class Holder:
-    """What `lock` says. machine: within which the kernel's locks are seen by all. token: like no other."""
+    """Content of `lock`. machine: scope in which the kernel's locks are visible. token: unique."""
 
     who: str
     machine: str = ""
@@ -49,35 +49,32 @@ class Holder:
 
 
 class Writer:
-    """Gives files of a folder their names when they are complete, and deletes them.
-
-    This one is for a folder that nobody else uses.
-    """
+    """Renames complete files into place and deletes files, in a folder that nobody else uses."""
 
     def temporary(self, path: Path) -> Path:
-        """The name of a file until it is complete."""
+        """Returns the name of a file until it is complete."""
         return path.with_suffix(".tmp")
 
     def rename(self, temporary: Path, path: Path) -> None:
-        """Gives it its name. Raises OSError."""
+        """Renames a complete file into place. Raises OSError."""
         temporary.rename(path)
 
     def require(self) -> None:
-        """Raises OSError, or LockTaken, when this process must not change the folder any more."""
+        """Raises OSError, or LockTaken, if this process may no longer change the folder."""
 
     def delete(self, path: Path) -> None:
         self.require()
         path.unlink(missing_ok=True)
 
     def replace_text(self, path: Path, text: str) -> None:
-        """Replaces a file as a whole, durably. Raises OSError."""
+        """Replaces a file atomically and durably. Raises OSError."""
         with written_as_a_whole(path, self.temporary(path), rename=self.rename) as file:
             file.write(text)
         flush_path(path.parent)
 
 
 class LockTaken(UserError):
-    """Another process has taken the directory over: this one must not write to it any more."""
+    """Another process took over the directory; this one must not write to it any more."""
 
 
 class Lock(Writer):
@@ -89,10 +86,10 @@ class Lock(Writer):
         self._holder = holder
         self._released = threading.Event()
         self.is_lost = False
-        """Whether another process was found to have taken it over."""
+        """Whether another process was found to have taken over."""
 
     def begin(self) -> None:
-        """Writes the holder's name, and renews it from now on."""
+        """Writes the holder's name and starts to renew it."""
         temporary = self.temporary(self._path)
         temporary.write_text(str(self._holder), encoding="utf-8")
         temporary.rename(self._path)
@@ -102,28 +99,27 @@ class Lock(Writer):
         return path.with_suffix(f".{self._holder.token}.tmp")
 
     def rename(self, temporary: Path, path: Path) -> None:
-        """Raises LockTaken too."""
+        """Raises OSError, or LockTaken."""
         self.require()
         try:
             temporary.rename(path)
-        except FileNotFoundError:  # whoever has taken over deletes it
+        except FileNotFoundError:  # deleted by the process that took over
             self.require()
             raise
 
     def require(self) -> None:
-        """Raises LockTaken when another process has taken it over, OSError when that cannot be told."""
+        """Raises LockTaken if another process took over, OSError if that is unknown."""
         holder = _read(self._path)
         if holder.token != self._holder.token:
-            self._path.parent.stat()  # a folder that is gone was taken by nobody
+            self._path.parent.stat()  # raises if the folder was deleted, rather than taken over
             self.is_lost = True
             raise LockTaken(
                 f"--save-dir {self._path.parent}: was taken over by {holder.who or 'another process'} while this one "
-                "gave no sign of life, or by a restart of the same job; this run ends, and what it has saved is "
-                "intact"
+                "did not respond, or by a restart of the same job; this run ends, and its checkpoints are intact"
             )
 
     def release(self) -> None:
-        """Empties the file, unless it is another's by now or the disk refuses, and lets go of it."""
+        """Empties `lock`, unless another process owns it or the disk fails, and releases the kernel's lock."""
         self._released.set()
         with (
             suppress(LockTaken, OSError),
@@ -134,7 +130,7 @@ class Lock(Writer):
 
     def _renew(self) -> None:
         while not self._released.wait(RENEW_S):
-            # By its time alone: what another one has written meanwhile is not touched.
+            # Updates only the timestamp, so another process's content is kept.
             with suppress(OSError):
                 try:
                     self.require()
@@ -144,15 +140,15 @@ class Lock(Writer):
 
 
 def take_lock(folder: Path, take_over: bool = False, say: Callable[[str], None] = lambda line: None) -> Lock:
-    """The lock, for the life of this process or until it is released. May wait for `STALE_S`.
+    """Takes the lock until release or process exit; may wait for `STALE_S`.
 
-    take_over: without waiting, from a holder that does not demonstrably live. say: gets a line before it waits.
+    take_over: do not wait for a holder that is not known to be alive. say: called before waiting.
 
-    Raises UserError when another process has it, OSError when the file system refuses.
+    Raises UserError if another process holds it, OSError on file system errors.
     """
     with ExitStack() as unless_taken:
         if (folder / KERNEL_LOCK).exists():
-            require_regular(folder / KERNEL_LOCK)  # opening a pipe would wait without end
+            require_regular(folder / KERNEL_LOCK)  # opening a pipe would block forever
         file = (folder / KERNEL_LOCK).open("a")
         unless_taken.callback(_close, file)
         left_by = _read(folder / LOCK)
@@ -164,8 +160,8 @@ def take_lock(folder: Path, take_over: bool = False, say: Callable[[str], None] 
         is_known_to_be_gone = left_by.who == "" or left_by.machine == own.machine
         if not (take_over or is_known_to_be_gone):
             say(
-                f"{folder}: in use by {left_by.who}, or left by it when it died; waiting for {STALE_S:.0f} s whether "
-                "it gives a sign of life."
+                f"{folder}: in use by {left_by.who}, or left behind when it died; waiting {STALE_S:.0f} s to see "
+                "whether it is alive."
             )
             if _is_renewed(folder / LOCK):
                 raise _in_use(folder, left_by)
@@ -176,7 +172,7 @@ def take_lock(folder: Path, take_over: bool = False, say: Callable[[str], None] 
 
 
 def _close(file: IO[str]) -> None:
-    with suppress(OSError):  # of a network file system; it must not hide why the file is closed
+    with suppress(OSError):  # on a network file system; must not hide the reason for closing
         file.close()
 
 
@@ -195,13 +191,13 @@ def _is_renewed(path: Path) -> bool:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    with path.open() as file:  # a network file system looks again when a file is opened
+    with path.open() as file:  # network file systems refresh metadata on open
         status = os.fstat(file.fileno())
     return status.st_ino, status.st_mtime_ns
 
 
 def _read(path: Path) -> Holder:
-    """Nobody, where it is empty, or holds anything else. Raises OSError, but not where there is none."""
+    """Reads a holder; an empty one if the file is empty, invalid or missing. Raises other OSErrors."""
     try:
         who, *lines = read_whole(path, MOST_RECORD).decode(errors="replace").splitlines() or [""]
     except FileNotFoundError:
@@ -209,11 +205,11 @@ def _read(path: Path) -> Holder:
     said = dict(line.split(" ", 1) for line in lines if " " in line)
     if not re.fullmatch(r"process \d+ on \S+", who):
         return Holder("")
-    # One that was cut short says no more: the host stands for the machine, so that nobody waits for a dead process.
+    # A truncated lock has no machine; use the host, so that nobody waits for a dead process.
     machine = said.get("machine") or (_machine(path.parent) if who.endswith(f" on {socket.gethostname()}") else "")
     return Holder(who, machine, said.get("token", ""))
 
 
 def _machine(folder: Path) -> str:
-    """This boot of the kernel, and the file system as it is mounted here; the host where the system does not tell."""
+    """Identifies this boot of the kernel and the mounted file system; the host if the system does not tell."""
     return f"{boot_of_kernel()}:{folder.stat().st_dev}"

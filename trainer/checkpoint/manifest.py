@@ -1,6 +1,6 @@
-"""What is known of the checkpoints of a run directory without opening them: which there are, which stay, their links.
+"""The manifest of a run directory's checkpoints: lists them without opening them, evicts old ones, updates links.
 
-And the other small JSON files beside manifest.json, each replaced as a whole.
+Also reads and writes the other small JSON files, each replaced atomically.
 """
 
 import itertools
@@ -37,7 +37,7 @@ MANIFEST = "manifest.json"
 CONFIG = "config.json"
 RESULTS = "results.json"
 STATE = "state.json"
-IF_UNREADABLE = "see to the file system and run the same command again, or move the file away to do without it"
+IF_UNREADABLE = "check the file system and run the same command again, or move the file away to continue without it"
 CHECKPOINT_NAME = r"checkpoint_\d+(_\d+_\d+(_\d+)?)?(_again\d+)?\.pth"
 LINKS = ("last.pth", "best.pth", "final.pth")
 
@@ -45,9 +45,9 @@ State = Literal["running", "finished", "preempted", "paused", "refused", "failed
 
 
 def read_json(path: Path, say: Callable[[str], None] = lambda line: None, most: int = MOST_RECORD) -> dict[str, Any]:
-    """The record in a file; empty when there is no such file or it is damaged. say: gets a line if it is damaged.
+    """Reads a JSON object; {} if the file is missing or damaged. say: reports damage.
 
-    most: bytes that the file may have. Raises DiskError when it is there and cannot be read.
+    most: size limit in bytes. Raises DiskError if an existing file cannot be read.
     """
     try:
         content = json.loads(read_whole(path, most))
@@ -59,26 +59,26 @@ def read_json(path: Path, say: Callable[[str], None] = lambda line: None, most: 
             raise DiskError(f"{problem}; {IF_UNREADABLE}") from None
         content = None
     if not isinstance(content, dict):
-        say(f"{path} is damaged: it is no JSON object.")
+        say(f"{path} is damaged: it is not a JSON object.")
         return {}
     return content
 
 
 def as_json(content: Any) -> str:
-    """The text of a file."""
+    """Encodes a JSON file's content."""
     return json.dumps(without_nan(content), indent=2, allow_nan=False) + "\n"
 
 
 def read_state(folder: Path) -> State | None:
-    """The state in state.json of a run directory; None where there is no such file, or a damaged one."""
+    """Returns the state in a run directory's state.json; None if missing or damaged."""
     state = read_json(folder / STATE).get("state")
     return state if state in get_args(State) else None
 
 
 def read_config(folder: Path, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """config.json of a run directory; empty where there is none, or one that nothing can be relied on in.
+    """Reads a run directory's config.json; {} if missing or invalid.
 
-    say: gets a line about a damaged one.
+    say: reports damage.
     """
     path = folder / CONFIG
     content = read_json(path, say)
@@ -94,11 +94,10 @@ def read_config(folder: Path, say: Callable[[str], None] = lambda line: None) ->
 
 @dataclass
 class Entry:
-    """One line of the manifest.
+    """A checkpoint listed in the manifest.
 
-    value: the monitored metric, None where there was no validation.
-    best: whether it was the best one so far when it was saved.
-    source: the `--resume-from` that it descends from, with the whole path.
+    value: the monitored metric; None without validation. best: whether it was the best so far when saved. source:
+    absolute path of the `--resume-from` that it descends from.
     """
 
     file: str = saved(text(CHECKPOINT_NAME))
@@ -116,7 +115,7 @@ class Entry:
     def of(
         cls, state: Mapping[str, Any], file: str, size_and_checksum: Mapping[str, Any], inherited: str | None = None
     ) -> "Entry":
-        """The entry of a checkpoint with this state. inherited: its source where its own start names none."""
+        """Creates the entry of a checkpoint. inherited: its source, unless its own start names one."""
         position = {name: state["position"][name] for name in ("epoch", "phase", "samples")}
         verdict = {"value": state["value"], "best": state["is_best"]}
         given = state["config"]["--resume-from"]
@@ -129,21 +128,21 @@ class Entry:
 
 
 def schema_error_of_manifest(content: Any) -> str | None:
-    """What is wrong with manifest.json; None for nothing."""
+    """Returns manifest.json's schema error; None if valid."""
     return first_schema_error([record({"checkpoints": each(record_of_fields(Entry))}), _one_entry_a_file], content)
 
 
 def _one_entry_a_file(name: str, content: Mapping[str, Any]) -> None:
-    """Otherwise one of them would be evicted with the file of the other."""
+    """Rejects two entries of one file, since evicting one would delete the other's file."""
     files = [entry["file"] for entry in content["checkpoints"]]
     if len(set(files)) < len(files):
         raise ValueError("checkpoints: names a file twice")
 
 
 def read_manifest(path: Path, say: Callable[[str], None] = lambda line: None) -> list[Entry]:
-    """Its entries, oldest first; none where there is no file, or nothing in it can be relied on.
+    """Returns the manifest's entries, oldest first; empty if missing or invalid.
 
-    say: gets a line about a damaged one. Raises DiskError.
+    say: reports damage. Raises DiskError.
     """
     content = read_json(path, say, MOST_WHOLE)
     if not content:
@@ -156,13 +155,13 @@ def read_manifest(path: Path, say: Callable[[str], None] = lambda line: None) ->
 
 
 def write_manifest(path: Path, entries: Sequence[Entry], writer: Writer) -> None:
-    """Replaces the file as a whole, durably. Raises OSError, LockTaken."""
+    """Replaces the manifest atomically and durably. Raises OSError, LockTaken."""
     content = {"checkpoints": [asdict(entry) for entry in entries]}
     writer.replace_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def best_first(entries: Sequence[Entry], mode: Literal["max", "min"]) -> list[Entry]:
-    """Those with a value, after the one that best.pth names; of equal ones the earlier comes first.
+    """Sorts entries with a value, best first, starting with best.pth's; the earlier first on ties.
 
     entries: oldest first. mode: which value is best.
     """
@@ -172,12 +171,12 @@ def best_first(entries: Sequence[Entry], mode: Literal["max", "min"]) -> list[En
 
 
 def newest_best(entries: Sequence[Entry]) -> Entry | None:
-    """The best checkpoint; None if there was no validation yet. entries: oldest first."""
+    """Returns the best checkpoint; None before any validation. entries: oldest first."""
     return next((entry for entry in reversed(entries) if entry.best), None)
 
 
 def unused_path(folder: Path, position: Position) -> Path:
-    """The name for a checkpoint. None is ever overwritten: a run that went back gets another name."""
+    """Returns an unused checkpoint name; a run that went back never overwrites a file."""
     name = f"checkpoint_{position.epoch}"
     if not position.at_epoch_start:
         name += f"_{position.phase}_{position.samples}" + (f"_{position.turn}" if position.turn else "")
@@ -186,11 +185,11 @@ def unused_path(folder: Path, position: Position) -> Path:
     return next(path for path in paths if not path.exists())
 
 
-# --- links, and which checkpoints stay -----------------------------------------------------------------------------
+# --- links and eviction --------------------------------------------------------------------------------------------
 
 
 def update_links(folder: Path, entries: Sequence[Entry], is_finished: bool, writer: Writer) -> None:
-    """Points last.pth, best.pth and, if the run is finished, final.pth to their checkpoints. Raises OSError."""
+    """Points last.pth, best.pth and, if finished, final.pth to their checkpoints. Raises OSError."""
     newest = entries[-1] if entries else None
     for name, entry in zip(LINKS, (newest, newest_best(entries), newest if is_finished else None), strict=True):
         if entry is not None:
@@ -198,7 +197,7 @@ def update_links(folder: Path, entries: Sequence[Entry], is_finished: bool, writ
 
 
 def link(name: Path, file: Path, writer: Writer) -> None:
-    """Gives a file a second name: a hard link, or a copy where the file system has none. Raises OSError."""
+    """Creates a hard link, or a copy where the file system has no links. Raises OSError."""
     if name.exists() and name.samefile(file):
         return
     temporary = writer.temporary(name.with_suffix(".link.pth"))
@@ -215,7 +214,7 @@ def link(name: Path, file: Path, writer: Writer) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the newest, 0 is all of them, and the best beside them; mode: which value is best."""
+    """Which checkpoints to keep: the newest (0: all) and the best. mode: which value is best."""
 
     newest: int
     best: int = 1
@@ -223,17 +222,17 @@ class Retention:
 
 
 def retention_of(flags: CheckpointFlags, task: Task) -> Retention:
-    """Which checkpoints stay of a run of this task."""
+    """Returns the retention for a run of this task."""
     return Retention(flags.keep_checkpoints, flags.keep_best, mode=task.monitor[1])
 
 
 def evict(
     folder: Path, entries: Sequence[Entry], retention: Retention, is_intact: Callable[[Entry], bool], writer: Writer
 ) -> list[Entry]:
-    """Deletes the files that need not stay; returns the entries that do. entries: oldest first.
+    """Deletes checkpoints that need not be kept; returns the others. entries: oldest first.
 
-    Only intact files count as kept, so that damage to newer or better ones never costs the last good one. The manifest
-    forgets what was deleted at the next save: an entry without a file is ignored. Raises OSError, LockTaken.
+    Counts only intact files as kept, so damage to newer or better ones never costs the last good one. The manifest
+    drops deleted files at the next save; an entry without a file is ignored. Raises OSError, LockTaken.
     """
     if retention.newest == 0:
         return list(entries)
@@ -243,12 +242,12 @@ def evict(
     for entry in gone:
         writer.delete(folder / entry.file)
     if gone:
-        flush_path(folder)  # a file that came back without power would be in no manifest, and stay for ever
+        flush_path(folder)  # otherwise a power loss could restore files that no manifest lists
     return [entry for entry in entries if entry in kept]
 
 
 def _first_intact(entries: Sequence[Entry], num: int, is_intact: Callable[[Entry], bool]) -> list[Entry]:
-    """The first entries, damaged ones among them, until so many are intact."""
+    """Returns the first entries, damaged ones included, up to `num` intact ones."""
     found: list[Entry] = []
     for entry in entries:
         if num == 0:

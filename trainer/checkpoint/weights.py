@@ -1,4 +1,4 @@
-"""The weights of a checkpoint: found in a run that is to be used, and compared with the model that is to take them."""
+"""Finds the weights of a run to use, and compares weights with a model."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -20,10 +20,10 @@ from trainer.loading.order import Position
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """The checkpoint of a run. label: what messages call its weights, in the plural. folder: where it lies.
+    """A run's checkpoint. label: names its weights (plural) in messages. folder: its location.
 
-    comes_with_task: it was trained with other flags and data than those of the command line, and is right all the same.
-    remarks: what the user should know of the choice of these weights.
+    comes_with_task: pretrained weights shipped with the task, valid despite other flags and data. remarks: notes for
+    the user on the choice of weights.
     """
 
     label: str
@@ -34,7 +34,7 @@ class TrainedRun:
 
 
 def find_weights(folder: Path, files: Mapping[str, Path | None], say: Callable[[str], None]) -> TrainedRun:
-    """The first checkpoint file that is given, by flag; without any the best weights of the run directory.
+    """Loads the first given checkpoint file, else the run directory's best weights. files: paths by flag.
 
     Raises UserError.
     """
@@ -49,9 +49,9 @@ def find_weights(folder: Path, files: Mapping[str, Path | None], say: Callable[[
 
 
 def load_best_weights(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """The best intact checkpoint of a run directory; the newest where there was no validation.
+    """Loads a run directory's best intact checkpoint; the newest without validation.
 
-    Takes no lock and changes nothing. say: gets a line for whatever is damaged. Raises UserError.
+    Takes no lock and changes nothing. say: reports damage. Raises UserError.
     """
     entries = _entries(folder, say)
     reader = CheckpointReader(folder, say)
@@ -66,14 +66,15 @@ def load_best_weights(folder: Path, say: Callable[[str], None]) -> dict[str, Any
 
 
 def runs_within(folder: Path) -> list[Path]:
-    """The run directories in a folder of several runs, as `--seeds` and `--folds` make them."""
+    """Lists the run directories in a folder made by `--seeds` or `--folds`."""
     return sorted(path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{MANIFEST}"))
 
 
 def find_settings(folder: Path, of_best: bool) -> tuple[str, dict[str, Any]] | None:
-    """Settings in the newest checkpoint of a run directory, or in the best; None in a folder without any.
+    """Reads the settings in a run directory's newest or best checkpoint; None if there is none.
 
-    Takes no lock, changes nothing, and reads no tensors: every process calls it at its start. Of damage others tell.
+    Takes no lock, changes nothing and reads no tensors: every process calls it at its start. Damage is reported
+    elsewhere.
     """
     with suppress(OSError):
         entries = read_manifest(folder / MANIFEST)
@@ -87,12 +88,12 @@ def find_settings(folder: Path, of_best: bool) -> tuple[str, dict[str, Any]] | N
 
 
 def _best_first(entries: Sequence[Entry]) -> list[Entry]:
-    """The order in which checkpoints are tried by who uses a run: the best, then others from the newest on."""
+    """Sorts checkpoints in the order to try them: the best, then from the newest on."""
     return sorted(reversed(entries), key=lambda entry: not entry.best)
 
 
 def holds_run(folder: Path, say: Callable[[str], None]) -> bool:
-    """Whether a folder holds a checkpoint, be it damaged. say: see `load_best_weights`. Raises UserError."""
+    """Returns whether a folder holds a checkpoint, even a damaged one. say: reports damage. Raises UserError."""
     return bool(_entries(folder, say))
 
 
@@ -103,10 +104,10 @@ def _entries(folder: Path, say: Callable[[str], None]) -> list[Entry]:
 
 @dataclass(frozen=True)
 class WeightComparison:
-    """Weights beside a model that is to take them, buffers among them.
+    """Weights compared with a model's, including buffers.
 
-    fitting: those that it can take, by its names. missing: names that it has alone; unknown: names that it does not
-    have; unlike: of those with another shape, or a type that torch does not convert, what to say of it by name.
+    fitting: loadable weights by the model's names. missing: names only in the model. unknown: names only in the
+    weights. unlike: messages for mismatched shapes, or types that torch cannot convert, by name.
     """
 
     fitting: dict[str, Tensor]
@@ -122,7 +123,7 @@ class WeightComparison:
 
 
 def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> WeightComparison:
-    """Compares names, shapes and types. A prefix that all names of the weights share need not be one of the model's."""
+    """Compares names, shapes and types; ignores a prefix common to all weights."""
     own = model.state_dict()
     found = _without_prefix(weights, own)
     unlike = {
@@ -137,7 +138,7 @@ def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> WeightComparison
 
 
 def _difference(name: str, value: Tensor, own: Tensor) -> str | None:
-    """Why a tensor of the model cannot take a value; None where it can."""
+    """Returns why a model tensor cannot take a value; None if it can."""
     if own.shape != value.shape:
         return f"{name} has shape {tuple(value.shape)}, not {tuple(own.shape)}"
     if own.dtype == value.dtype:
@@ -150,7 +151,7 @@ def _difference(name: str, value: Tensor, own: Tensor) -> str | None:
 
 
 def _without_prefix(weights: Mapping[str, Tensor], known: Collection[str]) -> dict[str, Tensor]:
-    """The weights by the model's names, where a wrapper has put "module.", "model." or the like before all of them."""
+    """Strips a wrapper's prefix such as "module." or "model." common to all weights."""
     first = next(iter(weights), "")
     prefixes = ["", *accumulate(f"{part}." for part in first.split(".")[:-1])]
     shared = [prefix for prefix in prefixes if all(name.startswith(prefix) for name in weights)]

@@ -1,4 +1,4 @@
-"""What simple methods reach on the data of a run, beside the run: found before it, and shown after it."""
+"""Baselines: scores of simple methods on a run's data, computed before it and shown after it."""
 
 import math
 import shlex
@@ -15,9 +15,9 @@ from trainer.task import Baseline, Task
 def find_baselines(
     task: Task, group: Group, given: RunFlags, log: RunLog | SilentLog, num_steps: int
 ) -> dict[str, Baseline]:
-    """Simple methods by name, the best on validation first, which the log gets too; with the metrics that tables show.
+    """Scores simple methods; returns them best on validation first, with the metrics that tables show, and logs them.
 
-    All processes call it; the main one computes, and the others wait. num_steps: of the run.
+    All processes call it; rank 0 computes. num_steps: of the run.
     """
     if given.no_baselines or task.fitted or type(task).baselines is Task.baselines:
         return {}
@@ -48,10 +48,10 @@ def beside_baselines(
     baselines: Mapping[str, Baseline], task: str, monitor: tuple[str, str], metrics: dict[str, float],
     best: float | None, folder: Path,
 ) -> list[str]:  # fmt: skip
-    """A table of a run and simple methods, and a word on the best of them where the run is not better on validation.
+    """Returns a table of a run and its baselines, and a note if the best baseline wins on validation.
 
-    baselines: of `find_baselines`. monitor: the metric of validation, and its mode. metrics: of the run, those that
-    tables show. best: its best score on validation, if there is one. folder: of the run.
+    baselines: from `find_baselines`. monitor: the validation metric and its mode. metrics: of the run, as tables show.
+    best: the run's best validation score, if any. folder: of the run.
     """
     if not baselines:
         return []

@@ -1,4 +1,4 @@
-"""Builds a run from a command line, at the position where it goes on."""
+"""Builds a run from a command line, at its start or where it resumes."""
 
 import os
 import random
@@ -93,7 +93,7 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def start_strategy(flags: Flags, environment: RankEnvironment | None) -> Strategy:
-    """The devices of this process. Raises UserError."""
+    """Creates the strategy for this process's devices. Raises UserError."""
     num_parts = flags.batch.parts
     if flags.multi is None:
         return SingleDevice(pick_device(flags.devices.device), num_parts)
@@ -109,10 +109,10 @@ def start_strategy(flags: Flags, environment: RankEnvironment | None) -> Strateg
 
 
 def facts_of_start(flags: Flags) -> dict[str, Any]:
-    """Facts that all processes of a run must share, by name, as far as they are known without the data."""
+    """Returns facts that all processes of a run must share, as far as known without the data."""
     assert flags.task_type is not None
     run_id = read_config(flags.checkpoint.save_dir).get("run_id")
-    # Of a disk that machines share, one may not see yet what another has written.
+    # on a shared disk another machine's writes may not be visible yet
     run = {f"the run in --save-dir, seen on {socket.gethostname()}": run_id} if run_id is not None else {}
     return {
         "--task": without_folder(flags.run.task),
@@ -124,38 +124,38 @@ def facts_of_start(flags: Flags) -> dict[str, Any]:
 
 
 def set_up_torch(flags: Flags, group: Group) -> None:
-    """Threads, determinism, and the libraries of a GPU, for this process."""
+    """Configures threads, determinism and GPU libraries for this process."""
     assert flags.task_type is not None
-    # Under --parts they must not depend on the number of processes, for more threads add up in another order.
+    # With --parts independent of the number of processes, since more threads sum in another order.
     set_num_threads(flags.devices.num_threads, group.local_world_size, group.device, takes_one=flags.batch.parts > 0)
     if flags.batch.parts and group.device.type == "cpu":
-        group.require_same({"--num-threads": torch.get_num_threads()}, "--parts needs equally many on all ranks")
+        group.require_same({"--num-threads": torch.get_num_threads()}, "--parts needs the same number on all ranks")
     is_gpu = group.device.type == "cuda"
     is_deterministic = flags.precision.deterministic or not is_gpu or flags.batch.parts > 0
     if is_deterministic:
-        # As torch.use_deterministic_algorithms(True), which also imports torch's compiler: seconds of every start.
+        # torch.use_deterministic_algorithms(True) without importing the compiler, which takes seconds.
         torch.set_deterministic_debug_mode("error" if flags.precision.deterministic else "warn")
-        # Filling fresh memory with NaN finds bugs in kernels, and costs every step a pass over its tensors.
+        # Filling fresh memory with NaN finds bugs in kernels, but costs a pass over all tensors in every step.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if is_gpu:
-        # Of every run, for it is read once in a process, whose next run may be a deterministic one.
+        # In every run, since it is read once per process, and a later run may be deterministic.
         os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
-        # Trying all algorithms for a shape pays where that shape comes again, and may end otherwise the next time.
+        # Benchmarking pays only for recurring shapes, and may choose other algorithms next time.
         is_one_shape = flags.task_type.largest_samples is Task.largest_samples
         torch.backends.cudnn.benchmark = is_one_shape and not is_deterministic
-        # For each new shape cuDNN plans its attention anew, which takes longer than many steps; others take any.
+        # cuDNN plans attention for each new shape, which takes longer than many steps; other backends do not.
         torch.backends.cuda.enable_cudnn_sdp(is_one_shape)
-        torch.backends.cudnn.allow_tf32 = False  # as in matrix products: of float32 all digits
+        torch.backends.cudnn.allow_tf32 = False  # full float32, as in matrix products
 
 
 def build_task(flags: Flags) -> Task:
-    """The task with its data loaded. Raises UserError."""
+    """Creates the task with its data. Raises UserError."""
     assert flags.task_type is not None
-    # A task that divides its data by a generator that it does not seed shall do so alike on all processes and again.
+    # so that a task splitting its data by an unseeded generator does so equally everywhere and always
     random.seed(flags.run.seed)
     np.random.seed(flags.run.seed % 2**32)
     torch.manual_seed(flags.run.seed)
-    with flags.telling_origins(), refusing_sizes(f"--task {flags.run.task}: its data", "ask for less"):
+    with flags.telling_origins(), refusing_sizes(f"--task {flags.run.task}: its data", "reduce them"):
         task = _new_task(flags)
         check_task(task)
         splits = task.splits()
@@ -168,12 +168,12 @@ def build_task(flags: Flags) -> Task:
     given = [f"--early-stopping-patience {patience}"] if patience else []
     given += ["--schedule plateau"] if flags.learning.schedule == "plateau" else []
     if given and not validation_sets(splits):
-        raise flags.refusal(f"{given[0]}: there is no validation set whose score could stop improving")
+        raise flags.refusal(f"{given[0]}: needs a validation set")
     return task
 
 
 def _new_task(flags: Flags) -> Task:
-    """Raises UserError for a task that asks its config for what is no flag of its own."""
+    """Creates the task. Raises UserError if it reads a config field that is not its own."""
     assert flags.task_type is not None
     try:
         return flags.task_type(flags.task, flags.run.seed, flags.run.cache_dir)
@@ -182,14 +182,14 @@ def _new_task(flags: Flags) -> Task:
             raise
         name, own = flags.task_type.__name__, ", ".join(vars(flags.task)) or "none"
         raise UserError(
-            f"--task {flags.run.task}: {name} asks its config for {error.name!r}, which is no flag of the task (it has "
-            f"{own}); make it a field of {name}.Config; the trainer's own flags, such as --lr, are not in there"
+            f"--task {flags.run.task}: {name} reads config.{error.name}, but the task has no such flag (it has {own}); "
+            f"add a field to {name}.Config; the trainer's own flags, such as --lr, are not in it"
         ) from None
 
 
 @contextmanager
 def refusing_sizes(what: str, advice: str) -> Iterator[None]:
-    """Makes a UserError of what torch and numpy say when a tensor or an array would be larger than any memory."""
+    """Converts errors of torch and NumPy about tensors larger than memory to UserError."""
     try:
         yield
     except UserError:
@@ -204,9 +204,9 @@ def refusing_sizes(what: str, advice: str) -> Iterator[None]:
 def build_run(
     flags: Flags, task: Task, strategy: Strategy, directory: RunDirectory, loading: Loading | None = None
 ) -> tuple[Run, list[str]]:
-    """A run at its start or where it goes on, and what the user should know about that; nothing is written yet.
+    """Builds a run at its start or where it resumes, with notes for the user; writes nothing.
 
-    loading: of `start_loading`. All processes call it; a UserError is raised on all of them.
+    loading: from `start_loading`. All processes call it; a UserError is raised on all.
     """
     given = flags.checkpoint
     state = strategy.load_on_main(lambda: choose_start(directory, given), LARGE)
@@ -248,9 +248,9 @@ def open_run(
     agents: Sequence[str] = (),
     loggers: Sequence[BackgroundLogger] = (),
 ) -> None:
-    """Makes the directory this run's and opens its log: everything that is left before training.
+    """Claims the directory for this run and opens its log: the last step before training.
 
-    agents: the torchrun agents of this job. loggers: those of the user's own; on the main process alone.
+    agents: the torchrun agents of this job. loggers: user loggers, on rank 0 only.
     """
     given, strategy, directory = flags.checkpoint, run.strategy, run.directory
     facts = {"command_line": list(argv), "torchrun_agents": list(agents), **run.facts}
@@ -269,7 +269,7 @@ def open_run(
     strategy.group.on_main(open_on_main)
     for line in [*describe_run(run, flags), *notes]:
         run.log.say(line)
-    if strategy.device.type == "cuda" and not run.is_complete:  # a host has no such limit
+    if strategy.device.type == "cuda" and not run.is_complete:  # the host has no such limit
         run.memory.dry_run(run.task, run.plan, run.log.say)
     source, step = given.resume_from, run.progress.step
     if source is not None and strategy.group.on_main(
@@ -279,7 +279,8 @@ def open_run(
         value, is_best, has_best = strategy.group.on_main(lambda: take_best_beside(source, best, directory, run_id))
         if best is not None and not has_best:
             run.log.say(
-                f"The best checkpoint so far (epoch {best.epoch}) is not beside {source}; best counts from here."
+                f"The best checkpoint so far (epoch {best.epoch}) is not next to {source}; the best is tracked from "
+                "here on."
             )
             run.progress.best = None
         save(run, value, is_best)
@@ -287,14 +288,14 @@ def open_run(
 
 
 def size_of_checkpoint(learner: Learner) -> int:
-    """Bytes of the weights, their moving average and the moments of the optimizers."""
+    """Returns the bytes of weights, their average, and optimizer moments."""
     weights = sum(value.nbytes for value in learner.objective.state_dict().values())
     moments = sum(p.nbytes for several in learner.optimizers.values() for p in moments_of(several))
     return weights * (2 if learner.ema.enabled else 1) + moments
 
 
 def describe_run(run: Run, flags: Flags) -> list[str]:
-    """The lines at the start of every run."""
+    """Returns the lines printed at the start of every run."""
     task, strategy, batches, num_workers = run.task, run.strategy, run.memory.splits, run.workers.num_workers
     world_size, num_devices = strategy.group.world_size, strategy.num_devices
     places = [f"Devices: {strategy.describe()}."]
@@ -341,10 +342,10 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
 def prepare_training(
     flags: Flags, task: Task, learner: Learner, strategy: Strategy, orders: Sequence[SampleOrder], memory: MemoryGuard
 ) -> float:
-    """Spreads the model over the run's devices, for each phase by what it trains, and makes the optimizers.
+    """Wraps the model for the run's devices in each phase, and builds the optimizers.
 
-    All processes call it, with weights that they have alike. orders: of each phase. Returns what the slowest first
-    forward took, in seconds of the processors. Raises UserError for what does not keep the contract.
+    All processes call it with identical weights. orders: of each phase. Returns the processor time of the slowest first
+    forward in seconds. Raises UserError if the task breaks its contract.
     """
     check_same_parameters(learner.objective, strategy.group, f"--task {flags.run.task}")
     with strategy.unsharded(learner.objective):
@@ -356,7 +357,7 @@ def prepare_training(
         phase: completed_groups(task, learner.objective, phase, flags.learning.weight_decay) for phase in task.phases
     }
     learner.set_trained({phase: [p for group in own for p in group["params"]] for phase, own in groups.items()})
-    for phase in task.phases:  # before any forward: what says that memory is short tells of their moments too
+    for phase in task.phases:  # before any forward, so that out-of-memory messages can count moments
         learner.optimizers[phase] = build_optimizers(flags.learning, task, learner.objective, phase, groups[phase])
         strategy.check_optimizers(learner.optimizers[phase])
     learner.ema.leave_to([optimizer for several in learner.optimizers.values() for optimizer in several])
@@ -386,16 +387,16 @@ def assemble_run(
     is_new: bool = False,
     loading: Loading | None = None,
 ) -> Run:
-    """The parts, with fresh weights and a silent log; nothing is written. loading: of `start_loading`.
+    """Assembles a run with fresh weights and a silent log; writes nothing. loading: from `start_loading`.
 
-    directory: for a run that trains. before: `facts` of the checkpoint to resume, or of an attempt that saved none.
-    is_new: it resumes nothing, and no checkpoint brings what the task gives a new model.
+    directory: of a run that trains. before: the facts of the checkpoint to resume, or of an attempt that saved none.
+    is_new: nothing is resumed, so the task initialises the model.
     """
     workers, loaders = loading or start_loading(flags, task, strategy, trains=False)
     facts = start_facts(flags, task, strategy)
     batches, facts["lr_factor"] = arrange_batches(flags, facts["config"], facts["batch_sizes"], strategy, before)
     plan = build_plan(flags, task, batches)
-    task.at = Progress().where(plan, strategy.group)  # for what is called before the first step
+    task.at = Progress().where(plan, strategy.group)  # for task methods called before the first step
     learning_rate = build_learning_rate(flags, task, plan, facts["lr_factor"])
     facts["global_batch_sizes"] = [split.global_batch_size for split in batches]
     facts["phase_sizes"] = plan.phase_sizes
@@ -431,15 +432,15 @@ def assemble_run(
     )
 
 
-# --- the parts ---------------------------------------------------------------------------------------------------
+# --- components -----------------------------------------------------------------------------------------------
 
 
 def start_facts(flags: Flags, task: Task, strategy: Strategy) -> dict[str, Any]:
-    """Facts of this start that a checkpoint records. Raises UserError where the processes have different data."""
+    """Collects the facts of this start for checkpoints. Raises UserError if processes have different data."""
     data_facts, digest = strategy.group.together(lambda: (facts_of_data(task), digest_of_data(task)))
     sizes = {f"data set {name!r}": len(dataset) for name, dataset in task.splits().items()}
     sizes |= {f"training data of phase {phase!r}": len(task.training_data(phase)) for phase in task.phases}
-    advice = "give all ranks the same data, by the same flags, wherever each of them keeps it"
+    advice = "give all ranks the same data, with the same flags"
     strategy.group.require_same({**sizes, **data_facts, "data_digest": digest}, advice)
     return {
         "task": flags.run.task,
@@ -452,7 +453,7 @@ def start_facts(flags: Flags, task: Task, strategy: Strategy) -> dict[str, Any]:
 
 
 def build_watches(flags: Flags, task: Task, learner: Learner, strategy: Strategy, learning_rate: float) -> list[Watch]:
-    """What looks on while the run trains; on one process the outcomes of steps alone. learning_rate: its peak."""
+    """Creates the run's watches; on one process only step outcomes. learning_rate: its peak."""
     advice = f"lower --lr {learning_rate:g}, lengthen --warmup-epochs, lower --max-grad-norm {learner.max_grad_norm:g}"
     watches: list[Watch] = []
     if flags.multi is not None and strategy.group.world_size > 1:
@@ -463,7 +464,7 @@ def build_watches(flags: Flags, task: Task, learner: Learner, strategy: Strategy
 
 
 def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) -> Learner:
-    """The model with its loss on this process's device, initialised alike on every process."""
+    """Builds the model with its loss on this process's device, initialised identically on every process."""
     precision, rho = choose_precision(flags.precision, strategy.device), flags.learning.sam_rho
 
     def build() -> Objective:
@@ -476,10 +477,10 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
         stray = set(objective.state_dict()) - {f"model.{name}" for name in objective.model.state_dict()}
         if stray:
             raise UserError(
-                f"--task {flags.run.task}: {type(objective).__name__} holds {', '.join(sorted(stray)[:3])} beside its "
-                "`model`, which alone is saved and trained; make one module of the model and of what is trained with "
-                "it, and hand that in as the model (`super().__init__(nn.ModuleDict(...))`); what only helps, as a "
-                "teacher does, is one of the `helpers` (`super().__init__(model, helpers={...})`)"
+                f"--task {flags.run.task}: {type(objective).__name__} holds {', '.join(sorted(stray)[:3])} outside its "
+                "`model`, but only the model is trained and saved; pass one module that holds all that is trained "
+                "(`super().__init__(nn.ModuleDict(...))`), and frozen modules such as a teacher as `helpers` "
+                "(`super().__init__(model, helpers={...})`)"
             )
         check_helpers(objective, f"--task {flags.run.task}: build_objective", strategy.num_replicas)
         check_blocks(task, objective.model)
@@ -492,7 +493,7 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
         if is_new:
             task.initialise(objective)
 
-    with refusing_sizes("the model", "lower the flags that say how large it is"):
+    with refusing_sizes("the model", "lower the flags that set its size"):
         objective = strategy.place(build, task.blocks, complete)
     ema = ExponentialMovingAverage(objective.model, flags.learning.ema_decay)
     parts = objective, in_precision(objective, precision), strategy.device, precision, flags.learning.max_grad_norm, ema
@@ -508,7 +509,7 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
 
 
 def example_batch(task: Task, phase: int, size: int, for_gpu: bool = False) -> Batch:
-    """A checked batch of a phase, of so many samples if there are, that does not count."""
+    """Makes a checked placeholder batch of a phase with up to `size` samples."""
     dataset = task.training_data(task.phases[phase])
     index = np.arange(min(size, len(dataset)))
     keys = SampleKeys(index, epoch=0, phase=phase, placeholder=True, few_lengths=for_gpu)

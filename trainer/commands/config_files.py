@@ -1,4 +1,4 @@
-"""Settings in files: read as TOML or from the record of a run, and written by `--print-config`."""
+"""Settings files: reads TOML or a run's record, and writes `--print-config`."""
 
 import json
 import textwrap
@@ -13,15 +13,14 @@ from trainer.flags import RETIRED, MultiDeviceFlags
 
 LINE_LENGTH = 120
 PRESETS = Path(__file__).resolve().parents[2]
-"""Holds configs/, whose files `--config configs/...` finds from any folder."""
+"""Parent of configs/, so that `--config configs/...` works from any folder."""
 
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """Settings by the name of the flag, "--batch-size", as TOML or JSON has them.
+    """Settings from TOML or JSON, by flag such as "--batch-size".
 
-    flag: what names it on the command line. is_record: a run has written it, and perhaps somebody else's; see
-    `trainer.config.flag`.
+    flag: the flag that named the file. is_record: written by a run, perhaps somebody else's; see `trainer.config.flag`.
     """
 
     path: Path
@@ -33,7 +32,7 @@ class ConfigFile:
         return f"{self.flag} {self.path}"
 
     def values(self, known: Mapping[str, Option], all_known: bool) -> tuple[dict[str, Any], list[str]]:
-        """By field name, as the types and ranges of the flags want them; and what is wrong with the others.
+        """Converts and validates the settings; returns values by field, and problems with the rest.
 
         known: flags by field name. all_known: no others exist.
         """
@@ -55,7 +54,7 @@ class ConfigFile:
         return values, problems
 
     def of_several_devices(self) -> list[str]:
-        """What it asks for that only runs on several devices have, as flags."""
+        """Returns its flags that only multi-device runs have."""
         known = {option.name: option for option in options(MultiDeviceFlags).values() if not option.hidden}
         return [
             name if value is True else f"{name} {shown(value)}"
@@ -65,7 +64,7 @@ class ConfigFile:
 
 
 def read_config_files(paths: Iterable[Path]) -> tuple[list[ConfigFile], list[str]]:
-    """Those that can be read, and why others cannot."""
+    """Reads the files; returns those readable, and problems with the others."""
     files, problems = [], []
     for path in paths:
         try:
@@ -76,11 +75,11 @@ def read_config_files(paths: Iterable[Path]) -> tuple[list[ConfigFile], list[str
 
 
 def _settings_in(path: Path) -> Mapping[str, Any]:
-    import tomllib  # here, so that a start without files does without
+    import tomllib  # lazily, for starts without files
 
     path = PRESETS / path if path.parts[:1] == ("configs",) and not path.exists() else path
     try:
-        text = read_whole(path, MOST_RECORD).decode("utf-8-sig")  # editors may put a mark in front
+        text = read_whole(path, MOST_RECORD).decode("utf-8-sig")  # editors may write a byte order mark
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -91,9 +90,9 @@ def _settings_in(path: Path) -> Mapping[str, Any]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"is not valid TOML: {error}") from None
         try:
-            repr(stated)  # which a hexadecimal number can be too long for, and so would be every message about it
+            repr(stated)  # fails for huge hexadecimal numbers, as would every message about them
         except ValueError:
-            raise ValueError("holds a number of thousands of digits, which nothing can use") from None
+            raise ValueError("holds a number with thousands of digits") from None
         return stated
     try:
         record = json.loads(text)
@@ -106,11 +105,11 @@ def _settings_in(path: Path) -> Mapping[str, Any]:
 
 
 def _by_flag(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises ValueError for a table, and for a setting that is there twice."""
+    """Normalises keys to flags. Raises ValueError for tables and duplicate settings."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(one, dict) for one in value)):
-            raise ValueError(f"{key} is a table; write each setting as a line of its own, such as batch-size = 64")
+            raise ValueError(f"{key} is a table; write each setting on its own line, such as batch-size = 64")
         name = "--" + key.removeprefix("--").replace("_", "-")
         if name in found:
             raise ValueError(f"sets {_key(name)} twice")
@@ -119,7 +118,7 @@ def _by_flag(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_origins(problem: str, origins: Mapping[str, ConfigFile]) -> str:
-    """A message with the files or the run that the flags in it are from. origins: by the name of the flag."""
+    """Appends the files or runs from which a message's flags came. origins: by flag."""
     words = {word.strip(",.:;()'\"") for word in problem.split()}
     named = [
         f"{name} is {'set in' if file.flag == '--config' else 'of the run in'} {file.path}"
@@ -130,8 +129,8 @@ def with_origins(problem: str, origins: Mapping[str, ConfigFile]) -> str:
 
 
 def as_toml(groups: Sequence[FlagGroup]) -> str:
-    """Every setting of the groups with its help, as a file for `--config`; without a value it is a comment."""
-    lines = ["# As --config takes it; paths are relative to the folder where the command is given."]
+    """Formats every setting of the groups with its help as TOML for `--config`; unset ones as comments."""
+    lines = ["# For --config; paths are relative to the folder where the command runs."]
     for group in groups:
         lines += ["", "", f"# --- {described(type(group))[0]} ---"]
         for field, option in options(type(group)).items():
@@ -148,5 +147,5 @@ def _key(name: str) -> str:
 
 
 def _as_toml(value: Any) -> str:
-    """A value that a flag may have: TOML spells it like JSON, but for one control character."""
+    """Formats a flag's value as TOML, which equals JSON except for one control character."""
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")

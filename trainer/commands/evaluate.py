@@ -1,4 +1,4 @@
-"""Scores at the end of training, or on request; of one run, or of the ensemble of several."""
+"""Scores at the end of training or on request, of one run or of an ensemble."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -34,17 +34,17 @@ from trainer.parallel.strategy import SingleDevice, Strategy
 from trainer.task import Baseline, Sums, Task
 
 SCORES = "scores.jsonl"
-"""Of a folder that was scored without training: a line of JSON for each time."""
+"""Scores of a folder evaluated without training, one JSON line each time."""
 
 
 def score(run: Run, no_test: bool, baselines: Mapping[str, Baseline] | None = None) -> None:
     """Ends a run: scores it and writes results.json. Raises StopRequested if asked to stop meanwhile.
 
-    The test set is scored with the best weights. Without one the scores are the best on the validation sets, or of
-    training where there are none either; they are not computed again.
+    Scores the test set with the best weights. Without a test set it reports the best validation scores, or training
+    scores without validation, which are not recomputed.
 
-    no_test: score the validation sets instead, with the last weights: those that the same settings would give without
-    any. baselines: of `find_baselines`.
+    no_test: score the validation sets with the last weights, as the same settings without validation would. baselines:
+    from `find_baselines`.
     """
     progress, has_validation = run.progress, run.plan.has_validation
     progress.read_clock()
@@ -59,7 +59,7 @@ def score(run: Run, no_test: bool, baselines: Mapping[str, Baseline] | None = No
             )
             weights = best
         else:
-            run.log.say("There is no intact best checkpoint: the scores are those of the last weights.")
+            run.log.say("There is no intact best checkpoint; scoring the last weights.")
     metrics = {} if on_test or no_test else run.scores
     if not metrics:
         sums = {"test": evaluate(run, "test")} if on_test else validate(run)
@@ -97,7 +97,7 @@ def score(run: Run, no_test: bool, baselines: Mapping[str, Baseline] | None = No
             },
         )
 
-    run.group.on_main(write_results)  # last, since it says that nothing is left to do
+    run.group.on_main(write_results)  # last, since it marks the run as complete
 
 
 def _best_weights(directory: RunDirectory) -> dict[str, Any]:
@@ -108,14 +108,14 @@ def _best_weights(directory: RunDirectory) -> dict[str, Any]:
 
 
 def better_can_be_scored(directory: RunDirectory, results: Mapping[str, Any]) -> bool:
-    """Whether the test set was scored with other weights than the best, whose file is whole again."""
+    """Returns whether the test set was scored without the best weights, which are readable again."""
     weights = results.get("weights")
     missed = isinstance(weights, dict) and weights.get("is_best") is False and results.get("scored") == "test"
     return missed and directory.load_best() is not None
 
 
 def evaluate_only(flags: Flags, task: Task, strategy: Strategy) -> None:
-    """`--eval-only`: prints validation and test scores, and adds them to SCORES. Raises UserError."""
+    """Runs `--eval-only`: prints validation and test scores, and appends them to SCORES. Raises UserError."""
     given = flags.checkpoint
     files = {"--resume-from": given.resume_from, "--init-from": given.init_from}
     trained = strategy.load_on_main(lambda: find_run(flags, files, task.shipped_weights(), say), LARGE)
@@ -153,7 +153,7 @@ def evaluate_only(flags: Flags, task: Task, strategy: Strategy) -> None:
 
 
 def _kept(folder: Path, scored: Mapping[str, Any]) -> str:
-    """Adds a line to SCORES in the folder; returns a sentence that says so, or why the disk refuses."""
+    """Appends a line to SCORES; returns a sentence about it, or about a disk error."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / SCORES).open("a", encoding="utf-8") as file:
@@ -164,9 +164,11 @@ def _kept(folder: Path, scored: Mapping[str, Any]) -> str:
 
 
 def check_only(flags: Flags, task: Task, strategy: Strategy) -> None:
-    """`--check-task`: checks a new model in float64, as a start does, and slow forwards too. Raises UserError."""
+    """Runs `--check-task`: checks a new model in float64, including slow forwards. Raises UserError."""
     if task.fitted:
-        raise UserError("--check-task: with these flags the model is fitted, so it has no loss to check; leave it out")
+        raise UserError(
+            "--check-task: with these flags the model is fitted, so there is no loss to check; leave it out"
+        )
     exact = replace(flags, precision=replace(flags.precision, dtype="float64", amp="off"))
     with closing(assemble_run(exact, task, strategy, is_new=True)) as run:
         initialise(run.learner, exact.checkpoint, task.shipped_weights(), strategy)
@@ -178,9 +180,9 @@ def check_only(flags: Flags, task: Task, strategy: Strategy) -> None:
         couples = run.learner.objective.coupled or run.learner.objective.is_joint
     if strategy.group.is_main:
         passed = (
-            "The loss couples samples on purpose: how it depends on the division of a batch is not checked."
+            "The loss couples samples by design, so its dependence on batch splits is not checked."
             if couples
-            else "The sums of the objective do not depend on how a batch is divided."
+            else "The sums of the objective do not depend on how a batch is split."
         )
         say("\n".join(lines or [passed]))
 
@@ -188,9 +190,9 @@ def check_only(flags: Flags, task: Task, strategy: Strategy) -> None:
 def ensemble_metrics(
     flags: Flags, task: Task, directories: Sequence[Path], stop: StopRequest
 ) -> dict[str, float] | None:
-    """Test metrics of the task's ensemble of these runs, each with the weights that it is used with.
+    """Returns test metrics of the task's ensemble of runs, each with its best weights.
 
-    None where the task has no ensemble. Raises UserError for a run without weights, StopRequested if asked to stop
+    None if the task has no ensemble. Raises UserError for a run without weights, StopRequested if asked to stop
     meanwhile.
     """
     device = pick_device(flags.devices.device)
@@ -200,7 +202,7 @@ def ensemble_metrics(
     set_up_torch(flags, strategy.group)
     dtype, hint = getattr(torch, flags.precision.dtype), "give the flags that it was trained with"
     found = ((load_best_weights(directory, say)["model"], str(directory)) for directory in directories)
-    # On the CPU, since there may be many.
+    # on the CPU, since there may be many
     ensemble = task.ensemble([trained_objective(task, weights, CPU, dtype, name, hint) for weights, name in found])
     if ensemble is None:
         return None

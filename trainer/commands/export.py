@@ -1,6 +1,6 @@
-"""`--export`: the model of a finished run as a program that runs without this trainer.
+"""`--export`: a finished run's model as a program that runs without this trainer.
 
-Traced from a few real batches and kept if, loaded again, it answers them as the model does.
+Traced from a few real batches, and kept only if the reloaded program gives the model's outputs.
 """
 
 import inspect
@@ -30,19 +30,19 @@ from trainer.parallel.strategy import Strategy
 from trainer.task import Exported, Objective, Task, validation_sets
 
 ABOUT = "about.json"
-"""The name of the entry within a .pt2 that describes the program."""
+"""Entry of a .pt2 archive that describes the program."""
 _BATCH_SIZES = (4, 3, 2, 1)
-"""Sizes of the batches that programs are traced from and checked on: what differs between them may have any size."""
+"""Batch sizes for tracing and checking; dimensions that differ between them become dynamic."""
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
-"""How far answers may be apart, as a share of the largest number in an output."""
+"""Tolerance, relative to an output's largest value."""
 
 Answer = Callable[[Exported], Sequence[Tensor]]
-"""Calls a written program; returns its outputs, one after the other."""
+"""Calls a reloaded program; returns its outputs."""
 
 
 @torch.no_grad()
 def export_model(flags: Flags, strategy: Strategy) -> None:
-    """`--export`. Raises UserError, with nothing written, also where the program answers otherwise than the model."""
+    """Runs `--export`. Raises UserError without writing, also if the program's outputs differ."""
     path = flags.exporting.export
     assert path is not None
     run, task = find_trained(flags, say)
@@ -62,19 +62,19 @@ def export_model(flags: Flags, strategy: Strategy) -> None:
         difference = max(largest_difference(call, answer(call)) for call in calls)
     if not difference <= _TOLERANCE[dtype]:
         raise UserError(
-            f"--export {path}: not written, for what was exported differs from the model by {difference:.1e} of its "
-            "largest answer"
+            f"--export {path}: not written: the exported program differs from the model by {difference:.1e} of its "
+            "largest output"
         )
     write_output(path, content, "--export")
     say(f"Exported {run.label} to {path}. Inputs: {', '.join(f'{name} {shape}' for name, shape in inputs.items())}")
     sizes = f"{len(calls)} batches of {min(_BATCH_SIZES)} to {max(_BATCH_SIZES)} samples"
-    say(f"Compared with the model on {sizes}: the largest difference is {difference:.1e} of the largest answer.")
+    say(f"Compared with the model on {sizes}: the largest difference is {difference:.1e} of the largest output.")
 
 
 def example_batches(task: Task) -> Iterator[Batch]:
-    """Random samples of a validation set, or of the test set; the same at every time.
+    """Yields fixed random samples of a validation or test set in contiguous batches.
 
-    Contiguous in memory: programs take what lies as their first batch did.
+    Programs assume the memory layout of their example.
     """
     splits = task.splits()
     dataset = splits[next(iter(validation_sets(splits)), "test" if "test" in splits else "train")]
@@ -87,26 +87,26 @@ def example_batches(task: Task) -> Iterator[Batch]:
 
 
 def recorded_call(task: Task, objective: Objective, batch: Batch) -> Exported:
-    """The call that the objective's forward makes of its model. Raises UserError where it makes none."""
+    """Records the call that the objective's forward makes of its model. Raises UserError if it makes none."""
     model, calls = objective.model, []
 
     def record(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         inputs = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-        # Cloned, since a forward may write into what its model returned.
+        # cloned, since a forward may modify its model's outputs
         calls.append(Exported(model, inputs, [tensor.clone() for tensor in _tensors(output)]))
 
     with model.register_forward_hook(record, with_kwargs=True):
         objective(batch)
     if not calls:
         raise UserError(
-            f"--export: {type(objective).__name__}.forward does not call its `model` as a whole; say what to export by "
+            f"--export: {type(objective).__name__}.forward does not call its `model` as a whole; define "
             f"{type(task).__name__}.exported"
         )
     return calls[0]
 
 
 def traced(calls: Sequence[Exported]) -> ExportedProgram:
-    """The program of the first call, which takes whatever sizes differ between the calls."""
+    """Exports the first call's program, with dimensions dynamic that differ between calls."""
     first, others = calls[0], AdditionalInputs()
     for call in calls[1:]:
         others.add(*_arguments(call))
@@ -119,13 +119,13 @@ def traced(calls: Sequence[Exported]) -> ExportedProgram:
 
 
 def _arguments(call: Exported) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs by position, as far as the signature lets, and the others by name."""
+    """Splits inputs into positional arguments, as far as the signature allows, and keyword arguments."""
     bound = inspect.BoundArguments(inspect.signature(call.program.forward), dict(call.inputs))
     return bound.args, bound.kwargs
 
 
 def shapes(program: ExportedProgram) -> dict[str, str]:
-    """The shape of each tensor that the program takes, such as "(?, 9, 128)"; ? stands for any size."""
+    """Returns the input shapes of a program, such as "(?, 9, 128)"; ? is dynamic."""
     values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
     inputs = {str(name): values.get(str(name)) for name in program.graph_signature.user_inputs}
     sizes = {
@@ -137,7 +137,7 @@ def shapes(program: ExportedProgram) -> dict[str, str]:
 
 
 def as_pt2(program: ExportedProgram, about: Mapping[str, Any]) -> tuple[bytes, Answer]:
-    """The content of a .pt2, and what calls the program in it."""
+    """Returns the content of a .pt2, and a function that calls the program in it."""
     file = io.BytesIO()
     torch.export.save(program, file, extra_files={ABOUT: json.dumps(about)})
     file.seek(0)
@@ -152,7 +152,7 @@ def as_pt2(program: ExportedProgram, about: Mapping[str, Any]) -> tuple[bytes, A
 
 @contextmanager
 def _refusing_failures(what: str) -> Iterator[None]:
-    """Makes a UserError of whatever torch raises (there is no common kind); mutes what it says to its own authors."""
+    """Converts any exception of torch to UserError, and mutes torch's internal warnings."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -160,13 +160,15 @@ def _refusing_failures(what: str) -> Iterator[None]:
             yield
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f"{what}: {reason}; another form of it can be given by `Task.exported`") from error
+        raise UserError(f"{what}: {reason}; provide an exportable form with `Task.exported`") from error
     finally:
         logging.disable(logging.NOTSET)
 
 
 def largest_difference(call: Exported, found: Sequence[Tensor]) -> float:
-    """As a share of the largest finite number of an output; infinite where shapes, infinities or NaN differ."""
+    """Returns the largest difference relative to each output's largest finite value; infinite if shapes, infinities or
+    NaNs differ.
+    """
     expected, largest = _tensors(call.expected), 0.0
     if [tensor.shape for tensor in expected] != [tensor.shape for tensor in found]:
         return float("inf")

@@ -1,4 +1,4 @@
-"""Facts that a checkpoint records, for the next start to compare: the environment, the data and the code of a run."""
+"""Facts recorded in checkpoints for later comparison: environment, data and code of a run."""
 
 import hashlib
 import os
@@ -29,7 +29,7 @@ PACKAGES = ("trainer", "tasks", "models", "data")
 
 
 def describe_environment(strategy: Strategy) -> dict[str, Any]:
-    """All that identity to the bit depends on, besides the flags."""
+    """Returns everything besides the flags that bit-equality depends on."""
     return {
         "world_size": strategy.group.world_size,
         "num_devices": strategy.num_devices,
@@ -44,7 +44,7 @@ def describe_environment(strategy: Strategy) -> dict[str, Any]:
 
 
 def facts_of_data(task: Task) -> dict[str, Any]:
-    """Facts of `describe_data`, in values that a checkpoint and config.json can hold. Raises UserError."""
+    """Returns `describe_data` as values for checkpoints and config.json. Raises UserError."""
     told: Any = task.describe_data()
     try:
         if not isinstance(told, Mapping) or not all(isinstance(name, str) for name in told):
@@ -54,23 +54,23 @@ def facts_of_data(task: Task) -> dict[str, Any]:
         if num_bytes > MOST_RECORD // 2:
             raise ValueError(f"returned {num_bytes:,} bytes: must be at most {MOST_RECORD // 2:,}")
     except (ValueError, RecursionError) as error:
-        problem = "returned lists in lists, nested too deeply" if isinstance(error, RecursionError) else error
+        problem = "returned lists nested too deeply" if isinstance(error, RecursionError) else error
         raise UserError(f"{type(task).__name__}.describe_data: {problem}") from None
     return facts
 
 
 def digest_of_data(task: Task) -> str | None:
-    """The task's `data_digest`, as text. Raises UserError."""
+    """Returns the task's `data_digest` as a string. Raises UserError."""
     digest: Any = task.data_digest()
     if isinstance(digest, bytes | bytearray):
         return digest.hex()
     if digest is not None and not isinstance(digest, str | int):
-        raise UserError(f"{type(task).__name__}.data_digest: returned {brief(digest)}: must be a text, or None")
+        raise UserError(f"{type(task).__name__}.data_digest: returned {brief(digest)}: must be a string or None")
     return None if digest is None else f"{digest}"
 
 
 def facts_of_helpers(helpers: Mapping[str, nn.Module], group: Group) -> dict[str, dict[str, str]]:
-    """The digest of each helper of an objective, if there are any. All processes call it. Raises UserError."""
+    """Returns the digest of each helper, if there are any. All processes call it. Raises UserError."""
     digests = {name: digest_of(helper) for name, helper in helpers.items()}
     facts = {f"the digest of the helper {name}": digest for name, digest in digests.items()}
     group.require_same(facts, "build_objective must make the same helpers on all ranks")
@@ -78,10 +78,10 @@ def facts_of_helpers(helpers: Mapping[str, nn.Module], group: Group) -> dict[str
 
 
 def identify_code(task_type: type[Task]) -> dict[str, Any]:
-    """Plain values; None where there is no repository, no git, or no file.
+    """Identifies the trainer's commit and the task's file; None where unknown.
 
-    commit: of the repository that the trainer lies in. changed: whether tracked files differ from it. task_file,
-    task_sha256: of the module that defines the task.
+    commit: of the trainer's repository. changed: whether tracked files differ from it. task_file, task_sha256: of the
+    task's module.
     """
     commit, changed = read_git(Path(__file__).resolve().parent)
     file = source_file(task_type)
@@ -90,7 +90,7 @@ def identify_code(task_type: type[Task]) -> dict[str, Any]:
 
 
 def code_digests(task_type: type[Task]) -> dict[str, str]:
-    """By what it is of, the sha256 of the trainer's code and of the task's file, as far as it can be read."""
+    """Returns the sha256 of the trainer's code and of the task's file, if readable."""
     root, file = Path(__file__).resolve().parents[2], source_file(task_type)
     own = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
     found = {"the code of the trainer": _sha256(own), "the task's file": _sha256([file] if file else [])}
@@ -98,21 +98,21 @@ def code_digests(task_type: type[Task]) -> dict[str, str]:
 
 
 def _sha256(files: Sequence[Path]) -> str | None:
-    """Digest of the bytes of files, one after another; None where there is none, or one cannot be read."""
+    """Hashes the concatenated files; None if there are none, or one cannot be read."""
     digest = hashlib.sha256()
     try:
         for file in files:
-            digest.update(file.read_bytes().replace(b"from lockstep.", b"from "))  # an installed copy is the same code
+            digest.update(file.read_bytes().replace(b"from lockstep.", b"from "))  # same digest for an installed copy
     except OSError:
         return None
     return digest.hexdigest() if files else None
 
 
-@cache  # a process has imported its code once, whatever is committed later
+@cache  # imported code does not change within a process
 def read_git(folder: Path) -> tuple[str | None, bool | None]:
-    """The commit of the repository that a folder lies in, and whether tracked files differ from it. Takes no lock."""
+    """Returns the commit of a folder's repository, and whether tracked files differ from it. Takes no lock."""
     command = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
-    # What a hook of another repository has set would lead there.
+    # variables set by another repository's hook would point git there
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment["GIT_OPTIONAL_LOCKS"] = "0"
     try:

@@ -21,9 +21,9 @@ from trainer.task import Task
 
 @dataclass(frozen=True)
 class FromRun:
-    """Flags that a command line takes from the run that it resumes or uses, where they are not the defaults.
+    """Flags taken from the run that is resumed or used, unless they are defaults.
 
-    path: its folder, or its checkpoint that is named. values: each flag with its value.
+    path: its folder or checkpoint. values: flags with values.
     """
 
     path: Path = Path()
@@ -46,22 +46,22 @@ class Flags(TrainerFlags):
     task: Any
     task_type: type[Task] | None
     tool: Any = None
-    """Of a program that does something else with a training run than train it: its own group."""
+    """Flags of a program other than training."""
     origins: Mapping[str, ConfigFile] = dataclasses.field(default_factory=dict, compare=False)
-    """Which file or run a value is from, by the name of the flag."""
+    """File or run that a value came from, by flag."""
     given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
-    """The names of flags that the command line or a file states, were it their default."""
+    """Flags given by the command line or a file, even if equal to the default."""
     from_run: FromRun = dataclasses.field(default_factory=FromRun, compare=False)
     left_out: Sequence[str] = dataclasses.field(default=(), compare=False)
-    """A line for each default of the task, or setting of a file, for which a choice beside it has no use."""
+    """A line for each task default or file setting without effect on this command line."""
 
     def refusal(self, problem: str) -> UserError:
-        """Of what only the data show to be wrong."""
+        """Builds a UserError for a problem found in the data, naming the origins of flags."""
         return UserError(with_origins(problem, self.origins))
 
     @contextmanager
     def telling_origins(self) -> Iterator[None]:
-        """Has a UserError say which file or run a flag is from that it names."""
+        """Adds the origins of flags to any UserError."""
         try:
             yield
         except UserError as error:
@@ -70,7 +70,7 @@ class Flags(TrainerFlags):
             raise UserError(told) from None
 
     def values(self) -> dict[str, Any]:
-        """Every flag of a training run by name, in a form that JSON and a checkpoint can hold."""
+        """Returns every flag of a training run by name, as JSON-compatible values."""
         return flag_values(*self._groups) | (recorded_values(self.task) if self.task is not None else {})
 
     def values_alike(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Flags(TrainerFlags):
 
 
 def recorded_values(of_task: FlagGroup) -> dict[str, Any]:
-    """`flag_values` of a task's flags, with paths that lead to the same files from any folder."""
+    """Returns `flag_values` of a task's flags, with absolute paths."""
     values = flag_values(of_task)
     for field, option in options(type(of_task)).items():
         value = getattr(of_task, field)
@@ -97,24 +97,24 @@ def recorded_values(of_task: FlagGroup) -> dict[str, Any]:
 
 
 def contradictions(flags: Flags) -> list[str]:
-    """What is wrong with flags of different groups taken together."""
+    """Returns problems between flags of different groups."""
     found = []
     warmup, epochs = flags.learning.warmup_epochs, flags.run.epochs
     if warmup is not None and epochs is not None and warmup > epochs:
         found.append(f"--warmup-epochs {warmup:g}: must not exceed --epochs {epochs}")
     if flags.learning.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
-        found.append(f"--optimizer muon: torch {torch.__version__} has no Muon; take torch 2.9, or another optimizer")
+        found.append(f"--optimizer muon: torch {torch.__version__} has no Muon; use torch 2.9, or another optimizer")
     if flags.learning.optimizer == "muon" and flags.multi is not None and flags.multi.multi_gpu in forms.SHARDING:
         found.append(
-            "--optimizer muon: orthogonalises whole matrices, of which a process of --multi-gpu fsdp has a part; take "
-            "--multi-gpu ddp, or another optimizer"
+            "--optimizer muon: orthogonalises whole matrices, but a process of --multi-gpu fsdp holds only a shard; "
+            "use --multi-gpu ddp or another optimizer"
         )
     if flags.batch.parts and flags.multi is not None:
         parts, multi_gpu = f"--parts {flags.batch.parts}", flags.multi.multi_gpu
         if multi_gpu not in (None, forms.USUAL):
-            found.append(f"{parts}: --multi-gpu {multi_gpu} adds up otherwise; take --multi-gpu {forms.USUAL}")
+            found.append(f"{parts}: --multi-gpu {multi_gpu} sums in another order; use --multi-gpu {forms.USUAL}")
         if flags.multi.sync_bn:
-            found.append(f"{parts} and --sync-bn: exclude each other; a part has statistics of its own")
+            found.append(f"{parts} and --sync-bn: exclude each other; a part has its own statistics")
     uses = {"--predict": flags.prediction.predict, "--export": flags.exporting.export}
     if flags.multi is not None:
         found += [f"{use}: runs on one device; use main.py" for use, file in uses.items() if file is not None]
@@ -127,19 +127,19 @@ def _contradictions_of_devices(flags: Flags, multi: MultiDeviceFlags) -> list[st
     if form is not None and not form.can_compile and flags.blocks.compile:
         found.append("--compile: a replica of --multi-gpu dp cannot be compiled; use --multi-gpu ddp")
     if ":" in device:
-        found.append(f"--device {device}: names one device; with --multi-gpu choose GPUs by --gpu-ids")
+        found.append(f"--device {device}: names one device; with --multi-gpu choose GPUs with --gpu-ids")
     if multi.gpu_ids is not None and device == "cpu":
         found.append("--device cpu and --gpu-ids: exclude each other; give one")
     on_gpus = bool(usable_gpus(device, multi.gpu_ids))
     if multi.backend == "nccl" and not on_gpus:
-        found.append("--backend nccl: carries nothing between CPUs, and this run is on them; use --backend gloo")
+        found.append("--backend nccl: needs GPUs, but this run is on the CPU; use --backend gloo")
     if multi.sync_bn and not (on_gpus and form is not None and form.takes_sync_bn):
-        found.append("--sync-bn: needs --multi-gpu ddp on GPUs; torch has it for nothing else")
+        found.append("--sync-bn: needs --multi-gpu ddp on GPUs")
     return found
 
 
 def _contradictions_of_several(flags: Flags) -> list[str]:
-    """What does not go with `--seeds` and `--folds`."""
+    """Returns problems with `--seeds` and `--folds`."""
     several, given = flags.several, flags.checkpoint
     if not several.wanted:
         return []
@@ -154,7 +154,7 @@ def _contradictions_of_several(flags: Flags) -> list[str]:
     ]
     if several.folds and flags.task_type is not None:
         found += [
-            f"--folds {several.folds} and {flag_name(field.name)}: exclude each other; a fold says what is held out"
+            f"--folds {several.folds} and {flag_name(field.name)}: exclude each other; a fold decides what is held out"
             for field in fields(flags.task)
             if field.name in flags.task_type.hold_out_flags and getattr(flags.task, field.name) != field.default
         ]

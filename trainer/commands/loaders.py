@@ -1,4 +1,4 @@
-"""Where the batches of a run are made: by this process, by workers, or on its GPU."""
+"""Chooses where batches are made: in this process, in workers, or on the GPU."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -20,17 +20,17 @@ from trainer.task import Task, training_streams
 
 Loading = tuple[Workers, dict[str, BatchLoader]]
 LARGEST_SHARE = 1 / 4
-"""Of a GPU's free memory: larger data stay on the host, unless they are asked for."""
+"""Share of a GPU's free memory; larger data stay on the host unless requested otherwise."""
 SURELY_FITS = 2**30
-"""Bytes: smaller data will lie on the GPU, as far as that can be told before it is used."""
+"""Bytes below which data are expected to fit on the GPU, before it is initialised."""
 MOST_WORKERS = 8
-"""Of `--num-workers auto`: enough for steps of 1.3 ms, where making a batch takes 10 ms."""
+"""Limit of `--num-workers auto`: enough for 1.3 ms steps if a batch takes 10 ms to make."""
 
 
 def start_loading(flags: Flags, task: Task, strategy: Strategy, trains: bool) -> Loading:
-    """Workers, which are forked before CUDA is initialised, and the loaders of all data sets on the host.
+    """Forks workers before CUDA is initialised, and creates the host loaders of all data sets.
 
-    trains: whether there will be steps. All processes call it. Raises UserError for GPUs that cannot train together.
+    trains: whether steps follow. All processes call it. Raises UserError for GPUs that cannot train together.
     """
     workers = build_workers(flags.run, task, strategy.group, trains)
     loaders = build_loaders(task, workers)
@@ -44,7 +44,7 @@ def start_loading(flags: Flags, task: Task, strategy: Strategy, trains: bool) ->
 
 
 def build_workers(given: RunFlags, task: Task, group: Group, trains: bool) -> Workers:
-    """As `--num-workers` wants them. trains: whether there will be steps by which a trial can judge."""
+    """Creates the workers of `--num-workers`. trains: whether steps follow, for a trial to measure."""
     for_gpu = group.device.type == "cuda"
     if given.num_workers != "auto":
         return Workers(given.num_workers, for_gpu)
@@ -52,14 +52,14 @@ def build_workers(given: RunFlags, task: Task, group: Group, trains: bool) -> Wo
     movable = [each for each in training if isinstance(each, Movable)]
     moves = len(movable) == len(training) and given.data_on != "host" and num_bytes(movable) <= SURELY_FITS
     spare = num_cores() // group.local_world_size - 1
-    # On a CPU training needs the cores itself.
-    takes_workers = for_gpu and trains and not moves and not training_streams(task)  # each would read all of a stream
+    # on a CPU training needs the cores itself
+    takes_workers = for_gpu and trains and not moves and not training_streams(task)  # each worker would read all
     num_workers = max(0, min(MOST_WORKERS, spare)) if takes_workers else 0
     return Workers(num_workers, for_gpu, on_trial=num_workers > 0, room=shared_memory() / group.local_world_size)
 
 
 def build_loaders(task: Task, workers: Workers) -> dict[str, BatchLoader]:
-    """Of all data sets, on the host."""
+    """Creates the host loaders of all data sets."""
     return {
         name: BatchLoader(PhaseDatasets(datasets), task.collate, workers, trains=name == "train")
         for name, datasets in data_by_loader(task).items()
@@ -67,9 +67,9 @@ def build_loaders(task: Task, workers: Workers) -> dict[str, BatchLoader]:
 
 
 def loaders_on_device(task: Task, data_on: str, group: Group) -> dict[str, BatchLoader]:
-    """Moves data sets to the device of this process, and returns their loaders. All processes call it.
+    """Moves data sets to this process's device; returns their loaders. All processes call it.
 
-    data_on: `--data-on`. Raises UserError where it asks for what cannot be.
+    data_on: `--data-on`. Raises UserError if it cannot be satisfied.
     """
     if data_on == "host" or group.device.type != "cuda":
         return {}
@@ -80,7 +80,7 @@ def loaders_on_device(task: Task, data_on: str, group: Group) -> dict[str, Batch
     needed, free = num_bytes(parts), torch.cuda.mem_get_info(group.device)[0]
     if data_on == "device":
         if stays:
-            raise UserError(f"--data-on device: {', '.join(stays)} cannot lie on a GPU, being no Movable; take auto")
+            raise UserError(f"--data-on device: {', '.join(stays)} cannot be moved to a GPU (not a Movable); use auto")
         group.together(lambda: _require_memory(needed, free, group.device))
     elif not all(group.gather(needed <= LARGEST_SHARE * free)):
         return {}
@@ -91,7 +91,7 @@ def loaders_on_device(task: Task, data_on: str, group: Group) -> dict[str, Batch
 
 
 def data_by_loader(task: Task) -> dict[str, list[KeyedDataset]]:
-    """The data sets of each loader: those of all phases for "train", and one for each other split."""
+    """Returns the data sets of each loader: all phases for "train", one for each other split."""
     evaluated = {name: [dataset] for name, dataset in task.splits().items() if name != "train"}
     return {"train": [task.training_data(phase) for phase in task.phases], **evaluated}
 
@@ -99,13 +99,13 @@ def data_by_loader(task: Task) -> dict[str, list[KeyedDataset]]:
 def _require_memory(needed: int, free: int, device: torch.device) -> None:
     if needed > free:
         raise UserError(
-            f"--data-on device: the data take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of {device} are free; "
-            "take --data-on host"
+            f"--data-on device: the data take {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB of {device} are free; "
+            "use --data-on host"
         )
 
 
 def where_data_are(task: Task, loaders: Mapping[str, BatchLoader], data_on: str, device: torch.device) -> list[str]:
-    """The line about data on a GPU, where there is one."""
+    """Returns a line about data on a GPU, if it applies."""
     there = [name for name, loader in loaders.items() if isinstance(loader, DeviceLoader)]
     parts: Any = [each for own in data_by_loader(task).values() for each in own if isinstance(each, Movable)]
     if there:
@@ -120,7 +120,7 @@ def where_data_are(task: Task, loaders: Mapping[str, BatchLoader], data_on: str,
 def remarks_on_streams(
     task: Task, turns: Sequence[int], position: Position, world_size: int, num_workers: int
 ) -> list[str]:
-    """What training on streams costs, a line for each."""
+    """Returns lines about the cost of training on streams."""
     lines = []
     for phase, dataset in training_streams(task).items():
         index = task.phases.index(phase)
@@ -130,5 +130,5 @@ def remarks_on_streams(
         if world_size > 1 or num_workers:
             lines.append(f"{name}: {readers} reads all of it, and keeps the samples of its own batches.")
         if num_again:
-            lines.append(f"{name}: going on begins with reading {num_again} samples again.")
+            lines.append(f"{name}: resuming first reads {num_again} samples again.")
     return lines

@@ -1,4 +1,4 @@
-"""From a command line, and the files that it names, to the flags."""
+"""Parses a command line, and the files that it names, into flags."""
 
 import dataclasses
 import os
@@ -40,11 +40,10 @@ def parse(
     command: str = "",
     task_type: type[Task] | None = None,
 ) -> tuple[Flags, list[str]]:
-    """The flags and everything that is wrong with them.
+    """Returns the flags and all problems with them.
 
-    tool: flags beside those of training, for another program than the trainer; its own fields come first. about: what
-    that one's `--help` says: a description, and examples. command: the word that its flags come after, if any.
-    task_type: the class that `--task` names; without it, it is looked for.
+    tool: flags of a program other than training; its fields come first. about: that program's description and examples
+    for `--help`. command: the word before its flags, if any. task_type: the class of `--task`, found by name if None.
     """
     without_help = [word for word in argv if word not in HELP]
     given, _, _ = values_given(TRAINER_GROUPS, without_help)
@@ -106,9 +105,9 @@ def examples_of(task_name: str, task_type: type[Task] | None, several_devices: b
 
 
 def _flags_of_others(argv: Sequence[str], group_types: Sequence[type], task_name: str) -> dict[str, str]:
-    """What is wrong with flags of earlier versions, of several devices, and of other workloads, by name.
+    """Returns problems with retired flags, multi-device flags and other workloads' flags, by name.
 
-    Other workloads are imported only where a flag is given that nothing else has.
+    Imports other workloads only for a flag that nothing else has.
     """
     said = dict(RETIRED)
     if MultiDeviceFlags not in group_types:
@@ -124,9 +123,9 @@ def _flags_of_others(argv: Sequence[str], group_types: Sequence[type], task_name
 def _choose_task(
     asked: "Layers", record: ConfigFile | None, task_type: type[Task] | None
 ) -> tuple[str, type[Task] | None, list[str]]:
-    """The name of the task, its class if there is one, and why not. task_type: the class, where the caller has it.
+    """Returns the task's name, its class if found, and problems. task_type: the class, if the caller has it.
 
-    No code is imported because a record names it.
+    Imports no code named by a record.
     """
     name, source = asked.values.get("task"), asked.origins.get("task")
     if name is None and record is not None:
@@ -147,14 +146,14 @@ def _take_from_run(
     task_name: str,
     task_type: type[Task] | None,
 ) -> FromRun:
-    """Adds what the run that the command line is about decides, and returns that.
+    """Adds flags decided by the run that is resumed or used, and returns them.
 
-    That is which data it has and which model: `--task`, the flags of that task and `--seed`, unless they are stated. A
-    run that is used without its data takes them from the checkpoint of its weights (`recorded_task`). Values that no
-    flag may have are left out: whatever reads the whole checkpoint says that it is damaged, or takes an older one.
+    They choose its data and model: `--task`, that task's flags and `--seed`, unless given. A run used without its data
+    takes them from its weights' checkpoint (`recorded_task`). Invalid values are skipped, since reading the whole
+    checkpoint reports damage or falls back to an older one.
     """
     if not is_same_task(task_name, record.settings["--task"]):
-        return FromRun()  # another task does not go on with it, which is refused later
+        return FromRun()  # another task cannot resume it, which is refused later
     known = {"task": options(RunFlags)["task"]}
     taken = {} if "task" in asked or task_name == default_task() else {"task": task_name}
     several = asked.get("seeds", 1) > 1 or asked.get("folds", 0) > 0
@@ -174,7 +173,7 @@ def _take_from_run(
 
 
 def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[type]) -> dict[str, Any]:
-    """The defaults of the trainer's flags for a task. Raises UserError for a mistake in its class."""
+    """Returns a task's defaults for the trainer's flags. Raises UserError for an error in its class."""
     name = task_type.__name__
     if not dataclasses.is_dataclass(task_type.Config):
         raise UserError(f"--task {task_name}: {name}.Config must be a dataclass of its flags")
@@ -184,10 +183,10 @@ def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[ty
         raise UserError(f"--task {task_name}: {task_type.Config.__name__}.{error}") from None
     if taken := sorted(options(*group_types).keys() & own.keys()):
         names = ", ".join(map(flag_name, taken))
-        raise UserError(f"--task {task_name}: its flags {names} are the trainer's own; rename those fields")
+        raise UserError(f"--task {task_name}: its flags {names} are flags of the trainer; rename those fields")
     if missing := ", ".join(sorted(task_type.__abstractmethods__)):
-        raise UserError(f"--task {task_name}: {name} must have {missing}; see Task in trainer/task.py")
-    # A folder of its own, since a run of one task cannot go on in that of another.
+        raise UserError(f"--task {task_name}: {name} must define {missing}; see Task in trainer/task.py")
+    # one folder per task, since tasks cannot resume each other's runs
     file = task_name.rpartition(":")[0]
     own_name = Path(file).stem.strip("_") if name == SCRIPT else name
     folder = CheckpointFlags.save_dir / (task_name if task_name in workloads() else own_name)
@@ -195,7 +194,7 @@ def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[ty
         if not isinstance(task_type.defaults, Mapping):
             raise TypeError("must be a mapping of fields to values")
         if "task" in task_type.defaults:
-            raise TypeError("task is what chooses these defaults")
+            raise TypeError("task must not be among them")
         settable = [group for group in TRAINER_GROUPS if group is not ConfigFlags]
         return {"save_dir": folder, **checked_defaults(settable, task_type.defaults)}
     except (TypeError, ValueError) as error:
@@ -203,10 +202,10 @@ def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[ty
 
 
 class Layers:
-    """What the flags are unless the command line says otherwise: a task's defaults, then files, one over the other.
+    """Default values in layers: a task's defaults, then files; later layers override earlier ones.
 
-    values: by field name. origins: by field name, which file or record a value is from, None where from neither.
-    left_out: a line for each value for which the choice of a higher layer has no use.
+    values: by field. origins: file or record of a value by field, or None. left_out: lines about values without effect
+    in a higher layer.
     """
 
     def __init__(self, group_types: Sequence[type]) -> None:
@@ -221,7 +220,7 @@ class Layers:
         self.origins.update(dict.fromkeys(values, origin))
 
     def add_file(self, file: ConfigFile, all_known: bool) -> list[str]:
-        """The next layer; returns what is wrong with it. all_known: no other flags than those of the groups exist."""
+        """Adds a file; returns its problems. all_known: the groups contain all flags."""
         settable = {**options(MultiDeviceFlags), **self._known}
         for field in options(ConfigFlags):
             settable.pop(field, None)
@@ -246,10 +245,12 @@ class Layers:
                 self.origins.pop(other, None)
                 if field in without.needs and lower is not None and lower != without.default:
                     choice = option.as_typed(value)
-                    self.left_out.append(f"Left out: {without.as_typed(lower)}, for which {choice} has no use.")
+                    self.left_out.append(f"Left out: {without.as_typed(lower)}, which {choice} does not use.")
 
     def take_out_what_users_alone_name(self, but_for: Collection[str]) -> list[str]:
-        """Forgets values that no record may name (see `flag`); returns what the user is to add. but_for: fields."""
+        """Drops values that a record must not set (see `flag`); returns what the user has to add. but_for: fields to
+        keep.
+        """
         found = []
         for field, option in self._known.items():
             origin = self.origins.get(field)
@@ -264,14 +265,14 @@ class Layers:
         return found
 
     def origins_of_flags(self, argv: Sequence[str]) -> dict[str, ConfigFile]:
-        """By flag name, the file that its value is from, unless the command line gives it."""
+        """Returns the origin of each flag's value, unless the command line gives it."""
         stated = names_given(argv)
         named = {option.name: self.origins.get(field) for field, option in self._known.items()}
         return {name: origin for name, origin in named.items() if origin is not None and name not in stated}
 
 
 def names_several_devices(argv: Sequence[str]) -> bool:
-    """Whether a command line, its config files or a launcher are about several devices; `--help` shows them too."""
+    """Returns whether a command line, its config files or a launcher ask for several devices; `--help` counts too."""
     own = {flag_name(field) for field in options(MultiDeviceFlags)} | HELP
     if own & {*names_given(argv), *argv} or one_process_problems(os.environ):
         return True

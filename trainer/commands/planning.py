@@ -1,4 +1,4 @@
-"""From flags to the arithmetic of a run: batches, steps, learning rate."""
+"""Derives a run's batches, steps and learning rate from flags."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -26,18 +26,16 @@ BATCH_FLAGS = ("--batch-size", "--grad-accum-steps", "--global-batch-size", "--s
 def arrange_batches(
     flags: Flags, values: Mapping[str, Any], sizes: Sequence[int], strategy: Strategy, before: Mapping[str, Any] | None
 ) -> tuple[tuple[BatchSplit, ...], float]:
-    """How the batches of each phase are cut, and the factor of `--scale-lr`.
+    """Returns each phase's batch split, and the factor of `--scale-lr`.
 
-    sizes: of each phase, samples per device per forward. A resumed run whose batch sizes are asked for as before keeps
-    its global batches and factor, whatever the devices are now. Raises UserError for what `--parts` cannot cut.
+    sizes: samples per device per forward in each phase. A resumed run with unchanged batch flags keeps its global
+    batches and factor on any devices. Raises UserError for batches that `--parts` cannot split.
     """
     batch, devices = flags.batch, (strategy.num_devices, strategy.group.world_size, strategy.num_parts)
     if strategy.num_parts:
         asked, least, size = batch.global_batch_size, strategy.num_parts, batch.batch_size
         if least % strategy.num_devices:
-            raise flags.refusal(
-                f"--parts {least}: {strategy.num_devices} devices do not divide it; change one of the two"
-            )
+            raise flags.refusal(f"--parts {least}: must be a multiple of the {strategy.num_devices} devices")
         if asked is not None and not least <= asked <= least * size:
             raise flags.refusal(
                 f"--global-batch-size {asked}: --parts {least} of at most --batch-size {size} samples hold {least} to "
@@ -60,7 +58,7 @@ def arrange_batches(
 
 
 def build_plan(flags: Flags, task: Task, batches: Sequence[BatchSplit]) -> Plan:
-    """Length, phases and global batches. Raises UserError for a data set that `--drop-last` leaves nothing of."""
+    """Builds the run's plan. Raises UserError if `--drop-last` drops all of a data set."""
     given, has_validation = flags.run, bool(validation_sets(task.splits()))
     return Plan(
         0 if task.fitted else given.epochs,
@@ -73,20 +71,20 @@ def build_plan(flags: Flags, task: Task, batches: Sequence[BatchSplit]) -> Plan:
 
 
 def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) -> SampleOrder:
-    """The samples of a phase in global batches. Raises UserError."""
+    """Builds the sample order of a phase. Raises UserError."""
     name = task.phases[phase]
     num_samples = task.num_samples(name)
     batches = lru_cache(EPOCHS_KEPT)(lambda epoch: task.order(name, epoch, global_batch_size))
     if batches(0) is not None:
         source = f"{type(task).__name__}.order({name!r})"
         if "--drop-last" in flags.given and flags.batch.drop_last:
-            raise flags.refusal(f"--drop-last: {source} makes the batches, so that none is left out; leave this out")
+            raise flags.refusal(f"--drop-last: {source} makes the batches, so nothing is dropped; leave the flag out")
         return TaskOrder(source, batches, global_batch_size, num_samples)
     rest = num_samples % global_batch_size if flags.batch.drop_last else 0
     if rest == num_samples:
         raise flags.refusal(
             f"--drop-last: a global batch of {global_batch_size} samples leaves nothing of {num_samples}; lower "
-            "--batch-size or leave it out"
+            "--batch-size or leave the flag out"
         )
     dataset = task.training_data(name)
     kind = StreamOrder if isinstance(dataset, KeyedStream) else ShuffledOrder
@@ -94,12 +92,12 @@ def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) ->
 
 
 def build_learning_rate(flags: Flags, task: Task, plan: Plan, factor: float) -> LearningRate:
-    """The schedule. Raises UserError for a warm-up longer than the run, and a floor above the peak."""
+    """Builds the learning rate schedule. Raises UserError for a warm-up beyond the run, or a floor above the peak."""
     learning = flags.learning
     peak = learning.lr * factor
     if learning.min_lr > peak * (1 + 1e-9) and not flags.checkpoint.eval_only:
         raise flags.refusal(
-            f"--min-lr {learning.min_lr:g}: must not be above the {peak:g} that --scale-lr makes of --lr; lower it"
+            f"--min-lr {learning.min_lr:g}: must not exceed {peak:g}, which is --lr after --scale-lr; lower it"
         )
     return LearningRate(
         peak=peak,
@@ -115,7 +113,7 @@ def build_learning_rate(flags: Flags, task: Task, plan: Plan, factor: float) -> 
 
 
 def build_warmup(flags: Flags, plan: Plan) -> float:
-    """Its length in the unit of the schedule. Raises UserError for one longer than the run."""
+    """Returns the warm-up in the schedule's unit. Raises UserError if it is longer than the run."""
     epochs, num_steps = flags.learning.warmup_epochs, flags.learning.warmup_steps
     per_epoch: float = plan.steps_per_epoch
     if epochs is None and num_steps is None:

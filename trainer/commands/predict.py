@@ -1,4 +1,4 @@
-"""`--predict`: a finished run labels new data, as a table. Needs neither the training data nor the run's flags."""
+"""`--predict`: a finished run labels new data as a table, without the training data or the run's flags."""
 
 import csv
 import io
@@ -30,11 +30,11 @@ from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Task
 
 Table = Iterator[Mapping[str, Sequence[Any]]]
-"""A table in pieces, one below the other; each is a mapping from column names to equally many values."""
+"""A table in consecutive pieces, mapping column names to equally many values."""
 
 
 def label_new_data(flags: Flags, strategy: Strategy) -> None:
-    """`--predict`. Without `--output` standard output belongs to the table. Raises UserError."""
+    """Runs `--predict`; prints only the table to standard output unless `--output` is given. Raises UserError."""
     path, output = flags.prediction.predict, flags.prediction.output
     assert path is not None
     run, task = find_trained(flags, to_stderr)
@@ -50,7 +50,7 @@ def label_new_data(flags: Flags, strategy: Strategy) -> None:
     objective = trained_objective(task, run.state["model"], strategy.device, precision.dtype)
     batch_size = flags.batch.eval_batch_size or flags.batch.batch_size
     table = label_samples(task, objective, dataset, strategy, precision, batch_size)
-    # A bar and a table on one terminal would overwrite each other.
+    # a bar and a table on one terminal would overwrite each other
     silent = not sys.stderr.isatty() or (output is None and sys.stdout.isatty())
     with tqdm(total=len(dataset), unit=" lines", leave=False, dynamic_ncols=True, disable=silent) as bar:
         if output is None:
@@ -78,7 +78,7 @@ def _refuse_to_harm(output: Path, run: TrainedRun, task: Task) -> None:
 def label_samples(
     task: Task, objective: Objective, dataset: KeyedDataset, strategy: Strategy, precision: Precision, batch_size: int
 ) -> Table:
-    """The task's predictions for a data set, in its order, batch by batch. objective: on the device of parallel."""
+    """Yields the task's predictions for a data set in order, batch by batch. objective: on the strategy's device."""
     objective.eval()
     with precision.autocast(strategy.device.type):
         objective.start_evaluation()
@@ -96,7 +96,7 @@ def label_samples(
 def _write_table(
     table: Table, file: IO[str], bar: "tqdm[Any]", shown: Callable[[Any], Any] = lambda value: value
 ) -> None:
-    """shown: what is written of a value, or of the name of a column."""
+    """shown: converts a value or column name for output."""
     writer = csv.writer(file, lineterminator="\n")
     for i, columns in enumerate(table):
         if i == 0:
@@ -107,18 +107,18 @@ def _write_table(
 
 
 def _print_table(table: Table, bar: "tqdm[Any]") -> None:
-    with outlived("stdout"):  # a reader such as `head` may have seen enough
-        # A terminal would take control characters for commands.
+    with outlived("stdout"):  # a reader such as `head` may close early
+        # a terminal would obey control characters
         shown = [lambda value: printable(value) if isinstance(value, str) else value] * sys.stdout.isatty()
         _write_table(table, sys.stdout, bar, *shown)
         sys.stdout.flush()
 
 
 def write_sample(task: Task, path: Path) -> None:
-    """`--sample`: writes a file such as `--predict` takes. Raises UserError."""
+    """Runs `--sample`: writes an example file for `--predict`. Raises UserError."""
     content = task.sample()
     if content is None or path.exists():
-        problem = f"{type(task).__name__}, the task, has no sample" if content is None else "is there; name a new file"
+        problem = f"{type(task).__name__}, the task, has no sample" if content is None else "exists; name a new file"
         raise UserError(f"--sample {path}: {problem}")
     text = io.StringIO()
     if not isinstance(content, bytes):
@@ -128,12 +128,12 @@ def write_sample(task: Task, path: Path) -> None:
 
 
 def write_output(path: Path, content: str | bytes, flag: str = "--output") -> None:
-    """Writes the file that a flag names, as a whole or not at all. Raises UserError when the file system refuses."""
-    path = path.resolve()  # what a link points to is replaced, not the link
+    """Writes the file named by a flag atomically. Raises UserError on disk errors."""
+    path = path.resolve()  # replaces the target of a link, not the link
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with (
         refusing_disk_errors(f"{flag} {path}: cannot be written", "name another file"),
         written_as_a_whole(path, temporary, binary=True) as file,
     ):
-        # Names of files may hold bytes that are no text.
+        # file names may hold bytes that are not text
         file.write(content if isinstance(content, bytes) else content.encode(errors="backslashreplace"))

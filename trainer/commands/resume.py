@@ -1,4 +1,4 @@
-"""Where a run starts: afresh, from a checkpoint of its directory, or from a file; and what has changed since."""
+"""Chooses where a run starts (fresh, its directory's checkpoint, or a file) and compares it with what has changed."""
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping
@@ -19,20 +19,20 @@ from trainer.registry import is_same_task
 from trainer.task import Task
 
 START_FLAGS = {option.name for option in options(CheckpointFlags).values() if option.from_record != "taken"}
-"""They say how a run was started, and not what it learns."""
+"""Flags that say how a run was started, not what it learns."""
 _SHOWN_WIDTH = 60
 _CHANGED = "Changed since the checkpoint"
 
 
 def starts_over(directory: RunDirectory, given: CheckpointFlags) -> bool:
-    """`--fresh`, which counts once: not again in the command that torchrun restarts."""
+    """Returns whether `--fresh` applies; not again in a command that torchrun restarts."""
     return given.fresh and directory.earlier_attempt is None
 
 
 def choose_start(directory: RunDirectory, given: CheckpointFlags) -> dict[str, Any] | None:
-    """The checkpoint to resume, or None. Raises UserError.
+    """Returns the checkpoint to resume, or None. Raises UserError.
 
-    `--resume-from` counts once: when the newest checkpoint already descends from it, the run resumes there.
+    `--resume-from` applies once: if the newest checkpoint descends from it, the run resumes there.
     """
     source = given.resume_from
     if starts_over(directory, given):
@@ -43,7 +43,7 @@ def choose_start(directory: RunDirectory, given: CheckpointFlags) -> dict[str, A
         return directory.load_newest()
     state = read_checkpoint(source, f"--resume-from {source}")
     if brings_another_run(directory, source):
-        state.pop("run_id", None)  # that of another run from now on
+        state.pop("run_id", None)  # from now on another run's
         directory.forget_values()
     else:
         directory.forget_later_values(state)
@@ -55,31 +55,31 @@ def _has_taken_over(directory: RunDirectory, source: Path) -> bool:
 
 
 def brings_another_run(directory: RunDirectory, source: Path | None) -> bool:
-    """Whether `--resume-from` names a checkpoint from elsewhere, to which nothing in the directory belongs yet."""
+    """Returns whether `--resume-from` names a foreign checkpoint, from which nothing in the directory descends yet."""
     if source is None or _has_taken_over(directory, source):
         return False
     return source.resolve().parent != directory.path.resolve()
 
 
 def choose_run_id(directory: RunDirectory, given: CheckpointFlags, state: Mapping[str, Any] | None) -> str:
-    """What names the run to loggers: from the checkpoint to resume, or the directory, or a new one.
+    """Returns the run's id for loggers: of the checkpoint to resume, of the directory, or a new one.
 
-    state: of `choose_start`. It comes first, since config.json may be damaged or lost.
+    state: from `choose_start`; takes precedence, since config.json may be damaged or lost.
     """
     recorded = {} if starts_over(directory, given) else read_config(directory.path)
     for facts in (state or {}, recorded):
         if "run_id" in facts:
             return str(facts["run_id"])
-    return secrets.token_hex(6)  # no random generator: a seed must not give two runs one name
+    return secrets.token_hex(6)  # not seeded, since equal seeds must not give equal ids
 
 
 def take_best_beside(
     source: Path, best: Best | None, directory: RunDirectory, run_id: str
 ) -> tuple[float | None, bool, bool]:
-    """Copies the best checkpoint beside `--resume-from` into the directory, unless `source` is the best itself.
+    """Copies the best checkpoint next to `--resume-from` into the directory, unless `source` is the best.
 
-    Returns the monitored metric of `source`, whether it was the best so far, and whether the best is in the directory
-    once `source` is.
+    Returns the monitored metric of `source`, whether it was the best so far, and whether the directory will have the
+    best.
     """
     state = read_checkpoint(source, f"--resume-from {source}")
     value, is_best = state["value"], state["is_best"]
@@ -96,9 +96,9 @@ def take_best_beside(
 def resume(
     changes: "Changes", plan: Plan, progress: Progress, is_complete: bool, forget_values: Callable[[], None]
 ) -> list[str]:
-    """Fits a restored moment to the data of this start; returns what to tell the user. Raises UserError.
+    """Adapts restored progress to this start's data; returns notes for the user. Raises UserError.
 
-    forget_values: drops what the directory knows of the best checkpoints.
+    forget_values: clears the directory's scores of checkpoints.
     """
     then, now, notes = changes.then["phase_sizes"], plan.phase_sizes, []
     if not is_complete:
@@ -113,7 +113,7 @@ def resume(
         epoch = progress.best.epoch
         progress.best, progress.evaluations_since_best = None, 0
         forget_values()
-        notes.append(f"The best checkpoint so far (epoch {epoch}) is that of other data; best counts from here.")
+        notes.append(f"The best checkpoint so far (epoch {epoch}) was scored on other data; tracking restarts here.")
     return [*notes, *changes.notes_on_start]
 
 
@@ -121,9 +121,9 @@ def resume(
 
 
 class Changes:
-    """What differs between a checkpoint and the run that takes it.
+    """Differences between a checkpoint and the run that loads it.
 
-    then: the checkpoint. now: `facts` of the run. flags: those that changed, (then, now) by name.
+    then: the checkpoint. now: the run's facts. flags: changed flags, (then, now) by name.
     """
 
     def __init__(self, then: Mapping[str, Any], now: Mapping[str, Any], task: Task) -> None:
@@ -131,110 +131,109 @@ class Changes:
         self.flags = changed_flags(then.get("config", {}), now["config"])
         self._task = task
         num_parts = then.get("config", {}).get("--parts", 0)
-        self._in_parts = bool(0 < num_parts == now["config"]["--parts"])  # so that the devices do not matter
+        self._in_parts = bool(0 < num_parts == now["config"]["--parts"])  # independent of the devices
 
-    def undo_hint(self, otherwise: str = "give the flags that it was trained with") -> str:
-        """What to undo when the model or the data are others: the task's flags that changed. otherwise: if none."""
+    def undo_hint(self, otherwise: str = "use the flags that it was trained with") -> str:
+        """Returns advice for a changed model or data: undo the task's changed flags. otherwise: without any."""
         names = [name for name in flag_values(self._task.config) if name in self.flags]
         own = [f"{name} (was {shown(self.flags[name][0])})" for name in names]
-        return f"undo the change of {', '.join(own)}" if own else otherwise
+        return f"undo the change to {', '.join(own)}" if own else otherwise
 
     def refuse_another_run(self) -> None:
-        """Raises UserError for a checkpoint that no run of these flags can resume, whatever its weights are."""
+        """Raises UserError if no run with these flags can resume the checkpoint, whatever its weights."""
         task, optimizer, num_phases = self.now["task"], self.now["config"]["--optimizer"], len(self._task.phases)
         if not is_same_task(self.then["task"], task):
             raise UserError(f"--task {task}: the checkpoint is of {self.then['task']}; choose another --save-dir")
         if (before := self.then["config"]["--optimizer"]) != optimizer:
             raise UserError(
-                f"--optimizer {optimizer}: the checkpoint holds the moments of {before}; go on with that one, or "
-                "begin with the weights alone: --init-from, in another --save-dir"
+                f"--optimizer {optimizer}: the checkpoint was trained with {before}; use that optimizer, or start from "
+                "the weights only: --init-from, in another --save-dir"
             )
         if (before := len(self.then["phase_sizes"])) != num_phases:
             raise UserError(
-                f"--task {task}: has {num_phases} phases, and the checkpoint is of one with {before}: undo the change "
-                "of the task, or choose another --save-dir"
+                f"--task {task}: has {num_phases} phases, but the checkpoint's task has {before}; undo the change to "
+                "the task, or choose another --save-dir"
             )
         self.refuse_other_data("the checkpoint", to_train=True)
 
     def refuse_other_threads(self) -> None:
-        """Raises UserError where `--parts` could not go on to the bit, since a CPU now has more or fewer threads."""
+        """Raises UserError if the CPU thread count changed, on which bit-equality with `--parts` depends."""
         then, now = self.then["environment"], self.now["environment"]
         before, threads = then.get("num_threads_per_rank"), now["num_threads_per_rank"]
         if self._in_parts and now["device_type"] == then.get("device_type") == "cpu" and before != threads:
             raise UserError(
-                f"--num-threads {threads}: the checkpoint was trained with {before}, on which the bits depend that "
-                f"--parts promises; give --num-threads {before}"
+                f"--num-threads {threads}: the checkpoint was trained with {before}, and bit-equality with --parts "
+                f"depends on it; use --num-threads {before}"
             )
 
     def refuse_reordered(self, names: Iterable[str]) -> None:
         if list(self.then["model"]) != list(names):
             raise UserError(
-                "the model has its parameters in another order than at the checkpoint, whose moments would go to "
-                "others; make them in that order, or begin with the weights alone by --init-from"
+                "the model's parameters are in another order than in the checkpoint, so their moments would not match; "
+                "restore that order, or start from the weights only with --init-from"
             )
 
     def refuse_other_data(self, source: str, to_train: bool = False) -> None:
-        """Raises UserError where the task's facts of its data differ from those that the weights were trained on.
+        """Raises UserError if the task's data facts differ from those the weights were trained on.
 
-        source: what a message calls the weights. to_train: they are trained further; then facts that only the new data
-        have count too.
+        source: names the weights in messages. to_train: facts that only the new data have count too.
         """
         then, now = self.then.get("data_facts", {}), self.now["data_facts"]
         for name in sorted(then.keys() | now.keys() if to_train else then.keys()):
             if not alike(then.get(name), now.get(name)):
                 raise UserError(
-                    f"the training data have other {name} than those that {source} was trained on: "
+                    f"{name} of the training data differs from {source}: "
                     f"{_beginning(now.get(name))}, not {_beginning(then.get(name))}; {self._advice_on_data(to_train)}"
                 )
 
     def _advice_on_data(self, to_train: bool = True) -> str:
-        """To start over is right where the same flags lead to other data, and not where the flags are others."""
+        """Returns advice for different data; starting over helps only if the flags are the same."""
         hint = self.undo_hint("")
         otherwise = "choose another --save-dir" if hint else "start over with --fresh"
-        return (hint or "give it the same data") + (f", or {otherwise}" if to_train else "")
+        return (hint or "use the same data") + (f", or {otherwise}" if to_train else "")
 
     def refuse_other_epochs(self) -> NoReturn:
-        """Raises UserError for a checkpoint in mid-epoch: an epoch has another number of samples now."""
+        """Raises UserError for a checkpoint within an epoch whose number of samples has changed."""
         then, now = self.then["phase_sizes"], self.now["phase_sizes"]
         wholes = [" and ".join(map(str, facts["global_batch_sizes"])) for facts in (self.then, self.now)]
         if "--drop-last" in self.flags:
             before = f"--drop-last (was {shown(self.flags['--drop-last'][0])})"
-            advice = f"undo the change of {before} until the epoch ends, or start over with --fresh"
+            advice = f"undo the change to {before} until the epoch ends, or start over with --fresh"
         elif self.now["config"]["--drop-last"] and wholes[0] != wholes[1]:
             advice = (
-                f"what --drop-last leaves out depends on the global batch: {wholes[1]} now, {wholes[0]} then; go back "
-                "to that one, or start over with --fresh"
+                f"what --drop-last drops depends on the global batch: {wholes[1]} now, {wholes[0]} then; restore it, "
+                "or start over with --fresh"
             )
         else:
             advice = self._advice_on_data()
-        raise UserError(f"an epoch has {now} samples and the checkpoint in mid-epoch is of one with {then}; {advice}")
+        raise UserError(f"an epoch has {now} samples, but the checkpoint's unfinished epoch has {then}; {advice}")
 
     @property
     def scores_differ(self) -> bool:
-        """Whether the data have changed, so that scores on them cannot be compared with the best one before.
+        """Returns whether the data changed, so that scores are not comparable with the previous best.
 
-        They have changed where the task's digest has, or without a digest the number of samples.
+        Compares the task's digests, or without a digest the numbers of samples.
         """
         digests = self.then.get("data_digest"), self.now.get("data_digest")
         if None not in digests:
             return digests[0] != digests[1]
-        drops = self.then["config"]["--drop-last"] or self.now["config"]["--drop-last"]  # leaves out some of the same
+        drops = self.then["config"]["--drop-last"] or self.now["config"]["--drop-last"]  # drops some of the same
         return not drops and self.then["phase_sizes"] != self.now["phase_sizes"]
 
     @property
     def notes_on_data(self) -> list[str]:
-        """Tells the user of data that have changed, though not in what `refuse_other_data` looks at."""
+        """Notes data changes that `refuse_other_data` does not check."""
         then, now = self.then.get("data_digest"), self.now.get("data_digest")
         if None in (then, now) or then == now:
             return []
         return [
-            "What is trained on and what is held out are not those of the checkpoint: scores cannot be compared with "
-            "those before, and may be of what was trained on."
+            "The split into training and held-out data differs from the checkpoint: scores are not comparable with "
+            "earlier ones, and may include training data."
         ]
 
     @property
     def notes_on_scoring(self) -> list[str]:
-        """Tells the user of weights that are scored with other flags of the task, or another seed, than theirs."""
+        """Notes task flags, or a seed, that differ from those of the scored weights."""
         return self._notes_on_flags({"--seed", *flag_values(self._task.config)})
 
     def _notes_on_flags(self, names: set[str]) -> list[str]:
@@ -253,13 +252,15 @@ class Changes:
         if then["num_devices"] != now["num_devices"] and wholes == self.then["global_batch_sizes"]:
             notes.append(
                 f"The global batch stays at {' and '.join(map(str, wholes))} samples on {now['num_devices']} device(s) "
-                f"instead of {then['num_devices']}; per-device batch and accumulation are derived anew."
+                f"instead of {then['num_devices']}; per-device batch and accumulation follow from it."
             )
         counts = ("world_size", "num_devices") if self._in_parts else ()
         names = [name for name in now if name not in counts and then.get(name, now[name]) != now[name]]
         different = [f"{name} {then[name]} -> {now[name]}" for name in names]
         if different:
-            notes.append(f"Equal to an unbroken run up to rounding, not to the bit, since: {', '.join(different)}.")
+            notes.append(
+                f"Equal to an uninterrupted run up to rounding, not to the bit, because of: {', '.join(different)}."
+            )
         return notes
 
 
@@ -269,7 +270,7 @@ def _beginning(value: Any) -> str:
 
 
 def code_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two identities of `identify_code`, as far as both are known."""
+    """Lists the differences of two results of `identify_code`, where both are known."""
     differing = {name for name in now if None not in (then[name], now[name]) and then[name] != now[name]}
     changes = []
     if "commit" in differing:
@@ -283,8 +284,8 @@ def code_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def changed_flags(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Flags of two starts of a run whose value differs, but for those that say how to start: (then, now)."""
-    if then.get("--no-amp") is True:  # as earlier versions recorded `--amp off`
+    """Returns flags whose values differ between two starts, except start flags: (then, now)."""
+    if then.get("--no-amp") is True:  # recorded by earlier versions for `--amp off`
         then = {**then, "--amp": "off"}
     changed = {
         name: (then[name], value)
@@ -297,18 +298,18 @@ def changed_flags(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
 
 
 def _is_same(then: Any, now: Any) -> bool:
-    """Whether two values are: a tuple is a list in JSON, and older records have paths as they were typed."""
+    """Compares values as shown: JSON turns tuples to lists, and older records have relative paths."""
     is_path = isinstance(then, str) and isinstance(now, str) and Path(now).is_absolute()
     return shown(then) == shown(now) or (is_path and Path(then).absolute() == Path(now))
 
 
 def changed_since_last_start(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """`changed_flags` of a run directory and a command line that make another run of it."""
+    """Returns the `changed_flags` of a run directory and a command line that make it another run."""
     changed = changed_flags(read_config(folder).get("config", {}), config)
-    changed.pop("--max-minutes", None)  # how much of a run there is to be, not which one
+    changed.pop("--max-minutes", None)  # limits a run, without making it another
     return changed
 
 
 def differences(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """Flags (then, now) in a sentence about what was then; empty where there are none."""
+    """Formats changed flags as old values; "" if there are none."""
     return ", ".join(f"{name} {shown(then)} instead of {shown(now)}" for name, (then, now) in changed.items())

@@ -1,7 +1,6 @@
-"""`--seeds` and `--folds`: trains several runs, and reports on them together.
+"""`--seeds` and `--folds`: trains several runs and summarises them.
 
-Each is an ordinary command line with a folder of its own, so that it resumes where it was, and can be repeated by
-hand.
+Each is an ordinary command line with its own folder, so it can be resumed and repeated by hand.
 """
 
 import functools
@@ -41,16 +40,16 @@ SUMMARY = "summary.json"
 POLL_INTERVAL_S = 0.5
 
 RunAlone = Callable[[Sequence[str]], int]
-"""Runs one command line and returns its exit status; picklable."""
+"""Runs a command line and returns its exit status; picklable."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One of several runs, and what its folder tells about it without starting it.
+    """One of several runs, with what its folder tells without starting it.
 
-    name: its folder below that of all runs, for example "fold-1/seed-0". fold: from 1 on; None without folds.
-    hold_out: those of its flags that say what is held out. config: all of its flags, as config.json holds them. run:
-    trains it and returns the exit status; picklable.
+    name: its folder within the common one, such as "fold-1/seed-0". fold: from 1; None without folds. hold_out: its
+    flags that choose the held-out data. config: all its flags, as in config.json. run: trains it and returns the exit
+    status; picklable.
     """
 
     name: str
@@ -63,7 +62,7 @@ class Job:
 
     @property
     def stderr(self) -> Path:
-        """Its errors, beside its folder, which it may refuse to make or to empty."""
+        """Its error output, next to its folder, which it may fail to create."""
         return self.directory.with_name(f"{self.directory.name}.stderr")
 
     def num_done(self, in_steps: bool) -> int:
@@ -74,12 +73,12 @@ class Job:
 
     @property
     def changed(self) -> dict[str, tuple[Any, Any]]:
-        """Flags that differ from those that the run was last started with, if it was: (then, now)."""
+        """Returns flags that differ from the run's last start: (then, now)."""
         return changed_since_last_start(self.directory, self.config)
 
     @property
     def is_finished(self) -> bool:
-        """Whether it is finished with these flags. With others it may have to go on, as the run itself decides."""
+        """Returns whether it is finished with these flags; with others the run itself decides."""
         return bool(read_json(self.directory / RESULTS)) and not self.changed
 
     def refuse_another_run(self) -> None:
@@ -113,10 +112,10 @@ class Job:
 
 
 def plan_jobs(flags: Flags, argv: Sequence[str], folds: Sequence[Sequence[str]], run_alone: RunAlone) -> list[Job]:
-    """Every run that is asked for, fold by fold. Raises UserError for a command line that a run would refuse.
+    """Returns all runs, fold by fold. Raises UserError for a command line that a run would refuse.
 
-    argv: the whole command line; what differs is appended, since of a flag given twice the last one counts. folds: the
-    flags that hold out each fold; empty without folds.
+    argv: the whole command line; each run's flags are appended, since the last occurrence counts. folds: flags that
+    hold out each fold; empty without folds.
     """
     several, first_seed = flags.several, flags.run.seed
     numbered: list[tuple[int | None, Sequence[str]]] = [*enumerate(folds, start=1)]
@@ -129,7 +128,7 @@ def plan_jobs(flags: Flags, argv: Sequence[str], folds: Sequence[Sequence[str]],
             own_argv = [*argv, *own, *["--no-test"] * (fold is not None)]
             own_flags, problems = parse(own_argv, flags.multi is not None)
             refuse(problems)
-            # By way of JSON, which has no tuples.
+            # through JSON, which has no tuples
             config = json.loads(json.dumps(own_flags.values()))
             run = functools.partial(run_alone, own_argv)
             jobs.append(Job(name, directory, seed, fold, hold_out, config, run))
@@ -138,7 +137,7 @@ def plan_jobs(flags: Flags, argv: Sequence[str], folds: Sequence[Sequence[str]],
 
 @dataclass(frozen=True)
 class Slots:
-    """variables: the environment variables of each slot. flags: what every run is told."""
+    """Execution slots. variables: environment variables of each. flags: added to every run."""
 
     variables: Sequence[Mapping[str, str]]
     flags: Sequence[str]
@@ -146,7 +145,7 @@ class Slots:
 
 
 def choose_slots(devices: DeviceFlags, multi: MultiDeviceFlags | None) -> Slots:
-    """One per GPU unless `--device` names one, several on the CPU, and a single one for runs on several devices."""
+    """Chooses one slot per GPU unless `--device` names one, several on the CPU, or one for multi-device runs."""
     if multi is not None:
         return Slots([{}], [], "one after the other, each on all its devices")
     if pick_device(devices.device).type == "cpu":
@@ -167,10 +166,10 @@ def choose_slots(devices: DeviceFlags, multi: MultiDeviceFlags | None) -> Slots:
 def run_jobs(
     launcher: Launcher, jobs: Sequence[Job], slots: Sequence[Mapping[str, str]]
 ) -> Iterator[tuple[list[Job], list[tuple[Job, int]]]]:
-    """Runs all of them; after a failure or a request to stop none is started.
+    """Runs all jobs; after a failure or stop request, starts no more.
 
-    slots: the environment variables of each. Yields a few times a second those that run, and those that have ended
-    since with their exit statuses.
+    slots: environment variables of each. Yields, a few times a second, the running jobs, and (job, exit status) of
+    those that ended since.
     """
     waiting, free = deque(jobs), list(slots)
     running: dict[SpawnProcess, tuple[Job, Mapping[str, str]]] = {}
@@ -191,15 +190,15 @@ def run_jobs(
 
 
 def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int:
-    """Trains what is not finished; returns the exit status. Raises UserError."""
+    """Trains unfinished runs; returns the exit status. Raises UserError."""
     for remark in flags.from_run.remarks:
         say(remark)
-    # Before any run starts: a mistake in the data is one message then, and all of them find the data in the cache.
+    # before any run starts, so that a data error appears once, and all runs find the data in the cache
     task = build_task(flags)
     several, save_dir = flags.several, flags.checkpoint.save_dir
     if not task.trains:
         raise UserError(
-            f"{several.as_given}: these flags train nothing, of which several runs could be made; leave it out"
+            f"{several.as_given}: these flags train nothing, so there is nothing to repeat; leave the flag out"
         )
     folds = task.fold_flags(several.folds) if several.folds else []
     slots = choose_slots(flags.devices, flags.multi)
@@ -220,7 +219,7 @@ def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int
 
 @dataclass
 class SeveralRuns:
-    """The runs of one command, in `--save-dir`, which is held."""
+    """The runs of one command, in a locked `--save-dir`."""
 
     flags: Flags
     task: Task
@@ -229,7 +228,7 @@ class SeveralRuns:
     directory: RunDirectory
 
     def train(self) -> int:
-        """Trains those that are not finished, and sums all up; returns the exit status."""
+        """Trains unfinished runs and writes the summary; returns the exit status."""
         finished = [job for job in self.jobs if job.is_finished and not self.flags.checkpoint.fresh]
         unfinished = [job for job in self.jobs if job not in finished]
         already = f"; finished already: {len(finished)}" if finished else ""
@@ -248,7 +247,7 @@ class SeveralRuns:
                 paused = ", ".join(job.name for job in unfinished)
                 say(
                     f"--max-minutes {self.flags.run.max_minutes:g}: used up by {len(unfinished)} of {len(self.jobs)} "
-                    f"runs before they were through, so there is no summary: {paused}; to train them on raise it or "
+                    f"runs before they finished, so there is no summary: {paused}; to continue them, raise it or "
                     "leave it out"
                 )
                 return 0
@@ -264,14 +263,14 @@ class SeveralRuns:
         return 0
 
     def _train(self, unfinished: list[Job], launcher: Launcher, table: SummaryTable) -> list[tuple[Job, int]]:
-        """Takes those that finish out of `unfinished`; returns those that fail, with their exit statuses."""
+        """Removes runs from `unfinished` as they finish; returns failed ones with exit statuses."""
         self.directory.delete(SUMMARY)
         failures = []
         in_steps = self.flags.run.max_steps is not None
         length = self.flags.run.max_steps or self.flags.run.epochs or 0
 
         def num_done() -> int:
-            # Early stopping may have left a run fewer of them; all count as done when it ends.
+            # Early stopping may end a run sooner; its whole length counts as done.
             num_ended = len(self.jobs) - len(unfinished)
             return num_ended * length + sum(job.num_done(in_steps) for job in unfinished)
 
@@ -283,17 +282,17 @@ class SeveralRuns:
                         unfinished.remove(job)
                         table.run(job.entry())
                         if others := differences(job.changed):
-                            advice = "to train it anew choose another --save-dir, or add --fresh"
-                            say(f"{job.directory} was finished before, with {others}; {advice}")
+                            advice = "to retrain it, choose another --save-dir or add --fresh"
+                            say(f"{job.directory} finished earlier, with {others}; {advice}")
                     elif status not in (0, launcher.stop.exit_status):
                         failures.append((job, status))
                 progress.show(num_done(), [job.name for job in running])
         return failures
 
     def _summary(self, stop: StopRequest) -> dict[str, Any]:
-        """What summary.json is to hold.
+        """Builds the content of summary.json.
 
-        The ensemble is one of runs that differ in their seed alone, and is scored where they are: on the test set.
+        Only runs that differ by seed alone form an ensemble, which is scored on the test set.
         """
         summary = summarise_runs([job.entry() for job in self.jobs])
         before = read_json(self.flags.checkpoint.save_dir / SUMMARY)
@@ -307,7 +306,7 @@ class SeveralRuns:
 
 
 def summarise_runs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Mean and sample standard deviation of each metric that all of the runs have; every run counts alike."""
+    """Returns the mean and sample standard deviation of each metric common to all runs."""
     names = [name for name in entries[0]["metrics"] if all(name in entry["metrics"] for entry in entries)]
     columns = {name: np.array([entry["metrics"][name] for entry in entries], dtype=np.float64) for name in names}
     return {

@@ -1,7 +1,7 @@
-"""Training in a run directory: builds the run or finds it finished, trains, scores, and records how it ended.
+"""Trains in a run directory: builds or resumes the run, trains, scores, and records how it ended.
 
-state.json says what became of the run. Launchers such as torchrun exit alike after a stop with everything saved, a
-mistake of the user and a crash; this file tells them apart.
+state.json tells apart a stop with everything saved, a user error and a crash, for which launchers such as torchrun
+return the same exit status.
 """
 
 import os
@@ -42,8 +42,8 @@ from trainer.task import Task
 def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: Strategy) -> int:
     """Trains in `--save-dir`; returns the exit status. Raises UserError.
 
-    0: finished, or paused by `--max-minutes`, or stopped where a launcher would take anything else for a failure.
-    128 + n: stopped by signal n.
+    The status is 0 when finished, paused by `--max-minutes`, or stopped under a launcher that takes anything else for a
+    failure, and 128 + n when stopped by signal n.
     """
     directory = RunDirectory(flags.checkpoint.save_dir, retention_of(flags.checkpoint, task), say)
     loggers: list[BackgroundLogger] = []
@@ -52,7 +52,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
     advice = "earlier checkpoints are intact; free some space and run the same command again"
     refusing_full_disk = partial(refusing_disk_errors, f"--save-dir {directory.path}", advice, DISK_FULL)
     loading = start_loading(flags, task, strategy, trains=True)
-    # Also around closing: it writes the log lines that a full disk held back.
+    # also around closing, which flushes log lines that a full disk held back
     with refusing_full_disk(), ExitStack() as at_the_end:
         at_the_end.callback(loading[0].close)
         at_the_end.callback(directory.release)
@@ -70,14 +70,14 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
                 state.run = run
                 state.enter("paused", message)
                 return EXIT_FINISHED
-            # Closing takes time, and comes when what went wrong has been told: the others wait until they know.
+            # closing takes time, so it comes after error reports, for which others wait
             at_the_end.callback(run.close)
             open_run(run, notes, flags, argv, agents, loggers)
             baselines = find_baselines(task, strategy.group, flags.run, run.log, run.plan.num_steps)
-            run.watches.insert(0, state.last_step)  # before those that exchange something and may lose a process
+            run.watches.insert(0, state.last_step)  # before those that run collectives and may lose a process
             run.stop.install()
             strategy.group.diagnosis.flags_signals = True
-            state.run = run  # not before: until here there is no step to rescue
+            state.run = run  # only now, since before there is no step to rescue
             state.enter("running")
             try:
                 with run.learner.launching():
@@ -97,13 +97,13 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
                 return EXIT_FINISHED
             run.log.say("Stopped as asked; everything is saved. The same command resumes from here.")
             if len(agents) > 1:
-                # When a node joins, one agent is the first to ask. The others would take a good end for the job's.
+                # When a node joins, one agent signals first; to the others a clean exit would mean the end of the job.
                 run.stop.await_own()
             return run.stop.exit_status if strategy.group.exits_with_signal else EXIT_FINISHED
 
 
 def _is_finished(run: Run, flags: Flags) -> bool:
-    """Whether nothing is left to do, with test scores if these are wanted; says so."""
+    """Returns whether nothing is left to do, including wanted test scores, and prints so."""
     progress, path = run.progress, run.directory.path
     if not run.is_complete:
         return False
@@ -119,38 +119,40 @@ def _is_finished(run: Run, flags: Flags) -> bool:
         length = f"{progress.position.epoch} epochs" if in_epochs else f"{progress.step} optimizer steps"
         bounds = [flags.run.length_flag] if run.is_through else []
         bounds += ["--early-stopping-patience"] if run.is_out_of_patience else []
-        train_on = f"To train on raise {' and '.join(bounds)}" if run.plan.total else "Its model is fitted, not trained"
+        raised = f"To continue training, raise {' and '.join(bounds)}"
+        train_on = raised if run.plan.total else "Its model is fitted, not trained"
         others = differences(changed_since_last_start(path, run.facts["config"]))
         say(
-            f"This run is finished: {path} holds its results after {length}{others and ', with '}{others}. {train_on}, "
-            "to start over add --fresh, for another run choose another --save-dir."
+            f"This run is finished: {path} holds its results after {length}{others and ', with '}{others}. {train_on}; "
+            "to start over, add --fresh; for another run, choose another --save-dir."
         )
     return is_finished
 
 
 def _closing_lines(folder: Path, task: Task, task_name: str, progress: Progress) -> list[str]:
-    """Where a finished run lies, which epoch was best, and the next commands. task_name: the value of `--task`."""
+    """Returns where the run is, its best epoch, and the next commands. task_name: the value of `--task`."""
     best, epochs = progress.best, ""
     if best is not None and best.epoch:
         epochs = f"; its best epoch is {best.epoch} of {progress.position.epoch}, {task.monitor[0]} {best.value:.4f}"
     command = f"python main.py --save-dir {shlex.quote(str(folder))}"
-    command += f" --task {shlex.quote(task_name)}" * (":" in task_name)  # which no record may name for a user
+    command += f" --task {shlex.quote(task_name)}" * (":" in task_name)  # which a record must not name
     predicts = type(task).new_data is not Task.new_data
     uses = f"{command} --predict FILE (or --eval-only)" if predicts else f"{command} --eval-only"
     curves = f"curves by tensorboard --logdir {shlex.quote(str(folder))}"
-    is_script = task_name.endswith(f":{SCRIPT}")  # whose model no command has
+    is_script = task_name.endswith(f":{SCRIPT}")  # no command can load its model
     return [f"The run is in {folder}{epochs}.", f"Next: {curves if is_script else f'{uses}; {curves}'}"]
 
 
 def _time_is_up(minutes: float, progress: Progress) -> str:
     return (
         f"--max-minutes {minutes:g}: used up, after {progress.train_seconds / 60:.3g} minutes and {progress.step} "
-        "optimizer steps of training; to train on raise it or leave it out, to score what there is add --eval-only"
+        "optimizer steps of training; to continue, raise it or leave it out; to score the current weights, add "
+        "--eval-only"
     )
 
 
 class RunState:
-    """Writes the state of the run in a directory that is held. last_step: to be among the watches of that run."""
+    """Writes state.json of a locked run directory. last_step: to be added to the run's watches."""
 
     def __init__(self, directory: RunDirectory, strategy: Strategy) -> None:
         self._directory = directory
@@ -159,13 +161,13 @@ class RunState:
         self.last_step = LastStep(queue_of(strategy.device))
 
     def enter(self, state: State, message: str | None = None) -> None:
-        """All processes call it. A file that says "finished" already stays. Raises UserError when the disk refuses."""
+        """Records a state, except that "finished" stays. All processes call it. Raises UserError on disk errors."""
         self._strategy.group.on_main(lambda: self._write(state, message))
 
     def record_failure(self, error: BaseException) -> None:
-        """Rescues what may be left of the last steps, and notes the reason, as far as the disk allows.
+        """Rescues the last steps and records the reason, as far as the disk allows.
 
-        Does nothing where there is no run to speak of.
+        Does nothing without a run.
         """
         known = isinstance(error, UserError | Failure)
         status = EXIT_BAD_INPUT if isinstance(error, UserError) else getattr(error, "status", None) if known else None
@@ -186,7 +188,7 @@ class RunState:
         newest = directory.entries[-1].step if directory.entries else 0
         if is_stop and run is not None and newest >= run.progress.step:
             state, run.stop.signal_number = "preempted", signal.SIGINT
-        # Of whatever else ends it, such as the second Ctrl-C, there is nothing to tell.
+        # other ends, such as the second Ctrl-C, have no message
         message = str(error) or None if known and state != "preempted" else None
         with suppress(UserError):
             if run is not None or directory.has_checkpoint or (directory.path / CONFIG).exists():
@@ -196,9 +198,9 @@ class RunState:
                 directory.write_json(MEMORY, dict(error.memory_limit))
 
     def fail(self, failure: Failure) -> None:
-        """Another process failed, and this one is stuck. Called by another thread than the one that trains."""
+        """Records that another process failed while this one hangs; called from another thread."""
         if self.run is not None:
-            self.run.saver.end()  # what is being saved is to be complete
+            self.run.saver.end()  # completes a pending write
         self.record_failure(failure)
 
     def _write(self, state: State, message: str | None = None) -> None:
@@ -224,14 +226,14 @@ class RunState:
 
 @contextmanager
 def recorded(directory: RunDirectory, strategy: Strategy) -> Iterator[RunState]:
-    """Around all that happens while a directory is held: notes whatever ends it by an exception."""
+    """Records any exception that ends the use of a locked directory."""
     state = RunState(directory, strategy)
     strategy.group.diagnosis.before_forced_end(state.fail)
     try:
         with strategy.group.diagnosis.explaining():
             yield state
     except KeyboardInterrupt:
-        raise  # before training began: nothing has changed
-    except BaseException as error:  # the second Ctrl-C too, which does not wait for a save
+        raise  # before training began nothing has changed
+    except BaseException as error:  # also the second Ctrl-C, which does not wait for a save
         state.record_failure(error)
         raise

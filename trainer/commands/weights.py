@@ -1,4 +1,4 @@
-"""Weights into a model: the one place for training, scoring, labelling, ensembles and `--init-from`."""
+"""Loads weights into a model, for training, scoring, prediction, ensembles and `--init-from`."""
 
 import shlex
 from collections.abc import Callable, Collection, Mapping
@@ -39,23 +39,23 @@ CPU = torch.device("cpu")
 def restore_weights(
     model: nn.Module, weights: Mapping[str, Tensor], strategy: Strategy, source: str, hint: str
 ) -> None:
-    """Gives a model all of its weights. All processes of the run that have the model call it.
+    """Loads all weights of a model. All processes that have the model call it.
 
-    source: what a message calls the weights. hint: what to do when they are of another model, which is a UserError.
+    source: names the weights in messages. hint: advice in the UserError raised for weights that do not fit.
     """
     comparison = compare(model, weights)
     differences = comparison.differences
     if differences:
         shown = "; ".join(differences[:3])
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise UserError(f"{source} is of another model: {shown}{more}; {hint}")
+        raise UserError(f"{source} does not fit the model: {shown}{more}; {hint}")
     strategy.load_weights(comparison.fitting, model)
 
 
 def restore_what_fits(
     model: nn.Module, weights: Mapping[str, Tensor], strategy: Strategy, source: str
 ) -> WeightComparison:
-    """Gives a model what it can take, and says what that is. Raises UserError where it is nothing."""
+    """Loads the weights that fit, and returns the comparison. Raises UserError if none fit."""
     comparison = compare(model, weights)
     if not comparison.fitting:
         if comparison.unlike:
@@ -72,13 +72,13 @@ def restore_what_fits(
 
 
 def use_weights(learner: Learner, weights: Mapping[str, Tensor], strategy: Strategy, source: str, hint: str) -> None:
-    """Takes the weights of a checkpoint to be scored, which are averaged already, if at all. See `restore_weights`."""
+    """Loads a checkpoint's weights for scoring, averaged already if at all. See `restore_weights`."""
     restore_weights(learner.objective.model, weights, strategy, source, hint)
     learner.ema.restart()
 
 
 def resume_weights(learner: Learner, state: Mapping[str, Any], strategy: Strategy, hint: str) -> None:
-    """Takes the weights of a checkpoint to train on, and their moving average."""
+    """Loads a checkpoint's weights and their average for further training."""
     model, source = learner.objective.model, "the checkpoint"
     restore_weights(model, state["model"], strategy, source, hint)
     learner.ema.restore(state)
@@ -87,14 +87,14 @@ def resume_weights(learner: Learner, state: Mapping[str, Any], strategy: Strateg
 
 
 def initialise(learner: Learner, given: CheckpointFlags, shipped: Path | None, strategy: Strategy) -> list[str]:
-    """Begins with fresh weights, or those of a file if the flags name one; returns what the user should know.
+    """Starts with fresh weights, or with a file's; returns notes for the user.
 
-    shipped: `Task.shipped_weights`. Raises UserError when they do not fit.
+    shipped: `Task.shipped_weights`. Raises UserError if they do not fit.
     """
     model, notes = learner.objective.model, []
     if given.init_from is not None:
         label = f"--init-from {given.init_from}"
-        hint = "take the weights of a model with the same flags, or what fits of them by --init-from-partial"
+        hint = "use weights of a model with the same flags, or load what fits with --init-from-partial"
         restore_weights(model, _read(strategy, given.init_from, label), strategy, label, hint)
         notes = [f"Starting with the weights of {given.init_from}."]
     elif given.init_from_partial is not None:
@@ -113,11 +113,11 @@ def _start_with_shipped(model: nn.Module, shipped: Path, strategy: Strategy) -> 
     if comparison.unlike or comparison.unknown:
         first = [*comparison.unlike.values(), *(f"{name} is unknown" for name in comparison.unknown)][0]
         raise UserError(
-            f"{label} are of another model: {first}; leave out the flags that change the model, or name other "
-            "weights by --init-from"
+            f"{label} do not fit the model: {first}; leave out the flags that change the model, or name other "
+            "weights with --init-from"
         )
     strategy.load_weights(comparison.fitting, model)
-    others = f"; initialised anew: {_first(comparison.missing)}" if comparison.missing else "."
+    others = f"; newly initialised: {_first(comparison.missing)}" if comparison.missing else "."
     return [f"Starting with {label}, {len(comparison.fitting)} of the model's {len(model.state_dict())}{others}"]
 
 
@@ -136,7 +136,7 @@ def _described(comparison: WeightComparison, source: Path) -> list[str]:
     if comparison.unknown:
         lines.append(f"Left out, unknown to the model: {', '.join(comparison.unknown)}.")
     if comparison.missing:
-        lines.append(f"Not in that file, so initialised anew: {', '.join(comparison.missing)}.")
+        lines.append(f"Not in that file, newly initialised: {', '.join(comparison.missing)}.")
     return lines
 
 
@@ -144,16 +144,15 @@ def _first(names: Collection[str]) -> str:
     return ", ".join([*names][:3]) + (", ..." if len(names) > 3 else "")
 
 
-# --- the task and the model of a run, from what its checkpoint recorded ----------------------------------------------
+# --- the task and model of a run, from its checkpoint's record ----------------------------------------------
 
 
 def find_run(
     flags: Flags, files: Mapping[str, Path | None], shipped: Path | None, say: Callable[[str], None]
 ) -> TrainedRun:
-    """The weights of `find_weights`, or the shipped ones of a task unless `--save-dir` is given and holds a run.
+    """Returns `find_weights`, or a task's shipped weights unless `--save-dir` is given and holds a run.
 
-    So what happens to lie in a default folder does not decide. say: gets a line for whatever is damaged. Raises
-    UserError.
+    So the content of a default folder does not matter. say: reports damage. Raises UserError.
     """
     folder, has_run = flags.checkpoint.save_dir, True
     uses_shipped = shipped is not None and all(path is None for path in files.values())
@@ -172,9 +171,9 @@ def find_run(
 
 
 def find_record(asked: Mapping[str, Any]) -> ConfigFile | None:
-    """Flags in the checkpoint of the run that a command line resumes or uses; None without one.
+    """Returns the flags in the checkpoint of the run that is resumed or used; None without one.
 
-    asked: flags of the trainer, by field, that are stated; without "save_dir" no folder is looked into.
+    asked: given flags of the trainer, by field; without "save_dir" no folder is read.
     """
     file, folder = asked.get("resume_from"), asked.get("save_dir")
     is_used = any(asked.get(field) for field in ("eval_only", "predict", "export"))
@@ -192,16 +191,16 @@ def find_record(asked: Mapping[str, Any]) -> ConfigFile | None:
 
 
 def ships_weights(task_type: type[Task]) -> bool:
-    """Whether a task may come with weights, which its flags decide."""
+    """Returns whether a task may come with weights."""
     return task_type.shipped_weights is not Task.shipped_weights
 
 
-def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, anew: Mapping[str, Any] = {}) -> Task:
-    """The task with the seed and the flags that the run was trained with, but for those that are given anew.
+def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, overrides: Mapping[str, Any] = {}) -> Task:
+    """Recreates the task with the seed and flags of a run, except for `overrides`.
 
     Raises UserError.
     """
-    config = {**run.state["config"], **anew}
+    config = {**run.state["config"], **overrides}
     try:
         task = task_type(group_from_values(task_type.Config, config), config["--seed"], cache_dir)
     except ValueError as error:
@@ -211,7 +210,7 @@ def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, anew:
 
 
 def find_trained(flags: Flags, say: Callable[[str], None]) -> tuple[TrainedRun, Task]:
-    """The run that `--predict` and `--export` use, and its task. say: see `find_run`. Raises UserError."""
+    """Returns the run for `--predict` or `--export`, and its task. say: see `find_run`. Raises UserError."""
     assert flags.task_type is not None
     shipped = flags.task_type(flags.task, flags.run.seed, flags.run.cache_dir).shipped_weights()
     run = find_run(flags, {"--resume-from": flags.checkpoint.resume_from}, shipped, say)
@@ -219,13 +218,12 @@ def find_trained(flags: Flags, say: Callable[[str], None]) -> tuple[TrainedRun, 
 
 
 def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
-    """The task that the run was trained with, from what its checkpoint recorded.
+    """Recreates a run's task from its checkpoint's record.
 
-    The command line need not repeat the flags of the run, but must not contradict them, except for those that the task
-    takes anew (`Task.predict_flags`). Raises UserError.
+    The command line may repeat the run's flags but not contradict them, except `Task.predict_flags`. Raises UserError.
     """
     if not ("task" in run.state and "config" in run.state):
-        reason = "holds weights, but not of which model; give the checkpoint of a run"
+        reason = "holds weights without their task; give a run's checkpoint"
         raise UserError(f"--resume-from {flags.checkpoint.resume_from}: {reason}")
     name, config, nothing = run.state["task"], run.state["config"], "no such flag"
     assert flags.task_type is not None
@@ -233,7 +231,7 @@ def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
         advice = "leave it out" if "--task" in flags.given else f"add --task {name}"
         raise UserError(f"--task {flags.run.task}: {run.label} were trained with {name}; {advice}")
     stated = {flag: value for flag, value in recorded_values(flags.task).items() if flag in flags.given}
-    anew = {flag: stated.pop(flag) for flag in map(flag_name, flags.task_type.predict_flags) if flag in stated}
+    overrides = {flag: stated.pop(flag) for flag in map(flag_name, flags.task_type.predict_flags) if flag in stated}
     refuse(
         [
             f"{flag} {shown(value)}: {run.label} were trained with {shown(config.get(flag, nothing))}; leave it out"
@@ -241,7 +239,7 @@ def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
             if flag not in config or flag in changed_flags(config, {flag: value})
         ]
     )
-    return recorded_task(run, flags.task_type, flags.run.cache_dir, anew)
+    return recorded_task(run, flags.task_type, flags.run.cache_dir, overrides)
 
 
 def trained_objective(
@@ -250,31 +248,31 @@ def trained_objective(
     device: torch.device,
     dtype: torch.dtype,
     source: str = "the checkpoint",
-    hint: str = "the task's code has changed since, or the data that it reads",
+    hint: str = "the task's code, or the data that it reads, has changed since",
 ) -> Objective:
-    """A task's objective with these weights. source, hint: see `restore_weights`. Raises UserError."""
+    """Builds a task's objective with given weights. source, hint: see `restore_weights`. Raises UserError."""
     objective = module_in_dtype(task.build_objective(), dtype).to(device)
     restore_weights(objective.model, weights, SingleDevice(device), source, hint)
     return objective
 
 
 def trained_model(folder: Path, task_type: type[Task] | None) -> nn.Module:
-    """The model of a run directory with its best weights, in eval mode on the CPU.
+    """Loads a run directory's model with its best weights, in eval mode on the CPU.
 
-    task_type: its class; None takes the one that the run names. Changes nothing in the folder. Raises UserError.
+    task_type: its class; None uses the run's task. Changes nothing in the folder. Raises UserError.
     """
     run = find_weights(folder, {}, to_stderr)
     task_type = task_type or known_task(run.state["task"])
     if task_type is None:
         raise UserError(
-            f"--task {run.state['task']}: {run.label} were trained with this task, and no file is executed because a "
-            "run names it: give the class, as task="
+            f"--task {run.state['task']}: {run.label} were trained with this task, but files named by a run "
+            "are not executed; give the class, as task="
         )
     return model_of(run, task_type)
 
 
 def model_of(run: TrainedRun, task_type: type[Task]) -> nn.Module:
-    """The model of a run with its weights, in eval mode on the CPU. task_type: its class. Raises UserError."""
+    """Builds a run's model with its weights, in eval mode on the CPU. task_type: its class. Raises UserError."""
     config = run.state["config"]
     task = recorded_task(run, task_type, group_from_values(RunFlags, config).cache_dir)
     dtype = getattr(torch, group_from_values(PrecisionFlags, config).dtype)

@@ -1,6 +1,6 @@
-"""What numpy and torch spell differently, for data that lie on the host or on a device.
+"""Array operations common to NumPy and torch, for data on the host or on a device.
 
-numpy computes on the host, where it is the faster one on the few numbers of a batch, and torch on a device.
+On the host NumPy is used, which is faster for the few numbers of a batch; on a device torch.
 """
 
 import sys
@@ -9,58 +9,58 @@ from typing import Any, Literal
 import numpy as np
 
 Array = Any
-"""A numpy array or a tensor. Both have operators, indexing, `shape` and methods such as `sum(axis=0)`."""
+"""A NumPy array or a tensor. Both support operators, indexing, `shape` and methods such as `sum(axis=0)`."""
 
 _OF_NUMPY = np.ndarray, np.generic
 
 
 def on_host(array: Array) -> bool:
-    """Whether it is numpy's; otherwise it is a tensor."""
+    """Returns whether an array is NumPy's rather than a tensor."""
     return isinstance(array, _OF_NUMPY)
 
 
 def namespace(array: Array) -> Any:
-    """numpy for an array, torch for a tensor: functions that both have, such as `where`, `stack` and `cos`."""
-    return np if on_host(array) else sys.modules["torch"]  # which what computes on the host need not import
+    """Returns numpy or torch, for functions that both have, such as `where`, `stack` and `cos`."""
+    return np if on_host(array) else sys.modules["torch"]  # code on the host need not import torch
 
 
 def cast(array: Array, name: Literal["bool", "int32", "int64", "float32", "float64"]) -> Array:
-    """An array as another type; the array itself if it is of that type."""
+    """Converts an array to a type; returns it unchanged if it has that type."""
     return array.astype(name, copy=False) if on_host(array) else array.to(getattr(namespace(array), name))
 
 
 def rows(array: Array, index: Array) -> Array:
-    """The rows of an array (n, ...) at the positions index (m,): (m, ...)."""
+    """Selects rows of an array (n, ...) at positions index (m,): (m, ...)."""
     return array.take(index, axis=0) if on_host(array) else array.index_select(0, index)
 
 
 def arange_like(num: int, array: Array) -> Array:
-    """The numbers 0 to num - 1, (num,) int64, where an array lies."""
+    """Returns 0 to num - 1 on the array's device, (num,) int64."""
     return np.arange(num) if on_host(array) else namespace(array).arange(num, device=array.device)
 
 
 def empty_beside(array: Array, shape: tuple[int, ...]) -> Array:
-    """Memory of a shape where an array lies, of its type."""
+    """Allocates an uninitialised array on another one's device, of its type."""
     return np.empty(shape, array.dtype) if on_host(array) else array.new_empty(shape)
 
 
 def take_along(array: Array, index: Array, axis: int) -> Array:
-    """The elements at positions along an axis, by `np.take_along_axis`, of the shape of index."""
+    """Selects elements along an axis like `np.take_along_axis`, in the shape of index."""
     return np.take_along_axis(array, index, axis) if on_host(array) else array.take_along_dim(index, axis)
 
 
 class Ragged:
-    """Rows of different lengths that lie in arrays behind each other, as a matrix with zeros behind each.
+    """Ragged rows stored consecutively, gathered as a zero-padded matrix.
 
-    is_real: (B, width) bool, which entries belong to the rows.
+    is_real: (B, width) bool, True where an entry belongs to its row.
     """
 
     def __init__(self, start: Array, length: Array, width: int) -> None:
-        """start, length: (B,) int64, where the rows begin, and how long they are."""
+        """start, length: (B,) int64, each row's start and length. width: columns of the matrix."""
         column = arange_like(width, start)
         self.is_real = column < length[:, None]
         self._position = (start[:, None] + column) * self.is_real
 
     def of(self, values: Array, ahead: int = 0) -> Array:
-        """values[start + ahead : start + ahead + length] of each row: (B, width), of the type of values."""
+        """Returns values[start + ahead : start + ahead + length] of each row, padded: (B, width)."""
         return values.take(self._position + ahead if ahead else self._position) * self.is_real

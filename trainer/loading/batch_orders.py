@@ -1,7 +1,7 @@
-"""Orders for `Task.order`: which samples make up each optimizer step of an epoch, where a permutation does not do.
+"""Batch orders for `Task.order`: length buckets, shards and others, instead of a permutation.
 
-All are functions of their arguments alone, with every sample in exactly one batch, and but for `even_batches` only the
-last batch short. They know nothing of processes and devices, so a step has the same samples on any number of them.
+All are pure functions with every sample in exactly one batch; only the last batch is short, except in `even_batches`.
+They ignore processes and devices, so a step has the same samples on any number of them.
 """
 
 import math
@@ -15,17 +15,17 @@ from trainer.loading.counter_random import random_bits
 from trainer.loading.order import EpochOrder
 
 BATCHES_PER_POOL = 100
-"""Enough that the samples of a batch differ little in length, few enough that each epoch mixes them in another way."""
+"""Enough that lengths within a batch differ little, few enough that each epoch mixes batches differently."""
 
 
 def bucketed_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """Batches of samples of nearly equal length, so that little is padded; another mixture in each epoch.
+    """Returns batches of samples of similar length, to reduce padding, mixed differently in each epoch.
 
-    Shuffled samples are cut into pools of a hundred batches, each pool is sorted by length and cut into batches, and
-    the batches are shuffled; the short one is left at the end.
+    Cuts shuffled samples into pools of a hundred batches, sorts each pool by length, cuts it into batches, and shuffles
+    these; the short batch stays last.
 
-    lengths: (n,), of each sample. batch_size: samples per optimizer step, over all devices, >= 1.
-    Returns n / batch_size arrays, rounded up: (batch_size,) int64, from the shortest sample to the longest.
+    lengths: (n,), of each sample. batch_size: samples per optimizer step, over all devices, >= 1. Returns ceil(n /
+    batch_size) arrays, (batch_size,) int64, each sorted by length.
     """
     lengths = np.asarray(lengths)
     pools = _pools(lengths, batch_size, seed, epoch)
@@ -36,10 +36,10 @@ def bucketed_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed:
 
 
 def even_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """Batches of nearly equal length in sum, of samples of nearly equal length: many short ones or a few long ones.
+    """Returns batches of similar total length, of samples of similar length: many short ones or a few long ones.
 
-    As `bucketed_batches`, but each pool is cut into parts of which none is much longer in sum than batch_size average
-    samples. The number of batches may differ from epoch to epoch.
+    Like `bucketed_batches`, but cuts each pool so that no batch is much longer in sum than batch_size average samples.
+    The number of batches may vary between epochs.
 
     lengths: above 0.
     """
@@ -56,7 +56,7 @@ def even_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed: int
 
 
 def _pools(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """Shuffled samples in parts of a hundred batches, each part from the shortest sample to the longest."""
+    """Cuts shuffled samples into pools of a hundred batches, each sorted by length."""
     order = EpochOrder(seed, epoch, 0, len(lengths)).take(0, len(lengths))
     pool_size = BATCHES_PER_POOL * batch_size
     pools = [order[start : start + pool_size] for start in range(0, len(order), pool_size)]
@@ -66,23 +66,22 @@ def _pools(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[
 def sharded_batches(
     shard_sizes: np.ndarray | Sequence[int], batch_size: int, seed: int, epoch: int
 ) -> "ShardedBatches":
-    """Batches that read a data set shard by shard: shuffled shards, and the samples of each shuffled among themselves.
+    """Returns batches that read a data set shard by shard: shards are shuffled, and samples within each.
 
-    For data that lie in files too large to be held in memory together: a batch touches one shard, or those on both
-    sides of a border, and each shard is read once in an epoch. Samples of different shards hardly ever meet in a batch,
-    so they should be mixed when the files are written.
+    For files too large for memory together: a batch touches one shard, or the two at a border, and each shard is read
+    once per epoch. Samples of different shards rarely share a batch, so mix them when writing the files.
 
-    shard_sizes: samples of each shard, >= 0; the samples of shard k come after all of shards 0 to k - 1.
-    batch_size: samples per optimizer step, over all devices, >= 1.
-    Returns n / batch_size arrays, rounded up: (batch_size,) int64, each made when it is asked for.
+    shard_sizes: samples of each shard, >= 0; shard k's samples follow those of shards 0 to k - 1. batch_size: samples
+    per optimizer step, over all devices, >= 1. Returns ceil(n / batch_size) arrays, (batch_size,) int64, created
+    lazily.
     """
     return ShardedBatches(np.asarray(shard_sizes, dtype=np.int64), batch_size, seed, epoch)
 
 
 class BatchesOnDemand(Sequence[np.ndarray]):
-    """The batches of an epoch, each made when it is asked for.
+    """The batches of an epoch, created lazily.
 
-    num_samples: of all batches. batch_size: of each but the last. So nobody has to make them all to know their sizes.
+    num_samples: of all batches. batch_size: of each but the last, so sizes are known without creating them.
     """
 
     def __init__(self, num_samples: int, batch_size: int) -> None:
@@ -109,7 +108,7 @@ class BatchesOnDemand(Sequence[np.ndarray]):
 
 
 class ShardedBatches(BatchesOnDemand):
-    """What `sharded_batches` returns."""
+    """The result of `sharded_batches`."""
 
     def __init__(self, shard_sizes: np.ndarray, batch_size: int, seed: int, epoch: int) -> None:
         super().__init__(int(shard_sizes.sum()), batch_size)
@@ -119,8 +118,8 @@ class ShardedBatches(BatchesOnDemand):
         self._seeds = random_bits(seed, epoch, np.arange(num_shards), 1)[:, 0]
         self._sizes = shard_sizes
         self._first_samples = np.cumsum(shard_sizes) - shard_sizes
-        self._ends = np.cumsum(shard_sizes[self._shards])  # where each shard of `_shards` ends in the epoch
-        self._order_of = lru_cache(maxsize=2)(self._shuffled)  # of the shards at hand
+        self._ends = np.cumsum(shard_sizes[self._shards])  # end of each shard of `_shards` in the epoch
+        self._order_of = lru_cache(maxsize=2)(self._shuffled)  # of the current shards
 
     def _batch(self, number: int) -> np.ndarray:
         start = number * self.batch_size
@@ -138,7 +137,7 @@ class ShardedBatches(BatchesOnDemand):
 
 
 class ConsecutiveBatches(BatchesOnDemand):
-    """All samples in the order of their numbers, for data sets whose samples are others in each epoch."""
+    """All samples in index order, for data sets whose samples change every epoch."""
 
     def _batch(self, number: int) -> np.ndarray:
         start = number * self.batch_size

@@ -1,4 +1,4 @@
-"""From sample keys to batches."""
+"""Batches, their weights, and how they are gathered from sample keys."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,10 +14,10 @@ Batch = dict[str, Tensor]
 
 
 class WeightedBatch(NamedTuple):
-    """A batch, still in host memory, with the number of its loss terms as its weight.
+    """A batch in host memory, weighted by its number of loss terms.
 
-    num_samples: 0 for the placeholder of a process that has none. A batch of some may weigh nothing, as where no sample
-    has a label, and have a loss nonetheless.
+    num_samples: 0 for the placeholder of a process without samples. A real batch may weigh 0, for example without
+    labels, and still have a loss.
     """
 
     batch: Batch
@@ -26,11 +26,11 @@ class WeightedBatch(NamedTuple):
 
 
 def weighted(batch: Batch, is_placeholder: bool = False) -> WeightedBatch:
-    """The batch with the number of its loss terms. Raises UserError where that is none."""
+    """Adds a batch's weight. Raises UserError for an invalid one."""
     of_samples = batch["weight"].tolist()
     weight = math.fsum(of_samples)
     if not 0 <= weight < math.inf:
-        raise UserError(f"Task.collate: batch['weight'] adds up to {weight}: must be numbers of loss terms, at least 0")
+        raise UserError(f"Task.collate: batch['weight'] must be finite and non-negative (its sum is {weight})")
     return WeightedBatch(batch, weight, 0 if is_placeholder else len(of_samples))
 
 
@@ -46,7 +46,7 @@ Collate = Callable[[Any, SampleKeys], Batch]
 
 
 class PhaseDatasets:
-    """The data set of each phase as one, so that one set of workers loads all of them."""
+    """The data sets of all phases as one, so that one set of workers loads them."""
 
     def __init__(self, datasets: Sequence[KeyedDataset]) -> None:
         self.datasets = datasets
@@ -59,7 +59,7 @@ class PhaseDatasets:
 
 
 def gathered(dataset: KeyedDataset, collate: Collate, keys: SampleKeys) -> Batch:
-    """The batch of a data set that keys name, in this process."""
+    """Gathers the batch of some keys in this process."""
     batch = collate(dataset.__getitems__(keys), keys)
     if keys.placeholder:
         batch["weight"] = torch.zeros_like(batch["weight"])

@@ -1,4 +1,4 @@
-"""Arrays that are built once, kept on disk, memory-mapped and shared by all processes of a machine."""
+"""Arrays that are built once, cached on disk, memory-mapped and shared by all processes of a machine."""
 
 import fcntl
 import hashlib
@@ -15,22 +15,20 @@ from trainer.common.files import array_errors, flush_path, refusing_disk_errors
 Arrays = dict[str, np.ndarray]
 
 _NAMES = "names.txt"
-"""Of the arrays of an entry, one a line."""
+"""Lists the arrays of an entry, one per line."""
 
 
 def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arrays:
-    """The arrays stored under the key, read-only and memory-mapped; built first where there are none.
+    """Returns cached arrays, read-only and memory-mapped; builds them first if missing.
 
-    Of several processes that ask at the same time one builds and the others wait. A build that is killed leaves
-    nothing that a later one would take for complete: the arrays are written into a temporary folder, flushed to
-    disk, and the folder is renamed.
+    Among concurrent processes one builds and the others wait. A killed build leaves no complete entry: arrays are
+    written to a temporary folder, flushed, and the folder is renamed.
 
-    cache_dir: created if need be; on a disk that all processes of the machine see.
-    key: names content and format version; a valid file name.
-    build: returns arrays under names that are valid file names. What it raises passes through.
+    cache_dir: created if missing; on a disk shared by all processes of the machine. key: names content and format
+    version; a valid file name. build: returns arrays under names that are valid file names. Its exceptions pass
+    through.
 
-    An entry that lacks something, as where old files were deleted, is built again. Raises UserError when the folder
-    cannot be written to, is full, or holds an entry that cannot be read.
+    Rebuilds an incomplete entry. Raises UserError if the folder is not writable, is full, or holds an unreadable entry.
     """
     entry = cache_dir / key
     flag, advice = f"--cache-dir {cache_dir}", "choose a folder that can be written to and has room"
@@ -46,7 +44,7 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
                     _store(arrays, entry)
     try:
         with array_errors():
-            # As plain ndarray: indexing the memmap subclass costs microseconds more each time.
+            # as plain ndarrays, since indexing a memmap is microseconds slower
             return {
                 name: np.asarray(np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False))
                 for name in _names(entry)
@@ -56,7 +54,7 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
 
 
 def cached_numbers(cache_dir: Path, key: str, build: Callable[[], Mapping[str, float]]) -> dict[str, float]:
-    """Numbers by name, in the order in which they were built; see `cached_arrays`."""
+    """Caches numbers by name, in their order; see `cached_arrays`."""
 
     def arrays() -> Arrays:
         numbers = build()
@@ -67,12 +65,12 @@ def cached_numbers(cache_dir: Path, key: str, build: Callable[[], Mapping[str, f
 
 
 def key_of(name: str, *identity: object) -> str:
-    """That of an entry. name: of what it is. identity: what it depends on, in values whose `repr` says all of them."""
+    """Builds a cache key. name: kind of content. identity: everything it depends on, with a complete `repr`."""
     return f"{name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:16]}"
 
 
 def digest_of(*parts: np.ndarray | str) -> str:
-    """Of arrays, with types and shapes, and texts: the same on any machine."""
+    """Hashes arrays, with types and shapes, and strings, equally on any machine."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, str):
@@ -84,12 +82,12 @@ def digest_of(*parts: np.ndarray | str) -> str:
 
 
 def array_of_texts(texts: Sequence[str]) -> np.ndarray:
-    """Texts without line breaks, however long some of them are, as an array that can be cached."""
+    """Encodes strings without line breaks as an array for the cache."""
     return np.frombuffer("\n".join(texts).encode(), np.uint8)
 
 
 def texts_of_array(array: np.ndarray) -> tuple[str, ...]:
-    """The opposite; an empty array holds no text."""
+    """Reverses `array_of_texts`."""
     return tuple(array.tobytes().decode().split("\n")) if array.size else ()
 
 
@@ -107,7 +105,7 @@ def _is_complete(entry: Path) -> bool:
 
 def _store(arrays: Arrays, entry: Path) -> None:
     partial = entry.with_name(f"{entry.name}.partial")
-    # One that is there was left by a build that was killed: the lock says that nobody else is at it.
+    # left by a killed build, since the lock is ours
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()
@@ -120,7 +118,7 @@ def _store(arrays: Arrays, entry: Path) -> None:
         flush_path(partial / _NAMES)
         flush_path(partial)
         if entry.exists():
-            shutil.rmtree(entry)  # who has one of its files open keeps that
+            shutil.rmtree(entry)  # processes with open files keep them
         partial.rename(entry)
         flush_path(entry.parent)
     finally:

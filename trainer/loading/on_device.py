@@ -1,4 +1,4 @@
-"""Data sets that lie on a GPU, and their batches, which are drawn there."""
+"""Data sets on a GPU, which draw their batches there."""
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,21 +19,19 @@ from trainer.loading.workers import BatchLoader
 M = TypeVar("M", bound="Movable")
 
 MOST_TOGETHER, MOST_SAMPLES_TOGETHER = 32, 2**13
-"""Batches, and samples, that are drawn by the same kernels."""
+"""Limits on batches, and samples, drawn by the same kernels."""
 
 
 class Movable:
-    """A data set that can lie on a device, or a part of one: attributes that are arrays, or dictionaries of arrays, are
-    tensors there.
+    """A data set that can be moved to a device; its arrays, also in dictionaries, become tensors there.
 
-    A data set that subclasses it says by that that `__getitems__` computes on tensors as on arrays: on
-    `self.here(keys.index)`, by operators and the functions of trainer.loading.arrays, and without waiting for a device.
+    Subclasses promise that `__getitems__` works on tensors as on arrays: indexing by `self.here(keys.index)`, operators
+    and functions of trainer.loading.arrays, without waiting for a device.
 
-    device: where it lies; None on the host.
-    of_tensors: whether its attributes are tensors on the host too, so that it computes with torch everywhere.
-    stays: names of attributes that stay on the host, such as lengths that decide about padding.
-    rows_alike: whether a sample is the same in whatever batch: neither shape nor numbers depend on the other samples or
-        on `SampleKeys.progress`. Several batches are then drawn together.
+    device: where it is; None on the host. of_tensors: attributes are tensors on the host too, so it always computes
+    with torch. stays: attributes that stay on the host, such as lengths that determine padding. rows_alike: a sample
+    does not depend on the rest of its batch, in shape or values, nor on `SampleKeys.progress`; several batches are then
+    drawn together.
     """
 
     device: torch.device | None = None
@@ -42,21 +40,21 @@ class Movable:
     rows_alike: ClassVar[bool] = False
 
     def here(self, values: np.ndarray) -> Array:
-        """Values of the host where this data set lies, (n,) int64 say. Nobody waits for their copy."""
+        """Copies host values (such as indices, (n,) int64) to this data set's device asynchronously."""
         if self.device is None:
             return torch.from_numpy(values) if self.of_tensors else values
         return _pinned(torch.from_numpy(values), self.device).to(self.device, non_blocking=True)
 
     def weights(self, keys: SampleKeys) -> np.ndarray | None:
-        """The number of loss terms of each sample, (n,) float32, by what the host knows.
+        """Returns the number of loss terms of each sample, (n,) float32, from host data.
 
-        None, as by default, where a batch's own "weight" says so: the host waits for it if it is made on a device.
+        None, the default, uses the batch's "weight", for which the host waits if it is computed on a device.
         """
         return None
 
 
 def num_bytes(parts: Iterable[Movable]) -> int:
-    """The memory that data sets take on a device, in bytes; what several of them share counts once."""
+    """Returns the device memory of data sets in bytes, counting shared arrays once."""
     return sum({id(array): array.nbytes for part in parts for array in _arrays(part)}.values())
 
 
@@ -69,19 +67,19 @@ def _arrays(part: Any) -> Iterator[Array]:
 
 
 def _moving(part: Movable) -> dict[str, Any]:
-    """The attributes of a part that are on a device if it is."""
+    """Returns the attributes of a part that move with it."""
     return {name: value for name, value in vars(part).items() if name not in part.stays and _is_moving(value)}
 
 
 def _is_moving(value: Any) -> bool:
     if isinstance(value, dict):
         return len(value) > 0 and all(map(_is_moving, value.values()))
-    is_array = isinstance(value, np.ndarray) and value.dtype.kind in "biuf"  # not of texts
+    is_array = isinstance(value, np.ndarray) and value.dtype.kind in "biuf"  # no strings
     return is_array or isinstance(value, Movable | Tensor)
 
 
 def moved(parts: Sequence[M], device: torch.device) -> list[M]:
-    """Copies of data sets that lie on a device; what several of them share they share there too."""
+    """Copies data sets to a device, preserving sharing between them."""
     found: dict[int, Any] = {}
 
     def copied(value: Any) -> Any:
@@ -92,7 +90,7 @@ def moved(parts: Sequence[M], device: torch.device) -> list[M]:
                 found[id(value)] = own = copy.copy(value)
                 vars(own).update({name: copied(each) for name, each in _moving(value).items()}, device=device)
             else:
-                # An array by `tensor`, which does not warn of memory-mapped files that nobody may write to.
+                # `tensor` does not warn about read-only memory maps
                 is_tensor = isinstance(value, Tensor)
                 found[id(value)] = value.to(device) if is_tensor else torch.tensor(value, device=device)
         return found[id(value)]
@@ -101,10 +99,10 @@ def moved(parts: Sequence[M], device: torch.device) -> list[M]:
 
 
 class DeviceLoader(BatchLoader):
-    """Yields the batches that keys name of data sets on a device, made there; nobody waits for them.
+    """Yields batches of data sets on a device, created there without host waits.
 
-    "index" and "weight" of a batch are on the host, which counts them. Raises UserError for a first batch whose weights
-    are not those of `Movable.weights`.
+    A batch's "index" and "weight" are on the host. Raises UserError if a first batch's weights differ from
+    `Movable.weights`.
     """
 
     def __init__(self, datasets: Sequence[Movable], collate: Collate, device: torch.device) -> None:
@@ -121,7 +119,7 @@ class DeviceLoader(BatchLoader):
         return self._batch(replace(keys, few_lengths=True))
 
     def _drawn(self, keys: Sequence[SampleKeys]) -> Iterator[Batch]:
-        """The batches of keys, in order. Those of one phase and epoch are drawn together where their rows allow it."""
+        """Draws the batches of keys, in order; together within a phase and epoch if rows allow it."""
         drawn: dict[int, Batch] = {}
         for position, key in enumerate(keys):
             if position not in drawn:
@@ -160,8 +158,8 @@ class DeviceLoader(BatchLoader):
     def _check(self, phase: int, dataset: Movable, own: Tensor, known: np.ndarray) -> None:
         if phase in self._unchecked and own.tolist() != known.tolist():
             raise UserError(
-                f"{type(dataset).__name__}.weights: they differ from the 'weight' of a batch, {known.tolist()[:5]} "
-                f"from {own.tolist()[:5]}; make them the same, or leave the method out"
+                f"{type(dataset).__name__}.weights: returns {known.tolist()[:5]} where the batch's 'weight' is "
+                f"{own.tolist()[:5]}; make them equal, or remove the method"
             )
         self._unchecked.discard(phase)
 

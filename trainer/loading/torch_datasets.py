@@ -1,4 +1,4 @@
-"""Data sets of torch.utils.data as data sets that are asked for samples by their keys."""
+"""Adapts torch.utils.data datasets to sample keys."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,27 +25,25 @@ def from_dataset(
     seed: int,
     names: Sequence[str] | None = None,
 ) -> KeyedDataset:
-    """A torch.utils.data.Dataset, or anything with `__len__` and `__getitem__(i)`, for `Task.splits`.
+    """Adapts a map-style dataset, with `__len__` and `__getitem__(i)`, for `Task.splits`.
 
     Example: `from_dataset(CIFAR10(path, transform=transform), seed=self.seed, names=("image", "label"))`.
 
-    A TensorDataset, a Subset of one, or a dictionary of arrays or tensors, which are equally long, gathers whole
-    batches at once, and can lie on a GPU (`--data-on`).
+    A TensorDataset, a Subset of one, or a dictionary of arrays or tensors of equal length gathers whole batches at
+    once, and can be placed on a GPU (`--data-on`).
 
-    The random numbers that an item draws from `random`, `numpy.random` and torch's default generator, in its
-    transforms for example, are a function of (seed, epoch, index): the same in whichever batch, worker or process it is
-    made, before and after a resume. What these generators held before is put back. A generator that a transform owns,
-    such as an `np.random.default_rng()` of its own, or one on a GPU, is out of reach: its draws would differ.
+    Random numbers that an item draws from `random`, `numpy.random` and torch's default generator, for example in its
+    transforms, are a function of (seed, epoch, index): the same in any batch, worker or process, before and after a
+    resume. These generators are restored afterwards. Other generators, such as a transform's own
+    `np.random.default_rng()` or one on a GPU, are not controlled, and their draws would differ.
 
-    dataset: one without an order of its own; an IterableDataset is refused.
-    collate: makes a batch of a list of items: a dictionary, a tuple or a single value, whose tensors and arrays have
-        the samples on dim 0. It draws nothing: other processes share the batch out otherwise. By default torch's
-        `default_collate`, as in a DataLoader.
-    seed: usually the task's.
-    names: of the parts of an item that is a tuple, or of the one value that it is; dictionaries and named tuples have
-        names already.
+    dataset: a map-style dataset; an IterableDataset is refused. collate: makes a batch from a list of items: a
+    dictionary, a tuple or a single value, whose tensors and arrays have the samples on dim 0. It must not draw random
+    numbers, since other processes batch samples differently. Default: torch's `default_collate`, as in a DataLoader.
+    seed: usually the task's. names: for the parts of a tuple item, or for a single value; dictionaries and named tuples
+    have names already.
 
-    Raises UserError, also when the first batch is made, for what cannot become a dictionary of tensors.
+    Raises UserError, also when the first batch is made, for items that cannot become a dictionary of tensors.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, Mapping) and all(isinstance(name, str) for name in dataset):
@@ -53,60 +51,60 @@ def from_dataset(
     if isinstance(dataset, IterableDataset):
         raise UserError(_iterable(f"from_dataset({kind})"))
     if isinstance(dataset, DataLoader):
-        raise UserError("from_dataset(DataLoader): it makes batches of its own; hand in `loader.dataset`")
+        raise UserError("from_dataset(DataLoader): it makes its own batches; pass `loader.dataset`")
     for method in ("__len__", "__getitem__"):
         if not hasattr(dataset, method):
-            raise UserError(f"from_dataset({kind}): it has no `{method}`, and is asked for its samples by number")
+            raise UserError(f"from_dataset({kind}): needs a map-style dataset with `{method}`")
     keyed = _DatasetItems(f"from_dataset({kind})", collate or default_collate, seed, names, dataset)
     tensors = _tensors_of(dataset) if collate is None else None
     return keyed if tensors is None else _KeyedTensors(keyed.named(tensors), len(dataset))
 
 
 def require_keyed(dataset: Any, where: str) -> None:
-    """Raises UserError for a data set that cannot be asked for samples by their keys. where: what to call it."""
+    """Raises UserError for a data set without `__getitems__(keys)`. where: names it in messages."""
     if isinstance(dataset, IterableDataset):
         raise UserError(_iterable(where))
     if not is_keyed(dataset):
         name, found = "dataset", "has no `__getitems__(keys)`"
         if isinstance(dataset, DataLoader):
-            name, found = "loader.dataset", "makes batches of its own, where the trainer makes them"
+            name, found = "loader.dataset", "makes its own batches, but the trainer makes them"
         raise UserError(
             f"{where}: {type(dataset).__name__} {found}; return trainer.from_dataset({name}, seed=self.seed) instead"
         )
     if not hasattr(dataset, "__len__"):
-        raise UserError(f"{where}: {type(dataset).__name__} has no `__len__`, the number of its samples")
+        raise UserError(f"{where}: {type(dataset).__name__} has no `__len__`")
 
 
 def is_keyed(dataset: Any) -> bool:
-    """Whether a data set is asked for samples by their keys."""
+    """Returns whether a data set takes sample keys."""
     return hasattr(type(dataset), "__getitems__") and not _takes_lists(dataset)
 
 
 def _takes_lists(dataset: Any) -> bool:
-    """Whether `__getitems__` gets a list of numbers and returns a list of items, as torch's DataLoader calls it.
+    """Returns whether `__getitems__` takes a list of indices and returns a list of items, as in torch's DataLoader.
 
-    Such a data set can be asked for a single item too, so others are not tried.
+    Such a data set also has `__getitem__`; others are not tried.
     """
     if not hasattr(type(dataset), "__getitem__"):
         return False
     with draws_put_back():
         try:
             items = dataset.__getitems__([0])
-        except Exception:  # whatever comes of numbers in the place of keys
+        except Exception:  # indices instead of keys may raise anything
             return False
     return isinstance(items, list) and len(items) == 1
 
 
 def _iterable(where: str) -> str:
     return (
-        f"{where}: an IterableDataset has no numbered samples; hand in trainer.from_stream(lambda: iter(dataset), "
-        "samples_per_epoch=..., seed=...), which gives them their numbers"
+        f"{where}: an IterableDataset has no sample indices; use trainer.from_stream(lambda: iter(dataset), "
+        "samples_per_epoch=..., seed=...) instead"
     )
 
 
 @dataclass(eq=False)
 class KeyedItems:
-    """Items that become batches with named parts. source: what a message calls where they come from."""
+    """Makes batches with named parts from items. source: names their origin in messages."""
 
     source: str
     collate: Callable[[list[Any]], Any]
@@ -121,11 +119,11 @@ class KeyedItems:
         except (KeyError, RuntimeError, TypeError) as error:
             raise UserError(
                 f"{self.source}: its items cannot be stacked into a batch ({error}); "
-                "give `collate`, a function that makes one of a list of items"
+                "pass `collate`, a function that makes a batch from a list of items"
             ) from None
 
     def named(self, batch: Any) -> dict[str, Any]:
-        """The parts of a batch by their names. Raises UserError where one has none, or two."""
+        """Names the parts of a batch. Raises UserError for missing or duplicate names."""
         where = f"{self.source.removesuffix(')')}, names={self.names})"
         own_names = batch if isinstance(batch, Mapping) else getattr(batch, "_fields", None)
         if own_names is not None and self.names is not None:
@@ -141,7 +139,7 @@ class KeyedItems:
 
 @dataclass(eq=False)
 class _DatasetItems(KeyedItems):
-    """What `from_dataset` returns."""
+    """The result of `from_dataset`."""
 
     dataset: Any
 
@@ -159,7 +157,7 @@ class _DatasetItems(KeyedItems):
 
 
 class _KeyedTensors(Movable):
-    """Rows of tensors, as items one by one would be collated."""
+    """Gathers rows of tensors, equal to collating items one by one."""
 
     of_tensors, rows_alike, stays = True, True, frozenset({"_weight"})
 
@@ -178,18 +176,20 @@ class _KeyedTensors(Movable):
 
 
 def _of_arrays(arrays: Mapping[str, Any]) -> _KeyedTensors:
-    """Raises UserError for what are no arrays of one length."""
+    """Wraps arrays of one length. Raises UserError for others."""
     try:
         tensors = {name: torch.as_tensor(array) for name, array in arrays.items()}
         (length,) = {len(tensor) for tensor in tensors.values()}
     except (RuntimeError, TypeError, ValueError):
         found = ", ".join(f"{name} {getattr(array, 'shape', type(array).__name__)}" for name, array in arrays.items())
-        raise UserError(f"from_dataset: of a dictionary all must be arrays, equally long; there is {found}") from None
+        raise UserError(
+            f"from_dataset: all values of a dictionary must be arrays of one length; found {found or 'nothing'}"
+        ) from None
     return _KeyedTensors(tensors, length)
 
 
 def _tensors_of(dataset: Any) -> tuple[Tensor, ...] | None:
-    """What a TensorDataset, or a Subset of one, holds; None for another data set. A Subset's rows are copied."""
+    """Returns the tensors of a TensorDataset or of a Subset of one (copied rows); None for other data sets."""
     if type(dataset) is TensorDataset:
         return dataset.tensors
     whole = _tensors_of(dataset.dataset) if type(dataset) is Subset else None
@@ -197,15 +197,15 @@ def _tensors_of(dataset: Any) -> tuple[Tensor, ...] | None:
 
 
 def seed_draws(for_random: int, for_numpy: int, for_torch: int) -> None:
-    """From 64 random bits each."""
+    """Seeds the host generators from 64 random bits each."""
     random.seed(for_random)
-    np.random.seed(for_numpy >> 32)  # all that it takes, short of an array, which takes five times as long
-    torch.default_generator.manual_seed(for_torch)  # torch.manual_seed would visit every device's: 130 us
+    np.random.seed(for_numpy >> 32)  # its limit without an array, which is five times slower
+    torch.default_generator.manual_seed(for_torch)  # torch.manual_seed would visit every device: 130 us
 
 
 @contextmanager
 def draws_put_back() -> Iterator[None]:
-    """Around what draws from `random`, `numpy.random` and torch's default generator, which are as before after it."""
+    """Restores `random`, `numpy.random` and torch's default generator afterwards."""
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Whether worker processes save time, and whether they may have the data: what the first batches take and change."""
+"""Measures whether worker processes save time, and whether they can share the data."""
 
 import io
 import pickle
@@ -15,35 +15,35 @@ from torch import Tensor
 from trainer.common.torch_private import num_writes
 
 NUM_BATCHES, BLOCK = 40, 8
-"""Batches that a trial takes, and the size of its blocks: the quickest block counts, without the first one."""
+"""Batches in a trial, and in each of its blocks; the fastest block counts, except the first."""
 LEAST_S, LEAST_SHARE = 5e-4, 0.1
-"""What making a batch must take, in seconds and as a share of a step: receiving one takes some tenths of a ms."""
+"""Minimum time to make a batch, in seconds and as a share of a step; receiving one takes tenths of a ms."""
 MOST_COMPARED, MOST_READ = 2**16, 2**24
-"""Bytes of an array whose numbers are compared, and bytes of an attribute besides arrays that are read."""
+"""Limits in bytes: arrays compared by value, and other attributes that are read."""
 UNKNOWN = "unknown"
-"""The digest of what cannot be looked into, such as an open database."""
+"""Digest of an object that cannot be inspected, such as an open database."""
 TOLD = "at"
-"""The attribute of a task that says where the run is: it changes, and no batch depends on it."""
+"""A task's attribute for the run's position; it changes, but no batch depends on it."""
 _NOT_ENTERED = (type, FunctionType, BuiltinFunctionType, ModuleType)
 
 
 class Trial:
-    """What this process takes to make a batch, and what passes until it is asked for the next one."""
+    """Measures the time to make a batch, and the time until the next request."""
 
     def __init__(self) -> None:
         self._times: list[tuple[float, float]] = []
         self.last: float | None = None
-        """When the last batch was made; None where what passes until the next one does not count."""
+        """When the last batch was made; None if the time until the next one does not count."""
 
     def add(self, start: float, end: float) -> bool:
-        """Notes when the making of a batch began and ended; returns whether that was the last one."""
+        """Records the start and end of making a batch; returns whether the trial is over."""
         if self.last is not None:
             self._times.append((end - start, start - self.last))
         self.last = end
         return len(self._times) == NUM_BATCHES
 
     def outcome(self) -> tuple[bool, str]:
-        """Whether processes save time, and the times in words. A GPU that is behind the host shows in neither."""
+        """Returns whether workers save time, and the times in words. A GPU lagging behind the host does not show."""
         blocks = [self._times[start : start + BLOCK] for start in range(BLOCK, NUM_BATCHES, BLOCK)]
         made, between = min(([sum(part) / BLOCK for part in zip(*block, strict=True)] for block in blocks), key=sum)
         times = f"a batch takes {1e3 * made:.2g} ms to make and {1e3 * between:.2g} ms to learn from"
@@ -51,10 +51,10 @@ class Trial:
 
 
 def outline(roots: Iterable[Any]) -> dict[str, Any]:
-    """By name, such as "Windows.cache", a digest of what each attribute of some objects holds, or UNKNOWN.
+    """Returns a digest (or UNKNOWN) of each attribute of some objects, by names such as "Windows.cache".
 
-    Two outlines are equal where nothing was changed, but for single numbers of large arrays. Whoever reads from an open
-    file or draws from a generator changes it.
+    Equal outlines mean no change, except single numbers of large arrays. Reading from an open file or drawing from a
+    generator is a change.
     """
     found: dict[str, Any] = {}
     for root in roots:
@@ -66,7 +66,7 @@ def outline(roots: Iterable[Any]) -> dict[str, Any]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Attributes by name, without TOLD and cached properties."""
+    """Returns attributes by name, without TOLD and cached properties."""
     held, kind = getattr(value, "__dict__", {}), type(value)
     names = [name for name in held if name != TOLD and not isinstance(getattr(kind, name, None), cached_property)]
     return {name: held[name] for name in names}
@@ -84,13 +84,13 @@ def _digest(value: Any) -> bytes | str:
 
     try:
         _Outliner(SimpleNamespace(write=write), protocol=5).dump(value)
-    except Exception:  # whatever an object raises that does not let itself be looked into, or is too large
+    except Exception:  # the object cannot be inspected, or is too large
         return UNKNOWN
     return found.digest()
 
 
 class _Outliner(pickle.Pickler):
-    """Walks through an object. Of tensors, functions and files it writes the place and the state."""
+    """Pickles an object, but tensors, functions and files by identity and state."""
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -105,6 +105,6 @@ class _Outliner(pickle.Pickler):
         return id(value) if isinstance(value, _NOT_ENTERED) else None
 
     def reducer_override(self, value: Any) -> Any:
-        """All attributes, of an object that would leave some out when it is sent to a process."""
+        """Pickles all attributes of an object whose own `__getstate__` would omit some."""
         own = type(value).__dict__.get("__getstate__")
         return NotImplemented if own is None else (type(value), (), dict(vars(value)))

@@ -1,4 +1,4 @@
-"""Who makes batches: this process, or worker processes that are asked for them ahead of their use."""
+"""Makes batches in this process, or ahead of time in worker processes."""
 
 import ctypes
 import math
@@ -26,29 +26,29 @@ from trainer.loading.order import SampleKeys
 from trainer.loading.trial import UNKNOWN, Trial, outline
 
 PR_SET_PDEATHSIG = 1
-"""Of prctl(2): the signal that a process gets when its parent ends."""
-# Found before any fork: a child that loads a library waits for ever if another thread was loading one at that moment.
+"""prctl(2): signal for a process whose parent exits."""
+# Loaded before any fork: a child would deadlock if another thread was loading a library at the fork.
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 SHARED_MEMORY = "/dev/shm"
 CAN_FORK = "fork" in multiprocessing.get_all_start_methods()
 
 Request = tuple[int, SampleKeys]
-"""The number of a data set, and the keys of a batch of it: what travels to a worker. One batch travels back."""
+"""(data set, keys): a request to a worker, answered by one batch."""
 
 
 def shared_memory() -> float:
-    """Half of the bytes that are free for batches on their way from workers; a container may have very few."""
+    """Returns half of the free shared memory in bytes, for batches from workers; containers may have little."""
     try:
         return shutil.disk_usage(SHARED_MEMORY).free / 2
-    except OSError:  # as on systems that have it elsewhere
+    except OSError:  # located elsewhere on this system
         return math.inf
 
 
 class _NumberedBatches(Dataset[Batch | UserError]):
-    """The batches of several data sets as items of one, in a worker.
+    """Batches of several data sets as one dataset, in a worker.
 
-    A UserError is an item too: torch would send an exception on as one of its traceback. A SystemExit is raised as a
-    RuntimeError, since torch would only say that the worker has ended.
+    Returns a UserError as an item, because torch would rewrite its text with a traceback; raises SystemExit as
+    RuntimeError, because torch would only report that the worker exited.
     """
 
     def __init__(self) -> None:
@@ -67,12 +67,12 @@ class _NumberedBatches(Dataset[Batch | UserError]):
 
 
 class Workers:
-    """Makes the batches of loaders, in this process or in worker processes.
+    """Makes the batches of loaders, in this process or in workers.
 
-    num_workers: processes, which start when they are first needed, or by `start`; with 0 this process makes batches.
-    for_gpu: batches lie in pinned memory and have few lengths; see `SampleKeys.padded_length`.
-    on_trial: this process makes the first batches of training. Then the processes do if that saves time, if they may
-        have the data, and if what is on its way from them takes `room` bytes of shared memory at most; or they end.
+    num_workers: processes, started on first use or by `start`; 0: this process makes batches. for_gpu: pin batches, and
+    pad to few lengths; see `SampleKeys.padded_length`. on_trial: this process makes the first training batches; then
+    workers take over if that saves time, if they can share the data, and if batches in flight fit in `room` bytes of
+    shared memory; otherwise they are ended.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class Workers:
         self._remarks: list[str] = []
         self._batches = _NumberedBatches()
         self._arriving: Iterator[Batch | UserError] = iter(())
-        # Streams are those of their readers, and gone with them.
-        self._streams: list[ref[BatchStream]] = []  # with requests left; those of the last one come first
-        self._asked: deque[ref[BatchStream]] = deque()  # one entry for each batch that is on its way
+        # weak, since readers own their streams
+        self._streams: list[ref[BatchStream]] = []  # with requests left; the last one has priority
+        self._asked: deque[ref[BatchStream]] = deque()  # one entry per batch in flight
         self._at_start: dict[str, Any] | None = None
         self._processes: DataLoader[Batch | UserError] | None = None
         if num_workers > 0:
@@ -97,33 +97,33 @@ class Workers:
                 pin_memory=for_gpu,
                 persistent_workers=True,
                 worker_init_fn=_depend_on_the_trainer,
-                # A forked worker starts at once and shares the data; a spawned one imports torch and copies it.
+                # forked workers start at once and share data; spawned ones import torch and copy it
                 multiprocessing_context="fork" if CAN_FORK else None,
-                # A generator of its own: making an iterator draws from it, and must not disturb the global one.
+                # its own, since creating an iterator draws from it
                 generator=torch.Generator(),
             )
 
     def add(self, dataset: KeyedDataset, collate: Collate) -> int:
-        """Returns the number of one more data set, for requests."""
+        """Registers a data set; returns its number for requests."""
         running = self._processes is not None and has_workers(self._processes)
-        assert not running, "workers that run already know nothing of it"
+        assert not running, "running workers would not see it"
         self._batches.sources.append((dataset, collate))
         return len(self._batches.sources) - 1
 
     def start(self) -> None:
-        """Starts the processes now, before this one uses CUDA: a fork of one that does could break it."""
+        """Starts workers now, before this process uses CUDA, after which a fork could break."""
         if self._processes is None:
             return
         if CAN_FORK and torch.cuda.is_initialized():
-            self._end("it uses CUDA already, after which none may be forked")
+            self._end("it uses CUDA already, so it cannot fork workers")
             return
         self._at_start = self._outline()
         self._prime()
 
     def load(self, number: int, keys: Iterable[SampleKeys], trains: bool, ahead: bool) -> Iterator[Batch]:
-        """The batches of a data set that keys name, in order.
+        """Yields the batches of some keys of a data set, in order.
 
-        trains: whether they count in a trial. ahead: processes begin with them only when they have nothing else to do.
+        trains: count them in a trial. ahead: let only idle workers start on them.
         """
         keys = map(self.completed, keys) if self._for_gpu else keys
         if self._processes is None:
@@ -131,13 +131,13 @@ class Workers:
         stream = BatchStream(self, ((number, key) for key in keys), trains)
         self._streams.insert(0 if ahead else len(self._streams), ref(stream))
         self._trial.last = None
-        is_busy = len(self._asked) >= (1 if ahead else self.num_workers)  # of up to two each
+        is_busy = len(self._asked) >= (1 if ahead else self.num_workers)  # up to two batches each
         if self._may_ask() and not is_busy:
             self._prime()
         return stream
 
     def next_of(self, stream: "BatchStream") -> Batch:
-        """The next batch of a stream. Raises StopIteration after the last one, and what making it raised."""
+        """Returns a stream's next batch. Raises StopIteration at the end, or the error of making it."""
         own = ref(stream)
         while not stream.arrived and own in self._asked:
             self._receive()
@@ -146,7 +146,7 @@ class Workers:
             if isinstance(batch, Exception):
                 raise batch
             return batch
-        if self._processes is not None and not self.on_trial and own in self._streams:  # others came before it
+        if self._processes is not None and not self.on_trial and own in self._streams:  # others had priority
             self._streams.remove(own)
             self._streams.append(own)
             self._prime()
@@ -164,23 +164,23 @@ class Workers:
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._for_gpu else batch
 
     def take_remarks(self) -> Sequence[str]:
-        """New lines for the user."""
+        """Returns new lines for the user."""
         remarks, self._remarks = self._remarks, []
         return remarks
 
     def completed(self, keys: SampleKeys) -> SampleKeys:
-        """The keys, with what depends on the device."""
+        """Completes keys with settings for the device."""
         return replace(keys, few_lengths=True) if self._for_gpu else keys
 
     def end(self) -> None:
-        """Ends the processes once the batches that they were asked for have come; this one makes the others."""
+        """Ends workers after pending batches; this process makes the rest."""
         while self._asked:
             self._receive()
         self.close()
         self._processes, self.num_workers, self.on_trial = None, 0, False
 
     def close(self) -> None:
-        """Kills the processes, also those that hang, for which the interpreter would wait without end."""
+        """Kills workers, even hanging ones, for which interpreter exit would wait forever."""
         if self._processes is not None:
             kill_workers(self._processes)
 
@@ -190,7 +190,7 @@ class Workers:
         return self
 
     def __next__(self) -> Request:
-        """What the processes are asked for next, as the sampler of their DataLoader."""
+        """Returns the next request to workers; this object is their DataLoader's sampler."""
         while self._streams and not self.on_trial:
             stream = self._streams[-1]()
             request = next(stream.requests, None) if stream is not None else None
@@ -201,7 +201,7 @@ class Workers:
         raise StopIteration
 
     def _prime(self) -> None:
-        """Has the processes begin with the requests that there are, once what they were asked for has come."""
+        """Restarts workers on the current requests, once pending batches have arrived."""
         assert self._processes is not None
         while self._asked:
             self._receive()
@@ -209,7 +209,7 @@ class Workers:
         try:
             self._arriving = iter(self._processes)
         except BaseException:
-            for worker in set(multiprocessing.active_children()) - others:  # `close` would not know of them
+            for worker in set(multiprocessing.active_children()) - others:  # unknown to `close`
                 worker.kill()
             raise
 
@@ -217,7 +217,7 @@ class Workers:
         stream = self._asked.popleft()()
         try:
             batch: Batch | Exception = next(self._arriving)
-        except Exception as error:  # for when its turn comes
+        except Exception as error:  # raised when its turn comes
             batch = error
         if stream is not None:
             stream.arrived.append(batch)
@@ -234,7 +234,7 @@ class Workers:
             self._prime()
 
     def _may_ask(self) -> bool:
-        """Whether processes make batches. Unless the user wants them, they end where they may not have the data."""
+        """Returns whether workers make batches; automatic ones are ended if they cannot share the data."""
         if self._processes is None or self.on_trial:
             return False
         if self._at_start is None:
@@ -243,17 +243,17 @@ class Workers:
         changed = next((name for name in [*now, *before] if now.get(name) != before.get(name)), None)
         unknown = next((name for name, held in now.items() if held == UNKNOWN), None)
         if not self._is_auto:
-            self._at_start = None  # it is said once
+            self._at_start = None  # reported once
             if changed is not None:
-                self._remarks.append(f"Workers: {changed} has changed since they began, which they do not know.")
+                self._remarks.append(f"Workers: {changed} changed after they started, which they do not see.")
         elif changed is not None:
-            self._end(f"{changed} changes, which other processes would not know")
+            self._end(f"{changed} changes, which other processes would not see")
         elif unknown is not None:
-            self._end(f"nobody knows whether processes can share {unknown}")
+            self._end(f"processes may be unable to share {unknown}")
         return self._processes is not None
 
     def _outline(self) -> dict[str, Any]:
-        """The outline of the data sets, and of the tasks whose collate makes batches of them."""
+        """Outlines the data sets, and the tasks whose collate makes batches."""
         roots: dict[int, Any] = {}
         for dataset, collate in self._batches.sources:
             parts = dataset.datasets if isinstance(dataset, PhaseDatasets) else [dataset]
@@ -268,7 +268,7 @@ class Workers:
 class BatchStream(Iterator[Batch]):
     """The batches of one call of `Workers.load`.
 
-    requests: those that processes were not asked for yet. arrived: batches to be taken, and errors in their place.
+    requests: not sent to workers yet. arrived: received batches, and errors in their place.
     """
 
     def __init__(self, workers: Workers, requests: Iterator[Request], trains: bool) -> None:
@@ -280,7 +280,7 @@ class BatchStream(Iterator[Batch]):
 
 
 class BatchLoader:
-    """Yields the batches of a data set that keys name. workers: by default this process makes them."""
+    """Yields the batches of a data set by keys. workers: default: this process."""
 
     def __init__(
         self, dataset: KeyedDataset, collate: Collate, workers: Workers | None = None, trains: bool = False
@@ -289,11 +289,11 @@ class BatchLoader:
         self._number = self._workers.add(dataset, collate)
 
     def __call__(self, keys: Iterable[SampleKeys], ahead: bool = False) -> Iterator[Batch]:
-        """ahead: they are wanted later, so workers begin when they have nothing else to do."""
+        """ahead: wanted later, so only idle workers start on them."""
         return self._workers.load(self._number, keys, self._trains, ahead)
 
     def one(self, keys: SampleKeys) -> Batch:
-        """A single batch, gathered in this process: there is nothing to do for workers meanwhile."""
+        """Gathers a single batch in this process."""
         return gathered(self._dataset, self._collate, self._workers.completed(keys))
 
     def close(self) -> None:
@@ -301,17 +301,17 @@ class BatchLoader:
 
 
 def _depend_on_the_trainer(worker_id: int) -> None:
-    # A terminal sends Ctrl-C to the whole process group; the trainer decides when its workers end.
+    # A terminal sends Ctrl-C to the whole process group; the trainer decides when workers end.
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
-    # torch itself looks for an ended trainer every five seconds, between batches. A forked worker holds the trainer's
-    # connections: while it lives, no other rank would notice that the trainer was killed.
+    # torch checks only every five seconds, between batches. A forked worker holds the trainer's connections, so until
+    # it exits no other rank notices that the trainer was killed.
     if _prctl is not None:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     Queue._on_queue_feeder_error = staticmethod(_leave)  # type: ignore[attr-defined]
 
 
 def _leave(error: Exception, batch: object) -> None:
-    """Ends a worker that cannot send a batch, for want of descriptors or by too long a TMPDIR: the trainer notices."""
+    """Ends a worker that cannot send a batch (no file descriptors, TMPDIR too long), which the trainer notices."""
     traceback.print_exception(error)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""A logger of a user's own, off the critical path: it can neither slow a run nor end it."""
+"""Runs user loggers in threads, so that they can neither slow nor end a run."""
 
 import threading
 import time
@@ -13,15 +13,15 @@ from trainer.logs.services import SERVICES
 from trainer.task import Picture
 
 MAX_WAITING = 500
-"""Calls that wait for a logger, at the usual pace of a run the calls of minutes."""
+"""Queue limit of a logger, minutes of calls at a run's usual pace."""
 END_WITHIN_S = 15.0
-"""Half of the 30 s that schedulers leave a process that they ask to stop; the other half is for saving."""
+"""Seconds for loggers to end; half of the 30 s that schedulers usually grant, the other half is for saving."""
 SILENT_WAIT_S = 1.0
 THREAD_NAME = "logger of the user's own"
 
 
 def build_loggers(values: Sequence[str]) -> list["BackgroundLogger"]:
-    """The loggers that `--logger` names. Raises UserError for one that cannot be imported or made."""
+    """Creates the loggers of `--logger`. Raises UserError for one that cannot be imported or created."""
     loggers = []
     for value in values:
         logger_type = SERVICES.get(value) or find_class(value, "--logger", Logger, comes_first=False)
@@ -30,35 +30,35 @@ def build_loggers(values: Sequence[str]) -> list["BackgroundLogger"]:
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"--logger {value}: cannot be made: {_in_one_line(error)}") from None
+            raise UserError(f"--logger {value}: cannot be created: {_in_one_line(error)}") from None
     return loggers
 
 
 class BackgroundLogger(Logger):
-    """Hands every call to a thread of its own, in which the logger works them off, and returns at once.
+    """Forwards calls to a logger in a thread and returns at once.
 
-    When MAX_WAITING calls wait, the oldest makes room for the next one. The first exception ends the logging: whether a
-    logger can go on after one of its calls, nobody knows.
+    At MAX_WAITING queued calls the oldest is dropped. The first exception ends logging, since the logger's state is
+    then unknown.
 
-    logger: of the user. name: what to call it in a message.
+    logger: the user's. name: for messages.
     """
 
     def __init__(self, logger: Logger, name: str) -> None:
         self.name, self._logger = name, logger
         self._waiting: deque[tuple[str, tuple[object, ...]]] = deque()
         self._changed = threading.Condition()
-        """Guards what both threads use: the calls, and how the logging ends."""
+        """Guards the state shared by both threads: queued calls, and how logging ends."""
         self._num_dropped = 0
         self._end_state: str | None = None
         self._has_failed = self._is_abandoned = False
         self._notes: deque[str] = deque()
 
     def take_notes(self) -> list[str]:
-        """What the user is to be told since the last call; the training thread says it."""
+        """Returns new notes for the user; the training thread prints them."""
         return [self._notes.popleft() for _ in range(len(self._notes))]
 
     def start(self, run: LoggedRun) -> None:
-        # A daemon, so that no interpreter waits for it.
+        # a daemon, so that interpreter exit does not wait for it
         self._thread = threading.Thread(target=self._work, args=(run,), name=THREAD_NAME, daemon=True)
         self._thread.start()
 
@@ -66,33 +66,33 @@ class BackgroundLogger(Logger):
         self._put("say", line)
 
     def metrics(self, record: Record) -> None:
-        # Copies here and below: the thread reads them later, and the user's code may change them.
+        # copies here and below, since user code may change them before the thread reads them
         self._put("metrics", replace(record, values=dict(record.values)))
 
     def pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
         self._put("pictures", step, {name: picture.copy() for name, picture in pictures.items()})
 
     def ask_to_end(self, state: str) -> None:
-        """Has the logger's `end` called once nothing waits any more, and returns at once."""
+        """Requests the logger's `end` after all queued calls, without waiting."""
         with self._changed:
             self._end_state = state
             self._changed.notify()
 
     def await_end(self, deadline: float) -> bool:
-        """Waits for that until the deadline, in seconds of time.monotonic(); returns whether it has come."""
+        """Waits for the end until a deadline of time.monotonic(); returns whether it came."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
     def leave(self) -> None:
-        """Leaves the thread behind if it is still at work, and notes what was not logged."""
+        """Abandons the thread if it is still running, and notes what was not logged."""
         with self._changed:
             num_missed = len(self._waiting)
             self._waiting.clear()
             if self._thread.is_alive():
                 self._is_abandoned = True
-                self._note(f"is still not done and is left behind; calls that it missed: {num_missed}")
+                self._note(f"did not finish in time and is abandoned; missed calls: {num_missed}")
             if self._num_dropped:
-                self._note(f"calls that were dropped because it fell behind: {self._num_dropped}")
+                self._note(f"fell behind; dropped calls: {self._num_dropped}")
 
     def _put(self, method: str, *arguments: object) -> None:
         with self._changed:
@@ -102,7 +102,7 @@ class BackgroundLogger(Logger):
                 self._waiting.popleft()
                 self._num_dropped += 1
                 if self._num_dropped == 1:
-                    self._note(f"falls behind: {MAX_WAITING} calls wait for it, so the oldest are dropped")
+                    self._note(f"falls behind: {MAX_WAITING} calls are queued, so the oldest are dropped")
             self._waiting.append((method, arguments))
             self._changed.notify()
 
@@ -120,11 +120,11 @@ class BackgroundLogger(Logger):
                 if method == "end" or self._is_abandoned:
                     return
                 method, arguments = self._next()
-        except BaseException as error:  # whatever it is, it is no reason to end a run
+        except BaseException as error:  # never a reason to end a run
             with self._changed:
                 self._has_failed = True
                 self._waiting.clear()
-            self._note(f"{method}() failed: {_in_one_line(error)}; the run goes on without it")
+            self._note(f"{method}() failed: {_in_one_line(error)}; the run continues without it")
 
     def _next(self) -> tuple[str, tuple[object, ...]]:
         with self._changed:
@@ -133,7 +133,7 @@ class BackgroundLogger(Logger):
 
 
 def end_all(loggers: Sequence[BackgroundLogger], state: str, say: Callable[[str], None]) -> None:
-    """Ends them, within END_WITHIN_S all together. state: see `Logger.end`. say: tells the user a line."""
+    """Ends all loggers within END_WITHIN_S in total. state: see `Logger.end`. say: prints a line."""
     now = time.monotonic()
     for logger in loggers:
         logger.ask_to_end(state)
@@ -146,7 +146,7 @@ def end_all(loggers: Sequence[BackgroundLogger], state: str, say: Callable[[str]
 
 
 def some_are_left() -> bool:
-    """Whether a logger of this process was left behind, which may hold the interpreter when it ends."""
+    """Returns whether a logger thread was abandoned, which may block interpreter exit."""
     return any(thread.name == THREAD_NAME for thread in threading.enumerate())
 
 

@@ -10,8 +10,8 @@ from tqdm import tqdm
 
 from trainer.common.process import outlived
 
-# tqdm's own lock is one between processes, a semaphore in shared memory that a killed process leaves there. Where
-# somebody uses tqdm already, theirs stays.
+# tqdm's default lock is a semaphore in shared memory, which a killed process leaves behind. An existing lock of other
+# users stays.
 if not hasattr(tqdm, "_lock"):
     tqdm.set_lock(threading.RLock())
 
@@ -23,37 +23,37 @@ SECONDS = "train_seconds"
 
 
 def say(line: str) -> None:
-    """A line on the console, above any bar."""
+    """Prints a line above any progress bar."""
     with outlived("stdout"):
         tqdm.write(line, file=sys.stdout)
         sys.stdout.flush()
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook, which shows bars though it has no terminal."""
+    """Returns whether this process is a notebook kernel, which shows bars without a terminal."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and "IPKernelApp" in shell.config
 
 
 def new_bar(*arguments: Any, **options: Any) -> "tqdm[Any]":
-    """A bar of tqdm that goes when it is done, where there is something to show it on."""
+    """Creates a tqdm bar that disappears when done; disabled without a terminal or notebook."""
     kind: Any = tqdm
     is_shown = sys.stderr.isatty()
     if in_notebook():
-        from tqdm.auto import tqdm as kind  # it imports much that no command line needs
+        from tqdm.auto import tqdm as kind  # imports much that command lines do not need
 
         is_shown = True
     return kind(*arguments, **options, leave=False, dynamic_ncols=True, disable=not is_shown)
 
 
 def progress_bar(items: Iterable[T], description: str) -> Iterable[T]:
-    """The items, with a bar on a terminal once going through them has taken two seconds."""
+    """Yields the items, with a progress bar on a terminal after two seconds."""
     return new_bar(items, description, delay=2)
 
 
 class ProgressBar:
-    """Without a terminal, where a bar would be noise, a plain line now and then.
+    """A progress bar on a terminal; elsewhere an occasional plain line.
 
     num_done: of `total`, done before.
     """
@@ -63,7 +63,7 @@ class ProgressBar:
         self._last_line, self._last_time = "", time.monotonic()
 
     def report(self, state: str, line: str) -> None:
-        """state: what the bar ends with from its next update on. line: what stands for the bar where there is none."""
+        """state: the bar's suffix from its next update on. line: printed where there is no bar."""
         self.bar.set_postfix_str(state, refresh=False)
         is_due = time.monotonic() - self._last_time >= PLAIN_LINE_INTERVAL_S
         if self.bar.disable and is_due and line != self._last_line:
@@ -75,14 +75,14 @@ class ProgressBar:
 
 
 class Progress(ProgressBar):
-    """A bar over several runs. unit: what their length is counted in."""
+    """A progress bar over several runs. unit: of their length."""
 
     def __init__(self, total: int, num_done: int, unit: str) -> None:
         super().__init__(total, num_done, unit)
         self._unit = unit
 
     def show(self, num_done: int, running: Sequence[str]) -> None:
-        """running: the names of the runs at work."""
+        """running: names of the running runs."""
         self.bar.n = num_done
         if running:
             names = ", ".join(running)
@@ -91,7 +91,7 @@ class Progress(ProgressBar):
 
 
 class Table:
-    """Lines of numbers, under a header that comes again when there are new columns.
+    """Prints rows of numbers; repeats the header when columns change.
 
     heading: of the first column, which has this width. write: prints a line.
     """
@@ -101,7 +101,7 @@ class Table:
         self._columns: list[str] = []
 
     def row(self, first: str, cells: Mapping[str, str]) -> None:
-        """cells: by column; a dash stands where there is none."""
+        """cells: by column; missing ones show a dash."""
         if not cells.keys() <= set(self._columns):
             self._columns = list(cells)
             self._line(self._heading, {name: name for name in cells})
@@ -113,9 +113,9 @@ class Table:
 
 
 class SummaryTable:
-    """The scores of several runs, printed as they come.
+    """A table of the scores of several runs, printed as they finish.
 
-    headline: the metrics that it shows, without their split; empty shows all. names: what the runs are called.
+    headline: metrics to show, without their split; empty shows all. names: of the runs.
     """
 
     def __init__(self, headline: Sequence[str], names: Sequence[str]) -> None:
@@ -124,11 +124,11 @@ class SummaryTable:
         self._table = Table(f"{'run':<{self._width}}", say)
 
     def run(self, entry: Mapping[str, Any]) -> None:
-        """A run, as summary.json has it."""
+        """Prints a run's entry of summary.json."""
         self._row(entry["directory"], entry["metrics"], f"{entry[SECONDS]:.1f}")
 
     def conclusion(self, summary: Mapping[str, Any]) -> None:
-        """What summary.json says of all runs together."""
+        """Prints summary.json's results over all runs."""
         for name in ("mean", "deviation", "ensemble"):
             if summary[name] is not None:
                 self._row(name, summary[name])
@@ -139,5 +139,5 @@ class SummaryTable:
 
 
 def of_headline(metrics: Mapping[str, float], headline: Sequence[str]) -> dict[str, float]:
-    """The metrics of the headline, which names them without their split; all of them where it names none."""
+    """Selects the headline metrics, named without their split; all if none match."""
     return {name: value for name, value in metrics.items() if name.rpartition("/")[2] in headline} or dict(metrics)

@@ -1,4 +1,4 @@
-"""The logs that lie in the run directory, as one logger: train.log, val.log, metrics.jsonl, TensorBoard."""
+"""Logs in the run directory: train.log, val.log, metrics.jsonl and TensorBoard."""
 
 import io
 import json
@@ -23,10 +23,10 @@ HYPERPARAMETERS_SUFFIX = ".hparams"
 
 
 class RunDirectoryLogger(Logger):
-    """Appends to train.log, val.log and metrics.jsonl, and feeds TensorBoard in the folder `logs`.
+    """Appends to train.log, val.log and metrics.jsonl, and writes TensorBoard events in the folder `logs`.
 
-    TensorBoard shows curves and pictures, and at the end the scores, as a text and beside every flag. Every method
-    raises DiskError when the disk refuses, and OSError when it is full, which whoever trains tells.
+    TensorBoard shows curves and images, and finally the scores as text and along with the flags. Methods raise
+    DiskError on disk errors, and OSError for a full disk, which the caller reports.
     """
 
     def start(self, run: LoggedRun) -> None:
@@ -57,7 +57,7 @@ class RunDirectoryLogger(Logger):
                 self._val_log.write(record.text + "\n")
             if record.event == "result":
                 self._final_scores(record)
-            else:  # all in one event, which costs the training thread a third of an `add_scalar` each
+            else:  # one event, since each `add_scalar` costs as much as a third of it
                 self._board.add_summary(Summary(value=_scalars(record.values)), record.step)
 
     def pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
@@ -71,7 +71,7 @@ class RunDirectoryLogger(Logger):
             self._board.add_summary(text(name, content), step)
 
     def level(self, name: str, metric: str, value: float, num_steps: int) -> None:
-        """A line across TensorBoard's plot of a metric, as a run of its own in a folder of that name."""
+        """Draws a horizontal line in TensorBoard's plot of a metric, as a run in a folder `name`."""
         with self._refusing():
             folder = Path(self._board.get_logdir()) / name
             for path in folder.glob("events.*"):
@@ -82,7 +82,7 @@ class RunDirectoryLogger(Logger):
             board.close()
 
     def flush(self) -> None:
-        """Hands everything to the operating system, so that a kill loses nothing from before this call."""
+        """Hands everything to the operating system, so that a kill loses nothing logged before."""
         with self._refusing():
             self._board.flush()
 
@@ -93,10 +93,10 @@ class RunDirectoryLogger(Logger):
             self._board.close()
 
     def _final_scores(self, record: Record) -> None:
-        """The scores of a finished run as a text, and beside every flag in TensorBoard's table of runs.
+        """Logs a finished run's scores as text, and along with every flag in TensorBoard's table of runs.
 
-        They are no scalars: each would be a curve of one point, and such cards would come before the curves. The table
-        works out its columns, first those in which runs differ.
+        As scalars they would be plots of one point each, ahead of the curves. The table shows first the columns in
+        which runs differ.
         """
         rows = [f"| {name} | {value:.5g} |" for name, value in record.values.items()]
         self.text("scores", "\n".join(["| metric | at the end |", "| --- | --- |", *rows]), record.step)
@@ -104,8 +104,8 @@ class RunDirectoryLogger(Logger):
         shown_flags = {name: value if type(value) in (int, float) else shown(value) for name, value in flags.items()}
         scores = {f"best/{name}": value for name, value in record.values.items() if isfinite(value)}
         _, start, end = hparams({**scores, **shown_flags}, {})
-        # In a file of its own in the same folder: TensorBoard keeps the first flags that it reads of a run, so a run
-        # that is trained on with other flags has to replace them.
+        # In a separate file, because TensorBoard keeps the first flags it reads, and a run trained further with other
+        # flags must replace them.
         board = FileWriter(self._board.get_logdir(), filename_suffix=HYPERPARAMETERS_SUFFIX)
         board.add_summary(Summary(value=[*start.value, *end.value]), record.step)
         board.close()
@@ -119,15 +119,15 @@ class RunDirectoryLogger(Logger):
                 raise
             reason = error.strerror or error if self._directory.is_dir() else FOLDER_GONE
             raise DiskError(
-                f"--save-dir {self._directory}: cannot write a log: {reason}; see to the file system and run the same "
+                f"--save-dir {self._directory}: cannot write a log: {reason}; check the file system and run the same "
                 "command again"
             ) from None
 
 
 def _truncated(path: Path, step: int, last_report: int) -> IO[str]:
-    """Opens metrics.jsonl for appending, without later records, records of an end, and any half-written line.
+    """Opens metrics.jsonl for appending, dropping later records, final scores and half-written lines.
 
-    A report has the step of a checkpoint that was saved before it, at the last step that it tells of.
+    A report's step is that of a checkpoint saved before it, at the last step it covers.
     """
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
@@ -141,13 +141,13 @@ def _truncated(path: Path, step: int, last_report: int) -> IO[str]:
 
 
 def _scalars(values: Mapping[str, float]) -> list[Any]:
-    """Curves in the groups train, val and the like; what names no group, such as the learning rate, is of training."""
+    """Builds scalars grouped by train, val and so on; ungrouped names, such as the learning rate, belong to train."""
     tags = {name: name if "/" in name else f"train/{name}" for name in values}
     return [Summary.Value(tag=tags[name], simple_value=value) for name, value in values.items()]
 
 
 def _image(name: str, picture: Picture) -> Any:
-    # Half the time of `add_image`, which goes through float32 and compresses harder: the training thread waits for it.
+    # twice as fast as `add_image`, which converts to float32 and compresses harder; the training thread waits for it
     png = io.BytesIO()
     Image.fromarray(picture).save(png, "PNG", compress_level=1)
     height, width, channels = picture.shape

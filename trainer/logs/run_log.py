@@ -1,4 +1,4 @@
-"""What a run says, to everything that logs it: the console, the files, TensorBoard, loggers of a user's own."""
+"""The run's log, forwarded to all loggers: console, files, TensorBoard and user loggers."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class SilentLog:
-    """The log of every process but the main one: does nothing where a `RunLog` does something."""
+    """The log of ranks other than 0; ignores every call of `RunLog`."""
 
     data_wait_seconds = 0.0
     state = ""
@@ -34,15 +34,14 @@ class SilentLog:
 
 
 class RunLog:
-    """The log of the main process.
+    """The log of rank 0.
 
-    headline: the metrics that tables show, without their split; empty shows all. own: loggers of the user's own.
-    data_wait_seconds: how long this process waited for data since the last report; the loop adds to it.
-    state: what state.json says of the run; loggers are told at their end.
+    headline: metrics shown in tables, without their split; empty shows all. own: user loggers. data_wait_seconds: time
+    waited for data since the last report, added to by the loop. state: of state.json, passed to loggers at the end.
     """
 
     def __init__(self, run: LoggedRun, headline: Sequence[str] = (), own: Sequence[BackgroundLogger] = ()) -> None:
-        # It takes long, and only the main process logs.
+        # slow to import, and needed on rank 0 only
         from trainer.logs.run_directory import RunDirectoryLogger
 
         self._headline = headline
@@ -53,67 +52,67 @@ class RunLog:
             logger.start(run)
         self._rows: list[str] = []
         self._table = Table("epoch", self._rows.append)
-        self._stretch_started = time.monotonic()
-        self._stretch_samples = 0
+        self._segment_started = time.monotonic()
+        self._segment_samples = 0
         self._training_seconds = self.data_wait_seconds = 0.0
         self.state = "failed"
 
     def say(self, text: str) -> None:
-        """One line that the user should read."""
+        """Logs a line that the user should read."""
         for logger in self._loggers:
             logger.say(printable(text))
 
     def say_of_ranks(self, step: int, note: str) -> None:
-        """A line on how the processes compare after a step."""
+        """Logs how ranks compare after a step."""
         self.say(note)
         self._directory.text("ranks", note, step)
 
     def level(self, name: str, metric: str, value: float, num_steps: int) -> None:
-        """What a simple method reaches: a line across TensorBoard's plot of the metric. num_steps: of the run."""
+        """Draws a simple method's score as a line in TensorBoard's plot of the metric. num_steps: of the run."""
         self._directory.level(name, metric, value, num_steps)
 
     def progress(self, items: Iterable[T], description: str) -> Iterable[T]:
-        """The items, with a bar on the console if going through them takes seconds."""
+        """Yields the items, with a progress bar on the console if that takes seconds."""
         return progress_bar(items, description)
 
     def start_segment(self, position: Position, epochs: int | None, num_samples: int, consumed: int) -> None:
-        """Opens the epoch's progress bar, or opens it again after a report within the epoch.
+        """Opens the epoch's progress bar, also again after a report within the epoch.
 
-        epochs: of the run, None if it is counted in steps. consumed: of the epoch's samples, those trained on before.
+        epochs: of the run; None if measured in steps. consumed: samples of the epoch already trained on.
         """
-        self._stretch_started = time.monotonic()
-        self._stretch_samples = 0
+        self._segment_started = time.monotonic()
+        self._segment_samples = 0
         self.data_wait_seconds = 0.0
         which = f"epoch {position.epoch + 1}" + (f"/{epochs}" if epochs is not None else "")
         self._console.open_bar(which, num_samples, consumed)
 
     def advance(self, num_samples: int) -> None:
-        """After every step."""
-        self._stretch_samples += num_samples
+        """Advances the progress bar by a step."""
+        self._segment_samples += num_samples
         assert self._console.bar is not None
         self._console.bar.bar.update(num_samples)
 
     def step(self, step: int, position: Position, metrics: Mapping[str, float]) -> None:
-        """Every `--log-interval` steps. metrics: the loss first, then the learning rate."""
-        rate = self._stretch_samples / max(time.monotonic() - self._stretch_started, 1e-9)
+        """Logs every `--log-interval` steps. metrics: the loss first, then the learning rate."""
+        rate = self._segment_samples / max(time.monotonic() - self._segment_started, 1e-9)
         values = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         line = f"epoch {position.epoch + 1}  step {step}  {values}  {rate:.0f} samples/s"
         self._log(Record("step", step, position, metrics, line))
 
     def end_training(self) -> None:
-        """Training pauses, or ends; an evaluation may follow."""
-        self._training_seconds = time.monotonic() - self._stretch_started
+        """Pauses or ends training; an evaluation may follow."""
+        self._training_seconds = time.monotonic() - self._segment_started
         self._console.close_bar()
 
     def report(self, step: int, position: Position, epochs_done: float, metrics: Mapping[str, float]) -> None:
-        """After an epoch and its validation, if it has one, and after each validation within an epoch.
+        """Logs a report after an epoch or a validation.
 
-        metrics: since the last report. position: where the run is then, at an epoch's end the start of the next one.
-        epochs_done: the same as a number of epochs.
+        metrics: since the last report. position: at the end of an epoch, the start of the next. epochs_done: position
+        in epochs.
         """
         speed = {
-            "samples_per_second": self._stretch_samples / max(self._training_seconds, 1e-9),
-            "epoch_seconds": time.monotonic() - self._stretch_started,
+            "samples_per_second": self._segment_samples / max(self._training_seconds, 1e-9),
+            "epoch_seconds": time.monotonic() - self._segment_started,
         }
         row = of_headline(metrics, self._headline) | speed
         first = f"{position.epoch:>5}" if position.at_epoch_start else f"{epochs_done:.3f}"[:5]
@@ -124,15 +123,15 @@ class RunLog:
         self._log(Record("epoch" if position.at_epoch_start else "evaluation", step, position, values, text))
 
     def result(self, step: int, how: str, metrics: Mapping[str, float]) -> None:
-        """The scores at the end, once. how: "with the best weights"."""
+        """Logs the final scores. how: such as "with the best weights"."""
         headline = of_headline(metrics, self._headline)
         num_more = len(metrics) - len(headline)
-        line = f"Finished, {how}: {scores_text(headline) or 'nothing was left to score'}"
+        line = f"Finished, {how}: {scores_text(headline) or 'nothing to score'}"
         line += f", and {num_more} more in results.json" if num_more else ""
         self._log(Record("result", step, None, metrics, line))
 
     def pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
-        """Pictures by name, after an evaluation. Raises TypeError for an array of another shape or type."""
+        """Logs images by name. Raises TypeError for an invalid shape or type."""
         for picture in pictures.values():
             if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
                 raise TypeError(f"a picture must be (height, width, 3) uint8, not {picture.shape} {picture.dtype}")
@@ -140,11 +139,11 @@ class RunLog:
             logger.pictures(step, pictures)
 
     def flush(self) -> None:
-        """Hands everything to the operating system, so that a kill loses nothing from before this call."""
+        """Hands everything to the operating system, so that a kill loses nothing logged before."""
         self._directory.flush()
 
     def close(self) -> None:
-        """Ends all of them, whatever one of them raises. Loggers of a user's own get some seconds for it."""
+        """Ends all loggers, whatever one of them raises; user loggers get some seconds."""
         with ExitStack() as afterwards:
             for logger in reversed(self._built_in):
                 afterwards.callback(logger.end, self.state)
@@ -158,7 +157,7 @@ class RunLog:
         self._tell_notes()
 
     def _tell_notes(self) -> None:
-        """What became of the user's own loggers."""
+        """Reports notes about user loggers."""
         for own in self._own:
             for note in own.take_notes():
                 self._say_of_own(note)
@@ -169,22 +168,22 @@ class RunLog:
 
 
 def scores_text(metrics: Mapping[str, float]) -> str:
-    """Metrics in a sentence: "test/loss 0.1234, test/accuracy 0.9876"."""
+    """Formats metrics as "test/loss 0.1234, test/accuracy 0.9876"."""
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
 class ConsoleLogger(Logger):
-    """Lines and a progress bar on the console; `open_bar` and `close_bar` enclose the steps between two reports."""
+    """Prints lines and a progress bar; `open_bar` and `close_bar` enclose the steps between reports."""
 
     def __init__(self) -> None:
         self.bar: ProgressBar | None = None
 
     def open_bar(self, description: str, num_samples: int, consumed: int) -> None:
-        """A bar over the samples of the epoch. consumed: those trained on before."""
+        """Opens a bar over the epoch's samples. consumed: already trained on."""
         self.bar = ProgressBar(num_samples, consumed, "samples", description)
 
     def close_bar(self) -> None:
-        """Takes it away."""
+        """Closes the bar."""
         if self.bar is not None:
             self.bar.close()
 

@@ -1,6 +1,6 @@
-"""The blocks of a model one by one: computed again in the backward, which saves memory, or compiled, which saves time.
+"""Per-block memory and speed: activation checkpointing (`--grad-checkpointing`) and compilation (`--compile`).
 
-Neither changes a name in a state dict, nor what a run saves.
+Neither changes state dict names or checkpoints.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,35 +30,35 @@ from trainer.loop.module_state import (
 from trainer.task import Objective, Task
 
 BACKEND = "inductor"
-"""What `--compile` compiles with."""
+"""The backend of `--compile`."""
 _NO_GRADIENT_OF_GRADIENTS = ("donated buffer", "does not currently support double backward")
-"""Words of torch's error in the second backward of compiled code."""
+"""Fragments of torch's errors about the second derivative of compiled code."""
 _MOST_VERSIONS = 64
-"""Versions of one function that torch compiles before it runs it as it is; to torch all blocks are one function."""
+"""Versions that torch compiles of one function before it falls back to eager; it counts all blocks as one function."""
 
 
 def prepare_blocks(flags: BlockFlags, task: Task, objective: Objective) -> None:
-    """Does what the flags say with a model that is about to be trained. Raises UserError."""
+    """Applies the block flags to a model before training. Raises UserError."""
     blocks = task.blocks(objective.model)
     if flags.grad_checkpointing:
         if not blocks:
             raise UserError(
-                f"--grad-checkpointing: {type(task).__name__} names no blocks for this model; leave it out, or say by "
-                "Task.blocks which parts of the model may be computed twice"
+                f"--grad-checkpointing: {type(task).__name__} names no blocks for this model; leave the flag out, or "
+                "return the modules to recompute from Task.blocks"
             )
         recompute(blocks)
     if flags.compile:
         compile_units(blocks or [objective])
 
 
-# --- computed again ----------------------------------------------------------------------------------------------
+# --- activation checkpointing-------------------------------------------------------------------------------------
 
 
 def recompute(blocks: Sequence[nn.Module]) -> None:
-    """From now on their forwards keep no activations for the backward, which computes them again.
+    """Makes blocks recompute their activations in the backward instead of storing them.
 
-    With the same random numbers, and from the buffers and attributes that the first forward found. These then hold
-    again what they held before the second one.
+    Recomputation uses the same random numbers, and the buffers and attributes that the first forward found; it restores
+    their current values afterwards.
     """
     for block in blocks:
         kind = type(block)
@@ -67,9 +67,9 @@ def recompute(blocks: Sequence[nn.Module]) -> None:
 
 
 def settle_recomputed(objective: nn.Module, changes: Iterable[Change]) -> None:
-    """Before training: tells recomputed blocks what forwards change, of which alone each then keeps copies.
+    """Tells recomputed blocks which entries forwards change, so that each copies only those.
 
-    changes: in the whole objective, as forwards that tried it have shown. Raises UserError for what cannot be put back.
+    changes: in the whole objective, found by trial forwards. Raises UserError for a change that cannot be restored.
     """
     changes = list(changes)
     for prefix, block in objective.named_modules():
@@ -79,29 +79,29 @@ def settle_recomputed(objective: nn.Module, changes: Iterable[Change]) -> None:
         own = [change for change in changes if id(change.module) in path_of]
         for change in own:
             if not change.is_seen:
-                raise _not_alike(change.path, "which cannot be put back")
+                raise _not_alike(change.path, "which cannot be restored")
         type(block).path = prefix
         type(block).changing = {(path_of[id(change.module)], change.name) for change in own}
 
 
 def _not_alike(what: str, why: str) -> UserError:
     return UserError(
-        f"--grad-checkpointing: forwards change {what}, {why}, so that the backward cannot compute a block a second "
-        "time as it was the first time; leave the flag out, or leave that block out of Task.blocks"
+        f"--grad-checkpointing: forwards change {what}, {why}, so the backward cannot recompute the block; leave the "
+        "flag out, or that block out of Task.blocks"
     )
 
 
 class _Recomputed(nn.Module):
-    """The first base of a recomputed block's class.
+    """Mixed in as the first base of a recomputed block's class.
 
-    Hooks and what is compiled are within what is computed twice. A class and not a new `forward` of the block, which a
-    replica of it would not be the self of. The class belongs to one block, and its replicas.
+    It overrides `__call__`, so that recomputation includes hooks and compiled code, and is a class because replicas of
+    the block could not share a bound `forward`. Each block has its own class.
     """
 
     path: ClassVar[str] = ""
-    """Path of the block in the objective."""
+    """The block's path in the objective."""
     changing: ClassVar[set[tuple[str, str]] | None]
-    """Entries that forwards change, by the path of a submodule and the name in it; None before they are known."""
+    """Entries that forwards change, as (submodule path, name); None until known."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -111,28 +111,28 @@ class _Recomputed(nn.Module):
 
 
 def _contexts(block: _Recomputed) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Around the first forward, and around each of the others."""
+    """Returns the contexts of the first forward and of each recomputation."""
     return nullcontext(), _AsFound(block)
 
 
 class _AsFound(AbstractContextManager[None]):
-    """Within it a block holds what it held when this was made; afterwards it holds what it does now.
+    """Temporarily restores the state that a block had when this was created.
 
-    It works on copies, which the backward may then go on reading. Any number of times: gradients of gradients compute
-    a block again for every backward.
+    Restores copies, so that the backward can still read the originals, and works repeatedly: gradients of gradients
+    recompute a block for every backward.
     """
 
     def __init__(self, block: _Recomputed) -> None:
         self._block, changing = block, type(block).changing
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """The attributes and the buffers of each module, with shallow copies."""
+        """(attributes or buffers of a module, shallow copy) pairs."""
         if changing is None:
             self._found: State = WholeState(block)
         else:
             modules = dict(block.named_modules()) if changing else {}
             entries = [(modules[path], name) for path, name in changing]
             self._found = State((m._buffers if name in m._buffers else m.__dict__, name) for m, name in entries)
-            # What else a forward replaces is not lost, and what else it writes into shows.
+            # Detects other changes too: replaced entries keep their old value, in-place writes raise the version.
             owners = [owner for _, each in named_modules(block) for owner in (vars(each), each._buffers) if owner]
             self._held = [(owner, owner.copy()) for owner in owners]
         self._versions = [
@@ -144,7 +144,7 @@ class _AsFound(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         if any(version_of(tensor) != version for tensor, version in self._versions):
-            raise _not_alike(self._first_changed(), "which the first forward of all did not change")
+            raise _not_alike(self._first_changed(), "which the first forward did not change")
         replaced = [
             (owner, name, held.get(name, ABSENT))
             for owner, held in self._held
@@ -178,10 +178,10 @@ class _AsFound(AbstractContextManager[None]):
 
 
 def compile_units(units: Sequence[nn.Module]) -> None:
-    """Compiles modules in place, at their next calls, for any sizes of their inputs.
+    """Compiles modules in place with dynamic shapes; they compile at their next call.
 
-    Sizes are unknowns from the start. What is compiled then depends on the first call alone, which is the same one
-    whenever a run starts, and not on which sizes came before: a resumed run computes what the unbroken one does.
+    Sizes are symbolic from the start, so the compiled code depends only on the first call, which is the same in every
+    start of a run: a resumed run computes the same as an uninterrupted one.
     """
     set_up_compiler(_MOST_VERSIONS)
     for unit in units:
@@ -195,17 +195,17 @@ def compile_units(units: Sequence[nn.Module]) -> None:
 
 @contextmanager
 def refusing_compilation() -> Iterator[None]:
-    """Around the first calls of compiled modules: makes a UserError of what the compiler raises."""
+    """Converts compiler errors in the first calls of compiled modules to UserError."""
     compiler_error = set_up_compiler(_MOST_VERSIONS)
     try:
         yield
     except compiler_error as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
-        raise UserError(f"--compile: torch cannot compile the model: {lines[0]}; leave it out") from error
+        raise UserError(f"--compile: torch cannot compile the model: {lines[0]}; leave the flag out") from error
     except RuntimeError as error:
         if not any(words in str(error) for words in _NO_GRADIENT_OF_GRADIENTS):
             raise
         raise UserError(
-            "--compile: the objective computes a gradient within its forward, as for a gradient penalty, and torch "
-            "cannot differentiate what it has compiled a second time; leave it out"
+            "--compile: the objective computes a gradient within its forward (as a gradient penalty does), and "
+            "compiled code has no second derivative; leave the flag out"
         ) from error

@@ -1,4 +1,4 @@
-"""What a forward changes, running statistics of batch norms above all: agreed on by all processes, or undone."""
+"""State that forwards change, such as batch norm statistics: synchronised over processes, or rolled back."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,18 +25,18 @@ from trainer.parallel.strategy import Strategy
 
 
 class Buffers:
-    """The running means and variances of a model's batch norms; without such layers it does nothing.
+    """Running statistics of batch norms, synchronised over processes after each step.
 
-    They change in the forward, before anyone knows whether the step is finite, and would never recover from a NaN.
-    After each step they are the same on every process, so that a checkpoint at any step has all there is.
+    Forwards change them before anyone knows whether the step is finite, and a NaN would never go away. After each step
+    they are equal on every process, so any step can be saved.
 
-    forward_state: what else forwards change. is_active: whether there is anything to look after in a step.
+    forward_state: other state that forwards change. is_active: whether a step has anything to synchronise or restore.
     """
 
     def __init__(self, model: nn.Module) -> None:
         norms = [module for module in model.modules() if getattr(module, "track_running_stats", False)]
         buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
-        # Of many layers each kind is copied as one, since a GPU takes as long to start on a small tensor as to copy it.
+        # Flat copies of each kind, since launching a copy of a small tensor takes a GPU as long as copying it.
         self._statistics = FlatTensors([buffer for buffer in buffers if buffer.is_floating_point()])
         counters = FlatTensors([buffer for buffer in buffers if not buffer.is_floating_point()])
         self._kinds = [kind for kind in (self._statistics, counters) if kind]
@@ -47,7 +47,7 @@ class Buffers:
         self._pending: tuple[Tensor, Callable[[], None]] | None = None
 
     def learn(self, changes: Iterable[Change], model: nn.Module, group: Group) -> None:
-        """Takes note of what the forward that tried a phase has changed. All processes call it. Raises UserError."""
+        """Registers what a trial forward of a phase changed. All processes call it. Raises UserError."""
         self.forward_state.learn(changes)
         self.forward_state.settle(model, group)
         self.is_active = self.is_active or self.forward_state.is_active
@@ -59,9 +59,9 @@ class Buffers:
         self.forward_state.keep()
 
     def of_samples(self, num_samples: int) -> AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch. num_samples: those that count; of none it leaves no trace.
+        """Wraps forward and backward of a micro-batch; a placeholder (num_samples 0) leaves the statistics unchanged.
 
-        But for `num_batches_tracked` and other numbers, since every process has equally many micro-batches.
+        Counters such as `num_batches_tracked` still advance, since every process has the same number of micro-batches.
         """
         self._num_samples += num_samples
         return nullcontext() if num_samples > 0 else self._unchanged()
@@ -76,19 +76,20 @@ class Buffers:
             self._statistics.set(before)
 
     def start_agreement(self, group: Group) -> None:
-        """After the last forward of a step, so that it travels during the backward. All call it, and then `agree`.
+        """Starts to average changes over processes after a step's last forward, alongside the backward; `agree`
+        finishes it.
 
-        On some process samples must have counted. No backward in train mode reads running statistics.
+        All processes call it; at least one has samples. Backward passes in train mode do not read running statistics.
         """
         if group.world_size == 1 or not self._statistics:
             return
-        before = self._before_placeholder  # of the last micro-batch, if that is one
+        before = self._before_placeholder  # those before the last micro-batch if that is a placeholder
         changes = (self._statistics.flattened() if before is None else before) - self._statistics.kept
         flat = torch.cat([changes, torch.ones_like(changes[:1])]) * self._num_samples
         self._pending = flat, group.start_sum_in_place(flat)
 
     def agree(self, strategy: Strategy) -> None:
-        """After the last backward: they change by the mean of their changes on all processes, weighted by samples.
+        """Applies the mean change over all processes, weighted by samples, after the last backward.
 
         Raises UserError as `ForwardState.agree` does.
         """
@@ -102,7 +103,7 @@ class Buffers:
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
-        """Around further forwards and backwards of a step once its changes are agreed on, which leave no trace.
+        """Undoes further forwards and backwards of a step after `agree`.
 
         All processes enter it.
         """
@@ -121,7 +122,7 @@ class Buffers:
         self.forward_state.undo()
 
     def undo_unless(self, applied: bool | Tensor) -> None:
-        """After a step. applied: whether it was; see `StepResult`."""
+        """Restores the state before a step that was not applied; see `StepResult`."""
         if isinstance(applied, Tensor):
             for kind in self._kinds:
                 kind.set(torch.where(applied, kind.flattened(), kind.kept))
@@ -131,7 +132,7 @@ class Buffers:
 
 
 class FlatTensors:
-    """Tensors that are handled as one. kept: a copy of them, in one dimension."""
+    """Tensors handled as one flat tensor. kept: a flat copy."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._flat = [tensor.detach().view(-1) for tensor in tensors]
@@ -148,28 +149,27 @@ class FlatTensors:
         torch.cat(self._flat, out=self.kept)
 
     def set(self, values: Tensor) -> None:
-        """values: as `flattened` gave them."""
-        # Unseen by autograd, whose backward does not need them.
+        """values: a result of `flattened`."""
+        # hidden from autograd, whose backward does not need them
         foreach_copy_([flat.data for flat in self._flat], values.split(self._sizes))
 
 
 Kind = tuple[torch.Size, torch.dtype]
-"""Shape and type: tensors that share both can be copied into each other and sent as one another."""
+"""Shape and type; equal kinds can be copied into each other."""
 
 
 class ForwardState:
-    """A part of `Buffers`, for buffers and plain attributes of any meaning; most models have none.
+    """Buffers and plain attributes that forwards change; most models have none.
 
-    The forward that tries a phase shows which entries change (`learn`). There are three kinds.
+    Trial forwards find them (`learn`). There are three kinds.
 
-    Shared: buffers that are persistent, or changed in place. Each process changes them by its own samples, and after
-    the step all take the main process's, as by torch's DistributedDataParallel. So a save or an evaluation, before
-    which all get the main process's buffers, changes nothing.
+    Shared: buffers that are persistent or changed in place. Each process updates them by its own samples, and after the
+    step all take rank 0's, as in DistributedDataParallel. So saving or evaluating, which synchronises buffers, changes
+    nothing.
 
-    Local: buffers that are not persistent and replaced by others, as tables and masks that a forward makes for its own
-    batch. Each process has its own.
+    Local: non-persistent buffers that forwards replace, such as masks built for a batch. Each process has its own.
 
-    Attributes: each process has its own, and no checkpoint holds them.
+    Attributes: each process has its own, and checkpoints do not hold them.
     """
 
     def __init__(self, model: nn.Module, without: Iterable[nn.Module]) -> None:
@@ -185,7 +185,7 @@ class ForwardState:
             if name not in names_not_persistent(module)
         ]
         self.changes: dict[tuple[int, str], Change] = {}
-        """All that trials have shown, by module and name, without the values."""
+        """Changes found by trials, by (module id, name), without values."""
         self._shared: dict[str, Entry] = {}
         self._kinds: dict[str, Kind] = {}
         self._local: dict[str, Entry] = {}
@@ -197,7 +197,7 @@ class ForwardState:
     # --- before training ---------------------------------------------------------------------------------------------
 
     def learn(self, changes: Iterable[Change]) -> None:
-        """changes: by a forward that tried a phase. Raises UserError for a persistent buffer that changed its shape."""
+        """Registers changes of a trial forward. Raises UserError for a persistent buffer of changed shape."""
         for change in changes:
             entry, key = change.entry, (id(change.module), change.name)
             if change.is_persistent:
@@ -221,9 +221,9 @@ class ForwardState:
                 self._local[change.path] = entry
 
     def settle(self, model: nn.Module, group: Group) -> None:
-        """After `learn`: what is shared on one process is on all, in one order. All processes call it.
+        """Shares buffers that are shared on any process, in one order on all. All processes call it.
 
-        They may have seen different changes, where a forward leaves out layers at random.
+        Processes may have seen different changes if forwards skip layers at random.
         """
         kinds = {path: kind for own in group.gather(self._kinds) for path, kind in own.items()}
         for path in kinds.keys() - self._shared.keys():
@@ -243,23 +243,23 @@ class ForwardState:
         ]
         if attributes:
             lines.append(
-                f"Forwards change plain attributes: {', '.join(attributes)}. No checkpoint holds them: where a later "
-                "forward depends on one, a resumed run differs from an unbroken one. Keep it in a buffer."
+                f"Forwards change plain attributes: {', '.join(attributes)}. Checkpoints do not hold them, so a "
+                "resumed run may differ from an uninterrupted one; keep them in buffers."
             )
         if self._shared:
             lines.append(
-                f"Forwards change the buffers {', '.join(self._shared)}. On several devices those of rank 0 count, and "
-                "of several forwards a step the last ones: what is learned may depend on how a batch is divided."
+                f"Forwards change the buffers {', '.join(self._shared)}. With several devices rank 0's are kept, and "
+                "with several forwards per step the last ones: results may depend on how a batch is split."
             )
         if unseen:
             lines.append(
-                f"Forwards change what cannot be put back: {', '.join(unseen)}. The forward that tried the model "
-                "before training has changed it too, and no checkpoint holds it. Keep it in buffers."
+                f"Forwards change objects that cannot be restored: {', '.join(unseen)}. The trial forward before "
+                "training changed them too, and checkpoints do not hold them; keep them in buffers."
             )
         if self._local and world_size > 1:
             lines.append(
-                f"Each rank keeps buffers of its own: {', '.join(self._local)}. A resumed run begins on all ranks with "
-                "rank 0's."
+                f"Each rank keeps its own buffers: {', '.join(self._local)}. A resumed run starts with rank 0's on all "
+                "ranks."
             )
         return lines
 
@@ -272,10 +272,10 @@ class ForwardState:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Around forward and backward of samples that do not count, which work on copies.
+        """Runs forward and backward of placeholder samples on copies.
 
-        It counts as a forward nonetheless, since every process has equally many: numbers and texts stay as it leaves
-        them, so that counters agree, and so do the local buffers that may belong to them.
+        Numbers and strings keep their new values, so that counters agree across processes; so do local buffers, which
+        may depend on them.
         """
         state = State([*self._shared.values(), *self._attributes])
         state.write(instead=state.copy_of)
@@ -292,9 +292,9 @@ class ForwardState:
                 owner[name] = value
 
     def agree(self, strategy: Strategy) -> None:
-        """After the last backward of a step, which may read what the forward left. All processes call it.
+        """Copies rank 0's shared buffers after the last backward, which may read a forward's. All processes call it.
 
-        Raises UserError for a persistent buffer that has another shape than in a new model.
+        Raises UserError for a persistent buffer of another shape than in a new model.
         """
         for known in self._persistent:
             path, buffers, name, last, shape = known
@@ -306,7 +306,7 @@ class ForwardState:
             return
         own: list[Any] = [owner.get(name) for owner, name in self._shared.values()]
         kinds = self._kinds.values()
-        # One that is not persistent may by now have another size, on this process or on the main one.
+        # a non-persistent buffer may have another size by now, on any process
         fits = [_kind(tensor) == kind for tensor, kind in zip(own, kinds, strict=True)]
         device = strategy.device
         on_main = strategy.from_main(torch.stack([torch.full((), fit, device=device) for fit in fits])).unbind()
@@ -321,7 +321,7 @@ class ForwardState:
 
     @contextmanager
     def once_more(self) -> Iterator[None]:
-        """Around forward and backward of a further part of a step: from the state before the step, without a trace."""
+        """Runs a further part of a step from the state before the step, and undoes it."""
         state, local = State([*self._shared.values(), *self._attributes]), References(self._local.values())
         self.undo()
         try:
@@ -331,9 +331,9 @@ class ForwardState:
             local.write()
 
     def undo_unless(self, applied: Tensor) -> None:
-        """After a step. applied: whether it was, on the device.
+        """Restores the state before a step that was not applied. applied: a bool tensor on the device.
 
-        The host does not know, so numbers and texts stay, and so do the local buffers that may belong to them.
+        The host does not know its value, so numbers, strings and local buffers, which may depend on them, are kept.
         """
         for owner, name, before in self._before.entries:
             now, copy = owner.get(name), self._before.copy_of(before)
@@ -346,7 +346,7 @@ class ForwardState:
     # --- a checkpoint and back ---------------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Tensor]:
-        """The buffers that no state dict has, by their names; but for those that change their size."""
+        """Returns non-persistent buffers to save, except those that change size."""
         return {
             path: owner[name].detach()
             for path, (owner, name) in self._saved.items()
@@ -354,7 +354,7 @@ class ForwardState:
         }
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """saved: by `saved`. What has another size now, as where flags have changed, stays as it is."""
+        """Loads a result of `saved`, except buffers of another size, as after a change of flags."""
         own = self.saved()
         for path, value in saved.items():
             if path in own and own[path].shape == value.shape:
@@ -365,19 +365,19 @@ class ForwardState:
         if shape == before:
             return
         if before is None:
-            what = f"makes {path}, a persistent buffer which a new model does not have"
+            what = f"adds the persistent buffer {path}"
         elif shape is None:
-            what = f"removes {path}, a persistent buffer"
+            what = f"removes the persistent buffer {path}"
         else:
-            what = f"gives {path}, a persistent buffer, the shape {shape} in place of {before}"
+            what = f"changes the shape of the persistent buffer {path} from {before} to {shape}"
         raise UserError(
-            f"{self._name} {what}: a checkpoint of it would fit no new model; register it with persistent=False, or in "
+            f"{self._name} {what}, so no new model could load a checkpoint; register it with persistent=False, or in "
             "its final shape in build_objective"
         )
 
 
 def _has_graph(value: Any) -> bool:
-    """Whether a tensor within a value belongs to the graph of a forward, as an activation that is to be looked at."""
+    """Returns whether a value contains a tensor with a graph, such as an activation kept for inspection."""
     tensors = (each for each in contents([value]) if isinstance(each, Tensor) and not isinstance(each, nn.Parameter))
     return any(tensor.requires_grad for tensor in tensors)
 

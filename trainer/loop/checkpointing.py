@@ -1,4 +1,4 @@
-"""A run -> a checkpoint -> a run."""
+"""Saves a run as a checkpoint and restores it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,15 +26,15 @@ from trainer.parallel.strategy import Strategy
 from trainer.task import Task, training_streams
 
 Outline = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Type and shape of each weight and buffer of a model."""
+"""Type and shape of each weight and buffer."""
 
 
 def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
-    """Copies this moment, and writes it as a checkpoint while training goes on. All processes call it.
+    """Copies the current state and writes it in the background. All processes call it.
 
-    value: the monitored metric, None where there was no validation. Raises UserError if the checkpoint before could not
-    be written, unless for lack of room: then it says so, and tries again; and if the processes have drifted apart. What
-    is to be on the disk now needs `finish_saving`.
+    value: the monitored metric; None without validation. Raises UserError if the previous checkpoint could not be
+    written (a full disk is only reported, and retried) or if the processes have drifted apart. `finish_saving` waits
+    for the write.
     """
     strategy, learner, progress = run.strategy, run.learner, run.progress
     for watch in run.watches:
@@ -45,7 +45,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     totals = {phase: own.reduced(strategy.group) for phase, own in progress.totals.items()}
     rows = {phase: own.rows(strategy.group) for phase, own in progress.totals.items() if isinstance(own, PartTotals)}
     if not rows:
-        # As after a resume, so that an unbroken run adds up in the same order.
+        # as after a resume, so that an uninterrupted run adds in the same order
         _share(strategy.group, progress, totals)
     strategy.group.activity.enter("saving")
     state = strategy.full_state(learner.objective, learner.optimizers)
@@ -59,7 +59,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
         refuse_another_model(weights, run.model_outline, progress.step)
         run.saver.wait()
         report_saving(run.saver, run.log)
-        # The records of this checkpoint are with the operating system before it is; later ones a resume drops.
+        # The operating system gets log records before their checkpoint; a resume drops later ones.
         run.log.flush()
         run.saver.start(state_of(learner, state, progress, totals) | run.facts | verdict)
 
@@ -67,10 +67,9 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
 
 
 def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progress, learning_rate: float) -> None:
-    """A save that writes and gathers nothing: raises UnfitState for a state that no checkpoint could hold.
+    """Dry-runs a save after a phase's first step: raises UnfitState for a state that cannot be saved.
 
-    After the first step of a phase, so that it costs that step alone. All processes call it. outline: of the model as
-    it was built.
+    Gathers and writes nothing. All processes call it. outline: of the model as built.
     """
     group.activity.enter("saving")
 
@@ -92,15 +91,15 @@ def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progr
             }
             whose = next((f" (of {kind}.state_dict())" for at, kind in kinds.items() if wrong.startswith(at)), "")
             raise UnfitState(
-                f"after optimizer step {progress.step} no checkpoint can hold the state of the run: {wrong}{whose}; "
-                "make it a dense tensor, a number, a text, or a list or mapping of these"
+                f"the state after optimizer step {progress.step} cannot be saved: {wrong}{whose}; "
+                "make it a dense tensor, a number, a string, or a list or dict of these"
             )
 
     group.on_main(refuse_on_main)
 
 
 def refuse_another_model(weights: Mapping[str, Tensor], outline: Outline, step: int) -> None:
-    """Raises UnfitState where tensors of the model are others than when it was built: a resume could not load them.
+    """Raises UnfitState if the model's tensors differ from when it was built, so that no resume could load them.
 
     step: optimizer steps done.
     """
@@ -110,9 +109,9 @@ def refuse_another_model(weights: Mapping[str, Tensor], outline: Outline, step: 
         return
     built, found = (f"{own[name][0]} of shape {own[name][1]}" if name in own else "absent" for own in (outline, now))
     raise UnfitState(
-        f"the model has changed since it was built: {name} was {built} and is {found} after optimizer step {step}, so "
-        "nothing is saved, for no resume could load it; earlier checkpoints are intact; build it in its final shape, "
-        "or register a buffer that grows with persistent=False"
+        f"the model has changed since it was built: {name} was {built} and is {found} after optimizer step {step}; "
+        "nothing is saved, because no resume could load it; earlier checkpoints are intact; build it in its final "
+        "shape, or register a growing buffer with persistent=False"
     )
 
 
@@ -122,21 +121,21 @@ def _share(group: Group, progress: Progress, totals: Mapping[str, Mapping[str, T
 
 
 def report_saving(saver: BackgroundSaver, log: RunLog | SilentLog) -> None:
-    """Tells the user of a save for which there was no room."""
+    """Reports a save that failed for lack of disk space."""
     refusal = saver.take_refusal()
     if refusal is not None:
         log.say(refusal)
 
 
 def finish_saving(group: Group, saver: BackgroundSaver) -> None:
-    """Returns when everything saved is on the disk. All processes call it. Raises UserError if it cannot be."""
+    """Waits until everything saved is on disk. All processes call it. Raises UserError on failure."""
     group.on_main(saver.finish)
 
 
 def state_of(
     learner: Learner, state: dict[str, Any], progress: Progress, totals: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Any]:
-    """What a checkpoint holds beside the facts of the run. state: weights and moments. totals: over all processes."""
+    """Returns a checkpoint's entries except the run's facts. state: weights and moments. totals: over all processes."""
     buffers = learner.buffers.forward_state.saved()
     return state | {
         **({"other_buffers": buffers} if buffers else {}),
@@ -147,7 +146,7 @@ def state_of(
 
 
 def places_of_streams(task: Task, plan: Plan, progress: Progress) -> dict[str, Any]:
-    """What a checkpoint holds of training data that are streams with states of their own, by phase."""
+    """Returns the positions of stateful training streams, by phase."""
     found = {}
     for phase, dataset in training_streams(task).items():
         index = task.phases.index(phase)
@@ -158,7 +157,7 @@ def places_of_streams(task: Task, plan: Plan, progress: Progress) -> dict[str, A
 
 
 def restore_streams(task: Task, state: Mapping[str, Any]) -> None:
-    """Has streams begin where those of a checkpoint were."""
+    """Positions training streams where a checkpoint left them."""
     places = state.get("streams", {})
     for phase, dataset in training_streams(task).items():
         if phase in places:
@@ -166,14 +165,14 @@ def restore_streams(task: Task, state: Mapping[str, Any]) -> None:
 
 
 def diverged(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
-    """The names of weights of the model that are not finite. A buffer may hold infinities, as a mask does."""
+    """Lists weights with non-finite values; buffers, such as masks, may hold infinities."""
     return not_finite(weights, may_be_infinite=dict(model.named_buffers()))
 
 
 def refuse_non_finite(
     learner: Learner, weights: Mapping[str, Tensor], progress: Progress, learning_rate: float
 ) -> None:
-    """Raises UnfitState where weights of the model are not finite. learning_rate: of `--lr`."""
+    """Raises UnfitState if weights are not finite. learning_rate: `--lr`."""
     model = learner.objective.model
     bad = diverged(model, weights)
     if not bad:
@@ -182,7 +181,7 @@ def refuse_non_finite(
     if all(name in buffers for name in bad):
         raise UnfitState(
             f"{', '.join(bad[:3])} holds NaN after optimizer step {progress.step}, so nothing is saved; earlier "
-            "checkpoints are intact; let a number or an infinity stand for what such a buffer does not know yet"
+            "checkpoints are intact; initialise such buffers with numbers or infinities"
         )
     position = progress.position
     epoch = position.epoch if position.at_epoch_start else position.epoch + 1
@@ -194,7 +193,10 @@ def refuse_non_finite(
 
 
 def restore_progress(learner: Learner, strategy: Strategy, state: Mapping[str, Any]) -> Progress:
-    """Goes back to the moment of a checkpoint whose weights are restored. All processes call it. Raises UserError."""
+    """Restores progress, moments and buffers of a checkpoint whose weights are loaded. All processes call it.
+
+    Raises UserError.
+    """
     learner.buffers.forward_state.restore(state.get("other_buffers", {}))
     dtype = getattr(torch, state["config"]["--dtype"])
     strategy.load_moments(state["optimizers"], learner.optimizers, dtype)

@@ -1,4 +1,4 @@
-"""What of a task's contract can be checked, most of it before training: one sentence with the method's name."""
+"""Checks a task against its contract, mostly before training; each error is a sentence that names the method."""
 
 import inspect
 import re
@@ -32,14 +32,14 @@ from trainer.task import Objective, Task, validation_sets
 
 
 def check_signatures(own: object, base: type) -> None:
-    """Raises UserError for a method that cannot be called as the one of the base class that it replaces."""
+    """Raises UserError for a method that cannot be called like the base method it overrides."""
     for name, method in vars(base).items():
         if not inspect.isfunction(method) or getattr(type(own), name) is method or name.startswith("_"):
             continue
         parameters = [*inspect.signature(method).parameters.values()][1:]
         try:
             found = inspect.signature(getattr(own, name))
-        except (TypeError, ValueError):  # no function, or one that does not tell
+        except (TypeError, ValueError):  # not a function, or one without a signature
             continue
         taken = [each for each in parameters if each.name != "at" or "at" in found.parameters]
         fewest = [each.name for each in taken if each.default is inspect.Parameter.empty]
@@ -56,17 +56,17 @@ def check_signatures(own: object, base: type) -> None:
 
 
 def check_task(task: Task) -> None:
-    """Raises UserError for what a task alone shows to be wrong, without its model.
+    """Checks a task without its model. Raises UserError.
 
-    Whether there is a metric of the name that `monitor` has, only a score tells.
+    Whether the metric of `monitor` exists, only a score tells.
     """
     check_signatures(task, Task)
     name, phases, turns = type(task).__name__, task.phases, task.turns
     are_names = isinstance(phases, tuple | list) and all(isinstance(phase, str) for phase in phases)
     if not are_names or not phases or len(set(phases)) < len(phases):
-        raise UserError(f'{name}.phases {phases!r}: must be names, as ("train",), at least one and no two alike')
+        raise UserError(f'{name}.phases {phases!r}: must be distinct names, such as ("train",)')
     if turns and (len(turns) != len(phases) or min(turns) < 1):
-        raise UserError(f"{name}.turns {turns}: must be empty, or a number of steps, 1 or more, for each of {phases}")
+        raise UserError(f"{name}.turns {turns}: must be empty, or a number of steps (at least 1) for each of {phases}")
     monitor: Any = getattr(task, "monitor", None)
     is_pair = isinstance(monitor, tuple | list) and len(monitor) == 2
     if not (is_pair and isinstance(monitor[0], str) and monitor[1] in ("max", "min")):
@@ -90,9 +90,9 @@ def check_task(task: Task) -> None:
 
 
 def check_batch(task: Task, batch: object, size: int) -> None:
-    """Raises UserError when `collate` breaks the rule on batches. size: samples that it was given.
+    """Checks a result of `collate`. Raises UserError. size: samples passed to it.
 
-    DataParallel's scatter pairs tensors by dim 0 and silently drops what does not fit.
+    DataParallel's scatter splits tensors along dim 0 and silently drops mismatched parts.
     """
 
     def refuse(problem: str) -> NoReturn:
@@ -105,63 +105,63 @@ def check_batch(task: Task, batch: object, size: int) -> None:
             refuse(f"must put {name!r} into the batch")
     for name, value in batch.items():
         if not isinstance(value, Tensor):
-            refuse(f"must make a tensor of batch[{name!r}], not a {type(value).__name__}")
+            refuse(f"must return a tensor for batch[{name!r}], not a {type(value).__name__}")
         if value.dim() == 0 or len(value) != size:
-            refuse(f"must make batch[{name!r}] with the {size} samples on dim 0: its shape is {tuple(value.shape)}")
+            refuse(f"must give batch[{name!r}] the {size} samples on dim 0: its shape is {tuple(value.shape)}")
     weight = batch["weight"]
     if weight.dim() > 1 or not weight.is_floating_point():
         found = f"{weight.dtype} of shape {tuple(weight.shape)}"
-        refuse(f"must make batch['weight'] one floating-point number for each sample, not {found}")
+        refuse(f"must give batch['weight'] one floating-point number per sample, not {found}")
 
 
 def check_blocks(task: Task, model: nn.Module) -> None:
-    """Raises UserError for `blocks` that are no part of the model, or overlap."""
+    """Raises UserError if `blocks` returns modules outside the model, or overlapping ones."""
     name, own = f"{type(task).__name__}.blocks", set(model.modules())
     seen: set[nn.Module | Tensor] = set()
     for block in task.blocks(model):
         kind = type(block).__name__
         if block not in own:
-            raise UserError(f"{name}: names a {kind} that is no submodule of the model")
+            raise UserError(f"{name}: returns a {kind} that is not a submodule of the model")
         parts: set[nn.Module | Tensor] = {*block.modules(), *block.parameters()}
         if parts & seen:
-            raise UserError(f"{name}: names a {kind} that shares modules or parameters with another block")
+            raise UserError(f"{name}: returns a {kind} that shares modules or parameters with another block")
         seen |= parts
 
 
 def check_tensors(model: nn.Module, where: str) -> None:
-    """Raises UserError for a model whose parameters have no shape yet, or of which a checkpoint cannot hold all."""
+    """Raises UserError for lazy parameters, or tensors that a checkpoint cannot hold."""
     lazy = [name for name, value in [*model.named_parameters(), *model.named_buffers()] if is_lazy(value)]
     if lazy:
-        raise UserError(f"{where}: {lazy[0]} has no shape before a first forward; do one in it, on a batch of zeros")
+        raise UserError(f"{where}: {lazy[0]} has no shape before a first forward; run one in it, on a batch of zeros")
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise UserError(
-                f"{where}: {name} is a {type(value).__name__}, where a checkpoint holds tensors; make it one"
+                f"{where}: {name} is a {type(value).__name__}, but checkpoints hold only tensors; make it one"
             )
-    is_outline = torch.empty(0).is_meta  # as fsdp builds a model of which it needs the shapes
+    is_outline = torch.empty(0).is_meta  # fsdp builds a model for its shapes
     wrong = None if is_outline else error_of_model(model.state_dict())
     if wrong is not None:
         raise UserError(
-            f"{where}: {wrong}; give it another type, or register a buffer with persistent=False, as what is made "
-            "again with the model"
+            f"{where}: {wrong}; give it another type, or register the buffer with persistent=False if building "
+            "the model restores it"
         )
 
 
 def check_helpers(objective: Objective, where: str, num_replicas: int) -> None:
-    """Raises UserError for helpers that share weights with the model, or that replicas of the objective would share."""
+    """Raises UserError for helpers that share weights with the model, or across replicas of the objective."""
     own = {*objective.model.parameters()}
     for name, helper in objective.helpers.items():
         if own.intersection(helper.parameters()):
             raise UserError(
-                f"{where}: the helper {name!r} shares parameters with the model, and a helper's are frozen; hand in a "
-                "copy, as by copy.deepcopy"
+                f"{where}: the helper {name!r} shares parameters with the model, but helpers are frozen; pass a "
+                "copy (copy.deepcopy)"
             )
         if num_replicas > 1:
-            raise UserError(f"{where}: has the helper {name!r}, and --multi-gpu dp copies none; use --multi-gpu ddp")
+            raise UserError(f"{where}: has the helper {name!r}, which --multi-gpu dp cannot copy; use --multi-gpu ddp")
 
 
 def check_same_parameters(objective: nn.Module, group: Group, where: str) -> None:
-    """Raises UserError where a process has other parameters, or in another order: gradients are exchanged by place."""
+    """Raises UserError if parameters or their order differ between processes; gradients are exchanged by position."""
     own = [(name, tuple(p.shape)) for name, p in objective.named_parameters()]
     if group.agrees(own):
         return
@@ -171,19 +171,19 @@ def check_same_parameters(objective: nn.Module, group: Group, where: str) -> Non
         return
     expected, found = next(pair for pair in zip_longest(models[0], models[rank]) if pair[0] != pair[1])
     raise UserError(
-        f"{where}: build_objective makes other parameters on rank {rank} than on rank 0, or makes "
-        f"them in another order, as from a set: {found} where rank 0 has {expected}"
+        f"{where}: build_objective makes different parameters on rank {rank} and rank 0, or orders them differently, "
+        f"as iterating over a set does: {found} where rank 0 has {expected}"
     )
 
 
 def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) -> tuple[bool, float]:
-    """A forward and a backward of a phase that change nothing. Raises UserError unless they are what training needs.
+    """Runs a trial forward and backward of a phase, and undoes them. Raises UserError for a broken contract.
 
-    Returns whether the forward exchanged tensors with other processes by itself, and what it took of the processors.
+    Returns whether the forward ran collectives itself, and its processor time in seconds.
 
-    example: a batch whose samples do not count. DistributedDataParallel regroups its buckets after its first backward,
-    which changes the order of summation: without this one the first step of a resumed run would differ from the same
-    step unbroken. All processes call it.
+    example: a batch of placeholders. DistributedDataParallel rebuilds its buckets after its first backward, which
+    changes the order of summation; without this trial, the first step of a resumed run would differ from an
+    uninterrupted one. All processes call it.
     """
     net, objective = learner.enter(phase), learner.objective
     with _leaving_no_trace(learner, net, strategy) as changes:
@@ -209,8 +209,8 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
         )
         if (name := next(changed, None)) is not None:
             raise UserError(
-                f"{forward_name(objective, phase)} changes {name}, a parameter, which each process would do "
-                "by its own samples; do it in after_step; see Objective in trainer/task.py"
+                f"{forward_name(objective, phase)} changes the parameter {name}, on each process by its own samples; "
+                "change it in after_step; see Objective in trainer/task.py"
             )
         learner.buffers.learn(changes(), objective, strategy.group)
         (sums["loss"] * 0).backward()
@@ -219,7 +219,7 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
 
 
 def check_exchanges(learner: Learner, strategy: Strategy, phase: str, order: SampleOrder, example: Batch) -> None:
-    """Raises UserError where a forward exchanges tensors of its own that differ in a step which is not shared evenly.
+    """Raises UserError if collectives within a forward differ between processes in an unevenly shared step.
 
     All processes call it.
     """
@@ -236,9 +236,9 @@ def check_exchanges(learner: Learner, strategy: Strategy, phase: str, order: Sam
 def check_single_samples(
     learner: Learner, strategy: Strategy, phase: str, order: SampleOrder, split: BatchSplit, example: Batch
 ) -> None:
-    """Raises UserError where a forward of training gets a single sample and a batch norm, now wrapped, refuses that.
+    """Raises UserError if some training forward gets a single sample and the model's batch norm refuses that.
 
-    A batch norm over more than the samples, such as BatchNorm2d, takes it. All processes call it.
+    BatchNorm2d and the like accept it. All processes call it.
     """
     if not any(isinstance(module, BATCH_NORMS) for module in learner.objective.modules()):
         return
@@ -256,17 +256,17 @@ def check_single_samples(
             raise
         only_the_rest = isinstance(order, ShuffledOrder) and refused[-1] < order.global_batch_size
         step = "the last step" if only_the_rest else "a step"
-        advice = (
-            "leave that step out by --drop-last, or take another --batch-size" if only_the_rest else "take another one"
-        )
+        advice = "drop that step with --drop-last, or use another --batch-size" if only_the_rest else "use another one"
         raise UserError(
-            f"--batch-size {split.batch_size}: {step} of an epoch, of {refused[-1]} sample(s), leaves one alone in a "
-            f"forward, and a batch norm of the model takes at least two; {advice}"
+            f"--batch-size {split.batch_size}: {step} of an epoch, of {refused[-1]} sample(s), has a forward with a "
+            f"single sample, but a batch norm of the model needs at least two; {advice}"
         ) from None
 
 
 def leaves_a_single_sample(strategy: Strategy, global_batch_size: int, micro_batch_size: int) -> bool:
-    """Whether a device gets one sample alone in some forward of a global batch. The first and last rank show it."""
+    """Returns whether any device gets a single sample in some forward of a global batch; checks the first and last
+    rank.
+    """
     num_shards, samples = strategy.num_parts or strategy.group.world_size, np.arange(global_batch_size)
     shares = [split_global_batch(samples, (shard, num_shards), micro_batch_size, 0) for shard in (0, num_shards - 1)]
     trained = [keys for share in shares for keys in share if not (strategy.num_parts and keys.placeholder)]
@@ -276,7 +276,7 @@ def leaves_a_single_sample(strategy: Strategy, global_batch_size: int, micro_bat
 
 @contextmanager
 def _leaving_no_trace(learner: Learner, net: nn.Module, strategy: Strategy) -> Iterator[Callable[[], list[Change]]]:
-    """In train mode; afterwards gradients, random states and what modules hold are as before. Yields what changed."""
+    """Enters train mode; restores gradients, generators and module state. Yields a function that lists changes."""
     net.train()
     with leaving_no_trace(learner.objective) as changes, strategy.keeping_generators():
         yield changes
@@ -284,7 +284,7 @@ def _leaving_no_trace(learner: Learner, net: nn.Module, strategy: Strategy) -> I
 
 
 def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float]:
-    """What that method returned, if it is numbers by name. Raises UserError."""
+    """Checks that a method returned numbers by name, and returns them as floats. Raises UserError."""
     name = f"{type(task).__name__}.{method}"
     if not isinstance(metrics, dict):
         raise UserError(f"{name}: must return a dict of numbers, not a {type(metrics).__name__}")
@@ -300,7 +300,7 @@ def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float
 
 
 def monitored(task: Task, metrics: Mapping[str, float]) -> float:
-    """The metric that says what is best. Raises UserError where there is no such metric."""
+    """Returns the monitored metric. Raises UserError if it does not exist."""
     name, _ = task.monitor
     if printable(name) not in metrics:
         raise UserError(f"{type(task).__name__}.monitor: there is no metric {name!r} among {', '.join(metrics)}")

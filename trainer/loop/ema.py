@@ -1,4 +1,4 @@
-"""Averages of the weights, which are evaluated and saved beside the weights in training."""
+"""Averaged weights, evaluated and saved along with the raw weights."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,14 +15,14 @@ from trainer.common.torch_private import foreach_add_, foreach_mul_, foreach_sub
 
 
 class ExponentialMovingAverage:
-    """The moving average of a model's parameters; with decay 0 it is off and costs nothing.
+    """Exponential moving average of a model's parameters; decay 0 disables it at no cost.
 
-    A step averages the parameters that its phase trains. The decay grows with the number of the phase's updates,
-    min(decay, (1 + n) / (10 + n)), so that short runs do not evaluate their initial weights (the `num_updates` rule of
-    TensorFlow's ExponentialMovingAverage).
+    A step averages its phase's parameters. The decay grows with the phase's number of updates, min(decay, (1 + n) / (10
+    + n)), so that short runs do not evaluate their initial weights (the `num_updates` rule of TensorFlow's
+    ExponentialMovingAverage).
 
-    Or the average that the optimizers keep themselves, as schedule-free ones do (Defazio et al., 2024,
-    arXiv:2405.15682): it is computed from their states whenever it is asked for.
+    Also covers optimizers that keep an average themselves, such as schedule-free ones (Defazio et al., 2024,
+    arXiv:2405.15682): the average is computed from their states on demand.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -32,7 +32,7 @@ class ExponentialMovingAverage:
         self._updates: dict[str, int | Tensor] = {}
         self._average: dict[Tensor, Tensor] = {}
         self.is_applied = False
-        """Whether the model's weights are the average, or are about to be."""
+        """Whether the model holds the average, or is being switched to it."""
         self.restart()
 
     @property
@@ -40,29 +40,29 @@ class ExponentialMovingAverage:
         return self.decay > 0 or bool(self._averaging)
 
     def restart(self) -> None:
-        """Begins with the weights that the model has now, which are then also those to evaluate."""
+        """Restarts the average from the model's current weights."""
         self._updates = {}
         self._average = {p: p.detach().clone() for p in self._model.parameters()} if self.decay > 0 else {}
         self._averaging = []
 
     def leave_to(self, optimizers: Sequence[Optimizer]) -> None:
-        """Leaves averaging to the optimizers that keep an average themselves. Raises UserError."""
+        """Uses the averages of optimizers that keep one. Raises UserError."""
         self._averaging = [optimizer for optimizer in optimizers if keeps_average(optimizer)]
         params = _params_of(self._averaging)
         if self._averaging and self.decay > 0:
             raise UserError(
-                f"--ema-decay {self.decay:g}: {type(self._averaging[0]).__name__} keeps an average of the weights "
-                "itself, which is what is evaluated; leave it out"
+                f"--ema-decay {self.decay:g}: {type(self._averaging[0]).__name__} averages the weights "
+                "itself; leave the flag out"
             )
         if len(set(params)) < len(params):
             raise UserError(
-                f"Task.build_optimizers: two phases train a parameter by {type(self._averaging[-1]).__name__}, and the "
-                "weights to evaluate are those of one optimizer; take another one in all phases but one"
+                f"Task.build_optimizers: two phases train a parameter with {type(self._averaging[-1]).__name__}, but "
+                "only one optimizer can provide its average; use another one in all phases but one"
             )
 
     @torch.no_grad()
     def update(self, applied: bool | Tensor, phase: str, params: Sequence[nn.Parameter]) -> None:
-        """After an optimizer step. applied: whether it was; see `StepResult`. params: what the phase trains."""
+        """Updates the average after an optimizer step. applied: see `StepResult`. params: the phase's parameters."""
         if not self._average:
             return
         updates = self._updates.get(phase, 0)
@@ -72,8 +72,8 @@ class ExponentialMovingAverage:
                 get_ema_multi_avg_fn(min(self.decay, (1 + updates) / (10 + updates)))(average, own, updates)
                 self._updates[phase] = updates + 1
             return
-        # The host does not know whether, so the number of updates is kept on the device. It changes in place, as all
-        # that a rescue reads: whenever that is, it is of the last step that is done.
+        # The host does not know, so the count stays on the device, updated in place like all that a rescue reads: it
+        # always belongs to the last finished step.
         if not isinstance(updates, Tensor):
             updates = self._updates[phase] = torch.full((), updates, dtype=torch.float64, device=applied.device)
         weight = applied * (1 - ((1 + updates) / (10 + updates)).clamp(max=self.decay))
@@ -84,7 +84,7 @@ class ExponentialMovingAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within it the model's weights are the average, and the other way round: so it takes no further memory."""
+        """Swaps the average into the model temporarily; needs no further memory."""
         self.is_applied = self.enabled
         average = self._evaluated()
         _exchange(average)
@@ -112,9 +112,9 @@ class ExponentialMovingAverage:
     def put_into(
         self, state: dict[str, Any], full_weights: Callable[[nn.Module, Mapping[Tensor, Tensor]], dict[str, Any]]
     ) -> None:
-        """Stores the average as `model`, to deploy, and the weights in training as `training_model`, to resume.
+        """Stores the EMA weights as `model` (to deploy) and the raw weights as `training_model` (to resume).
 
-        full_weights: see `Strategy.full_weights`, which all processes call.
+        full_weights: `Strategy.full_weights`; all processes call it.
         """
         if self.enabled:
             state["training_model"] = state["model"]
@@ -122,14 +122,14 @@ class ExponentialMovingAverage:
             state["average_updates"] = {phase: int(updates) for phase, updates in self._updates.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes the average from the model, into which the weights in training are loaded afterwards."""
+        """Takes the model's weights as the average; the raw weights are loaded afterwards."""
         if self.enabled:
             self.restart()
             self._updates = dict(state.get("average_updates", {}))
 
 
 def keeps_average(optimizer: Optimizer) -> bool:
-    """Whether it puts an average into the parameters by its `eval()`, and by `train()` what it trains."""
+    """Returns whether an optimizer's `eval()` sets parameters to an average and `train()` reverts them."""
     return all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
 
 

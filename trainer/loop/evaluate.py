@@ -1,4 +1,4 @@
-"""What is computed with the whole model outside of steps: evaluations, their pictures, and the start of an epoch."""
+"""Computations with the whole model outside steps: evaluation, pictures, and the start of an epoch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,17 +32,17 @@ NUM_EXAMPLES = 6
 
 
 def validate(run: Run) -> dict[str, Sums]:
-    """The statistics of every validation set, by its name; see `evaluate`."""
+    """Evaluates every validation set; returns sums by name of the set."""
     return {name: evaluate(run, name) for name in validation_sets(run.task.splits())}
 
 
 @torch.no_grad()
 def evaluate(run: Run, split: str) -> Sums:
-    """The statistics of a data set, every sample counted once over all processes: sums in float64 on the CPU.
+    """Evaluates a data set, counting each sample once over all processes; returns float64 sums on the CPU.
 
-    On the main process outputs per sample are among them, (n, ...) in order of index.
+    On rank 0 they include outputs per sample, (n, ...) ordered by index.
 
-    Raises StopRequested if the run was asked to stop meanwhile; UserError for outputs that cannot be put together.
+    Raises StopRequested if the run was asked to stop meanwhile; UserError for inconsistent outputs.
     """
     learner, totals, per_sample = run.learner, run.progress.new_totals(), PerSampleOutputs()
     run.strategy.sync_tensors(persistent_buffers(learner.objective))
@@ -52,7 +52,7 @@ def evaluate(run: Run, split: str) -> Sums:
         run.loaders[split], num_samples, size * run.strategy.num_replicas, run.strategy
     )
     net.eval()
-    with learner.ema.applied(), run.memory.refusing_lack(size, f"take --eval-batch-size {-(-size // 2)}"):
+    with learner.ema.applied(), run.memory.refusing_lack(size, f"use --eval-batch-size {-(-size // 2)}"):
         start_evaluation(learner.objective, learner.precision, run.strategy)
         learner.begin_evaluation()
         for (batch, weight, num_counted), _ in agree_ahead(batches, run.group, run.stop):
@@ -70,7 +70,7 @@ def evaluate(run: Run, split: str) -> Sums:
 def prepare_validation(
     prepared: dict[str, Iterator[Any]], task: Task, loaders: Mapping[str, BatchLoader], size: int, strategy: Strategy
 ) -> None:
-    """Has idle workers begin with the validation sets; see `Run.prepared`. size: samples per device per forward."""
+    """Lets idle workers prefetch the validation sets; see `Run.prepared`. size: samples per device per forward."""
     splits = task.splits()
     for name in validation_sets(splits):
         own = loaders[name], len(splits[name]), size * strategy.num_replicas, strategy
@@ -78,7 +78,7 @@ def prepare_validation(
 
 
 def metrics_of(task: Task, group: Group, sums: Mapping[str, Sums]) -> dict[str, float]:
-    """Metrics of data sets, by names such as "val/accuracy"; all processes call it. sums: of `evaluate`, by set."""
+    """Computes metrics such as "val/accuracy" on rank 0 for all processes. sums: results of `evaluate` by data set."""
     return {
         f"{split}/{name}": value
         for split, own in sums.items()
@@ -94,7 +94,7 @@ def _summarised(task: Task, split: str, sums: Sums) -> dict[str, float]:
 def after_validation(
     task: Task, group: Group, metrics: Mapping[str, float], state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the task makes of the scores of a validation. Raises UserError for what no checkpoint can hold."""
+    """Calls `Task.after_validation` on rank 0. Raises UserError for a result that a checkpoint cannot hold."""
 
     def told() -> dict[str, Any]:
         name, found = f"{type(task).__name__}.after_validation", task.after_validation(dict(metrics), dict(state))
@@ -109,7 +109,7 @@ def after_validation(
 
 
 def training_metrics(task: Task, group: Group, totals: Mapping[str, Totals]) -> dict[str, float]:
-    """Metrics of the steps since the last report, by name, such as "train/loss". All processes call it.
+    """Computes metrics such as "train/loss" of the steps since the last report. All processes call it.
 
     totals: of each phase.
     """
@@ -129,13 +129,13 @@ def training_metrics(task: Task, group: Group, totals: Mapping[str, Totals]) -> 
 
 
 def of_phase(metric: str, phase: str, phases: Sequence[str]) -> str:
-    """The name of a metric of training: "train/loss", or "train/generator/loss" where there are several phases."""
+    """Names a training metric: "train/loss", or "train/generator/loss" with several phases."""
     folder, _, name = metric.rpartition("/")
     return "/".join(filter(None, [folder, phase, name])) if len(phases) > 1 else metric
 
 
 def start_evaluation(objective: Objective, precision: Precision, strategy: Strategy) -> None:
-    """Lets the objective, in eval mode, compute what all batches of an evaluation share."""
+    """Lets the objective, in eval mode, precompute what all batches of an evaluation share."""
     if type(objective).start_evaluation is Objective.start_evaluation:
         return
     strategy.group.activity.enter("the start of the evaluation")
@@ -147,9 +147,9 @@ def start_evaluation(objective: Objective, precision: Precision, strategy: Strat
 
 
 def log_pictures(run: Run, sums: Mapping[str, Sums]) -> None:
-    """Logs what the task has to show of evaluations that just ended. All processes call it; the main one draws.
+    """Logs the task's pictures of finished evaluations. All processes call it; rank 0 draws.
 
-    sums: of `evaluate`, by data set.
+    sums: results of `evaluate` by data set.
     """
     task, learner, strategy = run.task, run.learner, run.strategy
     has_examples = type(task).example_pictures is not Task.example_pictures
@@ -175,7 +175,7 @@ def log_pictures(run: Run, sums: Mapping[str, Sums]) -> None:
 def example_pictures(
     task: Task, learner: Learner, strategy: Strategy, loader: BatchLoader, num_samples: int
 ) -> Mapping[str, Picture]:
-    """Pictures of a few samples, spread evenly over a data set of num_samples. Training does not notice."""
+    """Draws pictures of a few samples, spread evenly over the data set, without side effects on training."""
     keys = SampleKeys(np.unique(np.linspace(0, num_samples - 1, NUM_EXAMPLES).astype(np.int64)), epoch=0)
     objective, precision = learner.objective, learner.precision
     batch = of_dtype({name: tensor.to(strategy.device) for name, tensor in loader.one(keys).items()}, precision.dtype)
@@ -192,9 +192,9 @@ def example_pictures(
 
 
 def start_epoch(task: Task, learner: Learner, strategy: Strategy, epoch: int, log: RunLog | SilentLog) -> None:
-    """Calls the task's `on_epoch_start` on every process. Raises UserError if what it leaves is not the same on all.
+    """Calls the task's `on_epoch_start` on every process. Raises UserError if the results differ between processes.
 
-    epoch: number of completed ones.
+    epoch: number of completed epochs.
     """
     method = type(task).on_epoch_start
     if method is Task.on_epoch_start:
@@ -207,17 +207,17 @@ def start_epoch(task: Task, learner: Learner, strategy: Strategy, epoch: int, lo
     digests = strategy.group.gather(digest_of(learner.objective))
     if len(set(digests)) > 1:
         raise UserError(
-            f"{method.__qualname__} left other weights or buffers on rank "
-            f"{next(rank for rank, digest in enumerate(digests) if digest != digests[0])} than on rank 0; it must be a "
-            "function of the model and the epoch"
+            f"{method.__qualname__} left different weights or buffers on rank "
+            f"{next(rank for rank, digest in enumerate(digests) if digest != digests[0])} and rank 0; it must depend "
+            "only on the model and the epoch"
         )
 
 
 def digest_of(module: nn.Module) -> str:
-    """Differs where weights or persistent buffers do, in the order of the state dict."""
+    """Hashes weights and persistent buffers in the order of the state dict."""
     digest = blake2b()
     for value in module.state_dict().values():
-        if is_sharded(value):  # each process has its own
+        if is_sharded(value):  # differs between processes
             continue
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()

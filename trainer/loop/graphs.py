@@ -1,9 +1,9 @@
-"""Steps as CUDA graphs: what a step launches on a GPU is recorded once, and from then on launched by one call.
+"""Training steps as CUDA graphs: captured once, then launched by a single call.
 
-A small model keeps its GPU waiting for the host, which launches hundreds of kernels a step. Two pieces of a step are
-recorded, forward and backward of a micro-batch, and the update of the weights; between them gradients are exchanged.
-There is a recording for each signature, the names, shapes and types of what a piece works on. It computes the bits that
-the same kernels compute one by one, and whatever cannot be recorded is launched as without graphs.
+A small model keeps its GPU waiting for the host, which launches hundreds of kernels per step. Two pieces of a step are
+captured, forward and backward of a micro-batch, and the weight update; gradients are exchanged in between. Each
+signature (names, shapes and types of the inputs) has its own graph. A graph computes the same bits as its kernels
+launched one by one; whatever cannot be captured runs without a graph.
 """
 
 import gc
@@ -42,25 +42,25 @@ Key = tuple[Any, ...]
 T = TypeVar("T")
 
 MOST_GRAPHS = 64
-"""Recordings that are kept."""
+"""Limit on kept graphs."""
 LEAST_FREE = 1 / 16
-"""Share of a GPU's memory that must be free for a second recording."""
+"""Share of a GPU's memory that must be free for a second graph."""
 ROUNDING, ROUNDING_OF_HALVES = 1e-4, 2e-2
-"""How far two results may be apart where kernels add up in any order, as a share of a tensor's largest value."""
-_LACK = "there is no memory for a recording"
-_SPARSE = "gradients of sparse embeddings have other sizes in each step"
+"""Tolerance, relative to a tensor's largest value, for kernels that sum in any order."""
+_LACK = "no memory for a graph"
+_SPARSE = "gradients of sparse embeddings change size in every step"
 REHEARSING = "__torch_dispatch__"
-"""A function of rehearsals, in tracebacks below the line of an own forward."""
+"""Function of dry runs that appears in tracebacks below the user's line."""
 _OF_STEP = {"params", "lr"}
-"""Entries of an optimizer's groups that are looked at in each step."""
+"""Entries of an optimizer's groups that every step reads."""
 LEAST_GAIN = 1.1
-"""A recording must be this many times as fast as its kernels launched one by one, unless it is asked for."""
+"""Speed-up below which a graph is dropped, unless requested explicitly."""
 
 
 class Recording(NamedTuple):
-    """A piece of a step. inputs: what is filled before it. results: what it writes.
+    """A captured piece of a step. inputs: buffers to fill before a replay. results: tensors that it writes.
 
-    present: which gradients are there then. reads: further tensors that it reads, whose memory it keeps.
+    present: which gradients exist afterwards. reads: other tensors that it reads, kept alive.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -70,14 +70,14 @@ class Recording(NamedTuple):
     reads: Sequence[Tensor] = ()
 
     def replayed(self) -> dict[str, Tensor]:
-        """Copies of its results. Raises torch.OutOfMemoryError before anything is done."""
+        """Replays the graph and copies its results. Raises torch.OutOfMemoryError before doing anything."""
         return self.results.after(self.graph.replay)
 
 
 class Gradients:
-    """The gradients of a phase, in flat buffers, whose addresses recordings know.
+    """A phase's gradients in flat buffers, whose addresses graphs know.
 
-    present: which parameters have one. While it is not attached, no parameter's `grad` says so.
+    present: which parameters have a gradient. While detached, `grad` of the parameters is stale.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], flat: FlatGradients) -> None:
@@ -86,7 +86,7 @@ class Gradients:
         self.present, self.is_attached = self._none, True
 
     def begin(self) -> None:
-        """Before the first micro-batch of a step, and after its update."""
+        """Clears gradients before a step's first micro-batch and after its update."""
         if self.is_attached and any(self.present):
             self.flat.attach(self._none)
         self.present, self.is_attached = self._none, True
@@ -101,12 +101,12 @@ class Gradients:
         self.present, self.is_attached = self.flat.present, True
 
     def hand_out(self) -> None:
-        """Makes each `grad` a copy, which the next replay leaves as it is."""
+        """Replaces each `grad` by a copy that the next replay does not overwrite."""
         self.attach()
         self.flat.copy_out()
 
     def replayed(self, present: tuple[bool, ...]) -> None:
-        """A recording has written gradients; these are there now."""
+        """Notes the gradients that a replay wrote."""
         if self.is_attached and any(self.present):
             self.flat.attach(present)
         else:
@@ -115,9 +115,9 @@ class Gradients:
 
 
 class Moment:
-    """Copies of what a forward and a backward change: gradients, buffers, plain attributes of modules, and generators.
+    """A snapshot of what forward and backward change: gradients, buffers, module attributes, and generators.
 
-    generators: of torch.
+    generators: torch generators.
     """
 
     def __init__(self, gradients: Gradients, objective: Objective, generators: Sequence[torch.Generator]) -> None:
@@ -138,11 +138,11 @@ class Moment:
 
 @dataclass
 class GraphedLearner(Learner, Watch):
-    """A learner whose steps are recorded, and launched as CUDA graphs from the second time that a signature comes.
+    """A learner that captures a step at its signature's second occurrence, and replays it from then on.
 
-    only_if_faster: whether recordings are given up that gain nothing. strategy: of the run.
+    only_if_faster: drop graphs that gain nothing. strategy: of the run.
 
-    _untried: signatures recorded in this epoch. _due: signatures, and phases, that are compared the next time.
+    _untried: signatures captured in this epoch. _due: signatures and phases to verify at their next step.
     """
 
     strategy: Strategy = field(kw_only=True)
@@ -166,7 +166,7 @@ class GraphedLearner(Learner, Watch):
         self._held_in_evaluation: dict[str, Any] = {}
         self._records_evaluation = False
 
-    # --- what looks on ------------------------------------------------------------------------------------------------
+    # --- as a watch --------------------------------------------------------------------------------------------------
 
     def remarks(self) -> Sequence[str]:
         lines = []
@@ -181,9 +181,9 @@ class GraphedLearner(Learner, Watch):
         self._progress = progress
 
     def resume(self) -> None:
-        """Drops recordings where tensors are elsewhere by now or numbers are others; has some compared again.
+        """Drops graphs whose tensors moved or whose constants changed; schedules others for verification.
 
-        Those are, at an epoch's start, the next one of each phase, and all that were recorded since the last start.
+        At the start of an epoch these are the next one of each phase, and all captured since the last start.
         """
         if self._progress.position.at_epoch_start:
             self._due |= {*self.params, *self._untried}
@@ -193,7 +193,7 @@ class GraphedLearner(Learner, Watch):
         for phase in self.params:
             for number, group in enumerate(self._groups(phase)):
                 held |= {f"{phase} {number} {name}": outline_of(group[name]) for name in group.keys() - _OF_STEP}
-        problem = self._obstacle_of_forwards()  # which a task may have put there since
+        problem = self._obstacle_of_forwards()  # a task may have added them since
         if problem is not None:
             for phase in self.params:
                 self._give_up(phase, problem)
@@ -206,7 +206,7 @@ class GraphedLearner(Learner, Watch):
             self.settle(log)
 
     def settle(self, log: Log) -> None:
-        """Says each line once, with the ranks that it is about where these are not all. All processes call it."""
+        """Logs new lines once, naming the ranks unless all have them. All processes call it."""
         group = self.strategy.group
         of_ranks = [self._lines] if group.agrees(self._lines) else group.gather(self._lines)
         for line in dict.fromkeys(chain(*of_ranks)):
@@ -215,7 +215,7 @@ class GraphedLearner(Learner, Watch):
         self._lines = []
 
     def launching(self) -> AbstractContextManager[None]:
-        gc.collect()  # the forwards that have tried the model in another stream, and are not freed yet
+        gc.collect()  # frees the trial forwards of another stream
         return self._recorder.launching()
 
     def release(self) -> bool:
@@ -241,7 +241,9 @@ class GraphedLearner(Learner, Watch):
         def launch() -> Sums:
             gradients.attach()
             sums = super(GraphedLearner, self).accumulate(strategy, phase, micro_batch, factor, is_first, is_last)
-            if any(p.grad is not None and p.grad.is_sparse for p in self.params[phase]):  # of a function, not a module
+            if any(
+                p.grad is not None and p.grad.is_sparse for p in self.params[phase]
+            ):  # from a function, not a module
                 self._give_up(phase, _SPARSE)
             else:
                 gradients.collect()
@@ -255,7 +257,7 @@ class GraphedLearner(Learner, Watch):
         else:
             strategy.group.activity.enter("forward")
             present = recording.present
-            del recording  # which holds memory that may be freed
+            del recording  # it holds memory that may have to be freed
             found = self._attempt(lambda: self._replayed(self._recordings[key], micro_batch, factor))
             if found is not None:
                 self.buffers.of_samples(micro_batch.num_samples)
@@ -283,9 +285,9 @@ class GraphedLearner(Learner, Watch):
         factor: float,
         launch: Callable[[], Sums],
     ) -> Sums:
-        """Launches the kernels of a micro-batch one by one, which counts, and then its recording, which does not.
+        """Runs a micro-batch without a graph, then again by its graph to verify it; only the first run counts.
 
-        A recording is trusted if it came to the same. It is made where there is none.
+        Captures a graph if there is none, and trusts it if the results agree.
         """
         recording = self._recordings.get(key)
         gradients.attach()
@@ -303,7 +305,7 @@ class GraphedLearner(Learner, Watch):
             with self.strategy.keeping_generators():
                 after, expected = self._moment(gradients), self._named(phase, gradients, sums)
                 if (changed := _first_difference(held, outline(self.objective))) is not None:
-                    raise CannotBeRecorded(f"forwards give {changed} another value, which a recording would not")
+                    raise CannotBeRecorded(f"forwards change {changed}, which a graph would not")
                 if recording is None:
                     recording = self._recorded(phase, gradients, micro_batch, before)
 
@@ -318,12 +320,12 @@ class GraphedLearner(Learner, Watch):
 
                 rounding = ROUNDING if self.precision.autocast_dtype is None else ROUNDING_OF_HALVES
                 if (name := difference(expected, replayed(), replayed, rounding)) is not None:
-                    raise CannotBeRecorded(f"a recording came to another value of {name}")
+                    raise CannotBeRecorded(f"a graph computed another value of {name}")
                 if self.only_if_faster and key not in self._recordings:
-                    replayed()  # the first replay may take longer
+                    replayed()  # the first replay may be slower
                     if launched_s < LEAST_GAIN * min(replayed_s):
-                        raise CannotBeRecorded(f"recorded they are less than {LEAST_GAIN} times as fast")
-        except Exception as error:  # an own forward may raise anything where it is recorded
+                        raise CannotBeRecorded(f"graphs are less than {LEAST_GAIN} times as fast")
+        except Exception as error:  # a user's forward may raise anything during capture
             problem = self._account_of(error)
         if after is not None:
             after.put_back()
@@ -340,7 +342,9 @@ class GraphedLearner(Learner, Watch):
         return Moment(gradients, self.objective, generators)
 
     def _recorded(self, phase: str, gradients: Gradients, micro_batch: WeightedBatch, before: Moment) -> Recording:
-        """Rehearsed first: a wait in a recording breaks it off, which torch's generators and memory do not forget."""
+        """Captures forward and backward after a dry run, because a wait during capture would break torch's generators
+        and memory.
+        """
         inputs = {name: tensor.to(self.device, copy=True) for name, tensor in micro_batch.batch.items()}
 
         def work() -> Packed:
@@ -361,7 +365,7 @@ class GraphedLearner(Learner, Watch):
         return outputs
 
     def _is_wanted(self, key: Key) -> bool:
-        """Whether a signature without a recording gets one: it takes memory that torch keeps of launched steps."""
+        """Decides whether to capture a signature, freeing cached memory of eager steps first."""
         if not self._recordings.is_wanted(key):
             return False
         if torch.cuda.mem_get_info(self.device)[0] < torch.cuda.memory_reserved(self.device):
@@ -405,7 +409,7 @@ class GraphedLearner(Learner, Watch):
         outputs = self._forwards(net, batch, self._account_of)
         if was_recorded and self._forwards.problem is not None:
             self._forget()
-            self._lines.append(f"CUDA graphs: evaluations are launched kernel by kernel: {self._forwards.problem}.")
+            self._lines.append(f"CUDA graphs: evaluations run without a graph: {self._forwards.problem}.")
         return outputs
 
     # --- the update ---------------------------------------------------------------------------------------------------
@@ -414,7 +418,7 @@ class GraphedLearner(Learner, Watch):
         gradients = self._gradients.get(phase)
         if gradients is None:
             return super().update(phase, learning_rate, global_norm)
-        # The sum over parts lies elsewhere, and an exchange may have brought gradients, or taken them away.
+        # The sum over parts is stored elsewhere, and an exchange may have added or removed gradients.
         if self.strategy.num_parts or self.strategy.group.world_size > 1:
             gradients.collect()
         key = "update", phase, gradients.present
@@ -433,7 +437,7 @@ class GraphedLearner(Learner, Watch):
             gradients.present, gradients.is_attached = gradients.flat.present, True
             if held and (changed := _first_difference(held, outline(self.objective))) is not None:
                 for each in self.params:
-                    self._give_up(each, f"after a step {changed} is another one, which a recording would not see")
+                    self._give_up(each, f"a step replaces {changed}, which a graph would not see")
             return outcome
         for rate, group in zip(self._rates[phase], self._groups(phase), strict=True):
             group["lr"] = self.precision.rate(learning_rate * group.get("lr_scale", 1.0))
@@ -449,7 +453,7 @@ class GraphedLearner(Learner, Watch):
     def _recorded_update(
         self, key: Key, phase: str, gradients: Gradients, global_norm: Callable[[Tensor], Tensor]
     ) -> Recording | None:
-        """The recording, or None where it cannot be made. No weight changes."""
+        """Captures an update without changing weights; returns None if that fails."""
         gradients.attach()
         present = gradients.present
         groups = self._groups(phase)
@@ -476,7 +480,7 @@ class GraphedLearner(Learner, Watch):
         return [group for optimizer in self.optimizers[phase] for group in optimizer.param_groups]
 
     def _may_replace(self, key: Key, phase: str) -> bool:
-        """Whether an update may give modules other tensors or numbers. An optimizer does so at once, or never."""
+        """Returns whether an update may replace tensors or constants of modules. Optimizers do so at once or never."""
         self._num_looks[key] += 1
         is_own = type(self.objective).after_step is not Objective.after_step
         return is_own or (self._obstacle_of_update(phase) is not None and self._num_looks[key] < 5)
@@ -484,7 +488,7 @@ class GraphedLearner(Learner, Watch):
     # --- what is not recorded -----------------------------------------------------------------------------------------
 
     def _gradients_of(self, phase: str) -> Gradients | None:
-        """None for a phase that is not recorded."""
+        """Returns None for a phase without graphs."""
         if phase not in self._gradients:
             params, is_recorded = self.params[phase], self._obstacle(phase) is None
             gradients = Gradients(params, self.strategy.flat_gradients(params)) if is_recorded else None
@@ -500,18 +504,18 @@ class GraphedLearner(Learner, Watch):
         self._gradients[phase] = None
 
     def _forget(self) -> None:
-        """Drops all recordings. After one that broke off they draw on a generator that nobody seeds."""
+        """Drops all graphs. After a broken capture they would draw from a generator that nobody seeds."""
         self._recordings.clear()
         self._forwards.clear()
 
     def _attempt(self, replay: Callable[[], T]) -> T | None:
-        """What a replay comes to; None where it finds no memory, which ends all recordings."""
+        """Runs a replay; on out-of-memory drops all graphs and returns None."""
         try:
             return replay()
         except RuntimeError as error:
             if not lacks_memory(error):
                 raise
-        # Outside of the handler, because the frames of the exception hold what is to be freed.
+        # Outside the handler, because the exception's frames hold memory to be freed.
         self._forwards.problem = _LACK
         self.release()
         free_memory()
@@ -520,10 +524,10 @@ class GraphedLearner(Learner, Watch):
 
     def _line(self, phase: str, problem: str, what: str = "steps") -> str:
         which = f"{what} of phase {phase!r}" if len(self.params) > 1 else what
-        return f"CUDA graphs: {which} are launched kernel by kernel: {problem}."
+        return f"CUDA graphs: {which} run without a graph: {problem}."
 
     def _account_of(self, error: Exception) -> str:
-        """What stands in the way of a recording, with the line of code that the user may change."""
+        """Explains why capture failed, with the user's line of code."""
         if isinstance(error, CannotBeRecorded):
             return str(error)
         if isinstance(error, RuntimeError) and lacks_memory(error):
@@ -534,7 +538,7 @@ class GraphedLearner(Learner, Watch):
         return f"{reason(error)} ({Path(own[-1].filename).name}, line {own[-1].lineno})"
 
     def _obstacle(self, phase: str) -> str | None:
-        """What keeps a phase from being recorded, as far as that is known before its first step."""
+        """Returns why a phase cannot be captured, as far as known before its first step."""
         strategy, state = self.strategy, self.buffers.forward_state
         of_forwards = self._obstacle_of_forwards()
         if of_forwards is not None:
@@ -542,31 +546,31 @@ class GraphedLearner(Learner, Watch):
         if any(isinstance(module, nn.SyncBatchNorm) for module in self.objective.modules()):
             return "--sync-bn exchanges statistics in the forward"
         if strategy.overlaps:
-            return "the gradients of a model this large travel while the backward goes on"
+            return "a model this large exchanges gradients during the backward"
         if self.precision.dtype == torch.float64:
-            return "the kernels of optimizers read no learning rate of float64 from memory"
+            return "fused optimizers cannot read a float64 learning rate from memory"
         if strategy.draws_on_host:
-            return "forwards draw from generators of the host"
+            return "forwards draw from the host's random generators"
         if sparse_parameters(self.objective):
             return _SPARSE
         changed = [change.path for change in state.changes.values() if not (change.is_buffer and change.in_place)]
-        return f"forwards give {changed[0]} another value, which a recording would not" if changed else None
+        return f"forwards change {changed[0]}, which a graph would not" if changed else None
 
     def _obstacle_of_update(self, phase: str) -> str | None:
-        """What keeps the update of a phase from being recorded; forward and backward may be all the same."""
+        """Returns why a phase's update cannot be captured; forward and backward may still be."""
         if type(self.objective).after_step is not Objective.after_step:
-            return f"{type(self.objective).__name__} has an after_step of its own"
+            return f"{type(self.objective).__name__} has its own after_step"
         for optimizer in self.optimizers[phase]:
             if not can_be_recorded(optimizer):
-                return f"{type(optimizer).__name__} is no fused Adam, AdamW or SGD without hooks"
+                return f"{type(optimizer).__name__} is not a fused Adam, AdamW or SGD without hooks"
         if self.buffers.forward_state.is_active:
-            return "each step keeps buffers that forwards change in other memory"
+            return "each step copies buffers that forwards change to new memory"
         return self._problems_of_updates.get(phase)
 
     def _obstacle_of_forwards(self) -> str | None:
-        """What keeps forwards from being recorded."""
+        """Returns why forwards cannot be captured."""
         if self.strategy.exchanges_in_forward or self.strategy.num_replicas > 1:
-            return "a forward goes over several devices"
+            return "a forward spans several devices"
         hooked = hooked_module(self.objective)
         names = [hooked] if hooked is not None else []
         names += [name for name, parameter in self.objective.named_parameters() if has_hooks(parameter)]
@@ -574,7 +578,7 @@ class GraphedLearner(Learner, Watch):
 
 
 class GraphedInParts(PartsLearner, GraphedLearner):
-    """Replays forward and backward of each part; sums are made between replays."""
+    """Replays forward and backward of each part, and sums between replays."""
 
 
 def _first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

@@ -21,15 +21,14 @@ from trainer.task import At, Objective, Outputs, Sums
 
 @dataclass
 class Learner:
-    """What learns.
+    """Runs forwards, backwards and updates of an objective.
 
-    objective: as the task built it. net: the same in the run's precision. device: where both are.
-    max_grad_norm: 0 does not clip.
+    objective: as built by the task. net: the objective in the run's precision. device: of both. max_grad_norm: 0
+    disables clipping.
 
-    By phase, once the run is to train: nets, the net wrapped for the run's devices, which is what training calls;
-    params, what the phase trains; optimizers.
+    By phase, in training: nets (the net wrapped for the run's devices), params (trained parameters), optimizers.
 
-    where: the run is, for the objective.
+    where: the run's position, for the objective.
     """
 
     objective: Objective
@@ -55,7 +54,7 @@ class Learner:
         return sum(p.numel() for p in self.objective.parameters())
 
     def set_trained(self, params: Mapping[str, Sequence[nn.Parameter]]) -> None:
-        """params: what each phase trains. Whatever none of them trains gets no gradients."""
+        """Sets the parameters trained by each phase; others get no gradients."""
         self.params = {phase: list(own) for phase, own in params.items()}
         self._phase = ""
         self._shards = local_shards if any(is_sharded(p) for own in self.params.values() for p in own) else list
@@ -64,9 +63,9 @@ class Learner:
         self.enter(next(iter(params)))
 
     def enter(self, phase: str) -> nn.Module:
-        """The net of a phase; from now on the parameters of this phase alone get gradients.
+        """Switches to a phase and returns its net; only this phase's parameters require gradients.
 
-        Those that a backward of one phase leaves on the parameters of another would enter the other's next step.
+        Otherwise gradients left on another phase's parameters would enter that phase's next step.
         """
         if phase != self._phase:
             for parameter in self.params.get(self._phase, ()):
@@ -81,19 +80,19 @@ class Learner:
             net.train()
 
     def launching(self) -> AbstractContextManager[None]:
-        """Around training: where its kernels are launched."""
+        """Context of training in which kernels are launched."""
         return nullcontext()
 
     def release(self) -> bool:
-        """Frees memory of the device that is only kept for speed. Returns whether there was any."""
+        """Frees device memory that only serves speed; returns whether there was any."""
         return False
 
     def accumulate_window(
         self, strategy: Strategy, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]
     ) -> Sums:
-        """Adds the gradient of the loss of a step's micro-batches * factor; returns the sums of their samples.
+        """Adds the gradient of loss * factor over a step's micro-batches; returns the sums of their samples.
 
-        key: of the step's dropout, for `Strategy.seed_dropout`.
+        key: the step's dropout key, for `Strategy.seed_dropout`.
         """
         sums: Sums = {}
         same_masks = self.objective.same_masks
@@ -112,7 +111,7 @@ class Learner:
     ) -> Sums:
         """Adds the gradient of a micro-batch's loss * factor; returns the sums of its samples, with their graph.
 
-        is_first, is_last: among the micro-batches of a step.
+        is_first, is_last: position in the step.
         """
         net, activity = self.enter(phase), strategy.group.activity
         batch, _, num_samples = micro_batch
@@ -129,26 +128,26 @@ class Learner:
         return sums
 
     def begin_evaluation(self) -> None:
-        """Before the first forward of an evaluation, with the weights to evaluate in the model, in eval mode."""
+        """Runs before an evaluation's first forward, in eval mode with the weights to evaluate."""
 
     def evaluate(self, net: nn.Module, strategy: Strategy, batch: Batch) -> Outputs:
-        """What the objective returns for a batch in eval mode. net: of `Strategy.evaluation_module`."""
+        """Evaluates a batch in eval mode. net: from `Strategy.evaluation_module`."""
         outputs: Outputs = net(strategy.to_device(batch))
         return outputs
 
     def update(self, phase: str, learning_rate: float, global_norm: Callable[[Tensor], Tensor]) -> StepOutcome:
-        """A step of the phase's optimizers with the gradients that are there, and what follows from it.
+        """Sets the learning rate and steps the phase's optimizers.
 
-        learning_rate: before each group's own factor on it. global_norm: see `Strategy.global_norm`.
+        learning_rate: before each group's `lr_scale`. global_norm: see `Strategy.global_norm`.
         """
-        # Not before, for a rescue saves the rate with the weights.
+        # late, because a rescue saves the rate with the weights
         for optimizer in self.optimizers[phase]:
             for group in optimizer.param_groups:
                 group["lr"] = self.precision.rate(learning_rate * group.get("lr_scale", 1.0))
         return self.apply_gradients(phase, global_norm)
 
     def apply_gradients(self, phase: str, global_norm: Callable[[Tensor], Tensor]) -> StepOutcome:
-        """The part of `update` that follows once the optimizers have their rates."""
+        """Clips, steps the optimizers, and updates buffers and averages, once the learning rate is set."""
         params = self.params[phase]
         outcome = self.precision.step(self.optimizers[phase], params, self.max_grad_norm, global_norm, self._shards)
         if self.buffers.is_active:

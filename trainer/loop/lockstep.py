@@ -1,4 +1,4 @@
-"""Whether the processes still have the same model: fingerprints of it, compared while training goes on."""
+"""Lockstep check: compares fingerprints of the model across processes during training."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,28 +18,28 @@ from trainer.parallel.devices import arithmetic_of, numbers_at_once, queue_of
 from trainer.parallel.strategy import Strategy
 
 MOST_NAMED = 4
-"""Ranks that hold the same."""
+"""Ranks named as one side."""
 _BLOCK_FACTOR = 0x5851F42D4C957F2D
-"""Any odd number would do; this one is Knuth's for a generator modulo 2^64."""
+"""Any odd number works; this is Knuth's multiplier modulo 2^64."""
 
 
 class Fingerprint:
     """The multilinear hash of Lemire and Kaser ("Strongly universal string hashing is fast", 2014) on a device.
 
-    The memory of the tensors is a row of 32-bit words, the hash their sum modulo 2^64, each times a random number that
-    belongs to its place. The numbers are odd, so that a single word that differs always shows; of other differences
-    one in 2^32 does not. Sums of integers do not depend on their order, so every device finds the same.
+    Sums the tensors' 32-bit words modulo 2^64, each multiplied by a random number for its position. These are odd, so a
+    single changed word always shows; other changes escape with probability 2^-32. Integer sums do not depend on order,
+    so every device computes the same.
     """
 
     def __init__(self, num_words: int, device: torch.device) -> None:
-        """num_words: of the tensors together."""
+        """num_words: total words of the tensors."""
         size = min(num_words, numbers_at_once(device))
         generator = torch.Generator().manual_seed(0)
         self._factors = (torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator) | 1).to(device)
 
     @torch.no_grad()
     def of(self, tensors: Iterable[Tensor]) -> Tensor:
-        """The hash, int64 without a dimension, on the device."""
+        """Returns the hash on the device, a scalar int64."""
         total = self._factors.new_zeros(())
         for block in _blocks(tensors, len(self._factors)):
             total = total * _BLOCK_FACTOR + (block * self._factors[: len(block)]).sum()
@@ -47,12 +47,12 @@ class Fingerprint:
 
 
 def num_words(tensors: Iterable[Tensor]) -> int:
-    """At least so many words are hashed of them."""
+    """Returns an upper bound on the words hashed."""
     return sum(-(-tensor.nbytes // 4) + 1 for tensor in tensors)
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Its memory, filled up with zeros to whole words."""
+    """Views a tensor as 32-bit words, padded with zeros."""
     flat = tensor.detach().reshape(-1)
     if flat.element_size() % 4:
         flat = F.pad(flat.view(torch.uint8), (0, 4 - flat.nbytes % 4))
@@ -60,7 +60,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _blocks(tensors: Iterable[Tensor], most: int) -> Iterator[Tensor]:
-    """Their words one after another, at most so many at a time: a few operations for many small tensors."""
+    """Yields the tensors' words in blocks of at most `most`, to batch many small tensors."""
     waiting: list[Tensor] = []
     size = 0
     for piece in (piece for tensor in tensors for piece in _words(tensor).split(most)):
@@ -74,10 +74,10 @@ def _blocks(tensors: Iterable[Tensor], most: int) -> Iterator[Tensor]:
 
 
 class Account(NamedTuple):
-    """What a process says of its model when they differ.
+    """A process's description of its model when fingerprints differ.
 
-    member, kind: process and device; arithmetic of one kind gives the same bits. hashes: of each tensor. changed: names
-    of buffers that something has changed since training began.
+    member, kind: process and device; equal kinds compute equal bits. hashes: of each tensor. changed: buffers changed
+    by anything since training began.
     """
 
     member: str
@@ -87,11 +87,10 @@ class Account(NamedTuple):
 
 
 class Lockstep(Watch):
-    """Compares the parameters and persistent buffers of all processes at intervals, and before every save.
+    """Compares parameters and persistent buffers of all processes at intervals and before every save.
 
-    every: optimizer steps; 0 compares nothing. Each process sends one fingerprint, on a GPU once it has long since
-    arrived on the host. Only where they differ do all find out which tensors differ on which ranks, and raise
-    UnfitState.
+    every: in optimizer steps; 0 disables it. Each process sends one fingerprint, which on a GPU has long reached the
+    host. If they differ, all processes find out which tensors differ on which ranks, and raise UnfitState.
     """
 
     def __init__(self, objective: nn.Module, strategy: Strategy, every: int) -> None:
@@ -106,7 +105,7 @@ class Lockstep(Watch):
     def remarks(self) -> list[str]:
         if self._every == 0 or self._num_copies > 1:
             return []
-        return ["Every process has a part of the model that no other has: they cannot be compared (--lockstep-every)."]
+        return ["Every process holds a different shard of the model, so ranks cannot be compared (--lockstep-every)."]
 
     def begin(self, progress: Progress) -> None:
         self._is_on = self._every > 0 and self._num_copies > 1
@@ -130,7 +129,7 @@ class Lockstep(Watch):
             self._compare(step, int(self._fingerprint.of(self._tensors().values())), step, log)
 
     def _compare(self, step: int, own: int, now: int, log: Log) -> None:
-        """Compares the fingerprints of a step, `now` being the newest one."""
+        """Compares the fingerprints of a step. now: the newest step."""
         hashes = torch.zeros(self._strategy.group.world_size, dtype=torch.int64)
         hashes[self._strategy.group.rank] = own
         if not self._sides(self._strategy.group.sum(hashes).tolist()):
@@ -140,7 +139,7 @@ class Lockstep(Watch):
             log.say_of_ranks(now, note)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """What is compared, by its name, as far as this process has it."""
+        """Returns the tensors to compare, or this process's shards of them, by name."""
         named = {**dict(self._objective.named_parameters()), **persistent_buffers(self._objective)}
         kept = {
             name: tensor
@@ -164,18 +163,17 @@ class Lockstep(Watch):
             raise UnfitState(self._message(step, drifted, [account.member for account in accounts]))
         notes = []
         if may_differ:
-            notes.append(f"Not compared between ranks, since forwards change it: {', '.join(sorted(may_differ))}.")
+            notes.append(f"Not compared between ranks, because forwards change them: {', '.join(sorted(may_differ))}.")
         if drifted:
             self._is_on = False
             notes.append(
-                f"The ranks no longer have the same bits after optimizer step {step}, first in {next(iter(drifted))}: "
-                f"their devices are of different kinds ({'; '.join(sorted(kinds))}), whose arithmetic may differ in "
-                "the last bits. They are not compared any more."
+                f"The ranks differ in bits after optimizer step {step}, first in {next(iter(drifted))}, because their "
+                f"devices are of different kinds ({'; '.join(sorted(kinds))}). They are not compared any more."
             )
         return notes
 
     def _changed(self) -> set[str]:
-        """Buffers that are not what and as they were before training."""
+        """Returns buffers replaced or written to since training began."""
         return {
             name
             for name, buffer in persistent_buffers(self._objective).items()
@@ -184,7 +182,7 @@ class Lockstep(Watch):
         }  # fmt: skip
 
     def _sides(self, hashes: Sequence[int]) -> list[list[int]]:
-        """Ranks that have the same part of a tensor, but not alike: those that do, together. The fewest first."""
+        """Groups ranks with the same shard of a tensor by hash, smallest group first; empty if they agree."""
         for part in range(self._strategy.shard_size):
             ranks = range(part, len(hashes), self._strategy.shard_size)
             if len({hashes[rank] for rank in ranks}) > 1:
@@ -198,13 +196,13 @@ class Lockstep(Watch):
         (first, sides), more = next(iter(drifted.items())), len(drifted) - 1
         *fewer, most = (_side(ranks, members) for ranks in sides)
         where = f"{first}{f' and {more} more' if more else ''}"
-        since = f" (after step {self._last_agreed} they were the same)" if self._last_agreed is not None else ""
+        since = f" (equal after step {self._last_agreed})" if self._last_agreed is not None else ""
         return (
-            f"the ranks are no longer in lockstep: after optimizer step {step}{since} {where} held other bits on "
-            f"{', others again on '.join(fewer)} than on {most}; nothing of it is saved, and the same command goes on "
-            "from the newest checkpoint, before which they agreed. If it comes again at other steps, that device or "
-            "its memory may be faulty; if at the same one, the task changes its model on one rank alone; "
-            "--lockstep-every 0 compares nothing"
+            f"the ranks are no longer in lockstep: after optimizer step {step}{since} {where} differs on "
+            f"{', and differently on '.join(fewer)} from {most}; nothing of it is saved, and the same command resumes "
+            "from the newest checkpoint, at which they agreed. If it recurs at other steps, that device or its memory "
+            "may be faulty; if at the same step, the task changes its model on one rank only; --lockstep-every 0 "
+            "disables the comparison"
         )
 
 

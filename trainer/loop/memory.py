@@ -1,6 +1,6 @@
-"""Out of memory on the device: smaller micro-batches for the same global batch.
+"""Out of memory on the device: retries with smaller micro-batches for the same global batch.
 
-The step rule is exact for any split of a global batch, so the run learns what it would have learnt.
+The step rule is exact for any split of a global batch, so the run learns the same.
 """
 
 import gc
@@ -32,32 +32,32 @@ from trainer.task import Task, training_streams
 T = TypeVar("T")
 
 OPTIMIZER = "the optimizer"
-"""The activity in which smaller micro-batches do not help: what they take is free again by then."""
+"""The activity in which smaller micro-batches do not help, since their memory is free again by then."""
 MEMORY = "memory.json"
 _SIZE = whole(at_least=1)
 FORMAT = record({"device": text(), "asked_batch_size": _SIZE}, {"batch_size": optional(_SIZE)})
-OUT_OF_MEMORY = "Out of memory: going on without CUDA graphs."
+OUT_OF_MEMORY = "Out of memory: continuing without CUDA graphs."
 _SINGLE = "with a single sample per forward"
 _OTHER_LACKS = re.compile(r"_STATUS_\w*ALLOC\w*_FAILED|CUDA (driver )?error: out of memory|Cuda failure.*out of memory")
-"""What cuBLAS, cuDNN, the driver and NCCL say, whose errors have no type of their own."""
+"""Out-of-memory messages of cuBLAS, cuDNN, the driver and NCCL, whose errors have no type of their own."""
 
 
 def lacks_memory(error: RuntimeError) -> bool:
-    """Whether this is an out-of-memory error of CUDA, cuBLAS, cuDNN or NCCL."""
+    """Returns whether an error is an out-of-memory error of CUDA, cuBLAS, cuDNN or NCCL."""
     return isinstance(error, torch.OutOfMemoryError) or _OTHER_LACKS.search(str(error)) is not None
 
 
 def free_memory() -> None:
-    """Frees what only refers to itself, and gives the device what torch keeps of it for later."""
+    """Frees reference cycles and torch's cached device memory."""
     gc.collect()
-    torch.cuda.empty_cache()  # nothing where no GPU is in use
+    torch.cuda.empty_cache()  # no effect without a GPU
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """What is known not to fit. It holds for one kind of device, and for the batch size that it was found with.
+    """A batch size known not to fit, for one kind of device and one requested batch size.
 
-    batch_size: samples per device per forward that are left to try; None where nothing failed.
+    batch_size: largest samples per device per forward left to try; None if nothing failed.
     """
 
     device: str
@@ -65,9 +65,9 @@ class MemoryLimit:
     batch_size: int | None = None
 
     def remembered(self, folder: Path, say: Callable[[str], None] = lambda line: None) -> "MemoryLimit":
-        """The limit that an earlier start wrote into the run directory, if it is about the same; else this one.
+        """Returns the limit recorded in the run directory if it matches this device and batch size, else this one.
 
-        say: gets a line about a damaged file.
+        say: reports a damaged file.
         """
         path = folder / MEMORY
         written = read_json(path, say)
@@ -79,20 +79,20 @@ class MemoryLimit:
         return replace(self, batch_size=written.get("batch_size")) if is_same else self
 
     def note(self) -> list[str]:
-        """Lines for the user at a start that knows a limit from an earlier one."""
+        """Describes a limit from an earlier start, for the user."""
         if self.batch_size is None:
             return []
         return [
-            f"At most {self.batch_size} samples per forward: more did not fit into the memory of {self.device} before. "
-            f"Another --batch-size, or deleting {MEMORY}, tries again."
+            f"At most {self.batch_size} samples per forward: more did not fit in the memory of {self.device} before. "
+            f"To retry, change --batch-size or delete {MEMORY}."
         ]
 
 
 class MemoryGuard:
-    """Keeps a run within the memory of its devices, by cutting its batches smaller.
+    """Keeps a run within device memory by splitting batches further.
 
-    splits: how the global batches of each phase are cut. limit: what is known not to fit. directory: where
-    that is written for the next start.
+    splits: how each phase's global batches are split. limit: what is known not to fit. directory: where the limit is
+    recorded for the next start.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class MemoryGuard:
         self._learner, self._strategy, self._directory = learner, strategy, directory
 
     def apply(self, limit: MemoryLimit) -> None:
-        """Takes no more samples per forward of the first phase than fit, and of other phases in proportion."""
+        """Applies a limit to the first phase, and to other phases in proportion."""
         self.limit, fits, asked = limit, limit.batch_size, self.splits[0].batch_size
         if fits is not None and fits < asked and not self._strategy.num_parts:
             self.splits = self._resized(lambda size: -(-size * fits // asked))
@@ -115,21 +115,20 @@ class MemoryGuard:
     # --- training ------------------------------------------------------------------------------------------------
 
     def fitting(self, phase: int, micro_batches: Sequence[WeightedBatch]) -> Sequence[WeightedBatch]:
-        """The micro-batches of a phase, cut smaller where they were loaded before memory got short."""
+        """Splits micro-batches that were loaded before memory got short."""
         return resplit(micro_batches, self.splits[phase].micro_batch_size)
 
     def require_hope(self, error: RuntimeError) -> None:
-        """Raises a step's error unless smaller micro-batches may help; UserError where memory is short for good."""
+        """Re-raises a step's error unless smaller micro-batches may help; UserError if the model is too large."""
         if not lacks_memory(error):
             raise error
         if self._strategy.group.activity.name == OPTIMIZER:
             raise self._hopeless("for the moments of the optimizer") from None
 
     def make_room(self, phase: int, say: Callable[[str], None]) -> None:
-        """After a step that did not fit: as if it had not been tried, and with smaller micro-batches from now on.
+        """Undoes a step that ran out of memory and reduces the micro-batches.
 
-        Where other processes take part in it, it cannot be tried again: RestartNeeded is raised. Raises UserError when
-        not even one sample fits.
+        Raises RestartNeeded if other processes take part in the step, and UserError if a single sample does not fit.
         """
         self._learner.objective.zero_grad(set_to_none=True)
         self._learner.buffers.undo()
@@ -146,16 +145,16 @@ class MemoryGuard:
             raise RestartNeeded(again, asdict(self.limit))
         self._remember()
         sparing = "--batch-size {0.batch_size} --global-batch-size {0.global_batch_size}".format(self.splits[phase])
-        say(f"{account[0].upper()}{account[1:]}: going on with {change}; {sparing} spares the attempt.")
+        say(f"{account[0].upper()}{account[1:]}: retrying with {change}; {sparing} avoids the failed attempt.")
 
     def _halve(self, phase: int) -> str:
-        """Halves the samples per forward of all phases, since one has no room; returns what changes for that one.
+        """Halves samples per forward in all phases; describes the change to `phase`.
 
-        Raises UserError when a single sample did not fit.
+        Raises UserError if a single sample did not fit.
         """
         before, num_parts = self.splits[phase], self._strategy.num_parts
         if num_parts:
-            advice = f"--parts {num_parts} makes no smaller ones by itself; take a lower --batch-size, or more --parts"
+            advice = f"--parts {num_parts} fixes their size; use a lower --batch-size, or more --parts"
             raise self._hopeless(f"with parts of {before.batch_size} samples", advice)
         if before.batch_size == 1:
             raise self._hopeless(_SINGLE)
@@ -170,12 +169,12 @@ class MemoryGuard:
         return tuple(split_batch(size_of(own.batch_size), 1, own.global_batch_size, *devices) for own in self.splits)
 
     def _remember(self) -> None:
-        """Writes the limit for the next start, where this process holds the directory."""
+        """Records the limit for the next start, if this process holds the directory."""
         if self._directory.is_held:
             self._directory.write_json(MEMORY, asdict(self.limit))
 
     def _hopeless(self, what: str, advice: str = "a smaller --batch-size cannot help") -> UserError:
-        """The refusal of a model that is too large, with what it takes of a device without any activation."""
+        """Builds the error for a model that is too large, with its memory without activations."""
         rank, world_size = self._strategy.group.rank, self._strategy.group.world_size
         where = f"rank {rank} of {world_size} is " if world_size > 1 else ""
         trained = {p for params in self._learner.params.values() for p in params}
@@ -185,17 +184,17 @@ class MemoryGuard:
         readable = f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.2g} MiB"
         activity = self._strategy.group.activity
         return UserError(
-            f"{where}out of memory in {activity} {what}: {advice}; parameters, gradients and moments of "
-            f"this model take {readable} of each device; --multi-gpu fsdp divides them, --grad-checkpointing keeps "
-            "less for the backward; or take a smaller model, --amp bf16, or a device with more memory; earlier "
-            "checkpoints are intact"
+            f"{where}out of memory in {activity} {what}: {advice}; this model's parameters, gradients and moments "
+            f"take {readable} of each device; --multi-gpu fsdp shards them, --grad-checkpointing stores fewer "
+            "activations; or use a smaller model, --amp bf16, or a device with more memory; earlier checkpoints are "
+            "intact"
         )
 
-    # --- where nothing can be tried again ------------------------------------------------------------------------
+    # --- without a retry ---------------------------------------------------------------------------------
 
     @contextmanager
     def refusing_lack(self, samples_per_forward: int, advice: str) -> Iterator[None]:
-        """Raises UserError where what is computed within it finds no room. advice: what takes fewer samples."""
+        """Converts out-of-memory errors to UserError. advice: how to use fewer samples."""
         try:
             yield
         except RuntimeError as error:
@@ -208,10 +207,10 @@ class MemoryGuard:
     # --- before the first step -----------------------------------------------------------------------------------
 
     def dry_run(self, task: Task, plan: Plan, say: Callable[[str], None]) -> None:
-        """Tries a forward and a backward of the largest micro-batch of each phase; halves it until it fits everywhere.
+        """Tries each phase's largest micro-batch before training; halves it until it fits on all processes.
 
-        Nothing is left of it. All processes call it. Raises UserError when not even one sample fits. A model whose
-        forward has exchanges with other processes is left out: one that finds no room would leave the others waiting.
+        Has no side effects. All processes call it. Raises UserError if a single sample does not fit. Skips models whose
+        forward runs collectives, where one process out of memory would block the others.
         """
         modules = self._learner.net.modules()
         if self._strategy.exchanges_in_forward or any(isinstance(module, nn.SyncBatchNorm) for module in modules):
@@ -223,7 +222,7 @@ class MemoryGuard:
             say(f"{before} samples per forward do not fit into memory: training with {change}.")
 
     def _first_too_large(self, task: Task, plan: Plan) -> int | None:
-        """The first phase whose largest micro-batch finds no room on some process."""
+        """Returns the first phase whose largest micro-batch does not fit on some process."""
         self._strategy.group.activity.enter("the dry run of the largest batch")
         with leaving_no_trace(self._learner.objective), self._strategy.keeping_generators():
             failures = [not self._fits(task, plan, phase) for phase in range(len(task.phases))]
@@ -243,11 +242,11 @@ class MemoryGuard:
         return fits
 
     def _forward_and_backward(self, task: Task, plan: Plan, phase: int) -> None:
-        """With the gradients of an earlier micro-batch and the moments in memory."""
+        """Runs forward and backward with gradients and moments in memory."""
         name, learner = task.phases[phase], self._learner
         held = [torch.empty_like(p) for p in moments_of(learner.optimizers[name], only_to_come=True)]
-        last_epoch = max(0, plan.num_steps - 1) // plan.steps_per_epoch  # where samples have grown, if ever
-        if name in training_streams(task):  # of which all would be read
+        last_epoch = max(0, plan.num_steps - 1) // plan.steps_per_epoch  # samples are largest by then, if they grow
+        if name in training_streams(task):  # finding its largest samples would read all of it
             last_epoch = 0
         index = task.largest_samples(name, last_epoch, self.splits[phase].micro_batch_size)
         keys = SampleKeys(index, last_epoch, phase, few_lengths=self._strategy.device.type == "cuda")
@@ -261,7 +260,7 @@ class MemoryGuard:
 
 
 def resplit(batches: Sequence[WeightedBatch], size: int) -> Sequence[WeightedBatch]:
-    """Micro-batches with the samples of these, and at most `size` samples in one."""
+    """Splits micro-batches into ones of at most `size` samples."""
     return [part for batch in batches for part in _parts(batch, size)]
 
 

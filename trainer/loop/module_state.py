@@ -1,4 +1,4 @@
-"""The state of modules besides their parameters, in buffers and plain attributes: kept, put back, compared."""
+"""Buffers and plain attributes of modules: copied, restored, compared."""
 
 import copy
 import pickle
@@ -26,28 +26,28 @@ _LARGEST_OUTLINED = 2**12
 _PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _HOLDS_NOTHING = (type, FunctionType, ModuleType, nn.Module, Tensor)
-"""Whose own state no forward is expected to change, or is looked at elsewhere."""
+"""Types whose own state forwards are not expected to change, or that is compared elsewhere."""
 
 ABSENT: Any = type("Absent", (), {"__slots__": ()})()
-"""In place of the value of an entry that is not there."""
+"""Stands for the value of a missing entry."""
 
 Entry = tuple[dict[str, Any], str]
-"""A dictionary, such as the attributes or the buffers of a module, and a name in it."""
+"""A dictionary, such as a module's attributes or buffers, and a key in it."""
 Copies = dict[int, tuple[Any, Any]]
-"""Objects with their copies, by the ids of the objects."""
+"""id of an object -> (object, copy)."""
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text, or nothing."""
+    """Returns whether a value is a number, a string or None."""
     return type(value) in _PLAIN
 
 
 def copied(value: Any, copies: Copies) -> Any:
-    """A copy of a tensor, an array or a container with all that it holds, or else the value itself.
+    """Copies a tensor, an array, or a container with its items; returns other values themselves.
 
-    copies: what was copied before, which each copy is added to. Shared are objects of other kinds, tensors with a
-    gradient, which belong to one forward, and lists of parameters, as LSTMs have them: whoever replaces these, such as
-    fsdp, keeps the list up to date.
+    copies: earlier copies; new ones are added. Not copied: objects of other kinds, tensors with a gradient, which
+    belong to one forward, and lists of parameters (as in LSTMs), which whoever replaces parameters, such as fsdp, keeps
+    up to date.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -58,7 +58,7 @@ def copied(value: Any, copies: Copies) -> Any:
         if kind is list and any(isinstance(item, nn.Parameter) for item in value):
             return value
         twin = copy.copy(value)
-        copies[id(value)] = value, twin  # before its items, which may hold it
+        copies[id(value)] = value, twin  # before its items, which may contain it
         for name, item in value.items() if isinstance(value, dict) else enumerate(value) if kind is not set else ():
             twin[name] = copied(item, copies)
         return twin
@@ -78,7 +78,7 @@ def copied(value: Any, copies: Copies) -> Any:
 
 
 def contents(values: Iterable[Any]) -> Iterator[Any]:
-    """All objects among values, and in the containers and tuples among them, each once; no numbers and texts."""
+    """Yields every object among values and in their containers, once; no numbers or strings."""
     waiting, seen = [*values], set[int]()
     while waiting:
         value = waiting.pop()
@@ -91,10 +91,10 @@ def contents(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def outline(module: nn.Module) -> dict[str, Any]:
-    """By name where tensors of a module are, which parameters require gradients, and what plain attributes hold.
+    """Summarises by name the addresses of a module's tensors, which parameters require gradients, and plain attributes.
 
-    It includes submodules. Two outlines are equal where nothing was replaced; what is changed in place shows only in
-    numbers and texts.
+    Includes submodules. Equal outlines mean that nothing was replaced; in-place changes show only in numbers and
+    strings.
     """
     found: dict[str, Any] = {name: (p.data_ptr(), p.requires_grad) for name, p in module.named_parameters()}
     found |= {name: outline_of(buffer) for name, buffer in module.named_buffers()}
@@ -104,15 +104,15 @@ def outline(module: nn.Module) -> dict[str, Any]:
 
 
 def outline_of(value: Any, most: int = _LARGEST_OUTLINED) -> Any:
-    """What `outline` says of a value of any kind; of an object of an unknown kind, its plain attributes.
+    """Summarises one value for `outline`; for an unknown object, its plain attributes.
 
-    most: items of a container, and bytes of an array, that are looked at.
+    most: limit on a container's items and an array's bytes.
     """
     if is_plain(value):
         return value
     if isinstance(value, Tensor):
         return value.data_ptr() if value.layout == torch.strided else id(value)
-    if isinstance(value, nn.Module):  # one that is no submodule
+    if isinstance(value, nn.Module):  # not a submodule
         return [outline_of(tensor) for tensor in chain(value.parameters(), value.buffers())]
     if isinstance(value, _CONTAINERS_AND_TUPLES) and len(value) <= most:
         items = chain(*value.items()) if isinstance(value, dict) else value
@@ -124,13 +124,13 @@ def outline_of(value: Any, most: int = _LARGEST_OUTLINED) -> Any:
 
 
 class References:
-    """Values of entries at a moment."""
+    """Values of entries at one moment."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self.entries = [(owner, name, owner.get(name, ABSENT)) for owner, name in entries]
 
     def write(self, instead: Callable[[Any], Any] = lambda value: value) -> None:
-        """The entries hold their values again, or what is given instead of each."""
+        """Writes the values back to the entries, each mapped by `instead`."""
         for owner, name, value in self.entries:
             if value is ABSENT:
                 owner.pop(name, None)
@@ -139,7 +139,7 @@ class References:
 
 
 class State(References):
-    """Values of entries at a moment, with copies of all tensors, arrays and containers among them."""
+    """Values of entries at one moment, with copies of all tensors, arrays and containers."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         super().__init__(entries)
@@ -151,11 +151,11 @@ class State(References):
         return self.copies.get(id(value), (value, value))[1]
 
     def put_back(self) -> None:
-        """The entries hold what they held, and all tensors, arrays and containers have their content of then."""
+        """Restores the entries, and the content of all tensors, arrays and containers."""
         originals = {id(twin): original for original, twin in self.copies.values()}
         for original, twin in self.copies.values():
             if isinstance(original, Tensor):
-                original.data.copy_(twin)  # unseen by autograd, whose backward may be under way
+                original.data.copy_(twin)  # hidden from autograd, whose backward may be running
             elif isinstance(original, np.ndarray):
                 original[...] = twin
             elif isinstance(original, dict):
@@ -169,7 +169,7 @@ class State(References):
 
 
 class WholeState(State):
-    """All that a module and its submodules hold. What comes to it later `write` takes away again."""
+    """All state of a module and its submodules; `write` also removes entries added later."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = [
@@ -184,29 +184,28 @@ class WholeState(State):
         for _, each, attributes, _ in self.modules:
             for name in own_attributes(each).keys() - attributes.keys():
                 del vars(each)[name]
-            own_buffers(each).clear()  # so that they are in their order again
+            own_buffers(each).clear()  # to restore their order
         super().write(instead)
 
 
 def named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Itself and its submodules by their paths, without modules of TorchScript, whose state is no Python object."""
+    """Lists a module and its submodules by path, except TorchScript modules, whose state is not in Python."""
     return [each for each in module.named_modules() if not isinstance(each[1], ScriptModule)]
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module besides those that torch keeps its parameters, buffers, submodules and hooks in."""
+    """Returns a module's attributes other than torch's own (parameters, buffers, submodules, hooks)."""
     return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
 
 
-# --- forwards that leave no trace --------------------------------------------------------------------------------
+# --- forwards without side effects -------------------------------------------------------------------------------
 
 
 class Change(NamedTuple):
-    """A buffer or a plain attribute that is another one, or holds something else, than before.
+    """A buffer or plain attribute that a forward replaced or changed.
 
-    path: its name within the whole module. before, now: values, ABSENT where there is none; before is of the time
-    before, also in its content. in_place: whether `now` is the same tensor. is_seen: whether all that changed can be
-    put back; else it is within an object of an unknown kind.
+    path: its name within the whole module. before, now: values, ABSENT if missing; before with its old content.
+    in_place: `now` is the same tensor. is_seen: the change can be restored; False inside an object of an unknown kind.
     """
 
     module: nn.Module
@@ -226,9 +225,9 @@ class Change(NamedTuple):
 
 @contextmanager
 def leaving_no_trace(module: nn.Module) -> Iterator[Callable[[], list[Change]]]:
-    """Within it forwards change copies of what the module holds; after it the module holds what it held.
+    """Lets forwards work on copies of a module's state, and restores the state afterwards.
 
-    What it yields tells what they have changed so far. Buffers of TorchScript get their content back.
+    Yields a function that lists the changes so far. TorchScript buffers are restored in place.
     """
     scripted = _Scripted(module)
     state = WholeState(module)
@@ -242,7 +241,7 @@ def leaving_no_trace(module: nn.Module) -> Iterator[Callable[[], list[Change]]]:
 
 
 class _Scripted:
-    """The buffers in modules of TorchScript, with copies of them. Forwards cannot be given others to work on."""
+    """Buffers of TorchScript modules with copies; forwards cannot work on the copies."""
 
     def __init__(self, module: nn.Module) -> None:
         self._found = [
@@ -253,13 +252,13 @@ class _Scripted:
         ]
 
     def changes(self) -> list[Change]:
-        """Raises UserError for a buffer in the place of another one."""
+        """Lists changed buffers. Raises UserError for a replaced one."""
         changed = []
         for path, module, name, buffer, copy_ in self._found:
             full = f"{path}.{name}" if path else name
             now = buffers_of(module)[name]
             if now is not buffer:
-                raise UserError(f"{full}: a forward of TorchScript replaces this buffer; let it write into it in place")
+                raise UserError(f"{full}: a TorchScript forward replaces this buffer; make it write in place")
             if not _is_same_content(buffer, copy_):
                 persistent = name not in names_not_persistent(module)
                 changed.append(Change(module, full, name, True, persistent, buffer, now, in_place=True, is_seen=False))
@@ -273,12 +272,12 @@ class _Scripted:
 
 
 def buffers_of(module: nn.Module) -> dict[str, Any]:
-    """Its own buffers, to be changed; of TorchScript, a dictionary of the tensors, whose content can be."""
+    """Returns a module's own buffers, mutable; for TorchScript, a copied dictionary of the same tensors."""
     return dict(own_buffers(module).items()) if isinstance(module, ScriptModule) else own_buffers(module)
 
 
 class _Comparison:
-    """Compares what modules hold, which are copies of a state, with that state."""
+    """Compares the current state of modules, which hold copies, with an earlier state."""
 
     def __init__(self, state: WholeState) -> None:
         self._state = state
@@ -338,24 +337,24 @@ class _Comparison:
 
 
 def _is_same_content(original: Any, copy_: Any) -> bool:
-    """Whether a copy has the bits of its original, where these can be read."""
+    """Compares the bits of a copy and its original, if they can be read."""
     if not isinstance(copy_, Tensor):
         return bool(original.tobytes() == copy_.tobytes())
     both = original.detach(), copy_.detach()
     if original.layout != torch.strided or original.is_quantized or original.is_meta or original.is_nested:
         return True
-    if copy_.numel() == 0:  # of strides that no view of other types accepts
+    if copy_.numel() == 0:  # possibly with strides that no view of another type accepts
         return original.shape == copy_.shape
     return torch.equal(*(each.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for each in both))
 
 
 def version_of(value: Any) -> int:
-    """How often a tensor was written into."""
+    """Returns a tensor's version counter; 0 for other values."""
     return num_writes(value) if type(value) is Tensor and not value.is_inference() else 0
 
 
 def _view(value: Any) -> Any:
-    """The visible state of an object of any kind, to be compared: its attributes, or how far a generator has come."""
+    """Returns an object's comparable state: its attributes, or a generator's position."""
     if isinstance(value, torch.Generator):
         return bytes(value.get_state().numpy())
     if isinstance(value, _GENERATORS):
@@ -366,7 +365,7 @@ def _view(value: Any) -> Any:
 
 
 def _is_same_view(before: Any, now: Any) -> bool:
-    """Compares two views of an object, of attributes without their own. A later one may be a cache, and is ignored."""
+    """Compares two views of an object, without nested attributes; ignores added attributes, which may be caches."""
     if not isinstance(before, dict):
         return bool(before == now)
     return all(name in now and _is_same_value(before[name], now[name]) for name in before)
@@ -378,7 +377,7 @@ def _is_same_value(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Buffers that a checkpoint has, by their names; a buffer of several names is there once."""
+    """Returns buffers that checkpoints hold, by name; a buffer with several names once."""
     names = {
         f"{path}.{name}" if path else name
         for path, each in module.named_modules()

@@ -1,4 +1,4 @@
-"""The optimizers of a run: by the flags or by the task; and what they keep."""
+"""Builds optimizers, from the flags or by the task, and counts their moments."""
 
 import inspect
 import math
@@ -24,9 +24,9 @@ OF_EVERY_GROUP = {"params", "weight_decay", "lr_scale"}
 def build_optimizers(
     learning: LearningFlags, task: Task, objective: Objective, phase: str, groups: Sequence[ParamGroup]
 ) -> list[Optimizer]:
-    """Builds the optimizers of a phase, from the task or by the flags. Raises UserError for a mistake of the task.
+    """Builds a phase's optimizers, by the task or from the flags. Raises UserError for a mistake of the task.
 
-    groups: its `completed_groups`.
+    groups: the phase's `completed_groups`.
     """
     own = task.build_optimizers(phase, [dict(group) for group in groups], learning.lr)
     if own is not None:
@@ -51,9 +51,9 @@ def _refuse(task: Task, method: str, phase: str, problem: str | None) -> None:
 
 
 def completed_groups(task: Task, objective: Objective, phase: str, weight_decay: float) -> list[ParamGroup]:
-    """The task's groups, each with a weight decay, without empty ones and what is frozen, by `requires_grad_(False)`.
+    """Returns the task's parameter groups with weight decay, without frozen parameters and empty groups.
 
-    To be called before training switches that by phase. Raises UserError for what a group must not say.
+    Call it before training switches `requires_grad` by phase. Raises UserError for an invalid group.
     """
     sparse = set(sparse_parameters(objective))
     groups = [
@@ -83,7 +83,7 @@ def _problem_of_group(group: ParamGroup, sparse: Collection[Tensor]) -> str | No
 
 
 def _divided(groups: Sequence[ParamGroup], chosen: Collection[Tensor]) -> tuple[list[ParamGroup], list[ParamGroup]]:
-    """The groups with the chosen parameters alone, and with the others alone; empty ones are left out."""
+    """Splits the groups into chosen and other parameters, without empty groups."""
 
     def part(of_chosen: bool) -> list[ParamGroup]:
         parts = [group | {"params": [p for p in group["params"] if (p in chosen) == of_chosen]} for group in groups]
@@ -98,9 +98,9 @@ def _divided(groups: Sequence[ParamGroup], chosen: Collection[Tensor]) -> tuple[
 def by_flags(
     learning: LearningFlags, groups: Sequence[ParamGroup], sparse: Collection[Tensor], hidden: Collection[Tensor]
 ) -> list[Optimizer]:
-    """What `--optimizer` says, with SparseAdam beside it for the parameters in `sparse`.
+    """Builds the optimizers of `--optimizer`, with SparseAdam for the parameters in `sparse`.
 
-    hidden: what Muon trains, the rest being AdamW's; of no other optimizer.
+    hidden: parameters for Muon, with AdamW for the rest; ignored by other optimizers.
     """
     rows, dense = _divided(groups, sparse)
     matrices, others = _divided(dense, hidden)
@@ -113,28 +113,29 @@ def by_flags(
         "muon": (torch.optim.AdamW, adam),
     }
     optimizer_type, settings = types[learning.optimizer]
-    # What fused optimizers do not take: SGD's parameters in parts, and complex ones. Told not to be fused, an optimizer
-    # would leave out `foreach` too.
+    # Fused optimizers reject SGD's sharded parameters and complex ones. An explicit fused=False would disable `foreach`
+    # too.
     params = [p for group in others for p in group["params"]]
     if all(p.is_floating_point() and not (learning.optimizer == "sgd" and is_sharded(p)) for p in params):
         settings = settings | {"fused": True}
     parts = [(others, optimizer_type, settings), (rows, torch.optim.SparseAdam, adam)]
     if matrices:
         momentum = _given(learning, "momentum")
-        # Updates as large as AdamW's, so that both take the same rate (Liu et al., 2025, arXiv:2502.16982, section 2).
+        # Updates as large as AdamW's, so that both can use one learning rate (Liu et al., 2025, arXiv:2502.16982,
+        # section 2).
         parts.insert(0, (matrices, torch.optim.Muon, momentum | {"adjust_lr_fn": "match_rms_adamw"}))
     return [without_compiler(kind)(part, lr=learning.lr, **its) for part, kind, its in parts if part]
 
 
 def _given(learning: LearningFlags, *names: str) -> dict[str, Any]:
-    """Those of the flags that do not leave the setting to the optimizer's own default."""
+    """Returns the named flags that are set; others keep the optimizer's defaults."""
     return {name: value for name in names if (value := getattr(learning, name)) is not None}
 
 
 def hidden_matrices(task: Task, model: nn.Module) -> set[Tensor]:
-    """What Muon trains (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon): a model's inner matrices.
+    """Returns the parameters for Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon): inner matrices.
 
-    Those within its blocks, where the task names blocks; otherwise all but embeddings and the last linear layer. Raises
+    These are the matrices in the task's blocks; without blocks, all except embeddings and the last linear layer. Raises
     UserError if there are none.
     """
     blocks = list(task.blocks(model))
@@ -146,18 +147,18 @@ def hidden_matrices(task: Task, model: nn.Module) -> set[Tensor]:
     found -= {p for module in outer for p in module.parameters()}
     if not found:
         raise UserError(
-            "--optimizer muon: trains hidden matrices, and this model has none: all of its parameters are vectors, "
-            "tensors of more dimensions, embeddings or the last linear layer; take --optimizer adamw"
+            "--optimizer muon: trains hidden matrices, but this model has none: all of its parameters are vectors, "
+            "tensors of more dimensions, embeddings or the last linear layer; use --optimizer adamw"
         )
     return found
 
 
 def _unknown_setting(learning: LearningFlags, optimizers: Sequence[Optimizer]) -> str | None:
-    """torch keeps what it does not know in a group, and says nothing."""
+    """Returns an error for a group entry that torch would silently ignore."""
     known = OF_EVERY_GROUP.union(*(optimizer.defaults for optimizer in optimizers))
     unknown = [name for optimizer in optimizers for group in optimizer.param_groups for name in group.keys() - known]
     if unknown:
-        return f'a group has "{unknown[0]}", which is no setting of --optimizer {learning.optimizer}; leave it out'
+        return f'a group has "{unknown[0]}", which is not a setting of --optimizer {learning.optimizer}; leave it out'
     return None
 
 
@@ -165,24 +166,23 @@ def _unknown_setting(learning: LearningFlags, optimizers: Sequence[Optimizer]) -
 
 
 def _problem_of_own(own: Any, groups: Sequence[ParamGroup], lr: float) -> str | None:
-    """What is wrong with what `Task.build_optimizers` returned for these groups and this rate."""
+    """Returns an error for a result of `Task.build_optimizers` that does not fit these groups and learning rate."""
     if not isinstance(own, Sequence) or not all(isinstance(optimizer, Optimizer) for optimizer in own):
-        return (
-            f"must return a list of torch.optim.Optimizer, or None for those of --optimizer, not {type(own).__name__}"
-        )
+        return f"must return a list of torch.optim.Optimizer, or None to use --optimizer, not {type(own).__name__}"
     for optimizer in own:
         name = type(optimizer).__name__
         if any("lr" not in group for group in optimizer.param_groups):
-            return f'{name} has a group without "lr", by which the schedule sets its rate'
+            return f'{name} has a group without "lr", through which the schedule sets its rate'
         rates = [group["lr"] for group in optimizer.param_groups if group["lr"] != lr]
         if rates:
             return (
-                f"{name} has the rate {rates[0]}, not the {lr} it was given, but the schedule sets it; pass that one "
-                'on, and give the group "lr_scale", a factor on --lr'
+                f"{name} has the learning rate {rates[0]}, not the given {lr}, but the schedule sets it; pass the "
+                "given "
+                'one, and add "lr_scale" to the group, a factor on --lr'
             )
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            return f"{name} evaluates the loss itself, several times a step, which this trainer does not do"
+            return f"{name} evaluates the loss several times a step by a closure, which this trainer does not support"
     trained = [p for optimizer in own for group in optimizer.param_groups for p in group["params"]]
     expected = {p for group in groups for p in group["params"]}
     if set(trained) != expected or len(trained) > len(expected):
@@ -197,24 +197,24 @@ def _problem_of_own(own: Any, groups: Sequence[ParamGroup], lr: float) -> str | 
 
 
 def without_compiler(optimizer_type: type[torch.optim.Optimizer]) -> Any:
-    """The class of optimizers without the wrappers that hide its methods from torch's compiler.
+    """Removes wrappers from an optimizer class that hide its methods from torch's compiler.
 
-    These import the compiler, which takes longer than all else at the start of a run. All other wrappers are torch's:
-    hooks of an optimizer and of all optimizers are called, and profilers see the step. A pickle holds torch's class.
+    They import the compiler, the slowest part of a run's start. torch's other wrappers remain, so hooks and profilers
+    work. Pickles refer to torch's class.
     """
     names = ("add_param_group", "load_state_dict", "state_dict", "step", "zero_grad")
     members: dict[str, Any] = {name: inspect.unwrap(getattr(optimizer_type, name)) for name in names}
-    members["step"] = torch.no_grad()(members["step"])  # the other duty of a wrapper
+    members["step"] = torch.no_grad()(members["step"])  # another duty of the wrapper
     members["plain"] = optimizer_type
     members["__reduce__"] = lambda self: (object.__new__, (optimizer_type,), self.__getstate__())
     return type(optimizer_type.__name__, (optimizer_type,), members)
 
 
 class ZeroStartSGD(torch.optim.SGD):
-    """SGD whose momentum starts at zero.
+    """SGD with momentum initialised to zero.
 
-    torch's fused kernels start it with the first gradient, in memory that is not initialised before. If that step is
-    left out for a gradient that is not finite, the next one takes what the memory happens to hold for momentum.
+    torch's fused kernels store the first gradient in uninitialised memory. If that step is skipped for a non-finite
+    gradient, the next one would read garbage as momentum.
     """
 
     @torch.no_grad()
@@ -230,16 +230,15 @@ _RECORDED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, ZeroStartSGD)
 
 
 def can_be_recorded(optimizer: Optimizer) -> bool:
-    """Whether a step is nothing but kernels that read from memory at what rate to step, and whether to."""
+    """Returns whether a step consists only of kernels that read the learning rate and found_inf from memory."""
     is_known = getattr(type(optimizer), "plain", type(optimizer)) in _RECORDED
     return is_known and reads_found_inf(optimizer) and not has_step_hooks(optimizer)
 
 
 def moments_of(optimizers: Sequence[Optimizer], only_to_come: bool = False) -> list[Tensor]:
-    """For each tensor of a parameter's size that the optimizers keep between steps, that parameter.
+    """Lists each parameter once per moment of its size that the optimizers keep.
 
-    Of optimizers that are not among those of `--optimizer` two are assumed, the most that is usual. only_to_come:
-    leave those out that are in memory already.
+    Unknown optimizers count as two moments, the usual maximum. only_to_come: omit those in memory already.
     """
     return [
         p
@@ -254,4 +253,4 @@ def moments_of(optimizers: Sequence[Optimizer], only_to_come: bool = False) -> l
 def _num_moments(optimizer: Optimizer, group: ParamGroup) -> int:
     if isinstance(optimizer, torch.optim.SGD):
         return 1 if group["momentum"] else 0
-    return 1 if type(optimizer).__name__ == "Muon" else 2  # a class that torch 2.8 does not have
+    return 1 if type(optimizer).__name__ == "Muon" else 2  # a class that torch 2.8 lacks

@@ -1,6 +1,6 @@
-"""What follows an optimizer step whose loss or gradient was not finite: `--on-nonfinite`.
+"""Handles steps whose loss or gradient is not finite: `--on-nonfinite`.
 
-The step itself was not applied, on any process (see `precision.py`).
+Such a step is not applied on any process (see `precision.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +19,12 @@ NUM_SAMPLES_SHOWN = 8
 
 
 class StepOutcomes(Watch):
-    """Learns whether steps were finite: ends the run by UnfitState, or counts those that were not as skipped.
+    """Detects non-finite steps: raises UnfitState, or counts them as skipped.
 
-    phases: of the task. advice: flags that make a run diverge less, for a message.
+    phases: of the task. advice: flags that reduce divergence, for messages.
 
-    On the CPU a result costs nothing to look at. From a GPU results are copied in groups, and a group is looked at when
-    the next one is full. When that happens is a function of the number of steps, so all processes see the same records
-    at the same step.
+    CPU results are checked at once. GPU results are copied in groups, and a group is read when the next one is full.
+    That depends only on the number of steps, so all processes see the same records at the same step.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class StepOutcomes(Watch):
             self._receive(log)
 
     def _receive(self, log: Log) -> None:
-        """Deals with the group that is on its way, and sends the next one."""
+        """Handles the pending group and sends the next one."""
         sent, alarms = self._sent, self._alarms()
         self._sent, self._new = self._new, []
         if self._sent:
@@ -70,7 +69,7 @@ class StepOutcomes(Watch):
                 self._deal_with(record, log)
 
     def _deal_with(self, record: StepRecord, log: Log) -> None:
-        """Ends the run, or counts a step that was left out. All processes call it."""
+        """Ends the run, or counts a skipped step. All processes call it."""
         account, progress = self._describe(record), self._progress
         if self._on_nonfinite == "stop":
             raise self._divergence(account, is_first=record.number == 1)
@@ -82,7 +81,7 @@ class StepOutcomes(Watch):
         log.say(f"Skipped: {account}. Steps skipped so far: {progress.skipped_steps}.")
 
     def _describe(self, record: StepRecord) -> str:
-        """Which step, whose loss, and which samples. All processes call it."""
+        """Describes the step, the failing loss and the samples. All processes call it."""
         step, world_size = record.planned, self._strategy.group.world_size
         own_loss_is_bad = torch.zeros(world_size, dtype=torch.float64)
         loss = record.result.sums.get("loss", torch.zeros(()))  # a process may have no part with samples
@@ -102,14 +101,14 @@ class StepOutcomes(Watch):
         )
 
     def _divergence(self, account: str, in_vain: str = "", is_first: bool = False) -> UnfitState:
-        """The end of a run. in_vain: what was tried before. is_first: whether no step has changed the weights yet."""
-        skip = "" if in_vain else ", or leave such steps out with --on-nonfinite skip"
+        """Builds the error that ends the run. in_vain: earlier attempts. is_first: no step has changed weights."""
+        skip = "" if in_vain else ", or skip such steps with --on-nonfinite skip"
         if is_first:
             return UnfitState(
-                f"training diverged: {account}; the weights were those of the start: look at those samples, at the "
-                f"flags that scale or vary them, and at the model{skip}"
+                f"training diverged: {account}; the weights were the initial ones: check those samples, the flags that "
+                f"scale or augment them, and the model{skip}"
             )
         return UnfitState(
             f"training diverged: {account}; {in_vain}it was not applied, and earlier checkpoints are intact; "
-            f"{self._advice}, look at those samples{skip}"
+            f"{self._advice}, check those samples{skip}"
         )

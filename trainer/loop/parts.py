@@ -1,8 +1,8 @@
-"""A step whose global batch is cut into parts, on any number of devices alike (`--parts`).
+"""Steps with the global batch cut into parts, identical on any number of devices (`--parts`).
 
-What a forward and a backward come to is kept apart for each part, and added in one binary tree over all parts: part 0
-to part 1, 2 to 3, then pairs to pairs. A process has consecutive parts, a subtree, so the devices only decide where an
-addition is made: those between processes are made by `Group.sum_in_tree`.
+Each part's forward and backward results are kept separate and summed in one binary tree: part 0 with 1, 2 with 3, then
+pairs with pairs. A process has consecutive parts, a subtree, so the number of devices only decides where an addition
+happens; `Group.sum_in_tree` adds between processes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,13 +29,13 @@ Grads = Sequence[Tensor | None]
 
 
 class TreeSum:
-    """The sum of values that come one after another, each added to its neighbour, pairs to pairs, and so on.
+    """Sums values as they come in a binary tree: neighbours, then neighbouring pairs, and so on.
 
-    waiting: at most one value for each level of the tree, with the level.
+    waiting: (level, value) pairs, at most one for each level.
     """
 
     def __init__(self, add: Callable[[Any, Any], Any] = Tensor.add_) -> None:
-        """add: returns the sum of two values; it may change the first one."""
+        """add: returns the sum of two values; may change the first one."""
         self._add = add
         self.waiting: list[tuple[int, Any]] = []
 
@@ -46,7 +46,7 @@ class TreeSum:
         self.waiting.append((level, value))
 
     def total(self) -> Any | None:
-        """The sum of all values, None of none."""
+        """Returns the sum of all values; None without any."""
         values = [value for _, value in self.waiting]
         while len(values) > 1:
             last = values.pop()
@@ -55,7 +55,7 @@ class TreeSum:
 
 
 class PartsLearner(Learner):
-    """A learner whose micro-batches are parts, each with a backward of its own. One without samples is left out."""
+    """A learner whose micro-batches are parts with separate backwards. Skips parts without samples."""
 
     buffers: "PartBuffers"
 
@@ -66,13 +66,13 @@ class PartsLearner(Learner):
     def accumulate(
         self, strategy: Strategy, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool
     ) -> Sums:
-        """As of a `Learner`; returns the sums of all parts of the step with the last one, {} before."""
+        """Works like `Learner.accumulate`; returns all parts' sums with the last part, {} before."""
         if is_first:
             self._rows: list[Sums] = []
             self._grads = TreeSum(add_grads)
         params, sums = self.params[phase], Sums()
         if micro_batch.num_samples > 0:
-            # It begins without gradients, and nothing travels with it.
+            # starts without gradients and exchanges none
             with self.buffers.of_part(micro_batch.num_samples) if self.buffers.is_active else nullcontext():
                 sums = super().accumulate(strategy, phase, micro_batch, factor, is_first=True, is_last=False)
             self._grads.add(take_grads(params))
@@ -85,11 +85,11 @@ class PartsLearner(Learner):
 
 
 def take_grads(params: Sequence[Tensor]) -> Grads:
-    """The gradients that a backward has left; afterwards no parameter has one. Raises UserError for sparse ones."""
+    """Returns a backward's gradients and clears them. Raises UserError for sparse ones."""
     grads = [parameter.grad for parameter in params]
     if any(grad is not None and grad.is_sparse for grad in grads):
         raise UserError(
-            "--parts: adds no sparse gradients, as those of nn.Embedding(sparse=True); build those embeddings without "
+            "--parts: does not support sparse gradients (nn.Embedding(sparse=True)); build those embeddings without "
             "sparse=True, or leave --parts out"
         )
     for parameter in params:
@@ -99,7 +99,7 @@ def take_grads(params: Sequence[Tensor]) -> Grads:
 
 @torch.no_grad()
 def add_grads(own: Grads, its: Grads) -> Grads:
-    """Adds others in place; where there are none of a parameter, they are its."""
+    """Adds gradients in place; a missing one is taken from the other."""
     both = [(one, other) for one, other in zip(own, its, strict=True) if one is not None and other is not None]
     if both:
         foreach_add_(*map(list, zip(*both, strict=True)))
@@ -107,7 +107,7 @@ def add_grads(own: Grads, its: Grads) -> Grads:
 
 
 def as_rows(parts: Sequence[Mapping[str, Tensor]]) -> Sums:
-    """Sums by name as (parts, ...) tensors, zeros where a part lacks one."""
+    """Stacks sums by name as (parts, ...) tensors, with zeros for missing ones."""
     examples = {name: value for sums in parts for name, value in sums.items()}
     for name, example in examples.items():
         for sums in parts:
@@ -119,10 +119,10 @@ def as_rows(parts: Sequence[Mapping[str, Tensor]]) -> Sums:
 
 
 class PartBuffers(Buffers):
-    """Every part starts from what the model holds before the step.
+    """Starts every part from the state before the step.
 
-    Running statistics then change by the mean of their changes in all parts, weighted by samples, and count the parts
-    that have any. Of whatever else forwards change, all take what part 0 has left.
+    Running statistics then change by the mean over all parts, weighted by samples, and count the non-empty parts. Other
+    state that forwards change is taken from part 0.
     """
 
     def keep(self) -> None:
@@ -131,7 +131,7 @@ class PartBuffers(Buffers):
 
     @contextmanager
     def of_part(self, num_samples: int) -> Iterator[None]:
-        """Around forward and backward of a part. num_samples: at least 1."""
+        """Wraps forward and backward of a part. num_samples: at least 1."""
         is_further = self._num_parts > 0 and self.forward_state.is_active
         self._num_parts += 1
         with self.forward_state.once_more() if is_further else nullcontext():
@@ -159,9 +159,9 @@ class PartBuffers(Buffers):
 
 
 class PartTotals(Totals):
-    """Totals of each part that this process computes, as (parts, ...) tensors; parts are added when they are read.
+    """Totals of each part on this process, (parts, ...) tensors, summed when read.
 
-    own: which of all parts these are. rows: what there is of them already.
+    own: indices of these parts. rows: initial totals.
     """
 
     def __init__(self, own: Sequence[int], rows: Mapping[str, Tensor]) -> None:
@@ -170,7 +170,9 @@ class PartTotals(Totals):
         self._waiting: list[tuple[Sums, float]] = []
 
     def add(self, sums: Sums, weight: Any, applied: bool | Tensor = True) -> None:
-        """weight: of all parts of a step, whose sums are `as_rows`; or of one part, after which the others follow."""
+        """weight: a list over all parts of a step, with sums from `as_rows`; or one part's, with the other parts
+        following.
+        """
         if isinstance(weight, list):
             weights = [weight[part] for part in self._own]
         else:
@@ -184,7 +186,7 @@ class PartTotals(Totals):
         super().add(sums, weights, applied if isinstance(applied, Tensor) else True)
 
     def _added(self, before: Tensor | None, parts: Tensor) -> Tensor:
-        """One after another, so that no read between two of them, as a save makes it, changes a bit."""
+        """Adds one by one, so that reading in between, as a save does, changes no bit."""
         return sum(parts, torch.zeros_like(parts[0]) if before is None else before)
 
     def unreduced(self) -> dict[str, Tensor]:
@@ -194,17 +196,17 @@ class PartTotals(Totals):
         return {name: sum_of_neighbours(value) for name, value in self.rows(group).items()}
 
     def rows(self, group: Group) -> dict[str, Tensor]:
-        """The totals of all parts of all processes, (parts, ...). All of them call it."""
+        """Gathers the totals of all parts of all processes, (parts, ...). All processes call it."""
         return {name: value.flatten(0, 1) for name, value in as_rows(group.gather(super().unreduced())).items()}
 
 
 def totals_maker(strategy: Strategy) -> Callable[[], Totals]:
-    """Makes the totals of nothing, as this strategy sums."""
+    """Returns a factory of empty totals that sum as this strategy does."""
     return partial(restored_totals, strategy, {}, {}) if strategy.num_parts else Totals
 
 
 def restored_totals(strategy: Strategy, total: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> Totals:
-    """Totals as a checkpoint holds them; of another number of parts, or of none, all of it counts as part 0's."""
+    """Restores totals of a checkpoint; after a change of the number of parts, all of it counts as part 0's."""
     if {len(value) for value in rows.values()} != {strategy.num_parts}:
         others = strategy.num_parts - 1
         rows = {name: torch.stack([value, *[torch.zeros_like(value)] * others]) for name, value in total.items()}

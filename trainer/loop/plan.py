@@ -1,4 +1,4 @@
-"""Position in a run <-> (epoch, phase, global batch). Needs no torch."""
+"""Maps positions in a run to (epoch, phase, global batch) and back. Needs no torch."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +13,14 @@ from trainer.common.errors import UserError
 from trainer.loading.order import EpochOrder, Position
 
 EPOCHS_KEPT = 2
-"""What loads ahead may be in the next epoch of a phase already."""
+"""Loading ahead may reach into a phase's next epoch."""
 
 
 @dataclass
 class ShuffledOrder:
-    """A permutation of all samples, another one in each epoch, cut into equal parts.
+    """A new permutation of all samples in each epoch, cut into global batches.
 
-    num_samples: of the data set. global_batch_size: samples of a step. size: those that an epoch takes, at most all.
+    num_samples: of the data set. global_batch_size: samples per step. size: samples used per epoch, at most all.
     """
 
     seed: int
@@ -44,17 +44,17 @@ class ShuffledOrder:
         return -(-consumed // self.global_batch_size)
 
     def bounds(self, epoch: int, consumed: int) -> Iterator[tuple[int, int]]:
-        """(start, end) of each global batch of an epoch after the first `consumed` samples."""
+        """Yields (start, end) of each global batch of an epoch after the first `consumed` samples."""
         for start in range(consumed, self.size, self.global_batch_size):
             yield start, min(start + self.global_batch_size, self.size)
 
     def samples(self, epoch: int, start: int, end: int) -> np.ndarray:
-        """The samples of a global batch, (end - start,) int64."""
+        """Returns the samples of a global batch, (end - start,) int64."""
         return self._epoch(epoch).take(start, end)
 
 
 class StreamOrder(ShuffledOrder):
-    """The samples as they come."""
+    """Samples in stream order."""
 
     def samples(self, epoch: int, start: int, end: int) -> np.ndarray:
         return np.arange(start, end)
@@ -62,11 +62,11 @@ class StreamOrder(ShuffledOrder):
 
 @dataclass
 class TaskOrder:
-    """The global batches of `Task.order`. Every epoch has equally many samples.
+    """The global batches of `Task.order`, with the interface of `ShuffledOrder`. Every epoch has the same number of
+    samples.
 
-    source: what a message calls it. batches: of an epoch, by its number. size: samples that an epoch takes.
-    global_batch_size: what the command line asks for. The methods of `ShuffledOrder`, of which `bounds` and `samples`
-    raise UserError.
+    source: names it in messages. batches: epoch -> global batches. size: samples per epoch. global_batch_size: as
+    requested on the command line. `bounds` and `samples` raise UserError.
     """
 
     source: str
@@ -103,29 +103,29 @@ class TaskOrder:
         return batches[number][start - offset : end - offset]
 
     def _checked(self, epoch: int) -> tuple[Sequence[np.ndarray], Sequence[int]]:
-        """The global batches, and where they end. Raises UserError."""
+        """Returns an epoch's global batches and their cumulative ends. Raises UserError."""
         batches = self.batches(epoch) or []
-        size = getattr(batches, "batch_size", None)  # of all but the last: spares making them
+        size = getattr(batches, "batch_size", None)  # of all but the last; avoids building them
         sizes = [] if size else [len(batch) for batch in batches]
         ends = range(size, size * len(batches) + 1, size) if size else list(accumulate(sizes))
         if not ends or ends[-1] < self.size or 0 in sizes:
             raise UserError(
                 f"{self.source} gives {ends[-1] if ends else 0} samples in epoch {epoch + 1}, or an empty batch; every "
-                f"epoch must have {self.size}, as num_samples says"
+                f"epoch must have {self.size} (num_samples)"
             )
         return batches, ends
 
 
 SampleOrder = ShuffledOrder | TaskOrder
-"""The samples of each global batch of a phase."""
+"""Selects the samples of each global batch of a phase."""
 
 
 class PlannedStep(NamedTuple):
-    """One optimizer step before it is done.
+    """An optimizer step to come.
 
-    phase: its index. epoch: of the phase's own data, from 0. start, end: where its global batch lies in that epoch.
-    after: the run's position when it is done. progress: where the learning rate is asked for, in the unit of
-    `Plan.total`; at the middle of the step it is the schedule's mean over it, up to curvature.
+    phase: its index. epoch: of the phase's own data, from 0. start, end: the global batch within that epoch. after: the
+    run's position after the step. progress: where the learning rate is evaluated, in units of `Plan.total`; at the
+    middle of a step it is the schedule's mean over the step, up to curvature.
     """
 
     phase: int
@@ -138,12 +138,11 @@ class PlannedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The arithmetic of a run of some epochs of phases, each in its own global batches, or of some optimizer steps.
+    """The arithmetic of a run, measured in epochs or in optimizer steps.
 
-    epochs, max_steps: the length of the run; one of them is None. A model that is fitted has 0 epochs. orders: of each
-    phase. turns: optimizer steps of each phase until the next one has its turn; empty where they come one after
-    another. eval_every, eval_every_steps: epochs or optimizer steps from one validation to the next; both None where
-    there is no validation set.
+    epochs, max_steps: length of the run; one is None. Fitted models have 0 epochs. orders: of each phase. turns:
+    optimizer steps of each phase before the next one's turn; empty if phases follow one another. eval_every,
+    eval_every_steps: epochs or optimizer steps between validations; both None without a validation set.
     """
 
     epochs: int | None
@@ -173,7 +172,7 @@ class Plan:
 
     @cached_property
     def samples_per_epoch(self) -> int:
-        """Samples of all phases; of phases in turns, samples of the first one, which make the epoch."""
+        """Samples of all phases; with turns, of the first phase, which defines the epoch."""
         return self.phase_sizes[0] if self.turns else sum(self.phase_sizes)
 
     @cached_property
@@ -184,11 +183,11 @@ class Plan:
         return steps[0] + -(-steps[0] // self.turns[0]) * sum(self.turns[1:])
 
     def is_through(self, num_epochs: int, num_steps: int) -> bool:
-        """Whether `num_epochs` completed epochs, or `num_steps` optimizer steps, are the whole run."""
+        """Returns whether `num_epochs` epochs, or `num_steps` optimizer steps, complete the run."""
         return (num_epochs if self.max_steps is None else num_steps) >= self.total
 
     def validates_after(self, num_epochs: int, num_steps: int) -> bool:
-        """Whether the report at that point scores the validation set: at each interval, and at the end of the run."""
+        """Returns whether the report at this point validates: at each interval and at the end."""
         if not self.has_validation:
             return False
         if self.is_through(num_epochs, num_steps):
@@ -196,27 +195,27 @@ class Plan:
         return num_epochs % self.eval_every == 0 if self.eval_every is not None else self.reports_after(num_steps)
 
     def reports_after(self, num_steps: int) -> bool:
-        """Whether there is a report after `num_steps` optimizer steps although the epoch may go on."""
+        """Returns whether a report follows `num_steps` optimizer steps, even within an epoch."""
         if self.max_steps is not None and num_steps >= self.max_steps:
             return True
         return self.eval_every_steps is not None and num_steps % self.eval_every_steps == 0
 
     def logs_after(self, num_steps: int, step: PlannedStep, interval: int) -> bool:
-        """Whether the last of num_steps steps is logged: every `interval`, and of phases in turns one of each then."""
+        """Returns whether to log the last of `num_steps` steps: every `interval`; with turns, one of each phase."""
         is_last_of_turn = step.after.turn == 0
         return num_steps >= interval and num_steps % interval < (sum(self.turns) or 1) and is_last_of_turn
 
     def consumed(self, position: Position) -> int:
-        """Samples of the current epoch, out of `samples_per_epoch`."""
+        """Returns the samples used of the current epoch, out of `samples_per_epoch`."""
         before = [] if self.turns else self.phase_sizes[: position.phase]
         return sum(before) + position.samples
 
     def epochs_done(self, position: Position) -> float:
-        """Training progress in epochs, at least 0."""
+        """Returns training progress in epochs."""
         return position.epoch + self.consumed(position) / self.samples_per_epoch
 
     def steps_done(self, position: Position) -> int:
-        """Optimizer steps that lead there from the start of the run, with the global batches of today."""
+        """Returns optimizer steps from the start to a position, with the current global batches."""
         order = self.orders[0 if self.turns else position.phase]
         steps = position.epoch * self.steps_per_epoch + order.steps_before(position.epoch, position.samples)
         if not self.turns:
@@ -227,9 +226,9 @@ class Plan:
         return steps + num_rounds * sum(self.turns[1:]) + in_this_round
 
     def rest_of_epoch(self, position: Position, num_done: int = 0) -> Iterator[PlannedStep]:
-        """The steps that are left of the current epoch, as far as the run goes.
+        """Yields the remaining steps of the current epoch, up to the end of the run.
 
-        num_done: optimizer steps done; of a run that is counted in them.
+        num_done: optimizer steps done; used if the run is measured in steps.
         """
         steps = self._steps_from(position)
         if self.max_steps is None:
@@ -253,9 +252,9 @@ class Plan:
             consumed = 0
 
     def _in_turns(self, position: Position) -> Iterator[PlannedStep]:
-        """Round after round until the data of the first phase are used up; the others then still have their turns.
+        """Yields rounds until the first phase's data are used up; the others finish their turns.
 
-        They wrap around their own data, and use the learning rate of the step of the first phase before them.
+        They wrap around their own data, and use the learning rate of the first phase's preceding step.
         """
         first, phase, turn = self.orders[0], position.phase, position.turn
         others = position.others or ((0, 0),) * (len(self.orders) - 1)
@@ -278,11 +277,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """How a global batch is cut.
+    """How a global batch is split.
 
-    batch_size: samples per device per forward, at the most. micro_batch_size: the same per process (a
-    DataParallel process feeds several devices). grad_accum_steps: forwards per step. global_batch_size: samples
-    per step over all devices.
+    batch_size: maximum samples per device per forward. micro_batch_size: maximum per process (a DataParallel process
+    has several devices). grad_accum_steps: forwards per step. global_batch_size: samples per step over all devices.
     """
 
     batch_size: int
@@ -299,10 +297,10 @@ def split_batch(
     world_size: int,
     num_parts: int = 0,
 ) -> BatchSplit:
-    """Derives what the user left open. num_parts: of `--parts`, which do not depend on the devices.
+    """Derives the missing batch sizes. num_parts: `--parts`, independent of the devices.
 
-    With `global_batch_size` given, `batch_size` is the most that one device takes at once, and the number of
-    accumulation steps follows; a share that does not divide evenly is trained on exactly all the same.
+    Given `global_batch_size`, `batch_size` is the maximum per device, and accumulation steps follow; uneven shares are
+    still trained exactly.
     """
     if num_parts:
         global_batch_size = global_batch_size or batch_size * num_parts

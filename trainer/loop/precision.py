@@ -1,4 +1,4 @@
-"""Number formats: the type of the parameters, autocast, and the gradient scaler."""
+"""Number formats: parameter type, autocast, and the gradient scaler."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,16 +23,16 @@ M = TypeVar("M", bound=nn.Module)
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE_FLOOR = 1.0
-"""The gradient scaler goes no lower; at the floor an overflow is no longer the scale's fault."""
+"""Minimum gradient scale; an overflow at the minimum is not the scale's fault."""
 
 
 _is_sparse = attrgetter("is_sparse")
 _OF_PARTS = ("DTensor", "Sharding propagation", "placement")
-"""Words of torch's errors about operations without a rule for sharded tensors."""
+"""Fragments of torch's errors about operations unsupported for sharded tensors."""
 
 
 class StepOutcome(NamedTuple):
-    """Of clipping and stepping; see `StepResult`, of which it is the last part."""
+    """Result of clipping and stepping; the last fields of `StepResult`."""
 
     grad_norm: Tensor
     applied: bool | Tensor
@@ -40,14 +40,14 @@ class StepOutcome(NamedTuple):
 
 
 class Precision:
-    """How numbers are kept and gradients are turned into a step."""
+    """Number formats of a run, and the conversion of gradients to a step."""
 
     def __init__(self, amp: str, dtype: torch.dtype, device: torch.device) -> None:
         self.amp = amp
         self.dtype = dtype
         self.autocast_dtype = AMP_DTYPES.get(amp)
         self._knows_at_once = queue_of(device).lag == 0
-        """Whether the host can look at a result without waiting."""
+        """Whether the host can read a result without waiting."""
         self.scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
 
     def __str__(self) -> str:
@@ -58,28 +58,27 @@ class Precision:
         return torch.autocast(device_type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
 
     def rate(self, learning_rate: float) -> float:
-        """A learning rate as an optimizer takes it: in float32 where it may lie in the memory of a GPU."""
+        """Rounds a learning rate to float32 if it may be stored on a GPU."""
         return learning_rate if self._knows_at_once or self.dtype == torch.float64 else c_float(learning_rate).value
 
     def backward(self, loss: Tensor, factor: float | Tensor) -> None:
-        """Adds the gradient of loss * factor. loss: a scalar. factor: a number, or a scalar on the device of the loss.
+        """Adds the gradient of loss * factor. loss: a scalar. factor: a number, or a scalar on the loss's device.
 
         Raises UserError for a loss without a gradient.
         """
-        # A factor of the loss, or a hook that puts the coefficient in the place of the gradient that a backward begins
-        # with, would take a hundredth of a step of 2 ms.
+        # Multiplying the loss, or a hook on its gradient, would take a hundredth of a 2 ms step.
         run_backward((loss,), (self.start(loss, factor),))
 
     def start(self, loss: Tensor, factor: float | Tensor) -> Tensor:
-        """The gradient by the loss with which the backward of loss * factor begins, scaled where gradients are.
+        """Returns the initial gradient for the backward of loss * factor, scaled if gradients are.
 
-        Where the loss is not finite, the gradient is NaN, although it might be finite: so the exchange of gradients
-        tells every process. Raises UserError for a loss without a gradient.
+        It is NaN for a non-finite loss, so that the gradient exchange informs every process. Raises UserError for a
+        loss without a gradient.
         """
         if not loss.requires_grad:
             raise UserError(
-                "Objective.forward: the loss of this batch depends on no parameter, though that of others does; where "
-                "there is nothing to learn from, return one that does, as logits.sum() * 0"
+                "Objective.forward: the loss of this batch depends on no parameter; where there is nothing to learn "
+                "from, return one that does, such as logits.sum() * 0"
             )
         dtype = loss.dtype if loss.dtype.itemsize >= 4 else torch.float32
         if self._knows_at_once:
@@ -90,7 +89,7 @@ class Precision:
         return coefficient if dtype == loss.dtype else coefficient.to(loss.dtype)
 
     def forget_unscaling(self) -> None:
-        """After an update that broke off before it changed anything: gradients count as not yet unscaled."""
+        """Marks gradients as not yet unscaled, after an update that failed before changing anything."""
         if self.scaler.is_enabled():
             self.scaler.update(self.scaler.get_scale())
 
@@ -102,15 +101,13 @@ class Precision:
         global_norm: Callable[[Tensor], Tensor] = lambda own: own,
         shards: Callable[[Sequence[Tensor]], list[Tensor]] = list,
     ) -> StepOutcome:
-        """Unscale, clip, step, clear. Where the gradient's norm is not finite, weights and moments stay as they are.
+        """Unscales, clips, steps and clears gradients. A non-finite norm leaves weights and moments unchanged.
 
-        params: all that the optimizers train; the norm is that of their whole gradient. max_grad_norm: 0 does not clip.
-        global_norm: see `Strategy.global_norm`. shards: what this process has of tensors, `local_shards` where they are
-        in parts.
+        params: all parameters trained; the norm covers their whole gradient. max_grad_norm: 0 disables clipping.
+        global_norm: see `Strategy.global_norm`. shards: `local_shards` if tensors are sharded.
 
-        A step that was left out raises the alarm, unless a lower scale of the gradients may help. On a GPU the host
-        waits for the norm if an optimizer has no fused kernels, which leave a step out themselves, or if a gradient is
-        sparse.
+        A skipped step raises the alarm, unless lowering the gradient scale may help. On a GPU the host waits for the
+        norm only if an optimizer has no fused kernels, which skip by themselves, or a gradient is sparse.
         """
         is_scaled = self.scaler.is_enabled() and any(parameter.grad is not None for parameter in params)
         if is_scaled:
@@ -120,18 +117,20 @@ class Precision:
         if any(map(_is_sparse, grads)):
             grads = _coalesced_values(params)
         grads = shards(grads)
-        # The norm is that of the whole, exchanged gradient, so every process decides alike.
+        # of the whole, exchanged gradient, so every process decides the same
         grad_norm = global_norm(gradient_norm(grads)) if grads else torch.zeros((), device=params[0].device)
         step = _step_on_host if self._knows_at_once else _step_on_device
         applied, alarm = step(optimizers, grads, grad_norm, max_grad_norm)
         if is_scaled:
             alarm = self._update_scale(grad_norm).logical_not() & alarm
-        for parameter in params:  # as zero_grad does, without its profiling
+        for parameter in params:  # zero_grad without its profiling
             parameter.grad = None
         return StepOutcome(grad_norm, applied, alarm)
 
     def _update_scale(self, grad_norm: Tensor) -> Tensor:
-        """Returns whether the scale became lower: not at its floor, nor where the norm alone overflowed."""
+        """Updates the scale; returns whether it decreased, which it does not at its minimum or if only the norm
+        overflowed.
+        """
         one = torch.ones_like(grad_norm)
         before = self.scaler.scale(one)
         self.scaler.update()
@@ -140,14 +139,14 @@ class Precision:
 
 
 def gradient_norm(grads: list[Tensor]) -> Tensor:
-    """Of the whole gradient: that of `nn.utils.get_total_norm`, to the bit, without its sorting by device and type."""
+    """Returns the global norm, bit-equal to `nn.utils.get_total_norm` but without its grouping by device and type."""
     return torch.linalg.vector_norm(torch.stack(foreach_norm(grads)))
 
 
 def _coalesced_values(params: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients; of a sparse one its values, (rows, columns), which are its own memory.
+    """Returns the gradients, coalesced if sparse; of sparse ones the values, (rows, columns), sharing memory.
 
-    Sparse gradients are coalesced first. Until then a row may be there several times, and their norm be another one.
+    Uncoalesced rows may occur several times, and would change the norm.
     """
     grads = []
     for parameter in params:
@@ -162,8 +161,8 @@ def _coalesced_values(params: Sequence[Tensor]) -> list[Tensor]:
 def _step_on_host(
     optimizers: Sequence[torch.optim.Optimizer], grads: list[Tensor], grad_norm: Tensor, max_grad_norm: float
 ) -> tuple[bool, bool]:
-    """Clips and steps; returns whether the step was applied, and whether it was left out."""
-    norm = grad_norm.numpy()[()]  # a number of the gradient's own precision
+    """Clips and steps; returns whether the step was applied and whether it was skipped."""
+    norm = grad_norm.numpy()[()]  # in the gradient's own precision
     if not math.isfinite(norm):
         return False, True
     factor = 1 / (norm + norm.dtype.type(1e-6)) * norm.dtype.type(max_grad_norm)
@@ -177,10 +176,10 @@ def _step_on_host(
 def _step_on_device(
     optimizers: Sequence[torch.optim.Optimizer], grads: list[Tensor], grad_norm: Tensor, max_grad_norm: float
 ) -> tuple[Tensor, Tensor]:
-    """Clips and steps without waiting for the norm, unless an optimizer cannot leave a step out itself."""
+    """Clips and steps without waiting for the norm, unless an optimizer cannot skip a step by itself."""
     if max_grad_norm:
         foreach_mul_(grads, (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0))
-    applied = grad_norm < torch.inf  # as torch.isfinite of a norm, by one kernel instead of four
+    applied = grad_norm < torch.inf  # torch.isfinite of a norm, in one kernel instead of four
     left_out = applied.logical_not()
     if not all(map(reads_found_inf, optimizers)) and not bool(applied):
         return applied, left_out
@@ -194,47 +193,48 @@ def _step_on_device(
 
 
 def take_step(optimizer: torch.optim.Optimizer) -> None:
-    """Steps the optimizer. Raises UserError where it cannot train here, which some show no sooner."""
+    """Steps an optimizer. Raises UserError if it cannot train here, which some reveal only now."""
     try:
         optimizer.step()
     except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         name, told = type(optimizer).__name__, str(error)
         if "closure" in told.lower() or told == "'NoneType' object is not callable":
             raise UserError(
-                f"Task.build_optimizers: {name} evaluates the loss itself, several times a step, which this trainer "
-                f"does not do ({reason(error)}); take another one, or for SAM its base optimizer with --sam-rho"
+                f"Task.build_optimizers: {name} evaluates the loss several times a step by a closure, which this "
+                f"trainer does not support ({reason(error)}); use another one, or for SAM its base optimizer with "
+                "--sam-rho"
             ) from error
         in_parts = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
         if in_parts and any(word in told for word in _OF_PARTS):
             raise UserError(
-                f"--multi-gpu fsdp: {name} cannot train parameters of which a process has a part ({reason(error)}); "
-                "use --multi-gpu ddp, or another optimizer"
+                f"--multi-gpu fsdp: {name} cannot train sharded parameters ({reason(error)}); use --multi-gpu ddp or "
+                "another optimizer"
             ) from error
         raise
 
 
 def choose_precision(flags: PrecisionFlags, device: torch.device) -> Precision:
-    """What the flags mean on a device."""
+    """Resolves the precision flags for a device."""
     dtype = getattr(torch, flags.dtype)
     automatic = "off" if dtype == torch.float64 else half_precision(device)
     return Precision(automatic if flags.amp == "auto" else flags.amp, dtype, device)
 
 
 def of_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
-    """The batch with its floating-point tensors in another type; complex ones are of two such numbers."""
+    """Converts a batch's floating-point tensors to a type, complex ones to its complex counterpart."""
     return {name: _in_dtype(tensor, dtype) for name, tensor in batch.items()}
 
 
 def module_in_dtype(module: M, dtype: torch.dtype) -> M:
-    """Converts a module's parameters and buffers in place; `Module.to` would drop the imaginary parts."""
+    """Converts a module's parameters and buffers in place; `Module.to` would drop imaginary parts."""
     convert_tensors(module, partial(_in_dtype, dtype=dtype))
     return module
 
 
 def with_dense_tensors(module: M) -> M:
-    """Copies parameters and buffers of a module whose numbers have gaps or share memory, such as `weight[:, :4]`.
+    """Copies parameters and buffers with gaps or shared memory, such as `weight[:, :4]`.
 
-    Fused optimizers would ignore the gaps, and an expanded tensor cannot be loaded from a checkpoint.
+    Fused optimizers would ignore gaps, and an expanded tensor cannot be loaded from a checkpoint.
     """
     for tensor in chain(module.parameters(), module.buffers()):
         if tensor.layout == torch.strided and torch.empty_like(tensor, device="meta").stride() != tensor.stride():
@@ -249,16 +249,16 @@ def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_precision(objective: nn.Module, precision: Precision) -> nn.Module:
-    """What the parallel wrappers wrap: the objective in the run's precision; itself where nothing is converted."""
+    """Wraps an objective in the run's precision; returns it unchanged if nothing is converted."""
     if precision.dtype == torch.float32 and precision.autocast_dtype is None:
         return objective
     return PrecisionForward(objective, precision)
 
 
 class PrecisionForward(nn.Module):
-    """An objective that gets its batches in another type, or computes in one.
+    """Converts batches for an objective, and runs it in autocast.
 
-    Autocast is entered here and not around the wrapper, because the threads of DataParallel do not inherit it.
+    Autocast is entered here and not outside, because DataParallel's threads do not inherit it.
     """
 
     def __init__(self, objective: nn.Module, precision: Precision) -> None:

@@ -1,4 +1,4 @@
-"""How far a run has come: all that changes while training, apart from weights and moments."""
+"""The progress of a run: all that changes in training apart from weights and moments."""
 
 import math
 import time
@@ -15,13 +15,11 @@ from trainer.task import At
 
 @dataclass
 class Progress(SavedProgress):
-    """How far a run has come in this process: what a checkpoint keeps, and what it does not hold, or in another form.
+    """A run's progress in this process: the saved fields, and others.
 
-    last_save: optimizer steps done at the last checkpoint.
-    totals: of each phase, sums over this process's share of the steps since the last report.
-    own_samples: of `samples`, those that this process's totals cover.
-    new_totals: makes totals of nothing.
-    clock: when it was last read; None before the first reading, which starts the time.
+    last_save: optimizer steps at the last checkpoint. totals: by phase, sums over this process's share of the steps
+    since the last report. own_samples: how many of `samples` this process's totals cover. new_totals: creates empty
+    totals. clock: when `train_seconds` was last updated; None before training.
     """
 
     last_save: int = 0
@@ -31,13 +29,13 @@ class Progress(SavedProgress):
     clock: float | None = None
 
     def copied(self) -> "Progress":
-        """A copy with the same totals; `copy.copy` takes three times as long, in every step."""
+        """Returns a copy with the same totals; three times as fast as `copy.copy`, since every step calls it."""
         twin = object.__new__(Progress)
         vars(twin).update(vars(self))
         return twin
 
     def start_epoch(self, epoch: int, phases: Sequence[str]) -> None:
-        """epoch: number of completed ones."""
+        """epoch: number of completed epochs."""
         self.position = Position(epoch, others=self.position.others)
         self.start_segment(phases)
 
@@ -49,16 +47,16 @@ class Progress(SavedProgress):
         self.misses_samples = False
 
     def advance(self, position: Position, samples: int = 0, own_samples: int = 0) -> None:
-        """After an optimizer step. samples, own_samples: those added to the totals, of all processes and of this."""
+        """Advances by an optimizer step. samples, own_samples: added by all processes, and by this one."""
         self.position = position
         self.step += 1
         self.samples += samples
         self.own_samples += own_samples
 
     def where(self, plan: Plan, group: Group, phase: str = "", progress: float | None = None) -> At:
-        """Where the run is, for a task. progress: of the step of a phase, in the unit of `Plan.total`."""
+        """Describes the run's position for a task. progress: of a step, in units of `Plan.total`."""
         is_in_epochs, position = plan.max_steps is None, self.position
-        step = plan.steps_done(position) if is_in_epochs else self.step  # whatever batch sizes the run had
+        step = plan.steps_done(position) if is_in_epochs else self.step  # independent of earlier batch sizes
         if progress is None:
             progress = plan.epochs_done(position) if is_in_epochs else step
         share = progress / plan.total if plan.total else 0.0
@@ -71,13 +69,13 @@ class Progress(SavedProgress):
         return time.monotonic() - self.clock if self.clock is not None else 0.0
 
     def read_clock(self) -> None:
-        """Adds the time since the last reading to `train_seconds`."""
+        """Adds the time since the last call to `train_seconds`."""
         now = time.monotonic()
         self.train_seconds += now - self.clock if self.clock is not None else 0.0
         self.clock = now
 
     def judge(self, value: float, mode: str) -> bool:
-        """Takes note of the monitored value of a validation; True if it is the best so far. mode: "max" or "min"."""
+        """Records a validation's monitored value; returns whether it is the best so far. mode: "max" or "min"."""
         sign = 1 if mode == "max" else -1
         is_best = not math.isnan(value) and (self.best is None or sign * value > sign * self.best.value)
         if is_best:

@@ -1,4 +1,4 @@
-"""How long each process takes for a step, apart from waiting for the others; one that is slow is named."""
+"""Measures each process's own time per step, and names slow ranks."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -14,22 +14,21 @@ from trainer.parallel.devices import queue_of
 from trainer.parallel.group import Group
 
 OWN = ("data loading", "forward", "backward")
-"""Activities in which nobody waits for another process."""
+"""Activities that do not wait for other processes."""
 SENT = (*OWN, EXCHANGE)
 REPORT_EVERY = 100
-"""Optimizer steps."""
+"""Optimizer steps between reports."""
 NUM_REPORTS = 5
 """Consecutive slow reports before a rank is named, so that brief interference is ignored."""
 SLOW_FACTOR = 1.3
-"""A process is slow whose own part of a step takes this many times the median of all processes."""
+"""A rank is slow if its own time exceeds this multiple of the median."""
 
 
 class RankTimes(Watch):
-    """Tells every process the times of all, every REPORT_EVERY steps; nobody waits for the exchange.
+    """Shares every rank's times every REPORT_EVERY steps, without waiting for the exchange.
 
-    They are those of the training thread on the CPU, and on a GPU those between events on its stream, looked at when
-    they have long since come to pass: the time that it is without work for want of data counts as data loading.
-    Evaluations between the steps do not count.
+    On the CPU these are times of the training thread, on a GPU times between events on its stream, read when long past:
+    a GPU idle for lack of data counts as data loading. Evaluations between steps do not count.
     """
 
     def __init__(self, group: Group) -> None:
@@ -71,7 +70,7 @@ class RankTimes(Watch):
         self._borders.append((name, self._queue.instant()))
 
     def _seconds(self, borders: Sequence[tuple[str, Any]]) -> list[float]:
-        """Seconds in the activities of SENT, in a place of this process's own among zeros."""
+        """Returns seconds in the activities of SENT, in this rank's row of a flattened zero table."""
         seconds = defaultdict[str, float](float)
         for (name, begin), (_, end) in pairwise(borders):
             seconds[name] += self._queue.seconds(begin, end)
@@ -80,7 +79,7 @@ class RankTimes(Watch):
         return table.ravel().tolist()
 
     def judge(self, times: np.ndarray) -> list[str]:
-        """Returns a line for each process that turns out slow. times: (processes, SENT) seconds of a new report."""
+        """Returns a line for each newly slow rank. times: (ranks, SENT) seconds since the last report."""
         self._reports.append(times)
         reports = np.stack(self._reports)
         slow = [rank for rank in slow_ranks(reports[..., : len(OWN)], SLOW_FACTOR) if rank not in self._named]
@@ -96,18 +95,18 @@ class RankTimes(Watch):
         activity = int(np.argmax(own[rank] - usual))
         total, usual_total = 1e3 * own[rank].sum(), 1e3 * np.quantile(own.sum(1), 0.5, method="lower")
         return (
-            f"Rank {rank} ({member}) is slow: a step takes it {total:.3g} ms apart from waiting, where the median is "
-            f"{usual_total:.3g} ms, over the last {NUM_REPORTS * REPORT_EVERY} steps. Most of it in "
-            f"{OWN[activity]}: {1e3 * own[rank, activity]:.3g} ms instead of "
-            f"{1e3 * usual[activity]:.3g}. The rank that waits longest waits {1e3 * times[:, -1].max():.3g} ms a step."
+            f"Rank {rank} ({member}) is slow: {total:.3g} ms per step without waiting, against a median of "
+            f"{usual_total:.3g} ms, over the last {NUM_REPORTS * REPORT_EVERY} steps. Most of the difference is in "
+            f"{OWN[activity]}: {1e3 * own[rank, activity]:.3g} ms instead of {1e3 * usual[activity]:.3g} ms. "
+            f"The rank that waits longest waits {1e3 * times[:, -1].max():.3g} ms per step."
         )
 
 
 def slow_ranks(own: np.ndarray, factor: float) -> list[int]:
-    """Ranks whose total time exceeds factor times the median in every report.
+    """Returns ranks whose total time exceeds factor times the median in every report.
 
-    own: (reports, processes, activities) seconds. Of an even number of processes the median is the faster of the middle
-    two, so that of two the slow one can be told.
+    own: (reports, ranks, activities) seconds. For an even number of ranks the median is the faster of the middle two,
+    so that the slower of two ranks is found.
     """
     seconds = own.sum(2)
     usual = np.quantile(seconds, 0.5, axis=1, method="lower", keepdims=True)

@@ -1,4 +1,4 @@
-"""Forwards of evaluations as CUDA graphs, one for each signature."""
+"""Evaluation forwards as CUDA graphs, one per signature."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -22,13 +22,14 @@ from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Outputs, PerSample
 
 MOST_FORWARDS = 32
-"""Recordings that are kept."""
+"""Limit on kept graphs."""
 
 
 class RecordedForward(NamedTuple):
-    """inputs: what is filled before it. results: what it writes. per_sample: names of outputs that are `PerSample`.
+    """A captured forward. inputs: buffers to fill before a replay. results: tensors that it writes. per_sample: names
+    of `PerSample` outputs.
 
-    reads: further tensors that it reads, whose memory it keeps.
+    reads: other tensors that it reads, kept alive.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -39,9 +40,9 @@ class RecordedForward(NamedTuple):
 
 
 class RecordedForwards:
-    """Launches a signature once, records it when it comes again, and replays it from then on.
+    """Runs a signature once, captures it when it comes again, and replays it from then on.
 
-    problem: why forwards are launched as without graphs from now on, or None.
+    problem: why forwards run without graphs from now on, or None.
     """
 
     def __init__(self, objective: Objective, strategy: Strategy, recorder: Recorder) -> None:
@@ -53,7 +54,7 @@ class RecordedForwards:
         self._recordings.clear()
 
     def __call__(self, net: nn.Module, batch: Batch, account_of: Callable[[Exception], str]) -> Outputs:
-        """What a module returns for a batch in host memory. account_of: says what stands in the way of a recording."""
+        """Evaluates a batch in host memory. account_of: explains why capture failed."""
         key = signature(batch)
         recording = self._recordings.used(key)
         if recording is not None:
@@ -63,7 +64,7 @@ class RecordedForwards:
         self._recordings.make_place()
         try:
             recording = self._recorded(net, batch)
-        except Exception as error:  # an own forward may raise anything where it is recorded
+        except Exception as error:  # a user's forward may raise anything during capture
             self.problem = account_of(error)
             self.clear()
             return net(self._strategy.to_device(batch))
@@ -71,17 +72,14 @@ class RecordedForwards:
         return _replayed(recording, batch)
 
     def _recorded(self, net: nn.Module, batch: Batch) -> RecordedForward:
-        """Raises RuntimeError for a forward that cannot be recorded, or would not do again what it does.
-
-        A rehearsal comes first; what the recording comes to must have its bits.
-        """
+        """Captures a forward after a dry run. Raises RuntimeError if it cannot be captured or replays differently."""
         drawn = self._strategy.places_in_generators()
         with self._strategy.keeping_generators(), leaving_no_trace(self._objective) as changes:
             net(self._uploaded(batch))
             if self._strategy.places_in_generators() != drawn:
-                raise CannotBeRecorded("forwards draw from generators of the host")
+                raise CannotBeRecorded("forwards draw from the host's random generators")
             for change in changes():
-                raise CannotBeRecorded(f"forwards give {change.path} another value, which a recording would not")
+                raise CannotBeRecorded(f"forwards change {change.path}, which a graph would not")
         inputs = self._uploaded(batch)
         with self._strategy.keeping_generators():
             expected, reads = rehearse(lambda: _tensors(net({**inputs})))
@@ -98,7 +96,7 @@ class RecordedForwards:
             found = _tensors(_replayed(recording, batch))
         name = difference(expected, found, lambda: expected, rounding=0.0)
         if name is not None:
-            raise CannotBeRecorded(f"a recording came to another value of {name}")
+            raise CannotBeRecorded(f"a graph computed another value of {name}")
         return recording
 
     def _uploaded(self, batch: Batch) -> Batch:

@@ -1,4 +1,4 @@
-"""Recording what a function launches on a GPU, as a CUDA graph."""
+"""Captures the kernels of a function as a CUDA graph."""
 
 import gc
 import warnings
@@ -18,19 +18,19 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 SUMMATIONS = 8
-"""How many times the difference of two replays a recording may be off, where these differ."""
+"""Tolerance as a multiple of the difference between two replays, if these differ."""
 REPLAYS = 3
-"""By which that difference is found."""
+"""Replays that measure that difference."""
 
 
 class CannotBeRecorded(RuntimeError):
-    """Why a recording would not do what its function does."""
+    """The reason why a function cannot be captured."""
 
 
 class Recorder:
-    """Records what functions launch on a GPU.
+    """Captures functions as CUDA graphs.
 
-    All recordings share one pool of memory: a replay may overwrite what another recording has left there.
+    All graphs share one memory pool: a replay may overwrite what another graph has left there.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,14 +41,14 @@ class Recorder:
         self._broken: list[torch.cuda.CUDAGraph] = []
 
     def record(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """The recording of a call, in which nothing is computed, and what the function returned.
+        """Captures a call, which computes nothing; returns the graph and the function's result.
 
-        Raises what the function raises, RuntimeError where it does what cannot be recorded. The generator of the device
-        is a new one then, on which no earlier recording draws.
+        Raises the function's exceptions, and RuntimeError for operations that cannot be captured. The device's
+        generator is then a new one, from which no earlier graph draws.
         """
         graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self._device.index]
         before = generator.clone_state()
-        if not self._graphs:  # torch takes no pool again whose graphs are all gone
+        if not self._graphs:  # torch refuses a pool whose graphs are all gone
             self._pool = torch.cuda.graph_pool_handle()
         try:
             with torch.cuda.device(self._device), self.launching(), _without_collecting():
@@ -61,8 +61,8 @@ class Recorder:
                     raise
                 graph.capture_end()
         except BaseException:
-            generator.graphsafe_set_state(before)  # one that a broken recording has drawn on stays as if in it
-            # torch's allocators may believe that it still goes on in this pool, and may ask the graph.
+            generator.graphsafe_set_state(before)  # one that a broken capture drew from stays in capture mode
+            # torch's allocators may take the pool to be in use, and may query the graph.
             end_allocating(self._device, self._pool)
             self._broken.append(graph)
             self._pool = torch.cuda.graph_pool_handle()
@@ -72,9 +72,9 @@ class Recorder:
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Within it kernels are launched in the stream of recordings, which are not made in a device's usual one.
+        """Launches kernels on the capture stream; capturing is not allowed on the default stream.
 
-        What autograd keeps of a parameter belongs to the stream in which a forward first used it.
+        Autograd binds a parameter's gradient accumulation to the stream of its first forward.
         """
         usual = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(usual)
@@ -86,36 +86,36 @@ class Recorder:
 
 
 def rehearse(function: Callable[[], T]) -> tuple[T, list[Tensor]]:
-    """What a function returns, and the tensors of before that it reads: a recording needs their memory.
+    """Runs a function and returns its result and the existing tensors that it reads, which a graph needs alive.
 
-    Raises RuntimeError where the host would wait for a GPU, as far as torch can tell, where somebody keeps a tensor
-    that the function makes each time, and what the function raises.
+    Raises RuntimeError if the host would wait for a GPU, as far as torch can tell, or if something keeps a tensor that
+    every call creates; and the function's exceptions.
     """
     result, reads, keeps = _rehearse_once(function)
-    if keeps:  # perhaps what it makes once, and finds from then on
+    if keeps:  # perhaps created once and reused
         result, reads, keeps = _rehearse_once(function)
     if keeps:
-        raise CannotBeRecorded(f"something keeps a tensor of the shape {keeps[0]}, which replays would overwrite")
+        raise CannotBeRecorded(f"something keeps a tensor of shape {keeps[0]}, which replays would overwrite")
     return result, reads
 
 
 def _rehearse_once(function: Callable[[], T]) -> tuple[T, list[Tensor], list[tuple[int, ...]]]:
-    """The last part: shapes of the tensors that are kept."""
-    # Backwards in this thread, where the operators of a forward are seen too.
+    """Also returns the shapes of kept tensors."""
+    # backwards in this thread, where this mode sees their operators
     with _refusing_waits(), torch.autograd.set_multithreading_enabled(False), _Reads() as reads:
         result = function()
     keeps = reads.kept(result)
     if keeps:
         gc.collect()
         keeps = reads.kept(result)
-    # Compiled code shows operators what it has made itself; that is gone once nobody else holds it.
+    # Compiled code exposes its own temporaries, which are gone once nobody else holds them.
     found = [ref(tensor) for tensor in reads.found.values()]
     reads.found.clear()
     return result, [tensor for each in found if (tensor := each()) is not None], keeps
 
 
 class _Reads(TorchDispatchMode):
-    """Notes the tensors that operators get and that no operator made before. found: by their memory."""
+    """Collects tensors that operators read but did not create. found: by memory address."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class _Reads(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Or torch would never again run as compiled what it is asked for within it."""
+        """Keeps compiled functions compiled; otherwise torch would never run them so again."""
         return True
 
     ignore_compile_internals = is_infra_mode
@@ -144,7 +144,7 @@ class _Reads(TorchDispatchMode):
         return result
 
     def kept(self, result: Any) -> list[tuple[int, ...]]:
-        """Shapes of the tensors that operators have made, and that are still there but not in the result."""
+        """Returns shapes of tensors that operators created and that still exist outside the result."""
         own = {each.untyped_storage().data_ptr() for each in _strided(getattr(result, "parts", result))}
         there = [tensor for each in self._outputs if (tensor := each()) is not None]
         return [tuple(each.shape) for each in there if each.untyped_storage().data_ptr() not in own]
@@ -159,7 +159,7 @@ def _strided(values: Any) -> list[Tensor]:
 def _refusing_waits() -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it cannot always tell
+        warnings.simplefilter("ignore")  # that detection is incomplete
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -169,7 +169,7 @@ def _refusing_waits() -> Iterator[None]:
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Objects that only refer to each other stay: to free an event or a graph is no part of a recording."""
+    """Disables garbage collection, since capture must not free events or graphs."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -180,9 +180,9 @@ def _without_collecting() -> Iterator[None]:
 
 
 class Recordings(OrderedDict[Any, R]):
-    """Recordings by signature, at most a fixed number: beyond it the one goes that was not used for longest.
+    """Graphs by signature; beyond `most` the least recently used one is dropped.
 
-    left_out: signatures that get none, such as those of recordings that have gone, which would displace each other.
+    left_out: signatures without a graph, such as dropped ones, which would displace each other.
     """
 
     def __init__(self, most: int) -> None:
@@ -192,36 +192,36 @@ class Recordings(OrderedDict[Any, R]):
         self.left_out: set[Any] = set()
 
     def used(self, key: Any) -> R | None:
-        """The recording of a signature that is about to be used, or None."""
+        """Returns the graph of a signature and marks it as used, or None."""
         if key in self:
             self.move_to_end(key)
         return self.get(key)
 
     def is_wanted(self, key: Any) -> bool:
-        """Whether a signature without a recording gets one. The first time that it comes its kernels are loaded."""
+        """Returns whether to capture a signature; not at its first occurrence, which loads its kernels."""
         is_new = key not in self._seen
         self._seen.add(key)
         return not is_new and key not in self.left_out
 
     def make_place(self) -> None:
-        """Before one more recording."""
+        """Makes room for one more graph."""
         if len(self) >= self._most:
             self.left_out.add(self.popitem(last=False)[0])
 
 
 def signature(batch: Batch) -> tuple[Any, ...]:
-    """Names, shapes, layouts and types of a batch, of which a recording takes only the content."""
+    """Returns names, shapes, layouts and types of a batch; replays vary only its content."""
     return tuple((name, tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in batch.items())
 
 
 def fill(inputs: Mapping[str, Tensor], batch: Batch) -> None:
-    """Copies a batch in host memory, of the same signature, to where a recording reads it, without waiting."""
+    """Copies a host batch of the same signature into a graph's inputs, without waiting."""
     for name, tensor in batch.items():
         inputs[name].copy_(tensor, non_blocking=True)
 
 
 class Packed:
-    """Tensors of each type one behind the other, so that one kernel copies all of them."""
+    """Tensors concatenated by type, so that one kernel copies all of a type."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         by_type: dict[torch.dtype, list[str]] = {}
@@ -233,9 +233,9 @@ class Packed:
         ]
 
     def after(self, replay: Callable[[], None]) -> dict[str, Tensor]:
-        """The tensors by name, as the recording writes them that is replayed, in memory that no recording writes to.
+        """Replays and returns copies of the tensors by name, in memory that no graph writes to.
 
-        That is taken before: where there is none, torch.OutOfMemoryError is raised, and nothing has been done.
+        Allocates first: torch.OutOfMemoryError is raised before anything is done.
         """
         copies = [torch.empty_like(part) for _, part in self.parts]
         replay()
@@ -252,11 +252,11 @@ def difference(
     replayed: Callable[[], Mapping[str, Tensor]],
     rounding: float,
 ) -> str | None:
-    """The name of a value that is another one than expected, beyond rounding; None if there is none.
+    """Returns the name of a value that differs from the expected one beyond rounding, or None.
 
-    replayed: finds the values once more, by the same kernels: where they come out differently, their order of summation
-    is open. What an own forward takes from the host differs from launch to launch too, but not from replay to replay.
-    rounding: the most that an open order may change, as a part of a tensor's largest value.
+    replayed: recomputes the values with the same kernels; differences among replays show an open order of summation,
+    whereas values taken from the host change between launches but not between replays. rounding: tolerance for an open
+    order, relative to a tensor's largest value.
     """
     if expected.keys() != found.keys():
         return min(expected.keys() ^ found.keys())
@@ -278,12 +278,12 @@ def _numbers(value: Tensor) -> Tensor:
 
 
 def _largest_difference(one: Tensor, other: Tensor) -> Tensor:
-    """NaN where one of them alone is NaN."""
+    """Returns the largest difference; NaN if only one of them is NaN."""
     one, other = _numbers(one), _numbers(other)
     is_same = (one == other) | (one.isnan() & other.isnan())
     return torch.where(is_same, 0, (one - other).abs()).max()
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """To the bit, or NaN in both."""
+    """Compares bit for bit, with NaN equal to NaN."""
     return bool(((one == other) | ((one != one) & (other != other))).all())

@@ -1,8 +1,8 @@
-"""What is left of a run that failed or lost a process: the state after the last step, saved without the others.
+"""Saves the state after the last step when a run fails or loses a process, without the other processes.
 
-No exchange is made, for there may be nobody to make it with. The main process saves, or if it is gone, a process of its
-machine that has taken over the lock of the run directory. A process that lost the others in the middle of a step still
-has what the step before left (Gupta et al., Just-In-Time Checkpointing, EuroSys 2024).
+Runs no collectives, since others may be gone. Rank 0 saves, or, if it is gone, a process on its machine that took over
+the lock of the run directory. A process that lost the others in the middle of a step still has the previous step's
+state (Gupta et al., Just-In-Time Checkpointing, EuroSys 2024).
 """
 
 import threading
@@ -32,21 +32,21 @@ from trainer.parallel.devices import DeviceQueue
 from trainer.parallel.strategy import Strategy
 
 COPY_WITHIN_S = 15.0
-"""Of the 30 s that a launcher waits for the others once a process has died."""
+"""Seconds, out of the 30 s that a launcher waits after a process died."""
 LOCK_WITHIN_S = 20.0
 DRAINS_WITHIN_S = 2.0
-"""How long the device may take for work that waits for no other process."""
+"""Seconds for the device to finish work that does not depend on other processes."""
 _one_at_a_time = threading.Lock()
 
 Mark = Callable[[], bool]
-"""Whether a moment in the work of the device has come."""
+"""Tells whether the device has reached a marked point."""
 
 
 @dataclass(eq=False)
 class AppliedStep:
-    """progress: as it was after the step. applied: when the device had done it.
+    """An applied step. progress: after the step. applied: marks its end on the device.
 
-    Of the next one: forward, when it began; changes, when its optimizer began to change the weights.
+    forward: marks the start of the next step; changes: where its optimizer starts to change weights.
     """
 
     progress: Progress
@@ -56,10 +56,10 @@ class AppliedStep:
 
 
 class LastStep(Watch):
-    """Knows the last optimizer step that the device has done. Set by the thread that trains, and read by any.
+    """Finds the last optimizer step that the device has finished. Written by the training thread, read by any.
 
-    On a GPU the host has gone ahead, and the steps that it has enqueued wait behind an exchange that never ends. So a
-    step leaves marks among the kernels. first: the optimizer steps done when training began.
+    On a GPU the host runs ahead, and enqueued steps may wait behind a collective that never ends, so every step marks
+    its position in the queue. first: optimizer steps done when training began.
     """
 
     def __init__(self, queue: DeviceQueue) -> None:
@@ -88,9 +88,9 @@ class LastStep(Watch):
             self._steps.popleft()
 
     def find(self) -> tuple[AppliedStep, bool] | None:
-        """The step whose weights and moments the device has now, and whether the forward of the next one has begun.
+        """Returns the last finished step, and whether the next one's forward has started.
 
-        None before training, and while an optimizer is at work.
+        Returns None before training, and while an optimizer changes weights.
         """
         self.queue.drain(DRAINS_WITHIN_S)
         done = [step for step in list(self._steps) if step.applied()]
@@ -100,7 +100,7 @@ class LastStep(Watch):
 
 
 def _it_has_come() -> bool:
-    """The mark of a device that is never behind the host."""
+    """The mark of a synchronous device."""
     return True
 
 
@@ -109,13 +109,13 @@ def _has_come(mark: Mark | None) -> bool:
 
 
 def rescue(run: Run, last: LastStep, end: Failure | UserError) -> None:
-    """Saves what came since the newest checkpoint, where this process has it and is to do so, after a run has ended so.
+    """Saves the state since the newest checkpoint if this process has it and is the one to save.
 
-    Where other processes were missed, and the directory now holds more than this start began with, the status of the
-    failure becomes EXIT_RESTART: without that, what ends a run again and again ends it for good.
+    If other processes were lost and the directory advanced in this start, the failure's status becomes EXIT_RESTART;
+    otherwise a recurring failure would restart forever.
     """
     if isinstance(end, Failure):
-        # Of data that are refused the main process has the UserError itself; a user who leaves at once does not wait.
+        # Rank 0 has the UserError of rejected data itself; a user who exits at once does not wait.
         is_left = end.status == EXIT_BAD_INPUT or not str(end)
     else:
         is_left = isinstance(end, DiskError | LockTaken | UnfitState)
@@ -128,7 +128,7 @@ def rescue(run: Run, last: LastStep, end: Failure | UserError) -> None:
             came_further = run.group.can_replace_rank0(lost or (), run.strategy.has_full_state) and _save_last_step(
                 run, last
             )
-        except (UserError, OSError, RuntimeError) as error:  # of the device too, which may be what failed
+        except (UserError, OSError, RuntimeError) as error:  # possibly of the device, which may have failed
             why = error if isinstance(error, UserError) else reason(error)
             print_error(f"the state after the last optimizer step could not be saved: {why}")
         if isinstance(end, Failure):
@@ -137,28 +137,28 @@ def rescue(run: Run, last: LastStep, end: Failure | UserError) -> None:
 
 
 def _save_last_step(run: Run, last: LastStep) -> bool:
-    """Whether the newest checkpoint is of a later step than the one that this start began with. Raises UserError."""
-    run.saver.end()  # a write under way is to be complete
+    """Returns whether the newest checkpoint is newer than the one that this start resumed. Raises UserError."""
+    run.saver.end()  # completes a pending write
     directory, say = run.directory, run.log.say if run.group.is_main else to_stdout
     if not directory.is_held:
         _take_over(directory)
     num_saved = directory.entries[-1].step if directory.entries else 0
     copied = partial(_copied, run.learner, run.strategy, last, num_saved, run.model_outline, run.facts)
     state = _in_time(copied) if run.strategy.has_full_state else None
-    # The best checkpoint of which the state speaks may have died with whoever was writing it.
+    # The best checkpoint may have died with its writer.
     saved = newest_best(directory.entries)
     if state is not None and (state["best"] is None or (saved is not None and saved.value == state["best"]["value"])):
         directory.save(state)
         num_saved = state["step"]
         say(f"The state after optimizer step {num_saved} is saved; the same command resumes from there.")
     elif run.progress.step > num_saved:
-        why = "" if run.strategy.has_full_state else ", for no process has all of the parameters"
+        why = "" if run.strategy.has_full_state else ", because no process holds all parameters"
         say(f"The steps after optimizer step {num_saved}, the newest checkpoint, could not be saved{why}.")
     return num_saved > last.first
 
 
 def _take_over(directory: RunDirectory) -> None:
-    """Raises UserError when other survivors hold the directory for too long, or when it is not there any more."""
+    """Raises UserError if other survivors hold the directory too long, or it is gone."""
     deadline = time.monotonic() + LOCK_WITHIN_S
     while True:
         try:
@@ -170,17 +170,17 @@ def _take_over(directory: RunDirectory) -> None:
 
 
 def _in_time(copied: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
-    """A copy of the state, or None where there is none or it takes too long."""
+    """Returns a copy of the state; None if there is none or copying takes too long."""
     found: list[dict[str, Any] | None] = []
     errors: list[Exception] = []
 
     def attempt() -> None:
         try:
             found.append(copied())
-        except Exception as error:  # raised again where somebody waits for it
+        except Exception as error:  # re-raised in the waiting thread
             errors.append(error)
 
-    # By another thread, for the driver of a GPU may keep it for ever.
+    # in another thread, because a GPU's driver may block forever
     thread = threading.Thread(target=attempt, name="rescue", daemon=True)
     thread.start()
     thread.join(COPY_WITHIN_S)
@@ -192,7 +192,7 @@ def _in_time(copied: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | No
 def _copied(
     learner: Learner, strategy: Strategy, last: LastStep, num_saved: int, outline: Outline, facts: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """The state after the last step, of more steps than were saved; None where there is no such state.
+    """Copies the state after the last finished step if it is newer than `num_saved`, else returns None.
 
     outline, facts: see `Run`.
     """
@@ -200,7 +200,7 @@ def _copied(
     if before is None or before[0].progress.step <= num_saved or learner.ema.is_applied:
         return None
     step, is_in_next = before
-    # What the run's own stream has still to do waits for the lost process, and is garbage once that is given up.
+    # The training stream's remaining work waits for the lost process, and is void.
     with torch.no_grad(), last.queue.aside():
         if is_in_next:
             learner.buffers.undo()
@@ -208,9 +208,9 @@ def _copied(
         learner.ema.put_into(weights, strategy.full_weights)
         lacks_totals = last.queue.lag > 0 or (strategy.num_parts > 0 and strategy.group.world_size > 1)
         state = state_of(learner, weights, *_own(step.progress, lacks_totals)) | facts
-        # Locking pages may wait for the device.
+        # pinning memory may wait for the device
         copied = snapshot(state, page_locked=False)
-    # A thread that trains may have gone on meanwhile.
+    # the training thread may have continued meanwhile
     is_whole = last.find() == before and not learner.ema.is_applied
     if not is_whole or diverged(learner.objective.model, copied["model"]):
         return None
@@ -219,10 +219,9 @@ def _copied(
 
 
 def _own(progress: Progress, lacks_totals: bool) -> tuple[Progress, dict[str, dict[str, Tensor]]]:
-    """The progress with this process's own totals, and these.
+    """Returns the progress restricted to this process's own totals, and these totals.
 
-    lacks_totals: the device may be behind the host, and nothing says which of the sums are done; or the samples of the
-    parts that this process has summed are not counted.
+    lacks_totals: they are unknown, because the device lags behind the host, or because samples are not counted by part.
     """
     totals = {phase: {} if lacks_totals else own.unreduced() for phase, own in progress.totals.items()}
     samples = 0 if lacks_totals else progress.own_samples

@@ -30,13 +30,12 @@ from trainer.task import Task
 class Run:
     """One process's view of a training run.
 
-    memory: how the global batches of each phase are cut. directory, saver: used on the main process alone. facts: what
-    a checkpoint records for the next start: flags, versions, batch arithmetic. model_outline: type and shape of each
-    weight and buffer of a checkpoint, as the model was built. prepared: batches that idle workers begin with, of
-    validation sets by name, and the windows of the next epoch as "train". tried_saving: phases after whose first step
-    it was tried. patience: evaluations without a better score; 0 waits for ever. eval_batch_size: samples per device
-    per forward in evaluation. scores: metrics of the best report since this start, or of the last one where nothing is
-    validated.
+    memory: how each phase's global batches are split. directory, saver: used on rank 0 only. facts: what checkpoints
+    record for the next start (flags, versions, batch arithmetic). model_outline: type and shape of each saved weight
+    and buffer, as built. prepared: batches prefetched by idle workers, by validation set, and "train" for the next
+    epoch's windows. tried_saving: phases with a dry-run save. patience: evaluations without improvement before
+    stopping; 0: never. eval_batch_size: samples per device per forward. scores: metrics of the best report of this
+    start, or the last one without validation.
     """
 
     task: Task
@@ -69,10 +68,10 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all epochs or steps are done, and their last report, or early stopping has ended them."""
+        """Returns whether all epochs or steps are done and reported, or early stopping has ended them."""
         if self.is_out_of_patience:
             return True
-        # An epoch ends with its report.
+        # an epoch ends with its report
         return self.is_through and (self.plan.max_steps is None or self.progress.last_report == self.progress.step)
 
     @property
@@ -88,7 +87,7 @@ class Run:
         return training_windows(self.plan, progress, sizes, self.loaders["train"], self.strategy, self.log, ahead)
 
     def prepare_next_epoch(self) -> None:
-        """At the end of an epoch: has idle workers begin with the next one, unless its start may change the data."""
+        """Lets idle workers prefetch the next epoch, unless its start may change the data."""
         start = Position(self.progress.position.epoch + 1, others=self.progress.position.others)
         if self.plan.is_through(start.epoch, self.progress.step):
             return
@@ -96,7 +95,7 @@ class Run:
             self.prepared["train"] = self.windows(replace(self.progress, position=start), ahead=True)
 
     def close(self) -> None:
-        """Ends workers, a write under way, and the log."""
+        """Closes workers, the pending write, and the log."""
         self.workers.close()
         with closing(self.log):
             unsaved = self.saver.end()

@@ -1,8 +1,8 @@
-"""Sharpness-aware minimisation: the gradient of a step is that at weights which are moved uphill first.
+"""Sharpness-aware minimisation: takes each step's gradient at weights that were first moved uphill.
 
 Foret, Kleiner, Mobahi and Neyshabur, "Sharpness-Aware Minimization for Efficiently Improving Generalization", ICLR
-2021. Both gradients are those of the whole global batch, with the same dropout, so the step is the same on any number
-of devices and for any accumulation, where the common form, which moves by the gradient of each micro-batch, is another.
+2021. Both gradients cover the whole global batch, with the same dropout, so the step does not depend on devices or
+accumulation, unlike the common form, which moves by each micro-batch's gradient.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Sums
 
 LEAST_NORM = 1e-12
-"""Added to the norm of the first gradient, as in the reference implementation."""
+"""Added to the first gradient's norm, as in the reference implementation."""
 
 
 def refuse_sam(rho: float, objective: Objective, strategy: Strategy) -> None:
-    """Raises UserError for what two gradients a step cannot be combined with. rho: 0 takes one."""
+    """Raises UserError for options that two gradients per step do not support. rho: 0 takes one gradient."""
     others = {
         f"--parts {strategy.num_parts}": strategy.num_parts > 0,
         "--multi-gpu fsdp": strategy.exchanges_in_forward,
@@ -34,12 +34,12 @@ def refuse_sam(rho: float, objective: Objective, strategy: Strategy) -> None:
     }
     found = next((other for other, is_there in others.items() if is_there), None)
     if rho > 0 and found is not None:
-        raise UserError(f"--sam-rho {rho:g}: a step has two gradients, which {found} cannot; leave one of the two out")
+        raise UserError(f"--sam-rho {rho:g}: a step needs two gradients, but {found} supports one; leave one flag out")
 
 
 @dataclass
 class SamLearner(Learner, Watch):
-    """A learner whose gradient is taken `rho` uphill."""
+    """A learner that takes the gradient `rho` uphill."""
 
     rho: float = field(kw_only=True)
 
@@ -49,7 +49,7 @@ class SamLearner(Learner, Watch):
     def accumulate_window(
         self, strategy: Strategy, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]
     ) -> Sums:
-        """As of a `Learner`; the sums are those at the weights as they are, and so is what forwards change."""
+        """Works like `Learner.accumulate_window`; sums and changed buffers are those at the unmoved weights."""
         sums = super().accumulate_window(strategy, phase, window, factor, key)
         sums = {name: value.detach() for name, value in sums.items()}
         params = self.params[phase]
@@ -64,19 +64,19 @@ class SamLearner(Learner, Watch):
                 parameter.grad = None
             with self.buffers.left_alone() if self.buffers.is_active else nullcontext():
                 super().accumulate_window(strategy, phase, window, factor, key)
-        finally:  # whoever saves what is left of a run finds its weights
+        finally:  # so that a rescue finds the run's weights
             foreach_copy_([parameter.data for parameter in moved], kept)
         return sums
 
     @torch.no_grad()
     def _move(self, params: list[Tensor], grads: list[Tensor]) -> None:
-        """Moves by `rho` along the gradient, which a scale of it does not change. Raises UserError for a sparse one.
+        """Moves weights by `rho` along the gradient, regardless of its scale. Raises UserError for a sparse one.
 
-        One that is not finite makes weights NaN, and so the second gradient, with which the step is left out.
+        A non-finite gradient makes weights NaN, and so the second gradient, which skips the step.
         """
         if any(grad.is_sparse for grad in grads):
             raise UserError(
-                f"--sam-rho {self.rho:g}: moves by no sparse gradients; build embeddings without sparse=True"
+                f"--sam-rho {self.rho:g}: does not support sparse gradients; build embeddings without sparse=True"
             )
         if grads:
             foreach_mul_(grads, self.rho / (gradient_norm(grads) + LEAST_NORM))

@@ -9,20 +9,20 @@ from trainer.loading.order import Position
 from trainer.loop.plan import Plan, PlannedStep
 
 WSD_DECAY_SHARE = 0.2
-"""Of the run. A shorter decay ends worse, a longer one hardly better (Hägele et al., 2024, arXiv:2405.18392)."""
+"""Share of the run. A shorter decay ends worse, a longer one hardly better (Hägele et al., 2024, arXiv:2405.18392)."""
 
 
 def lr_factor(progress: float, warmup: float, total: float, floor: float, schedule: str = "cosine") -> float:
-    """The factor on the base learning rate: linear warm-up, then the schedule.
+    """Returns the factor on the base learning rate: linear warm-up, then the schedule.
 
-    progress, warmup, total: in one unit, 0 <= progress <= total. floor: factor at the end, in [0, 1]; not of
-    "constant". "plateau" is as that one here: `LearningRate` lowers it.
+    progress, warmup, total: in one unit, 0 <= progress <= total. floor: final factor, in [0, 1]; ignored by "constant".
+    "plateau" equals "constant" here: `LearningRate` lowers it.
 
-    "cosine" is the schedule of Loshchilov and Hutter, 2017, eq. 5. "wsd" (warm-up, stable, decay: Hu et al., 2024,
-    arXiv:2404.06395) falls as 1 - sqrt does, which ends better than a line (Hägele et al., 2024, section 3).
+    "cosine" follows Loshchilov and Hutter, 2017, eq. 5. "wsd" (warm-up, stable, decay: Hu et al., 2024,
+    arXiv:2404.06395) decays as 1 - sqrt, which ends better than linear (Hägele et al., 2024, section 3).
 
-    The trainer asks at the middle of each global batch, which is the schedule's mean over it up to curvature: the
-    first step is never 0, the last never the floor, and two batch sizes follow the same curve.
+    The trainer evaluates it at the middle of each global batch, which is the mean over the batch up to curvature: the
+    first step is never 0, the last never the floor, and different batch sizes follow the same curve.
     """
     if progress < warmup:
         return progress / warmup
@@ -38,10 +38,10 @@ def lr_factor(progress: float, warmup: float, total: float, floor: float, schedu
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The learning rate of a run. peak, floor: per step; warmup, total: in the unit of `Plan.total`.
+    """The learning rate of a run. peak, floor: per step. warmup, total: in units of `Plan.total`.
 
-    factor_of_step: a task's own `lr_factor`, which comes before the schedule; num_steps: of the whole run,
-    its argument. drop, patience: of the schedule "plateau".
+    factor_of_step: a task's `lr_factor`, which replaces the schedule. num_steps: of the whole run, its second argument.
+    drop, patience: for "plateau".
     """
 
     peak: float
@@ -55,22 +55,23 @@ class LearningRate:
     patience: int = 0
 
     def of_step(self, step: PlannedStep, plan: Plan, position: Position, num_done: int, num_drops: int = 0) -> float:
-        """The rate of the next step of a run that is at a position, after so many steps. Raises UserError as `at`."""
+        """Returns the learning rate of the next step. num_done: optimizer steps done. Raises UserError as `at` does."""
         if self.factor_of_step is None:
             return self.at(step.progress, num_drops=num_drops)
-        # A run in epochs goes by its position, whatever batch sizes it had.
+        # by position if measured in epochs, whatever the batch sizes were
         return self.at(step.progress, plan.steps_done(position) if plan.max_steps is None else num_done, num_drops)
 
     def drops_after(self, num_evaluations: int) -> bool:
-        """Whether the rate is lowered after an evaluation. num_evaluations: since the best one, this one included."""
+        """Returns whether an evaluation lowers the rate. num_evaluations: since the best one, including this one."""
         return self.schedule == "plateau" and num_evaluations > 0 and num_evaluations % self.patience == 0
 
     def at(self, progress: float, step: int = 0, num_drops: int = 0) -> float:
-        """progress: in the same unit. step: optimizer steps done before, which only a task's own factor asks for.
+        """Returns the learning rate. progress: in units of `Plan.total`. step: optimizer steps done, for a task's own
+        factor.
 
-        num_drops: how often "plateau" has lowered the rate. Raises UserError for a factor that is none.
+        num_drops: reductions by "plateau" so far. Raises UserError for an invalid factor.
         """
-        step = min(step, self.num_steps - 1)  # epochs with more steps than the first one make the run longer
+        step = min(step, self.num_steps - 1)  # epochs may have more steps than the first one
         factor = self.factor_of_step(step, self.num_steps) if self.factor_of_step is not None else None
         if factor is None:
             factor = lr_factor(progress, self.warmup, self.total, self.floor / self.peak, self.schedule)
@@ -84,7 +85,7 @@ class LearningRate:
 
 
 def device_scaling_factor(rule: str, global_batch_size: int, one_device_batch_size: int) -> float:
-    """By how much `--scale-lr` multiplies the learning rate.
+    """Returns the factor of `--scale-lr` on the learning rate.
 
     rule: "none"; "linear" (Goyal et al., 2017, section 2.1); "sqrt" (Krizhevsky, 2014, section 5).
     """

@@ -1,4 +1,4 @@
-"""Running sums over an epoch or a data set, divided once when they are read; and outputs per sample, in order."""
+"""Running sums, kept on the device and divided once, when read; and outputs per sample, in order."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ from trainer.task import Objective, Outputs, PerSample, Sums
 
 HOST = torch.device("cpu")
 FOLD_EVERY = 64
-"""Additions after which the tensors kept so far are summed up: rare enough to cost nothing, and little memory."""
+"""Additions between summations of the kept tensors: rare enough to cost nothing, and little memory."""
 
 
 class Totals:
-    """This process's share of some sums, and their weight, the number of loss terms.
+    """This process's share of sums, and of their weight, the number of loss terms.
 
-    A sum that a batch or a process lacks counts as zero there. Adding only keeps the tensors, so that a step pays
-    neither arithmetic nor a wait for the device.
+    A sum missing from a batch or a process counts as zero. Adding only stores tensors, so a step pays for neither
+    arithmetic nor a device wait.
     """
 
     def __init__(self, sums: Mapping[str, Tensor] | None = None) -> None:
@@ -33,11 +33,11 @@ class Totals:
         self._applied: list[Tensor] = []
 
     def add(self, sums: Sums, weight: Any, applied: bool | Tensor = True) -> None:
-        """sums: by name, of any shape, which stays the same. weight: a float.
+        """Adds sums by name, each of a fixed shape. weight: a float.
 
-        applied: of a step of training, whether it was (see `StepResult`); one that was not does not count.
+        applied: False, or a False tensor, ignores the sums of a step that was not applied (see `StepResult`).
 
-        Raises UserError for a sum of another shape than before.
+        Raises UserError for a changed shape.
         """
         for name, value in sums.items():
             if self._shapes.setdefault(name, value.shape) != value.shape:
@@ -67,26 +67,25 @@ class Totals:
         self._kept, self._weights, self._applied = [], [], []
 
     def _added(self, before: Tensor | None, parts: Tensor) -> Tensor:
-        """A sum so far, if there is one, and (n, ...) more."""
+        """before: the sum so far, or None. parts: (n, ...) to add."""
         added = parts.sum(0)
         return added if before is None else before + added
 
     def _stacked(self, name: str, zero: Tensor) -> Tensor:
         values = [sums.get(name, zero) for sums in self._kept]
-        if len({value.dtype for value in values}) > 1:  # of which torch may take one that cannot count far
+        if len({value.dtype for value in values}) > 1:  # torch may promote to a type too small for counts
             values = [value.double() for value in values]
         return torch.stack(values)
 
     def unreduced(self) -> dict[str, Tensor]:
-        """The sums of this process, with "weight" among them, on the CPU. No other process has to call it."""
+        """Returns this process's sums, including "weight", on the CPU. Not collective."""
         self._fold()
         return {name: value.cpu() for name, value in self._sums.items()}
 
     def reduced(self, group: Group) -> dict[str, Tensor]:
-        """The sums over all processes with "weight" among them, float64 on the CPU; {} if nothing was ever added.
+        """Returns the sums over all processes, including "weight", in float64 on the CPU; {} if nothing was added.
 
-        Waits for the device. All processes call it. Raises UserError, on all of them, where they have sums of one name
-        in different shapes.
+        Waits for the device. All processes call it. Raises UserError on all of them if shapes differ.
         """
         parts = self.unreduced()
         shapes = _common_shapes({name: tuple(parts[name].shape) for name in sorted(parts)}, group)
@@ -99,7 +98,7 @@ class Totals:
 
 
 def _common_shapes(own: dict[str, tuple[int, ...]], group: Group) -> dict[str, tuple[int, ...]]:
-    """By name, in one order on all processes, of every sum that any of them has. own: of this one, by sorted name."""
+    """Returns the shape of every sum that any process has, in one order on all. own: this process's, by sorted name."""
     if group.agrees(own):
         return own
     shapes: dict[str, tuple[int, ...]] = {}
@@ -110,16 +109,16 @@ def _common_shapes(own: dict[str, tuple[int, ...]], group: Group) -> dict[str, t
 
 
 def require_sums(sums: object, objective: nn.Module, phase: str | None) -> None:
-    """Raises UserError for what a forward returned that is no sums. phase: of training; None in eval mode."""
+    """Checks what a forward returned. Raises UserError. phase: of training; None in eval mode."""
     if not isinstance(sums, dict):
-        problem = f"must return a dict of tensors, sums all of them, not a {type(sums).__name__}"
+        problem = f"must return a dict of tensors (sums), not a {type(sums).__name__}"
     elif other := [each for each in sums.items() if not isinstance(each[1], Tensor if phase else Tensor | PerSample)]:
         name, value = other[0]
         problem = f"returns a {type(value).__name__} for {name!r}: it must be a tensor, a sum over the samples"
         if isinstance(value, int | float):
-            problem += "; take the tensor itself and no float(...) of it, or batch['weight'].sum() for their number"
+            problem += "; return the tensor itself instead of float(...), or batch['weight'].sum() for a count"
     elif "weight" in sums:
-        problem = "returns 'weight', which is the trainer's own name for the number of loss terms"
+        problem = "returns 'weight', a name reserved for the number of loss terms"
     elif phase is None:
         return
     elif "loss" not in sums:
@@ -133,7 +132,7 @@ def require_sums(sums: object, objective: nn.Module, phase: str | None) -> None:
 
 
 def forward_name(objective: nn.Module, phase: str | None) -> str:
-    """How messages call the forward of a phase of training, or None in eval mode."""
+    """Names the forward of a training phase in messages; phase None means eval mode."""
     name = type(objective).__name__
     if phase is None:
         return f"{name}.forward(batch) in eval mode"
@@ -143,7 +142,7 @@ def forward_name(objective: nn.Module, phase: str | None) -> str:
 
 
 def add_sums(sums: Sums, part: Mapping[str, Tensor]) -> None:
-    """Adds the sums of one more micro-batch in place, without a graph. Raises UserError for one of another shape."""
+    """Adds a micro-batch's sums in place, detached. Raises UserError for a changed shape."""
     for name, value in part.items():
         value = value.detach() if value.requires_grad else value
         if name in sums:
@@ -153,45 +152,45 @@ def add_sums(sums: Sums, part: Mapping[str, Tensor]) -> None:
 
 
 def share_of(reduced: Mapping[str, Tensor], group: Group) -> Totals:
-    """Reduced sums as the processes go on with them: the main one holds all of it, the others zeros."""
+    """Turns reduced sums back into shares: rank 0 holds all, the others zeros."""
     share = 1 if group.is_main else 0
     return Totals({name: (value * share).to(group.device) for name, value in reduced.items()})
 
 
 def without_counting(sums: Sums) -> Sums:
-    """Zeros for the sums of a process's placeholder, where it has no samples.
+    """Replaces the sums of a placeholder batch by zeros.
 
-    They are replaced, not multiplied: zero times infinity is NaN, on all ranks.
+    Multiplying by zero would turn infinity into NaN, on all ranks.
     """
     return {name: torch.where(torch.zeros_like(value, dtype=torch.bool), value, 0) for name, value in sums.items()}
 
 
 MOST_IN_FLIGHT = 32
-"""Batches whose outputs are on their way from a GPU; once there are so many, the host takes the older half."""
+"""Limit on batches whose outputs are being copied from a GPU; at the limit the host waits for the older half."""
 
 
 class PerSampleOutputs:
-    """What the objective returned as `PerSample` for this process's samples; nothing, at no cost, where it did not."""
+    """Collects `PerSample` outputs of this process's samples; free if there are none."""
 
     def __init__(self) -> None:
         self._index: list[Tensor] = []
         self._parts: list[dict[str, Tensor]] = []
-        self._arrived: list[torch.cuda.Event] = []  # of those on their way, the last ones
+        self._arrived: list[torch.cuda.Event] = []  # one for each of the last batches
         self._names: set[str] | None = None
 
     def add(self, index: Tensor, outputs: Outputs) -> None:
-        """index: (B,) int64 in host memory, the samples of the batch, which may be a placeholder's.
+        """Adds a batch's outputs. index: (B,) int64 in host memory, possibly a placeholder's.
 
-        Raises UserError where the outputs are not the ones of earlier batches.
+        Raises UserError if the names differ from earlier batches.
         """
         found = {name: value.values for name, value in outputs.items() if isinstance(value, PerSample)}
         self._names = set(found) if self._names is None else self._names
         if found.keys() != self._names:
             name = min(found.keys() ^ self._names)
-            raise UserError(f"PerSample {name!r}: the objective returned it for some batches only; it must for all")
+            raise UserError(f"PerSample {name!r}: the objective returned it for some batches only; return it for all")
         if found:
             self._index.append(index)
-            # A copy of its own: a slice would keep the whole alive. From a GPU it is not waited for.
+            # A copy, since a slice would keep the whole tensor alive; asynchronous from a GPU.
             self._parts.append({k: values.to("cpu", non_blocking=True, copy=True) for k, values in found.items()})
             device = next(iter(found.values())).device
             if device != HOST:
@@ -200,9 +199,9 @@ class PerSampleOutputs:
                 self._land(MOST_IN_FLIGHT // 2)
 
     def _land(self, num: int) -> None:
-        """Puts the first batches in flight into ordinary memory: torch locks the pages that it does not wait for.
+        """Moves the oldest copies from pinned to ordinary memory.
 
-        The GPU has the others to go on with meanwhile.
+        The GPU works on the others meanwhile.
         """
         self._arrived[num - 1].synchronize()
         landing = slice(len(self._parts) - len(self._arrived), len(self._parts) - len(self._arrived) + num)
@@ -210,7 +209,7 @@ class PerSampleOutputs:
         del self._arrived[:num]
 
     def gathered(self, group: Group, num_samples: int) -> dict[str, Tensor]:
-        """On the main process each output of the whole data set, (num_samples, ...); nothing on the others.
+        """Gathers each output of the whole data set on rank 0, (num_samples, ...); empty on other ranks.
 
         All processes call it. Raises UserError on all of them.
         """
@@ -231,35 +230,34 @@ class PerSampleOutputs:
                 if values.shape[:1] != index.shape:
                     raise UserError(
                         f"PerSample {name!r}: the objective returned the shape {tuple(values.shape)} for a batch of "
-                        f"{len(index)} samples; it must return a row for each of them"
+                        f"{len(index)} samples; it must return one row per sample"
                     )
         return joined(self._parts)
 
 
 def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Outputs of the same names, one behind the other. Raises UserError where the rows are unlike."""
+    """Concatenates outputs by name. Raises UserError if their rows differ in shape or type."""
     for name in parts[0]:
         kinds = {(tuple(part[name].shape[1:]), part[name].dtype) for part in parts}
         if len(kinds) > 1:
             (one, _), (other, _) = sorted(kinds, key=str)[:2]
             raise UserError(
-                f"PerSample {name!r}: the objective returned rows of the shape {one} and of {other}, or of two types; "
-                "they must be alike in all batches: pad them to a length that does not depend on the batch"
+                f"PerSample {name!r}: the objective returned rows of shape {one} and of {other}, or of two types; they "
+                "must be the same in all batches: pad them to a fixed length"
             )
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def in_order(shares: Sequence[tuple[Tensor, dict[str, Tensor]]], num_samples: int) -> dict[str, Tensor]:
-    """Each output in order of index, each sample once. shares: (index, outputs) of each process. Raises UserError.
+    """Sorts outputs by index, each sample once. shares: (index, outputs) of each process. Raises UserError.
 
-    Of the rows of a sample the first one counts, which is never a placeholder's: those repeat the first samples of a
-    global batch, behind the batch of the process whose they are, or on a later process.
+    A sample's first row counts; placeholders repeat samples later in the same process, or on a later process.
     """
     samples, first = np.unique(torch.cat([index for index, _ in shares]).numpy(), return_index=True)
     if len(samples) != num_samples:
         raise UserError(
-            f"PerSample: batch['index'] names {len(samples)} of the {num_samples} samples of the data set; it must be "
-            "`keys.index` as `collate` gets it"
+            f"PerSample: batch['index'] has {len(samples)} of the {num_samples} samples of the data set; set it to the "
+            "`keys.index` passed to `collate`"
         )
     outputs = joined([share for _, share in shares])
     return {name: values[torch.from_numpy(first)] for name, values in outputs.items()}

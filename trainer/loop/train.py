@@ -1,6 +1,6 @@
 """The training loop. Read this first, top to bottom.
 
-It does not know which task it trains, on how many devices, or in which precision.
+It does not know the task, the devices or the precision.
 """
 
 import math
@@ -35,28 +35,27 @@ from trainer.parallel.strategy import Strategy
 
 
 def train(run: Run) -> None:
-    """Trains from the run's position to its end; when it returns, everything is on the disk.
+    """Trains from the run's position to its end, with everything on disk when it returns.
 
-    Raises StopRequested, with all progress saved, if the run was asked to stop or its time is up; UserError if training
-    diverges.
+    Raises StopRequested, after saving, if the run was asked to stop or its time is up; UserError if training diverges.
     """
     progress = run.progress
     progress.read_clock()
     for watch in run.watches:
         watch.begin(progress)
     try:
-        was_scored = progress.best is not None or progress.evaluations_since_best > 0  # as after a score that is NaN
+        was_scored = progress.best is not None or progress.evaluations_since_best > 0  # also after a NaN score
         is_scored_first = run.settings.eval_start and run.plan.has_validation
         if (is_scored_first or run.plan.total == 0) and progress.step == 0 and not was_scored:
             report(run, at_start=True)
         while not run.is_complete:
             train_epoch(run)
-            if not run.is_complete:  # as early stopping within an epoch leaves it
+            if not run.is_complete:  # unless stopped early within the epoch
                 run.prepare_next_epoch()
                 report(run)
     except StopRequested:
         settle(run.watches, run.log)
-        # What an epoch's start does to the model is done again at the next start, to the model as it was before.
+        # The next start repeats an epoch's start, which must find the model as it was before.
         if not (progress.position.at_epoch_start and progress.last_save == progress.step > 0):
             save(run)
         finish_saving(run.group, run.saver)
@@ -65,10 +64,9 @@ def train(run: Run) -> None:
 
 
 def train_epoch(run: Run) -> None:
-    """Trains what is left of the current epoch, or of the run: one optimizer step for each global batch.
+    """Trains the rest of the current epoch, or of the run: one optimizer step per global batch.
 
-    Where a report is due within the epoch it comes before the next step, so that a run which was stopped or killed
-    meanwhile makes up for it.
+    A report due within the epoch comes before the next step, so that a run stopped in between makes it after resuming.
     """
     progress, plan = run.progress, run.plan
     if progress.position.at_epoch_start:
@@ -77,9 +75,9 @@ def train_epoch(run: Run) -> None:
         start_epoch(run.task, run.learner, run.strategy, progress.position.epoch, run.log)
 
     def clock() -> tuple[bool, bool]:
-        """Whether `--max-minutes` are used up, and whether a checkpoint is due."""
+        """Returns whether `--max-minutes` are used up, and whether a checkpoint is due."""
         since_save, lock = progress.seconds_since_reading, run.directory.lock
-        is_lost = lock is not None and lock.is_lost  # to another process; a save says so and ends this run
+        is_lost = lock is not None and lock.is_lost  # taken over by another process; saving then ends this run
         saves = is_lost or 0 < 60 * run.saving.save_every_minutes <= since_save
         return 0 < 60 * run.settings.max_minutes <= progress.train_seconds + since_save, saves
 
@@ -99,7 +97,7 @@ def train_epoch(run: Run) -> None:
 
 
 def start_segment(learner: Learner, watches: Sequence[Watch], log: Log, plan: Plan, position: Position) -> None:
-    """Begins what is trained between two reports."""
+    """Begins training between two reports."""
     log.start_segment(position, plan.epochs, plan.samples_per_epoch, plan.consumed(position))
     learner.train()
     for watch in watches:
@@ -107,7 +105,7 @@ def start_segment(learner: Learner, watches: Sequence[Watch], log: Log, plan: Pl
 
 
 def end_segment(watches: Sequence[Watch], log: Log) -> None:
-    """Waits until all steps so far are done."""
+    """Waits for all steps so far."""
     settle(watches, log)
     for watch in watches:
         watch.pause()
@@ -115,7 +113,7 @@ def end_segment(watches: Sequence[Watch], log: Log) -> None:
 
 
 def train_window(run: Run, window: Window, agreed: Agreed) -> None:
-    """Trains on one global batch, and logs and saves what is due. agreed: what all processes say of it."""
+    """Trains on one global batch; logs and saves if due. agreed: sums over all processes."""
     strategy, plan, progress, settings = run.strategy, run.plan, run.progress, run.settings
     group = strategy.group
     step, phase, record, logs = window.step, run.task.phases[window.step.phase], None, False
@@ -136,7 +134,7 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
                 break
             except RuntimeError as error:
                 run.memory.require_hope(error)
-            # Outside of the handler, because the frames of the exception hold what is to be freed.
+            # Outside the handler, because the exception's frames hold memory to be freed.
             run.memory.make_room(step.phase, run.log.say)
         progress.totals[phase].add(result.sums, window.weight, result.applied)
         progress.advance(step.after, num_samples, window.num_samples)
@@ -146,7 +144,7 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
         progress.advance(step.after)
     for watch in run.watches:
         watch.after_step(progress, record, run.log)
-    run.log.advance(0 if plan.turns and step.phase > 0 else num_samples)  # of phases in turns the first makes the epoch
+    run.log.advance(0 if plan.turns and step.phase > 0 else num_samples)  # with turns the first phase defines the epoch
     saves = saves_after_step(progress, plan, run.saving.save_every_steps, agreed.save > 0)
     if logs or saves:
         settle(run.watches, run.log)
@@ -161,11 +159,10 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
 
 
 def saves_after_step(progress: Progress, plan: Plan, interval: int, clock_asks: bool) -> bool:
-    """Whether a checkpoint is due after the last step, and not made anyway by a report within the epoch.
+    """Returns whether a checkpoint is due after the last step, unless a report within the epoch makes one.
 
-    At an epoch's end there may be two: one before its validation, which may take long, and one with the score.
-    interval: optimizer steps; 0 is off. clock_asks: what the clock asked for before the last checkpoint may be on its
-    way for two more steps.
+    The end of an epoch may save twice: before a long validation, and with its score. interval: optimizer steps; 0: off.
+    clock_asks: a request from before the last checkpoint may arrive up to two steps late.
     """
     num_steps = progress.step
     is_due = (clock_asks and num_steps > progress.last_save + 2) or (interval > 0 and num_steps % interval == 0)
@@ -182,11 +179,11 @@ def train_step(
     learning_rate: float,
     watches: Sequence[Watch] = (),
 ) -> StepResult:
-    """One optimizer step over a window of micro-batches; exact for any split of the samples.
+    """Runs one optimizer step over a window of micro-batches; exact for any split of the samples.
 
-    window: each micro-batch with its weight, the number of its loss terms; a placeholder adds nothing.
-    total_weight: the loss terms of the window over all processes, above 0. Every micro-batch contributes its sum of
-    losses divided by it, so that the gradient is that of one mean over all terms, however they are spread.
+    window: micro-batches with their weights (numbers of loss terms); a placeholder adds nothing. total_weight: loss
+    terms of the window over all processes, above 0. Every micro-batch contributes its sum of losses divided by it, so
+    the gradient is that of the mean over all terms, however they are split.
     """
     buffers = learner.buffers if learner.buffers.is_active else None
     if buffers is not None:
@@ -213,7 +210,7 @@ def log_step(
     group: Group,
     log: Log,
 ) -> None:
-    """Logs the mean loss since the last time; the one place in the step that waits for the device."""
+    """Logs the mean loss since the last call; the only place in a step that waits for the device."""
     totals = progress.totals[phase].reduced(group)
     loss, weight = float(totals["loss"]), float(totals["weight"])
     old_loss, old_weight = progress.reported[phase]
@@ -225,10 +222,10 @@ def log_step(
 
 
 def report(run: Run, at_start: bool = False) -> None:
-    """Scores the validation sets where that is due, decides about "best", logs and saves: what an epoch ends with.
+    """Ends an epoch or segment: validates if due, judges the score, logs and saves.
 
-    Within an epoch it changes nothing else, and training goes on as if it had not been. at_start: before the first
-    step, so that what training does not improve is the best.
+    Within an epoch it has no other effect on training. at_start: before the first step, so that the initial score
+    counts as best if training does not improve it.
     """
     task, group, plan, progress = run.task, run.group, run.plan, run.progress
     if at_start:
@@ -244,7 +241,7 @@ def report(run: Run, at_start: bool = False) -> None:
         if validation:
             progress.task_state = after_validation(task, group, metrics, progress.task_state)
     except UserError:
-        if not at_start:  # a mistake in the task's metrics does not cost the steps since the last checkpoint
+        if not at_start:  # an error in the task's metrics does not cost the steps since the last checkpoint
             save(run)
             finish_saving(group, run.saver)
         raise

@@ -1,4 +1,4 @@
-"""The protocol of whatever looks on while a run trains, and is not needed to train; and what it sees of a step."""
+"""The protocol of observers of training, which do not take part in it, and the records they see."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
@@ -14,16 +14,16 @@ Log = RunLog | SilentLog
 
 
 Place = Literal["forward", "update"]
-"""Where a step is: before its first forward, or with all gradients, before weights and moments change."""
+"""Points of a step: before its first forward, or with all gradients before the update."""
 
 
 class StepResult(NamedTuple):
-    """What an optimizer step came to; the tensors are on the device.
+    """Result of an optimizer step; tensors are on the device.
 
-    sums: of this process's samples; under `--parts` (parts, ...), a row for each part if it has several. grad_norm: of
-    the whole gradient, before clipping. applied: whether the step changed anything, which it does if the norm is
-    finite. alarm: whether the user has to know that it did not; both are plain bools where the host knows them without
-    waiting, on the CPU. The last three are the same on every process.
+    sums: of this process's samples; with `--parts` (parts, ...), one row per part if it has several. grad_norm: global,
+    before clipping. applied: whether the step changed anything, which a finite norm decides. alarm: whether to tell the
+    user that it did not; both are plain bools on the CPU, where the host need not wait. The last three agree on all
+    processes.
     """
 
     sums: Sums
@@ -33,7 +33,7 @@ class StepResult(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """A step with its place. number: of the run, from 1. order: of its phase's samples."""
+    """A step and its place. number: in the run, from 1. order: of its phase's samples."""
 
     number: int
     planned: PlannedStep
@@ -42,40 +42,40 @@ class StepRecord(NamedTuple):
 
 
 class Watch:
-    """Looks on while a run trains; each method does nothing unless a watch has it.
+    """Observes training; methods do nothing unless overridden.
 
-    All processes of a run have the same watches and call them at the same steps, so a watch may exchange something with
-    those of the other processes. log: where it says what the user should know.
+    All processes have the same watches and call them at the same steps, so watches may run collectives. log: for
+    messages to the user.
     """
 
     def remarks(self) -> Sequence[str]:
-        """Lines for the user, before training."""
+        """Returns lines for the user before training."""
         return ()
 
     def begin(self, progress: Progress) -> None:
-        """Training begins."""
+        """Runs when training begins."""
 
     def resume(self) -> None:
-        """Steps follow, at first or after `pause`."""
+        """Runs before steps follow, at first or after `pause`."""
 
     def pause(self) -> None:
-        """A report follows, and no step for now."""
+        """Runs before a report."""
 
     def at(self, place: Place) -> None:
-        """A step has come to a place. One that finds no memory is tried again, and comes there again."""
+        """Runs at a point of a step, again if the step is retried after an out-of-memory error."""
 
     def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
-        """A step is done. progress: after it. record: None where no sample had a weight, so that nothing changed."""
+        """Runs after a step. progress: after it. record: None if no sample had a weight, so nothing changed."""
 
     def settle(self, log: Log) -> None:
-        """The host is to wait for the device, so all there is to know of the steps so far can be asked now."""
+        """Waits for the device, and reports on all steps so far."""
 
     def before_save(self, step: int, log: Log) -> None:
-        """A checkpoint is about to be made, after so many optimizer steps."""
+        """Runs before a checkpoint. step: optimizer steps done."""
 
 
 class Remarks(Watch):
-    """Says what something that is no watch has to tell the user. take: returns the lines that are new."""
+    """Logs lines of an object that is not a watch. take: returns its new lines."""
 
     def __init__(self, take: Callable[[], Sequence[str]]) -> None:
         self._take = take
@@ -89,6 +89,6 @@ class Remarks(Watch):
 
 
 def settle(watches: Sequence[Watch], log: Log) -> None:
-    """Has all watches look at the steps so far, and waits for the device."""
+    """Waits for the device and lets all watches report on the steps so far."""
     for watch in watches:
         watch.settle(log)

@@ -1,4 +1,4 @@
-"""What each step and each evaluation forward works on, fetched ahead and agreed on by all processes."""
+"""The micro-batches of steps and evaluations, prefetched and agreed on by all processes."""
 
 import math
 import time
@@ -19,18 +19,18 @@ from trainer.parallel.strategy import Strategy
 
 
 class StopRequested(Exception):
-    """One of the processes was asked to stop; all of them learn of it at the same step."""
+    """A process was asked to stop; all learn of it at the same step."""
 
 
 class TimeIsUp(StopRequested):
-    """The run has used up its `--max-minutes`, by the clock of the main process."""
+    """The run used up its `--max-minutes` by rank 0's clock."""
 
 
 class Window(NamedTuple):
     """The micro-batches of one optimizer step on this process.
 
-    weight: loss terms of this process's share of the global batch; under `--parts` of each part, 0 where another
-    process has it. num_samples: of this share, without placeholders.
+    weight: loss terms of this process's share of the global batch; with `--parts` a list over all parts, 0 for other
+    processes' parts. num_samples: of this share, without placeholders.
     """
 
     step: PlannedStep
@@ -40,10 +40,10 @@ class Window(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What the processes tell each other of a piece of work, summed.
+    """Sums over processes about a window or batch.
 
-    weight: loss terms. num_stop_requests: of processes that were asked to stop. time_is_up, save: whether the clock of
-    the main process says so; 0 or 1.
+    weight: loss terms. num_stop_requests: processes asked to stop. time_is_up, save: requests by rank 0's clock; 0 or
+    1.
     """
 
     weight: float
@@ -65,9 +65,9 @@ def training_windows(
     log: RunLog | SilentLog,
     ahead: bool = False,
 ) -> Iterator[Window]:
-    """This process's share of each global batch that is left in the epoch. micro_batch_sizes: of each phase.
+    """Yields this process's share of each remaining global batch of the epoch. micro_batch_sizes: by phase.
 
-    ahead: of an epoch to come; see `BatchLoader`. Raises UserError for a batch of a task's own order that is too large
+    ahead: for a later epoch; see `BatchLoader`. Raises UserError for a batch of a task's own order that is too large
     for `--parts`.
     """
     shards = strategy.shards
@@ -107,13 +107,13 @@ def _windows(
         log.data_wait_seconds += time.perf_counter() - started
         if len(own) > len(shards) and num_parts:
             whole = f"the task's order has a global batch of {step.end - step.start} samples"
-            raise UserError(f"--parts {num_parts}: {whole}, more than parts of --batch-size hold; raise one of the two")
+            raise UserError(f"--parts {num_parts}: {whole}, more than parts of --batch-size hold; raise one of them")
         weight: float | list[float] = sum(each.weight for each in own)
         if num_parts:
             weight = [0.0] * num_parts
             for (part, _), each in zip(shards, own, strict=True):
                 weight[part] = each.weight
-        if len(own) == 1:  # of several the first would be on the device long before its use
+        if len(own) == 1:  # with several, the first would be on the device long before its use
             own = [_uploaded(own[0], strategy)]
         yield Window(step, own, weight, sum(each.num_samples for each in own))
 
@@ -126,7 +126,7 @@ def _uploaded(batch: WeightedBatch, strategy: Strategy) -> WeightedBatch:
 def evaluation_batches(
     loader: BatchLoader, num_samples: int, batch_size: int, strategy: Strategy, ahead: bool = False
 ) -> Iterator[WeightedBatch]:
-    """This process's batches of a data set of so many samples; equally many on every process.
+    """Yields this process's batches of a data set; the same number on every process.
 
     ahead: see `BatchLoader`.
     """
@@ -145,13 +145,12 @@ def evaluation_batches(
 def agree_ahead(
     work: Iterable[T], group: Group, stop: StopRequest, clock: Callable[[], tuple[bool, bool]] | None = None
 ) -> Iterator[tuple[T, Agreed]]:
-    """Adds to each piece of work what all processes say of it.
+    """Pairs each piece of work with the sums over all processes.
 
-    clock: whether the work has to end and whether a checkpoint is due, as the main process sees it. Raises
-    StopRequested once any process was asked to stop, TimeIsUp once the clock ends the work.
+    clock: returns, on rank 0, whether time is up and whether a checkpoint is due. Raises StopRequested once any process
+    was asked to stop, TimeIsUp once time is up.
 
-    The exchange starts one piece ahead of its use, so that nobody waits for it; a request is therefore honoured within
-    two of them.
+    The sum starts one piece ahead, so nobody waits for it; a request takes effect within two pieces.
     """
     waiting: tuple[T, Callable[[], Sequence[float]]] | None = None
     for piece in chain(work, (None,)):
