@@ -1,6 +1,6 @@
-"""All names for task files and scripts: `from lockstep import Task`, in a clone and where the package is installed.
+"""All names for task files and scripts: `from lockstep import Task`, in a clone or an installed package.
 
-In a clone this package hands on what lies beside it; installed, it holds all of that.
+In a clone it re-exports its neighbours; installed, it contains them.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Train by `lockstep --help`, measure by `lockstep profile --help`; `python -m lockstep` is the same command."""
+"""Trains by `lockstep --help`, measures by `lockstep profile --help`; the same as `python -m lockstep`."""
 
 import gc
 import sys
@@ -6,7 +6,7 @@ import sys
 
 def main() -> int:
     """Runs the command line of this process; returns the exit status."""
-    gc.disable()  # nothing of what is imported is freed: the collector would look at all of it again and again
+    gc.disable()  # imports are never freed, so collecting would only scan them repeatedly
     from tasks import TASKS
 
     sys.argv[0] = "lockstep"  # in `--help`, however this was started

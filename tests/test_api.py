@@ -224,7 +224,7 @@ def test_all_mistakes_are_told_together(capsys, tmp_path):
         "lrr: no such setting; did you mean lr?", "num_trian: no such setting; did you mean num_train?",
         "--fresh 'yes': must be True or False", "--gpu-ids: needs at least one value", "seeds: fit trains one run",
         "predict: fit trains one run", "--epochs 0: must be at least 1", "--lr fast: must be a number",
-        "--multi-gpu: needs a value", "none.pth: does not exist", "hang_timeout_s: is no flag any more",
+        "--multi-gpu: needs a value", "none.pth: does not exist", "hang_timeout_s: was removed",
     ]  # fmt: skip
     lines = str(refusal.value).splitlines()
     assert len(lines) == len(expected) and all(any(part in line for line in lines) for part in expected), lines
@@ -263,7 +263,7 @@ def test_one_run_at_a_time(acts, tmp_path):
         trainer.fit(Weighted, save_dir=tmp_path / "inner", **SETTINGS)
 
     acts(fit_within, 1)
-    with pytest.raises(trainer.UserError, match="this process trains already"):
+    with pytest.raises(trainer.UserError, match="this process is already training"):
         trainer.fit(Actor, save_dir=tmp_path / "outer", **SETTINGS)
     assert not (tmp_path / "inner").exists()
 
@@ -409,7 +409,7 @@ except trainer.UserError as error:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     first, *_, found, last = done.stdout.splitlines()
     assert (first, found, done.stdout.count("script\n"), done.stderr) == ("script", "Network", 1, "")
-    assert "no file is executed" in last and last.endswith("give the class, as task=")
+    assert "are not executed" in last and last.endswith("give the class, as task=")
 
 
 def test_load_says_what_is_missing(train, tmp_path):
@@ -568,7 +568,7 @@ def test_processes_that_are_killed_at_once_are_not_taken_for_stopped(monkeypatch
 @pytest.mark.slow
 def test_processes_that_fail_or_refuse_are_an_exception(tmp_path):
     settings = SETTINGS | {"multi_gpu": "ddp", "nproc": 2, "device": "cpu", "save_dir": tmp_path}
-    with pytest.raises(trainer.UserError, match="refused to train, and said why"):
+    with pytest.raises(trainer.UserError, match="refused to train; see standard error"):
         trainer.fit(Weighted, **(settings | {"drop_last": True, "batch_size": 100}))
     with pytest.raises(Failure, match="ended with status 1"):
         trainer.fit(Failing, **settings)

@@ -257,7 +257,7 @@ REFUSED = {
     ),
     "a stream": (
         {"train": DataLoader(Stream())},
-        "fit, train: its data set (Stream): an IterableDataset has no numbered",
+        "fit, train: its data set (Stream): an IterableDataset has no sample indices",
     ),
     "a generator": (
         {"val": loader(generator=torch.Generator(), worker_init_fn=print)},

@@ -108,15 +108,15 @@ def test_another_optimizer_displaces_the_settings_of_the_task_s(monkeypatch):
     assert (flags.learning.betas, flags.learning.momentum) == (None, 0.5)
     assert {line.split()[2] for line in flags.left_out} == {"--betas", "--eps"}
     _, problems = parse(["--task", "stating", "--optimizer", "sgd", "--betas", "0.5,0.9"], several_devices=False)
-    assert problems and "has no use for it" in problems[0]
+    assert problems and "does not use it" in problems[0]
 
 
 @pytest.mark.parametrize(
     ("defaults", "message"),
     [
-        ({"learning_rate": 0.1}, "learning_rate is no flag of the trainer"),
+        ({"learning_rate": 0.1}, "learning_rate is not a flag of the trainer"),
         ({"batchsize": 4}, "did you mean batch_size?"),
-        ({"width": 4}, "width is no flag of the trainer"),
+        ({"width": 4}, "width is not a flag of the trainer"),
         ({"deterministic": 1}, "--deterministic 1: must be true or false"),
         ({"lr": "0.1"}, "--lr 0.1: must be a number"),
         ({"task": "har"}, "task must not be among them"),

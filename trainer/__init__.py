@@ -1,7 +1,7 @@
-"""The public names of the trainer, each imported when it is asked for.
+"""The trainer's public names, imported lazily.
 
-A task file needs `Task`, `Objective`, `FlagGroup`, `flag` and the like; a script `fit`, `load` and `SavedRun`; a logger
-`Logger`, `LoggedRun` and `Record`.
+Task files need `Task`, `Objective`, `FlagGroup` and `flag`; scripts `fit`, `load` and `SavedRun`; loggers `Logger`,
+`LoggedRun` and `Record`.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
-"""Training from Python: a task's class and settings in, metrics and a trained model out.
+"""Training from Python: takes a task's class and settings, returns metrics and a trained model.
 
-The flags, the run directory and all that becomes of them are those of the command line, by the same code.
+Flags and run directory are those of the command line, handled by the same code.
 """
 
 import json
@@ -46,7 +46,7 @@ from trainer.script import Outputs, Script, predicted, task_of
 from trainer.task import Task
 
 LOADS_WITHIN_S = 60.0
-"""What another thread loads is waited for; what it trains takes longer."""
+"""Seconds to wait for another thread's `load`; its training would take longer."""
 NOT_OF_ONE_RUN = (
     "task",
     "eval_only",
@@ -54,7 +54,7 @@ NOT_OF_ONE_RUN = (
     "print_config",
     *(field.name for group in (SeveralFlags, PredictFlags, ExportFlags) for field in fields(group)),
 )
-"""Flags that ask for something else than to train one run."""
+"""Flags that request anything other than training one run."""
 _calls = count()
 _rank: "_Rank | None" = None
 _in_use = threading.Lock()
@@ -63,9 +63,9 @@ ONE_RUN = "fit trains one run of the class that it is given; leave it out"
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run directory, to read; each attribute is what it holds now.
+    """A run directory to read; attributes reflect its current content.
 
-    task: the class that was trained, for `load`; None takes the one that the run names.
+    task: the trained class, for `load`; None uses the run's task.
     """
 
     path: Path
@@ -73,22 +73,22 @@ class SavedRun:
 
     @property
     def state(self) -> str | None:
-        """What became of it, as in state.json: "finished", "preempted" by a stop, "paused"; None where none was."""
+        """The state in state.json, such as "finished", "preempted" or "paused"; None without one."""
         return read_state(self.path)
 
     @property
     def results(self) -> dict[str, Any]:
-        """results.json; empty before the end."""
+        """Content of results.json; {} before the end."""
         return read_json(self.path / RESULTS)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Those of results.json, by names such as "test/loss"; empty before the end."""
+        """Metrics in results.json, by names such as "test/loss"; {} before the end."""
         return with_nan(self.results.get("metrics", {}))
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The records of metrics.jsonl, in the order of training; "event" says of what each is."""
+        """Records of metrics.jsonl in training order; "event" names their kind."""
         path, records = self.path / METRICS, []
         for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
             with suppress(ValueError):  # the last line may be half-written
@@ -96,15 +96,15 @@ class SavedRun:
         return records
 
     def load(self) -> nn.Module:
-        """The trained model; see `trainer.load`."""
+        """Loads the trained model; see `trainer.load`."""
         return load(self.path, self.task)
 
     def predict(self, dataset: Any, outputs: Outputs | None = None, batch_size: int = 256) -> Tensor:
-        """What the trained model answers for each item of a data set: (n, ...), on the CPU, in order.
+        """Predicts each item of a data set with the trained model: (n, ...), on the CPU, in order.
 
-        For a run that `fit` made of a model. dataset: as those of `fit`; of its items, parts behind may be missing.
-        outputs: outputs(model, batch) returns (B, ...); by default the model's own answer to the first part of a batch.
-        batch_size: samples per forward, in eval mode, on a GPU if there is one. Raises UserError.
+        For runs of `fit(model, ...)`. dataset: as for `fit`; trailing parts of its items may be missing. outputs:
+        outputs(model, batch) returns (B, ...); default: the model applied to a batch's first part. batch_size: samples
+        per forward, in eval mode, on a GPU if there is one. Raises UserError.
         """
         if self.task is None or not issubclass(self.task, Script):
             raise UserError(f"{self.path}: predict is for a run that fit made of a model; use --predict")
@@ -112,49 +112,49 @@ class SavedRun:
 
 
 class Fitted(NamedTuple):
-    """What `fit` returns. metrics: see `SavedRun.metrics`; none of a run that was stopped."""
+    """Result of `fit`. metrics: see `SavedRun.metrics`; {} for a stopped run."""
 
     metrics: dict[str, float]
     run: SavedRun
 
 
 def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) -> Fitted:
-    """Trains as the command line does, and goes on with or finds finished what `save_dir` holds.
+    """Trains as the command line does: resumes an unfinished run in `save_dir`, and returns a finished one.
 
-    Of a task:
+    With a task:
 
         metrics, run = trainer.fit(Spirals, save_dir="runs/spirals", epochs=40, hidden_units=64)
         model = run.load()
 
-    task: its class, wherever it is defined, or what `--task` takes, as "har". settings: flags by the names of their
-    fields, the trainer's and those of `task.Config`. A switch is what its field is, True or False; a list is a list or
-    a tuple; None leaves a flag at its default, a flag of the task at what the run in `save_dir` has, if any.
+    task: its class, wherever it is defined, or a value of `--task` such as "har". settings: flags by field name, of the
+    trainer and of `task.Config`. A switch is True or False, a list a list or tuple; None keeps a flag's default, or for
+    a task's flag the value of the run in `save_dir`.
 
-    Of what a script has, a model, data and a loss, fit(model, train, loss, *, val, test, names, collate, optimizer):
+    With a script's model, data and loss, fit(model, train, loss, *, val, test, names, collate, optimizer):
 
         def loss(model, batch):
             return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
         metrics, run = trainer.fit(Net(), train, loss, val=val, names=("x", "y"), epochs=10, lr=1e-3)
 
-    model: is copied, and stays as it is. train, val, test: data sets of torch, TensorDatasets, or DataLoaders, of which
-    data set, batch_size, drop_last, num_workers and collate_fn are taken. loss: returns a number for each sample of the
-    batch, (B,), or a dictionary of such rows with "loss" among them; the others are metrics. Where the data have a part
-    "weight", it is the number of loss terms of a sample, by which sums are divided. names, collate: see
-    `from_dataset`. optimizer: a name that `--optimizer` takes, a class, or a functools.partial of one without lr.
+    model: is copied, and stays unchanged. train, val, test: torch data sets, or DataLoaders, of which data set,
+    batch_size, drop_last, num_workers and collate_fn are used. loss: returns a number for each sample, (B,), or a
+    dictionary of such rows with "loss" among them; the others are metrics. A part "weight" of the data is the number of
+    loss terms of each sample, by which sums are divided. names, collate: see `from_dataset`. optimizer: a name for
+    `--optimizer`, a class, or a functools.partial of one without lr.
 
-    Processes that a launcher started all call it, and train together. Without a launcher `multi_gpu="ddp"` starts
-    processes by itself: they import the class, or run the script again as far as this call.
+    Processes started by a launcher all call it and train together. Without a launcher, `multi_gpu="ddp"` starts
+    processes, which import the class, or run the script again up to this call.
 
-    An interrupt while it trains saves, and returns the run with the state "preempted" and no metrics; a second one
-    raises KeyboardInterrupt at once, and so does one before training. `max_minutes` does the same with "paused". What a
-    run changes of the process is put back.
+    An interrupt during training saves and returns the run with the state "preempted" and no metrics; a second one, or
+    one before training, raises KeyboardInterrupt at once. `max_minutes` likewise gives "paused". Changes to the
+    process, such as signal handlers and random states, are restored.
 
-    Raises UserError with all mistakes in the settings, or what else has to be changed first. Raises what the task's
-    code raises; where several processes train, Failure in those whose code did not.
+    Raises UserError with all errors in the settings or other input, and the task's own exceptions; with several
+    processes, Failure in those whose code did not fail.
     """
     if imports_script_of_parent():
-        sys.exit(EXIT_UNGUARDED)  # the parent says why
+        sys.exit(EXIT_UNGUARDED)  # the parent explains
     try:
         task_type, number = _task_of(task, script, settings), next(_calls)
         argv, problems, several_devices = _command_line(task_type, settings)
@@ -175,19 +175,19 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
     except Failure as failure:
         end = UserError(str(failure)) if failure.status == EXIT_BAD_INPUT else failure.__cause__ or failure
     except LeftAtOnce:
-        end = KeyboardInterrupt()  # the second one
+        end = KeyboardInterrupt()  # a second interrupt
     try:
-        raise end  # here, where an exception of the task keeps what it was raised from
+        raise end  # raised here, so that a task's exception keeps its cause
     finally:
-        del end  # which would keep this frame, and with it the run, in memory
+        del end  # it would keep this frame, and so the run, alive
 
 
 def load(run_directory: str | Path, task: type[Task] | None = None) -> nn.Module:
-    """The trained model of a run: the task's plain module with the best weights, in eval mode on the CPU.
+    """Loads a run's trained model: the task's plain module with the best weights, in eval mode on the CPU.
 
-    The weights are those that the run is scored with: of the best epoch, or the last where nothing was validated, and
-    their moving average with `ema_decay`. task: the class; None takes the one that the run names, if it comes with
-    the trainer or this process has defined it: a file that a run names is not executed. Raises UserError.
+    These are the weights used for scoring: of the best epoch, or the last without validation, averaged with
+    `ema_decay`. task: the class; None uses the run's task, if it comes with the trainer or is defined in this process:
+    files named by a run are not executed. Raises UserError.
     """
     try:
         with process_restored(wait_s=LOADS_WITHIN_S):
@@ -198,19 +198,19 @@ def load(run_directory: str | Path, task: type[Task] | None = None) -> nn.Module
 
 
 def _task_of(task: Any, script: Sequence[Any], settings: dict[str, Any]) -> type[Task]:
-    """The class of what `fit` is given first. settings: those that describe a script's task are taken out of them."""
+    """Returns the task class for the first argument of `fit`; removes a script's own parameters from settings."""
     if isinstance(task, nn.Module):
         if len(script) != 2:
-            raise UserError("fit(model, train, loss): a model comes with its training data and its loss")
+            raise UserError("fit(model, train, loss): a model needs training data and a loss")
         train, loss = script
         return task_of(task, train, loss, settings)
     if script:
-        raise UserError(f"fit: {task!r} is followed by {len(script)} more: settings are given by their names")
+        raise UserError(f"fit: {task!r} is followed by {len(script)} more arguments; pass settings by name")
     return find_task(task) if isinstance(task, str) else task
 
 
 def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[str], list[str], bool]:
-    """The command line that says the same, what is wrong with it already, and whether it is of main_multi_gpu.py."""
+    """Returns the equivalent command line, problems found already, and whether it needs main_multi_gpu.py."""
     if not (isinstance(task, type) and issubclass(task, Task)):
         raise UserError(f"fit: {task!r}: must be a class derived from trainer.Task, the name of one, or a model")
     given = {name: value for name, value in settings.items() if value is not None}
@@ -225,7 +225,7 @@ def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[s
 
 
 def _refuse_other_than_one_run(flags: Flags) -> None:
-    """Raises UserError for what a config file asks for."""
+    """Raises UserError for requests in a config file."""
     groups = (flags.several, flags.prediction, flags.exporting)
     found = [field.name for group in groups for field in fields(group) if getattr(group, field.name) != field.default]
     found += ["eval_only"] * flags.checkpoint.eval_only
@@ -235,14 +235,14 @@ def _refuse_other_than_one_run(flags: Flags) -> None:
 def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | None, run: SavedRun) -> Fitted:
     with process_restored():
         strategy = start_strategy(flags, environment)
-        strategy.group.diagnosis.prints = environment is not None  # of several processes one speaks for all
+        strategy.group.diagnosis.prints = environment is not None  # with several processes one of them prints
         with strategy.group.in_use():
             run_command(flags, argv, strategy)
             return Fitted(strategy.group.on_main(lambda: _metrics_at_end(run)), run)
 
 
 def _fit_in_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str], run: SavedRun, number: int) -> Fitted:
-    """Raises UserError for what other processes cannot run, and when they refuse; Failure when they fail."""
+    """Raises UserError if other processes cannot run the task or refuse to train; Failure if they fail."""
     task, form = run.task, f"multi_gpu {multi.multi_gpu}"
     assert task is not None
     if issubclass(task, Script):
@@ -255,23 +255,22 @@ def _fit_in_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str],
     status = start_processes(multi, device, argv, partial(_main_in_own_session, task_type=task))
     if status == EXIT_UNGUARDED:
         raise UserError(
-            f"{form}: the processes that it starts import this script, and came upon this call of fit again; "
+            f"{form}: the processes that it starts import this script, and reach this call of fit again; "
             'put it below `if __name__ == "__main__":`'
         )
     return _ended(status, form, run)
 
 
 def _run_script_again(multi: MultiDeviceFlags, device: str, argv: Sequence[str], number: int) -> int:
-    """Runs this script once for each rank; returns the exit status. Raises UserError where there is no script."""
+    """Runs this script once per rank; returns the exit status. Raises UserError if there is no script file."""
     main = sys.modules["__main__"]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     if file is None or not Path(file).is_file():
         raise UserError(
-            f"multi_gpu {multi.multi_gpu}: a notebook or a prompt cannot be run again, once for each rank; put it into "
-            "a file, train.py, and type: torchrun --standalone "
-            f"--nproc_per_node={num_processes(multi, device)} train.py"
+            f"multi_gpu {multi.multi_gpu}: a notebook or a prompt cannot be run once per rank; put the code into "
+            f"train.py and run: torchrun --standalone --nproc_per_node={num_processes(multi, device)} train.py"
         )
-    sys.modules["__main__"] = ModuleType("__main__")  # or new processes would run it as a module, too
+    sys.modules["__main__"] = ModuleType("__main__")  # otherwise new processes would import it as a module, too
     try:
         run_rank = partial(_run_as_rank, file, None if spec is None else spec.name, number)
         return start_processes(multi, device, argv, run_rank)
@@ -280,7 +279,7 @@ def _run_script_again(multi: MultiDeviceFlags, device: str, argv: Sequence[str],
 
 
 class _Rank(NamedTuple):
-    """What this process trains for another one: from which call of `fit` of a script on, and as which rank."""
+    """This process's part as a rank of another process's run: the number of the `fit` call, and the rank."""
 
     number: int
     argv: Sequence[str]
@@ -290,7 +289,7 @@ class _Rank(NamedTuple):
 def _run_as_rank(
     file: str, module: str | None, number: int, argv: Sequence[str], several_devices: bool, environment: RankEnvironment
 ) -> int:
-    """Runs a script, as far as the call of that number, in a new process out of reach of a terminal's Ctrl-C."""
+    """Reruns a script up to the given call of `fit`, in a session without the terminal's Ctrl-C."""
     global _rank
     os.setsid()
     _rank = _Rank(number, argv, environment)
@@ -298,15 +297,15 @@ def _run_as_rank(
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(file, run_name="__main__")
-    to_stderr(f"{file}: run again for rank {environment.rank}, it did not come to its call {number + 1} of fit")
+    to_stderr(f"{file}: run again for rank {environment.rank}, it did not reach call {number + 1} of fit")
     return EXIT_BAD_INPUT
 
 
 def _ended(status: int, form: str, run: SavedRun) -> Fitted:
-    """What processes have come to that ended with this status, as a shell counts. Raises Failure where it is one."""
+    """Interprets the exit status of started processes. Raises Failure for a failure."""
     if status == EXIT_BAD_INPUT:
-        raise UserError(f"{form}: the processes that it started refused to train, and said why on standard error")
-    # What ends otherwise, as by SIGKILL, may have left the state of a start before it.
+        raise UserError(f"{form}: the processes that it started refused to train; see standard error")
+    # other ends, such as SIGKILL, may leave an earlier start's state
     was_stopped = status - 128 in STOP_SIGNALS and run.state == "preempted"
     if status == 128 + signal.SIGINT and not was_stopped:
         raise KeyboardInterrupt
@@ -316,14 +315,14 @@ def _ended(status: int, form: str, run: SavedRun) -> Fitted:
 
 
 def _metrics_at_end(run: SavedRun) -> dict[str, float]:
-    """None of a run that is out of time before it goes on: what its directory holds are those of a shorter one."""
+    """Returns no metrics for a run out of time, whose directory holds those of a shorter one."""
     return run.metrics if run.state == "finished" else {}
 
 
 def _is_importable(task: type[Task]) -> bool:
     try:
         pickle.dumps(task)
-    except (pickle.PicklingError, AttributeError):  # of a function, or defined anew since
+    except (pickle.PicklingError, AttributeError):  # defined in a function, or redefined since
         return False
     return source_file(task) is not None
 
@@ -331,15 +330,16 @@ def _is_importable(task: type[Task]) -> bool:
 def _main_in_own_session(
     argv: Sequence[str], several_devices: bool, environment: RankEnvironment, task_type: type[Task]
 ) -> int:
-    """`run_process` out of reach of a Ctrl-C to the whole group, which the parent passes on: two would end it at once.
+    """Calls `run_process` in its own session: Ctrl-C is sent to the whole group and forwarded by the parent, and two
+    would end it at once.
 
-    A notebook's server sends one to the group, as a terminal does.
+    A notebook server sends it to the group as a terminal does.
     """
     os.setsid()
     return run_process(argv, several_devices, environment, task_type)
 
 
-# --- what a run changes of the process, and what is put back -----------------------------------------------------
+# --- process state that a run changes, and its restoration -----------------------------------------------------
 
 
 _STATES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -350,19 +350,19 @@ _STATES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (random.getstate, random.setstate),
     (np.random.get_state, np.random.set_state),
 )
-"""What reads something global, and what writes it."""
+"""(getter, setter) pairs of global state."""
 _SWITCHES = ((torch.utils.deterministic, "fill_uninitialized_memory"), (torch.backends.cudnn, "benchmark"))
 
 
 @contextmanager
 def process_restored(wait_s: float = 0.0) -> Iterator[None]:
-    """Around a run. Default dtype and device and gradients are those of a new process, whatever this one has.
+    """Restores process state after a run; within it, default dtype, device and gradient mode are those of a new
+    process.
 
-    Raises UserError if another thread of this process is within it for longer than `wait_s`: they would share random
-    numbers.
+    Raises UserError if another thread stays within it for longer than `wait_s`, since both would share random numbers.
     """
     if not _in_use.acquire(timeout=wait_s):
-        raise UserError("this process trains already, and one run at a time is all it can; start another process")
+        raise UserError("this process is already training, and can train one run at a time; start another process")
     with ExitStack() as afterwards:
         afterwards.callback(_in_use.release)
         for read, write in _STATES:
@@ -377,14 +377,14 @@ def process_restored(wait_s: float = 0.0) -> Iterator[None]:
         afterwards.enter_context(torch.random.fork_rng(range(torch.cuda.device_count()) if uses_gpus else ()))
         afterwards.enter_context(handlers_restored())
         torch.set_default_dtype(torch.float32)
-        afterwards.enter_context(torch.inference_mode(False))  # gradients too, also within torch.no_grad()
-        if torch.get_default_device().type != "cpu":  # a context costs every operation some time
+        afterwards.enter_context(torch.inference_mode(False))  # enables gradients, also within torch.no_grad()
+        if torch.get_default_device().type != "cpu":  # a device context slows every operation
             afterwards.enter_context(torch.device("cpu"))
         yield
 
 
 def _tf32_of_cudnn() -> list[tuple[Any, str]]:
-    """The switches to keep: torch's older one, or those of torch 2.9 where they differ, for then it cannot be read."""
+    """Returns the TF32 switches: torch's old one, or torch 2.9's where they differ and the old one cannot be read."""
     cudnn: Any = torch.backends.cudnn
     try:
         _ = cudnn.allow_tf32
@@ -394,6 +394,6 @@ def _tf32_of_cudnn() -> list[tuple[Any, str]]:
 
 
 def _make_current(gpu: int) -> None:
-    """For torch; 0 is its own choice. Nothing where this process has used none, which would begin to use one."""
+    """Sets torch's current GPU; does nothing if this process has not used any, which would initialise CUDA."""
     if torch.cuda.is_initialized():
         torch.cuda.set_device(gpu)

@@ -1,4 +1,4 @@
-"""From a command line to an exit status: reads the flags, and calls the command that they ask for."""
+"""Runs command lines: reads flags, calls the requested command, returns an exit status."""
 
 import atexit
 import faulthandler
@@ -34,7 +34,7 @@ from trainer.registry import Registry, hand_in
 from trainer.task import Task
 
 TOLD_WITHIN_S = 3.0
-"""Grace period for the process that tells the user: torchrun ends all others when the first one fails."""
+"""Seconds that other ranks wait for one to print an error: torchrun kills all ranks when one exits."""
 
 
 def run_process(
@@ -44,9 +44,9 @@ def run_process(
     task_type: type[Task] | None = None,
     tasks: Registry | None = None,
 ) -> int:
-    """`main`, as all that this process is for: what a logger that was left behind still holds, does not hold it.
+    """Runs `main` for a process with no other purpose; abandoned loggers do not delay its exit.
 
-    If a library crashes it (a segmentation fault, say), standard error shows where it was.
+    After a crash of a library (such as a segmentation fault) standard error shows the stack.
     """
     if sys.stderr is not None:
         faulthandler.enable(file=2)
@@ -55,8 +55,8 @@ def run_process(
     if some_are_left():
         exit_at_once(status)
     if status != EXIT_FINISHED:
-        # After a failure threads may still wait for other processes in C++. One that comes back from there while the
-        # interpreter is being finalised would abort the process.
+        # After a failure threads may still wait in C++ for other processes; one returning during interpreter
+        # finalisation would abort the process.
         atexit._run_exitfuncs()
         exit_at_once(status)
     return status
@@ -71,12 +71,11 @@ def main(
 ) -> int:
     """Runs one command line; returns the exit status.
 
-    environment, task_type: see `read_command_line`. tasks: what `--task` names; None leaves them as they are.
+    environment, task_type: see `read_command_line`. tasks: the workloads of `--task`; None keeps the current ones.
 
-    0: finished. 1: something failed that nobody foresaw, here or in another process. 2: something in the command line,
-    the data or the run directory has to be changed first. 128 + n: one process, or a self-launched group, stopped by
-    signal n with everything saved; a process that somebody else launched then returns 0, because launchers take
-    anything else for a failure.
+    Exit status: 0: finished. 1: an unexpected failure, here or in another process. 2: an error in the command line, the
+    data or the run directory. 128 + n: one process, or a self-launched group, stopped by signal n with everything
+    saved; under another launcher the process returns 0, because launchers take anything else for a failure.
     """
     if tasks is not None:
         hand_in(tasks)
@@ -113,13 +112,12 @@ def read_command_line(
     task_type: type[Task] | None = None,
     problems: Sequence[str] = (),
 ) -> tuple[Flags, RankEnvironment | None]:
-    """The flags, and who this process is among several.
+    """Returns the flags, and this process's rank environment.
 
-    environment: of a process that was started by `start_processes`; otherwise it is read from the variables of the
-    environment. task_type: the class that `--task` names, where the caller has it.
-    problems: what is wrong with it already.
+    environment: of a process started by `start_processes`; otherwise read from environment variables. task_type: the
+    class of `--task`, if the caller has it. problems: found already.
 
-    Raises UserError with all that is wrong; Failure where another process tells the user of it.
+    Raises UserError with all problems; Failure if another process prints them.
     """
     flags, found = parse(argv, several_devices, task_type=task_type)
     problems = [*problems, *found]
@@ -127,7 +125,7 @@ def read_command_line(
         environment, contradictions = read_rank_environment(os.environ, flags.multi)
         problems += [with_origins(problem, flags.origins) for problem in contradictions]
     if flags.several.wanted and environment is not None:
-        problems.append(f"{flags.several.as_given}: starts its runs by itself; leave the launcher out")
+        problems.append(f"{flags.several.as_given}: starts its runs by itself; run it without the launcher")
     if problems and environment is not None and not environment.tells_user:
         time.sleep(TOLD_WITHIN_S)
         raise Failure("\n".join(problems), EXIT_BAD_INPUT)
@@ -138,29 +136,28 @@ def read_command_line(
 def starts_processes(
     multi: MultiDeviceFlags | None, environment: RankEnvironment | None
 ) -> TypeGuard[MultiDeviceFlags]:
-    """Whether this process has to start the processes of the run."""
+    """Returns whether this process must spawn the ranks itself."""
     return multi is not None and multi.has_processes and environment is None
 
 
 def start_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str], run: Callable[..., int]) -> int:
-    """Trains in processes of its own; returns the exit status.
+    """Trains in new processes; returns the exit status.
 
-    argv: the whole command line. run: `run_process`, or what calls it with the same arguments by position in each of
-    them; picklable.
+    argv: the whole command line. run: `run_process`, or a picklable function with the same positional arguments.
     """
     world_size = num_processes(multi, device)
     if world_size == 1 and multi.nproc is None:
         say("One process, because this machine shows at most one device; --nproc N starts more.")
-    # What a second start is to go on from must not be moved aside.
+    # a restart must not move aside what it resumes
     again = [*argv, "--fresh=false"]
     start, start_again = (functools.partial(run, arguments, True) for arguments in (list(argv), again))
     return launch(start, world_size, start_again)
 
 
 def run_command(flags: Flags, argv: Sequence[str], strategy: Strategy) -> int:
-    """Trains, evaluates, labels or exports; returns the exit status. Raises UserError."""
+    """Trains, evaluates, predicts or exports; returns the exit status. Raises UserError."""
     set_up_torch(flags, strategy.group)
-    if strategy.group.is_main and flags.prediction.predict is None:  # whose table goes to standard output
+    if strategy.group.is_main and flags.prediction.predict is None:  # which prints its table to standard output
         for remark in flags.from_run.remarks:
             say(remark)
     if flags.prediction.predict is not None:

@@ -1,4 +1,4 @@
-"""Dataclasses <-> command-line flags, with every mistake of a command line shown together."""
+"""Converts between dataclasses and command-line flags; reports all problems of a command line at once."""
 
 import argparse
 import dataclasses
@@ -19,21 +19,21 @@ from trainer.common.errors import UserError, shortened
 from trainer.common.validation import checked_path, checked_text, expanded
 
 LARGEST = 2**63 - 1
-"""The largest whole number of a flag: that of int64."""
+"""Largest integer of a flag (int64)."""
 _LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
 class FlagGroup:
-    """Base of a dataclass whose fields are flags.
+    """Base of dataclasses whose fields are flags.
 
-    The first line of its docstring heads its part of `--help`; what follows stands below it, line by line.
+    The first line of the docstring is the heading in `--help`; the rest is printed below it.
     """
 
     recorded: ClassVar[bool] = True
-    """Whether a run records these flags: they say something about it, and not what is to be done with it."""
+    """Whether a run records these flags; False if they do not describe it but request an action."""
 
     def problems(self) -> list[str]:
-        """What is wrong with these values taken together; one sentence each."""
+        """Returns problems between these values, one sentence each."""
         return []
 
 
@@ -51,23 +51,22 @@ def flag(
     needs: Mapping[str, Sequence[str] | None] = {},
     **limits: float,
 ) -> Any:
-    """A dataclass field that is a command-line flag.
+    """Defines a dataclass field that is a command-line flag.
 
     help: `--help` shows its text up to the first ";", `--help-all` the whole.
     common: shown in `--help`, which also shows every flag of a group that has no common one.
     hidden: neither shown in `--help-all` nor recorded.
-    local: the processes of a run may have different values, since the value does not decide what is learned, such as
-        where a machine keeps its data; without it a run whose processes differ is refused.
-    from_record: what becomes of the value that the record of a run has, when another command line names that record.
-        "ignored" is for how a run was started; "refused" for what a user alone may name, who need not have made the
-        record: a file with code (FILE:CLASS), or one to write or to begin from.
-    excludes: fields that must not be given beside it, unless one of the two is None, False or 0. Given over a lower
-        layer, such as a file under the command line, each of the two displaces the other.
-    displaces: fields that another value of it displaces in lower layers, and that may be given beside it; not those
-        whose `needs` name that value.
-    needs: by another field, such as "model", its values that have a use for this flag; None where any will do but its
-        default.
-    limits: at_least, above, at_most, below; of numbers.
+    local: may differ between the processes of a run, since it does not affect learning, such as where a machine keeps
+        its data; other flags must agree.
+    from_record: what happens to the recorded value when another command line names a run's record. "ignored" suits
+        flags about how a run was started; "refused" suits files with code (FILE:CLASS), or to write or start from,
+        since somebody else may have made the record.
+    excludes: fields that must not be given together with it, unless one of the two is None, False or 0. Over a lower
+        layer, such as a file under the command line, each displaces the other.
+    displaces: fields of lower layers that a changed value displaces, unless their `needs` name that value; both may be
+        given together.
+    needs: maps another field, such as "model", to the values that use this flag; None for any value but its default.
+    limits: at_least, above, at_most, below; for numbers.
     """
     assert limits.keys() <= _LIMITS.keys()
     about = {
@@ -78,32 +77,32 @@ def flag(
 
 
 def flag_name(field_name: str) -> str:
-    """The flag of a dataclass field: save_dir -> --save-dir."""
+    """Returns a field's flag: save_dir -> --save-dir."""
     return "--" + field_name.replace("_", "-")
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """What to do about a name that is not known. Dashes in front, which all flags share, make no names alike."""
+    """Suggests a known name similar to an unknown one, ignoring leading dashes."""
     by_core = {other.lstrip("-"): other for other in known}
     found = difflib.get_close_matches(name.lstrip("-"), by_core, n=1)
     return f"did you mean {by_core[found[0]]}?" if found else "see --help"
 
 
 def shown(value: Any) -> str:
-    """A flag's value as one would type it, if there is one."""
+    """Formats a flag's value as typed."""
     if value is None:
         return "(none)"
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 def flags_without(group: FlagGroup, needed: str, fields: Iterable[str]) -> list[str]:
-    """A sentence for each of the fields that is given though it needs another flag, which is not."""
+    """Returns a sentence for each given field that has no effect without another flag."""
     unused = given_flags(group, fields)
     return [f"{given}: does nothing without {needed}; add it, or leave this out" for given in unused]
 
 
 def given_flags(group: FlagGroup, fields: Iterable[str]) -> list[str]:
-    """The fields that differ from their defaults, as on a command line."""
+    """Returns the fields that differ from their defaults, as typed on a command line."""
     values = {name: getattr(group, name) for name in fields}
     return [
         flag_name(name) if value is True else f"{flag_name(name)} {shown(value)}"
@@ -113,10 +112,10 @@ def given_flags(group: FlagGroup, fields: Iterable[str]) -> list[str]:
 
 
 class Option:
-    """A field of a group as a flag.
+    """A dataclass field as a flag.
 
-    name: that of a switch which is on by default turns it off. type: of the value, or of each one of a list. words: the
-    texts that may stand in place of a number.
+    name: a switch that is on by default gets a --no- flag. type: of the value, or of a list's items. words: allowed in
+    place of a number.
     """
 
     help: str
@@ -145,31 +144,31 @@ class Option:
         if "help" not in field.metadata:
             raise TypeError(f"{field.name}: must be made by flag(default, help)")
         if self.type not in (int, float, str, bool, Path) and typing.get_origin(self.type) is not typing.Literal:
-            raise TypeError(f"{field.name}: {hint}: no flag has this type; for several values take tuple[int, ...]")
+            raise TypeError(f"{field.name}: {hint}: no flag has this type; for several values use tuple[int, ...]")
         vars(self).update(field.metadata)
 
     @property
     def text(self) -> str:
-        """The help without its end, `without_value`."""
+        """The help without `without_value`."""
         return self.help.partition(" (default: ")[0]
 
     @property
     def without_value(self) -> str:
-        """What happens if the flag is not given and has no default value, as its help says at the end."""
+        """The default behaviour described at the end of the help, for a flag without a default value."""
         return self.help.partition(" (default: ")[2].removesuffix(")")
 
     @property
     def is_of_launcher(self) -> bool:
-        """Whether a launcher sets it for one process, so that neither files nor Python do."""
+        """Returns whether a launcher sets it per process, so that files and Python cannot."""
         return self.hidden and self.local
 
     @property
     def adds_up(self) -> bool:
-        """Whether a second one on a command line adds to the first: lists of files and of text; others are replaced."""
+        """Returns whether repeating it adds values (lists of files or strings) rather than replaces them."""
         return self.is_list and self.type in (Path, str)
 
     def to_plain(self, value: Any) -> Any:
-        """A value in a form that JSON, TOML and a checkpoint can hold; of a switch, whether it is given."""
+        """Converts a value for JSON, TOML and checkpoints; a switch becomes whether it is given."""
         if self.is_switch:
             return value != self.default
         if isinstance(value, tuple):
@@ -180,7 +179,7 @@ class Option:
         return self.checked(value) != self.default if self.is_switch else self.checked(value)
 
     def checked(self, value: Any) -> Any:
-        """A value that is stated elsewhere than on a command line. Raises ValueError that says what it must be."""
+        """Validates a value from outside the command line. Raises ValueError with the requirement."""
         if self.is_switch:
             if not isinstance(value, bool):
                 raise ValueError("must be true or false")
@@ -193,7 +192,7 @@ class Option:
             raise ValueError("must be a list")
         if not value and self.default != ():
             raise ValueError("must have at least one value")
-        if self.type is str:  # such as names of people, who may be numbers
+        if self.type is str:  # such as names that are numbers
             value = [str(part) if type(part) is int else part for part in value]
         return tuple(map(self._checked_one, value))
 
@@ -206,13 +205,13 @@ class Option:
         return self._parse_one(str(value))
 
     def is_for_users_alone(self, value: Any) -> bool:
-        """Whether a value names what no record may name; see `flag`."""
+        """Returns whether a value must not come from a record; see `flag`."""
         texts = value if isinstance(value, tuple) else (value,)
         named = any(isinstance(text, Path) or (isinstance(text, str) and ":" in text) for text in texts)
         return self.from_record == "refused" and named
 
     def as_typed(self, value: Any) -> str:
-        """A value other than the default, as one types it in a shell."""
+        """Formats a non-default value as typed in a shell."""
         if self.is_switch:
             return self.name
         return f"{self.name} {shlex.join(map(str, value if isinstance(value, tuple) else (value,)))}"
@@ -226,8 +225,8 @@ class Option:
         return [f"{self.name}={text}" for text in (values if self.adds_up else [",".join(map(str, values))])]
 
     def parse(self, given: Any) -> Any:
-        """The value of what the command line gives. Raises ValueError with the whole message."""
-        # A comma separates the values of a list, or a space, or both; names of files may have commas.
+        """Parses the words of the command line. Raises ValueError with a complete message."""
+        # lists are separated by commas, spaces or both; file names may contain commas
         texts = [given]
         if self.is_list:
             texts = given if self.type is Path else re.split(",?\n|,", "\n".join(given))
@@ -244,7 +243,7 @@ class Option:
         return tuple(values) if self.is_list else values[0]
 
     def _parse_one(self, text: str) -> Any:
-        """Raises ValueError that says what the text must be."""
+        """Parses one value. Raises ValueError with the requirement."""
         if self.is_switch:
             if text not in ("true", "false"):
                 raise ValueError("must be true or false")
@@ -253,7 +252,7 @@ class Option:
             raise ValueError(f"must be {self._kind}")
         if self.type is Path:
             path = checked_path(text)
-            return path if path == self.default else expanded(path)  # a default stays as runs have recorded it
+            return path if path == self.default else expanded(path)  # a default keeps its recorded form
         if self.type not in (int, float):
             return checked_text(text)
         if text in self.words:
@@ -279,7 +278,7 @@ class Option:
 
 
 def options(*group_types: type) -> dict[str, Option]:
-    """The flags of groups by the name of their field."""
+    """Returns the flags of groups by field name."""
     return {field: option for group_type in group_types for field, option in _options_of(group_type).items()}
 
 
@@ -290,7 +289,7 @@ def _options_of(group_type: type) -> dict[str, Option]:
 
 
 def flag_values(*groups: Any, with_local: bool = True) -> dict[str, Any]:
-    """Every flag's value in a form that JSON and a checkpoint can hold. with_local: also of flags marked `local`."""
+    """Returns every flag's JSON-compatible value. with_local: include flags marked `local`."""
     return {
         option.name: option.to_plain(getattr(group, field))
         for group in groups
@@ -300,10 +299,9 @@ def flag_values(*groups: Any, with_local: bool = True) -> dict[str, Any]:
 
 
 def group_from_values(group_type: type, values: Mapping[str, Any]) -> Any:
-    """The group of which `flag_values` made these values; flags that they lack get their defaults.
+    """Reverses `flag_values` for one group; missing flags get their defaults.
 
-    values: of this group and perhaps of others, as a checkpoint or JSON holds them. Raises ValueError for a value that
-    the flag would refuse.
+    values: of this and perhaps other groups. Raises ValueError for a value that the flag rejects.
     """
     given = {field: option for field, option in options(group_type).items() if option.name in values}
     return group_type(
@@ -312,20 +310,20 @@ def group_from_values(group_type: type, values: Mapping[str, Any]) -> Any:
 
 
 def checked_defaults(group_types: Sequence[type], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Other defaults for flags of the groups, by field name, as their types and ranges want them.
+    """Validates new defaults for flags of the groups, by field name.
 
-    Raises TypeError for a name that is no field, ValueError for a value that the flag would refuse.
+    Raises TypeError for an unknown field, ValueError for a value that the flag rejects.
     """
     known = options(*group_types)
     defaults = with_new_names(defaults, known)
     for field in defaults:
         if field not in known:
-            raise TypeError(f"{field} is no flag of the trainer; {hint(field, known)}")
+            raise TypeError(f"{field} is not a flag of the trainer; {hint(field, known)}")
     return {field: _stated(known[field], value, known[field].checked) for field, value in defaults.items()}
 
 
 def with_new_names(settings: Mapping[str, Any], known: Mapping[str, Option]) -> dict[str, Any]:
-    """Returns settings by field name, with `no_test=True` for `test=False`: an older name of a switch stays valid."""
+    """Returns settings by field name; accepts a switch's older name: `test=False` -> `no_test=True`."""
     renamed = {}
     for name, value in settings.items():
         is_old = name not in known and f"no_{name}" in known and isinstance(value, bool)
@@ -343,10 +341,10 @@ def _stated(option: Option, value: Any, convert: Callable[[Any], Any]) -> Any:
 def arguments_of(
     group_types: Sequence[type], settings: Mapping[str, Any], elsewhere: Mapping[str, str] = {}
 ) -> tuple[list[str], list[str]]:
-    """The command line that gives settings by field name, and what is wrong with them before it is read.
+    """Converts settings by field name to a command line, and returns problems found on the way.
 
-    A switch is True or False as its field is, a list also a tuple or a range; None leaves a flag at its default.
-    elsewhere: see `parse_flags`.
+    A switch is True or False like its field, a list also a tuple or range; None keeps a flag's default. elsewhere: see
+    `parse_flags`.
     """
     known = options(*group_types)
     settings = with_new_names(settings, known)
@@ -377,13 +375,13 @@ def parse_flags(
 ) -> tuple[list[Any], list[str]]:
     """Builds one object per group from the command line.
 
-    command: what stands before the flags, for a program of several commands; `--help` shows it.
-    defaults: what replaces the fields' own defaults, by field name; see `checked_defaults`.
-    elsewhere: flags of another program, with what is said to who gives them to this one.
+    command: precedes the flags of a program with several commands; `--help` shows it.
+    defaults: override the fields' own defaults, by field name; see `checked_defaults`.
+    elsewhere: flags of another program, with the message for users who give them to this one.
     stated: fields of `defaults` that the user has written, perhaps as the flag's own default.
 
-    Returns the objects and all problems found. A flag with a problem has its default value in the objects, so that
-    whatever else is wrong can still be found. `--help` and `--help-all` print and exit with status 0.
+    Returns the objects and all problems. A flag with a problem keeps its default in the objects, so that further
+    problems can be found. `--help` and `--help-all` print and exit with status 0.
     """
     shows_all = "--help-all" in names_given(argv)
     parser = build_parser(group_types, description, epilog, defaults, command, shows_all)
@@ -396,7 +394,7 @@ def parse_flags(
         for group_type in group_types
     ]
     for field, option in options(*group_types).items():
-        # A default that its flag refuses would be recorded, and refused then. Whoever reads a path tells about it.
+        # An invalid default would be recorded, and rejected then; paths are checked where they are read.
         if field not in values and option.type is not Path:
             try:
                 option.from_plain(option.to_plain(option.default))
@@ -407,7 +405,7 @@ def parse_flags(
 
 
 def _conflicts(groups: Sequence[FlagGroup], values: Mapping[str, Any], stated: Collection[str]) -> list[str]:
-    """A sentence for each two flags that exclude each other, and for each that the choice beside it does not have."""
+    """Returns a sentence for each pair of exclusive flags, and for each flag unused by its companion's value."""
     known = options(*map(type, groups))
     others = {field for field, option in known.items() if values.get(field, option.default) != option.default}
     given = {
@@ -424,8 +422,8 @@ def _conflicts(groups: Sequence[FlagGroup], values: Mapping[str, Any], stated: C
             if owners is None and choice not in others:
                 found.append(f"{words}: does nothing without {known[choice].name}; add it, or leave this out")
             elif owners is not None and chosen not in (None, *owners):
-                advice = f"leave it out, or take {' or '.join(owners)}"
-                found.append(f"{words}: {known[choice].name} {chosen} has no use for it; {advice}")
+                advice = f"leave it out, or choose {' or '.join(owners)}"
+                found.append(f"{words}: {known[choice].name} {chosen} does not use it; {advice}")
     return found
 
 
@@ -439,7 +437,7 @@ def _own_problems(group: Any) -> Sequence[str]:
 def values_given(
     group_types: Sequence[type], argv: Sequence[str], parser: argparse.ArgumentParser | None = None
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    """What a command line says: values by field name, what is wrong with the others, and what no group's flag takes."""
+    """Returns the values given by field name, problems, and words that no flag accepts."""
     parser = parser or build_parser(group_types, "")
     parsed, unknown = parser.parse_known_args(_with_dashes(argv))
     values, problems = {}, []
@@ -460,12 +458,12 @@ def build_parser(
     command: str = "",
     shows_all: bool = True,
 ) -> argparse.ArgumentParser:
-    """An argparse parser of the groups' flags. Values stay text: they are converted and checked together later.
+    """Builds an argparse parser of the groups' flags. Values stay strings, validated together later.
 
     Groups with the same heading share a section of the help.
 
-    defaults: what `--help` shows instead of the fields' own, by field name. command: see `parse_flags`. shows_all:
-    whether it prints every flag with its whole text, or the common ones in a line each.
+    defaults: shown by `--help` instead of the fields' own, by field name. command: see `parse_flags`. shows_all: show
+    every flag with its whole text, or only common ones on a line each.
     """
     parser = argparse.ArgumentParser(
         usage=" ".join(["%(prog)s", *([command] if command else []), "[flags]"]),
@@ -487,7 +485,7 @@ def build_parser(
         known = options(group_type)
         chosen = [option for option in known.values() if option.common] or list(known.values())
         for field, option in known.items():
-            # A flag without its value must not end the parsing, or the other mistakes would go unseen.
+            # a flag without a value must not end parsing and hide other problems
             how: dict[str, Any] = {"nargs": "?", "const": "true" if option.is_switch else ""}
             if option.is_list:
                 how = {"nargs": "*", "action": "extend" if option.adds_up else "store"}
@@ -504,7 +502,7 @@ def build_parser(
 
 
 def described(group_type: type) -> tuple[str, str]:
-    """The heading of a group, and the text below it."""
+    """Returns a group's heading and the text below it."""
     heading, _, text = inspect.cleandoc(group_type.__doc__ or group_type.__name__).partition("\n")
     return heading.rstrip("."), text.strip()
 
@@ -513,7 +511,7 @@ def _help_text(option: Option, default: Any, is_whole: bool) -> str:
     text, without = option.text, option.without_value
     if option.is_switch:
         without = "true" if default != option.default else ""
-    elif default is not None and default != "":  # a text that says what happens without a value is overtaken by a value
+    elif default is not None and default != "":  # a value replaces the description of having none
         without = shown(default)
     if is_whole:
         return f"{text} (default: {without})" if without else text
@@ -522,7 +520,7 @@ def _help_text(option: Option, default: Any, is_whole: bool) -> str:
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows a value as required although the parser would do without, and none of a switch."""
+    """Shows required values, though the parser treats them as optional, and no value for switches."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28)
@@ -535,12 +533,12 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def _with_dashes(argv: Sequence[str]) -> list[str]:
-    """--batch_size=4 -> --batch-size=4; values keep their underscores."""
+    """Replaces underscores in flag names: --batch_size=4 -> --batch-size=4."""
     return [re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), token) for token in argv]
 
 
 def names_given(argv: Sequence[str]) -> set[str]:
-    """The names of the flags on a command line, spelled with dashes."""
+    """Returns the flags on a command line, spelled with dashes."""
     return {token.partition("=")[0] for token in _with_dashes(argv) if token.startswith("--")}
 
 
@@ -553,12 +551,12 @@ def _unknown_problems(
             name = token.partition("=")[0]
             unknown = f"no such flag; {hint(name, parser._option_string_actions)}"
             found.append(f"{token}: {elsewhere.get(name, unknown)}")
-        elif not previous.startswith("-"):  # otherwise it is the value of the unknown flag
+        elif not previous.startswith("-"):  # else the value of an unknown flag
             found.append(f"{token}: not expected here; every setting is a flag, see --help")
     return found
 
 
 def refuse(problems: Sequence[str]) -> None:
-    """Raises UserError with all problems, one a line; returns if there are none."""
+    """Raises UserError with all problems, one per line, if there are any."""
     if problems:
         raise UserError("\n".join(problems))

@@ -1,4 +1,4 @@
-"""Every flag of the trainer, in the groups of `--help`. A task has its own, in its `Config`."""
+"""All flags of the trainer, grouped as in `--help`. Tasks define their own in `Config`."""
 
 import os
 import re
@@ -16,29 +16,29 @@ from trainer.config import FlagGroup, flag, flag_name, shown
 
 DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lockstep"
 MOST_SAMPLES = 2**31 - 1
-"""Largest batch: products of larger numbers are beyond what arrays can be indexed with."""
+"""Largest batch size; products of larger numbers exceed array indices."""
 MOST_THREADS = 1024
-"""Most threads of a process: with far more, starting them fails silently."""
+"""Most threads of a process; starting far more fails silently."""
 MOST_PROCESSES = 1024
 """Most processes of a machine."""
 LOGGERS = ("wandb", "mlflow")
-"""What `--logger` takes beside a file and a class."""
+"""Names that `--logger` accepts besides a file and class."""
 RETIRED = {
-    "--hang-timeout-s": "is no flag any more: --dist-timeout-s is the only time limit; leave it out",
-    "--straggler-factor": "is no flag any more: a rank is slow above 1.3 times the median; leave it out",
-    "--take-over-lock": "is no flag any more: a lock that nobody renews is taken over by itself; leave it out",
-    "--whole-histories": "is no flag any more: whole histories are trained on unless --last-items-only is given",
-    "--job-id": "is no flag any more: a lock that nobody renews is taken over by itself; leave it out",
-    "--unreadable": "is called --on-bad, with drop for skip; give that",
+    "--hang-timeout-s": "was removed: --dist-timeout-s is the only time limit; leave it out",
+    "--straggler-factor": "was removed: a rank is slow above 1.3 times the median; leave it out",
+    "--take-over-lock": "was removed: a lock that is not renewed is taken over automatically; leave it out",
+    "--whole-histories": "was removed: whole histories are trained on unless --last-items-only is given",
+    "--job-id": "was removed: a lock that is not renewed is taken over automatically; leave it out",
+    "--unreadable": "was renamed to --on-bad, with drop instead of skip",
 }
-"""What is said to who gives a flag of earlier versions. Files and records that hold one are read without it."""
+"""Messages for retired flags. Files and records that contain one are read without it."""
 Schedule = Literal["cosine", "linear", "constant", "wsd", "plateau"]
 
 
 ADAM = {"optimizer": ("adamw", "adam", "muon")}
 FSDP = {"multi_gpu": forms.SHARDING}
 NOT_WITH_A_USE = ("fresh", "init_from", "init_from_partial", "eval_only")
-"""Excluded where weights are used, and nothing is trained."""
+"""Flags excluded where weights are used without training."""
 
 
 @dataclass
@@ -211,7 +211,7 @@ class LearningFlags(FlagGroup):
         if self.min_lr > self.lr:
             found.append(f"--min-lr {self.min_lr}: must not be above --lr {self.lr}")
         if self.min_lr > 0 and self.schedule == "constant":
-            found.append(f"--min-lr {self.min_lr}: --schedule constant never comes down; leave one of them out")
+            found.append(f"--min-lr {self.min_lr}: --schedule constant never decays; leave one of them out")
         if self.betas is not None and len(self.betas) != 2:
             found.append(f"--betas {shown(self.betas)}: must be two values")
         if self.optimizer == "sgd" and self.nesterov and not self.momentum:
@@ -239,7 +239,7 @@ class PrecisionFlags(FlagGroup):
 
     def problems(self) -> list[str]:
         if self.dtype == "float64" and self.amp in ("bf16", "fp16"):
-            return [f"--amp {self.amp}: is for --dtype float32; with float64 leave it out"]
+            return [f"--amp {self.amp}: needs --dtype float32; leave it out with float64"]
         return []
 
 
@@ -273,7 +273,7 @@ class DeviceFlags(FlagGroup):
     def problems(self) -> list[str]:
         known = re.fullmatch(r"auto|cpu|cuda(?::([0-9]{1,6}))?", self.device)
         if known is None:
-            apple = "Apple's GPUs are not supported; take cpu" if self.device.startswith("mps") else ""
+            apple = "Apple's GPUs are not supported; use cpu" if self.device.startswith("mps") else ""
             return [f"--device {self.device}: {apple or 'must be auto, cpu, cuda or cuda:N'}"]
         num_gpus = torch.cuda.device_count()
         if self.device.startswith("cuda") and int(known[1] or 0) >= num_gpus:
@@ -386,7 +386,7 @@ class PredictFlags(FlagGroup):
         if self.predict is None:
             return [f"{given}: belongs to --predict; leave it out"]
         if target == self.predict.resolve():
-            return [f"{given}: would overwrite what is to be labelled; name another file"]
+            return [f"{given}: would overwrite the input; name another file"]
         return _problems_of_target(given, target)
 
 
@@ -406,7 +406,7 @@ class ExportFlags(FlagGroup):
             return []
         given, target = f"--export {self.export}", self.export.resolve()
         if target.suffix != ".pt2":
-            return [f"{given}: must end in .pt2, of which torch.onnx.export makes an .onnx"]
+            return [f"{given}: must end in .pt2 (torch.onnx.export converts that to .onnx)"]
         return _problems_of_target(given, target)
 
 
@@ -416,7 +416,7 @@ def _problems_of_target(given: str, target: Path) -> list[str]:
     if not target.parent.is_dir():
         return [f"{given}: there is no folder {target.parent}; create it first"]
     if not os.access(target.parent, os.W_OK):
-        return [f"{given}: cannot be written: no permission to write into {target.parent}; name another file"]
+        return [f"{given}: cannot be written: no permission to write to {target.parent}; name another file"]
     return []
 
 
@@ -493,7 +493,7 @@ class MultiDeviceFlags(FlagGroup):
 
 @dataclass
 class TrainerFlags:
-    """The flags of every task, group by group; `multi` only in programs for several devices."""
+    """The flags of every task by group; `multi` only in multi-device programs."""
 
     run: RunFlags
     batch: BatchFlags
@@ -513,4 +513,4 @@ GROUPS: dict[str, type[FlagGroup]] = {
     field.name: (get_args(field.type) or (field.type,))[0] for field in fields(TrainerFlags)
 }
 TRAINER_GROUPS = tuple(GROUPS.values())
-"""In the order of `--help`; those of several devices come last."""
+"""Groups in the order of `--help`, with multi-device flags last."""

@@ -1,4 +1,4 @@
-"""The workloads that a program offers: a task is found by the value of `--task`, and that value by its class."""
+"""The workloads of a program, found by the value of `--task` or by class."""
 
 import importlib
 import importlib.util
@@ -11,22 +11,23 @@ from trainer.common.validation import find_class
 from trainer.task import Task
 
 Registry = Mapping[str, "str | type[Task]"]
-"""By the name that `--task` takes: "module:Class", imported when it is chosen, or a class; first the default."""
+"""Maps names for `--task` to "module:Class", imported on use, or classes; the first is the default."""
 
 PACKAGE = __name__.rpartition("trainer.")[0] + "tasks"
-"""Lies beside the trainer; its TASKS are the workloads where no program has handed in others."""
+"""Package beside the trainer whose TASKS are the default workloads."""
 SCRIPT = "ScriptOfFit"
-"""The class that `trainer.fit` makes of a model, data and a loss; only the script that calls it has them."""
+"""Class that `trainer.fit` creates from a model, data and a loss; only the calling script has them."""
 IN_NO_FILE = "__main__"
-"""What stands for the file of a class that has none."""
+"""Stands for the file of a class without one."""
 
 _handed_in: Registry | None = None
 
 
 def hand_in(tasks: Registry) -> None:
-    """Makes these the workloads of this process; a program does so first.
+    """Sets the workloads of this process.
 
-    The packages that hold them are forgotten until one is chosen: a user's own task may have such a package beside it.
+    Unloads the packages that contain them until one is chosen, because a user's task may have packages of the same
+    name.
     """
     global _handed_in
     _handed_in = tasks
@@ -37,9 +38,9 @@ def hand_in(tasks: Registry) -> None:
 
 
 def workloads() -> Registry:
-    """Those that the program has handed in; a user's script or notebook hands in none, and has those of PACKAGE.
+    """Returns the workloads set by the program, by default those of PACKAGE, as for scripts and notebooks.
 
-    That package is imported on the first need, and only from beside the trainer: a user's own may have its name.
+    That package is imported lazily, and only from beside the trainer, since a user's package may have its name.
     """
     if _handed_in is not None:
         return _handed_in
@@ -51,12 +52,12 @@ def workloads() -> Registry:
 
 
 def default_task() -> str:
-    """The first of the workloads; "" where there are none."""
+    """Returns the first workload's name; "" if there are none."""
     return next(iter(workloads()), "")
 
 
 def find_task(name: str) -> type[Task]:
-    """`--task` -> the task's class: the name of a workload, or path/to/file.py:ClassName. Raises UserError."""
+    """Returns the class of a `--task` value: a workload's name, or path/to/file.py:ClassName. Raises UserError."""
     _refuse_script(name)
     if ":" in name:
         return find_class(name, "--task", Task, comes_first=True)
@@ -72,9 +73,9 @@ def find_task(name: str) -> type[Task]:
 
 
 def name_of(task_type: type[Task]) -> str:
-    """The value of `--task` that finds a class, with the whole path of its file.
+    """Returns the value of `--task` for a class, with the absolute path of its file.
 
-    Where no file holds it, as in a notebook, "__main__:ClassName", which only this process can find.
+    A class without a file, as in a notebook, is "__main__:ClassName", found only by this process.
     """
     place = f"{task_type.__module__}:{task_type.__qualname__}"
     for name, entry in workloads().items():
@@ -84,15 +85,15 @@ def name_of(task_type: type[Task]) -> str:
 
 
 def source_file(task_type: type[Task]) -> Path | None:
-    """Where a class is defined; None for a notebook's cell, or a prompt."""
+    """Returns the file that defines a class; None for notebook cells and prompts."""
     file = getattr(sys.modules.get(task_type.__module__), "__file__", None)
     return Path(file).resolve() if file is not None and Path(file).is_file() else None
 
 
 def known_task(name: str) -> type[Task] | None:
-    """The class that a run names, where it is a workload or this process has defined it.
+    """Returns the class named by a run, if it is a workload or defined in this process.
 
-    A file that a run names is not executed: who made the run may have chosen it. Raises UserError for a script's.
+    Files named by a run are not executed, since somebody else may have made it. Raises UserError for a script's class.
     """
     _refuse_script(name)
     return find_task(name) if name in workloads() else _defined_task(name)
@@ -102,15 +103,15 @@ def _refuse_script(name: str) -> None:
     file, _, class_name = name.rpartition(":")
     if class_name == SCRIPT:
         raise UserError(
-            f"--task {name}: trained by trainer.fit(model, ...) in {Path(file).name}, which alone has the model; there "
-            "`run.load()` returns it, and `run.predict(dataset)` what it predicts"
+            f"--task {name}: trained by trainer.fit(model, ...) in {Path(file).name}, which alone can build the model; "
+            "there `run.load()` returns it, and `run.predict(dataset)` its predictions"
         )
 
 
 def _defined_task(name: str) -> type[Task] | None:
-    """A class that this process has defined already, by a value of `--task`; the last one of that name.
+    """Returns the latest class defined in this process for a value of `--task`.
 
-    Importing its file once more would run it again: it may be the script that asks.
+    Importing its file again would run it again, and it may be the calling script.
     """
     file, _, class_name = name.rpartition(":")
     whole = name if file == IN_NO_FILE else f"{Path(file).resolve()}:{class_name}"
@@ -124,9 +125,9 @@ def _defined_task(name: str) -> type[Task] | None:
 
 
 def is_same_task(one: str, other: str) -> bool:
-    """Whether two values of `--task` name the same task: its class and its file's name count, not the folder.
+    """Returns whether two values of `--task` name the same task; folders do not count.
 
-    A class of a notebook may have moved into a file since, or out of one.
+    A notebook's class may have moved into a file since, or out of one.
     """
     file, _, class_name = without_folder(one).rpartition(":")
     other_file, _, other_class = without_folder(other).rpartition(":")
@@ -134,6 +135,6 @@ def is_same_task(one: str, other: str) -> bool:
 
 
 def without_folder(name: str) -> str:
-    """A value of `--task` as it is on every machine: without the folder of a file."""
+    """Returns a value of `--task` without its file's folder, equal on all machines."""
     file, colon, class_name = name.rpartition(":")
     return f"{Path(file).name}{colon}{class_name}"

@@ -1,4 +1,4 @@
-"""The contract that a workload fulfils. The loop knows nothing else about it."""
+"""The contract of a workload, all that the loop knows about it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,20 +25,20 @@ ProgressBar = Callable[[Iterable[Any], str], Iterable[Any]]
 
 
 class PerSample(NamedTuple):
-    """What an objective returns in eval mode beside sums, for metrics that do not add up: AUC, F1, BLEU.
+    """Output per sample of an objective in eval mode, for metrics that do not add up: AUC, F1, BLEU.
 
-    values: (B, ...), a row for each sample of the batch, equally shaped in all batches; any type.
+    values: (B, ...), one row per sample, of the same row shape in all batches; any type.
     """
 
     values: Tensor
 
 
 class Exported(NamedTuple):
-    """A module as `--export` writes it, with one call of it.
+    """A module for `--export`, with one call of it.
 
-    inputs: by the names of its forward's arguments, in their order. expected: what the trained model answers: tensors,
-    in tuples, lists or dictionaries if there are several. lengths: dimensions that may have any size, by input; those
-    in which the calls of several batches differ may anyway, such as the number of samples.
+    inputs: by name and in the order of its forward's arguments. expected: the trained model's output: tensors, or
+    tuples, lists or dictionaries of them. lengths: dynamic dimensions by input; dimensions that differ between the
+    calls of several batches, such as the number of samples, are dynamic anyway.
     """
 
     program: nn.Module
@@ -48,10 +48,10 @@ class Exported(NamedTuple):
 
 
 class Baseline(NamedTuple):
-    """What a simple method reaches on the data of a run.
+    """A simple method's scores on a run's data.
 
-    metrics: by names such as "val/ndcg@10" and "test/ndcg@10", as those of the run. flags: of the task, as a command
-    line needs them to make a run of it; empty where it is no model of the task.
+    metrics: by the names of the run's, such as "val/ndcg@10". flags: of the task, to train it by a command line; empty
+    if it is not a model of the task.
     """
 
     metrics: Mapping[str, float]
@@ -64,12 +64,12 @@ class NoFlags(FlagGroup):
 
 
 class At(NamedTuple):
-    """Where a run is, as a task finds it in `at`.
+    """The run's position, available to a task as `at`.
 
-    step, num_steps: optimizer steps done before, over all phases, and of the whole run. epoch: the current one, from 0.
-    progress: the share of the run that is done, from 0 to 1; of an optimizer step, at its middle. phase: of the step;
-    empty between steps. split: the data set that is evaluated, as "val"; "train" in a step, and for what is summarised
-    of training. state: what `Task.after_validation` returned last.
+    step, num_steps: optimizer steps done, over all phases, and in the whole run. epoch: the current one, from 0.
+    progress: completed share of the run, from 0 to 1; in a step, at its middle. phase: of the step; "" between steps.
+    split: the data set being evaluated, such as "val"; "train" in a step and for training metrics. state: last result
+    of `Task.after_validation`.
     """
 
     step: int = 0
@@ -84,46 +84,45 @@ class At(NamedTuple):
 
 
 Outputs = Mapping[str, Tensor | PerSample]
-"""What an objective returns, by name; in train mode `Sums`."""
+"""An objective's results by name; in train mode `Sums`."""
 Picture = np.ndarray
-"""What TensorBoard can show: (height, width, 3) uint8, red, green, blue."""
+"""An image for TensorBoard: (height, width, 3) uint8 RGB."""
 
 
 class Objective(SeesConversions):
     """A model together with its loss.
 
-    `model` owns every parameter and persistent buffer, so that a checkpoint's `model` entry loads into the plain
-    model without any trainer.
+    `model` owns every parameter and persistent buffer, so a checkpoint's `model` entry loads into the plain model
+    without any trainer.
 
-    In train mode `forward(batch, phase)` returns sums over the batch's samples, "loss" among them; in eval mode
-    `forward(batch)` returns addable statistics, and `PerSample` what does not add up. A sum has any shape without a
+    In train mode `forward(batch, phase)` returns sums over the batch's samples, including "loss"; in eval mode
+    `forward(batch)` returns addable statistics, and `PerSample` for what does not add up. A sum has any shape without a
     batch dimension.
 
-    A loss that couples all samples of a step has `outputs` and `joint_loss` in the place of `forward`.
+    A loss that couples all samples of a step defines `outputs` and `joint_loss` instead of `forward`.
 
-    `helpers` are modules that are neither trained nor saved, such as a teacher or a network whose features a loss
-    compares: they go to the model's device and type, and stay frozen and in eval mode. A checkpoint has a digest of
-    each.
+    `helpers` are modules that are neither trained nor saved, such as a teacher or a feature network of a loss. They
+    follow the model's device and type, and stay frozen in eval mode. Checkpoints hold a digest of each.
     """
 
     model: nn.Module
     helpers: Mapping[str, nn.Module] = {}
     same_masks: ClassVar[bool] = False
-    """Whether dropout draws the same in all micro-batches and on all devices of a step.
+    """Whether dropout draws the same numbers in all micro-batches and on all devices of a step.
 
     For a model that computes the same whole, such as all nodes of a graph, for any part of the global batch.
     """
     coupled: ClassVar[bool] = False
-    """Whether the loss couples the samples of a batch on purpose, as a contrastive one does.
+    """Whether the loss couples the samples of a batch on purpose, as a contrastive loss does.
 
-    It then depends on how many samples a forward gets, and a start does not check that parts of a batch add up. A
-    `joint_loss` depends on no such number, and needs no word of this.
+    It then depends on the samples per forward, and the check that parts of a batch add up is skipped. A `joint_loss`
+    does not depend on them and does not need this.
     """
 
     def __init__(self, model: nn.Module, helpers: Mapping[str, nn.Module] | None = None) -> None:
         super().__init__()
         self.model = model
-        # Not as submodules, which would be saved, trained and exchanged.
+        # not as submodules, which would be saved, trained and exchanged
         self.helpers = {name: helper.eval().requires_grad_(False) for name, helper in (helpers or {}).items()}
 
     def also_converted(self) -> Iterable[nn.Module]:
@@ -134,22 +133,23 @@ class Objective(SeesConversions):
 
     @property
     def is_joint(self) -> bool:
-        """Whether the loss is one of all rows of a step."""
+        """Returns whether the loss covers all rows of a step."""
         return type(self).joint_loss is not Objective.joint_loss
 
     def outputs(self, batch: Batch, phase: str = "train") -> Rows:
-        """What `joint_loss` needs of each sample: tensors (B, ...) by name, equally shaped in all batches.
+        """Returns what `joint_loss` needs of each sample: tensors (B, ...) by name, of the same row shape in all
+        batches.
 
-        Of several micro-batches a step each is computed twice, with the same dropout.
+        With several micro-batches per step each is computed twice, with the same dropout.
         """
         raise self._lacks_methods()
 
     def joint_loss(self, rows: Rows, phase: str = "train") -> Sums:
-        """Sums over the rows of a whole step, of all its micro-batches on all devices; "loss" among them.
+        """Returns sums over the rows of a whole step, of all micro-batches on all devices, including "loss".
 
         rows: (n, ...) each, in the order of the global batch. The trainer divides the loss by the step's weight. It may
-        use parameters of `model`; every process computes it, with the same random numbers. In eval mode it gets the
-        rows of one batch of one process, and may return `PerSample` too.
+        use parameters of `model`; every process computes it with the same random numbers. In eval mode it gets the rows
+        of one batch of one process, and may return `PerSample` too.
         """
         raise self._lacks_methods()
 
@@ -158,33 +158,33 @@ class Objective(SeesConversions):
         return UserError(f"{name}: must have forward(batch, phase), {account}; see Objective in trainer/task.py")
 
     def after_step(self, phase: str, at: At) -> None:
-        """Does what follows each optimizer step, such as moving a teacher's weights towards the student's.
+        """Runs after each optimizer step, for example to move a teacher's weights towards the student's.
 
-        at: of the step that is done; a method without this argument will do.
+        at: the completed step; a method may omit this argument.
 
-        Called on every process, without gradients, once the phase's step has changed the parameters; on a GPU also
-        after a step that was left out for a loss or gradient that is not finite, which changes nothing.
+        Called on every process, without gradients, after the phase's parameters changed; on a GPU also after a step
+        that was skipped for a non-finite loss or gradient and changed nothing.
         """
 
     def start_evaluation(self) -> None:
-        """Computes what all batches of an evaluation share, such as all nodes of a graph; keeps it in buffers.
+        """Computes what all batches of an evaluation share, such as all nodes of a graph, and keeps it in buffers.
 
-        Called in eval mode before the first batch, without gradients, in the run's precision and in the weights that
-        are evaluated; on every process, and before `Task.predictions` too. `Task.example_pictures` may call it.
+        Called in eval mode before the first batch, without gradients, in the run's precision and with the weights to
+        evaluate, on every process; also before `Task.predictions`. `Task.example_pictures` may call it.
         """
 
     def call_equally(self) -> None:
-        """Calls the model equally often for every batch from now on, whatever its samples. Raises UserError.
+        """Makes the number of model calls per batch independent of its samples. Raises UserError if that is impossible.
 
-        Called under `--multi-gpu fsdp`, where each call exchanges weights, so that every process has to make it. An
-        objective that cuts its batches by their size or content stops that, or refuses.
+        Called under `--multi-gpu fsdp`, where each call runs collectives, so every process must make it. Objectives
+        that split their batches by size or content stop that, or refuse.
         """
 
 
 class Task(ABC):
     """One workload: its data, its model with loss, its metrics.
 
-    Example, a whole task. In a file sides.py, `python main.py --task sides.py:Sides --num-points 500` trains it:
+    Example of a whole task, in a file sides.py, trained by `python main.py --task sides.py:Sides --num-points 500`:
 
         from dataclasses import dataclass
 
@@ -234,40 +234,40 @@ class Task(ABC):
     """
 
     Config: ClassVar[type] = NoFlags
-    """A dataclass of `trainer.config.flag` fields; each becomes a command-line flag. By default there are none."""
+    """A dataclass of `trainer.config.flag` fields, each a command-line flag. Default: none."""
     monitor: tuple[str, Literal["max", "min"]] = ("val/loss", "min")
-    """The validation metric that defines "best", for example ("val/accuracy", "max") or ("val/far/loss", "min")."""
+    """The validation metric that defines "best", such as ("val/accuracy", "max") or ("val/far/loss", "min")."""
     phases: tuple[str, ...] = ("train",)
-    """Parts of training, each with data, a loss, parameters and optimizers of its own; may depend on the config.
+    """Parts of training, each with its own data, loss, parameters and optimizers; may depend on the config.
 
-    They come one after another within an epoch, unless `turns` says otherwise.
+    They follow one another within an epoch, unless `turns` says otherwise.
     """
     turns: tuple[int, ...] = ()
-    """Optimizer steps of each phase until the next one has its turn, for example (1, 1); empty: whole phases in turn.
+    """Optimizer steps of each phase before the next one's turn, such as (1, 1); empty: whole phases in turn.
 
-    The first phase's data make the epoch; the others go through theirs again and again, with epochs of their own.
+    The first phase's data define the epoch; the others cycle through theirs, with their own epochs.
     """
     defaults: ClassVar[Mapping[str, Any]] = {}
-    """Other defaults of the trainer's own flags for this task, by field name: {"lr": 3e-4, "drop_last": True}."""
+    """Defaults of the trainer's flags for this task, by field name: {"lr": 3e-4, "drop_last": True}."""
     examples: ClassVar[Sequence[str]] = ()
     """Flags that `--help` shows as commands, without `--task`: ("--data-dir log.csv --save-dir checkpoints/log",)."""
     predict_flags: ClassVar[tuple[str, ...]] = ()
-    """Fields of `Config` that `--predict` takes anew: where data lie that it needs, what its table shows."""
+    """Fields of `Config` that `--predict` accepts anew, such as the location of data or the content of its table."""
     hold_out_flags: ClassVar[tuple[str, ...]] = ()
-    """Fields of `Config` that say what the validation set is; `--folds`, which says it too, excludes their flags."""
+    """Fields of `Config` that choose the validation set; their flags exclude `--folds`, which chooses it too."""
     headline: tuple[str, ...] = ()
-    """The metrics that the console shows, without their split: ("loss", "ndcg@10"). Empty shows all.
+    """Metrics that the console shows, without their split: ("loss", "ndcg@10"). Empty: all.
 
-    The files and TensorBoard get all of them.
+    Files and TensorBoard get all metrics.
     """
     trains: bool = True
-    """Whether there is anything to train with this config. If not, the command scores, as `--eval-only` does."""
+    """Whether this config has anything to train; if not, the command scores as with `--eval-only`."""
     fitted: bool = False
-    """Whether `initialise` gives the model all that it has, by counting say: it is scored and saved without a step."""
+    """Whether `initialise` computes the whole model, for example by counting: it is scored and saved without steps."""
     at: At = At()
-    """Where the run is, for the methods that it calls: not for `collate` and data sets, which are ahead of it."""
+    """The run's position, for methods the run calls; not for `collate` and data sets, which are ahead of it."""
     data_facts: Mapping[str, Any] | None = None
-    """What `describe_data` returned for a trained run that is used without its training data; None in training."""
+    """Result of `describe_data` for a trained run used without its training data; None in training."""
 
     def __init__(self, config: Any, seed: int, cache_dir: Path) -> None:
         self.config = config
@@ -276,215 +276,217 @@ class Task(ABC):
 
     @property
     def cache_dir(self) -> Path:
-        """`--cache-dir`. Raises UserError where it is in the home of a user who has none."""
+        """The folder of `--cache-dir`. Raises UserError if it is in the home of a user without one."""
         try:
             return expanded(self._cache_dir)
         except ValueError as error:
-            raise UserError(f"--cache-dir {self._cache_dir}: {error}; name another folder by --cache-dir") from None
+            raise UserError(f"--cache-dir {self._cache_dir}: {error}; name another folder with --cache-dir") from None
 
     @abstractmethod
     def splits(self) -> Mapping[str, KeyedDataset]:
-        """The data sets "train", those to validate on, "val", or any number of "val/NAME", or both, and "test".
+        """Returns the data sets "train", "test", and for validation "val", any number of "val/NAME", or both.
 
-        Without any to validate on the weights after the last epoch count as the best. Without a test set the scores of
-        a run are its best ones on the validation set. May raise UserError. Called several times: keep the result.
+        Without a validation set the last weights count as the best. Without a test set a run's scores are its best
+        validation scores. May raise UserError. Called several times: cache the result.
         """
 
     @abstractmethod
     def build_objective(self) -> Objective:
-        """A freshly initialised model with its loss, on the CPU, in float32.
+        """Builds a freshly initialised model with its loss, on the CPU, in float32.
 
-        It does not need the data, so that a trained model can be used without them; see `initialise`, and for a model
-        whose size depends on them `data_facts`.
+        It must not need the data, so that a trained model can be used without them; see `initialise`, and `data_facts`
+        for a model whose size depends on them.
         """
 
     def describe_data(self) -> Mapping[str, Any]:
-        """What a trained model has to know of its training data besides weights, such as an alphabet; plain values.
+        """Returns what a trained model needs to know of its training data besides weights, such as an alphabet; plain
+        values.
 
-        Kept in every checkpoint. Where one is used without the data, `data_facts` is set to it before `build_objective`
-        and `new_data`; a run does not go on with data of which other facts are told. Called after `splits`.
+        Stored in every checkpoint. When one is used without the data, `data_facts` is set to it before
+        `build_objective` and `new_data`; a run does not resume with data of different facts. Called after `splits`.
         """
         return {}
 
     def data_digest(self) -> str | None:
-        """Differs where what is trained on or held out differs; None, as by default, where that is not told.
+        """Returns a digest that changes with the training or held-out data; None, the default, if unknown.
 
-        A run that resumes with data of another digest, or is scored on them, says so. Called after `splits`, on every
-        process, and processes that come to different ones do not train: a digest is of contents, not of paths or times.
+        A run that resumes or is scored with a different digest says so. Called after `splits` on every process;
+        processes with different digests do not train, so hash contents, not paths or times.
         """
         return None
 
     def remarks(self) -> Sequence[str]:
-        """Sentences that the user should read about the data: what is left out, what looks wrong; by default none.
+        """Returns sentences for the user about the data, such as dropped or suspicious samples; default: none.
 
         Shown at the start of a run, after `splits`; with `--predict` after `new_data`.
         """
         return ()
 
     def other_work(self) -> str | None:
-        """Does what the flags ask for in place of training, such as writing data to a file, and returns what it did.
+        """Does what the flags request instead of training, such as writing data to a file, and returns a description.
 
-        None, as by default, where they ask for nothing else. Called on the main process alone. May raise UserError.
+        None, the default: nothing is requested. Called on rank 0 only. May raise UserError.
         """
         return None
 
     def initialise(self, objective: Objective) -> None:
-        """Gives a new model what it takes from elsewhere: statistics of the training data, a trained part.
+        """Initialises a new model from elsewhere: statistics of the training data, a trained part.
 
-        The raw objective is on its device. Not called where a checkpoint brings all of that. May raise UserError.
+        The raw objective is on its device. Not called if a checkpoint provides all weights. May raise UserError.
         """
 
     def check_weights(self, objective: Objective) -> None:
-        """Raises UserError where the model's weights do not go with the data: those of a checkpoint, say.
+        """Raises UserError if the model's weights, for example of a checkpoint, do not fit the data.
 
         Called on every process with the raw objective on its device, before training and before `--eval-only`, once it
-        has the weights to begin with.
+        has its initial weights.
         """
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Turns reduced sums (float64, CPU) into metrics. The trainer adds "weight", the number of loss terms.
+        """Converts reduced sums (float64, CPU) to metrics. The trainer adds "weight", the number of loss terms.
 
-        By default a metric for each sum that is a single number: divided by the weight, a mean.
+        Default: each scalar sum divided by the weight, a mean.
 
-        Gets the statistics of eval mode, and those of train mode too unless `summarise_training` does. What eval mode
-        returns as `PerSample` comes as one tensor (n, ...) on the CPU, each sample of the data set once, in order of
-        index. Called on the main process alone, whose metrics count on all of them. `at.split` says of which data set.
+        Gets the statistics of eval mode, and those of train mode unless `summarise_training` is overridden. `PerSample`
+        results arrive as one CPU tensor (n, ...), each sample of the data set once, ordered by index. Called on rank 0
+        only, whose metrics all ranks use. `at.split` names the data set.
         """
         return means_of(sums)
 
     def summarise_training(self, sums: dict[str, Tensor], phase: str) -> dict[str, float]:
-        """Turns a phase's reduced sums in train mode into metrics.
+        """Converts a phase's reduced sums in train mode to metrics.
 
-        By default `summarise` does it where there is one phase; of several, the means of all that are single numbers.
+        Default: `summarise` for a single phase; otherwise the means of scalar sums.
         """
         return self.summarise(sums) if len(self.phases) == 1 else means_of(sums)
 
     def details(self, sums: dict[str, Tensor]) -> dict[str, Any]:
-        """What results.json holds of the final scores besides metrics, for example a confusion matrix; plain values.
+        """Returns final results for results.json besides metrics, such as a confusion matrix; plain values.
 
-        Of several validation sets (`--no-test`) each has its own there, by its name.
+        With several validation sets (`--no-test`) each has its own entry there, by name.
         """
         return {}
 
     def pictures(self, sums: dict[str, Tensor]) -> Mapping[str, Picture]:
-        """What TensorBoard shows of an evaluation besides metrics, by name; from the sums that `summarise` gets.
+        """Returns images for TensorBoard by name, from the sums that `summarise` gets.
 
-        Called on the main process alone, after each validation and for the test.
+        Called on rank 0 only, after each validation and for the test.
         """
         return {}
 
     def example_pictures(self, objective: Objective, batch: Batch) -> Mapping[str, Picture]:
-        """What TensorBoard shows of a few samples, by name: the same ones after each validation, and for the test.
+        """Returns images of a few samples for TensorBoard by name, the same samples each time.
 
-        Called on the main process alone, with the raw objective in eval mode, without gradients, in the weights and
-        the precision of the evaluation before it. batch: as `collate` makes it, on the objective's device.
+        Called on rank 0 only, after each validation and for the test, with the raw objective in eval mode, without
+        gradients, with that evaluation's weights and precision. batch: from `collate`, on the objective's device.
         """
         return {}
 
     def shipped_weights(self) -> Path | None:
-        """A checkpoint that comes with the task, for users who have little data of their own; by default none.
+        """Returns a checkpoint that comes with the task, for users with little data; default: none.
 
-        A new run begins with its weights unless a flag names others; what the model has beside them stays initialised.
-        `--predict`, `--export` and `--eval-only` take it unless `--save-dir` is given and holds a run.
+        A new run starts with its weights unless a flag names others; weights it lacks stay initialised. `--predict`,
+        `--export` and `--eval-only` use it unless `--save-dir` is given and holds a run.
         """
         return None
 
     def new_data(self, path: Path) -> KeyedDataset:
-        """Reads a user's file for `--predict`: samples without labels, which `collate` makes into batches.
+        """Reads a user's file for `--predict`: unlabelled samples, which `collate` makes into batches.
 
-        Must not need the training data. Raises UserError for whatever is wrong with the file. By default that this task
-        cannot label new data.
+        Must not need the training data. Raises UserError for a problem with the file. Default: this task cannot label
+        new data.
         """
         name = type(self).__name__
         raise UserError(f"--predict {path}: {name}, the task of this run, has no `new_data`: it cannot label files")
 
     def sample(self) -> Mapping[str, Sequence[Any]] | bytes | None:
-        """A file such as `new_data` reads, for `--sample`: the columns of a CSV by name, or bytes; None for no such."""
+        """Returns a sample file for `new_data`, written by `--sample`: CSV columns by name, or bytes; None for none."""
         return None
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
-        """The columns of the table that `--predict` writes, by name; one value per sample in each.
+        """Returns the columns of the `--predict` table by name, with one value per sample.
 
-        Called with the raw objective in eval mode, without gradients, in the precision of the command line. batch: of
-        `new_data`, as `collate` makes it, on the objective's device. Every batch gives the same columns.
+        Called with the raw objective in eval mode, without gradients, in the command line's precision. batch: of
+        `new_data`, from `collate`, on the objective's device. Every batch has the same columns.
         """
         raise NotImplementedError(f"{type(self).__name__} has new_data, and must have predictions too")
 
     def exported(self, objective: Objective, batch: Batch) -> Exported | None:
-        """What `--export` writes, with one call of it: the model, or the same function in a form that can be exported.
+        """Returns the module that `--export` writes, with one call: the model, or an equivalent that can be exported.
 
-        Called for several batches of an evaluation, with the raw objective in eval mode, without gradients, after
-        `start_evaluation`; the first program is taken. batch: as `collate` makes it, on the objective's device.
+        Called for several evaluation batches, with the raw objective in eval mode, without gradients, after
+        `start_evaluation`; the first program is used. batch: from `collate`, on the objective's device.
 
-        None, as by default: the objective's `model`, as its forward calls it.
+        None, the default: the objective's `model`, as its forward calls it.
         """
         return None
 
     def baselines(self) -> Mapping[str, Baseline]:
-        """Simple methods by name, which a model that is worth its training is better than; by default none.
+        """Returns scores of simple methods by name, which a useful model should beat; default: none.
 
-        Their scores are shown, kept and drawn beside those of the run, unless `--no-baselines` is given. Called on the
-        main process alone, before training; it should take seconds.
+        They are shown, saved and plotted beside the run's, unless `--no-baselines` is given. Called on rank 0 only,
+        before training; should take seconds.
         """
         return {}
 
     def fold_flags(self, num_folds: int) -> list[list[str]]:
-        """For `--folds`: command-line flags that hold each fold out of the training data as a validation set.
+        """Returns, for `--folds`, flags that hold each fold out of the training data as the validation set.
 
-        Every run of a fold gets them beside its other flags. May raise UserError. By default this task has no folds.
+        Each fold's runs get them in addition to their other flags. May raise UserError. Default: no folds.
         """
         raise UserError(
-            f"--folds {num_folds}: this task's data cannot be divided into folds; leave it out (for a task of your own "
-            f"write `fold_flags` of {type(self).__name__})"
+            f"--folds {num_folds}: this task's data cannot be split into folds; leave it out (for your own task define "
+            f"{type(self).__name__}.fold_flags)"
         )
 
     def ensemble(self, objectives: Sequence[Objective]) -> Objective | None:
-        """For `--seeds`: an objective for evaluation alone, which scores the mean of the predictions of trained ones.
+        """Returns, for `--seeds`, an evaluation-only objective that scores the mean prediction of trained objectives.
 
-        None, as by default, if there is no such thing.
+        None, the default: no ensemble.
         """
         return None
 
     def training_data(self, phase: str) -> KeyedDataset:
-        """What a phase trains on; by default the data set "train"."""
+        """Returns a phase's training data; default: the data set "train"."""
         return self.splits()["train"]
 
     def num_samples(self, phase: str) -> int:
-        """Samples in one epoch of the phase; where its data has more, each epoch takes a random part of them."""
+        """Returns the samples per epoch of a phase; from more data each epoch takes a random subset."""
         return len(self.training_data(phase))
 
     def batch_size(self, phase: str, batch_size: int) -> int:
-        """Samples of the phase per device per forward. batch_size: that of the command line, taken by default.
+        """Returns the samples per device per forward of a phase. batch_size: of the command line, the default.
 
-        Accumulation and devices multiply it alike in all phases; a phase that takes twice `--batch-size` also takes
-        twice `--global-batch-size`. So the factor of `--scale-lr` is one for all.
+        Accumulation and devices multiply it equally in all phases; a phase with twice `--batch-size` also has twice
+        `--global-batch-size`, so `--scale-lr` has one factor for all.
         """
         return batch_size
 
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray] | None:
-        """The samples of each optimizer step of an epoch, a function of nothing but these and `seed`: int64 arrays.
+        """Returns the samples of each optimizer step of an epoch, int64 arrays; a pure function of its arguments and
+        `seed`.
 
-        epoch: of the phase's own data, from 0. The batches may differ in size, but every epoch has `num_samples`
-        samples in all. None, as by default: a permutation of all data in batches of global_batch_size. A sequence
-        that makes its batches when they are asked for has the size of all but the last as `batch_size`.
+        epoch: of the phase's own data, from 0. Batches may differ in size, but every epoch must have `num_samples`
+        samples. None, the default: a permutation of all data in batches of global_batch_size. A lazy sequence gives the
+        size of all but the last batch as `batch_size`.
         """
         return None
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """The samples of the phase that together make the largest batch of at most `count`: (count,) int64.
+        """Returns samples of the phase that form the largest batch of at most `count` samples: (count,) int64.
 
-        epoch: as in `order`. Those of the last epoch are tried before training, to find out whether they fit into
-        memory. By default any, which is right where all samples are equally large; only then does cuDNN measure which
-        of its algorithms is fastest for their shape, and compute attention, for which it plans anew for every shape.
+        epoch: as in `order`. Those of the last epoch are tried before training, to see whether they fit in memory.
+        Default: any samples, assuming all are equally large; only then does cuDNN benchmark its algorithms and compute
+        attention, which it plans for every new shape.
         """
         return np.arange(min(count, self.num_samples(phase)))
 
     def collate(self, samples: Any, keys: SampleKeys) -> Batch:
-        """A batch from what `__getitems__(keys)` returned; every tensor has the samples on dim 0.
+        """Makes a batch from the result of `__getitems__(keys)`; every tensor has the samples on dim 0.
 
-        Carries "index" (sample ids, int64) and "weight" (number of loss terms of each sample, float32). Ragged samples
-        are padded to `keys.padded_length`. By default of the arrays and tensors of a dictionary, each sample with a
-        weight of 1 unless "weight" is among them.
+        Must contain "index" (sample ids, int64) and "weight" (loss terms of each sample, float32). Pad ragged samples
+        to `keys.padded_length`. Default: the arrays and tensors of a dictionary, with weight 1 unless "weight" is among
+        them.
         """
         if not isinstance(samples, Mapping):
             raise UserError(
@@ -500,15 +502,15 @@ class Task(ABC):
         return batch
 
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
-        """Parameters that the phase trains, but for those that `build_objective` has frozen by `requires_grad_(False)`.
+        """Returns the parameters that a phase trains, in groups; frozen ones (`requires_grad_(False)`) are skipped.
 
         A group without "weight_decay" gets that of the command line.
 
-        A group may carry any other setting of its optimizer too, such as "betas", and "lr_scale", at least 0: a factor
-        on the learning rate of every step, 0 freezes. Not "lr", which the schedule sets. Settings are taken from here
-        when a run resumes, not from its checkpoint. Parameters of sparse embeddings must not decay.
+        A group may have other settings of its optimizer, such as "betas", and "lr_scale", at least 0: a factor on the
+        learning rate of every step; 0 freezes. Not "lr", which the schedule sets. A resumed run takes settings from
+        here, not from its checkpoint. Parameters of sparse embeddings must not decay.
 
-        By default biases and normalisation gains (everything of fewer than two dimensions) are not decayed.
+        Default: biases and normalisation gains (fewer than two dimensions) are not decayed.
         """
         trained = [p for p in objective.parameters() if p.requires_grad]
         matrices = [p for p in trained if p.dim() >= 2]
@@ -518,71 +520,70 @@ class Task(ABC):
     def build_optimizers(
         self, phase: str, groups: list[ParamGroup], lr: float
     ) -> Sequence[torch.optim.Optimizer] | None:
-        """The optimizers of the phase, which together train each parameter of its groups once.
+        """Returns the optimizers of a phase, which together train each parameter of its groups once.
 
-        groups: of `param_groups`, each with its "weight_decay"; may be divided, and "lr_scale" must stay with its
-        parameters. lr: `--lr`, to pass on as it is, since the schedule sets every group's rate before each step.
+        groups: from `param_groups`, each with its "weight_decay"; may be split, with "lr_scale" kept. lr: `--lr`, to be
+        passed on unchanged, since the schedule sets every group's rate before each step.
 
-        None, as by default, if the flags shall say: `--optimizer`, with SparseAdam for parameters of sparse embeddings.
+        None, the default: `--optimizer`, with SparseAdam for sparse embeddings.
         """
         return None
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The repeated blocks of the objective's `model`, in the order in which they run; by default none.
+        """Returns the repeated blocks of the objective's `model`, in execution order; default: none.
 
-        Each is a submodule that a forward calls as a whole, as `block(x)`. No two share a module or a parameter.
+        Each is a submodule that a forward calls as a whole, as `block(x)`. They share no modules or parameters.
         """
         return ()
 
     def lr_factor(self, step: int, total: int) -> float | None:
-        """The factor on `--lr` at an optimizer step, at least 0, warm-up included.
+        """Returns the factor on `--lr` at an optimizer step, at least 0, including warm-up.
 
-        step: optimizer steps done before it, over all phases. total: of the whole run, if all epochs have as many as
-        the first; what comes later has the factor of the last step of these. A function of these and of `at` alone, or
-        a resumed run would learn something else.
+        step: optimizer steps done, over all phases. total: of the whole run, if all epochs are as long as the first;
+        later steps use the last one's factor. Must depend only on these and `at`, for resumed runs to learn the same.
 
-        None, as by default, if the flags shall say: `--schedule`, the warm-up and `--min-lr`.
+        None, the default: `--schedule`, the warm-up and `--min-lr`.
         """
         return None
 
     def after_validation(self, metrics: Mapping[str, float], state: dict[str, Any]) -> Mapping[str, Any]:
-        """Decides by the scores of a validation, and returns what is to be known of it from now on, as `at.state`.
+        """Makes decisions from validation scores; its result becomes `at.state`.
 
-        metrics: of all validation sets, and of training since the last report. state: what it returned last, {} at
-        first; plain values by name, which every checkpoint keeps. Called on the main process alone.
+        metrics: of all validation sets, and of training since the last report. state: its last result, {} at first;
+        plain values by name, stored in every checkpoint. Called on rank 0 only.
         """
         return state
 
     def on_epoch_start(self, objective: Objective, epoch: int, progress: ProgressBar) -> None:
-        """Computes before an epoch what the model keeps in persistent buffers.
+        """Computes persistent buffers of the model before an epoch.
 
-        Called on the raw objective on its device, without gradients, in the run's precision; on every process, where it
-        must give the same. Not called again when a run resumes in mid-epoch. progress: `progress(items, "what")` goes
-        through the items with a bar on the console.
+        Called on every process with the raw objective on its device, without gradients, in the run's precision; the
+        results must agree. Not called again when a run resumes within an epoch. progress: `progress(items, "what")`
+        iterates with a console bar.
         """
 
 
 def validation_sets(splits: Iterable[str]) -> list[str]:
-    """Those of the names of `Task.splits` that are validated on: "val" and "val/NAME".
+    """Returns the validation sets among the names of `Task.splits`, "val" and "val/NAME", sorted.
 
-    Sorted, since all processes must go through them in one order, whatever that of `splits` is on each.
+    Sorted so that all processes use one order.
     """
     return sorted(name for name in splits if name.partition("/")[0] == "val")
 
 
 def training_streams(task: Task) -> dict[str, KeyedStream]:
-    """The data of each phase that trains on a stream."""
+    """Returns the training streams by phase."""
     datasets = {phase: task.training_data(phase) for phase in task.phases}
     return {phase: dataset for phase, dataset in datasets.items() if isinstance(dataset, KeyedStream)}
 
 
 def means_of(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Each reduced sum that is a single number, divided by the weight."""
+    """Returns each reduced scalar sum divided by the weight."""
     numbers = {name: value for name, value in sums.items() if name != "weight" and value.dim() == 0}
     return {name: float(value / sums["weight"]) for name, value in numbers.items()}
 
 
 def sparse_parameters(module: nn.Module) -> list[Tensor]:
-    """Those whose gradients are sparse, if they get any: of embeddings built with sparse=True."""
+    """Returns parameters with sparse gradients, those of embeddings built with sparse=True."""
     embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse]
     return [embedding.weight for embedding in embeddings]

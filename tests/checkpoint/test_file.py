@@ -88,7 +88,7 @@ def test_a_file_without_checksums_is_read(tmp_path):
 @pytest.mark.parametrize("content", [{"position": {}}, [1, 2], {"model": 1}, {"model": {"weight": 1}}])
 def test_other_content_is_refused(content, tmp_path):
     torch.save(content, tmp_path / "x.pth")
-    with pytest.raises(UserError, match=r"x.pth: is no checkpoint"):
+    with pytest.raises(UserError, match=r"x.pth: is not a checkpoint"):
         read_checkpoint(tmp_path / "x.pth", "x.pth")
 
 

@@ -184,7 +184,7 @@ def test_a_lock_that_nobody_renews_is_taken_over(left_elsewhere, impatient, tmp_
     began = time.monotonic()
     assert main(argv, several_devices=False) == 0
     assert time.monotonic() - began > STALE_S
-    assert f"in use by {ELSEWHERE}, or left behind when it died; waiting for 1 s" in capsys.readouterr().out
+    assert f"in use by {ELSEWHERE}, or left behind when it died; waiting 1 s" in capsys.readouterr().out
 
 
 def test_a_restart_of_the_same_job_does_not_wait(left_elsewhere, tmp_path):

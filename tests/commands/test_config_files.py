@@ -155,7 +155,7 @@ def test_flags_of_a_task_displace_each_other_and_are_refused_where_they_exclude_
     assert (task.model, task.layers, task.share, task.count) == ("big", 3, None, 7)
     _, problems = parse(["--config", file, "--share=0.1", "--count=7", "--model=small"], several_devices=False)
     assert problems == [
-        f"--layers 3: --model small has no use for it; leave it out, or take big (--layers is set in {file})",
+        f"--layers 3: --model small does not use it; leave it out, or choose big (--layers is set in {file})",
         "--share 0.1 and --count 7: exclude each other; give one",
     ]
 

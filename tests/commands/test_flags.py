@@ -23,20 +23,20 @@ WRONG_COMMAND_LINES = [
     ("--epochs 2 --warmup-steps 7", ["--warmup-steps 7: the whole run has 6 steps"]),
     ("--warmup-epochs 1 --warmup-steps 1", ["--warmup-epochs 1.0 and --warmup-steps 1: exclude each other"]),
     ("--min-lr 1", ["--min-lr 1.0: must not be above --lr 0.01"]),
-    ("--min-lr 0.001 --schedule constant", ["--min-lr 0.001: --schedule constant never comes down"]),
+    ("--min-lr 0.001 --schedule constant", ["--min-lr 0.001: --schedule constant never decays"]),
     (
         "--momentum 0 --nesterov",
         [
-            "--momentum 0.0: --optimizer adamw has no use for it; leave it out, or take sgd or muon",
-            "--nesterov: --optimizer adamw has no use for it; leave it out, or take sgd",
+            "--momentum 0.0: --optimizer adamw does not use it; leave it out, or choose sgd or muon",
+            "--nesterov: --optimizer adamw does not use it; leave it out, or choose sgd",
         ],
     ),
     (
         "--optimizer sgd --betas 0.9 --eps 1e-6 --nesterov",
         [
-            "--betas 0.9: --optimizer sgd has no use for it",
+            "--betas 0.9: --optimizer sgd does not use it",
             "--betas 0.9: must be two values",
-            "--eps 1e-06: --optimizer sgd has no use for it; leave it out, or take adamw or adam or muon",
+            "--eps 1e-06: --optimizer sgd does not use it; leave it out, or choose adamw or adam or muon",
             "--nesterov: needs --momentum above 0",
         ],
     ),
@@ -60,7 +60,7 @@ WRONG_COMMAND_LINES = [
         ["--seeds 2 and --eval-only: exclude each other", "--seeds 2 and --resume-from: exclude each other"],
     ),
     ("--seeds 2 --folds 3 --predict x.csv", ["--seeds 2 --folds 3 and --predict: exclude each other"]),
-    ("--folds 3", ["--folds 3: this task's data cannot be divided into folds"]),
+    ("--folds 3", ["--folds 3: this task's data cannot be split into folds"]),
     ("--seeds 2 --epochs 2 --seed 9223372036854775807", ["--seed 9223372036854775808: must be at least 0 and below"]),
     ("--init-from no/file.pth", ["--init-from no/file.pth: does not exist"]),
     ("--init-from-partial no/file.pth", ["--init-from-partial no/file.pth: does not exist"]),
@@ -106,17 +106,17 @@ def test_mistakes_of_a_command_line_are_shown_together(args, parts, refused, tmp
     [
         ("", ["--multi-gpu: needs a value, dp, ddp or fsdp"]),
         ("--multi-gpu dp --gpu-ids 0,9", ["--gpu-ids 0,9: there is no GPU"]),
-        ("--multi-gpu dp --nproc 2", ["--nproc 2: --multi-gpu dp has no use for it"]),
+        ("--multi-gpu dp --nproc 2", ["--nproc 2: --multi-gpu dp does not use it"]),
         ("--multi-gpu ddp --nproc 0 --batch-size 0", ["--nproc 0: must be at least 1", "--batch-size 0: must be"]),
         ("--multi-gpu dp --predict x.csv", ["--predict: runs on one device; use main.py"]),
         ("--multi-gpu dp --sync-bn", ["--sync-bn: needs --multi-gpu ddp on GPUs"]),
         ("--multi-gpu fsdp --sync-bn", ["--sync-bn: needs --multi-gpu ddp on GPUs"]),
         ("--multi-gpu ddp --backend nccl", ["--backend nccl: needs GPUs"]),
-        ("--multi-gpu fsdp --find-unused-parameters", ["--find-unused-parameters: --multi-gpu fsdp has no use for it"]),
+        ("--multi-gpu fsdp --find-unused-parameters", ["--find-unused-parameters: --multi-gpu fsdp does not use it"]),
         ("--multi-gpu fsdp --optimizer muon", ["--optimizer muon: orthogonalises whole matrices"]),
         (
             "--multi-gpu ddp --reshard never --shard-size 2",
-            ["--reshard never: --multi-gpu ddp has no use for it", "--shard-size 2: --multi-gpu ddp has no use for it"],
+            ["--reshard never: --multi-gpu ddp does not use it", "--shard-size 2: --multi-gpu ddp does not use it"],
         ),
         ("--multi-gpu ddp --local-rank 0", ["--local-rank 0: RANK and WORLD_SIZE are not set"]),
     ],
@@ -257,7 +257,7 @@ def test_a_task_whose_flags_are_none_or_the_trainers_own_is_refused(refused, tmp
             splits = build_objective = summarise = lambda self: None
         """)
     )
-    refused(["Bare must have build_objective, splits"], "--task", f"{tmp_path}/odd.py:Bare")
+    refused(["Bare must define build_objective, splits"], "--task", f"{tmp_path}/odd.py:Bare")
     refused(["Odd.Config must be a dataclass of its flags"], "--task", f"{tmp_path}/odd.py:Odd")
     refused(["its flags --epochs are flags of the trainer; rename those fields"], "--task", f"{tmp_path}/odd.py:Taking")
     refused(["odd.py:Plain: Config.size: must be made by flag(default, help)"], "--task", f"{tmp_path}/odd.py:Plain")

@@ -254,7 +254,7 @@ def test_folder_without_permission_is_found_before_the_work(trained, windows, on
     monkeypatch.setattr("trainer.flags.os.access", lambda folder, mode: folder != tmp_path)
     _, err = on_cpu("--predict", path, "--save-dir", trained, "--output", output, status=2)
     assert err == [
-        f"error: --output {output}: cannot be written: no permission to write into {tmp_path}; name another file"
+        f"error: --output {output}: cannot be written: no permission to write to {tmp_path}; name another file"
     ]
     assert list(tmp_path.iterdir()) == [path]
 
@@ -282,7 +282,7 @@ def test_reader_that_has_seen_enough(trained, windows, environment, tmp_path):
         (["--output", "{tmp}/no/x.csv"], "--output {tmp}/no/x.csv: there is no folder {tmp}/no; create it first"),
         (["--output", "{tmp}"], "--output {tmp}: is not a file; name one"),
         (["--output", "/dev/null"], "--output /dev/null: is not a file"),
-        (["--output", "{tmp}/walk.npy"], "--output {tmp}/walk.npy: would overwrite what is to be labelled"),
+        (["--output", "{tmp}/walk.npy"], "--output {tmp}/walk.npy: would overwrite the input"),
         (["--save-dir", "{tmp}/none"], "--save-dir {tmp}/none: holds no intact checkpoint to use"),
     ],
 )

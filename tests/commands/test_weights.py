@@ -125,7 +125,7 @@ def test_what_fits_is_taken_and_told(more, source, partial, train, tmp_path):
     assert out[at + 1 : at + 4] == [
         "Left out: layers.4.weight has shape (7, 16), not (3, 16).",
         "Left out, unknown to the model: layers.5.bias.",
-        "Not in that file, so initialised anew: layers.1.bias.",
+        "Not in that file, newly initialised: layers.1.bias.",
     ]
     train(tmp_path / "fresh", *STILL)
     fresh = load(tmp_path / "fresh" / "final.pth")["model"]

@@ -227,7 +227,7 @@ def test_a_stream_with_a_state_is_not_read_again(run_here, tmp_path, monkeypatch
     saved = load(tmp_path / "parts" / "last.pth")["streams"]
     assert saved == {"train": {"epoch": 0, "position": 29, "state": {"number": 29}}}
     out = run_here(*flags, "--max-steps", 9, "--save-dir", tmp_path / "parts").out
-    assert "reading 3 samples again" in out
+    assert "reads 3 samples again" in out
     one, other = (load(tmp_path / name / "last.pth")["model"] for name in ("whole", "parts"))
     assert_same_bits(one, other)
 

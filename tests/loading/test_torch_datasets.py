@@ -201,7 +201,9 @@ class Unsized(Dataset):
 
 
 def test_data_sets_without_numbered_samples_are_refused():
-    with pytest.raises(UserError, match=r"from_dataset\(Stream\): an IterableDataset has no numbered .*from_stream"):
+    with pytest.raises(
+        UserError, match=r"from_dataset\(Stream\): an IterableDataset has no sample indices; .*from_stream"
+    ):
         from_dataset(Stream(), seed=0)
     with pytest.raises(UserError, match="it has no `__len__`"):
         from_dataset(Unsized(), seed=0)

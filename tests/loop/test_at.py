@@ -110,7 +110,7 @@ def test_a_plateau_does_not_go_below_the_least_rate(run_here, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ((*FALLING, "--plateau-patience", 3), "--plateau-patience 3: --schedule constant has no use for it"),
+        ((*FALLING, "--plateau-patience", 3), "--plateau-patience 3: --schedule constant does not use it"),
         (
             (*TOLD[2:], "--task", f"{FILE}:Forgetful"),
             "Forgetful.after_validation: model is a Forgetful: must be a number, a string, None",

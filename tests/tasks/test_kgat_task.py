@@ -204,7 +204,7 @@ def test_users_that_are_none_are_refused(text, said, data, run_here, tmp_path):
 def test_flags_that_a_model_has_no_use_for_are_refused(data, run_here, tmp_path):
     argv = ["--task", "kgat", "--data-dir", tmp_path / "none", "--model", "lightgcn", "--aggregator", "gcn"]
     _, err = run_here(*argv, "--save-dir", tmp_path / "run", status=2)
-    assert "--aggregator gcn: --model lightgcn has no use for it" in err
+    assert "--aggregator gcn: --model lightgcn does not use it" in err
     assert f"--data-dir {tmp_path / 'none'}: no such file or folder" in err
 
 

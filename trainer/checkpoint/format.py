@@ -322,12 +322,16 @@ _POSITION = record(
 class SavedProgress:
     """A run's progress as saved in checkpoints. Each field declares its entry, kind and default.
 
-    evaluations_since_best: for early stopping. last_report: optimizer steps at the last report, which every epoch end
-    and evaluation makes. train_seconds: wall time of training, evaluation and saving over all starts, up to the last
-    `read_clock`, which every save calls. reported: by phase, loss and weight of the totals already logged, over all
-    processes. samples: covered by the totals of all processes. misses_samples: True if lost processes took some of the
-    samples since the last report. skipped_steps: optimizer steps skipped as not finite. skipped_in_a_row: the last
-    skipped step, and how many in a row. rate_drops: reductions of the learning rate by `--schedule plateau`.
+    evaluations_since_best: for early stopping.
+    last_report: optimizer steps at the last report, which every epoch end and evaluation makes.
+    train_seconds: wall time of training, evaluation and saving over all starts, up to the last `read_clock`, which
+        every save calls.
+    reported: by phase, loss and weight of the totals already logged, over all processes.
+    samples: covered by the totals of all processes.
+    misses_samples: True if lost processes took some of the samples since the last report.
+    skipped_steps: optimizer steps skipped as not finite.
+    skipped_in_a_row: the last skipped step, and how many in a row.
+    rate_drops: reductions of the learning rate by `--schedule plateau`.
     task_state: last result of `Task.after_validation`.
     """
 

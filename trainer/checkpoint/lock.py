@@ -114,8 +114,8 @@ class Lock(Writer):
             self._path.parent.stat()  # raises if the folder was deleted, rather than taken over
             self.is_lost = True
             raise LockTaken(
-                f"--save-dir {self._path.parent}: was taken over by {holder.who or 'another process'} while this one "
-                "did not respond, or by a restart of the same job; this run ends, and its checkpoints are intact"
+                f"--save-dir {self._path.parent}: was taken over by {holder.who or 'another process'} while this "
+                "process did not respond, or by a restart of the same job; this run ends, and its checkpoints are intact"
             )
 
     def release(self) -> None:

@@ -278,10 +278,7 @@ def open_run(
         best, run_id = run.progress.best, run.facts["run_id"]
         value, is_best, has_best = strategy.group.on_main(lambda: take_best_beside(source, best, directory, run_id))
         if best is not None and not has_best:
-            run.log.say(
-                f"The best checkpoint so far (epoch {best.epoch}) is not next to {source}; the best is tracked from "
-                "here on."
-            )
+            run.log.say(f"The best checkpoint (epoch {best.epoch}) is not next to {source}; tracking restarts here.")
             run.progress.best = None
         save(run, value, is_best)
         finish_saving(strategy.group, run.saver)
@@ -329,7 +326,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
     if flags.blocks.cuda_graphs == "on" and not is_gpu:
         lines.append("--cuda-graphs on: has no effect without a GPU.")
     elif flags.blocks.cuda_graphs != "off" and is_gpu and isinstance(run.learner, JointLearner | SamLearner):
-        lines.append("CUDA graphs: steps of a joint loss and of --sam-rho are launched kernel by kernel.")
+        lines.append("CUDA graphs: steps of a joint loss and of --sam-rho run without a graph.")
     if (peak := run.learning_rate.peak) != flags.learning.lr:
         whole, one_device = batches[0].global_batch_size, flags.batch.batch_size * flags.batch.grad_accum_steps
         why = f"{num_devices} devices"

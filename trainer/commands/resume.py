@@ -113,7 +113,7 @@ def resume(
         epoch = progress.best.epoch
         progress.best, progress.evaluations_since_best = None, 0
         forget_values()
-        notes.append(f"The best checkpoint so far (epoch {epoch}) was scored on other data; tracking restarts here.")
+        notes.append(f"The best checkpoint (epoch {epoch}) was scored on other data; tracking restarts here.")
     return [*notes, *changes.notes_on_start]
 
 

@@ -175,12 +175,8 @@ class RunState:
         is_stop = status == EXIT_INTERRUPTED
         run, strategy, directory = self.run, self._strategy, self._directory
         if run is not None and isinstance(error, UserError | Failure):
-            if (
-                isinstance(error, Failure)
-                and is_stop
-                and strategy.has_full_state
-                and not strategy.group.exits_with_signal
-            ):
+            ends_well = strategy.has_full_state and not strategy.group.exits_with_signal
+            if isinstance(error, Failure) and is_stop and ends_well:
                 error.status = EXIT_FINISHED
             rescue(run, self.last_step, error)
         if not directory.is_held:

@@ -28,10 +28,11 @@ class Movable:
     Subclasses promise that `__getitems__` works on tensors as on arrays: indexing by `self.here(keys.index)`, operators
     and functions of trainer.loading.arrays, without waiting for a device.
 
-    device: where it is; None on the host. of_tensors: attributes are tensors on the host too, so it always computes
-    with torch. stays: attributes that stay on the host, such as lengths that determine padding. rows_alike: a sample
-    does not depend on the rest of its batch, in shape or values, nor on `SampleKeys.progress`; several batches are then
-    drawn together.
+    device: where it is; None on the host.
+    of_tensors: attributes are tensors on the host too, so it always computes with torch.
+    stays: attributes that stay on the host, such as lengths that determine padding.
+    rows_alike: a sample does not depend on the rest of its batch, in shape or values, nor on `SampleKeys.progress`;
+        several batches are then drawn together.
     """
 
     device: torch.device | None = None

@@ -50,10 +50,13 @@ class Position:
 class SampleKeys:
     """Identifies the samples of a micro-batch; all per-sample randomness derives from it.
 
-    index: (n,) int64, positions within the data set. epoch: from 0; part of the key of per-sample randomness
-    (augmentation, negatives). phase: index of the task's phase. placeholder: real samples that do not count, for a
-    process without samples, since every process runs equally many micro-batches. progress: completed share of the run,
-    in [0, 1), equal within a step; 0 in evaluation. few_lengths: `padded_length` rounds up; set by loaders for a GPU.
+    index: (n,) int64, positions within the data set.
+    epoch: from 0; part of the key of per-sample randomness (augmentation, negatives).
+    phase: index of the task's phase.
+    placeholder: real samples that do not count, for a process without samples, since every process runs equally many
+        micro-batches.
+    progress: completed share of the run, in [0, 1), equal within a step; 0 in evaluation.
+    few_lengths: `padded_length` rounds up; set by loaders for a GPU.
     """
 
     index: np.ndarray

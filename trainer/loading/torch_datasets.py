@@ -37,11 +37,12 @@ def from_dataset(
     resume. These generators are restored afterwards. Other generators, such as a transform's own
     `np.random.default_rng()` or one on a GPU, are not controlled, and their draws would differ.
 
-    dataset: a map-style dataset; an IterableDataset is refused. collate: makes a batch from a list of items: a
-    dictionary, a tuple or a single value, whose tensors and arrays have the samples on dim 0. It must not draw random
-    numbers, since other processes batch samples differently. Default: torch's `default_collate`, as in a DataLoader.
-    seed: usually the task's. names: for the parts of a tuple item, or for a single value; dictionaries and named tuples
-    have names already.
+    dataset: a map-style dataset; an IterableDataset is refused.
+    collate: makes a batch from a list of items: a dictionary, a tuple or a single value, whose tensors and arrays have
+        the samples on dim 0. It must not draw random numbers, since other processes batch samples differently. Default:
+        torch's `default_collate`, as in a DataLoader.
+    seed: usually the task's.
+    names: for the parts of a tuple item, or for a single value; dictionaries and named tuples have names already.
 
     Raises UserError, also when the first batch is made, for items that cannot become a dictionary of tensors.
     """

@@ -30,12 +30,15 @@ from trainer.task import Task
 class Run:
     """One process's view of a training run.
 
-    memory: how each phase's global batches are split. directory, saver: used on rank 0 only. facts: what checkpoints
-    record for the next start (flags, versions, batch arithmetic). model_outline: type and shape of each saved weight
-    and buffer, as built. prepared: batches prefetched by idle workers, by validation set, and "train" for the next
-    epoch's windows. tried_saving: phases with a dry-run save. patience: evaluations without improvement before
-    stopping; 0: never. eval_batch_size: samples per device per forward. scores: metrics of the best report of this
-    start, or the last one without validation.
+    memory: how each phase's global batches are split.
+    directory, saver: used on rank 0 only.
+    facts: what checkpoints record for the next start (flags, versions, batch arithmetic).
+    model_outline: type and shape of each saved weight and buffer, as built.
+    prepared: batches prefetched by idle workers, by validation set, and "train" for the next epoch's windows.
+    tried_saving: phases with a dry-run save.
+    patience: evaluations without improvement before stopping; 0: never.
+    eval_batch_size: samples per device per forward.
+    scores: metrics of the best report of this start, or the last one without validation.
     """
 
     task: Task

@@ -36,13 +36,16 @@ class Strategy:
     `exchange` once after the last backward. Before `exchange`, a gradient covers this process's samples, or was reduced
     during the backward; after it, the global batch, with the same bits on every process that has it.
 
-    group: the processes of the run. num_parts: parts into which every global batch is cut, whatever the devices; a
-    multiple of the number of processes, both powers of two; 0 for one share per process. gradient_divisor: by which the
-    exchange divides summed gradients; the loss is multiplied by it before. overlaps: gradients travel during a step's
-    last backward. exchanges_in_forward: every forward runs collectives, so all processes must make equally many.
-    shard_size: consecutive ranks that share one copy of the parameters. has_full_state: this process holds all that a
-    checkpoint needs, and can save after others fail. draws_on_host: forwards draw from host generators (Python, NumPy,
-    or torch's with the model on a GPU), as layer dropping or input masking may.
+    group: the processes of the run.
+    num_parts: parts into which every global batch is cut, whatever the devices; a multiple of the number of processes,
+        both powers of two; 0 for one share per process.
+    gradient_divisor: by which the exchange divides summed gradients; the loss is multiplied by it before.
+    overlaps: gradients travel during a step's last backward.
+    exchanges_in_forward: every forward runs collectives, so all processes must make equally many.
+    shard_size: consecutive ranks that share one copy of the parameters.
+    has_full_state: this process holds all that a checkpoint needs, and can save after others fail.
+    draws_on_host: forwards draw from host generators (Python, NumPy, or torch's with the model on a GPU), as layer
+        dropping or input masking may.
     """
 
     gradient_divisor: int = 1

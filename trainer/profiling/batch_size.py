@@ -1,8 +1,8 @@
-"""The largest batch that fits on this device, and the fastest one.
+"""Finds the largest batch that fits on this device, and the fastest one.
 
-Sizes are doubled until memory is full (or --max-batch-size, or all training samples), then the limit is found by
-bisection, to one part in 16. Each size trains with the trainer's own loop; --save-dir is left alone. The CPU has no
-limit to hit safely. The fastest is not the best to train with: --scale-lr says what a larger one changes.
+Doubles the size until memory is full (or --max-batch-size, or all training samples), then bisects to one part in 16.
+Each size trains with the trainer's own loop; --save-dir is not used. On the CPU only --max-batch-size limits the
+search. The fastest size is not the best to train with: --scale-lr says what a larger one changes.
 
 examples:
   python profiler.py batch-size                                    the default task on its built-in data
@@ -24,7 +24,7 @@ from trainer.profiling.report import save_results, table
 from trainer.task import Task
 
 FINEST = 16
-"""The search ends when the largest batch that fits is known to one part in so many."""
+"""Relative resolution of the search: one part in this many."""
 
 
 @dataclass
@@ -43,19 +43,19 @@ class BatchSizeFlags(MeasuringFlags):
 
 
 def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
-    """Flags that do not go with it. argv: tells a --batch-size that was given from the default."""
+    """Returns problems with training flags. argv: tells a given --batch-size from the default."""
     found, advice = [], "leave it out; batch-size varies the batch"
     if flags.batch.global_batch_size is not None:
         found.append(f"--global-batch-size {flags.batch.global_batch_size}: {advice}")
     if "--batch-size" in names_given(argv):
         found.append(f"--batch-size {flags.batch.batch_size}: {advice}")
     if flags.multi is not None:
-        found.append("--multi-gpu: batch-size measures one device, as each of several needs the same; leave it out")
+        found.append("--multi-gpu: batch-size measures one device; leave it out")
     return found
 
 
 def profile_batch_sizes(flags: Flags, argv: Sequence[str], strategy: Strategy) -> None:
-    """One command line. Raises UserError."""
+    """Runs the command. Raises UserError."""
     tool: BatchSizeFlags = flags.tool
     set_up_torch(flags, strategy.group)
     task = build_task(flags)
@@ -95,9 +95,9 @@ def profile_batch_sizes(flags: Flags, argv: Sequence[str], strategy: Strategy) -
 
 
 def search(fits: Callable[[int], bool], smallest: int, most: int) -> tuple[int | None, bool]:
-    """The largest size that fits, or None, to one part in FINEST; and whether there is any that does not.
+    """Finds the largest size that fits, or None, to one part in FINEST; also returns whether any size does not fit.
 
-    smallest: the first to try, at most `most`; doubled up to `most`, which is tried too.
+    smallest: the first size, at most `most`; doubled up to `most`, which is tried too.
     """
     size, good = smallest, None
     while fits(size):
@@ -116,20 +116,20 @@ def search(fits: Callable[[int], bool], smallest: int, most: int) -> tuple[int |
 
 
 def of_size(flags: Flags, argv: Sequence[str], strategy: Strategy, task: Task, size: int) -> dict[str, float] | None:
-    """`samples_per_second`, `step_ms_median` and `peak_memory_mib` of a batch size; None if it does not fit.
+    """Measures `samples_per_second`, `step_ms_median` and `peak_memory_mib` of a batch size; None if it does not fit.
 
-    Nothing of it is left in the device's memory.
+    Frees all device memory afterwards.
     """
     found = _measured(flags, argv, strategy, task, size)
-    free_memory()  # parts of a run refer to each other
+    free_memory()  # a run contains reference cycles
     return found
 
 
 def _measured(flags: Flags, argv: Sequence[str], strategy: Strategy, task: Task, size: int) -> dict[str, float] | None:
     flags = replace(flags, batch=replace(flags.batch, batch_size=size))
     with opened(flags, argv, strategy, task, quiet=True) as run:
-        # On a GPU it is known before the first step.
-        memory = run.memory  # its limit has a batch size where the one asked for did not fit
+        # a GPU tells before the first step
+        memory = run.memory  # a limit is set if the requested size did not fit
         counts = flags.tool.steps, flags.tool.settling_steps
         found = MeasuredRun(run).measure(*counts) if memory.limit.batch_size is None else None
         if found is None or memory.limit.batch_size is not None:

@@ -1,6 +1,6 @@
-"""Is this machine ready: GPUs, exchange between processes, disk, data loading?
+"""Checks this machine for training: GPUs, communication between processes, disk, data loading.
 
-Starts processes as training would, and verifies and times an all-reduce between them; then looks at versions, GPUs and
+Starts processes as training would, and verifies and times an all-reduce between them; then checks versions, GPUs and
 copies between them, the disk of --save-dir, shared memory, limits and data-loading workers. Every line says OK, warning
 (with advice) or BROKEN; the exit status is 0 unless something is broken. Under torchrun each machine checks itself, and
 all of them exchange data.
@@ -64,27 +64,27 @@ class CheckFlags(FlagGroup):
         return [*DeviceFlags(self.device).problems(), *self.multi().problems()]
 
     def multi(self) -> MultiDeviceFlags:
-        """What they mean as flags of training."""
+        """Converts to training flags."""
         return MultiDeviceFlags(forms.USUAL, self.gpu_ids, self.nproc, self.backend, self.dist_timeout_s)
 
 
 def check(tool: CheckFlags, environment: RankEnvironment | None) -> int:
-    """One command line; returns the exit status. Raises OSError if the results cannot be written.
+    """Runs the command; returns the exit status. Raises OSError if results cannot be written.
 
-    environment: who this process is among those that torchrun started; None starts them here.
+    environment: this process's rank under torchrun; None starts processes here.
     """
     gpus = usable_gpus(tool.device, tool.gpu_ids)
     speaks_for_host = environment is None or environment.local_rank in (0, None)
     if speaks_for_host:
         print(f"{socket.gethostname()}, {platform.system()}, Python {platform.python_version()}", flush=True)
-    # First, while all processes are at the same place: how long a machine's own tests take is not the network's fault.
+    # first, while all processes are in step, so that a machine's own tests do not delay the network's
     job = partial(_exchange, tool.multi(), DeviceFlags(tool.device))
     num_wanted = num_processes(tool.multi(), tool.device) if tool.nproc or gpus else PROCESSES_ON_CPU
     status, found = run_job(job, num_wanted, environment)
     if status - 128 in STOP_SIGNALS:
         return status
     if not speaks_for_host:
-        # Its host tells, and a launcher that sees a failure here would end that process in the middle of its tests.
+        # its host reports, and a launcher that sees a failure here would kill that process during its tests
         return 0
     findings = [Finding(**found)] if found else []
     if status != 0 and (found or {}).get("level") != "BROKEN":
@@ -99,9 +99,9 @@ def check(tool: CheckFlags, environment: RankEnvironment | None) -> int:
 
 
 def _exchange(multi: MultiDeviceFlags, devices: DeviceFlags, result: Path, environment: RankEnvironment) -> int:
-    """One process of those that exchange data; the main one tells, and each host's first leaves what it found.
+    """Runs one of the communicating processes; rank 0 prints, and each host's first process stores the finding.
 
-    Whoever fails says why: which one of them can is not known.
+    Any process that fails says why, since it is unknown which one can.
     """
 
     def work() -> int:
@@ -122,8 +122,8 @@ def of_exchange(strategy: Strategy) -> Finding:
     """Verifies and times sums over all processes. All processes call it."""
     world_size, devices = strategy.group.world_size, strategy.describe()
     if not sums_are_right(strategy.group):
-        advice = "no training here can be right; NCCL_P2P_DISABLE=1 may help, or --backend gloo"
-        return Finding("BROKEN", "exchange", f"{devices}: sums come out wrong", advice)
+        advice = "training here would be wrong; NCCL_P2P_DISABLE=1 may help, or --backend gloo"
+        return Finding("BROKEN", "exchange", f"{devices}: sums are wrong", advice)
     if world_size == 1:
         return Finding("OK", "exchange", f"{devices}: one process, nothing to exchange")
     small_s, large_s = small_and_large_sum_s(strategy.group)
@@ -135,7 +135,7 @@ def of_exchange(strategy: Strategy) -> Finding:
 
 
 def sums_are_right(group: Group) -> bool:
-    """Whether a sum over processes of known numbers comes out exactly, on every one of them. All processes call it."""
+    """Returns whether a sum of known numbers is exact on every process. All processes call it."""
     rank, world_size = group.rank, group.world_size
     numbers = torch.arange(10_000, dtype=torch.float32, device=group.device)
     expected = world_size * numbers + world_size * (world_size - 1) / 2

@@ -34,11 +34,11 @@ from trainer.registry import Registry, hand_in, workloads
 def main(argv: Sequence[str], environment: RankEnvironment | None = None, tasks: Registry | None = None) -> int:
     """Runs one command line; returns the exit status.
 
-    environment: who this process is, when it was started by `launch`; otherwise read from the environment.
-    tasks: what `--task` names; None leaves them as they are.
+    environment: of a process started by `launch`; otherwise read from environment variables. tasks: the workloads of
+    `--task`; None keeps the current ones.
 
-    0: measured. 1: something failed that nobody foresaw, or `check` found something broken. 2: something in the command
-    line or the data has to be changed first.
+    Exit status: 0: measured. 1: an unexpected failure, or `check` found something broken. 2: an error in the command
+    line or the data.
     """
     if tasks is not None:
         hand_in(tasks)
@@ -56,22 +56,22 @@ def main(argv: Sequence[str], environment: RankEnvironment | None = None, tasks:
         command = COMMANDS[name]
         return command.run(command, argv, environment)
 
-    # Processes of one launcher share a console and are wrong alike; those started by hand have a terminal each.
+    # A launcher's ranks share a console and have the same problem; ranks started by hand have a terminal each.
     rank, _ = identified(environment, MultiDeviceFlags(forms.USUAL))
     return exit_status(work, reports=rank is None or rank.local_rank in (None, 0))
 
 
 def identified(rank: RankEnvironment | None, multi: MultiDeviceFlags) -> tuple[RankEnvironment | None, list[str]]:
-    """Who this process is, if it is one of several, and what contradicts that. rank: as `main` gets it."""
+    """Returns this process's rank environment if it is one of several, and problems with it. rank: as for `main`."""
     return read_rank_environment(os.environ, multi) if rank is None else (rank, [])
 
 
 @dataclass(frozen=True)
 class Command:
-    """What stands behind the name of the program.
+    """A command of the program.
 
-    run: `on_devices`, `in_worlds` or `on_this_machine`, which say what `measure` gets. tool: its own flags. text: of
-    `--help`. problems: of its flags and its command line, besides those of any command.
+    run: `on_devices`, `in_worlds` or `on_this_machine`, which define the arguments of `measure`. tool: its own flags.
+    text: for `--help`. problems: additional checks of its flags and command line.
     """
 
     run: Callable[["Command", Sequence[str], RankEnvironment | None], int]
@@ -82,13 +82,13 @@ class Command:
 
     @property
     def about(self) -> tuple[str, str]:
-        """The description, whose first line sums it up, and the examples."""
+        """The description, whose first line is a summary, and the examples."""
         description, _, examples = (self.text or "").partition("\nexamples:")
         return description, f"examples:{examples}"
 
 
 def on_devices(command: Command, argv: Sequence[str], environment: RankEnvironment | None) -> int:
-    """measure(flags, argv, parallel) on the devices that the flags name, in one process or in several."""
+    """Calls measure(flags, argv, strategy) on the devices of the flags, in one or several processes."""
     flags, problems = parse(argv[1:], names_several_devices(argv), command.tool, command.about, command=argv[0])
     if flags.multi is not None:
         environment, contradictions = identified(environment, flags.multi)
@@ -104,10 +104,10 @@ def on_devices(command: Command, argv: Sequence[str], environment: RankEnvironme
 
 
 def in_worlds(command: Command, argv: Sequence[str], environment: RankEnvironment | None) -> int:
-    """measure(flags, argv), which starts processes for each of the worlds that it compares."""
+    """Calls measure(flags, argv), which starts processes for each configuration to compare."""
     flags, problems = parse([*argv[1:], *FOR_SEVERAL_DEVICES], True, command.tool, command.about, command=argv[0])
     if one_process_problems(os.environ):
-        problems.append(f"{argv[0]}: starts its processes by itself; leave the launcher out")
+        problems.append(f"{argv[0]}: starts its processes by itself; run it without the launcher")
     if flags.multi is not None and flags.multi.nproc is not None:
         problems.append(f"--nproc {flags.multi.nproc}: {argv[0]} chooses the number of processes; leave it out")
     problems += [*not_measured(flags), *command.problems(flags, argv[1:]), *unwritable_targets(flags.tool)]
@@ -117,7 +117,7 @@ def in_worlds(command: Command, argv: Sequence[str], environment: RankEnvironmen
 
 
 def on_this_machine(command: Command, argv: Sequence[str], environment: RankEnvironment | None) -> int:
-    """measure(flags, environment), without a task and flags of training; it returns the exit status."""
+    """Calls measure(flags, environment), without a task or training flags; returns its exit status."""
     (tool,), problems = parse_flags([command.tool], argv[1:], *command.about, command=argv[0])
     environment, contradictions = identified(environment, tool.multi())
     is_main = environment is None or environment.rank == 0
@@ -126,7 +126,7 @@ def on_this_machine(command: Command, argv: Sequence[str], environment: RankEnvi
 
 
 def not_measured(flags: Flags) -> list[str]:
-    """Flags of training that ask for something else than a run from its start."""
+    """Returns problems with training flags that do anything but start a run."""
     given = {
         "--eval-only": flags.checkpoint.eval_only,
         "--resume-from": flags.checkpoint.resume_from,

@@ -1,4 +1,4 @@
-"""What this machine has for training, and whether it works: versions, GPUs, disk, shared memory, data loading."""
+"""Checks of this machine: versions, GPUs, disk, shared memory, data loading."""
 
 import os
 import resource
@@ -29,7 +29,7 @@ NUM_BATCHES, BATCH_SIZE, SAMPLE_FLOATS = 200, 32, 1152
 
 @dataclass(frozen=True)
 class Finding:
-    """One line. advice: what to do about it, unless all is well."""
+    """A line of output. advice: what to do, unless all is well."""
 
     level: Literal["OK", "warning", "BROKEN"]
     subject: str
@@ -42,15 +42,15 @@ class Finding:
 
 
 class Broken(RuntimeError):
-    """What a test raises that comes to an end, but to a wrong one. The message is for the user."""
+    """Raised by a test that completes with a wrong result. The message is for the user."""
 
 
 Tested = tuple[str, str]
-"""What a test found, and what to be warned of, or ""."""
+"""A test's finding, and a warning or ""."""
 
 
 def tested(subject: str, advice: str, test: Callable[..., Tested], *args: Any) -> Finding:
-    """Runs a test. advice: what to do if it fails, with Broken, RuntimeError or OSError."""
+    """Runs a test. advice: shown if it fails with Broken, RuntimeError or OSError."""
     try:
         text, warning = test(*args)
     except (RuntimeError, OSError) as error:
@@ -59,9 +59,9 @@ def tested(subject: str, advice: str, test: Callable[..., Tested], *args: Any) -
 
 
 def of_this_machine(save_dir: Path, gpus: Sequence[int]) -> Iterator[Finding]:
-    """What can be told without other processes. gpus: those that are to be used; none to train on the CPU."""
+    """Yields findings that need no other processes. gpus: to be used; empty for the CPU."""
     yield tested("versions", "install a build of torch with gloo: ddp needs it", versions)
-    for num_workers in (0, 2):  # before a GPU is used, after which no process is forked
+    for num_workers in (0, 2):  # before a GPU is used, after which processes cannot be forked
         advice = "train with --num-workers 0; is there shared memory?"
         yield tested(f"loader, {num_workers} workers", advice, loader, num_workers)
     if not gpus and torch.version.cuda and not torch.cuda.is_available():
@@ -80,7 +80,7 @@ def of_this_machine(save_dir: Path, gpus: Sequence[int]) -> Iterator[Finding]:
 
 
 def versions() -> Tested:
-    """torch and what it can talk through."""
+    """Reports the versions of torch and its communication backends."""
     found = [f"torch {torch.__version__}", f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"]
     backends = available_backends()
     if "nccl" in backends:
@@ -92,7 +92,7 @@ def versions() -> Tested:
 
 
 def gpu(i: int) -> Tested:
-    """A GPU's name, memory, capability, and whether it computes."""
+    """Reports a GPU's name, memory and capability, and tests a computation."""
     properties = torch.cuda.get_device_properties(i)
     free, total = torch.cuda.mem_get_info(i)
     has_bf16 = (properties.major, properties.minor) >= (8, 0)
@@ -103,14 +103,14 @@ def gpu(i: int) -> Tested:
     ones = torch.ones(64, 64, device=f"cuda:{i}")
     if not (ones @ ones == 64).all():
         raise Broken(f"{text}; multiplies matrices wrongly")
-    return text, "somebody else uses its memory" if free < total / 2 else ""
+    return text, "another process uses its memory" if free < total / 2 else ""
 
 
 def peer_to_peer(i: int, j: int) -> Tested:
-    """A copy from one GPU to another."""
+    """Times and verifies a copy between two GPUs."""
     source = torch.ones(COPY_BYTES // 4, device=f"cuda:{i}")
     target = torch.zeros(COPY_BYTES // 4, device=f"cuda:{j}")
-    timer = Timer(source.device, warm_up=1)  # which opens the way
+    timer = Timer(source.device, warm_up=1)  # sets up peer access
     for _ in range(2):
         with timer("copy"):
             target.copy_(source)
@@ -118,12 +118,12 @@ def peer_to_peer(i: int, j: int) -> Tested:
     if not (target == 1).all():
         raise Broken(f"{text}; the copy is wrong")
     if not torch.cuda.can_device_access_peer(i, j):
-        return f"{text}, by way of the host", "no direct access between these two"
+        return f"{text}, through the host", "no direct access between these two"
     return text, ""
 
 
 def disk(save_dir: Path) -> Tested:
-    """Writes and flushes a file where checkpoints would go, or in the nearest folder that exists."""
+    """Writes and flushes a file in the checkpoint folder, or its nearest existing parent."""
     folder = next(path for path in (save_dir.absolute(), *save_dir.absolute().parents) if path.is_dir())
     content = os.urandom(DISK_BYTES)
     try:
@@ -143,7 +143,7 @@ def disk(save_dir: Path) -> Tested:
 
 
 def shared_memory(path: Path = Path("/dev/shm")) -> Tested:
-    """What data-loading workers hand batches over through, and NCCL within a machine."""
+    """Reports free shared memory, used by data-loading workers and NCCL."""
     if not path.is_dir():
         return f"{path} does not exist on this system", ""
     free = shutil.disk_usage(path).free / GIB
@@ -152,7 +152,7 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Tested:
 
 
 def open_files() -> Tested:
-    """Every batch that a worker hands over is an open file for a while."""
+    """Reports the limit on open files, of which each batch in flight from a worker takes one."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 0:
         return "no limit", ""
@@ -160,7 +160,7 @@ def open_files() -> Tested:
 
 
 class _Numbers:
-    """Samples to load: as many numbers each as a window of nine signals."""
+    """Samples of the size of a window of nine signals."""
 
     def __len__(self) -> int:
         return BATCH_SIZE
@@ -174,7 +174,7 @@ def _as_batch(values: np.ndarray, keys: SampleKeys) -> dict[str, torch.Tensor]:
 
 
 def loader(num_workers: int) -> Tested:
-    """Batches of 144 KiB from this process or from workers."""
+    """Times and verifies batches of 144 KiB from this process or from workers."""
     batches = BatchLoader(_Numbers(), _as_batch, Workers(num_workers))
     keys = SampleKeys(np.arange(BATCH_SIZE), epoch=0)
     try:

@@ -1,4 +1,4 @@
-"""A few steps of a real run, and what it achieves in them: time and phases of a step, throughput, memory."""
+"""Measures some steps of a real run: step time by phase, throughput, memory."""
 
 import os
 import tempfile
@@ -29,12 +29,12 @@ from trainer.profiling.phase_clock import BACKWARD, COMMUNICATION, PHASES, Phase
 from trainer.task import Task
 
 NUM_TURNS = 5
-"""Times that blocks of steps with and without the exchange of gradients take turns, to tell what it costs."""
+"""Alternations of step blocks with and without gradient exchange, to measure its cost."""
 
 
 @dataclass
 class MeasuringFlags(FlagGroup):
-    """What every measurement of steps has"""
+    """Common flags of step measurements"""
 
     steps: int = flag(50, "optimizer steps of each measurement", at_least=1)
     settling_steps: int = flag(10, "optimizer steps before a measurement, not counted", at_least=1)
@@ -45,9 +45,9 @@ class MeasuringFlags(FlagGroup):
 def opened(
     flags: Flags, argv: Sequence[str], strategy: Strategy, task: Task | None = None, quiet: bool = False
 ) -> Iterator[Run]:
-    """A run at its start, opened like any other with its log, in a folder that is thrown away. Raises UserError.
+    """Opens a new run with its log in a temporary folder. Raises UserError.
 
-    task: with its data loaded already. quiet: without the lines that a run begins with.
+    task: with its data loaded. quiet: suppress the run's first lines.
     """
     if task is None:
         set_up_torch(flags, strategy.group)
@@ -75,21 +75,21 @@ def opened(
 
 
 def with_at_most(order: SampleOrder, most: int) -> SampleOrder:
-    """The order with at most so many samples in an epoch."""
+    """Limits an order to `most` samples per epoch."""
     return replace(order, size=min(order.size, most))
 
 
 @dataclass
 class MeasuredRun:
-    """A run whose steps are measured, and not kept. All processes call each method."""
+    """A run to be measured, not kept. All processes call each method."""
 
     run: Run
 
     def train(self, num_steps: int) -> int:
-        """Trains for so many optimizer steps, and returns the samples that all processes trained on together.
+        """Trains for `num_steps` optimizer steps; returns the samples of all processes.
 
-        It is the shipped loop, over epochs cut short. Of a task with several phases each has so many steps, so that all
-        of them are seen. Raises UserError if training diverges.
+        Uses the real loop over shortened epochs. With several phases each gets that many steps, so that all are
+        measured. Raises UserError if training diverges.
         """
         run = self.run
         whole = run.plan
@@ -106,14 +106,14 @@ class MeasuredRun:
         return num_samples
 
     def measure(self, num_steps: int, num_settling_steps: int) -> dict[str, Any]:
-        """Trains so many steps, the settling ones first, which do not count.
+        """Trains settling steps, which do not count, then measured steps.
 
-        Returns `steps` that were measured; `step_ms_mean`, `step_ms_median`, `step_ms_p10`, `step_ms_p90`;
-        `samples_per_second` of all processes together; `phases` (for each of PHASES `ms_mean`, `ms_median`, `ms_p10`,
-        `ms_p90`, `percent`); `world_size`, `num_devices`; `global_batch_size` of a full step, which is smaller than
-        `requested_global_batch_size` where there are no more training samples; `samples_per_step` on average, for the
-        last step of an epoch may be short; and under `ranks` of each process its `step_ms_mean`, `peak_memory_mib` and
-        `phases_ms_mean`. Times at the top are of the main process.
+        Returns the measured `steps`; `step_ms_mean`, `step_ms_median`, `step_ms_p10`, `step_ms_p90`;
+        `samples_per_second` over all processes; `phases` (for each of PHASES `ms_mean`, `ms_median`, `ms_p10`,
+        `ms_p90`, `percent`); `world_size`, `num_devices`; `global_batch_size` of a full step, smaller than
+        `requested_global_batch_size` if training samples run out; `samples_per_step` on average, since an epoch's last
+        step may be short; and for each process under `ranks` its `step_ms_mean`, `peak_memory_mib` and
+        `phases_ms_mean`. Top-level times are rank 0's.
         """
         strategy, group, split = self.run.strategy, self.run.group, self.run.memory.splits[0]
         self.train(num_settling_steps)
@@ -142,17 +142,17 @@ class MeasuredRun:
         }
 
     def timed(self, num_steps: int) -> tuple[np.ndarray, int]:
-        """(steps, PHASES) milliseconds, and the samples of all processes."""
+        """Returns (steps, PHASES) milliseconds, and the samples of all processes."""
         with self.watched() as clock:
             num_samples = self.train(num_steps)
             return clock.stop(), num_samples
 
     def exposed_share(self, num_steps: int) -> float:
-        """Which part of backward is due to the exchange of gradients, which overlaps it and is waited for at its end.
+        """Returns the share of the backward spent waiting for the overlapped gradient exchange at its end.
 
-        It is what backward takes longer than without any exchange: for that, blocks of steps take turns once more. In
-        those without it every process has its own gradients and moments alone. The learning rate is 0, so that the
-        weights stay the same on all, as what a task computes between epochs must be.
+        Measured as the extra time over a backward without exchange, in alternating blocks of steps. Without it
+        processes have their own gradients and moments, so the learning rate is 0 to keep weights equal, as computations
+        between epochs require.
         """
         run, size = self.run, max(1, num_steps // NUM_TURNS)
         sync = run.strategy.gradient_sync
@@ -172,7 +172,7 @@ class MeasuredRun:
     def trace(self, num_steps: int, folder: Path) -> Path:
         """Trains a few steps under torch.profiler; returns the file that this process wrote. Raises OSError.
 
-        The phases of the loop are spans of that name in it.
+        The loop's phases are named spans in it.
         """
         with self.watched(spans=True) as clock, torch.profiler.profile() as profile:
             self.train(num_steps)
@@ -183,18 +183,18 @@ class MeasuredRun:
         return path
 
     def watched(self, spans: bool = False) -> AbstractContextManager[PhaseClock]:
-        """A clock of the steps that are trained within it; see `PhaseClock`."""
+        """Returns a clock of the steps trained within it; see `PhaseClock`."""
         return watched(self.run.strategy, self.run.learner, self.run.log, spans)
 
 
 def measure_run(flags: Flags, argv: Sequence[str], strategy: Strategy) -> dict[str, Any]:
-    """What `MeasuredRun.measure` returns for a command line, with the steps that its `MeasuringFlags` ask for."""
+    """Runs `MeasuredRun.measure` for a command line, with the steps of its `MeasuringFlags`."""
     with opened(flags, argv, strategy, quiet=True) as run:
         return MeasuredRun(run).measure(flags.tool.steps, flags.tool.settling_steps)
 
 
 def of_every_rank(group: Group, step_ms: float, means: np.ndarray) -> list[dict[str, Any]]:
-    """What `MeasuredRun.measure` tells of each process. means: this one's milliseconds by phase."""
+    """Gathers each process's part of `MeasuredRun.measure`. means: this one's milliseconds by phase."""
     rank, world_size = group.rank, group.world_size
     table = torch.zeros(world_size, 2 + len(PHASES), dtype=torch.float64)
     table[rank] = torch.tensor([step_ms, peak_memory_mib(*group.devices), *means])

@@ -1,4 +1,4 @@
-"""What time and memory of a device, and the exchange between processes, are measured with."""
+"""Meters for device time, memory, and collectives."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,13 @@ WARM_UP = 3
 
 
 def spread(name: str, values_ms: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """Median, 10th and 90th percentile of some durations, as `{name}ms_median`, `{name}ms_p10`, `{name}ms_p90`."""
+    """Returns median, 10th and 90th percentile of durations: `{name}ms_median`, `{name}ms_p10`, `{name}ms_p90`."""
     p10, p50, p90 = np.quantile(values_ms, [0.1, 0.5, 0.9]).tolist()
     return {f"{name}ms_median": p50, f"{name}ms_p10": p10, f"{name}ms_p90": p90}
 
 
 class Timer:
-    """Collects durations by name: `with timer("forward"): ...`. warm_up: so many of each name do not count."""
+    """Collects durations by name: `with timer("forward"): ...`. warm_up: first durations of each name to ignore."""
 
     def __init__(self, device: torch.device, warm_up: int = 0) -> None:
         self._queue, self._warm_up = queue_of(device), warm_up
@@ -41,13 +41,13 @@ class Timer:
         return [1e3 * self._queue.seconds(*span) for span in self._spans[name][self._warm_up :]]
 
     def results(self) -> dict[str, dict[str, float]]:
-        """By name: `ms_median`, `ms_p10`, `ms_p90`, `ms_total` and `count`."""
+        """Returns, by name: `ms_median`, `ms_p10`, `ms_p90`, `ms_total` and `count`."""
         durations = {name: self.milliseconds(name) for name in self._spans}
         return {name: {**spread("", ms), "ms_total": sum(ms), "count": len(ms)} for name, ms in durations.items()}
 
 
 def forget_peak(*devices: torch.device) -> None:
-    """The memory in use now becomes the peak, from which `peak_memory_mib` goes up."""
+    """Resets the peak of `peak_memory_mib` to the memory in use."""
     gpus = [device for device in devices if device.type == "cuda"]
     for gpu in gpus:
         torch.cuda.reset_peak_memory_stats(gpu)
@@ -58,9 +58,9 @@ def forget_peak(*devices: torch.device) -> None:
 
 
 def peak_memory_mib(*devices: torch.device) -> float:
-    """On a GPU what tensors occupied there at most; elsewhere all memory of this process, the libraries included.
+    """Returns the peak tensor memory of the fullest GPU, or of the whole process without a GPU.
 
-    Of several GPUs that of the fullest, which bounds the batch. NaN where the system does not say, as off Linux.
+    NaN where the system does not tell, as off Linux.
     """
     gpus = [device for device in devices if device.type == "cuda"]
     if gpus:
@@ -72,7 +72,7 @@ def peak_memory_mib(*devices: torch.device) -> float:
 
 
 def small_and_large_sum_s(group: Group) -> list[float]:
-    """Median seconds of a sum over processes of 4 bytes, and of one of 64 MiB. All processes call it."""
+    """Returns the median seconds of a sum over processes of 4 bytes, and of 64 MiB. All processes call it."""
     found = []
     for num_bytes, repeats in ((4, 100), (LARGE_BYTES, 5)):
         values = torch.zeros(num_bytes // 4, device=group.device)

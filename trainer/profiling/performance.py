@@ -1,4 +1,4 @@
-"""The library: where any model's time and memory go. See `PerformanceProfiler`."""
+"""Library to profile any model's time and memory. See `PerformanceProfiler`."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from trainer.profiling.meters import MIB, Timer, forget_peak, peak_memory_mib, s
 from trainer.profiling.report import require_writable, write_json
 
 MOST_BATCHES = 8
-"""Batches of the loader that are kept on the device and used in turn."""
+"""Limit on the loader's batches, kept on the device and used in turn."""
 
 Results = dict[str, Any]
 LossFunction = Callable[[Any, Any], Tensor]
@@ -34,15 +34,13 @@ class PerformanceProfiler:
         print(profiler.profile_forward_pass()["forward_ms_median"])
         profiler.run_full_profile("profile.json")
 
-    loader: any iterable of batches; at most `MOST_BATCHES` are read. A batch is a tensor; or a mapping of tensors, of
+    loader: any iterable of batches; at most `MOST_BATCHES` are read. A batch is a tensor; or a mapping of tensors, for
     which the model returns sums with "loss" among them; or (inputs, targets), with a function `loss(output, targets)`.
-    Samples are on dim 0. Without a loss, backward runs from the sum of the output.
-    device: where to measure; by default where the model is. repeats: how often each thing is timed, after `warm_up`
-    times that do not count.
+    Samples are on dim 0. Without a loss, backward starts from the sum of the output. device: where to measure; default:
+    the model's. repeats: measurements of each kind, after `warm_up` uncounted ones.
 
-    Results are plain dictionaries with units in their keys: times by median, 10th and 90th percentile, taken on the
-    device (by events on a GPU). After each call the model is as it was: device, modes, gradients, buffers; and so are
-    the random generators.
+    Results are plain dictionaries with units in their keys: median, 10th and 90th percentile of times on the device (by
+    events on a GPU). Each call restores the model (device, modes, gradients, buffers) and the random generators.
     """
 
     model: nn.Module
@@ -55,16 +53,16 @@ class PerformanceProfiler:
     def __post_init__(self) -> None:
         if self.repeats < 1 or self.warm_up < 0:
             raise ValueError(f"repeats {self.repeats} must be at least 1, warm_up {self.warm_up} at least 0")
-        # A tensor knows which GPU "cuda" is.
+        # a tensor resolves which GPU "cuda" is
         self._device = torch.empty(0, device=self.device or _device_of(self.model)).device
         self._batches: list[Any] = []
         self.timer = Timer(self._device)
-        """Collects the duration of what happens within it: `with profiler.timer("augmentation"): ...`."""
+        """Collects durations: `with profiler.timer("augmentation"): ...`."""
 
     def profile_forward_pass(self) -> Results:
-        """`forward_ms_*`, in train mode and recording for backward; `inference_ms_*`, in eval mode and without that.
+        """Measures `forward_ms_*`, in train mode with gradients, and `inference_ms_*`, in eval mode without.
 
-        Also `samples_per_second` of the first, `inference_samples_per_second` of the second, and `batch_size`.
+        Also returns `samples_per_second`, `inference_samples_per_second` and `batch_size`.
         """
         with self._measuring() as batches:
             self.model.train()
@@ -75,18 +73,18 @@ class PerformanceProfiler:
             return {**forward, **inference, "batch_size": _mean_size(batches)}
 
     def profile_backward_pass(self) -> Results:
-        """`backward_ms_*` of the backward pass alone, `forward_backward_ms_*` of both with the loss between them.
+        """Measures `backward_ms_*` of the backward pass, and `forward_backward_ms_*` of both passes with the loss.
 
-        Also `samples_per_second` of both together, `peak_memory_mib`, the first `loss`, and `batch_size`.
+        Also returns `samples_per_second` of both, `peak_memory_mib`, the first `loss`, and `batch_size`.
         """
         with self._measuring() as batches:
             return {**self._train(batches)["float32"], "batch_size": _mean_size(batches)}
 
     def profile_memory(self) -> Results:
-        """In MiB: `parameters_mib`, `buffers_mib`, `gradients_mib`, `saved_for_backward_mib`, `peak_memory_mib`.
+        """Measures `parameters_mib`, `buffers_mib`, `gradients_mib`, `saved_for_backward_mib` and `peak_memory_mib`.
 
-        Saved for backward is what autograd keeps between the passes for one batch, the weights left out. The peak of a
-        forward and a backward is that of the device's tensors on a GPU, and of the whole process elsewhere.
+        Saved for backward is what autograd stores for one batch, without weights. The peak of a forward and backward
+        counts tensors on a GPU, and the whole process elsewhere.
         """
         with self._measuring() as batches:
             self.model.train()
@@ -113,11 +111,10 @@ class PerformanceProfiler:
             return {**found, "peak_memory_mib": peak_memory_mib(self._device), "batch_size": _num_samples(batches[0])}
 
     def benchmark_batch_sizes(self, sizes: Sequence[int]) -> Results:
-        """Forward and backward for batches of other sizes, made of the samples of the first batch.
+        """Measures forward and backward for other batch sizes, made of the first batch's samples.
 
-        `batch_sizes`: for each its `batch_size`, `fits`, and if so what `profile_backward_pass` returns.
-        `fastest_batch_size`: the one of most samples per second; `largest_batch_size`: the largest that fits; None if
-        none does.
+        `batch_sizes`: for each size `batch_size`, `fits`, and if so the results of `profile_backward_pass`.
+        `fastest_batch_size`: by samples per second; `largest_batch_size`: the largest that fits; None if none does.
         """
         if min(sizes) < 1:
             raise ValueError(f"sizes {list(sizes)}: must be numbers of samples, at least 1 each")
@@ -128,7 +125,7 @@ class PerformanceProfiler:
                     found = self._train([_resized(batches[0], size)])["float32"]
                 rows.append({"batch_size": size, "fits": True, **found})
             except RuntimeError as error:
-                # For the CPU's torch has no exception of its own, only the allocator's name.
+                # torch's CPU out-of-memory error has no type of its own, only the allocator's name
                 if not lacks_memory(error) and "DefaultCPUAllocator" not in str(error):
                     raise
                 rows.append({"batch_size": size, "fits": False})
@@ -149,16 +146,15 @@ class PerformanceProfiler:
         return found
 
     def run_full_profile(self, save_path: str | Path | None = None) -> Results:
-        """All of the above but precisions, with batch sizes from a quarter to four times the loader's.
+        """Runs all measurements except precisions, with batch sizes from a quarter to four times the loader's.
 
-        Written as JSON if asked to; folders that the path lacks are made. Raises OSError, before anything is measured,
-        if it cannot be written.
+        Writes JSON to `save_path`, creating missing folders. Raises OSError before measuring if that is impossible.
         """
         if save_path is not None:
             require_writable(Path(save_path))
         with self._measuring() as batches:
             size = _num_samples(batches[0])
-        # Not a single sample, of which batch norm refuses to train.
+        # at least two samples, for batch norm
         sizes = sorted({max(int(part * size), min(size, 2)) for part in (1 / 4, 1 / 2, 1, 2, 4)})
         report = {
             "environment": {"device": str(self._device), "torch": str(torch.__version__), "repeats": self.repeats},
@@ -174,7 +170,7 @@ class PerformanceProfiler:
 
     @contextmanager
     def _measuring(self) -> Iterator[list[Any]]:
-        """The batches on the device, and the model beside them until the end."""
+        """Yields the batches on the device, with the model there until the end."""
         with _untouched(self.model, self._device):
             if not self._batches:
                 batches = islice(self.loader, MOST_BATCHES)
@@ -193,7 +189,7 @@ class PerformanceProfiler:
         return _speed(timer, batches, name, rate)
 
     def _train(self, batches: Sequence[Any], precisions: Sequence[str] = ("float32",)) -> Results:
-        """Forward and backward, in which precisions take turns. For each of them what was found.
+        """Measures forward and backward, alternating between precisions. Returns results by precision:
 
         `forward_backward_ms_*`, `backward_ms_*`, `samples_per_second`, `peak_memory_mib`, and the first `loss`.
         """
@@ -225,18 +221,17 @@ class PerformanceProfiler:
 
 
 def compare_amp_performance(model: nn.Module, loader: Iterable[Any], *args: Any, **options: Any) -> Results:
-    """Forward and backward in the model's own precision and under autocast to bf16 and, on a GPU, fp16.
+    """Compares forward and backward in the model's own precision, under bf16 autocast and, on a GPU, fp16.
 
-    The precisions take turns, so that a change of the machine's speed hits all of them. By precision:
-    `forward_backward_ms_*`, `samples_per_second`, `peak_memory_mib`, and for the autocast ones `speedup` over float32
-    and `loss_relative_difference`, that of the first batch. Arguments are those of `PerformanceProfiler`; the model is
-    left as it was.
+    Alternates between precisions, so that changes of the machine's speed affect all. Returns by precision:
+    `forward_backward_ms_*`, `samples_per_second`, `peak_memory_mib`, and for autocast `speedup` over float32 and
+    `loss_relative_difference` on the first batch. Arguments are those of `PerformanceProfiler`; the model is restored.
     """
     return PerformanceProfiler(model, loader, *args, **options).compare_precisions()
 
 
 def _speed(timer: Timer, batches: Sequence[Any], name: str, rate: str) -> Results:
-    """`{name}_ms_*`, and under the name of the rate samples per second of the median."""
+    """Returns `{name}_ms_*`, and the median's samples per second under the key `rate`."""
     durations = spread(f"{name}_", timer.milliseconds(name))
     return {**durations, rate: 1e3 * _mean_size(batches) / durations[f"{name}_ms_median"]}
 
@@ -253,7 +248,7 @@ def _mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _num_samples(batch: Any) -> int:
-    """The size of dim 0 of the first tensor of a batch. Raises TypeError if there is none."""
+    """Returns the size of dim 0 of a batch's first tensor. Raises TypeError if there is none."""
     if isinstance(batch, Mapping | list | tuple) and batch:
         return _num_samples(next(iter(batch.values() if isinstance(batch, Mapping) else batch)))
     if not isinstance(batch, Tensor):
@@ -266,7 +261,7 @@ def _mean_size(batches: Sequence[Any]) -> float:
 
 
 def _resized(batch: Any, size: int) -> Any:
-    """A batch of so many samples: those of the batch, which has some, again and again."""
+    """Repeats or cuts a batch to `size` samples."""
     available = _num_samples(batch)
     index = torch.arange(size) % available
 
@@ -277,14 +272,14 @@ def _resized(batch: Any, size: int) -> Any:
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
-    """The model's output. Of a sequence of several parts the last one is the targets, which the model does not get."""
+    """Calls the model on a batch; a sequence's last part holds the targets, and is not passed."""
     return model(*batch[: max(1, len(batch) - 1)]) if isinstance(batch, list | tuple) else model(batch)
 
 
 def _training_loss(model: nn.Module, batch: Any, loss: LossFunction | None) -> Tensor:
-    """A scalar to run backward from: loss(output, targets); or the output's "loss"; or its sum, if it has none.
+    """Returns a scalar for backward: loss(output, targets), the output's "loss", or its sum.
 
-    Raises ValueError if the model has nothing to train, and TypeError if there is nothing of that kind.
+    Raises ValueError if the model has nothing to train, TypeError if the output has no such scalar.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"the {type(model).__name__} has no parameter to train, so there is no backward pass")
@@ -305,7 +300,7 @@ def _training_loss(model: nn.Module, batch: Any, loss: LossFunction | None) -> T
 
 @contextmanager
 def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within it the model is on the device, without gradients; after it model and generators are as they were."""
+    """Moves the model to the device without gradients; restores model and generators afterwards."""
     home = _device_of(model)
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(p, p.grad) for p in model.parameters()]

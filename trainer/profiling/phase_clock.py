@@ -1,4 +1,4 @@
-"""Where the time of the training loop goes: a clock that looks on while the loop says where it is."""
+"""Measures how the training loop's time divides into phases, observing the activities that it enters."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +19,7 @@ from trainer.parallel.strategy import Strategy
 DATA, COPY, FORWARD, BACKWARD = "waiting for data", "copy", "forward", "backward"
 COMMUNICATION, OPTIMIZER, SAVING, REST = "communication", "optimizer", "saving", "logging and the rest"
 PHASES = (DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, SAVING, REST)
-"""In the order in which a step goes through them."""
+"""In the order of a step."""
 
 _PHASE_OF = {
     "data loading": DATA,
@@ -30,13 +30,13 @@ _PHASE_OF = {
     "waiting for rank 0": COMMUNICATION,
     "saving": SAVING,
 }
-"""What the loop calls a phase -> what it counts as. Anything else is the rest."""
+"""Maps the loop's activities to phases; others count as the rest."""
 
 
 class PhaseClock:
-    """Takes the time whenever another phase begins; what lies between two such borders belongs to the first.
+    """Records the time of each phase change; the time between two changes belongs to the first.
 
-    spans: also name the phases in a trace of torch.profiler.
+    spans: also name the phases in a torch.profiler trace.
     """
 
     def __init__(self, device: torch.device, activity: CurrentActivity, spans: bool = False) -> None:
@@ -47,24 +47,24 @@ class PhaseClock:
         self.enter(REST)
 
     def enter(self, phase: str) -> None:
-        """From now on time belongs to this one of PHASES."""
+        """Starts a phase, one of PHASES."""
         self._borders.append((phase, self._loop.step, self._queue.instant()))
         self._span.close()
         if self._spans:
             self._span.enter_context(torch.profiler.record_function(phase))
 
     def around(self, within: str, after: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a function, whose time belongs to one phase; after it another one begins."""
+        """Calls a function within one phase, then starts another."""
         self.enter(within)
         result = function(*args, **kwargs)
         self.enter(after)
         return result
 
     def stop(self) -> np.ndarray:
-        """(steps, PHASES) milliseconds since the clock was made, which add up. Waits for the device.
+        """Returns (steps, PHASES) milliseconds since the clock's creation, which add up. Waits for the device.
 
-        A step lasts until the next one begins. Its data are fetched before that, while the step before it is under way;
-        the time for which they were waited for counts as its own.
+        A step lasts until the next one starts. Its data are fetched during the step before, but waiting for them counts
+        as its own.
         """
         self.enter(REST)
         self._span.close()
@@ -79,8 +79,8 @@ class PhaseClock:
 
 @contextmanager
 def watched(strategy: Strategy, learner: Learner, log: Log, spans: bool = False) -> Iterator[PhaseClock]:
-    """Puts a clock where the loop says where it is, and borders where the loop does not: around the copy to the device,
-    after the optimizer, around what it starts to exchange and what it logs, before each micro-batch.
+    """Attaches a clock to the loop's activities, and to calls it makes between them: the copy to the device, the
+    optimizer, started collectives, logging, and seeding before each micro-batch.
     """
     group, activity = strategy.group, strategy.group.activity
     clock = PhaseClock(strategy.device, activity, spans)
@@ -105,7 +105,7 @@ def watched(strategy: Strategy, learner: Learner, log: Log, spans: bool = False)
 
 @contextmanager
 def replaced(owner: object, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Within it this one object has another method."""
+    """Replaces a method of one object temporarily."""
     setattr(owner, name, function)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Work in processes: from what one does to its exit status, and measurements in new ones, which hand back results."""
+"""Runs measurements in new processes, which return results, and maps errors to exit statuses."""
 
 import json
 import signal
@@ -28,25 +28,24 @@ from trainer.parallel.strategy import Strategy
 from trainer.registry import Registry, hand_in, workloads
 
 PROCESSES_ON_CPU = 2
-"""Unless told otherwise, so that there is something to exchange."""
+"""Default, so that there is communication to measure."""
 FOR_SEVERAL_DEVICES = ("--multi-gpu", forms.USUAL)
-"""Makes a command line one of several devices, so that their flags are known whatever the world is."""
+"""Enables multi-device flags on a command line in any world."""
 
 Measurement = Callable[[Flags, Sequence[str], Strategy], Any]
-"""All processes of a world call it with its flags and the command line; the main one's plain values are the result."""
+"""Called by all processes of a world with its flags and command line; rank 0's plain values are the result."""
 
 
 def exit_status(work: Callable[[], int], reports: bool = True) -> int:
-    """Does some work; returns its exit status, or that of what went wrong, once the user knows of it.
+    """Runs some work; returns its exit status, or an error's status after reporting it.
 
-    reports: this process, and not another one, tells the user of a UserError. SIGTERM ends the work by SystemExit, so
-    that folders for the time of a measurement are removed.
+    reports: this process prints a UserError. SIGTERM ends the work by SystemExit, so temporary folders are removed.
     """
     previous = signal.signal(signal.SIGTERM, leave_at_once)
     try:
         return work()
     except Failure as failure:
-        # Only a run with checkpoints can go on with less memory.
+        # only a run with checkpoints can resume with less memory
         return EXIT_FAILED if failure.status == EXIT_RESTART else failure.status
     except UserError as error:
         if reports:
@@ -59,7 +58,7 @@ def exit_status(work: Callable[[], int], reports: bool = True) -> int:
 
 
 def in_use(group: Group) -> AbstractContextManager[None]:
-    """Around a measurement with some devices, which does not go on from a checkpoint; see `Group.in_use`."""
+    """Wraps a measurement, which cannot resume from a checkpoint; see `Group.in_use`."""
     group.diagnosis.has_checkpoints = False
     return group.in_use()
 
@@ -67,10 +66,10 @@ def in_use(group: Group) -> AbstractContextManager[None]:
 def run_job(
     job: Callable[[Path, RankEnvironment], int], world_size: int, environment: RankEnvironment | None = None
 ) -> tuple[int, Any]:
-    """Calls a job in so many new processes; returns the exit status and what one of them left, or None.
+    """Runs a job in new processes; returns the exit status and the result that one of them stored, or None.
 
-    job: picklable; may leave its result as JSON in the file that it is given. environment: who this process is, if it
-    is one of them already; then it calls the job itself.
+    job: picklable; may write its result as JSON to the given file. environment: this process's rank if it is one of
+    them already, and then runs the job itself.
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-measured-") as folder:
         result = Path(folder) / "result.json"
@@ -81,7 +80,7 @@ def run_job(
 
 @dataclass(frozen=True)
 class World:
-    """A way to spread a run over devices. num_devices: 1 for "single"."""
+    """A placement of a run on devices. num_devices: 1 for "single"."""
 
     mode: Literal["single"] | forms.FormName
     num_devices: int = 1
@@ -91,7 +90,7 @@ class World:
 
 
 def measure_in(world: World, argv: Sequence[str], tool: type[FlagGroup], measurement: Measurement) -> Any:
-    """The result of a measurement in new processes. Raises Failure if it did not come to its end; the user knows why.
+    """Runs a measurement in new processes. Raises Failure, already reported, if it does not complete.
 
     argv: flags of training and of the tool. measurement: picklable.
     """
@@ -126,7 +125,7 @@ def _measure_here(
 
 
 def placed(flags: Flags, world: World) -> Flags:
-    """The flags for a world on the first devices of those that they name."""
+    """Restricts flags to a world on the first of their devices."""
     assert flags.multi is not None
     gpus = chosen_gpus(flags)[: world.num_devices]
     if world.mode == "single":
@@ -135,12 +134,12 @@ def placed(flags: Flags, world: World) -> Flags:
 
 
 def chosen_gpus(flags: Flags) -> tuple[int, ...]:
-    """The GPUs that runs of these flags, which are of several devices, may use; none where they train on the CPU."""
+    """Returns the GPUs available to multi-device flags; empty on the CPU."""
     assert flags.multi is not None
     return tuple(usable_gpus(flags.devices.device, flags.multi.gpu_ids))
 
 
 def warn_of_threads(flags: Flags) -> None:
-    """Tells the user if a single CPU process has threads that several would have to share."""
+    """Warns if a single CPU process has threads that several processes would share."""
     if not chosen_gpus(flags) and flags.devices.num_threads is None and torch.get_num_threads() > 1:
         print("Without --num-threads 1 one process takes all cores, and several share them.")

@@ -1,4 +1,4 @@
-"""Results on the console and in files, and whether those files can be written: asked before what may take long."""
+"""Prints and writes results, and checks in advance that files can be written."""
 
 import errno
 import json
@@ -12,9 +12,9 @@ from trainer.common.files import replace_text
 
 
 def table(columns: Sequence[tuple[str, str, str]], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Columns as wide as they need to be, the first one flush left, the others flush right.
+    """Formats a table with the first column left-aligned and the others right-aligned.
 
-    columns: title, key in a row, format. A text is shown as it is, and "-" where a row lacks the key.
+    columns: title, key in a row, format. Strings are shown unchanged, missing keys as "-".
     """
     lines = [[title for title, _, _ in columns]]
     for row in rows:
@@ -25,28 +25,28 @@ def table(columns: Sequence[tuple[str, str, str]], rows: Sequence[Mapping[str, A
 
 
 def note_of_cut_batch(measured: Mapping[str, Any]) -> list[str]:
-    """What to say where a step has fewer samples than asked for, as there are no more. measured: of `measure`."""
+    """Returns a note if steps have fewer samples than requested. measured: from `measure`."""
     asked, full = measured["requested_global_batch_size"], measured["global_batch_size"]
     return [f"Steps of {asked} samples were asked for; the training data has {full}."] if full < asked else []
 
 
 def save_results(path: Path | None, results: Mapping[str, Any]) -> None:
-    """Writes the results of a command if there is a file to write them to, and says so. Raises OSError."""
+    """Writes a command's results if a file is given, and prints its path. Raises OSError."""
     if path is not None:
         write_json(path, results)
         print(f"Results: {path}")
 
 
 def write_json(path: Path, results: Mapping[str, Any]) -> None:
-    """Makes the folders that the path lacks. Raises OSError."""
+    """Writes JSON, creating missing folders. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, json.dumps(results, indent=2) + "\n")
 
 
 def unwritable_targets(tool: Any, is_main: bool = True) -> list[str]:
-    """What is wrong with the paths among a tool's flags; one sentence each, with the part that is to blame.
+    """Returns problems with paths among a tool's flags, naming the offending part.
 
-    is_main: this process writes all of them; the others write traces only.
+    is_main: this process writes all of them; others write only traces.
     """
     found = []
     for name, kind in (("trace", "folder"), ("json", "file"), ("board", "folder")):
@@ -61,9 +61,9 @@ def unwritable_targets(tool: Any, is_main: bool = True) -> list[str]:
 
 
 def require_writable(path: Path, kind: str = "file") -> None:
-    """Raises OSError about the part of the path that is to blame if it cannot be written. Writes nothing.
+    """Raises OSError naming the offending part of an unwritable path. Writes nothing.
 
-    kind: "file", or "folder" for one to write files to. Either may lack folders above it.
+    kind: "file", or "folder" for files to be written to. Parent folders may be missing.
     """
     if kind == "file" and path.is_dir():
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))

@@ -1,9 +1,9 @@
-"""How speed grows with devices: throughput, speed-up, efficiency and memory on 1, 2, 4 ... devices.
+"""Measures how speed grows with devices: throughput, speed-up, efficiency and memory on 1, 2, 4 ... devices.
 
-One device, nn.DataParallel (where there are GPUs) and DistributedDataParallel are started in processes of their own,
-several times and in turns, and medians are told. --batch-size is per device, so more devices make larger steps ("weak
-scaling"); with --global-batch-size the step stays the same and each device gets less of it ("strong scaling"). On the
-CPU give --num-threads 1: otherwise the one process takes all cores, and several share them.
+Starts one device, nn.DataParallel (with GPUs) and DistributedDataParallel in separate processes, several times in
+turns, and reports medians. --batch-size is per device, so more devices make larger steps ("weak scaling"); with
+--global-batch-size the step stays the same and each device gets less of it ("strong scaling"). On the CPU give
+--num-threads 1: otherwise one process uses all cores, and several share them.
 
 examples:
   python profiler.py scaling --world-sizes 1,2,4 --batch-size 64
@@ -43,7 +43,7 @@ class ScalingFlags(MeasuringFlags):
 
 
 def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
-    """What cannot be measured on this machine."""
+    """Returns problems with the requested devices."""
     wanted, available = max(flags.tool.world_sizes), len(chosen_gpus(flags))
     if 0 < available < wanted:
         return [f"--world-sizes {wanted}: {available} GPU{'s' * (available > 1)} can be used here; ask for fewer"]
@@ -51,7 +51,7 @@ def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
 
 
 def profile_scaling(flags: Flags, argv: Sequence[str]) -> None:
-    """One command line. Raises UserError, and Failure when a measurement fails."""
+    """Runs the command. Raises UserError, and Failure if a measurement fails."""
     tool: ScalingFlags = flags.tool
     modes = [
         form.name for form in forms.FORMS.values() if not form.shards and (form.has_processes or chosen_gpus(flags))
@@ -59,7 +59,7 @@ def profile_scaling(flags: Flags, argv: Sequence[str]) -> None:
     sizes = sorted(set(tool.world_sizes) - {1})
     worlds = [World("single"), *(World(mode, size) for mode in modes for size in sizes)]
     if not chosen_gpus(flags):
-        print("DataParallel needs at least two GPUs and none is in use: it is left out.")
+        print("DataParallel needs at least two GPUs and found none: skipping it.")
         warn_of_threads(flags)
         if worlds[-1].num_devices > num_cores():
             print(f"{worlds[-1].num_devices} processes share {num_cores()} cores here: their speed says little.")
@@ -82,7 +82,7 @@ def profile_scaling(flags: Flags, argv: Sequence[str]) -> None:
 
 
 def summary(found: Mapping[World, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """For each world the medians over its rounds. Speed-up is taken within a round, on the machine as it is then."""
+    """Returns medians over each world's rounds; speed-up is computed within a round, under the same conditions."""
     alone = [measured["samples_per_second"] for measured in found[World("single")]]
     rows = []
     for world, rounds in found.items():
@@ -100,7 +100,7 @@ def summary(found: Mapping[World, Sequence[Mapping[str, Any]]]) -> list[dict[str
 
 
 def report(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The table."""
+    """Formats the results as a table."""
     return table([
         ("mode", "mode", ""), ("devices", "num_devices", ""), ("batch", "global_batch_size", ""),
         ("samples/s", "samples_per_second", ".0f"), ("speed-up", "speedup", ".2f"),
@@ -111,7 +111,7 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write_board(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """Curves over the number of devices. Raises OSError."""
+    """Writes curves over the number of devices. Raises OSError."""
     with SummaryWriter(str(folder)) as board:
         for row in rows:
             mode = forms.USUAL if row["mode"] == "single" else row["mode"]

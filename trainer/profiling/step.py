@@ -1,8 +1,8 @@
-"""Where the time of a training step goes, phase by phase; a trace on request.
+"""Measures where a training step's time goes, phase by phase; optionally writes a trace.
 
-The trainer's own loop is measured, opened as main.py or main_multi_gpu.py would with the same flags, in a folder that
-is thrown away: --save-dir is left alone. The loop is not slowed down: on a GPU an event is put into the device's queue
-wherever the loop goes on to another phase, and all are read at the end. docs/profiling.md says what counts as what.
+Runs the trainer's own loop, opened as main.py or main_multi_gpu.py would with the same flags, in a temporary folder:
+--save-dir is not used. The loop is not slowed down: on a GPU an event is recorded wherever the loop enters another
+phase, and all are read at the end. docs/profiling.md defines the phases.
 
 examples:
   python profiler.py step                                          the default task on its built-in data
@@ -41,7 +41,7 @@ class StepFlags(MeasuringFlags):
 
 
 def profile_step(flags: Flags, argv: Sequence[str], strategy: Strategy) -> None:
-    """One command line on this process's devices; the main process reports. Raises UserError."""
+    """Runs the command on this process's devices; rank 0 reports. Raises UserError."""
     tool: StepFlags = flags.tool
     with opened(flags, argv, strategy) as run:
         measured = MeasuredRun(run)
@@ -57,7 +57,7 @@ def profile_step(flags: Flags, argv: Sequence[str], strategy: Strategy) -> None:
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """The results as text. Of several processes the first table is the main one's."""
+    """Formats the results; with several processes the first table is rank 0's."""
     ranks = result["ranks"]
     step = {name.removeprefix("step_"): value for name, value in result.items() if name.startswith("step_")}
     average = "" if result["samples_per_step"].is_integer() else " on average"
