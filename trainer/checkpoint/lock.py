@@ -115,7 +115,7 @@ class Lock(Writer):
             self.is_lost = True
             raise LockTaken(
                 f"--save-dir {self._path.parent}: was taken over by {holder.who or 'another process'} while this "
-                "process did not respond, or by a restart of the same job; this run ends, and its checkpoints are intact"
+                "process did not respond, or by a restart of the same job; this run ends; its checkpoints are intact"
             )
 
     def release(self) -> None:
