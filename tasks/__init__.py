@@ -1,4 +1,4 @@
-"""The workloads that come with the trainer. Each is imported when it is chosen, with its part of models/ and data/."""
+"""The workloads that come with the trainer, each imported with its part of models/ and data/ when chosen."""
 
 TASKS = {
     "har": f"{__name__}.har:HarTask",
@@ -7,4 +7,4 @@ TASKS = {
     "speech": f"{__name__}.speech:SpeechTask",
     "tabular": f"{__name__}.tabular:TabularTask",
 }
-"""By the name that `--task` takes; the first is its default."""
+"""Workloads by name for `--task`; the first is the default."""

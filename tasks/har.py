@@ -1,4 +1,4 @@
-"""Human activity recognition: what people do, from signals of sensors that they wear."""
+"""Human activity recognition from signals of worn sensors."""
 
 import math
 import sys
@@ -50,12 +50,12 @@ from trainer.loading.cache import cached_numbers, digest_of, key_of
 from trainer.task import Baseline, Exported, Objective, Picture, Task
 
 _OF_OWN = ("subject_column", "label_column", "channels", "encoding", "on_bad", "rate", "window", "hop", "test_subjects")
-"""Fields that recordings of a user's own alone have a use for."""
+"""Fields that only own recordings use."""
 _SHORTEST_OF_LSTM = 17
 _OF_HARNET = {"model": ("harnet",)}
 _MOST_VAL_SUBJECTS = 4
 _MOST_SHOWN = 30
-"""Classes, and people, that a line names."""
+"""Limit on classes, and people, listed in a line."""
 
 
 @dataclass
@@ -159,7 +159,7 @@ class HarFlags(FlagGroup):
             kind = "is not a file" if self.encoder_path.exists() else "does not exist"
             found.append(f"--encoder-path {self.encoder_path}: {kind}; give the checkpoint of a run, such as best.pth")
         if self.model == "deepconvlstm" and (self.window or _SHORTEST_OF_LSTM) < _SHORTEST_OF_LSTM:
-            found.append(f"--window {self.window}: --model deepconvlstm needs {_SHORTEST_OF_LSTM} rows at least")
+            found.append(f"--window {self.window}: --model deepconvlstm needs {_SHORTEST_OF_LSTM} rows or more")
         channels = self.channels or ()
         if twice := {name for name in channels if channels.count(name) > 1}:
             found.append(f"--channels: names {', '.join(sorted(twice))} more than once; name each channel once")
@@ -171,19 +171,19 @@ class HarFlags(FlagGroup):
 
     @property
     def own_format(self) -> OwnFormat:
-        """How recordings of a user's own are read."""
+        """The format in which own recordings are read."""
         length, hop = self.window_and_hop
         return OwnFormat(self.subject_column, self.label_column, self.channels, length, hop, self.reading)
 
     @property
     def window_and_hop(self) -> tuple[int, int]:
-        """In rows."""
+        """Window length and hop in rows."""
         length = self.window or WindowFormat.length
         return length, self.hop or max(1, length // 2)
 
 
 def show_download(address: str, num_bytes: int | None, file: IO[bytes]) -> AbstractContextManager[Any]:
-    """Says what is fetched, and shows a bar on a terminal while the file is written."""
+    """Says what is downloaded, and shows a progress bar on a terminal."""
     to_stdout(f"Downloading {address}" + ("" if num_bytes is None else f", {num_bytes / 1e6:.1f} MB"))
     return tqdm.wrapattr(
         file, "write", total=num_bytes, unit="B", unit_scale=True, leave=False, dynamic_ncols=True,
@@ -192,13 +192,13 @@ def show_download(address: str, num_bytes: int | None, file: IO[bytes]) -> Abstr
 
 
 def _seconds(times_s: list[float | None], later_s: float, rate_hz: float) -> list[str]:
-    """Times as the table shows them; empty where they are not known."""
+    """Formats times for the table; "" if unknown."""
     digits = max(2, math.ceil(math.log10(rate_hz)))
     return ["" if time_s is None else f"{time_s + later_s:.{digits}f}" for time_s in times_s]
 
 
 def _counts(recordings: HarRecordings) -> list[str]:
-    """How many windows there are of each class, and of each person."""
+    """Counts windows per class and per person."""
     labels, subjects = np.bincount(recordings.labels), np.bincount(recordings.subjects)
     counted = {
         "Classes": [f"{name}: {count:,}" for name, count in zip(recordings.classes, labels, strict=True)],
@@ -219,7 +219,7 @@ _MOST_WINDOWS_OF_RIDGE, _RIDGE_VERSION = 20_000, 1
 
 
 class HarTask(Task):
-    """Activities of people, split by subject; selected on validation accuracy."""
+    """Activities of people, split by subject; selects on validation accuracy."""
 
     Config = HarFlags
     monitor = ("val/accuracy", "max")
@@ -233,7 +233,7 @@ class HarTask(Task):
     predict_flags = ("encoding", "on_bad")
     headline = ("loss", "accuracy", "macro_f1")
     _new: NewWindows | None = None
-    """Windows that `new_data` has read."""
+    """Windows read by `new_data`."""
     _has_doubted = False
 
     def splits(self) -> Mapping[str, KeyedDataset]:
@@ -248,7 +248,7 @@ class HarTask(Task):
 
     @cached_property
     def _encoding(self) -> Standardised | None:
-        """The model whose frozen encoder makes the features of all windows; None where they are not made beforehand."""
+        """The model whose frozen encoder precomputes the features of all windows; None without one."""
         config: HarFlags = self.config
         if not config.no_augmentation or not config.freeze_encoder:
             return None
@@ -277,7 +277,7 @@ class HarTask(Task):
 
     @property
     def _has_own(self) -> bool:
-        """Whether the recordings are, or were in training, a user's own."""
+        """Whether the recordings, perhaps only those of training, are the user's own."""
         if self.data_facts is not None:
             return "channels" in self.data_facts
         path = self.config.data_dir
@@ -297,7 +297,7 @@ class HarTask(Task):
             refuse_other_data(path)
         if given := given_flags(config, _OF_OWN):
             advice = "give them by --data-dir" if path is None else f"--data-dir {path} is read as UCI HAR"
-            raise UserError(f"{', '.join(given)}: for recordings of your own alone; {advice}")
+            raise UserError(f"{', '.join(given)}: only for your own recordings; {advice}")
         if config.download:
             path = path or self.cache_dir / "uci_har"
             download_uci_har(path, self.cache_dir, show_download)
@@ -305,7 +305,7 @@ class HarTask(Task):
 
     @cached_property
     def format(self) -> WindowFormat:
-        """Of the windows of training, also where a trained model is used without them."""
+        """The window format of training, also for a trained model used without its data."""
         config: HarFlags = self.config
         if not self._has_own:
             return WindowFormat()
@@ -315,7 +315,7 @@ class HarTask(Task):
         return WindowFormat(tuple(own["channels"]), tuple(own["classes"]), length, hop, rate_hz)
 
     def describe_data(self) -> Mapping[str, Any]:
-        """Channels and classes of a user's own recordings, and their rate where it is told by a clock alone."""
+        """Returns channels and classes of own recordings, and their rate if only a clock tells it."""
         if not self._has_own:
             return {}
         return self.data_facts or self._facts_of_own
@@ -324,13 +324,13 @@ class HarTask(Task):
     def _facts_of_own(self) -> Mapping[str, Any]:
         recordings, told_hz = self._recordings, self._own.rate_hz
         facts: dict[str, Any] = {"channels": list(recordings.channels), "classes": list(recordings.classes)}
-        # Not the usual rate: a resume needs equal facts, and older runs have no fact of a rate.
+        # Omits the usual rate: a resume needs equal facts, and older runs recorded none.
         if self.config.rate is None and told_hz is not None and not is_same_rate(told_hz, WindowFormat.rate_hz):
             facts["rate_hz"] = usual_rate_hz(told_hz)
         return facts
 
     def data_digest(self) -> str:
-        """Digest of a user's own recordings, or of the published activities, and of who is held out."""
+        """Hashes own recordings, or the published activities, and who is held out."""
         parts = self._windows.values()
         if not self._has_own:
             generator = [f"generator {VERSION}"] * (self.config.data_dir is None and not self.config.download)
@@ -338,7 +338,7 @@ class HarTask(Task):
         return digest_of(self._own.digest, *(part.rows for part in parts))
 
     def remarks(self) -> Sequence[str]:
-        """On how a user's own recordings were read, or others that are to be labelled."""
+        """Notes how own or new recordings were read."""
         if self._new is not None:
             return self._new.remarks
         if not self._has_own or self.data_facts is not None:
@@ -351,7 +351,8 @@ class HarTask(Task):
         unseen = [name for label, name in enumerate(recordings.classes) if label not in shown]
         if unseen:
             names = ", ".join(unseen)
-            found.append(f"Nobody trained on does {names}: hold out others, by --test-subjects or --val-subjects.")
+            advice = "hold out others with --test-subjects or --val-subjects"
+            found.append(f"Nobody in the training set does {names}: {advice}.")
         return found
 
     def _doubts_about_rate(self) -> list[str]:
@@ -378,33 +379,33 @@ class HarTask(Task):
         return HarObjective(Standardised(network, size[0]), config.label_smoothing)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Those of the network; see `blocks` of each."""
+        """Returns the network's blocks."""
         network = model.get_submodule("network")
         assert isinstance(network, HarNet | TinyHar | DeepConvLstm)
         return network.blocks
 
     def initialise(self, objective: Objective) -> None:
-        """The statistics of the windows that are trained on, and the encoder of `--encoder-path`."""
+        """Sets the statistics of the training windows, and loads the encoder of `--encoder-path`."""
         assert isinstance(objective, HarObjective)
         objective.model.set_statistics(*self._windows["train"].statistics)
         if self.config.encoder_path is not None:
             load_encoder(objective.model, self.config.encoder_path)
 
     def check_weights(self, objective: Objective) -> None:
-        """The encoder must be the one that made the features."""
+        """Requires the encoder that computed the features."""
         assert isinstance(objective, HarObjective)
         if self._encoding is not None:
             refuse_other_encoder(objective.model, self._encoding)
 
     def fold_flags(self, num_folds: int) -> list[list[str]]:
-        """`--val-subjects` with the people of each fold."""
+        """Returns `--val-subjects` for each fold."""
         return [["--val-subjects", *fold] for fold in subject_folds(self._recordings, num_folds)]
 
     def ensemble(self, objectives: Sequence[Objective]) -> HarEnsembleObjective:
         return HarEnsembleObjective(Ensemble([objective.model for objective in objectives]))
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Loss and accuracy; in evaluation also macro-F1, the unweighted mean of the classes' F1, and each recall.
+        """Returns loss and accuracy; in evaluation also macro-F1 (unweighted mean over classes) and each recall.
 
         A class that does not occur has no recall.
         """
@@ -413,7 +414,7 @@ class HarTask(Task):
             return {"loss": float(sums["loss"] / weight), "accuracy": float(sums["correct"] / weight)}
         confusion = sums["confusion"]
         hits = confusion.diagonal()
-        # A class that neither occurs nor is predicted has no F1, and does not count, as in scikit-learn.
+        # As in scikit-learn, a class that neither occurs nor is predicted has no F1.
         occurs = confusion.sum(0) + confusion.sum(1)
         f1 = (2 * hits / occurs)[occurs > 0]
         return {
@@ -428,7 +429,7 @@ class HarTask(Task):
         }
 
     def baselines(self) -> Mapping[str, Baseline]:
-        """A ridge classifier on statistics of the windows of training, as recorded."""
+        """Scores a ridge classifier on statistics of the recorded training windows."""
         key = key_of("ridge", _RIDGE_VERSION, self.data_digest(), self.config.window_and_hop, self.format.rate_hz)
         return {"ridge on statistics": Baseline(cached_numbers(self.cache_dir, key, self._scores_of_ridge))}
 
@@ -448,27 +449,27 @@ class HarTask(Task):
         return metrics
 
     def details(self, sums: dict[str, Tensor]) -> dict[str, Any]:
-        """The confusion matrix: rows are the true classes, columns the predicted ones."""
+        """Returns the confusion matrix; rows are true classes, columns predicted ones."""
         return {"classes": list(self.format.classes), "confusion_matrix": sums["confusion"].to(torch.int64).tolist()}
 
     def pictures(self, sums: dict[str, Tensor]) -> Mapping[str, Picture]:
         return {"confusion_matrix": draw_confusion_matrix(sums["confusion"], self.format.classes)}
 
     def new_data(self, path: Path) -> KeyedDataset:
-        """See `data.har.recording.read_new_windows`."""
+        """Reads new windows by `data.har.recording.read_new_windows`."""
         config: HarFlags = self.config
         self._new = read_new_windows(path, self.format, config.subject_column, config.label_column, config.reading)
         return self._new
 
     def sample(self) -> Mapping[str, Sequence[Any]]:
-        """What the first person of the test part did, at the pace of the recordings."""
+        """Returns the recording of the first person in the test set."""
         recordings, hop = self._recordings, self.format.hop
         windows = recordings.signals[recordings.subjects == recordings.subjects[recordings.is_test][0]]
         rows = np.concatenate([window[:, :hop] for window in windows], axis=1)
         return {name: [f"{x:.6g}" for x in row.tolist()] for name, row in zip(recordings.channels, rows, strict=True)}
 
     def _doubt_units(self, model: Standardised) -> None:
-        """Says once, on standard error, where new numbers are not of the size of those that were trained on."""
+        """Warns once, on standard error, if new values differ in magnitude from the training data."""
         if self._new is not None and not self._has_doubted:
             self._has_doubted = True
             mean, std = (statistic.flatten().double().cpu().numpy() for statistic in (model.mean, model.std))
@@ -476,9 +477,9 @@ class HarTask(Task):
                 to_stderr(f"Warning: {self._new.where}: {doubt}.")
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
-        """Each window's place in its recording, activity and probabilities, rounded as a table wants it.
+        """Returns each window's position in its recording, activity and probabilities, rounded.
 
-        Start and end are in seconds, and empty where the windows came without their recording.
+        Start and end are in seconds, "" for windows without a recording.
         """
         assert isinstance(objective, HarObjective)
         self._doubt_units(objective.model)
@@ -498,14 +499,14 @@ class HarTask(Task):
         }
 
     def exported(self, objective: Objective, batch: Batch) -> Exported:
-        """Signals in physical units to log-probabilities; HarNet takes windows of any length."""
+        """Exports signals in physical units to log-probabilities; HarNet accepts windows of any length."""
         assert isinstance(objective, HarObjective)
         model, signals = objective.model, batch["signals"]
         lengths = {"x": (2,)} if isinstance(model.network, HarNet) else {}
         return Exported(model, {"x": signals}, model(signals), lengths)
 
     def example_pictures(self, objective: Objective, batch: Batch) -> Mapping[str, Picture]:
-        """Windows in standard deviations of each channel, with the prediction."""
+        """Draws windows in standard deviations of each channel, with predictions."""
         assert isinstance(objective, HarObjective)
         confidence, predicted = objective.model(batch["signals"]).float().softmax(dim=1).max(dim=1)
         classes = self.format.classes

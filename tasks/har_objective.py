@@ -1,4 +1,4 @@
-"""What activities are learned and scored by, and the trained encoder that a new network may begin with."""
+"""The loss and evaluation of activities, and loading of a trained encoder."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ ENCODING_BATCH_SIZE = 256
 class HarObjective(Objective):
     """Cross-entropy; in evaluation without label smoothing, and with the confusion matrix.
 
-    In training the mean of the losses of a HarNet's members, each on its own; in evaluation that of their answer.
+    In training the mean of the separate losses of a HarNet's members, in evaluation the loss of their averaged output.
     """
 
     model: Standardised
@@ -33,7 +33,7 @@ class HarObjective(Objective):
         self.label_smoothing = label_smoothing
 
     def member_logits(self, batch: Batch) -> Tensor:
-        """(B, num_members, C), from the signals, or from features of the frozen encoder where the batch brings them."""
+        """Returns (B, num_members, C), from signals, or from the frozen encoder's features if the batch has them."""
         network = self.model.network
         if not isinstance(network, HarNet):
             return self.model(batch["signals"]).unsqueeze(1)
@@ -57,14 +57,14 @@ class HarObjective(Objective):
 
 
 class HarEnsembleObjective(Objective):
-    """The mean of trained models' predictions; for evaluation alone."""
+    """The mean of trained models' predictions, for evaluation only."""
 
     def forward(self, batch: Batch, phase: str = "train") -> Sums:
         return evaluation_sums(self.model(batch["signals"]), batch["label"])
 
 
 def evaluation_sums(logits: Tensor, label: Tensor) -> Sums:
-    """Plain cross-entropy, and how often which class (rows) was taken for which (columns)."""
+    """Returns plain cross-entropy, and the confusion matrix (rows: true, columns: predicted)."""
     num_classes = logits.shape[1]
     pairs = F.one_hot(label * num_classes + logits.argmax(dim=1), num_classes**2).sum(dim=0)
     loss = F.cross_entropy(logits, label, reduction="sum")
@@ -72,17 +72,17 @@ def evaluation_sums(logits: Tensor, label: Tensor) -> Sums:
 
 
 def harnet_of(model: Standardised) -> HarNet:
-    """The network that the flags of the encoder belong to."""
+    """Returns the network that the encoder flags refer to."""
     assert isinstance(model.network, HarNet)
     return model.network
 
 
 def load_encoder(model: Standardised, path: Path) -> None:
-    """Takes over a trained encoder, and with it the statistics that it standardises by, where the file has them.
+    """Loads a trained encoder, and its input statistics if the file has them.
 
-    path: a checkpoint of a run, or {"model": the state dict of a HarNet or of its encoder}.
+    path: a checkpoint of a run, or {"model": state dict of a HarNet or its encoder}.
 
-    Raises UserError when the file holds no encoder of this shape.
+    Raises UserError if the file has no encoder of this shape.
     """
     label = f"--encoder-path {path}"
     weights = read_checkpoint(path, label, only_weights=True)["model"]
@@ -90,7 +90,7 @@ def load_encoder(model: Standardised, path: Path) -> None:
     expected = encoder.state_dict()
     prefixes = [p for p in ("network.encoder.", "encoder.", "") if all(p + name in weights for name in expected)]
     if not prefixes:
-        raise UserError(f"{label}: holds no encoder of harnet; give the checkpoint of a run with --model harnet")
+        raise UserError(f"{label}: holds no harnet encoder; give the checkpoint of a run with --model harnet")
     found = {name: weights[prefixes[0] + name] for name in expected}
     for name, value in found.items():
         if value.shape != expected[name].shape:
@@ -104,13 +104,13 @@ def load_encoder(model: Standardised, path: Path) -> None:
 
 
 def features_of(model: Standardised, signals: Tensor) -> Tensor:
-    """What the heads of a HarNet see of windows in physical units: (B, num_members, F)."""
+    """Returns the heads' input for windows in physical units: (B, num_members, F)."""
     return harnet_of(model).features(model.standardise(signals))
 
 
 @torch.no_grad()
 def encode(model: Standardised, dataset: HarDataset) -> np.ndarray:
-    """The features of all windows, (N, num_members, F) float32. model: in eval mode, on the CPU."""
+    """Computes the features of all windows, (N, num_members, F) float32. model: in eval mode, on the CPU."""
     parts = []
     for start in range(0, len(dataset), ENCODING_BATCH_SIZE):
         index = np.arange(start, min(start + ENCODING_BATCH_SIZE, len(dataset)))
@@ -120,9 +120,9 @@ def encode(model: Standardised, dataset: HarDataset) -> np.ndarray:
 
 
 def refuse_other_encoder(model: Standardised, encoding: Standardised) -> None:
-    """Raises UserError where a checkpoint has brought another encoder than `encoding`, which made the features."""
+    """Raises UserError if a checkpoint's encoder is not `encoding`, which computed the features."""
     own, expected = (_encoding_weights(each) for each in (model, encoding))
-    # Statistics that another machine has computed anew may differ in their last digits.
+    # statistics recomputed on another machine may differ in the last digits
     if not all(torch.allclose(value, expected[name], rtol=1e-5, atol=1e-6) for name, value in own.items()):
         raise UserError(
             "--encoder-path: is not the encoder that this run began with; give it that file again, or start over with "
@@ -131,7 +131,7 @@ def refuse_other_encoder(model: Standardised, encoding: Standardised) -> None:
 
 
 def _encoding_weights(model: Standardised) -> dict[str, Tensor]:
-    """All that features depend on, float32 on the CPU."""
+    """Returns all weights that features depend on, float32 on the CPU."""
     encoder = harnet_of(model).encoder
     weights = dict([*encoder.named_parameters(), *encoder.named_buffers(), ("mean", model.mean), ("std", model.std)])
     return {name: value.detach().to("cpu", torch.float32) for name, value in weights.items()}

@@ -1,4 +1,4 @@
-"""A picture of windows, each under what it was taken for."""
+"""Draws windows with their predictions."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -30,17 +30,17 @@ MOST_PANELS = 6
 
 AXIS_COLOURS = (BLUE, VERMILION, GREEN)
 
-# In pixels.
+# in pixels
 COLUMNS, PANEL_HEIGHT = 2, 28
 PANEL_WIDTH = (WIDTH - GAP) // COLUMNS - GAP
 TITLE_HEIGHT = MEDIUM + SMALL + GAP
 
 Panels = Mapping[str, Sequence[int]]
-"""What is drawn below each other, by name: x, y and z of a sensor, or one channel; positions in the signals."""
+"""Rows of a window's picture by name: a sensor's x, y and z, or one channel; as indices of the signals."""
 
 
 def panels_of(channels: Sequence[str]) -> Panels:
-    """The first sensors, or single channels, of windows with these channels, triplets first."""
+    """Chooses the first sensors or single channels to draw, triplets first."""
     if tuple(channels) == SIGNALS:
         return {name: range(3 * i, 3 * i + 3) for i, name in enumerate(UCI_PANELS)}
     num_triplets = triplets_first(channels)[1]
@@ -50,17 +50,17 @@ def panels_of(channels: Sequence[str]) -> Panels:
 
 
 def block_height(num_panels: int) -> int:
-    """Of one window's part of the picture."""
+    """Returns the height of a window's part of the picture."""
     return TITLE_HEIGHT + num_panels * PANEL_HEIGHT + GAP
 
 
 def draw_windows(
     signals: Tensor, panels: Panels, predicted: Sequence[str], confidence: Tensor, true: Sequence[str]
 ) -> np.ndarray:
-    """One block for each window: its verdict, and its panels below each other. (height, WIDTH, 3) uint8.
+    """Draws one block per window: its verdict, then its panels. (height, WIDTH, 3) uint8.
 
-    signals: (n, C, T); a panel has one scale in all windows. predicted, true: the class of each window.
-    confidence: (n,) in [0, 1].
+    signals: (n, C, T); each panel has one scale in all windows. predicted, true: class of each window. confidence: (n,)
+    in [0, 1].
     """
     curves = [signals.double().cpu()[:, list(channels)] for channels in panels.values()]
     scaled = [lines / lines.abs().max().clamp(min=1e-12) for lines in curves]
@@ -80,7 +80,7 @@ def draw_windows(
 def _draw_verdict(
     draw: ImageDraw.ImageDraw, corner: tuple[float, float], predicted: str, confidence: float, true: str
 ) -> None:
-    """Two lines of text, their upper left corner given; words say what the colours say."""
+    """Draws two lines of text at the given upper left corner; words repeat the meaning of colours."""
     x, y = corner
     is_right = predicted == true
     draw.text((x, y), drawable(predicted), BLUE if is_right else VERMILION, font(MEDIUM))
@@ -101,7 +101,7 @@ def _draw_panel(draw: ImageDraw.ImageDraw, corner: tuple[float, float], lines: T
 
 
 def _draw_legend(draw: ImageDraw.ImageDraw, left: tuple[float, float], panels: Sequence[str]) -> None:
-    """One line of text, the middle of its left end given."""
+    """Draws one line of text, centred vertically at its left end."""
     x, y = left
     for name, colour in zip(AXES, AXIS_COLOURS, strict=True):
         draw.line((x, y, x + 2 * GAP, y), colour, 2)

@@ -1,4 +1,4 @@
-"""Recommendation with a knowledge graph: which items a user takes next, from who took what and what the items are."""
+"""Recommendation with a knowledge graph: ranks items by interactions and facts about items."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ _WITH_GRAPH = ("kgat", "kg-lightgcn")
 _TRAINED = {"model": ("kgat", "kg-lightgcn", "lightgcn", "bprmf")}
 _USUAL_L2 = {"kgat": 1e-5, "kg-lightgcn": 1e-3, "lightgcn": 1e-3, "bprmf": 1e-2}
 _SPLIT_SEED = 0
-"""Not --seed: a run that starts from another one must not be scored on what that one trained on."""
+"""Independent of --seed, so that a run that starts from another is not scored on that one's training data."""
 _RELATIONS_SHOWN = 20
 
 
@@ -136,14 +136,14 @@ class KgatFlags(FlagGroup):
 
     @property
     def penalty(self) -> float:
-        """The factor of the L2 penalty."""
+        """Returns the factor of the L2 penalty."""
         return _USUAL_L2[self.model] if self.l2 is None else self.l2
 
 
 class KgatObjective(Objective):
-    """Bayesian personalised ranking, and for KGAT the ranking of triples; in evaluation all items ranked for a user.
+    """Bayesian personalised ranking, and for KGAT ranking of triples; in evaluation ranks all items for a user.
 
-    BPR is of Rendle et al., UAI 2009: softplus of how much better the user likes an item never taken than one that was.
+    BPR (Rendle et al., UAI 2009) is softplus of the score of a never taken item minus that of a taken one.
     """
 
     model: Recommender
@@ -152,7 +152,7 @@ class KgatObjective(Objective):
     hidden: Tensor
 
     def __init__(self, model: Recommender, config: KgatFlags, hidden: np.ndarray) -> None:
-        """hidden: (k,) int64, items that are never ranked."""
+        """hidden: (k,) int64, items excluded from rankings."""
         super().__init__(model)
         self.config = config
         self.users: Tensor | None
@@ -162,7 +162,7 @@ class KgatObjective(Objective):
         self.register_buffer("items", None, persistent=False)
 
     def start_evaluation(self) -> None:
-        """One propagation for all users."""
+        """Propagates once for all users."""
         self.users, self.items = self.model.represent()
 
     def train(self, mode: bool = True) -> "KgatObjective":
@@ -188,9 +188,9 @@ class KgatObjective(Objective):
         return {"loss": ranking + self.config.kg_l2 * squares.sum(), "ranking": ranking}
 
     def scores(self, users: Tensor) -> Tensor:
-        """Scores of all items, (B, num_items), after `start_evaluation`; in full precision, since ranks are close.
+        """Scores all items, (B, num_items), after `start_evaluation`; in full precision, since scores are close.
 
-        Hidden items have the score -inf.
+        Hidden items score -inf.
         """
         assert self.users is not None and self.items is not None
         with torch.autocast(users.device.type, enabled=False):
@@ -198,7 +198,7 @@ class KgatObjective(Objective):
 
 
 class SimpleObjective(KgatObjective):
-    """All items ranked by a simple recommender, which reads what users have in training."""
+    """Ranks all items by a simple recommender, which reads the users' training items."""
 
     model: SimpleRecommender  # type: ignore[assignment]
 
@@ -207,10 +207,10 @@ class SimpleObjective(KgatObjective):
         self._train = train
 
     def start_evaluation(self) -> None:
-        """Has nothing to propagate."""
+        """Does nothing: simple models do not propagate."""
 
     def histories(self, users: Tensor) -> dict[str, Tensor]:
-        """What the model gets for users (B,): their items, counted from 1, and how many each has."""
+        """Returns the model's input for users (B,): their items, from 1, and the number of items."""
         keys = SampleKeys(users.cpu().numpy(), epoch=0)
         items = torch.as_tensor(padded(self._train, keys.index, -1, keys)) + 1
         length = torch.from_numpy(self._train.sizes[keys.index])
@@ -221,19 +221,19 @@ class SimpleObjective(KgatObjective):
 
 
 def forward_names(catalogue: Catalogue) -> list[str]:
-    """Of interact, and of the relations of the knowledge graph."""
+    """Returns the names of interact and of the graph's relations."""
     return ["interact", *(catalogue.relation_names or (f"r{i}" for i in range(catalogue.num_relations)))]
 
 
 def relation_names(catalogue: Catalogue) -> list[str]:
-    """Of each relation of the edges; an inverse has `^-1` behind."""
+    """Names each relation of the edges; inverse ones end in `^-1`."""
     names = forward_names(catalogue)
     directed = (forward_relation(i, catalogue.num_relations) for i in range(2 + 2 * catalogue.num_relations))
     return [names[i] + ("^-1" if is_inverse else "") for i, is_inverse in directed]
 
 
 class Explanations:
-    """Paths of highest attention as text. attention: (E,), of each edge."""
+    """Paths of highest attention as text. attention: (E,), per edge."""
 
     def __init__(self, catalogue: Catalogue, edges: Edges, attention: Tensor) -> None:
         self._catalogue = catalogue
@@ -243,7 +243,7 @@ class Explanations:
         self._finder = PathFinder(edges.head, edges.tail, self._attention, edges.num_nodes)
 
     def of(self, user: int, items: Sequence[int]) -> list[tuple[float, str]]:
-        """The attention of the best path to each item, and the path; 0 and an empty text where there is none."""
+        """Returns (attention, path) of the best path to each item; (0, "") if there is none."""
         paths = self._finder.best(self._catalogue.num_entities + user, np.asarray(items))
         return [(float(np.prod(self._attention[path])) if path else 0.0, self._text(path)) for path in paths]
 
@@ -262,7 +262,7 @@ class Explanations:
 
 
 class KgatTask(RecommenderTask):
-    """KGAT and the baselines that it has to beat, on the same data, samples and evaluation."""
+    """KGAT and its baselines, on the same data, samples and evaluation."""
 
     Config = KgatFlags
     examples = (
@@ -297,7 +297,7 @@ class KgatTask(RecommenderTask):
 
     @cached_property
     def catalogue(self) -> Catalogue:
-        """Raises UserError for data that are wrong, or have no graph where the model needs one."""
+        """The data. Raises UserError for invalid data, or a missing graph."""
         config: KgatFlags = self.config
         split: dict[str, Any] = {
             "val_share": config.val_share,
@@ -309,20 +309,20 @@ class KgatTask(RecommenderTask):
         catalogue = load_catalogue(config.data_dir, self.cache_dir, **split, reading=config.reading)
         if config.model in _WITH_GRAPH and not catalogue.has_graph:
             raise UserError(
-                f"--data-dir {config.data_dir}: has no kg_final.txt, nor a table with head, relation and tail: the "
-                f"graph that --model {config.model} needs; add it, or take --model lightgcn"
+                f"--data-dir {config.data_dir}: has no kg_final.txt, nor a table with head, relation and tail, which "
+                f"--model {config.model} needs as its graph; add it, or use --model lightgcn"
             )
         return catalogue
 
     def data_digest(self) -> str:
-        """Of the three parts of the interactions, and of the graph where the model uses it."""
+        """Hashes the three splits of interactions, and the graph if the model uses it."""
         catalogue = self.catalogue
         lists = (catalogue.train, catalogue.val, catalogue.test)
         graph = [catalogue.triples] if self.config.model in _WITH_GRAPH else []
         return digest_of(*(array for own in lists for array in (own.offsets, own.items)), *graph)
 
     def remarks(self) -> Sequence[str]:
-        """A short table of the user's own data, which items are hidden, and who is left out of --predict."""
+        """Describes the user's data in a table, hidden items, and users without predictions."""
         if self.config.data_dir is None:
             return self._of_new_users
         catalogue, hidden = self.catalogue, self.catalogue.unknown_items
@@ -346,7 +346,7 @@ class KgatTask(RecommenderTask):
 
     @cached_property
     def edges(self) -> Edges:
-        """Of the collaborative knowledge graph."""
+        """The edges of the collaborative knowledge graph."""
         return collaborative_graph(self.catalogue)
 
     @cached_property
@@ -368,7 +368,7 @@ class KgatTask(RecommenderTask):
         return max(1, round(batch_size * self.config.kg_batch_ratio)) if phase == "kg" else batch_size
 
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray] | None:
-        """Samples that are draws come as they are numbered: each epoch draws anew."""
+        """Returns random draws in index order, since each epoch draws new samples."""
         if phase == "cf" and self.config.draw == "interactions":
             return None
         return ConsecutiveBatches(self.num_samples(phase), global_batch_size)
@@ -426,11 +426,11 @@ class KgatTask(RecommenderTask):
         )
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The layers of KGAT, which keep several states of every node for the backward."""
+        """Returns KGAT's layers, which keep several states of every node for the backward."""
         return list(model.layers) if isinstance(model, KGAT) else ()
 
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
-        """Of KGAT both phases train the embeddings of nodes, each with moments of its own, as published."""
+        """Returns parameter groups; KGAT's phases both train node embeddings, with separate moments, as published."""
         model = objective.model
         if not isinstance(model, KGAT):
             return [{"params": model.parameters()}]
@@ -441,18 +441,20 @@ class KgatTask(RecommenderTask):
         return [{"params": [*params, model.projections], "lr_scale": self.config.kg_lr_scale}]
 
     def on_epoch_start(self, objective: Objective, epoch: int, progress: ProgressBar) -> None:
-        """The attention of the weights as they are, which the epoch's propagation takes; at first the Laplacian."""
+        """Updates the attention from the current weights for the epoch's propagation; at first the Laplacian."""
         model = objective.model
         if isinstance(model, KGAT):
             if epoch == 0:
-                model.set_laplacian(self.config.laplacian)  # once more, in the run's precision
+                model.set_laplacian(self.config.laplacian)  # again, in the run's precision
             else:
                 model.refresh()
 
     # --- results ------------------------------------------------------------------------------------------------
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """In training the mean losses; in evaluation recall, precision, hit, ndcg and ndcg_official at each cut-off."""
+        """Returns mean losses in training; in evaluation recall, precision, hit, ndcg and ndcg_official at each
+        cut-off.
+        """
         weight = sums["weight"]
         if "loss" in sums:
             return {name: float(sums[name] / weight) for name in ("loss", "ranking")}
@@ -463,11 +465,11 @@ class KgatTask(RecommenderTask):
         }
 
     def details(self, sums: dict[str, Tensor]) -> dict[str, Any]:
-        """What the epoch was selected on."""
+        """Returns the metric that selected the epoch."""
         return {"selected_on": "test" if self.config.select_on_test else "val"}
 
     def example_pictures(self, objective: Objective, batch: Batch) -> Mapping[str, Picture]:
-        """What share of its attention a node pays to each relation, on average."""
+        """Draws the average share of a node's attention on each relation."""
         model = objective.model
         if not isinstance(model, KGAT):
             return {}
@@ -480,17 +482,17 @@ class KgatTask(RecommenderTask):
     # --- recommending -------------------------------------------------------------------------------------------
 
     def new_data(self, path: Path) -> KeyedDataset:
-        """See `data.knowledge_graph.new_users`."""
+        """Reads users by `data.knowledge_graph.new_users`."""
         users, notes = read_users(path, self.catalogue, self.config.reading)
         self._of_new_users = notes
         return Recommendations(users, self.config.top_k, self.catalogue)
 
     def sample(self) -> Mapping[str, Sequence[Any]]:
-        """The first twenty users."""
+        """Returns the first twenty users."""
         return {"user": np.flatnonzero(self.catalogue.train.sizes)[:20].tolist()}
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
-        """A line for each user and rank: the item, its score, and of KGAT the path of highest attention."""
+        """Returns a row per user and rank: item, score, and for KGAT the path of highest attention."""
         assert isinstance(objective, KgatObjective)
         distinct, row, count = batch["user"].unique_consecutive(return_inverse=True, return_counts=True)
         scores = objective.scores(distinct)
@@ -509,9 +511,9 @@ class KgatTask(RecommenderTask):
         return columns | {"attention": [f"{value:.3g}" for value, _ in paths], "path": [text for _, text in paths]}
 
     def exported(self, objective: Objective, batch: Batch) -> Exported:
-        """Users to scores of all items, from what the graph has made of their embeddings: it is not needed any more.
+        """Exports users to scores of all items from propagated embeddings, without the graph.
 
-        Of a simple model histories, with items counted from 1, to scores of all items and of no item, 0.
+        For a simple model exports histories, with items from 1, to scores of all items; column 0 is padding.
         """
         if isinstance(objective, SimpleObjective):
             inputs = objective.histories(batch["user"])
@@ -521,7 +523,7 @@ class KgatTask(RecommenderTask):
         return Exported(program, {"users": batch["user"]}, objective.scores(batch["user"]))
 
     def _explained(self, model: KGAT, users: Sequence[int], items: Sequence[int]) -> list[tuple[float, str]]:
-        """`Explanations.of` each user and item; neighbours of one user are looked up together."""
+        """Explains each user and item; looks up the neighbours of a user once."""
         if self._explanations is None:
             self._explanations = Explanations(self.catalogue, self.edges, model.compute_attention())
         found: list[tuple[float, str]] = []

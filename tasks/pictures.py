@@ -1,7 +1,6 @@
-"""Pictures that any task may draw: bars, and how often which class was taken for which.
+"""Pictures for any task: bars and confusion matrices.
 
-They are drawn with Pillow, which every installation has, because TensorBoard depends on it. No meaning hangs on telling
-red from green.
+Drawn with Pillow, a dependency of TensorBoard. No meaning depends on telling red from green.
 """
 
 import unicodedata
@@ -13,16 +12,15 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 WHITE, BLACK, GREY, PALE = (255, 255, 255), (0, 0, 0), (110, 110, 110), (205, 205, 205)
-# Okabe and Ito, "Color universal design", 2008: told apart by people with any kind of colour vision.
+# Okabe and Ito, "Color universal design", 2008: distinguishable with any colour vision.
 BLUE, VERMILION, GREEN = (0, 114, 178), (213, 94, 0), (0, 158, 115)
 
-# In pixels. TensorBoard stretches or shrinks a picture to this width, without smoothing, so that small print stays
-# legible at this width only.
+# In pixels. TensorBoard scales pictures to this width without smoothing, so small print is legible only at it.
 WIDTH = 350
 LARGE, MEDIUM, SMALL = 15, 13, 11
 GAP = 4
 ROW = SMALL + 2 * GAP
-"""From one bar to the next."""
+"""Distance between bars."""
 WIDEST_NAME = WIDTH // 2
 CELL, WIDEST_MATRIX = 39, 1200
 
@@ -34,16 +32,16 @@ def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def drawable(text: str) -> str:
-    """In the letters that the font has: without accents, and others by their numbers, which tell them apart."""
+    """Replaces letters that the font lacks: accents are dropped, others become their code points."""
     letters = "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
     return (letters or text).encode("ascii", "backslashreplace").decode()
 
 
 def draw_bars(names: Sequence[str], shares: Sequence[float]) -> np.ndarray:
-    """One bar for each name, from the top, with its share in percent.
+    """Draws one horizontal bar per name, with its share in percent.
 
-    names: of those wider than half the picture the end is shown, which tells a URL or a path from its neighbours.
-    shares: at least 0; the bar of the largest one is as long as fits. Returns (height, WIDTH, 3) uint8.
+    names: those wider than half the picture show their end, which distinguishes URLs and paths. shares: at least 0; the
+    largest bar is as long as fits. Returns (height, WIDTH, 3) uint8.
     """
     small = font(SMALL)
     names = [_shortened(drawable(name)) for name in names]
@@ -63,18 +61,17 @@ def draw_bars(names: Sequence[str], shares: Sequence[float]) -> np.ndarray:
 
 
 def _shortened(name: str) -> str:
-    """Its end, as much as fits into WIDEST_NAME."""
+    """Returns as much of a name's end as fits into WIDEST_NAME."""
     parts = (name, *(f"...{name[start:]}" for start in range(len(name))))
     return next(part for part in parts if font(SMALL).getlength(part) <= WIDEST_NAME)
 
 
 def draw_confusion_matrix(counts: Tensor, classes: Sequence[str]) -> np.ndarray:
-    """True classes in rows, predicted ones in columns; the shade of a cell is its share of the row.
+    """Draws true classes in rows, predicted ones in columns; shades show shares of the row.
 
-    Each cell that is not empty says its count and its share in percent, unless there are too many classes for text.
+    Non-empty cells show count and percentage, unless there are too many classes for text.
 
-    counts: (C, C), rows are the true classes, columns the predicted ones. classes: their C names. Returns
-    (height, width, 3) uint8.
+    counts: (C, C), rows are true classes. classes: C names. Returns (height, width, 3) uint8.
     """
     cells = counts.double().cpu().numpy()
     shares = cells / cells.sum(axis=1, keepdims=True).clip(min=1)
@@ -85,7 +82,7 @@ def draw_confusion_matrix(counts: Tensor, classes: Sequence[str]) -> np.ndarray:
     longest = max((medium.getlength(line) for name in names for line in name.split("\n")), default=0)
     left = top = int(longest) + MEDIUM + 3 * GAP
     width, height = max(left + side + GAP, WIDTH), top + side + GAP
-    # What reads from bottom to top is written first, while the picture lies on its side.
+    # Vertical text is drawn first, with the picture rotated.
     image = Image.new("RGB", (height, width), WHITE)
     draw = ImageDraw.Draw(image)
     draw.text((height - top - side / 2, GAP / 2), "true", GREY, medium, anchor="ma")
@@ -105,9 +102,9 @@ def draw_confusion_matrix(counts: Tensor, classes: Sequence[str]) -> np.ndarray:
 
 
 def _shades(shares: np.ndarray) -> Image.Image:
-    """(C, C) in [0, 1] -> C x C pixels from white to blue: lightness alone tells the shares apart.
+    """Maps (C, C) in [0, 1] to C x C pixels from white to blue, distinguishable by lightness.
 
-    Their root, so that rare mistakes show too.
+    Uses the square root, so that rare mistakes show.
     """
     white, blue = np.array(WHITE), np.array(BLUE)
     return Image.fromarray((white + (blue - white) * np.sqrt(shares)[..., None]).round().astype(np.uint8))

@@ -1,4 +1,4 @@
-"""What recommenders share: simple models, fitted on the training data, to be chosen or to compare trained ones with."""
+"""Base of recommendation tasks: simple models fitted on the training data, as choices or baselines."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -18,35 +18,35 @@ from trainer.task import Baseline, Objective, Task
 _FORMAT_VERSION = 1
 _ROWS_PER_BATCH = 64
 _ROWS_TO_CHOOSE_BY = 2000
-"""Of the validation set, evenly spread: settings are chosen in seconds, and differ by more than these could hide."""
+"""Validation rows for choosing settings, evenly spread; settings differ by more than the sampling error."""
 _MOST_PAIRS, _MOST_INTERACTIONS = 10**9, 2 * 10**7
-"""Of what is counted beside a trained model: a minute of one core each."""
+"""Limits on what a baseline counts: a minute of one core each."""
 
 
 class RecommenderTask(Task):
-    """A task of which some models are simple ones: `fitted` then, with settings by the monitored validation metric."""
+    """A task with simple models, which are `fitted`, with settings chosen by the monitored validation metric."""
 
     simple_models: ClassVar[tuple[str, ...]] = ()
-    """Of `SIMPLE_MODELS`."""
+    """Names of the task's models in `SIMPLE_MODELS`."""
 
     most_scores: int = 10**8
-    """Of a simple model beside a trained one: what a minute of one core computes; of more users a part counts."""
+    """Limit on scores computed for a baseline, a minute of one core; a subset of users is scored beyond it."""
 
     @abstractmethod
     def training_histories(self) -> TrainingHistories:
-        """What is counted."""
+        """Returns the histories to count."""
 
     @abstractmethod
     def simple_objective(self, kind: str) -> Objective:
-        """An empty simple model that scores; its `model` is a SimpleRecommender."""
+        """Creates an empty simple model for scoring; its `model` is a SimpleRecommender."""
 
     @abstractmethod
     def evaluation_key(self) -> tuple[object, ...]:
-        """What scores of a fitted model depend on: the data, how they are divided, and what is scored of them."""
+        """Identifies what a fitted model's scores depend on: the data, their split, and what is scored."""
 
     @cached_property
     def _evaluation_key(self) -> tuple[object, ...]:
-        """Computed once: it may be a digest of all data."""
+        """Caches `evaluation_key`, which may hash all data."""
         return self.evaluation_key()
 
     def initialise(self, objective: Objective) -> None:
@@ -54,14 +54,14 @@ class RecommenderTask(Task):
             objective.model.fill(self._fit(self.config.model, self.training_histories()))
 
     def fitted_objective(self, kind: str, histories: TrainingHistories) -> Objective:
-        """A simple model with the best settings. histories: of `training_histories`."""
+        """Fits a simple model with the best settings. histories: from `training_histories`."""
         objective = self.simple_objective(kind)
         assert isinstance(objective.model, SimpleRecommender)
         objective.model.fill(self._fit(kind, histories))
         return objective
 
     def _fit(self, kind: str, histories: TrainingHistories) -> Buffers:
-        """The buffers with the best settings, from the cache if they are there."""
+        """Returns the buffers with the best settings, cached on disk."""
 
         def build() -> dict[str, np.ndarray]:
             objective = self.simple_objective(kind)
@@ -80,7 +80,7 @@ class RecommenderTask(Task):
 
     @torch.no_grad()
     def _scores(self, objective: Objective, split: str, most: int) -> dict[str, float]:
-        """Metrics of a data set, by names such as "val/ndcg@10". most: samples, evenly spread."""
+        """Scores a data set; returns metrics such as "val/ndcg@10". most: limit on evenly spread samples."""
         dataset, sums = self.splits()[split], dict[str, torch.Tensor]()
         num = min(most, len(dataset))
         index = np.linspace(0, len(dataset) - 1, num).round().astype(np.int64)
@@ -94,7 +94,7 @@ class RecommenderTask(Task):
         return {f"{split}/{name}": value for name, value in self.summarise(sums).items()}
 
     def baselines(self) -> Mapping[str, Baseline]:
-        """The simple models that this much data allows in seconds; of large data sets scored on a part."""
+        """Scores the simple models that finish in seconds; large data sets on a subset."""
         histories = self.training_histories()
         too_long = {
             "ease": histories.num_items > MOST_ITEMS_OF_EASE,
@@ -106,7 +106,7 @@ class RecommenderTask(Task):
         return {kind: Baseline(self._scores_of(kind, histories), self._flags_of(kind)) for kind in kinds}
 
     def _flags_of(self, kind: str) -> str:
-        """Those of the task that say which model it is, and what is not of trained models alone."""
+        """Returns the task's flags that choose a simple model, without flags of trained models."""
         config = self.config
         given = [
             option.as_typed(getattr(config, field))

@@ -1,4 +1,4 @@
-"""Sequential recommendation: which item comes next, from the items so far and the time between them."""
+"""Sequential recommendation: predicts a user's next item from earlier items and the time between them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,9 +54,9 @@ _OF_MHC = {"mhc": None}
 _TRAINED = {"model": ("tisasrec", "sasrec")}
 _USUAL_NEGATIVES = {"sampled": 3000, "gbce": 256}
 _LENGTHS_PER_BATCH = 4
-"""Parts of a training batch, by length, on a CPU: more would save padding and cost calls."""
+"""Number of parts, by length, of a training batch on a CPU; more would save padding but cost calls."""
 _MANY_DRAWS = 0.5
-"""Of the true item among its own negatives, on average."""
+"""Expected draws of the true item among its own negatives above which to warn."""
 
 
 @dataclass
@@ -177,7 +177,7 @@ class SeqrecFlags(FlagGroup):
 
     @property
     def uses_times(self) -> bool:
-        """Whether the model does."""
+        """Returns whether the model uses times."""
         return self.model == "tisasrec"
 
     @property
@@ -194,7 +194,7 @@ class SeqrecFlags(FlagGroup):
 
     @property
     def negatives(self) -> Negatives | None:
-        """What the loss needs with every training sample."""
+        """Returns what the loss needs as negatives of every training sample."""
         if self.loss == "ce":
             return None
         if self.loss == "bce":
@@ -203,7 +203,7 @@ class SeqrecFlags(FlagGroup):
 
 
 class SeqrecObjective(Objective):
-    """The next item after every item in training; the left-out one in evaluation, by its place in the ranking."""
+    """Predicts the next item after every item in training; in evaluation ranks the held-out item."""
 
     model: SequentialRecommender | SimpleRecommender
 
@@ -213,7 +213,7 @@ class SeqrecObjective(Objective):
         self._cuts_by_length = True
 
     def call_equally(self) -> None:
-        """Takes batches as they are."""
+        """Stops splitting batches by length."""
         self._cuts_by_length = False
 
     def forward(self, batch: Batch, phase: str = "train") -> Sums:
@@ -241,17 +241,17 @@ class SeqrecObjective(Objective):
         return generalised_binary_cross_entropy(states, targets, negatives, table, self.config.gbce_calibration)
 
     def _scores(self, batch: Batch) -> Tensor:
-        """Of all items as the next one, (B, num_items + 1); that of the padding is -inf."""
+        """Scores all items as the next one, (B, num_items + 1); padding scores -inf."""
         scores: Tensor = self.model(batch["items"], batch["length"], batch.get("times"))
         return scores
 
     def recommend(self, batch: Batch, num_items: int) -> tuple[Tensor, Tensor]:
-        """Scores, falling, and numbers of the best items for each history, but for those seen: (B, num_items) each."""
+        """Returns scores and indices of the best unseen items, in descending order: (B, num_items) each."""
         best = without_seen(self._scores(batch), batch).topk(num_items)
         return best.values, best.indices
 
     def _places(self, batch: Batch) -> Sums:
-        """Both protocols: among all items, and among the 100 candidates."""
+        """Ranks the true item by both protocols: among all items, and among the 100 candidates."""
         scores = self._scores(batch)
         target = batch["target"].unsqueeze(1)
         of_target = scores.gather(1, target).squeeze(1)
@@ -266,15 +266,15 @@ class SeqrecObjective(Objective):
 
 
 def without_seen(scores: Tensor, batch: Batch) -> Tensor:
-    """Scores (B, num_items + 1), in place with -inf for the items of the batch's "seen", if it has them."""
+    """Sets the scores (B, num_items + 1) of the batch's "seen" items to -inf in place."""
     return scores.scatter_(1, batch["seen"], -torch.inf) if "seen" in batch else scores
 
 
 def by_length(batch: Batch) -> Iterator[Batch]:
-    """A training batch in parts of similar length, without the padding that they then can do without.
+    """Splits a training batch by length, without padding that parts no longer need.
 
-    Only on a CPU, where time is a matter of work done: about half of a batch of real histories is padding. A GPU
-    would wait for the lengths, and for more and smaller kernels.
+    Only on a CPU, where time is proportional to work: about half of a batch of real histories is padding. A GPU would
+    wait for lengths, and for more and smaller kernels.
     """
     length = batch["length"]
     if length.device.type != "cpu" or len(length) < 2 * _LENGTHS_PER_BATCH or not _has_much_padding(batch):
@@ -286,7 +286,7 @@ def by_length(batch: Batch) -> Iterator[Batch]:
         for name in ("items", "targets", "times"):
             if name in rows:
                 rows[name] = rows[name][:, :longest]
-        if rows.get("negatives", length).dim() == 3:  # a set for each position
+        if rows.get("negatives", length).dim() == 3:  # one set per position
             rows["negatives"] = rows["negatives"][:, :longest]
         yield rows
 
@@ -296,7 +296,9 @@ def _has_much_padding(batch: Batch) -> bool:
 
 
 class SeqrecTask(RecommenderTask):
-    """SASRec, TiSASRec, with or without hyper-connections, or a simple model; by validation NDCG@10 among all items."""
+    """SASRec or TiSASRec, with or without hyper-connections, or a simple model; selects on validation NDCG@10 over all
+    items.
+    """
 
     Config = SeqrecFlags
     examples = (
@@ -305,14 +307,14 @@ class SeqrecTask(RecommenderTask):
         "--save-dir checkpoints/ml-1m --predict histories.csv --output next.csv",
     )
     simple_models = tuple(SIMPLE_MODELS)
-    # 64 histories fit the cache of a CPU; the presets for GPUs evaluate more at a time.
+    # 64 histories fit a CPU's cache; GPU presets evaluate more at a time
     defaults = {
         "lr": 2e-3, "betas": (0.9, 0.98), "batch_size": 32, "weight_decay": 0.0, "epochs": 40, "eval_batch_size": 64,
     }  # fmt: skip
     predict_flags = ("user_column", "item_column", "time_column", "encoding", "on_bad", "top_k")
 
     _histories: Histories | None = None
-    """What `new_data` has read."""
+    """Histories read by `new_data`."""
 
     def __init__(self, config: SeqrecFlags, seed: int, cache_dir: Path) -> None:
         super().__init__(config, seed, cache_dir)
@@ -332,12 +334,12 @@ class SeqrecTask(RecommenderTask):
             return load_synthetic_interactions(self.cache_dir)
         interactions = load_interactions(config.data_dir, config.k_core, self.cache_dir, config.columns, config.reading)
         if config.uses_times and interactions.times is None:
-            raise UserError(f"--data-dir {config.data_dir}: has no times, which TiSASRec needs; add --model sasrec")
+            raise UserError(f"--data-dir {config.data_dir}: has no times, but TiSASRec needs them; add --model sasrec")
         return interactions
 
     @cached_property
     def item_ids(self) -> Sequence[str]:
-        """What items 1, 2, ... are called; of a trained run without its data."""
+        """Returns the names of items 1, 2, ...; also for a trained run without its data."""
         if self.data_facts and "items" in self.data_facts:
             return str(self.data_facts["items"]).split("\n")
         return self._interactions.item_ids
@@ -347,17 +349,17 @@ class SeqrecTask(RecommenderTask):
         return len(self.item_ids)
 
     def describe_data(self) -> Mapping[str, Any]:
-        """The items' names, one a line."""
+        """Returns the items' names, one per line."""
         return {"items": "\n".join(self.item_ids)}
 
     def data_digest(self) -> str:
-        """Of all interactions and how they are split."""
+        """Hashes all interactions and their split."""
         data, config = self._interactions, self.config
         times = [data.times] if data.times is not None and config.uses_times else []
         return digest_of(data.offsets, data.items, *times, repr(config.hold_out))
 
     def remarks(self) -> Sequence[str]:
-        """On columns of files, items and users that are left out, and scores that mean little."""
+        """Notes columns of files, dropped items and users, and unreliable scores."""
         if self._histories is not None:
             return self._histories.remarks
         remarks, draws = self._interactions.remarks, NUM_EVALUATION_NEGATIVES / self.num_items
@@ -365,9 +367,9 @@ class SeqrecTask(RecommenderTask):
             return remarks
         return [
             *remarks,
-            f"Warning: {NUM_EVALUATION_NEGATIVES} negatives are drawn of {self.num_items} items with repetition: the "
-            f"true item is among them {draws:.1f} times on average, and sampled_* say little; rely on the scores "
-            "among all items, or take --eval-negatives unseen.",
+            f"Warning: {NUM_EVALUATION_NEGATIVES} negatives are drawn from {self.num_items} items with repetition: the "
+            f"true item is among them {draws:.1f} times on average, so sampled_* are unreliable; use the scores among "
+            "all items, or --eval-negatives unseen.",
         ]
 
     @cached_property
@@ -387,20 +389,20 @@ class SeqrecTask(RecommenderTask):
         for part, name in (("validation", "val"), ("test", "test")):
             if len(splits[name]) == 0:
                 raise UserError(
-                    f"{config.hold_out.flags}: leaves no interaction for the {part} that follows another one of its "
-                    "user; give more data, or choose another --split or other shares"
+                    f"{config.hold_out.flags}: leaves no interaction for the {part} that follows another one of the "
+                    "same user; give more data, or choose another --split or other shares"
                 )
         return splits
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """The longest."""
+        """Returns the longest histories."""
         dataset = self.splits()["train"]
         assert isinstance(dataset, TrainSequences)
         lengths = dataset.num_terms(np.arange(len(dataset)))
         return np.argsort(-lengths, kind="stable")[:count]
 
     def collate(self, samples: Any, keys: SampleKeys) -> Batch:
-        """A loss term for each next item in training; one for each user in evaluation."""
+        """Makes a batch with a loss term for each next item in training, and for each user in evaluation."""
         batch = super().collate(samples, keys)
         if "targets" in batch:
             batch["weight"] = batch["length"].float()
@@ -443,22 +445,21 @@ class SeqrecTask(RecommenderTask):
         return SeqrecObjective(SASRec(*size, connections), config)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Each with its attention, its feed-forward layer and the connections around them."""
+        """Returns the blocks, each with attention, feed-forward layer and their connections."""
         return list(model.blocks) if isinstance(model, SequentialRecommender) else ()
 
     def exported(self, objective: Objective, batch: Batch) -> Exported:
-        """Histories of any length up to --maxlen to scores of all items."""
+        """Exports histories of any length up to --maxlen to scores of all items."""
         names = ("items", "length", "times") if self.config.uses_times else ("items", "length")
         inputs = {name: batch[name] for name in names}
         return Exported(objective.model, inputs, objective.model(**inputs), {"items": (1,), "times": (1,)})
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """In training the mean loss of a next item.
+        """Returns the mean loss of a next item in training.
 
         In evaluation, at the cut-offs of --ks: hr, ndcg and mrr among all items and, as sampled_hr and so on, among the
-        true item and 100 random ones, where ties take the middle of their places; and of the best k of all items
-        coverage, the share of the catalogue that is recommended to anybody, and popularity, the share of users who have
-        a recommended item in training, on average.
+        true item and 100 random ones, with ties at their middle rank; coverage, the share of the catalogue recommended
+        to anybody; and popularity, the average share of users who have a recommended item in training.
         """
         weight, cutoffs = sums["weight"], self.config.ks
         if "loss" in sums:
@@ -480,7 +481,7 @@ class SeqrecTask(RecommenderTask):
     # --- recommending -------------------------------------------------------------------------------------------
 
     def new_data(self, path: Path) -> Histories:
-        """See `data.interactions.histories`."""
+        """Reads histories by `data.interactions.histories`."""
         config: SeqrecFlags = self.config
         self._histories = Histories(
             path,
@@ -495,7 +496,7 @@ class SeqrecTask(RecommenderTask):
         return self._histories
 
     def sample(self) -> Mapping[str, Sequence[Any]]:
-        """The histories of the first twenty users."""
+        """Returns the histories of the first twenty users."""
         found = self._interactions
         sizes = np.diff(found.offsets)[:20]
         items = found.items[: sizes.sum()]
@@ -503,7 +504,7 @@ class SeqrecTask(RecommenderTask):
         return columns if found.times is None else columns | {"time": found.times[: len(items)].tolist()}
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
-        """A line for each user and rank: the item and its score."""
+        """Returns a row per user and rank: item and score."""
         assert isinstance(objective, SeqrecObjective) and self._histories is not None
         _, row, count = batch["user"].unique_consecutive(return_inverse=True, return_counts=True)
         of_users = {name: tensor[count.cumsum(0) - 1] for name, tensor in batch.items()}

@@ -1,4 +1,4 @@
-"""Speech recognition: what was said, from a recording, by Legendre memory units and CTC."""
+"""Speech recognition with Legendre memory units and CTC."""
 
 import io
 import os
@@ -44,12 +44,12 @@ _USUAL: dict[str, dict[str, float]] = {
     "plmu": {"num_mels": 40, "memory_size": 8, "theta": 16.0},
     "lmu": {"num_mels": 80, "memory_size": 256, "theta": 1000.0},
 }
-"""What these flags are by default, by model."""
+"""Defaults of these flags by model."""
 _EVALUATION_STRINGS = 300
 _EVALUATION_SEED = 0
-"""Not --seed: all runs are scored on the same strings."""
+"""Independent of --seed, so that all runs are scored on the same strings."""
 _STATISTICS_UTTERANCES = 500
-"""More would hardly change the mean spectrum."""
+"""Enough for a stable mean spectrum."""
 
 
 @dataclass
@@ -166,13 +166,13 @@ class SpeechFlags(FlagGroup):
         return sorted(found)
 
     def usual(self, name: str) -> Any:
-        """The value of a flag whose default depends on the model."""
+        """Returns a flag's value, or its model-dependent default."""
         value = getattr(self, name)
         return _USUAL[self.model][name] if value is None else value
 
     @property
     def string_lengths(self) -> tuple[int, int] | None:
-        """The fewest and the most recordings in a string; None without strings."""
+        """Returns the fewest and most recordings in a string; None without strings."""
         match = re.fullmatch(r"(\d+)-(\d+)", self.strings or "")
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
             return None
@@ -180,17 +180,17 @@ class SpeechFlags(FlagGroup):
 
 
 def _with_a_bar(things: Iterable[Any], number: int) -> Iterable[Any]:
-    """On a terminal."""
+    """Adds a progress bar on a terminal."""
     return tqdm(things, "decoding", number, leave=False, dynamic_ncols=True, disable=not sys.stderr.isatty())
 
 
 def _as_text(name: str) -> str:
-    """The name of a file; bytes of it that are no text as escapes, for tables are text."""
+    """Returns a file name as text, with undecodable bytes escaped."""
     return os.fsencode(name).decode(errors="backslashreplace")
 
 
 class SpeechTask(Task):
-    """Recordings of single speakers; selected on the validation word error rate."""
+    """Recordings of single speakers; selects on the validation word error rate."""
 
     Config = SpeechFlags
     examples = (
@@ -198,7 +198,7 @@ class SpeechTask(Task):
         "--save-dir checkpoints/libri --predict meeting.wav",
     )
     monitor = ("val/wer", "min")
-    # A second moment of shorter memory than Adam's: CTC's loss falls steeply at first.
+    # Adam's second moment with a shorter memory, since CTC's loss falls steeply at first.
     defaults = {
         "lr": 3e-3, "betas": (0.9, 0.98), "batch_size": 8, "weight_decay": 0.02, "epochs": 15, "max_grad_norm": 5.0,
     }  # fmt: skip
@@ -213,7 +213,7 @@ class SpeechTask(Task):
 
     @cached_property
     def corpus(self) -> Corpus:
-        """Raises UserError for data that cannot be used."""
+        """The recordings. Raises UserError for unusable data."""
         config: SpeechFlags = self.config
         if config.data_dir is None:
             return load_synthetic_corpus(self.cache_dir)
@@ -227,7 +227,7 @@ class SpeechTask(Task):
 
     @property
     def sample_rate(self) -> int:
-        """In Hz, of the recordings that the model hears."""
+        """The sample rate of the model's input, in Hz."""
         return self.corpus.sample_rate if self.data_facts is None else self.data_facts["sample_rate"]
 
     @cached_property
@@ -238,7 +238,7 @@ class SpeechTask(Task):
         if config.alphabet is not None:
             return Alphabet.from_file(config.alphabet, config.units)
         transcripts = self.corpus.transcripts
-        joined = [" ".join(transcripts[:2])] * (config.strings is not None)  # spaces may be in strings alone
+        joined = [" ".join(transcripts[:2])] * (config.strings is not None)  # only strings may contain spaces
         return Alphabet.from_transcripts([*transcripts, *joined], config.units)
 
     def describe_data(self) -> Mapping[str, Any]:
@@ -246,11 +246,11 @@ class SpeechTask(Task):
 
     @cached_property
     def _left_out(self) -> dict[str, int]:
-        """Reasons, with the number of utterances."""
+        """Counts dropped utterances by reason."""
         return dict(self.corpus.skipped)
 
     def data_digest(self) -> str:
-        """Of the names, lengths and texts of the recordings, not of the audio itself, and of how they are split."""
+        """Hashes names, lengths and texts of the recordings (not the audio), and their split."""
         corpus = self.corpus
         return digest_of(
             corpus.offsets,
@@ -273,7 +273,7 @@ class SpeechTask(Task):
         if len(parts["test"]) == 0:
             parts["test"] = parts["val"]
         if len(parts["test"]) == 0:
-            raise UserError("--test-share 0 --val-share 0: leave nothing to score; hold some utterances out")
+            raise UserError("--test-share 0 --val-share 0: leave nothing to score; hold out some utterances")
         parts["train"] = self._long_enough(parts["train"])
         self._refuse_unusable_language_model()
         return {name: self._dataset(name, part) for name, part in parts.items() if len(part) > 0}
@@ -304,9 +304,9 @@ class SpeechTask(Task):
         return Augmentation().times(self.config.augmentation)
 
     def _long_enough(self, part: np.ndarray) -> np.ndarray:
-        """Those of the training utterances that CTC can place all symbols on, at the highest speed. Raises UserError.
+        """Returns training utterances long enough for all symbols of CTC at the highest speed. Raises UserError.
 
-        Others of validation and test stay, since a recogniser has to live with them.
+        Validation and test keep short ones, since a recogniser has to live with them.
         """
         corpus, model = self.corpus, self._build_model()
         needed = np.array([shortest_frames(self.alphabet.encode(text)) for text in corpus.transcripts])
@@ -319,13 +319,13 @@ class SpeechTask(Task):
             return part
         first = too_short[0]
         example = f"{corpus.names[first]}, {num_frames[first]} frames for {needed[first]} symbols"
-        advice = "lower --subsampling or --hop-ms, or take --units words"
+        advice = "lower --subsampling or --hop-ms, or use --units words"
         if len(too_short) == len(part):
             raise UserError(f"--data-dir: all {len(part)} training utterances are too short ({example}); {advice}")
         if self.config.on_bad == "refuse":
             raise UserError(
                 f"--data-dir: {len(too_short)} training utterances are too short for their transcripts ({example}); "
-                f"mend them, {advice}, or add --on-bad drop"
+                f"fix them, {advice}, or add --on-bad drop"
             )
         self._left_out[f"too short for its transcript, such as {example}"] = len(too_short)
         return np.setdiff1d(part, too_short)
@@ -334,7 +334,7 @@ class SpeechTask(Task):
         return self._splits
 
     def remarks(self) -> Sequence[str]:
-        """A short table of a user's own data or new recordings, and what is left out, and why."""
+        """Describes own data or new recordings in a table, with dropped utterances and reasons."""
         if self._new is not None:
             rows, left_out = list(self._new.found.items()), self._new.skipped
         elif self.data_facts is not None or self.config.data_dir is None:
@@ -356,16 +356,16 @@ class SpeechTask(Task):
         ]
 
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray]:
-        """Utterances of like lengths meet in a batch."""
+        """Returns batches of utterances of similar length."""
         make = even_batches if self.config.batch_by == "seconds" else bucketed_batches
         return make(self._splits["train"].lengths(epoch), global_batch_size, self.seed, epoch)
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """The longest utterances."""
+        """Returns the longest utterances."""
         return np.argsort(-self._splits["train"].lengths(epoch), kind="stable")[:count]
 
     def fold_flags(self, num_folds: int) -> list[list[str]]:
-        """All that some speakers say is held out, and all else is trained on."""
+        """Holds out all utterances of some speakers in each fold."""
         folds = speaker_folds(self.corpus, num_folds)
         return [["--split", "speaker", "--test-share", "0", "--val-speakers", *fold] for fold in folds]
 
@@ -411,25 +411,25 @@ class SpeechTask(Task):
         return Decoder(self.alphabet, config.beam, config.language_model, config.lm_weight, config.length_bonus)
 
     def _refuse_unusable_language_model(self) -> None:
-        """Before anything is written: making the decoder reads it. Raises UserError."""
+        """Checks the language model before anything is written, by reading it. Raises UserError."""
         _ = self._decoder
 
     def _longest_text(self, model: SpeechRecogniser) -> int:
-        """Symbols that may be said or decoded in an evaluation."""
+        """Returns the largest number of symbols spoken or decoded in an evaluation."""
         evaluated = [dataset for name, dataset in self._splits.items() if name != "train"]
         num_samples = torch.tensor(max(int(dataset.lengths(0).max()) for dataset in evaluated))
         texts = {text for dataset in evaluated for text in dataset.transcripts(np.arange(len(dataset)))}
         return max(int(model.num_frames(num_samples)), *(len(self.alphabet.encode(text)) for text in texts))
 
     def initialise(self, objective: Objective) -> None:
-        """The spectrum of training utterances, by which a model normalises that does not know the utterance's end."""
+        """Sets the mean spectrum of training utterances, used by models that do not know an utterance's end."""
         assert isinstance(objective, SpeechObjective)
         front_end, train = objective.model.front_end, self._splits["train"]
         if front_end.normalise != "utterance":
             front_end.fit_statistics(self._training_audio(train))
 
     def _training_audio(self, train: Utterances | Strings) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of some utterances spread over the data, (1, S) and (1,) each."""
+        """Yields some training utterances, evenly spread, as (1, S) and (1,)."""
         for i in range(0, len(train), max(1, len(train) // _STATISTICS_UTTERANCES)):
             samples = train.__getitems__(SampleKeys(np.array([i]), epoch=0))
             yield torch.from_numpy(samples["audio"]), torch.from_numpy(samples["num_samples"])
@@ -441,19 +441,19 @@ class SpeechTask(Task):
     # --- results ------------------------------------------------------------------------------------------------
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """In training the loss of an utterance, in nats; in evaluation also the `error_rates`."""
+        """Returns the loss per utterance in nats; in evaluation also the `error_rates`."""
         metrics = {"loss": float(sums["loss"] / sums["weight"])}
         return metrics if "said" not in sums else metrics | error_rates(*self._texts(sums))
 
     def _texts(self, sums: dict[str, Tensor]) -> tuple[list[str], list[str]]:
-        """What was said, and what was decoded."""
+        """Returns spoken and decoded texts."""
         return self._read(sums["said"]), self._read(sums["decoded"])
 
     def _read(self, ids: Tensor) -> list[str]:
         return [self.alphabet.decode(row) for row in ids.tolist()]
 
     def details(self, sums: dict[str, Tensor]) -> dict[str, Any]:
-        """The kinds of errors, the ten worst utterances with their words aligned, and what of the data was left out."""
+        """Returns error counts, the ten worst utterances with aligned words, and dropped data."""
         texts = self._texts(sums)
         worst = worst_utterances(*texts)
         for found in worst:
@@ -462,7 +462,7 @@ class SpeechTask(Task):
         return {"errors": error_counts(*texts), "worst": worst, "left_out": self._left_out}
 
     def example_pictures(self, objective: Objective, batch: Batch) -> Mapping[str, Picture]:
-        """What the model hears of a few utterances, and below it the symbols that it takes it for."""
+        """Draws the spectrogram of a few utterances above the probabilities of symbols."""
         assert isinstance(objective, SpeechObjective)
         front_end = objective.model.front_end
         features, num_frames = front_end(batch["audio"], batch["num_samples"])
@@ -481,7 +481,7 @@ class SpeechTask(Task):
         }
 
     def exported(self, objective: Objective, batch: Batch) -> Exported:
-        """Audio of any length to log-probabilities of the alphabet's symbols, and their lengths."""
+        """Exports audio of any length to log-probabilities of symbols, and their lengths."""
         assert isinstance(objective, SpeechObjective)
         inputs = {name: batch[name] for name in ("audio", "num_samples")}
         expected = objective.model(*inputs.values())
@@ -490,12 +490,12 @@ class SpeechTask(Task):
     # --- recognising --------------------------------------------------------------------------------------------
 
     def new_data(self, path: Path) -> KeyedDataset:
-        """A recording, or all below a folder."""
+        """Reads a recording, or all recordings below a folder."""
         self._new = read_recordings(path, self.sample_rate, self.config.on_bad)
         return Utterances(self._new, np.arange(len(self._new)), None)
 
     def sample(self) -> bytes:
-        """The first recording of the test."""
+        """Returns the first test recording."""
         audio = self.corpus.utterance(int(self._splits["test"].indices[0]))
         with io.BytesIO() as file:
             with wave.open(file, "wb") as out:
@@ -504,9 +504,9 @@ class SpeechTask(Task):
             return file.getvalue()
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
-        """What was said in each recording; its words with their times in seconds, and confidences in [0, 1].
+        """Returns the transcript of each recording, its words with times in seconds, and confidences in [0, 1].
 
-        The confidence of a recording is that of its least sure word, and empty where there is none.
+        A recording's confidence is its least certain word's, "" without words.
         """
         assert isinstance(objective, SpeechObjective) and self._new is not None
         texts = self._decoder.aligned(objective.recognise(batch))

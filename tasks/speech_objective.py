@@ -1,4 +1,4 @@
-"""What a recogniser is trained by, and what it writes: the best symbol of each frame, or the best of a search."""
+"""The loss of a recogniser, and its decoding by best symbols or beam search."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,22 +20,22 @@ from trainer.loading.batches import Batch
 from trainer.task import Objective, Outputs, PerSample
 
 _TRIED = 64
-"""Symbols that a search tries in each frame, the most probable ones."""
+"""Symbols tried by the search in each frame, the most probable ones."""
 _MASKS = {"freq_masks", "time_masks"}
-"""What two views of an utterance have of their own, beside dropout."""
+"""Batch entries in which two views of an utterance differ, besides dropout."""
 
 
 class SpeechObjective(Objective):
-    """CTC, summed over utterances; in evaluation also what was decoded, beside what was said."""
+    """CTC loss, summed over utterances; in evaluation also decoded and spoken symbols."""
 
     model: SpeechRecogniser
 
     def __init__(
         self, model: SpeechRecogniser, decode: Callable[[Recognised], Tensor], longest: int, consistency: float = 0.0
     ) -> None:
-        """decode: gives the symbols of each utterance, padded with 0. longest: symbols of a text in evaluation.
+        """decode: returns the symbols of each utterance, padded with 0. longest: symbols of a text in evaluation.
 
-        consistency: factor on the divergence of two views of each utterance in training; 0: there is one view.
+        consistency: weight of the divergence between two views of each utterance in training; 0: a single view.
         """
         super().__init__(model)
         self._consistency = consistency
@@ -43,7 +43,7 @@ class SpeechObjective(Objective):
         self.longest = longest
 
     def recognise(self, batch: Batch) -> Recognised:
-        """Distorted as the batch says, in training."""
+        """Recognises a batch, distorted as it says in training."""
         distortions = (batch.get(name) for name in ("warp", "freq_masks", "time_masks", "masking_db"))
         found: Recognised = self.model(batch["audio"], batch["num_samples"], *distortions)
         return found
@@ -76,33 +76,33 @@ class SpeechObjective(Objective):
 
 
 class AlignedText(NamedTuple):
-    """The symbols of one utterance, (U,) int64, and when each was said."""
+    """The symbols of an utterance, (U,) int64, and their frames."""
 
     ids: np.ndarray
     aligned: Aligned
 
 
 class Decoder:
-    """Log-probabilities -> symbols."""
+    """Decodes log-probabilities to symbols."""
 
     def __init__(
         self, alphabet: Alphabet, width: int, language_model: Path | None, weight: float, bonus: float
     ) -> None:
-        """width: prefixes that a search keeps; 1 for none. Raises UserError."""
+        """width: prefixes kept by the search; 1 disables it. Raises UserError."""
         self._width = width
         if language_model is not None and width == 1:
-            raise UserError(f"--language-model {language_model}: is for a search among texts; add --beam 16")
+            raise UserError(f"--language-model {language_model}: needs a beam search; add --beam 16")
         try:
             ngram = None if language_model is None else read_arpa(language_model)
             self._scorer = build_scorer(ngram, ["", *alphabet.symbols], weight, bonus)
         except OSError as error:
             reason = error.strerror or error
-            raise UserError(f"--language-model {language_model}: {reason}; say where the ARPA file is") from None
+            raise UserError(f"--language-model {language_model}: {reason}; give an ARPA file") from None
         except ValueError as error:
             raise UserError(f"--language-model {language_model}: {error}") from None
 
     def __call__(self, found: Recognised) -> Tensor:
-        """The symbols of each utterance, (B, L) int64 padded with 0."""
+        """Returns the symbols of each utterance, (B, L) int64 padded with 0."""
         if self._width == 1:
             return greedy(found.log_probs, found.lengths).ids
         best = self._search(found)
@@ -112,7 +112,7 @@ class Decoder:
         return torch.from_numpy(ids).to(found.log_probs.device)
 
     def aligned(self, found: Recognised) -> list[AlignedText]:
-        """The symbols of each utterance with their frames."""
+        """Returns the symbols of each utterance with their frames."""
         if self._width == 1:
             decoded = greedy(found.log_probs, found.lengths)
             rows = zip(*(values.cpu().numpy() for values in decoded), strict=True)

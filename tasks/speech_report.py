@@ -1,7 +1,7 @@
-"""What was heard: error rates beside what was said, words with their times, and pictures of utterances.
+"""Reports of recognition: error rates, words with times, and pictures of utterances.
 
-Words are what spaces separate; among the characters is one space between words. Repeated spaces and those at the ends
-count nowhere. In pictures lightness alone tells values apart.
+Words are separated by spaces, which count as one character; repeated, leading and trailing spaces do not count.
+Pictures use lightness only.
 """
 
 import textwrap
@@ -20,20 +20,20 @@ from tasks.speech_objective import AlignedText
 
 Colour = tuple[int, int, int]
 
-# In pixels.
+# in pixels
 LABELS = 40
 SPECTROGRAM_HEIGHT, ROW_HEIGHT = 64, SMALL + 1
 PLOT_WIDTH = WIDTH - LABELS - GAP
 LINE_HEIGHT = SMALL + 3
 
 MOST_ROWS, LEAST_PEAK = 16, 0.1
-"""Of symbols besides the blank: drawn are so many, those with the highest probabilities that reach this anywhere."""
+"""Number of symbols drawn besides the blank, and the probability that they must reach in some frame."""
 
 
 def error_rates(said: Sequence[str], heard: Sequence[str]) -> dict[str, float]:
-    """Of words ("wer") and characters ("cer"): all edits / all that was said, so it may exceed 1.
+    """Returns word and character error rates ("wer", "cer"): edits / length of what was said, possibly above 1.
 
-    "string_error_rate" is the share of utterances with any error. said, heard: the transcripts, in the same order.
+    "string_error_rate" is the share of utterances with an error. said, heard: transcripts in the same order.
     """
     words, characters = _edits(tuple(said), tuple(heard))
     return {
@@ -44,7 +44,7 @@ def error_rates(said: Sequence[str], heard: Sequence[str]) -> dict[str, float]:
 
 
 def error_counts(said: Sequence[str], heard: Sequence[str]) -> dict[str, dict[str, int]]:
-    """How many words and characters were substituted, deleted and inserted; plain values, by unit."""
+    """Counts substituted, deleted and inserted words and characters; plain values, by unit."""
     counted = zip(("words", "characters"), _edits(tuple(said), tuple(heard)), strict=True)
     return {
         unit: {kind: int(count.sum()) for kind, count in zip(edits._fields, edits, strict=True)}
@@ -53,9 +53,9 @@ def error_counts(said: Sequence[str], heard: Sequence[str]) -> dict[str, dict[st
 
 
 def worst_utterances(said: Sequence[str], heard: Sequence[str], count: int = 10) -> list[dict[str, Any]]:
-    """Those with the most wrong words, then characters, then the first; none without an error. Plain values.
+    """Returns the utterances with the most wrong words, then characters, then the lowest index; plain values.
 
-    "index" is the place in `said`. In "aligned" the words of both stand below each other, stars where one is missing.
+    "index" is the position in `said`. "aligned" has the words of both in columns, with stars for missing ones.
     """
     words, characters = _edits(tuple(said), tuple(heard))
     order = np.lexsort([-characters.edits, -words.edits])[:count].tolist()
@@ -75,7 +75,7 @@ def worst_utterances(said: Sequence[str], heard: Sequence[str], count: int = 10)
 
 @lru_cache(maxsize=1)
 def _edits(said: tuple[str, ...], heard: tuple[str, ...]) -> tuple[EditCounts, EditCounts]:
-    """Of words, and of characters; kept, since rates, counts and the worst utterances are asked for one by one."""
+    """Counts edits of words and characters; cached, since rates, counts and worst utterances all need them."""
     of_words = count_edits([text.split() for text in said], [text.split() for text in heard])
     return of_words, count_edits([_tidied(text) for text in said], [_tidied(text) for text in heard])
 
@@ -85,7 +85,7 @@ def _tidied(text: str) -> str:
 
 
 def _aligned(said: str, heard: str) -> list[str]:
-    """Two lines, their words in columns."""
+    """Aligns words in two lines."""
     columns = [[str(edit.reference or ""), str(edit.hypothesis or "")] for edit in align(said.split(), heard.split())]
     widths = [max(map(len, column)) for column in columns]
     return [
@@ -95,7 +95,9 @@ def _aligned(said: str, heard: str) -> list[str]:
 
 
 class Word(NamedTuple):
-    """start_s, end_s: where it lies in the recording, in seconds. confidence: in [0, 1], of its least sure symbol."""
+    """A word. start_s, end_s: position in the recording, in seconds. confidence: of its least certain symbol, in [0,
+    1].
+    """
 
     text: str
     start_s: float
@@ -107,9 +109,9 @@ class Word(NamedTuple):
 
 
 def timed_words(text: AlignedText, alphabet: Alphabet, frame_s: float, duration_s: float) -> list[Word]:
-    """The words that the symbols of a text spell. frame_s: seconds of a frame.
+    """Returns the words spelled by a text's symbols. frame_s: seconds per frame.
 
-    duration_s: of the recording, behind which the last frame may end.
+    duration_s: of the recording; the last frame may extend beyond it.
     """
     words: list[Word] = []
     begins = True
@@ -139,13 +141,12 @@ def draw_utterances(
     decoded: Sequence[str],
     frames_per_second: float,
 ) -> np.ndarray:
-    """One block below the other: text, log-mel spectrogram, probability of each symbol. (height, WIDTH, 3) uint8.
+    """Draws a block per utterance: text, log-mel spectrogram, symbol probabilities. (height, WIDTH, 3) uint8.
 
-    The darker, the louder, and the more probable.
+    Darker means louder, or more probable.
 
-    features: (B, T, F), from low to high frequencies. num_frames: (B,), frames of each, so many in a second.
-    log_probs: (B, T', V), symbol 0 the blank. lengths: (B,), their frames. symbols: (V - 1,), names of the others.
-    said, decoded: (B,) transcripts.
+    features: (B, T, F), low to high frequencies. num_frames: (B,). log_probs: (B, T', V), symbol 0 is the blank.
+    lengths: (B,), frames of log_probs. symbols: (V - 1,), names of the others. said, decoded: (B,) transcripts.
     """
     heard, shares = (values.detach().double().cpu().numpy() for values in (features, log_probs.exp()))
     names = ["blank", *symbols]
@@ -160,7 +161,7 @@ def draw_utterances(
 def _draw_block(
     features: np.ndarray, seconds: float, shares: np.ndarray, names: Sequence[str], lines: list[tuple[str, Colour]]
 ) -> np.ndarray:
-    """features: (T, F), which last `seconds`. shares: (T', V) probabilities. names: (V,)."""
+    """features: (T, F), lasting `seconds`. shares: (T', V) probabilities. names: (V,)."""
     rows = _rows(shares)
     top = GAP + len(lines) * LINE_HEIGHT
     below = top + SPECTROGRAM_HEIGHT + GAP
@@ -181,7 +182,7 @@ def _draw_block(
 
 
 def _lines(said: str, decoded: str) -> list[tuple[str, Colour]]:
-    """Text and its colour; words say what the colours say."""
+    """Returns lines of text with colours; words repeat the meaning of colours."""
     if said == decoded:
         texts = [(f"right: {decoded}", BLUE)]
     else:
@@ -190,14 +191,14 @@ def _lines(said: str, decoded: str) -> list[tuple[str, Colour]]:
 
 
 def _wrapped(text: str) -> list[str]:
-    """Lines that fit into the picture: as many characters as do on average, less a tenth."""
+    """Wraps text to the picture's width, by the average character width less a tenth."""
     text = drawable(text)
     mean_width = font(SMALL).getlength(text) / len(text)
     return textwrap.wrap(text, int(0.9 * (WIDTH - 2 * GAP) / mean_width))
 
 
 def _rows(shares: np.ndarray) -> list[int]:
-    """The symbols to draw: the blank, then the others as they first reach half of their highest probability."""
+    """Returns the symbols to draw: the blank, then others by when they first reach half their peak probability."""
     peaks = shares.max(axis=0, initial=0)
     peaks[0] = 0
     drawn = [int(symbol) for symbol in np.argsort(-peaks, kind="stable")[:MOST_ROWS] if peaks[symbol] >= LEAST_PEAK]
@@ -205,7 +206,7 @@ def _rows(shares: np.ndarray) -> list[int]:
 
 
 def _label(name: str) -> str:
-    """As much of a symbol's name as there is space for; a space by that word."""
+    """Shortens a symbol's name to the space available; writes a space as a word."""
     name = "space" if name == " " else drawable(name)
     while font(SMALL).getlength(name) > LABELS - 2 * GAP:
         name = name[:-1]
@@ -218,7 +219,7 @@ def _between_0_and_1(values: np.ndarray) -> np.ndarray:
 
 
 def _paste(image: Image.Image, shades: np.ndarray, colour: Colour, top: int, height: int) -> None:
-    """shades: (rows, columns), from 0, white, to 1, the colour; stretched over the width of the plot."""
+    """shades: (rows, columns), from 0 (white) to 1 (colour); stretched over the plot's width."""
     white, ink = np.array(WHITE), np.array(colour)
     pixels = (white + (ink - white) * shades[..., None]).round().astype(np.uint8)
     if pixels.size:

@@ -1,4 +1,4 @@
-"""Tables: the classes of new rows, by a network that learned on synthetic tables how to learn from rows."""
+"""Tables: classifies rows with a network that was trained on synthetic tables to learn in context."""
 
 import hashlib
 import string
@@ -41,20 +41,21 @@ from trainer.task import Baseline, Exported, Objective, ParamGroup, Picture, Tas
 
 SHIPPED = Path(__file__).with_name("tabular_nano.pth")
 _VALIDATION_SEED, _TEST_SEED = 2**40, 2**41
-"""Not --seed: all runs are scored on the same synthetic tables."""
+"""Independent of --seed, so that all runs are scored on the same synthetic tables."""
 _SPLIT_SEED = 0
-"""Not --seed either: all runs on a table are scored on the same rows."""
+"""Independent of --seed, so that all runs on a table are scored on the same rows."""
 _TUNING_LR_SCALE = {"base": 0.03, "lora": 0.3}
-"""Factors on --lr."""
+"""Factors on --lr by --tune."""
 _QUERY_SHARE = 0.25
-"""Of the rows of an episode."""
+"""Share of an episode's rows that are queries."""
 _EPISODE_CELLS, _FEWEST_EPISODE_ROWS = 2**13, 32
-"""Training takes about 12 KiB for a cell: of wide tables an episode has fewer rows."""
+"""Cells of an episode, about 12 KiB each in training, and fewest rows; wide tables have fewer rows."""
 _ROW_STEP, _COLUMN_STEP = 64, 4
-"""Rows and columns of synthetic tables are padded to multiples of these on a GPU, where the calls for small tables take
-longer than the cells. Finer steps of rows, columns and queries together would make nearly as many shapes as tables."""
+"""Synthetic tables are padded to multiples of these rows and columns on a GPU, where launches of small tables cost more
+than cells. Finer steps would give nearly as many shapes as tables.
+"""
 _EXPORT_ROWS = 64
-"""Of a table, as the context of the problems that an exported model is tried on."""
+"""Context rows of the problems for which an exported model is tested."""
 _MOST_CLASSES_DRAWN = 30
 _MOST_ROWS_OF_REGRESSION, _MOST_CATEGORIES_OF_REGRESSION = 50_000, 100
 _OF_NANO, _OF_A_TABLE, _OF_TUNING, _OF_LORA = (
@@ -73,7 +74,7 @@ _OF_PRIOR = (
     "prior_only",
 )
 _OF_PREDICTIONS = ("num_estimators", "max_context")
-"""`--predict` takes --data-dir from the run, so that on a command line these may stand without it."""
+"""Flags that may be given without --data-dir, which `--predict` takes from the run."""
 
 
 @dataclass
@@ -156,10 +157,10 @@ class TabularFlags(FlagGroup):
                 values = [f"{flag_name(name)} {getattr(self, name)}" for name in (low, high)]
                 found.append(f"{' and '.join(values)}: the first must not exceed the second")
         if self.data_dir is not None and self.label is None and self.data_dir.suffix.lower() != ".npz":
-            found.append("--label: must name the column that is to be predicted")
+            found.append("--label: must name the column to predict")
         if self.data_dir is not None:
             given = given_flags(self, _OF_PRIOR)
-            found += [f"{name}: is of synthetic tables; leave --data-dir out" for name in given]
+            found += [f"{name}: is for synthetic tables; leave --data-dir out" for name in given]
         if self.test_share == 0 and self.tune == "none":
             found.append("--test-share 0: leaves nothing to score; leave it out, or add --tune")
         if self.model == "nano" and self.width % self.num_heads:
@@ -180,14 +181,14 @@ class TabularFlags(FlagGroup):
 
 
 class Known(NamedTuple):
-    """Rows of a table as numbers, with their classes. features: (n, m) float32. labels: (n,) int64."""
+    """Numeric rows with known classes. features: (n, m) float32. labels: (n,) int64."""
 
     features: np.ndarray
     labels: np.ndarray
 
 
 def _with_few_lengths(batch: Batch, keys: SampleKeys) -> Batch:
-    """The tables of a batch of problems, which has all counts, padded to few lengths."""
+    """Pads the tables of a batch of problems to few shapes."""
     (_, num_context, num_columns), num_queries = batch["context"].shape, batch["targets"].shape[1]
     rows, queries = (keys.padded_length(size, _ROW_STEP) - size for size in (num_context, num_queries))
     columns = keys.padded_length(num_columns, _COLUMN_STEP) - num_columns
@@ -200,7 +201,7 @@ def _with_few_lengths(batch: Batch, keys: SampleKeys) -> Batch:
 
 
 class TabularTask(Task):
-    """Pre-training on synthetic tables, or the use of what it made on a user's table."""
+    """Pre-training on synthetic tables, or use of the pre-trained model on a user's table."""
 
     Config = TabularFlags
     examples = (
@@ -219,14 +220,14 @@ class TabularTask(Task):
     predict_flags = ("data_dir", "label", "id", "encoding", "on_bad", "drop", "num_estimators", "max_context")
 
     _of_new_rows: Sequence[str] = ()
-    """What `new_data` has to say."""
+    """Notes of `new_data`."""
     _ids: Sequence[str] = ()
-    """Of the rows of `new_data`, where --id names their column."""
+    """Ids of the rows of `new_data`, if --id names their column."""
     _predicts = False
 
     @property
     def trains(self) -> bool:  # type: ignore[override]
-        """Not where a model is only used."""
+        """Returns False if a model is only used."""
         return self.config.data_dir is None or self.config.tune != "none"
 
     @property
@@ -264,13 +265,13 @@ class TabularTask(Task):
 
     @cached_property
     def _table(self) -> LabelledTable:
-        """Raises UserError for a table that cannot be used."""
+        """Reads the user's table. Raises UserError if it cannot be used."""
         config: TabularFlags = self.config
         assert config.data_dir is not None
         table = read_table(config.data_dir, reading=config.reading)
         dropped = [*(config.drop or ()), *([config.id] if config.id in table.names else [])]
         found = labelled_table(table, config.label or "y", dropped)
-        if self.data_facts:  # older versions did not learn from dates
+        if self.data_facts:  # older versions did not use dates
             known = {*self.data_facts["columns"], *table.names}
             others = [name for name in found.features.names if name not in known]
             found = replace(found, features=found.features.without(others))
@@ -278,21 +279,21 @@ class TabularTask(Task):
 
     @cached_property
     def _test_data(self) -> tuple[Known, list[str]]:
-        """The rows of --test-data whose class is known, and what is to be said of them."""
+        """Returns the rows of --test-data with known classes, and notes."""
         table, labels = read_table(self.config.test_data, "--test-data", self.config.reading), self._table.labels
         column = named_column(table, labels.name, "--label").with_one_text_a_category()
         values = class_numbers(column, labels.classes)
         notes, other = self._encoding.remarks(table), column.take((values < 0) & ~column.is_missing).distinct_texts
         if num_lost := int((values < 0).sum()):
             what = f", such as {other[0]!r}" if other else ""
-            notes.append(f"Of {len(values):,} rows {num_lost:,} have no class, or one that --data-dir has not{what}.")
+            notes.append(f"Of {len(values):,} rows {num_lost:,} have no class, or one that --data-dir lacks{what}.")
             if num_lost == len(values):
                 raise UserError(f"{table.where}: {notes[-1]} Give rows with classes of --data-dir")
         return Known(self._encoding.encode(table)[values >= 0], values[values >= 0]), notes
 
     @cached_property
     def _rows(self) -> dict[str, np.ndarray]:
-        """Which are learned from, choose the epoch ("val"), and are held out for the test, (k,) int64 each."""
+        """Returns the rows to learn from, to select the epoch ("val") and to test on, (k,) int64 each."""
         labels, config = self._table.labels.values, self.config
         train, nothing = np.arange(len(labels)), np.arange(0)
         held = {"test": nothing, "val": nothing}
@@ -321,7 +322,7 @@ class TabularTask(Task):
 
     @cached_property
     def _known(self) -> Known:
-        """What predictions are made from: the rows that are learned from, then those that choose the epoch."""
+        """Returns the context of predictions: training rows, then validation rows."""
         train, val = self._encoded_rows["train"], self._encoded_rows["val"]
         return Known(*map(np.concatenate, zip(train, val, strict=True)))
 
@@ -362,7 +363,7 @@ class TabularTask(Task):
         return {"classes": list(self._table.labels.classes), "columns": list(self._table.features.names)}
 
     def remarks(self) -> Sequence[str]:
-        """A short table of the columns of a user's own table, and notes on one that is to be predicted."""
+        """Describes the columns of a user's table, with notes on a table to predict."""
         if self.config.data_dir is None:
             return ()
         known, most = len(self._known.labels), self.config.max_context
@@ -374,22 +375,22 @@ class TabularTask(Task):
         return [*told, *([sampled] if known > most else []), *self._of_new_rows]
 
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray] | None:
-        """Synthetic tables in the order of their numbers: neighbours have one shape."""
+        """Returns synthetic tables in index order, since neighbours have equal shapes."""
         if self.config.data_dir is not None:
             return None
         return ConsecutiveBatches(self.num_samples(phase), global_batch_size)
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """Neighbours among the synthetic tables. The problems that a user's table makes have one size."""
+        """Returns consecutive synthetic tables. Problems from a user's table all have one size."""
         tables = self.splits()["train"]
         if isinstance(tables, PriorTables):
             return tables.largest(epoch, count)
         return super().largest_samples(phase, epoch, count)
 
     def collate(self, samples: Any, keys: SampleKeys) -> Batch:
-        """The loss terms of a problem are its queries.
+        """Makes a batch whose loss terms are the queries of a problem.
 
-        Counts of rows or columns that need no mask are left out, but not where the shapes of batches are to be few.
+        Omits counts of rows or columns that need no mask, unless shapes should be few.
         """
         batch = super().collate(samples, keys)
         if "targets" not in batch:
@@ -433,11 +434,11 @@ class TabularTask(Task):
         return probabilities.to(rows.device)
 
     def shipped_weights(self) -> Path | None:
-        """For a user's table."""
+        """Returns the pre-trained weights for a user's table."""
         return None if self.config.data_dir is None else SHIPPED
 
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
-        """What was learned on many tables is changed by small steps alone."""
+        """Lowers the learning rate of pre-trained weights while tuning."""
         scale = _TUNING_LR_SCALE[self.config.tune] if self.config.data_dir is not None else 1.0
         return [group | {"lr_scale": scale} for group in super().param_groups(objective, phase)]
 
@@ -450,7 +451,7 @@ class TabularTask(Task):
     # --- results ------------------------------------------------------------------------------------------------
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Of synthetic tables loss and accuracy of a query, and the mean of their AUC; of a user's all `scores`."""
+        """Returns loss, accuracy and mean AUC of queries for synthetic tables; all `scores` for a user's."""
         metrics = {"loss": float(sums["loss"] / sums["weight"])}
         if "probabilities" in sums:
             rounded = scores(sums["label"].numpy(), sums["probabilities"].numpy())
@@ -459,7 +460,7 @@ class TabularTask(Task):
         return metrics | ({"auc": float(sums["area"] / sums["tables"])} if "area" in sums else {})
 
     def baselines(self) -> Mapping[str, Baseline]:
-        """Logistic regression on the rows that are learned from; of synthetic tables nothing."""
+        """Scores logistic regression on a user's rows; nothing for synthetic tables."""
         if self.config.data_dir is None:
             return {}
         parts, metrics = self._encoded_rows, dict[str, float]()
@@ -474,7 +475,7 @@ class TabularTask(Task):
         return {"logistic regression": Baseline(metrics)}
 
     def _one_hot(self, features: np.ndarray) -> np.ndarray:
-        """Encoded rows (n, m) with a column for each category; columns of very many categories are left out."""
+        """One-hot encodes rows (n, m), dropping columns with very many categories."""
         columns = []
         for code, values in zip(self._encoding.columns, features.T, strict=True):
             if code.categories is None:
@@ -484,7 +485,7 @@ class TabularTask(Task):
         return np.concatenate([*columns, np.zeros((len(features), 0))], axis=1)
 
     def pictures(self, sums: dict[str, Tensor]) -> Mapping[str, Picture]:
-        """Which class is taken for which."""
+        """Draws the confusion matrix."""
         classes = () if self.config.data_dir is None else self._table.labels.classes
         if not 0 < len(classes) <= _MOST_CLASSES_DRAWN:
             return {}
@@ -493,7 +494,7 @@ class TabularTask(Task):
         return {"confusion": draw_confusion_matrix(counts, classes)}
 
     def exported(self, objective: Objective, batch: Batch) -> Exported:
-        """Problems of any sizes to logits of the classes of their query rows, by a single prediction."""
+        """Exports problems of any size to class logits of their query rows, by a single prediction."""
         assert isinstance(objective, TabularObjective)
         model = merged(objective.model)
         batch = batch if "context" in batch else self._with_context(batch["row"])
@@ -501,7 +502,7 @@ class TabularTask(Task):
         return Exported(model, inputs, model(**inputs), {"context": table, "labels": (1,), "queries": table})
 
     def _with_context(self, rows: Tensor) -> Batch:
-        """Problems of two rows each, beside some whose classes are known."""
+        """Makes problems of two rows each, with rows of known classes as context."""
         features, labels = (torch.from_numpy(values[:_EXPORT_ROWS]).to(rows.device) for values in self._known)
         return {
             "context": features.to(rows.dtype).repeat(len(rows), 1, 1),
@@ -512,23 +513,23 @@ class TabularTask(Task):
     # --- prediction ---------------------------------------------------------------------------------------------
 
     def new_data(self, path: Path) -> KeyedDataset:
-        """The rows of a table with the columns of --data-dir, but without its label."""
+        """Reads the rows of a table with the columns of --data-dir except its label."""
         if self.config.data_dir is None:
             raise UserError(
-                f"--predict {path}: add --data-dir and --label: the table with known classes that new rows are to be "
-                "compared with"
+                f"--predict {path}: needs the table with known classes that predictions are made from; add --data-dir "
+                "and --label"
             )
         facts = dict(self.data_facts or {})
-        if facts:  # a run may have been tuned when 0.0 and 1.0 were still names of classes
+        if facts:  # a run may have been tuned when 0.0 and 1.0 were separate classes
             facts["classes"] = canonical(facts["classes"], np.ones(len(facts["classes"])))
         if facts and any(facts[name] != value for name, value in self._classes_and_columns.items()):
             raise UserError(
-                f"--data-dir {self.config.data_dir}: has other columns or classes than the table that the run was "
+                f"--data-dir {self.config.data_dir}: differs in columns or classes from the table that the run was "
                 "tuned on; give that table, or leave out --save-dir for the weights that come with tabular"
             )
         table = read_table(path, "--predict", self.config.reading)
         everything = np.arange(self._table.features.num_rows)
-        self._encoding = self._fitted(everything)  # nothing need be held out from what is predicted for a user
+        self._encoding = self._fitted(everything)  # a user's predictions use all rows
         self._known = self._encoded(everything)
         self._predicts = True
         self._encoding.refuse_label(table)
@@ -540,7 +541,7 @@ class TabularTask(Task):
         return Rows(self._encoding.encode(table), None, len(everything))
 
     def sample(self) -> Mapping[str, Sequence[Any]]:
-        """The first rows of --data-dir without their label; without it, a synthetic table with the label y."""
+        """Returns the first rows of --data-dir without their label, or a synthetic table with the label y."""
         config: TabularFlags = self.config
         if config.data_dir is None:
             # Two moons, which logistic regression cannot follow.
@@ -554,7 +555,7 @@ class TabularTask(Task):
         return {c.name: ["" if v != v else c.texts[int(v)] if c.texts else v for v in c.values] for c in rows.columns}
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
-        """The class of each row, and the probability of each class."""
+        """Returns each row's class, and the probability of each class."""
         assert isinstance(objective, TabularObjective)
         probabilities = objective.probabilities(batch).cpu().numpy()
         classes = self._table.labels.classes

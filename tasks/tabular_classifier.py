@@ -1,4 +1,4 @@
-"""Tables from Python, in scikit-learn's convention, which is not needed."""
+"""Tables from Python, by scikit-learn's conventions but without depending on it."""
 
 import importlib
 import io
@@ -38,29 +38,29 @@ from trainer.logs.console import say
 from trainer.parallel.devices import pick_device
 
 _TUNING_BATCH = 16
-"""Problems of a step, whatever the number of devices."""
+"""Problems per step, on any number of devices."""
 _OF_THE_MODEL = ("model", "width", "num_blocks", "num_heads", "max_classes")
 _TUNING = threading.Lock()
-"""One at a time in a process, which has one standard output to keep quiet."""
+"""One tuning at a time per process, because it silences standard output."""
 
 _TIMES = "mM"
-"""Kinds of numpy's types that no checkpoint holds."""
+"""NumPy dtype kinds that checkpoints cannot hold."""
 
 Strategy = Literal["none", "base", "lora"]
 
 
 class TabularClassifier:
-    """Classes of the rows of a table, by a network that learned on synthetic tables how to learn from rows.
+    """Classifies rows of a table with a network that was trained on synthetic tables to learn in context.
 
-    X: an array (n, m) or a data frame, of numbers, texts and booleans; NaN and None are missing. Texts are categories.
-    y: (n,) classes of any type.
+    X: an array (n, m) or a data frame of numbers, strings and booleans; NaN and None are missing. Strings are
+    categories. y: (n,) classes of any type.
 
     Example:
         classifier = TabularClassifier().fit(X, y)
         probabilities = classifier.predict_proba(X_new)
 
-    Attributes after `fit`: classes_ (num_classes,) in order; n_features_in_; feature_names_in_ of a data frame; notes_,
-    a line for each column that may hold something else than its owner believes, or is left out.
+    Attributes after `fit`: classes_ (num_classes,), sorted; n_features_in_; feature_names_in_ of a data frame; notes_,
+    a line for each suspicious or ignored column.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class TabularClassifier:
     # --- scikit-learn's convention -------------------------------------------------------------------------------
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """The arguments of the constructor."""
+        """Returns the constructor's arguments."""
         names = list(signature(TabularClassifier).parameters)
         return {name: getattr(self, name) for name in names}
 
@@ -133,11 +133,11 @@ class TabularClassifier:
     # --- learning and predicting ---------------------------------------------------------------------------------
 
     def fit(self, X: Any, y: Any) -> "TabularClassifier":  # noqa: N803
-        """Learns from rows with known classes. Raises UserError, a ValueError, where nothing can be learned."""
+        """Learns from rows with known classes. Raises UserError, a ValueError, if nothing can be learned."""
         self._check_parameters()
         table = _table(X)
         classes, labels = _classes(y, table.num_rows)
-        for learned in ("classes_", "feature_names_in_"):  # of an earlier fit: a mixture with it must not predict
+        for learned in ("classes_", "feature_names_in_"):  # removes an earlier fit, so that a mixture cannot predict
             self.__dict__.pop(learned, None)
         self.n_features_in_ = len(table.columns)
         if hasattr(X, "columns"):
@@ -154,7 +154,7 @@ class TabularClassifier:
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:  # noqa: N803
-        """The probability of each class, in the order of `classes_`: (n, num_classes) float64."""
+        """Predicts class probabilities in the order of `classes_`: (n, num_classes) float64."""
         table = self._checked(X)
         queries = torch.from_numpy(self._encoding.encode(table))
         found = predict(
@@ -171,29 +171,29 @@ class TabularClassifier:
         return found.numpy()
 
     def predict(self, X: Any) -> np.ndarray:  # noqa: N803
-        """The most probable classes, (n,)."""
+        """Predicts the most probable classes, (n,)."""
         places = self.predict_proba(X).argmax(axis=1)
         found: np.ndarray = self.classes_[places]
         return found
 
     def score(self, X: Any, y: Any) -> float:  # noqa: N803
-        """The share of rows whose class is predicted."""
+        """Returns the accuracy."""
         predicted = self.predict(X)
         return float(np.mean(predicted == _one_class_a_row(y, len(predicted))))
 
     def evaluate(self, X: Any, y: Any) -> dict[str, float]:  # noqa: N803
-        """accuracy, auc, log_loss, brier and ece (`data.tabular.scores`). y: classes that `fit` knows."""
+        """Returns accuracy, auc, log_loss, brier and ece (`data.tabular.scores`). y: classes known to `fit`."""
         probabilities = self.predict_proba(X)
         places = {value: i for i, value in enumerate(self.classes_.tolist())}
         values = _one_class_a_row(y, len(probabilities)).tolist()
         if unknown := [value for value in values if value not in places]:
-            raise ValueError(f"y holds {unknown[0]!r}, which is no class that fit has seen")
+            raise ValueError(f"y holds {unknown[0]!r}, a class that fit has not seen")
         return scores(np.array([places[value] for value in values]), probabilities)
 
     # --- files ---------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Everything that `predict_proba` needs, as a file that `load` reads without executing anything."""
+        """Saves everything that `predict_proba` needs; `load` reads it without executing code."""
         self._require_fitted()
         state = {
             "params": {
@@ -216,7 +216,7 @@ class TabularClassifier:
 
     @classmethod
     def load(cls, path: str | Path) -> "TabularClassifier":
-        """What `save` wrote. Raises UserError."""
+        """Loads a file of `save`. Raises UserError."""
         state = read_checkpoint(Path(path), str(path), only_weights=True)
         if not {"params", "encoding", "context"} <= state.keys():
             raise UserError(f"{path}: was not written by TabularClassifier.save")
@@ -243,7 +243,7 @@ class TabularClassifier:
         return run
 
     def _tuned(self) -> TrainedRun:
-        """By `trainer.fit`, in a folder that is gone afterwards; so a signal to stop ends it, as it would elsewhere."""
+        """Tunes by `trainer.fit` in a temporary folder; a stop signal ends it, as elsewhere."""
         several = {"multi_gpu": forms.USUAL, "nproc": int(self.num_devices)} if self.num_devices > 1 else {}
         of_weights = self._flags_of_weights()
         quiet = nullcontext() if self.verbose else redirect_stdout(io.StringIO())
@@ -272,16 +272,16 @@ class TabularClassifier:
                 return find_weights(fitted.run.path, {}, say)
             stopped_by = read_json(fitted.run.path / STATE).get("signal")
         signal.raise_signal(stopped_by or signal.SIGINT)
-        raise KeyboardInterrupt  # where the signal's own handler goes on
+        raise KeyboardInterrupt  # where the signal's own handler continues
 
     def _flags_of_weights(self) -> dict[str, Any]:
-        """Those that decide which model a tuned run has."""
+        """Returns the flags that determine a tuned run's model."""
         if self.weights is None:
             return {}
         state = self._untuned().state
         if any("lora_" in name for name in state["model"]):
             raise UserError(
-                f"weights {self.weights}: holds adapters of another tuning; give the weights that it began with"
+                f"weights {self.weights}: holds adapters of another tuning; give the weights that it started from"
             )
         config = state["config"]
         return {name: config[f"--{name.replace('_', '-')}"] for name in _OF_THE_MODEL}
@@ -304,25 +304,23 @@ class TabularClassifier:
         if self.device not in ("auto", "cpu") and not (
             str(self.device).partition(":")[0] == "cuda" and torch.cuda.is_available()
         ):
-            raise ValueError(f'device {self.device!r}: must be "auto", "cpu", or where there is a GPU "cuda"')
+            raise ValueError(f'device {self.device!r}: must be "auto", "cpu", or with a GPU "cuda"')
 
     def _use(self, run: TrainedRun) -> None:
-        """Builds the network, with adapters merged into its weights, on the device."""
-        with torch.random.fork_rng(devices=[]):  # weights are drawn before they are read
+        """Builds the network on the device, with adapters merged into its weights."""
+        with torch.random.fork_rng(devices=[]):  # weights are initialised before they are loaded
             model = model_of(run, TabularTask)
         merge_adapters(model)
         self._run, self._model = run, model.to(pick_device(self.device), torch.float32)
 
     def _require_fitted(self) -> None:
         if not hasattr(self, "classes_"):
-            raise _of_sklearn("NotFittedError", ValueError)(
-                f"this {type(self).__name__} has not learned; call fit first"
-            )
+            raise _of_sklearn("NotFittedError", ValueError)(f"this {type(self).__name__} is not fitted; call fit first")
 
     def _checked(self, X: Any) -> Table:  # noqa: N803
-        """Raises ValueError for a table with other columns than that of `fit`.
+        """Raises ValueError for a table whose columns differ from `fit`'s.
 
-        Where only one of the two has names of columns, their order counts, as in scikit-learn.
+        If only one of them has column names, their order counts, as in scikit-learn.
         """
         self._require_fitted()
         table = _table(X)
@@ -338,13 +336,13 @@ class TabularClassifier:
 
 
 def _of_sklearn(name: str, otherwise: type[Any]) -> type[Any]:
-    """An exception or warning that scikit-learn's tools look for, where they are at work."""
+    """Returns scikit-learn's exception or warning class if it is imported, as its tools expect, else `otherwise`."""
     found: type[Any] = getattr(sys.modules.get("sklearn.exceptions"), name, otherwise)
     return found
 
 
 def _table(X: Any) -> Table:  # noqa: N803
-    """Raises ValueError for anything but two dimensions of plain values."""
+    """Converts X to a table. Raises ValueError for anything but two dimensions of plain values."""
     if hasattr(X, "columns"):
         columns = [Column.of_values(str(name), np.asarray(X[name])) for name in X.columns]
         _refuse_shape(len(columns[0].values) if columns else 0, len(columns))
@@ -368,11 +366,11 @@ def _refuse_shape(num_rows: int, num_columns: int) -> None:
         what = "sample" if num_columns else "feature"
         raise ValueError(f"0 {what}(s) (shape={num_rows, num_columns}) while a minimum of 1 is required.")
     if num_columns > MOST_COLUMNS:
-        raise ValueError(f"X has {num_columns:,} columns, where {MOST_COLUMNS:,} are the most; keep those that matter")
+        raise ValueError(f"X has {num_columns:,} columns, more than {MOST_COLUMNS:,}; keep those that matter")
 
 
 def _classes(y: Any, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """The different values, in order, and the place of each row's, (n,) int64. Raises ValueError."""
+    """Returns the sorted classes, and each row's index, (n,) int64. Raises ValueError."""
     if y is None:
         raise ValueError("requires y to be passed, but the target y is None")
     values = _one_class_a_row(y, num_rows)
@@ -383,12 +381,12 @@ def _classes(y: Any, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     try:
         classes, places = np.unique(values, return_inverse=True)
     except TypeError as error:
-        raise ValueError(f"y holds values that have no order: {error}; give classes of one type") from None
+        raise ValueError(f"y holds values that cannot be sorted: {error}; give classes of one type") from None
     return classes, places.astype(np.int64)
 
 
 def _one_class_a_row(y: Any, num_rows: int) -> np.ndarray:
-    """(n,), also of a column. Raises ValueError for another number of rows."""
+    """Returns y as (n,), also from a column. Raises ValueError for another number of rows."""
     values = np.asarray(y)
     if values.ndim == 2 and values.shape[1] == 1:
         warnings.warn(
@@ -400,7 +398,7 @@ def _one_class_a_row(y: Any, num_rows: int) -> np.ndarray:
     if values.ndim != 1:
         raise ValueError(f"y should be a 1d array, got an array of shape {values.shape} instead")
     if len(values) != num_rows:
-        raise ValueError(f"X has {num_rows} rows, and y {len(values)}; give a class for each row")
+        raise ValueError(f"X has {num_rows} rows, but y {len(values)}; give one class per row")
     return values
 
 
@@ -409,5 +407,5 @@ def _numbers_of_times(values: np.ndarray) -> np.ndarray:
 
 
 def _plain(value: Any) -> Any:
-    """Without numpy's types, which a search over parameters leaves."""
+    """Converts NumPy scalars, left by parameter searches, to Python values."""
     return value.item() if isinstance(value, np.generic) else value

@@ -1,4 +1,4 @@
-"""What a model of tables is trained and scored by: synthetic problems, or the rows of a user's table."""
+"""The loss and evaluation of table models, on synthetic problems or a user's rows."""
 
 from collections.abc import Callable, Iterator
 
@@ -12,34 +12,34 @@ from trainer.loading.batches import Batch
 from trainer.task import Objective, Outputs, PerSample
 
 _PROBLEMS_AT_ONCE = 32
-"""In evaluation, however many a batch has."""
+"""Problems evaluated together, whatever the batch size."""
 
 _DECIMALS = 6
-"""Of a probability: equal rows are of equal rank, whatever the rounding of the batches that they came in."""
+"""Decimals of a probability, so that equal rows rank equally despite rounding in different batches."""
 
 _TIE = 1e-6
-"""Equal rows have equal scores but for rounding, which must not decide between them."""
+"""Tolerance for ties: equal rows have equal scores except for rounding."""
 
 Answer = Callable[[nn.Module, Tensor, int], Tensor]
-"""(model, rows (B, m), number of rows that the model is told) -> probabilities of their classes, (B, C)."""
+"""Maps (model, rows (B, m), number of context rows) to class probabilities, (B, C)."""
 
 
 class TabularObjective(Objective):
-    """Cross-entropy of the classes of query rows; in evaluation also how well they are ranked."""
+    """Cross-entropy of query rows' classes; in evaluation also ranking quality."""
 
     def __init__(self, model: nn.Module, answer: Answer | None) -> None:
-        """answer: probabilities of a user's rows, where there is a table."""
+        """answer: predicts class probabilities of a user's rows; None without a table."""
         super().__init__(model)
         self._answer = answer
         self._cuts_evaluation = True
-        self._merged: list[nn.Module] = []  # a list, so that what is in it is no part of this module
+        self._merged: list[nn.Module] = []  # a list, so that it is not a submodule
 
     def call_equally(self) -> None:
-        """Evaluates batches of problems as they are. Refuses a user's table."""
+        """Stops splitting batches of problems; raises UserError for a user's table."""
         if self._answer is not None:
             raise UserError(
-                "--multi-gpu fsdp: how often the model is called for rows of a table depends on their number, and each "
-                "call is an exchange between all processes; use --multi-gpu ddp"
+                "--multi-gpu fsdp: the number of model calls for a user's table depends on its rows, but each call "
+                "runs collectives between all processes; use --multi-gpu ddp"
             )
         self._cuts_evaluation = False
 
@@ -53,7 +53,7 @@ class TabularObjective(Objective):
         return super().train(mode)
 
     def probabilities(self, batch: Batch) -> Tensor:
-        """Of the classes of a user's rows, (B, C), after `start_evaluation`."""
+        """Predicts class probabilities of a user's rows, (B, C), after `start_evaluation`."""
         assert self._answer is not None
         return self._answer(self._merged[0], batch["row"], int(batch["num_context"][0]))
 
@@ -90,7 +90,7 @@ class TabularObjective(Objective):
 
 
 def with_all_counts(batch: Batch, max_classes: int) -> Batch:
-    """All that a model of tables takes of a batch of problems, by name; what the batch leaves out is all there is."""
+    """Completes a batch of problems with omitted counts, which equal the padded sizes."""
     num_problems, num_rows, num_columns = batch["context"].shape
     sizes = {"num_context": num_rows, "num_features": num_columns, "num_classes": max_classes}
     counts = {
@@ -101,24 +101,24 @@ def with_all_counts(batch: Batch, max_classes: int) -> Batch:
 
 
 def _fit_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Sums over the queries that count. logits: (B, Q, C). targets: (B, Q), -1 for those that do not."""
+    """Returns sums over valid queries. logits: (B, Q, C). targets: (B, Q), -1 for ignored ones."""
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
     return {"loss": loss, "correct": (logits.argmax(2) == targets).sum()}
 
 
 def _parts(batch: Batch, size: int) -> Iterator[Batch]:
-    """At most so many problems at a time."""
+    """Splits a batch into parts of at most `size` problems."""
     for start in range(0, len(batch["targets"]), size):
         yield {name: tensor[start : start + size] for name, tensor in batch.items()}
 
 
 def area_under_curve(scores: Tensor, targets: Tensor) -> Tensor:
-    """Of each problem the mean over classes of the area under the ROC curve, one class against the rest: (B,) float64.
+    """Returns each problem's area under the ROC curve, one class against the rest, averaged over classes: (B,) float64.
 
-    The share of pairs of a row of the class and another one in which the first has the higher score of the class; ties
-    (differences up to 1e-6) count half. Classes that no row, or every row, is of do not count; NaN where none is left.
+    It is the share of (row of the class, other row) pairs in which the first has the higher score; ties (differences up
+    to 1e-6) count half. Classes of no row or of every row are ignored; NaN if none remains.
 
-    scores: (B, Q, C), probabilities for example. targets: (B, Q) int64, -1 for rows that do not count.
+    scores: (B, Q, C), for example probabilities. targets: (B, Q) int64, -1 for ignored rows.
     """
     areas, num_counted = scores.new_zeros(2, len(scores), dtype=torch.float64)
     for c in range(scores.shape[2]):

@@ -162,7 +162,7 @@ def test_a_hundred_negatives_of_few_items_are_doubted(make_task, tmp_path):
     data = tmp_path / "data.txt"
     write_small(data)
     argv = ["--task", "seqrec", "--data-dir", data, "--k-core", 0]
-    said = "true item is among them 11.1 times on average, and sampled_* say little"
+    said = "true item is among them 11.1 times on average, so sampled_* are unreliable"
     assert said in " ".join(make_task(*argv).remarks())
     assert said not in " ".join(make_task(*argv, "--eval-negatives", "unseen").remarks())
     assert "say little" not in " ".join(make_task("--task", "seqrec").remarks())
@@ -268,7 +268,7 @@ def test_columns_are_of_a_file(refused):
 @pytest.mark.parametrize(
     ("text", "args", "part"),
     [
-        ("a 1\na 2\na 3\n", "--k-core 0", "has no times, which TiSASRec needs; add --model sasrec"),
+        ("a 1\na 2\na 3\n", "--k-core 0", "has no times, but TiSASRec needs them; add --model sasrec"),
         (f"{HEAD}a 1 10\na 2 20\na 3 noon\n", "", "line 4: 'a 3 noon': 'noon' is not a time"),
         (f"{HEAD}a 1 10\na 2\n", "", "line 3: 'a 2': 2 columns instead of 3"),
         ("", "", "is empty"),

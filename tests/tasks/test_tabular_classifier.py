@@ -181,7 +181,7 @@ def test_mistakes_are_value_errors(x, y, message):
 def test_other_columns_are_refused(fitted):
     with pytest.raises(ValueError, match="X has 3 features, but TabularClassifier is expecting 2 features"):
         fitted.predict(np.zeros((4, 3)))
-    with pytest.raises(ValueError, match="has not learned"):
+    with pytest.raises(ValueError, match="is not fitted"):
         TabularClassifier().predict(np.zeros((4, 2)))
 
 
@@ -220,7 +220,7 @@ def test_a_signal_ends_tuning_and_is_not_kept_from_its_process(number):
     finally:
         signal.signal(number, before)
     assert received == [number]
-    with pytest.raises(ValueError, match="has not learned"):
+    with pytest.raises(ValueError, match="is not fitted"):
         classifier.predict(x)
 
 

@@ -26,14 +26,14 @@ def test_rows_of_a_file_are_the_test(run_here, train, tmp_path):
     test = write(tmp_path / "test.csv", [*rows_of(100, 20), ("r", 0, ""), ("s", 0, "odd")])
     shown, _ = run_here(*TABULAR, "--data-dir", train, "--test-data", test, "--id", "id")
     assert "Data: 60 train, 20 test samples" in shown and "test/accuracy 1.0000" in shown
-    assert "--test-data: Of 22 rows 2 have no class, or one that --data-dir has not, such as 'odd'." in shown
+    assert "--test-data: Of 22 rows 2 have no class, or one that --data-dir lacks, such as 'odd'." in shown
 
 
 def test_test_data_of_other_classes_or_columns_are_refused(refused, train, tmp_path):
     argv = [*TABULAR, "--data-dir", train, "--test-data"]
     other = write(tmp_path / "other.csv", [("a", 1, "low."), ("b", 2, "high.")])
     refused(
-        [f"--test-data {other}: Of 2 rows 2 have no class, or one that --data-dir has not, such as 'high.'."],
+        [f"--test-data {other}: Of 2 rows 2 have no class, or one that --data-dir lacks, such as 'high.'."],
         *argv,
         other,
     )

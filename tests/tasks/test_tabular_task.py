@@ -201,7 +201,7 @@ def test_another_table_is_no_context_of_a_tuned_model(table, new_rows, run_here,
     other = tmp_path / "other.csv"
     other.write_text(table.read_text().replace("big", "huge"))
     refused(
-        ["has other columns or classes than the table that the run was tuned on"],
+        ["differs in columns or classes from the table that the run was tuned on"],
         *("--task", "tabular", "--data-dir", other, "--label", "kind", "--predict", new_rows),
         *("--save-dir", tmp_path / "run"),
     )
@@ -214,7 +214,7 @@ def test_a_run_that_called_its_classes_by_floats_predicts(table, new_rows, make_
     task.data_facts = {"classes": ["0.0", "1.0"], "columns": ["size", "colour", "weight"]}
     assert len(task.new_data(new_rows)) == 200
     task.data_facts = {"classes": ["0.5", "1.0"], "columns": ["size", "colour", "weight"]}
-    with pytest.raises(UserError, match="has other columns or classes"):
+    with pytest.raises(UserError, match="differs in columns or classes"):
         task.new_data(new_rows)
 
 
@@ -247,10 +247,10 @@ def test_a_model_of_ones_own_is_scored_on_a_table(table, run_here, tmp_path):
         ("--label kind", "--label kind: does nothing without --data-dir"),
         ("--tune base", "--tune base: does nothing without --data-dir"),
         ("--num-estimators 4", "--num-estimators 4: does nothing without --data-dir"),
-        ("--data-dir TABLE", "--label: must name the column that is to be predicted"),
+        ("--data-dir TABLE", "--label: must name the column to predict"),
         (
             "--data-dir TABLE --label kind --num-tables 9",
-            "--num-tables 9: is of synthetic tables; leave --data-dir out",
+            "--num-tables 9: is for synthetic tables; leave --data-dir out",
         ),
         (
             "--data-dir TABLE --label kind --lora-rank 4",
@@ -258,7 +258,7 @@ def test_a_model_of_ones_own_is_scored_on_a_table(table, run_here, tmp_path):
         ),
         ("--data-dir TABLE --label kind --num-episodes 4", "--num-episodes 4: does nothing without --tune"),
         ("--data-dir TABLE --label knd", "--label knd: no such column; perhaps 'kind' is meant"),
-        ("--data-dir TABLE --label kind --prior-only x.npz", "--prior-only x.npz: is of synthetic tables; leave"),
+        ("--data-dir TABLE --label kind --prior-only x.npz", "--prior-only x.npz: is for synthetic tables; leave"),
         ("--data-dir TABLE --label kind --seeds 2", "--seeds 2: these flags train nothing"),
         ("--data-dir TABLE --label kind --test-share 0", "--test-share 0: leaves nothing to score"),
         ("--model tabicl --width 9", "--width 9: --model tabicl does not use it; leave it out"),
