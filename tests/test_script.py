@@ -210,7 +210,7 @@ def test_a_prompt_is_told_what_to_type(tmp_path):
     code = SCRIPT.replace('print("begins")', "")
     done = subprocess.run([sys.executable, "-"], input=code, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "and type: torchrun --standalone --nproc_per_node=2 train.py" in done.stderr
+    assert "and run: torchrun --standalone --nproc_per_node=2 train.py" in done.stderr
 
 
 # --- mistakes ----------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def test_a_loader_says_what_is_taken_of_it(tmp_path, capsys):
 
 def test_only_the_script_has_the_model(tmp_path, run_here):
     _, run = fit(tmp_path)
-    message = "trained by trainer.fit(model, ...) in test_script.py, which alone has the model"
+    message = "trained by trainer.fit(model, ...) in test_script.py, which alone can build the model"
     with pytest.raises(UserError, match=r"trained by trainer\.fit"):
         trainer.load(run.path)
     task = run.results["task"]

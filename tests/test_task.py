@@ -253,7 +253,7 @@ def test_console_shows_the_headline_and_files_hold_everything(stating, tmp_path,
 
 
 def test_the_example_of_the_contract_trains(run_here, tmp_path):
-    _, _, example = Task.__doc__.partition("trains it:\n")
+    _, _, example = Task.__doc__.partition("--num-points 500`:\n")
     (tmp_path / "sides.py").write_text(textwrap.dedent(example))
     argv = ("--task", f"{tmp_path / 'sides.py'}:Sides", "--num-points", 500, "--epochs", 6, "--lr", 0.1)
     run_here(*argv, "--save-dir", tmp_path / "run")

@@ -1,4 +1,4 @@
-"""How a node of a graph joins its own state with the sum of its neighbours' (KGAT, equations 6 to 8)."""
+"""Aggregators: combine a node's state with the sum of its neighbours' (KGAT, equations 6 to 8)."""
 
 from collections.abc import Iterator
 from itertools import repeat
@@ -13,11 +13,11 @@ from models.graph.sparse import Operands, product, select
 Aggregation = Literal["bi-interaction", "gcn", "graphsage"]
 
 _CHUNK_ROWS = 1024
-"""Nodes at a time on a CPU, whose states then stay in its cache from one operation to the next."""
+"""Nodes per chunk on a CPU, so that intermediate states stay in its cache."""
 
 
 class Aggregator(nn.Module):
-    """From the states x of all nodes, (N, width), those of the next layer, (N, out_width), or of some rows of it."""
+    """Maps the states x of all nodes, (N, width), to the next layer's, (N, out_width), or to some of its rows."""
 
     def __init__(self, slope: float) -> None:
         """slope: of LeakyReLU for negative values."""
@@ -25,11 +25,11 @@ class Aggregator(nn.Module):
         self.slope = slope
 
     def forward(self, matrix: Operands, x: Tensor, rows: Tensor | None, mask: Tensor | None) -> Tensor:
-        """rows: (n,) of the nodes that are asked for; None for all. mask: of dropout, of the shape of the result."""
+        """rows: (n,), requested nodes; None for all. mask: dropout mask in the shape of the result."""
         raise NotImplementedError
 
     def activate(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """LeakyReLU and dropout."""
+        """Applies LeakyReLU and dropout."""
         x = F.leaky_relu(x, self.slope)
         return x if mask is None else x * mask
 
@@ -44,7 +44,7 @@ class GCN(Aggregator):
     def forward(self, matrix: Operands, x: Tensor, rows: Tensor | None, mask: Tensor | None) -> Tensor:
         weight, bias = self.linear.weight, self.linear.bias
         if len(weight) < x.shape[1]:
-            x = x @ weight.T  # A (x W) = (A x) W, and the product is cheaper where the states are narrower
+            x = x @ weight.T  # A (x W) = (A x) W, and the product is cheaper with narrower states
             projected = select(x, rows) + product(matrix, x, rows) + bias
         else:
             projected = self.linear(select(x, rows) + product(matrix, x, rows))
@@ -84,14 +84,14 @@ AGGREGATORS = {"bi-interaction": BiInteraction, "gcn": GCN, "graphsage": GraphSA
 
 
 def xavier_linear(width: int, out_width: int) -> nn.Linear:
-    """Weights by Xavier's uniform rule, the bias as torch does it."""
+    """Creates a linear layer with Xavier uniform weights and torch's default bias."""
     linear = nn.Linear(width, out_width)
     nn.init.xavier_uniform_(linear.weight)
     return linear
 
 
 class _BiInteraction(torch.autograd.Function):
-    """Forward and backward chunk by chunk; the sums and products of the two inputs are never kept."""
+    """Computes forward and backward in chunks, without storing sums and products of the inputs."""
 
     @staticmethod
     def forward(
@@ -131,7 +131,7 @@ class _BiInteraction(torch.autograd.Function):
 
 
 def _chunks(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """The same rows of all of them, None of None."""
+    """Yields the same rows of all tensors; None for None."""
     (first, *_) = tensors
     assert first is not None
     size = _CHUNK_ROWS if first.device.type == "cpu" else max(len(first), 1)

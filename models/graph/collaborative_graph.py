@@ -12,10 +12,10 @@ Softmax = Literal["separate", "coalesced"]
 
 
 class CollaborativeGraph(nn.Module):
-    """Directed edges (head, relation, tail); those of one pair under several relations are parallel.
+    """Directed edges (head, relation, tail); edges of a pair under several relations are parallel.
 
-    `matrix`, which propagates, has one entry for each pair: the sum over its parallel edges. All other values are those
-    of edges, (E,), in the order in which the edges were given.
+    `matrix`, used for propagation, has one entry per pair: the sum over parallel edges. All other values are per edge,
+    (E,), in the given order.
     """
 
     head: Tensor
@@ -46,20 +46,20 @@ class CollaborativeGraph(nn.Module):
             self.register_buffer(name, value.int(), persistent=False)
 
     def edges_by_relation(self) -> tuple[Tensor, ...]:
-        """The edges of each relation: num_relations tensors of int32."""
+        """Returns the edges of each relation: num_relations int32 tensors."""
         return self.by_relation.split(self.sizes)
 
     def merge(self, values: Tensor) -> Tensor:
-        """Sums over parallel edges: (E,) -> (entries,)."""
+        """Sums parallel edges: (E,) -> (entries,)."""
         merged = values.index_select(0, self.first_edge)
         return merged.index_add_(0, self.entry_of_further, values.index_select(0, self.further_edges))
 
     def laplacian(self, kind: Laplacian, dtype: torch.dtype) -> Tensor:
-        """The adjacency of each relation, normalised by degrees within it: (E,).
+        """Returns each relation's adjacency normalised by degrees within it: (E,).
 
         random-walk: 1 / out-degree of the head. symmetric: 1 / sqrt(out-degree of the head x in-degree of the tail).
-        reference: what the public code of KGAT computes as symmetric, 1 / sqrt(out-degree of the head x out-degree of
-        the tail), and 0 where the tail is no head of the relation, which is nearly everywhere.
+        reference: what KGAT's public code computes as symmetric, 1 / sqrt(out-degree of the head x out-degree of the
+        tail), and 0 if the tail is not a head in the relation, which is nearly everywhere.
         """
         values = torch.empty(len(self.head), dtype=dtype, device=self.head.device)
         for edges in self.edges_by_relation():
@@ -74,10 +74,10 @@ class CollaborativeGraph(nn.Module):
         return values
 
     def softmax(self, logits: Tensor, kind: Softmax) -> Tensor:
-        """Over the edges of each head, of all relations: (E,) -> (E,).
+        """Applies softmax over the edges of each head, of all relations: (E,) -> (E,).
 
-        separate: every edge is a term of its own (KGAT, equation 5). coalesced: the logits of parallel edges are added
-        first, as the port to PyTorch by LunaBlack does, and the edges share equally what their pair gets.
+        separate: every edge is a term (KGAT, equation 5). coalesced: logits of parallel edges are added first, as in
+        LunaBlack's PyTorch port, and the edges share their pair's result equally.
         """
         if kind == "separate":
             return self._normalise(logits, self.head)
@@ -86,7 +86,7 @@ class CollaborativeGraph(nn.Module):
         return self._spread(of_pairs / num_parallel)
 
     def _normalise(self, logits: Tensor, head: Tensor) -> Tensor:
-        """The softmax over runs of equal heads."""
+        """Applies softmax over runs of equal heads."""
         lengths = torch.bincount(head, minlength=self.num_nodes)
         largest = torch.segment_reduce(logits, "max", lengths=lengths, unsafe=True)
         exponentials = (logits - largest.index_select(0, head)).exp_()
@@ -94,7 +94,7 @@ class CollaborativeGraph(nn.Module):
         return exponentials.div_(sums.index_select(0, head))
 
     def _spread(self, values: Tensor) -> Tensor:
-        """The value of each edge's pair: (entries,) -> (E,)."""
+        """Copies each pair's value to its edges: (entries,) -> (E,)."""
         spread = values.new_empty(len(self.head))
         spread[self.first_edge.long()] = values
         spread[self.further_edges.long()] = values.index_select(0, self.entry_of_further)

@@ -15,14 +15,14 @@ from models.graph.sparse import Operands, select
 from models.layers.dropout import dropout_mask
 
 _CHUNK_EDGES = {"cpu": 2**12, "cuda": 2**20}
-"""Edges of which both ends are held at a time: few enough for a CPU's cache, and enough to keep a GPU busy."""
+"""Edges processed together: few enough for a CPU's cache, enough to keep a GPU busy."""
 
 
 class KGAT(Recommender):
-    """Embeddings propagated over the graph by attention; TransR gives the attention its embeddings.
+    """Propagates embeddings over the graph by attention, which uses TransR embeddings.
 
-    Nodes of the graph: items, other entities, then users. Everything is computed in the precision of the parameters,
-    under autocast too: most of the time goes into fetching states of neighbours.
+    Nodes are ordered: items, other entities, users. Everything is computed in the parameters' precision, also under
+    autocast: fetching neighbours' states dominates the time.
     """
 
     attention: Tensor
@@ -42,10 +42,10 @@ class KGAT(Recommender):
         laplacian: Laplacian = "random-walk",
         softmax: Softmax = "separate",
     ) -> None:
-        """graph: its last num_users nodes are the users, its first num_items nodes the items.
+        """graph: its last num_users nodes are users, its first num_items nodes are items.
 
-        slope: of LeakyReLU for negative values. message_dropout: of the states of every layer. node_dropout: of the
-        entries of the matrix that propagates. laplacian: what propagates before the first `refresh`.
+        slope: of LeakyReLU for negative values. message_dropout: of every layer's states. node_dropout: of the
+        propagation matrix's entries. laplacian: propagates before the first `refresh`.
         """
         super().__init__(num_users, num_items, width)
         self.graph = graph
@@ -57,7 +57,8 @@ class KGAT(Recommender):
         self.relations = nn.Embedding(graph.num_relations, relation_width)
         self.projections = nn.Parameter(torch.empty(graph.num_relations, width, relation_width))
         nn.init.xavier_uniform_(self.relations.weight)
-        nn.init.xavier_uniform_(self.projections)  # of three dimensions: a smaller bound than for each, as published
+        # Over three dimensions, so the bound is smaller than for each matrix, as published.
+        nn.init.xavier_uniform_(self.projections)
         widths = pairwise((width, *layer_dims))
         self.layers = nn.ModuleList(AGGREGATORS[aggregation](before, after, slope) for before, after in widths)
         self.layer_dims = tuple(layer_dims)
@@ -67,11 +68,12 @@ class KGAT(Recommender):
 
     @property
     def nodes(self) -> Tensor:
-        """The embeddings of all nodes, (num_nodes, width)."""
+        """Returns the embeddings of all nodes, (num_nodes, width)."""
         return torch.cat([self.items.weight, self.entities.weight, self.users.weight])
 
     def forward(self, users: Tensor, items: Tensor) -> Represented:
-        """In train mode propagates by the attention of the last refresh, in eval mode by that of the current weights.
+        """Represents users and items; uses the last refresh's attention in train mode, the current weights' in eval
+        mode.
 
         The L2 penalty applies to final representations.
         """
@@ -82,7 +84,7 @@ class KGAT(Recommender):
         return Represented(represented[:, 0], represented[:, 1:], represented)
 
     def represent(self) -> tuple[Tensor, Tensor]:
-        """Propagates by the attention of the current weights, whatever the last refresh was."""
+        """Represents all users and items with the current weights' attention."""
         everything = self._propagate(self._current_operands(), None)
         return everything[-self.num_users :], everything[: self.num_items]
 
@@ -90,10 +92,10 @@ class KGAT(Recommender):
         return self.graph.matrix.operands_of(self.graph.merge(self.compute_attention()))
 
     def _propagate(self, matrix: Operands, rows: Tensor | None) -> Tensor:
-        """(n, width + the sum of layer_dims) of some nodes, or of all: embeddings and normalised states of all layers.
+        """Returns embeddings and normalised states of all layers for some nodes, or all: (n, width + sum(layer_dims)).
 
-        The last layer is made for these nodes alone, but its dropout is drawn for all, so that the mask of a node does
-        not depend on the batch that it is in.
+        Computes the last layer only for these nodes, but draws its dropout for all, so that a node's mask does not
+        depend on the batch.
         """
         x = self.nodes
         parts = [select(x, rows)]
@@ -114,7 +116,7 @@ class KGAT(Recommender):
         return dropout_mask((self.graph.num_nodes, width), self.message_dropout, like)
 
     def transr(self, head: Tensor, relation: Tensor, tail: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        """Of triples and false tails, (B,) int64 nodes and relations, two losses of each, (B,).
+        """Returns two losses for each triple with a false tail, (B,); inputs are (B,) int64 nodes and relations.
 
         softplus(g(h, r, t) - g(h, r, t')) with g(h, r, t) = |W_r e_h + e_r - W_r e_t|^2 (equations 1 and 2), and for an
         L2 penalty 1/2 (|W_r e_h|^2 + |e_r|^2 + |W_r e_t|^2 + |W_r e_t'|^2).
@@ -133,7 +135,7 @@ class KGAT(Recommender):
         self._propagate_by(self.graph.laplacian(kind, self.attention.dtype))
 
     def refresh(self) -> None:
-        """Propagates by the attention of the current weights from now on."""
+        """Updates the attention used for propagation from the current weights."""
         self._propagate_by(self.compute_attention())
 
     def _propagate_by(self, values: Tensor) -> None:
@@ -143,7 +145,7 @@ class KGAT(Recommender):
 
     @torch.no_grad()
     def compute_attention(self) -> Tensor:
-        """The softmax over each head's edges of (W_r e_t) . tanh(W_r e_h + e_r): (E,) (equations 4 and 5)."""
+        """Returns the softmax over each head's edges of (W_r e_t) . tanh(W_r e_h + e_r): (E,) (equations 4 and 5)."""
         nodes = self.nodes
         logits = torch.empty_like(self.attention)
         with torch.autocast(nodes.device.type, enabled=False):
@@ -153,7 +155,7 @@ class KGAT(Recommender):
         return self.graph.softmax(logits, self.softmax)
 
     def _logits(self, nodes: Tensor, relation: int, edges: Tensor) -> Tensor:
-        """Of edges of one relation; a node is projected once, however many edges it has."""
+        """Returns logits of one relation's edges; projects each node once."""
         heads, head_of_edge = _compact(self.graph.head.index_select(0, edges), len(nodes))
         tails, tail_of_edge = _compact(self.graph.tail.index_select(0, edges), len(nodes))
         projection = self.projections[relation]
@@ -167,7 +169,7 @@ class KGAT(Recommender):
         return torch.cat(products)
 
     def _project(self, x: Tensor, relation: Tensor) -> Tensor:
-        """x[i] @ W_relation[i]: (B, n, width) and (B,) -> (B, n, relation_width)."""
+        """Returns x[i] @ W_relation[i]: (B, n, width) and (B,) -> (B, n, relation_width)."""
         if x.device.type != "cpu":
             return x @ self.projections.index_select(0, relation)
         result: Tensor = _GroupedProjection.apply(x, self.projections, relation)
@@ -179,7 +181,7 @@ def _propagate_as_loaded(model: KGAT, _: Any) -> None:
 
 
 def _compact(nodes: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """(distinct, place) with distinct[place] == nodes; where they repeat often, quicker than by sorting."""
+    """Returns (distinct, place) with distinct[place] == nodes; faster than sorting for many repetitions."""
     occurs = torch.zeros(num_nodes, dtype=torch.bool, device=nodes.device)
     occurs[nodes.long()] = True
     place = occurs.cumsum(0, dtype=torch.int32) - 1
@@ -187,7 +189,7 @@ def _compact(nodes: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
 
 
 class _GroupedProjection(torch.autograd.Function):
-    """One matrix product for each relation, instead of a copy of its matrix for each sample."""
+    """Multiplies by one matrix per relation, rather than copying the matrix per sample."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, projections: Tensor, relation: Tensor) -> Tensor:
@@ -214,5 +216,5 @@ class _GroupedProjection(torch.autograd.Function):
 
 
 def _rows(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """(B, n, d) -> consecutive parts of its B n rows."""
+    """Splits the B n rows of x, (B, n, d), into consecutive parts."""
     return x.flatten(0, 1).split(sizes)

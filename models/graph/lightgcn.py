@@ -1,6 +1,6 @@
-"""Recommenders without weights beside their embeddings: matrix factorisation, and LightGCN (He et al., SIGIR 2020).
+"""Recommenders with no weights but embeddings: matrix factorisation, and LightGCN (He et al., SIGIR 2020).
 
-LightGCN propagates over the graph of users and items, with a knowledge graph or without.
+LightGCN propagates over the user-item graph, optionally with a knowledge graph.
 """
 
 from typing import ClassVar
@@ -14,7 +14,7 @@ from trainer.common.torch_private import SeesConversions
 
 
 class BPRMF(Recommender):
-    """BPR-MF: matrix factorisation that learns to rank (Rendle et al., UAI 2009); the embeddings themselves."""
+    """BPR-MF: matrix factorisation trained by ranking (Rendle et al., UAI 2009)."""
 
     def __init__(self, num_users: int, num_items: int, width: int = 64) -> None:
         super().__init__(num_users, num_items, width)
@@ -29,18 +29,18 @@ class BPRMF(Recommender):
 
 
 class LightGCN(Recommender):
-    """The mean of the layers 0 to L, where layer l + 1 is D^-1/2 A D^-1/2 times layer l (equations 3 to 5 and 8).
+    """Averages layers 0 to L, where layer l + 1 is D^-1/2 A D^-1/2 times layer l (equations 3 to 5 and 8).
 
-    Nodes of the graph: users, then items.
+    Nodes are ordered: users, items.
     """
 
     stays_eager: ClassVar[bool] = True
-    """Under `torch.compile`, which has no sparse products: between them are a dozen pieces too small to gain by it."""
+    """Not compiled by `torch.compile`, which lacks sparse products; the pieces between are too small to gain."""
 
     def __init__(
         self, users: Tensor, items: Tensor, num_users: int, num_items: int, width: int = 64, num_layers: int = 3
     ) -> None:
-        """users, items: (n,) integers, the distinct interactions to train on."""
+        """users, items: (n,) integers, distinct training interactions."""
         super().__init__(num_users, num_items, width)
         self.num_layers = num_layers
         initialise([self.users, self.items])
@@ -63,12 +63,12 @@ class LightGCN(Recommender):
         return everything[: self.num_users], everything[self.num_users :]
 
     def first_layer(self) -> tuple[Tensor, Tensor]:
-        """Layer 0 of all nodes, (N, width), and what an L2 penalty squares of each, (N, *)."""
+        """Returns layer 0 of all nodes, (N, width), and the values in the L2 penalty of each, (N, *)."""
         ego = torch.cat([self.users.weight, self.items.weight])
         return ego, ego
 
     def _propagate(self, x: Tensor, rows: Tensor | None) -> Tensor:
-        """The mean of all layers for some nodes, (n, width), or for all; the last layer is made for those alone."""
+        """Returns the mean of all layers for some nodes, (n, width), or all; computes the last layer only for those."""
         matrix = self.matrix.operands()
         total = select(x, rows)
         for _ in range(self.num_layers - 1):
@@ -78,12 +78,11 @@ class LightGCN(Recommender):
 
 
 class KnowledgeLightGCN(LightGCN):
-    """LightGCN whose items also bring what the knowledge graph says of them.
+    """LightGCN whose items include knowledge graph neighbours.
 
-    Layer 0 of an item is its embedding plus the mean of those of its neighbours in the graph, which every entity has
-    for this purpose alone, items too. Relations are not told apart; with several between two nodes the neighbour counts
-    several times. It costs one product more, as narrow as the graph: the light end of what KGIN (Wang et al., WWW 2021)
-    and KGCL (Yang et al., SIGIR 2022) do.
+    Layer 0 of an item is its embedding plus the mean embedding of its graph neighbours, from a separate table for all
+    entities, including items. Relations are not distinguished; a neighbour by several relations counts several times.
+    It costs one more sparse product; KGIN (Wang et al., WWW 2021) and KGCL (Yang et al., SIGIR 2022) do more.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class KnowledgeLightGCN(LightGCN):
         width: int = 64,
         num_layers: int = 3,
     ) -> None:
-        """triples: (m, 3) integers, head, relation and tail; distinct. num_entities: of which items are the first."""
+        """triples: (m, 3) integers, head, relation, tail; distinct. num_entities: the first ones are the items."""
         super().__init__(users, items, num_users, num_items, width, num_layers)
         self.knowledge = nn.Embedding(num_entities, width)
         initialise([self.knowledge])
@@ -109,7 +108,7 @@ class KnowledgeLightGCN(LightGCN):
         self.mean = _ConstantMatrix(item, neighbour, num_entities, counts / degree[item])
 
     def first_layer(self) -> tuple[Tensor, Tensor]:
-        """The penalty squares embeddings and means apart."""
+        """Penalises embeddings and neighbour means separately."""
         ego, _ = super().first_layer()
         means = product(self.mean.operands(), self.knowledge.weight)[: self.num_items]
         of_users = means.new_zeros(self.num_users, means.shape[1])
@@ -118,10 +117,10 @@ class KnowledgeLightGCN(LightGCN):
 
 
 class _ConstantMatrix(SeesConversions, SparseMatrix):
-    """Its values are rounded to the precision that the model is in, whatever the one was that it was built in."""
+    """A matrix whose values follow the model's precision, rounded from float64."""
 
     def __init__(self, rows: Tensor, columns: Tensor, size: int, values: Tensor) -> None:
-        """values: (entries,) float64; the others as of SparseMatrix."""
+        """values: (entries,) float64; others as in SparseMatrix."""
         super().__init__(rows, columns, size, torch.get_default_dtype())
         self._exact = values
         self.set_values(values)

@@ -1,15 +1,15 @@
-"""The path from one node to another that gets the highest attention."""
+"""Finds the path between two nodes with the highest attention."""
 
 import numpy as np
 
 MOST_HOPS = 3
-"""From a user by an item to what it shares with a new item: an entity, or another user."""
+"""User, item, shared entity or user, new item."""
 
 
 class PathFinder:
-    """Best paths over directed edges, in at most MOST_HOPS of them.
+    """Finds best paths of at most MOST_HOPS directed edges.
 
-    The attention of a path is the product of that of its edges: the share of a message that would arrive.
+    A path's attention is the product of its edges' attentions: the share of a message that would arrive.
 
     head, tail: (E,) integers, sorted by head. attention: (E,) floats, at least 0.
     """
@@ -22,9 +22,9 @@ class PathFinder:
         self._into = np.searchsorted(tail[self._by_tail], nodes)
 
     def best(self, source: int, targets: np.ndarray) -> list[list[int]]:
-        """For each target the edges of its best path from the source, in order; none where no path leads there.
+        """Returns the edges of the best path from the source to each target, in order; empty without a path.
 
-        targets: (n,) integers. Of equally good paths the shortest is taken.
+        targets: (n,) integers. The shortest path wins ties.
         """
         attention = np.zeros(len(self._out) - 1)
         attention[source] = 1.0
@@ -34,18 +34,18 @@ class PathFinder:
         return [self._path(int(target), levels) for target in targets]
 
     def _expanded(self, attention: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """One hop on: the best attention of each node, 0 where none arrives, and the edge that brings it."""
+        """Extends paths by a hop; returns each node's best attention, 0 if unreached, and the edge that reaches it."""
         nodes = np.flatnonzero(attention)
         edges = _ranges(self._out[nodes], self._out[nodes + 1])
         values = attention[self._head[edges]] * self._attention[edges]
-        order = np.argsort(values, kind="stable")  # of several values that are assigned to a node the last one stays
+        order = np.argsort(values, kind="stable")  # the last of several values assigned to a node stays
         edges, values = edges[order], values[order]
         best, by_edge = np.zeros(len(attention)), np.full(len(attention), -1)
         best[self._tail[edges]], by_edge[self._tail[edges]] = values, edges
         return best, by_edge
 
     def _path(self, target: int, levels: list[tuple[np.ndarray, np.ndarray]]) -> list[int]:
-        """levels: for each number of hops but the last, what `_expanded` returned."""
+        """levels: results of `_expanded` for each number of hops but the last."""
         candidates = [(values[target], hops, int(edges[target])) for hops, (values, edges) in enumerate(levels)][1:]
         into = self._by_tail[self._into[target] : self._into[target + 1]]
         if len(into):
@@ -61,6 +61,6 @@ class PathFinder:
 
 
 def _ranges(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """The numbers of all ranges, one after another."""
+    """Concatenates integer ranges."""
     lengths = stops - starts
     return np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())

@@ -1,4 +1,4 @@
-"""What all models share that score a user's items by dot products."""
+"""Common parts of models that score items by dot products."""
 
 from typing import NamedTuple
 
@@ -7,20 +7,20 @@ from torch import Tensor, nn
 
 
 class Represented(NamedTuple):
-    """Users and n items of each; a user's score of an item is the dot product of the two."""
+    """Representations of users, and of n items for each; scores are dot products."""
 
     users: Tensor
-    """(B, D)."""
+    """(B, D)"""
     items: Tensor
-    """(B, n, D)."""
+    """(B, n, D)"""
     penalised: Tensor
-    """(B, 1 + n, *): what an L2 penalty squares, of the user and then of its items."""
+    """(B, 1 + n, *), values in an L2 penalty, of the user and then its items."""
 
 
 class Recommender(nn.Module):
-    """Embeddings of users and items, and what a model makes of them.
+    """Base of recommenders with embeddings of users and items.
 
-    Users count from 0 to num_users - 1, items from 0 to num_items - 1.
+    Users are 0 to num_users - 1, items 0 to num_items - 1.
     """
 
     def __init__(self, num_users: int, num_items: int, width: int) -> None:
@@ -35,21 +35,21 @@ class Recommender(nn.Module):
         raise NotImplementedError
 
     def represent(self) -> tuple[Tensor, Tensor]:
-        """All users and all items, to be ranked: (num_users, D) and (num_items, D)."""
+        """Represents all users and items for ranking: (num_users, D) and (num_items, D)."""
         raise NotImplementedError
 
 
 class FinalScores(nn.Module):
-    """The scores of all items for some users, from what a recommender has made of both."""
+    """Scores all items for some users from final representations."""
 
     users: Tensor
     items: Tensor
     hidden: Tensor
 
     def __init__(self, users: Tensor, items: Tensor, hidden: Tensor) -> None:
-        """users: (num_users, D), items: (num_items, D), as `Recommender.represent` returns them.
+        """users: (num_users, D), items: (num_items, D), from `Recommender.represent`.
 
-        hidden: (k,) int64, items whose score is -inf for everybody.
+        hidden: (k,) int64, items that score -inf for everybody.
         """
         super().__init__()
         self.register_buffer("hidden", hidden.detach().clone())
@@ -62,7 +62,7 @@ class FinalScores(nn.Module):
 
 
 def initialise(tables: list[nn.Embedding]) -> None:
-    """Uniform within Xavier's bound of the one table that these would be together."""
+    """Initialises tables uniformly within Xavier's bound for their concatenation."""
     num_rows, width = sum(table.num_embeddings for table in tables), tables[0].embedding_dim
     bound = (6 / (num_rows + width)) ** 0.5
     for table in tables:
@@ -70,9 +70,9 @@ def initialise(tables: list[nn.Embedding]) -> None:
 
 
 def distinct(nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, place) with rows[place] == nodes, flat; without repetition on a CPU, where each row costs time.
+    """Returns (rows, place) with rows[place] == nodes, flat; without duplicates on a CPU, where each row costs time.
 
-    A GPU would wait for the number of distinct ones.
+    A GPU would wait for the number of distinct nodes.
     """
     if nodes.device.type == "cpu":
         return nodes.flatten().unique(return_inverse=True)

@@ -1,4 +1,4 @@
-"""Products of a sparse matrix, which takes no gradient, with dense ones, which do."""
+"""Products of a constant sparse matrix with dense ones, differentiable in the latter."""
 
 import warnings
 from typing import Any, NamedTuple
@@ -14,25 +14,25 @@ for _of_torch in ("Sparse CSR tensor support is in beta state", "Sparse invarian
 
 
 class CSR(NamedTuple):
-    """Row i holds values[offsets[i] : offsets[i + 1]] at the columns of the same places."""
+    """A matrix in CSR format: row i has values[offsets[i] : offsets[i + 1]] at the columns of the same positions."""
 
     offsets: Tensor
-    """(rows + 1,) int32."""
+    """(rows + 1,) int32"""
     columns: Tensor
-    """(entries,) int32."""
+    """(entries,) int32"""
     values: Tensor
-    """(entries,) floating."""
+    """(entries,) floating"""
 
 
 class Operands(NamedTuple):
-    """A matrix for the products of a forward, and its transpose for those of the backward."""
+    """A matrix for forward products, and its transpose for backward ones."""
 
     csr: CSR
     transposed: CSR
 
 
 class SparseMatrix(nn.Module):
-    """A square matrix whose entries have fixed places; their values take no gradient, and may be set anew."""
+    """A square matrix with a fixed sparsity pattern; values have no gradient and can be replaced."""
 
     offsets: Tensor
     columns: Tensor
@@ -43,7 +43,7 @@ class SparseMatrix(nn.Module):
     transposed_entries: Tensor
 
     def __init__(self, rows: Tensor, columns: Tensor, size: int, dtype: torch.dtype) -> None:
-        """rows, columns: (entries,) integers below size, distinct pairs in ascending order of (row, column)."""
+        """rows, columns: (entries,) integers below size, distinct pairs sorted by (row, column)."""
         super().__init__()
         entries = columns.argsort(stable=True)
         for name, value in (
@@ -63,13 +63,13 @@ class SparseMatrix(nn.Module):
         self.transposed_values.copy_(self._transpose(values))
 
     def operands(self, dropout: float = 0.0) -> Operands:
-        """dropout: of entries; those that stay are scaled up."""
+        """dropout: of entries; kept ones are scaled up."""
         if dropout > 0:
             return self.operands_of(self.values * dropout_mask(self.values.shape, dropout, self.values))
         return self._operands(self.values, self.transposed_values)
 
     def operands_of(self, values: Tensor) -> Operands:
-        """With other values, (entries,)."""
+        """Uses other values, (entries,)."""
         return self._operands(values, self._transpose(values))
 
     def _transpose(self, values: Tensor) -> Tensor:
@@ -83,25 +83,25 @@ class SparseMatrix(nn.Module):
 
 
 def _offsets(rows: Tensor, size: int) -> Tensor:
-    """Where each of `size` rows begins among its entries, and where the last one ends: (size + 1,)."""
+    """Returns where each of `size` rows starts among the entries, and where the last ends: (size + 1,)."""
     return F.pad(torch.bincount(rows, minlength=size).cumsum(0), (1, 0))
 
 
 def product(matrix: Operands, x: Tensor, rows: Tensor | None = None) -> Tensor:
-    """A @ x, or (A @ x)[rows] at the cost of those rows on a CPU; the gradient goes to x alone.
+    """Returns A @ x, or (A @ x)[rows] at the cost of those rows on a CPU; differentiable in x only.
 
-    x: (size, d). rows: (n,) int64, which may repeat. Returns (size, d) or (n, d) in the precision of the values, under
-    autocast too.
+    x: (size, d). rows: (n,) int64, may repeat. Returns (size, d) or (n, d) in the values' precision, also under
+    autocast.
     """
     if rows is not None and x.device.type != "cpu":
-        return product(matrix, x).index_select(0, rows)  # to choose entries the host would wait for their number
+        return product(matrix, x).index_select(0, rows)  # selecting entries would make the host wait for their number
     with torch.autocast(x.device.type, enabled=False):
         result: Tensor = _Product.apply(x.to(matrix.csr.values.dtype), matrix, rows)
     return result
 
 
 def select(x: Tensor, rows: Tensor | None) -> Tensor:
-    """x[rows], or all of x."""
+    """Returns x[rows], or x for None."""
     return x if rows is None else x.index_select(0, rows)
 
 
@@ -115,16 +115,16 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = grads
         if ctx.rows is not None:
-            # Choosing the transpose's entries of these rows would take longer than multiplying the others by zero.
+            # Selecting the transpose's entries of these rows takes longer than multiplying the others by zero.
             grad = grad.new_zeros(ctx.size, grad.shape[1]).index_add_(0, ctx.rows, grad)
         return multiply(ctx.transposed, grad), None, None
 
 
 def multiply(csr: CSR, x: Tensor) -> Tensor:
-    """csr @ x without a gradient, by the kernel that is fastest on the device of x.
+    """Returns csr @ x without a gradient, by the fastest kernel of x's device.
 
-    On a CPU a sum of embeddings, many times faster than torch's sparse products; on a GPU it is slower than those,
-    but always adds up in the same order.
+    On a CPU this is an embedding bag, many times faster than torch's sparse products; on a GPU it is slower than those
+    but sums in a fixed order.
     """
     offsets, columns, values = csr
     if x.device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
@@ -133,13 +133,13 @@ def multiply(csr: CSR, x: Tensor) -> Tensor:
 
 
 def multiply_by_torch_sparse(csr: CSR, x: Tensor) -> Tensor:
-    """csr @ x, for a GPU."""
+    """Returns csr @ x on a GPU."""
     size = (len(csr.offsets) - 1, len(x))
     return torch.sparse_csr_tensor(*csr, size, check_invariants=False) @ x
 
 
 def _take_rows(csr: CSR, rows: Tensor) -> CSR:
-    """The matrix of these rows alone, in their order."""
+    """Returns the matrix of these rows, in their order."""
     starts = csr.offsets.index_select(0, rows)
     sizes = csr.offsets.index_select(0, rows + 1) - starts
     offsets = F.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))

@@ -1,4 +1,4 @@
-"""How well the k items with the highest scores match those that a user chose."""
+"""Metrics of the k highest scored items against a user's held-out items."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -12,25 +12,25 @@ _OFFICIAL_LIST = 100
 
 
 class TopK(NamedTuple):
-    """Of each cutoff, sums over users: (len(ks),) float64."""
+    """Sums over users for each cut-off: (len(ks),) float64."""
 
     recall: Tensor
     """Hits / positives."""
     precision: Tensor
     """Hits / k."""
     hit: Tensor
-    """1 where there is a hit."""
+    """1 if there is a hit."""
     ndcg: Tensor
-    """DCG / that of min(k, positives) hits at the top."""
+    """DCG / DCG of min(k, positives) hits at the top."""
     ndcg_official: Tensor
-    """DCG / that of the hits among the first 100 at the top, as KGAT's own code has it: inflated."""
+    """DCG / DCG of the hits among the first 100 moved to the top, as in KGAT's code; inflated."""
 
 
 def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) -> TopK:
-    """Ranks the items of each user without those seen, which it gives the score -inf in `scores`.
+    """Ranks each user's items except seen ones, whose scores it sets to -inf in place.
 
-    scores: (B, num_items). positives: (B, P), seen: (B, S) int64, distinct in a row, padded with num_items. A user
-    without positives counts nothing. DCG adds 1 / log2(place + 2) over the hits of the first k places, from 0.
+    scores: (B, num_items). positives: (B, P), seen: (B, S) int64, distinct per row, padded with num_items. Users
+    without positives are ignored. DCG sums 1 / log2(place + 2) over hits in the first k places, counted from 0.
     """
     num_items = scores.shape[1]
     hide(scores, seen)
@@ -59,10 +59,10 @@ def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) ->
 
 @lru_cache(maxsize=32)
 def _constants(ks: tuple[int, ...], length: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Constants of all batches, which go to a GPU once. They are shared: nobody may write to them.
+    """Caches constants of all batches, copied to a GPU once; shared, read-only.
 
-    The cutoffs, (len(ks),) int64; which places lie within each, and what a hit there adds to the DCG, (length, len(ks))
-    float64; the DCG of n hits at the top, at place n, (length + 1,) float64.
+    Returns the cut-offs, (len(ks),) int64; which places lie within each, and their DCG gain there, (length, len(ks))
+    float64; the DCG of n hits at the top at index n, (length + 1,) float64.
     """
     with torch.inference_mode(False), torch.no_grad():
         gains = 1 / torch.arange(2, length + 2, dtype=torch.float64).log2()
@@ -73,7 +73,7 @@ def _constants(ks: tuple[int, ...], length: int, device: torch.device) -> tuple[
 
 
 def hide(scores: Tensor, items: Tensor) -> None:
-    """Sets the scores (B, num_items) of these items, (B, S) int64 padded with num_items, to -inf."""
+    """Sets scores (B, num_items) of some items, (B, S) int64 padded with num_items, to -inf."""
     num_items = scores.shape[1]
     hidden = torch.where(items < num_items, -torch.inf, torch.inf).to(scores.dtype)
     scores.scatter_reduce_(1, items.clamp(max=num_items - 1), hidden, "amin")

@@ -1,4 +1,4 @@
-"""DeepConvLSTM: convolutions, then recurrence (Ordonez and Roggen, Sensors 2016, 16(1), 115)."""
+"""DeepConvLSTM: convolutions, then LSTMs (Ordonez and Roggen, Sensors 2016, 16(1), 115)."""
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,9 @@ _NUM_UNITS = 128
 class DeepConvLstm(nn.Module):
     """Classifies windows of inertial signals: `logits = model(x)`, x (B, num_channels, T) -> (B, num_classes).
 
-    Four convolutions over time, shared by the channels and without padding, so T is at least 17 and T - 16 steps are
-    left; then two LSTMs, of which the second one's last state is classified. 556,358 parameters for 9 channels and
-    6 classes. Nothing couples the windows of a batch.
+    Four unpadded convolutions over time, shared by the channels, so T is at least 17 and T - 16 steps remain; then two
+    LSTMs, whose last state is classified. 556,358 parameters for 9 channels and 6 classes. Windows of a batch are
+    independent.
 
     dropout: rate before the second LSTM and before the classifier, in [0, 1).
     """
@@ -24,8 +24,7 @@ class DeepConvLstm(nn.Module):
     def __init__(self, num_channels: int = 9, num_classes: int = 6, dropout: float = 0.5) -> None:
         super().__init__()
         self.encoder = _encoder()
-        # Two modules, for the dropout between the layers of one nn.LSTM follows no seed on a GPU: cuDNN keeps a
-        # generator of its own.
+        # Two modules, because the dropout between layers of one nn.LSTM uses cuDNN's own unseeded generator on a GPU.
         self.lstm1 = nn.LSTM(num_channels * _NUM_FILTERS, _NUM_UNITS, batch_first=True)
         self.lstm2 = nn.LSTM(_NUM_UNITS, _NUM_UNITS, batch_first=True)
         self.classifier = nn.Linear(_NUM_UNITS, num_classes)
@@ -35,7 +34,7 @@ class DeepConvLstm(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The convolutions, and each of the LSTMs."""
+        """Returns the convolutions and each LSTM."""
         return [self.encoder, self.lstm1, self.lstm2]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,7 +46,7 @@ class DeepConvLstm(nn.Module):
 
 
 def _encoder() -> nn.Sequential:
-    """(B, 1, channels, T) -> (B, filters, channels, T - 16). No kernel reaches from one channel to another."""
+    """Builds (B, 1, channels, T) -> (B, filters, channels, T - 16), without mixing channels."""
     layers: list[nn.Module] = []
     num_inputs = 1
     for _ in range(_NUM_CONVOLUTIONS):
@@ -58,7 +57,7 @@ def _encoder() -> nn.Sequential:
 
 @torch.no_grad()
 def make_recurrence_orthogonal(lstm: nn.LSTM) -> None:
-    """Draws an orthogonal matrix for the recurrent weights of each gate."""
+    """Initialises each gate's recurrent weights with an orthogonal matrix."""
     for name, weight in lstm.named_parameters():
         if name.startswith("weight_hh"):
             for gate in weight.chunk(4):

@@ -11,29 +11,28 @@ from models.layers.ensemble import log_mean_probabilities
 Mode = Literal["early", "flatten", "average", "first"]
 
 NUM_MOVEMENT_CHANNELS = 6
-"""Acceleration without gravity, and rotation, come first; acceleration with gravity has no other movement in it."""
+"""The first channels are acceleration without gravity and rotation; those with gravity contain no other movement."""
 SMALL_MOVEMENT = 0.03
-"""In standard deviations: below it the second view of a channel is linear, above it logarithmic."""
+"""Scale in standard deviations below which the second view of a channel is linear, above logarithmic."""
 
 
 class HarNet(nn.Module):
     """Classifies windows of inertial signals: `logits = model(x)`, x (B, num_channels, T) -> (B, num_classes).
 
-    It consists of several small networks, its members, that see the same windows and share nothing. Each is to be
-    trained on a loss of its own (`member_logits`); the model answers with the mean of their probabilities (deep
-    ensembles: Lakshminarayanan et al., 2017). They are computed side by side, as groups of one convolution.
+    It contains several small networks, its members, which see the same windows and share nothing. Each has its own loss
+    (`member_logits`); the output averages their probabilities (deep ensembles: Lakshminarayanan et al., 2017). They are
+    computed in parallel, as groups of one convolution.
 
-    Every layer normalises within a sample and a member (GroupNorm, LayerNorm), so that what a sample gets does not
-    depend on the samples beside it. T is at least 8; any length works, because features are pooled over time.
+    Every layer normalises within a sample and member (GroupNorm, LayerNorm), so samples do not affect each other. T is
+    at least 8; any length works, because features are pooled over time.
 
-    mode: how the channels meet.
-        "early": the first convolution sees all channels. The accurate one.
-        "flatten": one single-channel encoder, shared by the channels; their features are concatenated.
-        "average": the same, features averaged over the channels.
-        "first": the same, of channel 0 alone.
-    hidden_dims: widths of the hidden layers of each member's head; () for a linear head.
-    dropout: rate after each hidden layer.
-    widths: of each member's convolutions, each of which halves the time axis; a multiple of 8 each.
+    mode: how channels are combined.
+        "early": the first convolution sees all channels; the most accurate.
+        "flatten": a shared single-channel encoder; features are concatenated.
+        "average": a shared single-channel encoder; features are averaged.
+        "first": the encoder sees channel 0 only.
+    hidden_dims: hidden layer widths of each member's head; () for a linear head. dropout: rate after each hidden layer.
+    widths: of each member's convolutions, which each halve the time axis; multiples of 8.
     """
 
     def __init__(
@@ -60,28 +59,28 @@ class HarNet(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The encoder, which holds the convolutions of all members side by side, and the members' heads."""
+        """Returns the encoder, with the convolutions of all members, and the members' heads."""
         return [self.encoder, *self.heads]
 
     def features(self, x: Tensor) -> Tensor:
-        """What the members' heads see of the windows: (B, num_members, num_features)."""
+        """Returns the input of the members' heads: (B, num_members, num_features)."""
         features: Tensor
         if self.mode == "early":
             features = self.encoder(x)
         elif self.mode == "first":
             features = self.encoder(x[:, :1])
         else:
-            # Channels become samples, so that one encoder sees each of them alone.
+            # channels become samples of a single-channel encoder
             per_channel = self.encoder(x.flatten(0, 1).unsqueeze(1)).unflatten(0, x.shape[:2])
             features = per_channel.transpose(1, 2).flatten(2) if self.mode == "flatten" else per_channel.mean(1)
         return features
 
     def member_logits(self, features: Tensor) -> Tensor:
-        """features: of `features`. Returns (B, num_members, num_classes)."""
+        """features: from `features`. Returns (B, num_members, num_classes)."""
         return torch.stack([head(features[:, i]) for i, head in enumerate(self.heads)], dim=1)
 
     def freeze_encoder(self) -> None:
-        """The encoder is not trained, and is in eval mode whatever the mode of the rest."""
+        """Freezes the encoder and keeps it in eval mode."""
         self._encoder_is_frozen = True
         self.encoder.requires_grad_(False).eval()
 
@@ -95,16 +94,16 @@ class HarNet(nn.Module):
 class Encoder(nn.Module):
     """Strided convolutions, then mean and maximum over time: (B, C, T) -> (B, num_members, num_features).
 
-    They see the first six channels twice: as they are, and on a nearly logarithmic scale on which small movements show.
+    The first six channels enter twice: unchanged, and on a nearly logarithmic scale that shows small movements.
     """
 
     def __init__(self, num_channels: int, widths: Sequence[int], num_members: int) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         num_channels += min(num_channels, NUM_MOVEMENT_CHANNELS)
-        groups = 1  # all members begin with the same channels
+        groups = 1  # all members share the input channels
         for width, kernel_size in zip(widths, (9, 5, *[3] * len(widths)), strict=False):
-            # No bias: the normalisation that follows would cancel it.
+            # without bias, which the following normalisation would cancel
             conv = nn.Conv1d(
                 num_channels, num_members * width, kernel_size, stride=2, padding=kernel_size // 2, groups=groups,
                 bias=False,
@@ -121,10 +120,9 @@ class Encoder(nn.Module):
 
 
 def with_small_movements(x: Tensor) -> Tensor:
-    """Adds asinh(x / 0.03) / 3 of the first six channels: (B, C, T) in standard deviations -> (B, C + min(C, 6), T).
+    """Appends asinh(x / 0.03) / 3 of the first six channels: (B, C, T) in standard deviations -> (B, C + min(C, 6), T).
 
-    Standing and sitting differ by movements of a few hundredths of a deviation, that of walking. They are lost beside
-    gravity, and show here.
+    Standing and sitting differ by movements of hundredths of a standard deviation, which gravity would hide.
     """
     return torch.cat([x, torch.asinh(x[:, :NUM_MOVEMENT_CHANNELS] / SMALL_MOVEMENT) / 3], dim=1)
 

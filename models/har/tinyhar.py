@@ -14,18 +14,18 @@ _NUM_FILTERS = 24
 class TinyHar(nn.Module):
     """Classifies windows of inertial signals: `logits = model(x)`, x (B, num_channels, T) -> (B, num_classes).
 
-    Convolutions shared by the channels, attention between the channels of one time step, a linear layer that fuses
-    them, an LSTM over time and an attentive pooling of its states. T is at least 1; four layers with strides
-    1, 2, 1, 2 leave ceil(T / 4) time steps. 42,704 parameters for 9 channels and 6 classes.
+    Convolutions shared by the channels, attention between the channels of a time step, a linear layer that fuses them,
+    an LSTM over time and attentive pooling of its states. T is at least 1; four layers with strides 1, 2, 1, 2 leave
+    ceil(T / 4) steps. 42,704 parameters for 9 channels and 6 classes.
 
     Of the variants in the authors' code (teco-kit/ISWC22-HAR) these are attn, FC, lstm and tnaive, here with 24
-    filters. Unlike theirs, the convolutions are padded, and dropout acts before the classifier too.
+    filters. Unlike theirs, convolutions are padded, and dropout also precedes the classifier.
 
-    Batch norm is part of the published model: in training the logits of a window depend on the windows beside it,
-    and so on the micro-batch and on the number of devices. In eval mode they do not.
+    Batch norm is part of the published model: in training a window's logits depend on the other windows, and so on the
+    micro-batch and the number of devices; in eval mode they do not.
 
-    Both attentions add to their input through a gate that starts at 0. The weights behind a closed gate have no
-    gradient until the first step has opened it.
+    Both attentions are added through a gate initialised to 0, behind which weights have no gradient until the first
+    step.
 
     dropout: rate after the attention between channels and before the classifier, in [0, 1).
     """
@@ -43,7 +43,7 @@ class TinyHar(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The convolutions, the attention between channels, and the LSTM."""
+        """Returns the convolutions, the attention between channels, and the LSTM."""
         return [self.encoder, self.channel_attention, self.lstm]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,11 +55,11 @@ class TinyHar(nn.Module):
 
 
 def _encoder() -> nn.Sequential:
-    """(B, 1, channels, T) -> (B, filters, channels, steps). No kernel reaches from one channel to another."""
+    """Builds (B, 1, channels, T) -> (B, filters, channels, steps), without mixing channels."""
     layers: list[nn.Module] = []
     num_inputs = 1
     for stride in _STRIDES:
-        # The bias stays: a ReLU stands between it and the norm.
+        # with bias, since a ReLU separates it from the norm
         conv = nn.Conv2d(
             num_inputs, _NUM_FILTERS, (1, _KERNEL_SIZE), stride=(1, stride), padding=(0, _KERNEL_SIZE // 2)
         )
@@ -71,7 +71,7 @@ def _encoder() -> nn.Sequential:
 class ChannelAttention(nn.Module):
     """Self-attention among the channels of each time step, x + gate * attention(x), unscaled as in the authors' code.
 
-    There a softmax over the rows lets the projection called "key" ask the questions; here it is named for what it does.
+    There the projection called "key" acts as the query, because softmax runs over rows; here names follow the function.
     """
 
     def __init__(self, width: int) -> None:
@@ -82,13 +82,13 @@ class ChannelAttention(nn.Module):
         self.gate = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, steps, channels, width) -> the same."""
+        """(B, steps, channels, width) -> the same shape."""
         mixed = F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x), scale=1.0)
         return x + self.gate * mixed
 
 
 class AttentivePooling(nn.Module):
-    """The last state plus gate * a mean of all states, weighted by softmax(v . tanh(W state + b)) over time."""
+    """Returns the last state plus gate * a mean of all states, weighted by softmax(v . tanh(W state + b)) over time."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

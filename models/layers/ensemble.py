@@ -1,4 +1,4 @@
-"""Several classifiers as one."""
+"""Combines several classifiers."""
 
 import math
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 
 def log_mean_probabilities(logits: Tensor) -> Tensor:
-    """The logarithm of the mean of several classifiers' probabilities: (B, members, C) -> (B, C), float32 or wider.
+    """Returns the log of the mean of several classifiers' probabilities: (B, members, C) -> (B, C), at least float32.
 
-    Half precision would round the probabilities away that a mean consists of.
+    Half precision would lose small probabilities.
     """
     each = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=2)
     num_members = logits.shape[1]
@@ -18,10 +18,10 @@ def log_mean_probabilities(logits: Tensor) -> Tensor:
 
 
 class Ensemble(nn.Module):
-    """The logarithm of the mean of the members' probabilities.
+    """The log of the mean of its members' probabilities.
 
-    The members take the same x and return logits (B, C). So does this: a softmax over its output, of the same shape,
-    is the mean of theirs. float32 or wider.
+    Members take the same x and return logits (B, C), and so does this: a softmax of its output, of the same shape, is
+    the mean of theirs. At least float32.
     """
 
     def __init__(self, members: Sequence[nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""Sequences, or problems, of unequal sizes in one batch, padded at their ends."""
+"""Masks for sequences or problems of different sizes, padded at the end."""
 
 import math
 
@@ -7,12 +7,14 @@ from torch import Tensor
 
 
 def within_lengths(lengths: Tensor, size: int) -> Tensor:
-    """(B,) -> (B, size) bool: which of the first `size` places lie before each end."""
+    """(B,) -> (B, size) bool: True at positions before each end."""
     return torch.arange(size, device=lengths.device) < lengths.unsqueeze(1)
 
 
 def of_present_classes(logits: Tensor, num_classes: Tensor | None) -> Tensor:
-    """Logits (B, Q, max_classes) in float32 or wider, -inf from class num_classes on. num_classes: (B,); None: all."""
+    """Sets logits (B, Q, max_classes) to -inf from class num_classes on, in at least float32. num_classes: (B,); None:
+    all.
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if num_classes is None:
         return logits

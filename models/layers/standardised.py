@@ -1,4 +1,4 @@
-"""Inputs in physical units for networks that want zero mean and unit deviation."""
+"""Standardisation of inputs in physical units."""
 
 import numpy as np
 import torch
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 class Standardised(nn.Module):
     """`network((x - mean) / std)`, x (B, num_channels, T) in physical units.
 
-    Mean and deviation are part of the weights, so that a trained model takes new recordings as they are. They are 0
-    and 1 until `set_statistics` or a state dict says otherwise.
+    Mean and standard deviation belong to the weights, so a trained model accepts raw recordings. They are 0 and 1 until
+    `set_statistics` or a state dict sets them.
     """
 
     mean: Tensor

@@ -1,19 +1,19 @@
-"""Products with a table that holds a row for every interval, which each pair of a query and a key looks up.
+"""Products with a table of one row per interval, looked up by each (query, key) pair.
 
-Attention to intervals needs, of query i and key j whose interval has the row r_ij of the table,
+Attention to intervals needs, for query i and key j whose interval has the row r_ij of the table,
 
     logits_ij = query_i . table[r_ij]             (interval_logits)
     sums_i    = sum_j weight_ij table[r_ij]       (interval_sums)
 
-without the (B, Tq, T, width) rows that were looked up. Either the queries are multiplied with the whole table, of which
-each pair picks its number, and the weights of the keys at one interval are added up before they meet the table: two
+without storing the (B, Tq, T, width) looked-up rows. Either the queries are multiplied by the whole table, from which
+each pair picks a number, and the weights of keys at one interval are added before they are multiplied by the table: two
 matrix products, and tensors of (B, heads, Tq, rows). Or, on a CPU where the table has many more rows than there are
-keys, so that most of that would be for rows that nobody asks for, both are bags of embeddings
-(torch.nn.functional.embedding_bag). Their derivatives are each other, and
+keys, so that most of these products would be wasted, both are embedding bags (torch.nn.functional.embedding_bag). Each
+is the derivative of the other, and
 
     table_gradient_r = sum over the pairs of row r of weight_ij query_i
 
-which is a bag again, of the pairs in the order of their rows. All are exact.
+is a bag again, of pairs in the order of their rows. All are exact.
 """
 
 from functools import cached_property
@@ -28,11 +28,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from trainer.common.torch_private import run_backward
 
 _ROWS_PER_KEY = 10
-"""Where both forms take equally long, in training and without gradients, with 25 to 200 keys."""
+"""Rows per key at which both forms are equally fast, in training and inference, for 25 to 200 keys."""
 
 
 class Pairs:
-    """The row of the table that each pair of a query and a key looks up."""
+    """The table row looked up by each (query, key) pair."""
 
     def __init__(self, row: Tensor, num_rows: int) -> None:
         """row: (B, Tq, T) int64 in [0, num_rows)."""
@@ -41,14 +41,14 @@ class Pairs:
 
     @cached_property
     def by_row(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of all pairs in the order of their rows: their numbers, those of their queries; and each row's first pair."""
+        """Returns all pairs sorted by row: their indices, their queries' indices, and each row's first pair."""
         row, pair = self.row.flatten().sort(stable=True)
         first = torch.searchsorted(row, torch.arange(self.num_rows))
         return pair, pair // self.row.shape[-1], first
 
 
 def interval_logits(query: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
-    """query_i . table[r_ij] by head: (B, heads, Tq, C) and (heads, rows, C) -> (B, heads, Tq, T)."""
+    """Returns query_i . table[r_ij] by head: (B, heads, Tq, C) and (heads, rows, C) -> (B, heads, Tq, T)."""
     if _in_bags(pairs):
         return _by_head(_Logits, query, table, pairs)
     row = pairs.row.unsqueeze(1).expand(-1, query.shape[1], -1, -1)
@@ -56,17 +56,17 @@ def interval_logits(query: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
 
 
 def interval_sums(weight: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
-    """sum_j weight_ij table[r_ij] by head: (B, heads, Tq, T) and (heads, rows, C) -> (B, heads, Tq, C)."""
+    """Returns sum_j weight_ij table[r_ij] by head: (B, heads, Tq, T) and (heads, rows, C) -> (B, heads, Tq, C)."""
     if _in_bags(pairs):
         return _by_head(_Sums, weight, table, pairs)
     row = pairs.row.unsqueeze(1).expand(-1, weight.shape[1], -1, -1)
     by_row = weight.new_zeros(*weight.shape[:-1], pairs.num_rows).scatter_add_(-1, row, weight)
-    # Not `@`, which copies the table for every row of the batch.
+    # `@` would copy the table for every row of the batch
     return torch.einsum("bhir,hrc->bhic", by_row, table)
 
 
 def _in_bags(pairs: Pairs) -> bool:
-    # The logits are a derivative, and under inference_mode there is none.
+    # the logits are computed as a derivative, which inference_mode lacks
     if pairs.row.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
     return pairs.num_rows > _ROWS_PER_KEY * pairs.row.shape[-1]
@@ -124,17 +124,17 @@ def _sums(weight: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
 
 
 def _logits(query: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
-    """(B * Tq, C), (rows, C) -> (B * Tq, T): the derivative of `_sums` by the weights, in the direction of `query`."""
+    """(B * Tq, C), (rows, C) -> (B * Tq, T): the derivative of `_sums` by the weights in the direction of `query`."""
     with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
         weight = query.new_zeros(len(query), pairs.row.shape[-1], requires_grad=True)
-        # torch.autograd.grad would import sympy, which takes a third of a second.
+        # torch.autograd.grad would import sympy, a third of a second
         run_backward((_sums(weight, table.detach(), pairs),), (query.detach(),))
     assert weight.grad is not None
     return weight.grad
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
-    # Hooks that recompute or offload what is saved belong to the outer backward; this one is over at once.
+    # Hooks that recompute or offload saved tensors belong to the outer backward.
     return tensor
 
 

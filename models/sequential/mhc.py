@@ -1,6 +1,6 @@
 """Manifold-constrained hyper-connections: several residual streams instead of one (arXiv 2512.24880).
 
-The state of a token is n streams X (n, C). Around a sub-layer F, which includes its own norm,
+A token's state is n streams X (n, C). Around a sub-layer F, which includes its own norm,
 
     X' = H_res X + h_post^T F(h_pre X)
 
@@ -10,13 +10,13 @@ with coefficients that depend on the token (equations 7 and 8 of the paper): wit
     h_post = 2 sigmoid(a_post v phi_post + b_post)
     H_res = Sinkhorn(a_res v phi_res + b_res)
 
-The streams live from the first sub-layer to the last: the first connection of a model opens them, as copies of its
-input, and the last one closes them, by their mean. Where all streams are equal, or only their mean is used, H_res has
-a true gradient of zero (as has h_pre in front of a norm), so those two connections have no such coefficients.
+Streams exist from the first sub-layer to the last: a model's first connection opens them as copies of its input, and
+the last one closes them by their mean. Where all streams are equal, or only their mean is used, H_res has a true
+gradient of zero (as has h_pre in front of a norm), so those two connections lack these coefficients.
 
-At the start h_post is 1, H_res is close to the identity and h_pre adds up to 1, most of it on stream l mod n at
-connection l. All streams are then equal and the network is the plain pre-norm one, but the streams are read
-differently and so receive different gradients; with equal h_pre they would stay equal for ever.
+Initially h_post is 1, H_res is close to the identity and h_pre sums to 1, mostly on stream l mod n at connection l. All
+streams are then equal and the network is the plain pre-norm one, but streams are read differently and so receive
+different gradients; with equal h_pre they would stay equal forever.
 """
 
 import math
@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from models.sequential.sasrec import NORM_EPS, Sublayer, rows
 
 _OTHERS_SHARE = 1 / (1 + math.exp(4.0))
-"""What h_pre reads at the start of every stream but one: sigmoid(-4)."""
+"""Initial h_pre of every stream but one: sigmoid(-4)."""
 _RESIDUAL_LOGIT = 1.5
-"""b_res at the start: this on the diagonal, minus this elsewhere."""
+"""Initial b_res: this on the diagonal, its negative elsewhere."""
 _PHI_STD = 0.02
 _SMALLEST_ENTRY = math.exp(-27.0)
 
@@ -40,7 +40,7 @@ def hyper_connections(
     width: int, num_blocks: int, num_streams: int = 4, init_gate: float = 0.01, num_iterations: int = 20,
     in_full_precision: bool = False,
 ) -> list["HyperConnection"]:  # fmt: skip
-    """The connections of a whole model, two for each block; the arguments are those of HyperConnection."""
+    """Creates a model's connections, two per block; see HyperConnection for the arguments."""
     last = 2 * num_blocks - 1
     return [
         HyperConnection(
@@ -52,15 +52,12 @@ def hyper_connections(
 
 
 class HyperConnection(nn.Module):
-    """One connection. Its sub-layer gets normalised input, as in a pre-norm residual connection.
+    """A connection around a sub-layer with normalised input, as in a pre-norm residual connection.
 
-    layer: 0-based number of the sub-layer within the model.
-    num_streams: n, at least 2.
-    init_gate: a_pre, a_post and a_res at the start: how much the coefficients depend on the token.
-    num_iterations: of Sinkhorn and Knopp's algorithm, at least 1.
-    in_full_precision: keeps the whole connection out of autocast; otherwise its matrix products take part.
-    opens: takes (B, T, C) and makes the streams.
-    closes: gives (B, T, C), the mean of the streams.
+    layer: index of the sub-layer in the model, from 0. num_streams: n, at least 2. init_gate: initial a_pre, a_post and
+    a_res: how much the coefficients depend on the token. num_iterations: of Sinkhorn and Knopp's algorithm, at least 1.
+    in_full_precision: disables autocast for the whole connection; otherwise its matrix products use it. opens: takes
+    (B, T, C) and creates the streams. closes: returns (B, T, C), the mean of the streams.
     """
 
     def __init__(
@@ -87,11 +84,11 @@ class HyperConnection(nn.Module):
             self.residual = ResidualMatrix(read, n, init_gate, num_iterations)
 
     def forward(self, x: Tensor, sublayer: Sublayer, last: Tensor | None = None) -> Tensor:
-        """(B, T, n, C) -> (B, T, n, C), or (B, 1, n, C) if `last` is given; see `opens` and `closes`."""
+        """(B, T, n, C) -> (B, T, n, C), or (B, 1, n, C) with `last`; see `opens` and `closes`."""
         with self._precision(x):
             streams = x.unsqueeze(-2) if self.opens else x
             projected = self._projected(streams)
-            # A sum of products: a product of matrices this thin is many times slower on a CPU.
+            # A sum of products, since products of such thin matrices are many times slower on a CPU.
             read = x if self.opens else (torch.sigmoid(self.pre(projected["pre"])).unsqueeze(-1) * streams).sum(-2)
             normalised = self.norm(read)
         out = sublayer(rows(normalised, last), normalised)
@@ -104,9 +101,9 @@ class HyperConnection(nn.Module):
             return kept + post.unsqueeze(-1) * out.unsqueeze(-2)
 
     def _projected(self, streams: Tensor) -> dict[str, Tensor]:
-        """RMSNorm(vec(X)) phi of all coefficients, by their name: (B, T, n, C) -> (B, T, number of coefficients) each.
+        """Returns RMSNorm(vec(X)) phi of all coefficients by name: (B, T, n, C) -> (B, T, number of coefficients) each.
 
-        RMSNorm's own gain is absorbed in phi, and it divides the product, which is shorter than what goes into it.
+        RMSNorm's gain is absorbed in phi, and its division is applied to the product, which is shorter than its input.
         """
         phi = {name: part.phi for name, part in self.named_children() if isinstance(part, Coefficients)}
         flat = streams.flatten(-2)
@@ -121,7 +118,7 @@ class HyperConnection(nn.Module):
 
 
 class Coefficients(nn.Module):
-    """gate * (RMSNorm(vec(X)) phi) + bias, in full precision but for the product, which is made by the connection."""
+    """gate * (RMSNorm(vec(X)) phi) + bias, in full precision except for the product, which the connection computes."""
 
     def __init__(self, num_inputs: int, bias: Tensor, gate: float) -> None:
         super().__init__()
@@ -130,15 +127,15 @@ class Coefficients(nn.Module):
         self.bias = nn.Parameter(bias)
 
     def forward(self, projected: Tensor) -> Tensor:
-        """(..., number of coefficients) -> the same."""
+        """(..., number of coefficients) -> the same shape."""
         return self.gate * projected + self.bias
 
 
 class ResidualMatrix(Coefficients):
-    """H_res of every token, doubly stochastic."""
+    """Returns H_res of every token, doubly stochastic."""
 
     stays_eager: ClassVar[bool] = True
-    """Under `torch.compile`, which would write all iterations into one another for many minutes."""
+    """Not compiled by `torch.compile`, which would unroll all iterations for many minutes."""
 
     def __init__(self, num_inputs: int, num_streams: int, gate: float, num_iterations: int) -> None:
         super().__init__(num_inputs, _RESIDUAL_LOGIT * (2 * torch.eye(num_streams) - 1).flatten(), gate)
@@ -152,21 +149,21 @@ class ResidualMatrix(Coefficients):
 
 
 def _one_hot_read(stream: int, n: int) -> Tensor:
-    """b_pre that reads mostly one stream, with a total of exactly 1."""
+    """Returns b_pre that reads mostly one stream, summing to exactly 1."""
     share = torch.full((n,), _OTHERS_SHARE)
     share[stream] = 1 - (n - 1) * _OTHERS_SHARE
     return torch.logit(share)
 
 
 def doubly_stochastic(logits: Tensor, num_iterations: int) -> Tensor:
-    """The doubly stochastic matrix near exp(logits): (..., n, n), at least in float32.
+    """Returns the doubly stochastic matrix near exp(logits): (..., n, n), at least in float32.
 
-    Its columns and rows are divided by their sums in turn (Sinkhorn and Knopp, 1967), rows last. Logits far apart would
-    take many more iterations than anyone wants to wait for, so the columns' remaining error is removed by the rounding
-    of Altschuler, Weed and Rigollet (NeurIPS 2017, algorithm 2), after which rows and columns sum to 1 exactly.
+    Columns and rows are divided by their sums in turn (Sinkhorn and Knopp, 1967), rows last. Widely spread logits would
+    need too many iterations, so the columns' remaining error is removed by the rounding of Altschuler, Weed and
+    Rigollet (NeurIPS 2017, algorithm 2), after which rows and columns sum to 1 exactly.
     """
     n = logits.shape[-1]
-    # With tokens as the last dimension, sums over the small matrices are sums of long vectors.
+    # with tokens last, sums over the small matrices are sums of long vectors
     by_token = logits.reshape(-1, n, n).permute(1, 2, 0)
     if by_token.dtype in (torch.float16, torch.bfloat16):
         by_token = by_token.float()
@@ -175,20 +172,20 @@ def doubly_stochastic(logits: Tensor, num_iterations: int) -> Tensor:
     lack_of_row = (1 - matrix.sum(1, keepdim=True)).clamp(min=0)
     lack_of_column = (1 - matrix.sum(0, keepdim=True)).clamp(min=0)
     matrix = matrix + lack_of_row * lack_of_column / lack_of_row.sum(0, keepdim=True).clamp(min=_SMALLEST_ENTRY)
-    # Contiguous: products with matrices of any other layout are made one by one.
+    # contiguous, since batched products of other layouts run one by one
     return matrix.permute(2, 0, 1).reshape(logits.shape).contiguous()
 
 
 class _Sinkhorn(torch.autograd.Function):
-    """exp(logits) of (n, n, tokens), its columns and rows normalised in turn.
+    """exp(logits) of (n, n, tokens), columns and rows normalised in turn.
 
-    Every iterate is diag(u) K diag(v), so only the vectors are iterated, and only they are kept for backward. An entry
-    below e^-27 of its column's largest counts as that much, so that no sum vanishes.
+    Every iterate is diag(u) K diag(v), so only these vectors are iterated and stored for backward. Entries below e^-27
+    of their column's largest are raised to it, so that no sum vanishes.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, num_iterations: int) -> Tensor:
-        # The first division cancels any factor of a column, so the largest entry can be 1.
+        # the first division cancels any column factor, so the largest entry can be 1
         kernel = (logits - logits.amax(0, keepdim=True)).exp().clamp(min=_SMALLEST_ENTRY).contiguous()
         u = [torch.ones_like(kernel[:, 0])]
         v = []

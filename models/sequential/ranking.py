@@ -1,7 +1,7 @@
-"""Ranking items: losses that train scores, and the place of the true item among them.
+"""Ranking items: training losses, and the place of the true item.
 
 States (..., d) score item i by their dot product with row i of the item table; item 0 is padding and never scored.
-Every loss is a sum over the positions whose target is an item.
+Every loss is a sum over positions whose target is an item.
 """
 
 import math
@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
-"""Scores held at a time by `full_softmax`: few enough for a CPU's cache, and enough to keep a GPU busy (256 MiB)."""
+"""Scores held at once by `full_softmax`: few enough for a CPU's cache, enough to keep a GPU busy (256 MiB)."""
 _FEWEST_POSITIONS = 16
-"""Scored at a time, however many items there are: each chunk reads the whole table."""
+"""Minimum positions per chunk, since each chunk reads the whole table."""
 
 
 def binary_cross_entropy(states: Tensor, targets: Tensor, negatives: Tensor, table: Tensor) -> Tensor:
-    """softplus(-s+) + the mean of softplus(s-) over the negatives of the position (SASRec, equation 6).
+    """softplus(-s+) plus the mean of softplus(s-) over a position's negatives (SASRec, equation 6).
 
     states: (B, T, d). targets: (B, T). negatives: (B, T, k). table: (num_items + 1, d). Returns a scalar.
     """
@@ -58,7 +58,7 @@ def full_softmax(states: Tensor, targets: Tensor, table: Tensor) -> Tensor:
     """Softmax cross-entropy over all items, exact, without holding all scores at once."""
     flat, targets = states.flatten(0, -2), targets.flatten()
     if flat.device.type == "cpu":
-        # Skipping padding saves work; on a GPU it would cost a wait, because the host must learn how much is left.
+        # skipping padding saves work; on a GPU the host would wait for the number of positions
         real = targets.nonzero().squeeze(1)
         flat, targets = flat.index_select(0, real), targets.index_select(0, real)
     loss: Tensor = _FullSoftmax.apply(flat, targets, table)
@@ -66,14 +66,14 @@ def full_softmax(states: Tensor, targets: Tensor, table: Tensor) -> Tensor:
 
 
 class _FullSoftmax(torch.autograd.Function):
-    """Scores, loss and gradients, chunk by chunk; forward keeps the gradients, which are no larger than the inputs.
+    """Computes scores, loss and gradients in chunks; forward stores the gradients, no larger than the inputs.
 
-    For the sum of losses, d/d scores = softmax - one-hot; backward scales what it implies for states and table.
+    For the sum of losses d/d scores = softmax - one-hot; backward scales its products with states and table.
     """
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, targets: Tensor, table: Tensor) -> Tensor:
-        # Low-precision autocast applies to the products alone.
+        # low-precision autocast applies to the products only
         states = _of_items(states, targets)
         in_full = torch.promote_types(states.dtype, torch.float32)
         grad_states, grad_table = torch.zeros_like(states), torch.zeros_like(table, dtype=in_full)
@@ -100,7 +100,7 @@ class _FullSoftmax(torch.autograd.Function):
 
 
 def _scores(states: Tensor, targets: Tensor, negatives: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the targets (B, T), and of the rows' negatives (B, T, k), in float32 or wider: many of them are added up."""
+    """Scores targets (B, T) and the rows' negatives (B, T, k) in at least float32, since many are summed."""
     states = _of_items(states, targets)
     positive = (states * F.embedding(targets, table)).sum(-1)
     negative = states @ F.embedding(negatives, table).transpose(-2, -1)
@@ -112,16 +112,15 @@ def _sum_over_items(loss: Tensor, targets: Tensor) -> Tensor:
 
 
 def _of_items(states: Tensor, targets: Tensor) -> Tensor:
-    """The states with zeros at padding, where they may hold anything, infinity too."""
+    """Returns states with zeros at padding, where they may hold anything, even infinity."""
     return torch.where((targets > 0).unsqueeze(-1), states, 0)
 
 
 def place_of_target(target: Tensor, others: Tensor) -> Tensor:
-    """How many other items rank above the target, float64 (B,), from its score (B,) and those of the others (B, n).
+    """Returns how many other items rank above the target, float64 (B,), from its score (B,) and theirs (B, n).
 
-    An item that shares its score with m others takes the middle of their places: m / 2 of them count as above it,
-    whatever the order in which they are stored. A score that is not a number counts as above the target, and a
-    target's that is not a number is the last. -inf removes one of the others, unless the target's score is -inf too.
+    An item tied with m others takes their middle place: m / 2 count as above it, in any storage order. NaN scores count
+    as above the target, and a NaN target is last. -inf removes an item, unless the target's score is -inf too.
     """
     target = target.unsqueeze(1)
     num_below = (others < target).sum(1)
@@ -130,23 +129,20 @@ def place_of_target(target: Tensor, others: Tensor) -> Tensor:
 
 
 def ranking_metrics(place: Tensor, cutoffs: Sequence[int]) -> Tensor:
-    """Hit rate, NDCG and reciprocal rank at each cutoff, summed over the queries: (3, len(cutoffs)) float64.
+    """Returns hit rate, NDCG and reciprocal rank at each cut-off, summed over queries: (3, len(cutoffs)) float64.
 
-    place: (B,), from `place_of_target`. With one relevant item NDCG is 1 / log2(place + 2), and the reciprocal rank
-    1 / (place + 1), both 0 beyond the cutoff k; a hit means place <= k - 1.
+    place: (B,), from `place_of_target`. With one relevant item NDCG is 1 / log2(place + 2), and the reciprocal rank 1 /
+    (place + 1), both 0 beyond the cut-off k; a hit means place <= k - 1.
     """
     place = place.double().unsqueeze(1)
-    # Numbers go to a GPU with the kernels; a tensor of them would be copied there, and the host would wait.
+    # plain numbers go to a GPU with the kernels; copying a tensor would make the host wait
     hit = torch.cat([place <= cutoff - 1 for cutoff in cutoffs], dim=1).double()
     gain = math.log(2) / torch.log(place + 2)
     return torch.stack([hit.sum(0), (hit * gain).sum(0), (hit / (place + 1)).sum(0)])
 
 
 def times_recommended(scores: Tensor, cutoffs: Sequence[int]) -> Tensor:
-    """How often each item is among the best k of a query, at each cutoff k: (len(cutoffs), n) float64.
-
-    scores: (B, n); -inf is never recommended.
-    """
+    """Counts how often each item is among the best k of a query, at each cut-off k: (len(cutoffs), n) float64."""
     best = scores.topk(min(max(cutoffs), scores.shape[1]))
     counts = (best.values > -math.inf).double()
     times = counts.new_zeros(len(cutoffs), scores.shape[1])

@@ -1,8 +1,8 @@
-"""SASRec: self-attentive sequential recommendation (Kang and McAuley, ICDM 2018), and what its relatives share.
+"""SASRec: self-attentive sequential recommendation (Kang and McAuley, ICDM 2018), and its relatives' common parts.
 
-Histories are left-aligned: real items first, zeros after them. Attention is causal, so that a real item never sees
-the padding and no padding mask is needed. Positions are counted from the end, as in the left-padded original: the
-last item of every history has the last position.
+Histories are left-aligned: real items first, then zeros. Attention is causal, so real items never see the padding and
+no padding mask is needed. Positions count from the end, as in the left-padded original: every history's last item has
+the last position.
 """
 
 import math
@@ -17,18 +17,17 @@ from models.layers.dropout import Dropout
 
 NormOrder = Literal["original", "pre", "post"]
 Sublayer = Callable[[Tensor, Tensor], Tensor]
-"""(query input, context) -> what is added to the residual stream; the feed-forward sub-layer ignores the context."""
+"""(query input, context) -> update of the residual stream; the feed-forward sub-layer ignores the context."""
 
 NORM_EPS = 1e-8
 _CHUNK_STEPS = 50
 
 
 class Residual(nn.Module):
-    """A plain residual connection around a sub-layer F(query input, context), with its LayerNorm.
+    """A residual connection around a sub-layer F(query input, context), with its LayerNorm.
 
-    original: n = norm(x); n + F(n, x), the order of the SASRec paper's code: the stream itself is normalised.
-    pre: x + F(norm(x), norm(x)).
-    post: norm(x + F(x, x)).
+    original: n = norm(x); n + F(n, x), as in the SASRec paper's code: the stream itself is normalised. pre: x +
+    F(norm(x), norm(x)). post: norm(x + F(x, x)).
     """
 
     def __init__(self, width: int, order: NormOrder) -> None:
@@ -37,7 +36,7 @@ class Residual(nn.Module):
         self.norm = nn.LayerNorm(width, eps=NORM_EPS)
 
     def forward(self, x: Tensor, sublayer: Sublayer, last: Tensor | None = None) -> Tensor:
-        """x: (B, T, width) -> the same, or (B, 1, width) if `last` (see `rows`) is given."""
+        """x: (B, T, width) -> the same shape, or (B, 1, width) with `last` (see `rows`)."""
         here = rows(x, last)
         if self.order == "original":
             query = self.norm(here)
@@ -49,7 +48,7 @@ class Residual(nn.Module):
 
 
 def rows(x: Tensor, last: Tensor | None) -> Tensor:
-    """(B, T, ...) -> its time step last[b] of every b, (B, 1, ...); all of x if `last` is None.
+    """Selects time step last[b] of every b: (B, T, ...) -> (B, 1, ...); all of x for None.
 
     Only the state after the last item predicts the next one, so the last block needs no other query.
     """
@@ -57,10 +56,10 @@ def rows(x: Tensor, last: Tensor | None) -> Tensor:
 
 
 def causal_chunks(num_steps: int, device: torch.device) -> list[tuple[int, int]]:
-    """Ranges of the time steps of queries, to be treated one after the other on a CPU.
+    """Returns ranges of query time steps, processed in turn on a CPU.
 
-    The queries of a range see no key behind its end, so that a good third of all pairs is never computed. A GPU
-    would rather have few large kernels: there it is one range, and in a program that is to take any number of steps.
+    Queries of a range see no key beyond its end, which saves a good third of all pairs. A GPU prefers few large
+    kernels, and an exported program any number of steps: there it is one range.
     """
     if device.type != "cpu" or torch.compiler.is_compiling():
         return [(0, num_steps)]
@@ -68,9 +67,9 @@ def causal_chunks(num_steps: int, device: torch.device) -> list[tuple[int, int]]
 
 
 def causal_parts(query: Tensor) -> list[tuple[Tensor, int]]:
-    """The queries of each of the `causal_chunks`, with the end of its range. query: (B, heads, T, width / heads).
+    """Splits queries into `causal_chunks`, with each range's end. query: (B, heads, T, width / heads).
 
-    A split, whose gradient is put together once: those of slices are filled up with zeros, and added, one by one.
+    Uses split, whose gradient is concatenated once; gradients of slices would be zero-padded and added.
     """
     chunks = causal_chunks(query.shape[2], query.device)
     parts = query.split([stop - start for start, stop in chunks], dim=2)
@@ -78,7 +77,7 @@ def causal_parts(query: Tensor) -> list[tuple[Tensor, int]]:
 
 
 def causal_softmax(logits: Tensor) -> Tensor:
-    """The softmax of each of Tq queries, the last of T time steps, over the keys up to its own: (..., Tq, T).
+    """Applies softmax for Tq queries, the last of T time steps, over keys up to their own: (..., Tq, T).
 
     Changes the logits in place.
     """
@@ -88,13 +87,13 @@ def causal_softmax(logits: Tensor) -> Tensor:
 
 
 def last_softmax(logits: Tensor, last: Tensor) -> Tensor:
-    """The softmax of one query for each row, (B, heads, 1, T), over the keys up to time step last[b]."""
+    """Applies softmax for one query per row, (B, heads, 1, T), over keys up to time step last[b]."""
     behind = torch.arange(logits.shape[-1], device=logits.device) > last.view(-1, 1, 1, 1)
     return logits.masked_fill(behind, -math.inf).softmax(dim=-1)
 
 
 class FeedForward(nn.Module):
-    """Two layers of the same width with ReLU: the kernel-size-1 convolutions of the paper's code."""
+    """Two layers of equal width with ReLU: the kernel-size-1 convolutions of the paper's code."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -107,7 +106,7 @@ class FeedForward(nn.Module):
 
 
 class Projections(nn.Module):
-    """Queries, keys and values by head. Keys have no bias: softmax is blind to it, so its true gradient is zero."""
+    """Queries, keys and values by head. Keys have no bias: softmax ignores it, so its true gradient is zero."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -125,11 +124,11 @@ class Projections(nn.Module):
 
     def scaled_query(self, query_input: Tensor) -> Tensor:
         """(B, T, width) -> (B, heads, T, width / heads)."""
-        scale = (self.num_heads / query_input.shape[-1]) ** 0.5  # on the weights, which are fewer than the queries
+        scale = (self.num_heads / query_input.shape[-1]) ** 0.5  # scales the weights, which are fewer than the queries
         return self.split(F.linear(query_input, self.query.weight * scale, self.query.bias * scale))
 
     def score(self, query: Tensor, context: Tensor) -> Tensor:
-        """One query's products with all keys, which are never made: q . (W c) = (W^T q) . c.
+        """Returns one query's products with all keys without computing these: q . (W c) = (W^T q) . c.
 
         query: (B, heads, 1, width / heads). context: (B, T, width). Returns (B, heads, 1, T).
         """
@@ -137,7 +136,7 @@ class Projections(nn.Module):
         return query @ by_head @ context.unsqueeze(1).transpose(-2, -1)
 
     def pool(self, attention: Tensor, context: Tensor) -> Tensor:
-        """The sum of all values, which are never made either, by one query's attention.
+        """Returns the values weighted by one query's attention, without computing all values.
 
         attention: (B, heads, 1, T). context: (B, T, width). Returns (B, heads, 1, width / heads).
         """
@@ -157,7 +156,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 class CausalAttention(nn.Module):
-    """Scaled dot-product attention to the items up to the query's own; without an output projection, as published."""
+    """Scaled dot-product attention to items up to the query's own, without an output projection, as published."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -173,7 +172,7 @@ class CausalAttention(nn.Module):
         if query.device.type != "cpu":
             p = self.dropout.p if self.training else 0.0
             return merge_heads(F.scaled_dot_product_attention(query, key, value, None, p, is_causal=True, scale=1))
-        # For histories of this length torch's fused attention is slower on a CPU than plain matrix products.
+        # for these lengths torch's fused attention is slower on a CPU than matrix products
         parts = []
         for part, stop in causal_parts(query):
             logits = part @ key[:, :, :stop].transpose(-2, -1)
@@ -192,18 +191,16 @@ class Block(nn.Module):
         self.attention_connection, self.feed_forward_connection = connections
 
     def forward(self, x: Tensor, *relations: Any, last: Tensor | None = None) -> Tensor:
-        """relations: what the attention gets besides queries and context."""
+        """relations: further inputs of the attention."""
         x = self.attention_connection(x, lambda query, context: self.attention(query, context, *relations, last), last)
         return self.feed_forward_connection(x, lambda query, _: self.feed_forward(query))
 
 
 class SequentialRecommender(nn.Module):
-    """Item embeddings, blocks and a final norm. A subclass makes the blocks' input from the embeddings.
+    """Base: item embeddings, blocks and a final norm. Subclasses define the blocks' input.
 
-    num_items: items are 1..num_items; 0 is padding.
-    maxlen: longest history, in items.
-    attentions: one attention module for each block.
-    connections: two for each block, around its attention and around its feed-forward layer.
+    num_items: items are 1..num_items; 0 is padding. maxlen: longest history, in items. attentions: one attention module
+    per block. connections: two per block, around attention and feed-forward layer.
     """
 
     def __init__(
@@ -217,7 +214,7 @@ class SequentialRecommender(nn.Module):
     ) -> None:
         super().__init__()
         self.maxlen = maxlen
-        self.item_scale = math.sqrt(width)  # of item embeddings in the blocks' input, as published
+        self.item_scale = math.sqrt(width)  # factor of item embeddings in the blocks' input, as published
         self.items = nn.Embedding(num_items + 1, width, padding_idx=0)
         self.dropout = Dropout(dropout)
         self.blocks = nn.ModuleList(
@@ -227,23 +224,23 @@ class SequentialRecommender(nn.Module):
         self.norm = nn.LayerNorm(width, eps=NORM_EPS)
 
     def forward(self, items: Tensor, length: Tensor, times: Tensor | None = None) -> Tensor:
-        """Scores of every item as the next one: (B, num_items + 1); that of the padding item 0 is -inf.
+        """Scores every item as the next one: (B, num_items + 1); padding item 0 scores -inf.
 
-        items: (B, T) int64, T <= maxlen, each history from its oldest to its newest item, zeros after it.
-        length: (B,) int64, real items of each history, at least 1.
-        times: (B, T) integers, the scaled times of models.sequential.tisasrec; models without time ignore it.
+        items: (B, T) int64, T <= maxlen, each history from oldest to newest, then zeros. length: (B,) int64, real
+        items, at least 1. times: (B, T) integers, scaled times of models.sequential.tisasrec; ignored by models without
+        time.
         """
         states = self.encode(items, length, times, only_last=True)[:, 0]
         table = self.items.weight
-        with torch.autocast(table.device.type, enabled=False):  # scores in bfloat16 would be full of ties
+        with torch.autocast(table.device.type, enabled=False):  # bfloat16 scores would have many ties
             scores = states.to(table.dtype) @ table.T
         scores[:, 0] = -math.inf
         return scores
 
     def encode(self, items: Tensor, length: Tensor, times: Tensor | None = None, only_last: bool = False) -> Tensor:
-        """The state after every item, (B, T, width), whose dot product with an item's embedding is that item's score.
+        """Returns the state after every item, (B, T, width), whose dot products with item embeddings are scores.
 
-        only_last: the state after the last item alone, (B, 1, width), without computing those that it does not need.
+        only_last: returns only the state after the last item, (B, 1, width), skipping what it does not need.
         """
         if items.shape[1] > self.maxlen:
             raise ValueError(f"histories of {items.shape[1]} items are longer than maxlen {self.maxlen}")
@@ -254,16 +251,16 @@ class SequentialRecommender(nn.Module):
         return self.norm(x)
 
     def embed(self, items: Tensor, length: Tensor, times: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
-        """The blocks' input (B, T, width), and what their attention gets besides."""
+        """Returns the blocks' input (B, T, width), and further inputs of their attention."""
         raise NotImplementedError
 
     def positions(self, items: Tensor, length: Tensor) -> Tensor:
-        """(B, T) int64 in [0, maxlen), counted so that the last item of every history has position maxlen - 1."""
+        """Returns positions (B, T) int64 in [0, maxlen), with every history's last item at maxlen - 1."""
         step = torch.arange(items.shape[1], device=items.device)
         return (step + (self.maxlen - length).unsqueeze(1)).clamp(max=self.maxlen - 1)
 
     def embedding_tables(self) -> list[Tensor]:
-        """What an L2 penalty on embeddings applies to."""
+        """Returns the tables in an L2 penalty on embeddings."""
         return [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
 
 
@@ -280,7 +277,7 @@ class SASRec(SequentialRecommender):
         dropout: float = 0.2,
         connections: Sequence[nn.Module] | None = None,
     ) -> None:
-        """connections: see SequentialRecommender; by default plain residuals in the original order."""
+        """connections: see SequentialRecommender; default: plain residuals in the original order."""
         attentions = [CausalAttention(width, num_heads, dropout) for _ in range(num_blocks)]
         super().__init__(num_items, maxlen, width, dropout, attentions, connections or residuals(width, num_blocks))
         self.position_embedding = nn.Embedding(maxlen, width)
@@ -292,12 +289,12 @@ class SASRec(SequentialRecommender):
 
 
 def residuals(width: int, num_blocks: int, order: NormOrder = "original") -> list[Residual]:
-    """The plain residual connections of a whole model."""
+    """Creates a model's plain residual connections."""
     return [Residual(width, order) for _ in range(2 * num_blocks)]
 
 
 def initialise(model: SequentialRecommender) -> None:
-    """Every embedding table and linear layer by Xavier's normal rule, biases to zero; row 0 of the items to zero."""
+    """Initialises embeddings and linear layers by Xavier's normal rule, biases and item row 0 to zero."""
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.Linear):
             nn.init.xavier_normal_(module.weight)

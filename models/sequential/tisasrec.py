@@ -5,9 +5,9 @@ With r_ij = min(time_span, |t_i - t_j|) and tables K^P, V^P of positions and K^R
     logit_ij = Q_i . (K_j + K^P_j + K^R[r_ij]) / sqrt(d)        (equation 8)
     out_i    = sum_j a_ij (V_j + V^P_j + V^R[r_ij])             (equation 6)
 
-looks up K^R and V^R for every pair; models.sequential.intervals has the same products without that.
+look up K^R and V^R for every pair; models.sequential.intervals computes the same products without that.
 
-Dropout on intervals acts on the entries of the tables, once a forward, instead of on every pair's copy of them.
+Dropout on intervals acts on the tables' entries, once per forward, instead of on every pair's copy.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from models.sequential.sasrec import (
 
 
 class Intervals:
-    """r_ij = min(time_span, |t_i - t_j|) between the items of histories, which all blocks share."""
+    """r_ij = min(time_span, |t_i - t_j|) between items of histories, shared by all blocks."""
 
     def __init__(self, times: Tensor, time_span: int) -> None:
         """times: (B, T) integers."""
@@ -43,7 +43,7 @@ class Intervals:
 
     @property
     def chunks(self) -> list[Pairs]:
-        """Of each range of queries of `causal_chunks`, with all keys up to its end."""
+        """Returns the pairs of each query range of `causal_chunks`, with all keys up to its end."""
         return self._of_chunks() if torch.compiler.is_compiling() else self._kept
 
     @cached_property
@@ -56,17 +56,17 @@ class Intervals:
         return [self.pairs(times[:, start:stop], times[:, :stop]) for start, stop in parts]
 
     def of_last(self, last: Tensor) -> Pairs:
-        """Of the queries at time steps last[b] alone, (B,), with all keys."""
+        """Returns the pairs of the queries at time steps last[b], (B,), with all keys."""
         return self.pairs(rows(self.times, last), self.times)
 
     def pairs(self, queries: Tensor, keys: Tensor) -> Pairs:
-        """Of times (B, Tq) with times (B, T)."""
+        """Returns the pairs of times (B, Tq) with times (B, T)."""
         interval = (queries.unsqueeze(2) - keys.unsqueeze(1)).abs_().clamp_(max=self.time_span)
         return Pairs(interval.long(), self.time_span + 1)
 
 
 class IntervalAttention(nn.Module):
-    """Causal attention to items, their positions and the time between them and the query's item."""
+    """Causal attention to items, their positions, and the time between them and the query's item."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -84,10 +84,9 @@ class IntervalAttention(nn.Module):
         interval_values: Tensor,
         last: Tensor | None = None,
     ) -> Tensor:
-        """(B, Tq, width) queries over (B, T, width) -> (B, Tq, width); Tq is 1 if `last` is given, else T.
+        """(B, Tq, width) queries over (B, T, width) -> (B, Tq, width); Tq is 1 with `last`, else T.
 
-        intervals: of the histories.
-        position_keys, position_values: (B, T, width), of each item's position.
+        intervals: of the histories. position_keys, position_values: (B, T, width), of each item's position.
         interval_keys, interval_values: (time_span + 1, width), the tables.
         """
         split = self.projections.split
@@ -110,7 +109,7 @@ class IntervalAttention(nn.Module):
 
 
 class TiSASRec(SequentialRecommender):
-    """Positions and intervals enter as keys and values of the attention, shared by all blocks; not into the input."""
+    """SASRec whose attention has positions and intervals as keys and values, shared by all blocks, not in the input."""
 
     def __init__(
         self,
@@ -123,9 +122,9 @@ class TiSASRec(SequentialRecommender):
         time_span: int = 256,
         connections: Sequence[nn.Module] | None = None,
     ) -> None:
-        """time_span: the longest interval that is told from longer ones, in units of scaled time, at least 1.
+        """time_span: longest distinguished interval, in units of scaled time, at least 1.
 
-        connections: see SequentialRecommender; by default plain residuals in the original order.
+        connections: see SequentialRecommender; default: plain residuals in the original order.
         """
         attentions = [IntervalAttention(width, num_heads, dropout) for _ in range(num_blocks)]
         super().__init__(num_items, maxlen, width, dropout, attentions, connections or residuals(width, num_blocks))

@@ -1,24 +1,24 @@
-"""Linear classifiers in closed form or by a few steps of Newton: what a network has to be better than."""
+"""Linear baseline classifiers, in closed form or by a few Newton steps."""
 
 from collections.abc import Callable
 
 import numpy as np
 
 Classifier = Callable[[np.ndarray], np.ndarray]
-"""Features (n, m) to scores of classes (n, num_classes)."""
+"""Maps features (n, m) to class scores (n, num_classes)."""
 
 _RIDGE_PENALTY, _LOGISTIC_PENALTY = 10.0, 1.0
-"""On the squares of weights of standardised features, beside sums over rows."""
+"""Penalties on squared weights of standardised features, relative to sums over rows."""
 _NEWTON_STEPS = 10
 _BANDS = 8
 _WINDOWS = 4096
-"""At a time."""
+"""Windows processed at a time."""
 
 
 def window_statistics(signals: np.ndarray) -> np.ndarray:
-    """Of windows (N, C, T): (N, m) float64: of each channel moments, extremes, changes and energies of frequencies.
+    """Computes statistics of windows (N, C, T): (N, m) float64; per channel moments, extremes, changes and spectra.
 
-    The energies are the logarithms of those of the lowest frequencies, which people move in, without their mean.
+    The spectra are logarithms of the lowest frequencies' energies, where people move, without the mean.
     """
     found = []
     for start in range(0, len(signals), _WINDOWS):
@@ -31,7 +31,7 @@ def window_statistics(signals: np.ndarray) -> np.ndarray:
 
 
 def ridge_classifier(features: np.ndarray, labels: np.ndarray, num_classes: int) -> Classifier:
-    """Ridge regression of 1 for the class and -1 for the others. features: (n, m). labels: (n,)."""
+    """Fits ridge regression of 1 for the class and -1 for others. features: (n, m). labels: (n,)."""
     expand = _standardiser(features)
     x, targets = expand(features), 2.0 * (labels[:, None] == np.arange(num_classes)) - 1
     weights = np.linalg.solve(x.T @ x + _penalties(x, _RIDGE_PENALTY), x.T @ targets)
@@ -39,7 +39,7 @@ def ridge_classifier(features: np.ndarray, labels: np.ndarray, num_classes: int)
 
 
 def logistic_regression(features: np.ndarray, labels: np.ndarray, num_classes: int) -> Classifier:
-    """Each class against the others, by Newton's method; the probabilities add up to 1."""
+    """Fits one-against-rest logistic regressions by Newton's method; probabilities are normalised."""
     expand = _standardiser(features)
     x = expand(features)
     penalties, weights = _penalties(x, _LOGISTIC_PENALTY), np.zeros((x.shape[1], num_classes))
@@ -58,7 +58,7 @@ def logistic_regression(features: np.ndarray, labels: np.ndarray, num_classes: i
 
 
 def _standardiser(features: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """Makes a column of ones, and of each feature standard deviations from its mean, where values are missing 0."""
+    """Returns a function that standardises features, with missing values as 0, and prepends a column of ones."""
     num_known = np.maximum((~np.isnan(features)).sum(0), 1)
     mean = np.nansum(features, axis=0, dtype=np.float64) / num_known
     std = np.sqrt(np.nansum((features - mean) ** 2, axis=0) / num_known)
@@ -71,7 +71,7 @@ def _standardiser(features: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _penalties(x: np.ndarray, penalty: float) -> np.ndarray:
-    """A diagonal matrix; the column of ones has next to none."""
+    """Returns a diagonal matrix, nearly zero for the column of ones."""
     return np.diag(np.r_[1e-6, np.full(x.shape[1] - 1, penalty)])
 
 

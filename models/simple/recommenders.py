@@ -1,6 +1,6 @@
-"""Recommenders without learned weights: tables that are counted, or solved for, and read for a user's history.
+"""Recommenders without learned weights: tables that are counted or solved for, and read by a user's history.
 
-Histories are left-aligned, in the order of time where there is one: items from 1, zeros after them.
+Histories are left-aligned, ordered by time if known: items from 1, then zeros.
 """
 
 from collections.abc import Mapping
@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from trainer.common.errors import UserError
 
 MOST_NEIGHBOURS = 200
-"""Items that lead to an item, the strongest ones."""
+"""Strongest items kept as predictors of each item."""
 MOST_ITEMS_OF_EASE = 8000
-"""Its weights are a matrix of all items by all items: 256 MB then, and a minute of one core to solve for."""
+"""Limit on items, since weights form a dense item-item matrix: 256 MB, solved in a minute of one core."""
 _TIE_BREAK = 1e-9
-"""Times the number of users who have an item: what no item of a history leads to is ranked by that alone."""
+"""Factor on popularity, which ranks items without any predictor in the history."""
 
 
 class SimpleRecommender(nn.Module):
-    """Scores all items by buffers alone, which `fill` gives it. By itself: by popularity, whatever the history.
+    """Scores all items by buffers only, set by `fill`. The base class scores by popularity.
 
-    popularity: (num_items + 1,), how many users have each item in training. recency: (maxlen,), what the last item of a
-    history counts, the one before it, and so on; no history is longer.
+    popularity: (num_items + 1,), training users of each item. recency: (maxlen,), weight of a history's last item, the
+    one before it, and so on; histories are no longer.
     """
 
     popularity: Tensor
@@ -37,7 +37,7 @@ class SimpleRecommender(nn.Module):
         self.register_buffer("recency", torch.ones(maxlen))
 
     def fill(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Takes the buffers of `fitting.candidates`; a table with fewer columns leaves the others empty."""
+        """Loads buffers of `fitting.candidates`; missing columns of a table stay empty."""
         buffers = dict(self.named_buffers())
         for name, array in arrays.items():
             buffer, values = buffers[name], torch.tensor(array)
@@ -47,18 +47,18 @@ class SimpleRecommender(nn.Module):
                 buffer.copy_(values)
 
     def forward(self, items: Tensor, length: Tensor, times: Tensor | None = None) -> Tensor:
-        """items: (B, T) int64. length: (B,). times: not read. Returns (B, num_items + 1), -inf for the padding."""
-        with torch.autocast(items.device.type, enabled=False):  # since ranks are close
+        """items: (B, T) int64. length: (B,). times: ignored. Returns (B, num_items + 1), -inf for padding."""
+        with torch.autocast(items.device.type, enabled=False):  # scores are close
             scores = self._scores(items, length)
         return torch.cat([torch.full_like(scores[:, :1], -torch.inf), scores[:, 1:]], dim=1)
 
     def _scores(self, items: Tensor, length: Tensor) -> Tensor:
         """(B, num_items + 1)."""
-        # By its shape: torch.export would fix its len.
+        # by its shape, since torch.export would fix its len
         return self.popularity.expand(items.shape[0], -1)
 
     def _history(self, items: Tensor, length: Tensor) -> Tensor:
-        """What each item counts: (B, num_items + 1), 0 for those that are not in the history."""
+        """Weights each item by the history: (B, num_items + 1), 0 for other items."""
         age = length.unsqueeze(1) - 1 - torch.arange(items.shape[1], device=items.device)
         weights = torch.where(age >= 0, self.recency[age.clamp(0, len(self.recency) - 1)], 0)
         row = torch.arange(items.shape[0], device=items.device).unsqueeze(1).expand_as(items)
@@ -67,9 +67,9 @@ class SimpleRecommender(nn.Module):
 
 
 class NeighbourTable(SimpleRecommender):
-    """By what leads to an item: of item-kNN what the same users have, of sequential rules what soon goes before it.
+    """Scores items by their predictors: with item-kNN items of the same users, with rules items soon before them.
 
-    neighbours, strengths: (num_items + 1, k), of each item, the strongest first; a strength of 0 is none.
+    neighbours, strengths: (num_items + 1, k), strongest first; unused entries have strength 0.
     """
 
     neighbours: Tensor
@@ -88,19 +88,19 @@ class NeighbourTable(SimpleRecommender):
 
 
 class EASE(SimpleRecommender):
-    """A linear model of all items by all items in closed form (Steck, "Embarrassingly shallow autoencoders", WWW 2019).
+    """A linear item-item model in closed form (Steck, "Embarrassingly shallow autoencoders", WWW 2019).
 
-    weights: (num_items + 1, num_items + 1), of the row's item for the column's.
+    weights: (num_items + 1, num_items + 1), from the row's item to the column's.
     """
 
     weights: Tensor
 
     def __init__(self, num_items: int, maxlen: int) -> None:
-        """Raises UserError for more items than such a matrix is good for."""
+        """Raises UserError for too many items for such a matrix."""
         if num_items > MOST_ITEMS_OF_EASE:
             raise UserError(
-                f"--model ease: has a weight for each pair of items, and {num_items:,} items are more than the "
-                f"{MOST_ITEMS_OF_EASE:,} it takes; take --model itemknn"
+                f"--model ease: has a weight for each pair of items, so it takes at most "
+                f"{MOST_ITEMS_OF_EASE:,} items, not {num_items:,}; use --model itemknn"
             )
         super().__init__(num_items, maxlen)
         self.register_buffer("weights", torch.zeros(num_items + 1, num_items + 1))

@@ -1,4 +1,4 @@
-"""When each symbol of a text was said: the most probable of the alignments that CTC adds up (Viterbi, 1967)."""
+"""Aligns the symbols of a text with frames, by the most probable CTC alignment (Viterbi, 1967)."""
 
 from typing import NamedTuple
 
@@ -8,28 +8,28 @@ from models.speech.ctc import BLANK
 
 
 class Aligned(NamedTuple):
-    """Of each symbol of a text, (U,)."""
+    """Alignment of a text's symbols, (U,) each."""
 
     starts: np.ndarray
-    """int64, the frame where it begins."""
+    """int64, first frame."""
     ends: np.ndarray
-    """int64, the frame after its last one."""
+    """int64, frame after the last."""
     confidence: np.ndarray
-    """Its highest probability in these frames, in [0, 1]."""
+    """Highest probability in these frames, in [0, 1]."""
 
 
 def align(log_probs: np.ndarray, ids: np.ndarray) -> Aligned:
-    """Where on the frames the symbols lie.
+    """Aligns symbols with frames.
 
-    log_probs: (T, V), symbol 0 the blank. ids: (U,) integers in [1, V), which T frames must be enough for: as many as
-    symbols, and one for a blank between equal neighbours. Raises ValueError otherwise.
+    log_probs: (T, V), symbol 0 is the blank. ids: (U,) integers in [1, V); T must be at least their number plus one
+    blank between equal neighbours, otherwise raises ValueError.
     """
     states = np.full(2 * len(ids) + 1, BLANK)  # blank, first symbol, blank, ..., last symbol, blank
     states[1::2] = ids
     may_skip = np.zeros(len(states), bool)
     may_skip[2:] = (states[2:] != BLANK) & (states[2:] != states[:-2])
     score = np.where(np.arange(len(states)) < 2, log_probs[0, states], -np.inf)
-    steps = np.zeros((len(log_probs), len(states)), np.int8)  # how many states each came from before
+    steps = np.zeros((len(log_probs), len(states)), np.int8)  # offset to the state before
     for t in range(1, len(log_probs)):
         from_one = np.concatenate([[-np.inf], score[:-1]])
         from_two = np.where(may_skip, np.concatenate([[-np.inf, -np.inf], score])[: len(states)], -np.inf)

@@ -1,7 +1,7 @@
-"""Prefix beam search for CTC (Hannun et al., 2014, algorithm 1), of many utterances at once, on the host.
+"""Prefix beam search for CTC (Hannun et al., 2014, algorithm 1), over many utterances at once, on the host.
 
-Unlike a search for the best path it adds up all alignments of a prefix. So a width of 1 is not greedy decoding either:
-in each frame it compares whole prefixes, where greedy decoding compares symbols.
+Unlike best-path search it sums all alignments of a prefix. So width 1 is not greedy decoding: it compares whole
+prefixes in each frame, greedy decoding only symbols.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -13,23 +13,23 @@ from models.speech.ctc import BLANK
 
 
 class Scorer(Protocol):
-    """What a language model adds to the log score of a prefix. Integers stand for its states."""
+    """A language model's additions to prefixes' log scores. Integers identify its states."""
 
     def begin(self) -> int:
-        """The state before all symbols; those given before are no longer needed."""
+        """Returns the initial state; earlier states are no longer needed."""
 
     def scores(self, states: np.ndarray) -> np.ndarray:
-        """(...) int64 -> (..., V) float64: what each symbol adds when it is appended; of the blank anything."""
+        """(...) int64 -> (..., V) float64: addition of each symbol when appended; arbitrary for the blank."""
 
     def advance(self, states: np.ndarray, symbols: np.ndarray) -> np.ndarray:
-        """The states (...) after these symbols (...) in [1, V)."""
+        """Returns the states (...) after symbols (...) in [1, V)."""
 
     def end(self, states: np.ndarray) -> np.ndarray:
-        """(...) float64: what the end of the utterance adds."""
+        """Returns additions for the end of the utterance, (...) float64."""
 
 
 class Hypothesis(NamedTuple):
-    """A transcript, and its log-probability plus what the scorer adds."""
+    """A transcript with its log-probability plus the scorer's additions."""
 
     ids: tuple[int, ...]
     log_score: float
@@ -43,17 +43,16 @@ def beam_search(
     scorer: Scorer | None = None,
     symbols_per_frame: int | None = None,
 ) -> list[list[Hypothesis]]:
-    """At most `width` transcripts of each utterance, at least one, the best first.
+    """Returns at most `width` transcripts per utterance, at least one, best first.
 
-    With as many prefixes as can occur, the log-probabilities are exact sums over all alignments.
+    If the width covers all possible prefixes, log-probabilities are exact sums over all alignments.
 
-    log_probs: (B, T, V), symbol 0 the blank. lengths: (B,), frames of each; what lies beyond does not matter. width:
-    prefixes kept after each frame. symbols_per_frame: a prefix is extended by no others than these most probable
-    ones of the frame; None, by all.
+    log_probs: (B, T, V), symbol 0 is the blank. lengths: (B,), frames; later ones are ignored. width: prefixes kept per
+    frame. symbols_per_frame: extend prefixes only by this many most probable symbols; None: all.
     """
-    order = np.argsort(-lengths, kind="stable")  # those that go on come first
+    order = np.argsort(-lengths, kind="stable")  # longest first
     frames = log_probs[order].astype(np.float64)
-    frames[np.isnan(frames)] = -np.inf  # of a model that has diverged
+    frames[np.isnan(frames)] = -np.inf  # from a diverged model
     num_symbols = frames.shape[2] - 1
     num_tried = min(symbols_per_frame or num_symbols, num_symbols)
     beam = _Beam.start(len(frames), width, 0 if scorer is None else scorer.begin())
@@ -73,22 +72,22 @@ def beam_search(
 
 @dataclass
 class _Beam:
-    """The prefixes of each utterance, all arrays (B, W). An unused place has probability 0."""
+    """Prefixes of each utterance, all arrays (B, W). Unused places have probability 0."""
 
     blank: np.ndarray
-    """The log-probability of all alignments that end with a blank."""
+    """Log-probability of all alignments ending with a blank."""
     symbol: np.ndarray
-    """The same of those that end with the prefix's last symbol."""
+    """Log-probability of all alignments ending with the prefix's last symbol."""
     last: np.ndarray
-    """That symbol; 0 of the empty prefix."""
+    """The last symbol; 0 for the empty prefix."""
     key: np.ndarray
-    """A hash of the prefix, uint64."""
+    """Hash of the prefix, uint64."""
     parent_key: np.ndarray
-    """That of the prefix without its last symbol."""
+    """Hash of the prefix without its last symbol."""
     state: np.ndarray
-    """The scorer's."""
+    """The scorer's state."""
     bonus: np.ndarray
-    """What the scorer has added."""
+    """The scorer's additions so far."""
 
     @classmethod
     def start(cls, batch_size: int, width: int, state: int) -> Self:
@@ -102,7 +101,7 @@ class _Beam:
         return _Beam(*(getattr(self, field.name)[places] for field in fields(self)))
 
     def put(self, others: "_Beam") -> None:
-        """In place of the first utterances."""
+        """Replaces the first utterances."""
         for field in fields(self):
             values = getattr(others, field.name)
             getattr(self, field.name)[: len(values)] = values
@@ -119,9 +118,9 @@ class _Beam:
 def _step(
     beam: _Beam, log_probs: np.ndarray, tried: np.ndarray, scorer: Scorer | None
 ) -> tuple[_Beam, np.ndarray, np.ndarray]:
-    """One frame. log_probs: (B, V). tried: (B, K) symbols to append.
+    """Processes one frame. log_probs: (B, V). tried: (B, K) symbols to append.
 
-    Returns the beam after it, (B, W) where in the beam each prefix comes from, and the symbol appended to that, or 0.
+    Returns the new beam, each prefix's previous position in the beam (B, W), and the symbol appended to it, or 0.
     """
     (batch_size, width), num_tried = beam.last.shape, tried.shape[1]
     every = np.arange(batch_size)[:, None]
@@ -151,7 +150,7 @@ def _step(
 
 
 def _parents(beam: _Beam) -> np.ndarray:
-    """(B, W): where in the beam the prefix without its last symbol is; -1 where it is not."""
+    """Returns each prefix's parent's position in the beam, (B, W); -1 if absent."""
     used = beam.log_prob > -np.inf
     is_parent = beam.parent_key[:, :, None] == beam.key[:, None, :]  # (B, W prefixes, W parents)
     is_parent &= used[:, :, None] & used[:, None, :]
@@ -159,7 +158,7 @@ def _parents(beam: _Beam) -> np.ndarray:
 
 
 def _stay(beam: _Beam, parent: np.ndarray, log_probs: np.ndarray) -> _Beam:
-    """The same prefixes: after a blank, their last symbol again, or that symbol after the parent."""
+    """Keeps prefixes: after a blank, their repeated last symbol, or that symbol appended to the parent."""
     every = np.arange(len(parent))[:, None]
     emitted = log_probs[every, beam.last]
     before = np.where(beam.last[every, parent] == beam.last, beam.blank[every, parent], beam.log_prob[every, parent])
@@ -170,9 +169,9 @@ def _stay(beam: _Beam, parent: np.ndarray, log_probs: np.ndarray) -> _Beam:
 
 
 def _append(beam: _Beam, parent: np.ndarray, log_probs: np.ndarray, tried: np.ndarray) -> np.ndarray:
-    """(B, W, K) log-probabilities of longer prefixes; -inf of those that are in the beam already.
+    """Returns log-probabilities (B, W, K) of longer prefixes; -inf for those already in the beam.
 
-    A symbol equal to the last one needs a blank between.
+    A symbol equal to the last one requires a blank between.
     """
     is_repeat = tried[:, None, :] == beam.last[:, :, None]
     before = np.where(is_repeat, beam.blank[:, :, None], beam.log_prob[:, :, None])
@@ -184,7 +183,7 @@ def _append(beam: _Beam, parent: np.ndarray, log_probs: np.ndarray, tried: np.nd
 
 
 def _extended(keys: np.ndarray, symbols: np.ndarray) -> np.ndarray:
-    """Keys of prefixes with a symbol more, mixed as in SplitMix64 (Steele et al., 2014)."""
+    """Extends prefix hashes by a symbol, mixed as in SplitMix64 (Steele et al., 2014)."""
     keys = (keys ^ symbols.astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
     keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -192,7 +191,7 @@ def _extended(keys: np.ndarray, symbols: np.ndarray) -> np.ndarray:
 
 
 def _backtrack(score: np.ndarray, sources: np.ndarray, appended: np.ndarray) -> list[list[Hypothesis]]:
-    """score: (B, W). sources, appended: (T, B, W), of each frame."""
+    """score: (B, W). sources, appended: (T, B, W), per frame."""
     every = np.arange(len(score))[:, None]
     place = np.argsort(-score, axis=1, kind="stable")
     symbols = np.empty((*score.shape, len(sources)), np.int64)

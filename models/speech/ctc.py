@@ -1,6 +1,6 @@
-"""Connectionist temporal classification (Graves et al., ICML 2006): its loss, and the best path.
+"""Connectionist temporal classification (Graves et al., ICML 2006): loss and best path.
 
-Symbol 0 is the blank, with which targets and decoded symbols are padded too.
+Symbol 0 is the blank, also used as padding of targets and decoded symbols.
 """
 
 from typing import Any, NamedTuple
@@ -14,16 +14,16 @@ from models.layers.lengths import within_lengths
 BLANK = 0
 
 _IMPOSSIBLE = -1e30
-"""The log-probability of what cannot be. Finite, so that differences of two of them are numbers."""
+"""Log-probability of the impossible; finite, so that differences are numbers."""
 
 
 def ctc_loss(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """-log p(target) of each utterance, (B,) in float32 at least, and whether it has an alignment, (B,) bool.
+    """Returns -log p(target) per utterance, (B,), at least float32, and whether an alignment exists, (B,) bool.
 
-    Without one, because the utterance is shorter than `shortest_alignment`, its loss and gradient are 0.
+    Without one, because the utterance is shorter than `shortest_alignment`, loss and gradient are 0.
 
-    log_probs: (B, T, V), from a log-softmax, behind which the gradient is right. lengths: (B,) int64, frames of each.
-    targets: (B, U) int64 in [1, V). target_lengths: (B,) int64. What lies beyond the lengths does not matter.
+    log_probs: (B, T, V), from a log-softmax, for which the gradient is correct. lengths: (B,) int64, frames. targets:
+    (B, U) int64 in [1, V). target_lengths: (B,) int64. Values beyond the lengths are ignored.
     """
     log_probs = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
     targets = targets * within_lengths(target_lengths, targets.shape[1])
@@ -37,13 +37,13 @@ def ctc_loss(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths
 
 
 def divergence(log_probs: Tensor, others: Tensor, lengths: Tensor) -> Tensor:
-    """How far two readings of the same utterances are apart: (B,).
+    """Returns the divergence between two readings of the same utterances: (B,).
 
-    The sum over frames of the mean of KL(p || q) and KL(q || p). Each is drawn towards the other as it stands: only q
-    has a gradient. L_CR of Yao et al., "CR-CTC: consistency regularization on CTC for improved speech recognition",
-    ICLR 2025.
+    The sum over frames of the mean of KL(p || q) and KL(q || p), each with a gradient only for q, which is drawn
+    towards p. L_CR of Yao et al., "CR-CTC: consistency regularization on CTC for improved speech recognition", ICLR
+    2025.
 
-    log_probs, others: (B, T, V). lengths: (B,) int64, frames of each utterance.
+    log_probs, others: (B, T, V). lengths: (B,) int64, frames.
     """
     pairs = ((log_probs.detach(), others), (others.detach(), log_probs))
     of_frame = sum((target.exp() * (target - own)).sum(2) for target, own in pairs) / 2
@@ -51,21 +51,21 @@ def divergence(log_probs: Tensor, others: Tensor, lengths: Tensor) -> Tensor:
 
 
 def loss_without_waiting(log_probs: Tensor, lengths: Tensor, targets: Tensor) -> Tensor:
-    """`ctc_loss` for GPUs, where `F.ctc_loss` makes the host wait, and its gradient is not the same in every run.
+    """Computes `ctc_loss` on GPUs, where `F.ctc_loss` makes the host wait and its gradient varies between runs.
 
-    A few small kernels for each frame are queued instead. targets: (B, U), padded with 0; the utterances fit them.
+    Launches a few small kernels per frame. targets: (B, U), padded with 0; the utterances fit them.
     """
     num_frames, num_symbols = log_probs.shape[1:]
-    # Beyond its end an utterance is silent for sure. That changes no probability, and all end at the same frame.
+    # Beyond its end an utterance is certainly silent, which changes no probability and lets all end at the same frame.
     silence = log_probs.new_full((num_symbols,), _IMPOSSIBLE)
-    silence[BLANK].zero_()  # by `= 0` the host would send the number, and wait
+    silence[BLANK].zero_()  # `= 0` would copy a number from the host, and wait
     log_probs = torch.where(within_lengths(lengths, num_frames).unsqueeze(2), log_probs, silence)
     loss: Tensor = _Ctc.apply(log_probs, targets)
     return loss
 
 
 def shortest_alignment(targets: Tensor) -> Tensor:
-    """The frames that each target needs at least, (B,): its symbols, and a blank between equal neighbours.
+    """Returns the minimum frames of each target, (B,): its symbols, and a blank between equal neighbours.
 
     targets: (B, U), padded with 0.
     """
@@ -74,10 +74,10 @@ def shortest_alignment(targets: Tensor) -> Tensor:
 
 
 class _Ctc(torch.autograd.Function):
-    """Sums over all alignments, from their first frame on (alpha) and from their last one back (beta).
+    """Sums over all alignments, forwards from the first frame (alpha) and backwards from the last (beta).
 
-    A target of U symbols has S = 2 U + 1 states: blank, first symbol, blank, ..., last symbol, blank. A state comes
-    after itself, after the one before it and, if it is a symbol unlike the last one, after the one before that.
+    A target of U symbols has S = 2 U + 1 states: blank, first symbol, blank, ..., last symbol, blank. A state follows
+    itself, the one before and, if it is a symbol different from the previous one, the one before that.
     """
 
     @staticmethod
@@ -90,7 +90,7 @@ class _Ctc(torch.autograd.Function):
         last = 2 * (targets != BLANK).sum(1, keepdim=True)
         skips = (states != BLANK) & (states != F.pad(states, (2, 0))[:, :-2])
 
-        # Betas are alphas of what is reversed in time and states: one loop for both. Row 0 is before the first frame.
+        # Betas are alphas of inputs reversed in time and states: one loop for both. Row 0 is before the first frame.
         emitted_both = torch.cat([emitted, emitted.flip(0, 2)], 1)
         first = torch.cat([(place == 0).expand_as(states), (place == last).flip(1)])
         may_skip = torch.cat([skips, F.pad(skips, (0, 2))[:, 2:].flip(1)])
@@ -109,7 +109,7 @@ class _Ctc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """The gradient is minus the probability to be in a state, added up over the states of each symbol."""
+        """Returns the negative state probabilities, summed over the states of each symbol."""
         states, emitted, sums, loss = ctx.saved_tensors
         alpha, beta = sums[1:, :, 2:].chunk(2, 1)
         occupied = (alpha + beta.flip(0, 2) - emitted + loss.unsqueeze(1)).exp()  # (T, B, S)
@@ -120,31 +120,31 @@ class _Ctc(torch.autograd.Function):
 
 
 class Decoded(NamedTuple):
-    """Symbols of each utterance, left-packed; all (B, T) but `sizes`, and 0 at padding."""
+    """Symbols of each utterance, left-packed; all (B, T) except `sizes`, with 0 at padding."""
 
     ids: Tensor
     """int64 in [1, V)."""
     starts: Tensor
-    """int64, the frame where the symbol begins."""
+    """int64, first frame of the symbol."""
     ends: Tensor
-    """int64, the frame after its last one."""
+    """int64, frame after its last."""
     confidence: Tensor
-    """The highest probability of the symbol in its frames."""
+    """Highest probability of the symbol in its frames."""
     sizes: Tensor
-    """(B,) int64, the number of symbols."""
+    """(B,) int64, number of symbols."""
 
 
 def greedy(log_probs: Tensor, lengths: Tensor) -> Decoded:
-    """The most probable symbol of each frame, repeats merged, blanks dropped. Never waits for a GPU.
+    """Returns the most probable symbol per frame, merging repeats and dropping blanks, without GPU waits.
 
-    log_probs: (B, T, V). lengths: (B,) int64, frames of each utterance.
+    log_probs: (B, T, V). lengths: (B,) int64, frames.
     """
     batch_size, num_frames, _ = log_probs.shape
     best, path = log_probs.detach().max(2)
     path = torch.where(within_lengths(lengths, num_frames), path, BLANK)
     is_symbol = path != BLANK
     begins = is_symbol & (path != F.pad(path, (1, 0), value=BLANK)[:, :-1])
-    # The place of each frame's symbol in the output; one column more takes what belongs to none, and is cut off.
+    # The position of each frame's symbol in the output; an extra column collects the rest and is cut off.
     place = begins.cumsum(1) - 1
     of_symbol = torch.where(is_symbol, place, num_frames)
     of_begin = torch.where(begins, place, num_frames)

@@ -1,6 +1,6 @@
-"""Edit distance (Levenshtein, 1966) between sequences of any values: of many pairs at once, or with the alignment.
+"""Edit distance (Levenshtein, 1966) between sequences of any values: for many pairs at once, or with the alignment.
 
-Of several alignments with the fewest edits the one with the most substitutions counts.
+Among alignments with the fewest edits, the one with the most substitutions counts.
 """
 
 from collections.abc import Hashable, Sequence
@@ -9,11 +9,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 _CHUNK = 256
-"""Pairs compared at a time, of like lengths."""
+"""Pairs of similar length compared at a time."""
 
 
 class EditCounts(NamedTuple):
-    """Of each pair, (n,) int64: what turns the reference into the hypothesis."""
+    """Edits per pair, (n,) int64, that turn the reference into the hypothesis."""
 
     substitutions: np.ndarray
     deletions: np.ndarray
@@ -21,12 +21,12 @@ class EditCounts(NamedTuple):
 
     @property
     def edits(self) -> np.ndarray:
-        """(n,) int64, the edit distance."""
+        """Returns the edit distance, (n,) int64."""
         return self.substitutions + self.deletions + self.insertions
 
 
 class Edit(NamedTuple):
-    """One step of an alignment; None stands for what one side lacks."""
+    """One step of an alignment; None for a side without a value."""
 
     kind: Literal["equal", "substitution", "deletion", "insertion"]
     reference: Hashable
@@ -34,7 +34,7 @@ class Edit(NamedTuple):
 
 
 def count_edits(references: Sequence[Sequence[Hashable]], hypotheses: Sequence[Sequence[Hashable]]) -> EditCounts:
-    """Compares each reference with the hypothesis at its place; both in the same order and equally many."""
+    """Counts the edits of each reference and the hypothesis at its index."""
     numbers: dict[Hashable, int] = {}
     pairs = [
         tuple([numbers.setdefault(value, len(numbers)) for value in side] for side in pair)
@@ -49,9 +49,9 @@ def count_edits(references: Sequence[Sequence[Hashable]], hypotheses: Sequence[S
 
 
 def _count_edits(references: list[list[int]], hypotheses: list[list[int]]) -> np.ndarray:
-    """(3, n): substitutions, deletions, insertions. Row by row of the table of costs, all pairs at once.
+    """Returns (3, n): substitutions, deletions, insertions; computes the cost table row by row for all pairs.
 
-    A row's insertions are a running minimum: cost[j] = min over k <= j of (without[k] + (j - k) * gap).
+    Insertions in a row are a running minimum: cost[j] = min over k <= j of (without[k] + (j - k) * gap).
     """
     reference, num_reference = _padded(references, -1)
     hypothesis, num_hypothesis = _padded(hypotheses, -2)
@@ -72,7 +72,7 @@ def _count_edits(references: list[list[int]], hypotheses: list[list[int]]) -> np
 
 
 def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable]) -> list[Edit]:
-    """What turns the reference into the hypothesis, in their order; as many edits as `count_edits` finds."""
+    """Returns the edits in order; as many as `count_edits` finds."""
     substitution, gap = _costs(len(reference), len(hypothesis))
     cost = [[j * gap for j in range(len(hypothesis) + 1)]]
     for i, value in enumerate(reference):
@@ -98,7 +98,7 @@ def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable]) -> list
 
 
 def _costs(num_reference: int, num_hypothesis: int) -> tuple[int, int]:
-    """Of a substitution, and of a deletion or an insertion: 1 edit each, and 1 gap, in digits that do not meet.
+    """Returns the costs of a substitution, and of a deletion or insertion, encoding edits and gaps in separate digits.
 
     No alignment has more gaps than the two sequences have values.
     """

@@ -1,8 +1,8 @@
-"""Encoders of speech: features of an utterance to states that a recogniser reads symbols from.
+"""Speech encoders: map features of utterances to states from which a recogniser reads symbols.
 
 Both are called as `states, lengths = encoder(features, lengths)`: features (B, T, F), padded at the end, with lengths
-(B,) int64 of at least 1 -> states (B, T', encoder.out_features) and their lengths. What lies behind an utterance's end
-has no effect on the states within it, and the states there mean nothing.
+(B,) int64, at least 1 -> states (B, T', encoder.out_features) and their lengths. Padding does not affect states within
+an utterance, and states beyond its end are meaningless.
 """
 
 from itertools import pairwise
@@ -17,14 +17,14 @@ from models.speech.lmu import LMU
 from models.speech.parallel_lmu import ParallelLMU
 
 _NUM_INNER = 64
-"""Outputs of a convolution that another one follows: at its rate each of them is dear."""
+"""Outputs of a convolution followed by another, which are expensive at its frame rate."""
 
 StreamState = list[Tensor | None]
-"""The inputs that each convolution still needs, then the memory of each block."""
+"""Pending inputs of each convolution, then the memory of each block."""
 
 
 class AttentionLMU(nn.Module):
-    """Layers of self-attention and a recurrent LMU each, the encoder of LeaStef/asr: T' = T.
+    """Layers of self-attention and a recurrent LMU, the encoder of LeaStef/asr: T' = T.
 
     With a linear layer from its states to 34 symbols the defaults have 7,158,818 parameters. theta in frames.
     """
@@ -48,7 +48,7 @@ class AttentionLMU(nn.Module):
         self.leave = nn.Linear(width, width)
 
     def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        # An empty utterance attends to one frame of padding: without any a softmax is not defined.
+        # an empty utterance attends to a padding frame, without which softmax is undefined
         mask = within_lengths(lengths.clamp(min=1), features.shape[1])[:, None, None]
         states = self.enter(features)
         for layer in self.blocks:
@@ -57,7 +57,7 @@ class AttentionLMU(nn.Module):
 
 
 class AttentionLMULayer(nn.Module):
-    """Self-attention in both directions, with a residual and a norm after it; an LMU without; norm; dropout."""
+    """Bidirectional self-attention with residual and norm; an LMU without residual; norm; dropout."""
 
     def __init__(self, width: int, num_heads: int, memory_size: int, theta: float, dropout: float) -> None:
         super().__init__()
@@ -81,8 +81,8 @@ class AttentionLMULayer(nn.Module):
 class ParallelLMUEncoder(nn.Module):
     """Strided causal convolutions, then residual blocks of a parallel LMU and a feed-forward layer: T' = ceil(T / s).
 
-    s = subsampling is 1, 2 or 4. theta: the window of the memories in frames after subsampling. With one direction the
-    states depend on what came before alone, and `stream` gives them piece by piece.
+    s = subsampling is 1, 2 or 4. theta: the memories' window in frames after subsampling. Unidirectional states depend
+    only on earlier features, and `stream` returns them incrementally.
     """
 
     def __init__(
@@ -124,12 +124,12 @@ class ParallelLMUEncoder(nn.Module):
         return self.leave(states), lengths
 
     def stream(self, features: Tensor, state: StreamState | None = None) -> tuple[Tensor, StreamState]:
-        """The next frames (B, T, F), T >= 0 -> the states (B, T', out_features) that they complete, T' >= 0.
+        """Processes the next frames (B, T, F), T >= 0 -> completed states (B, T', out_features), T' >= 0.
 
-        state: what the last call returned, None at the beginning. Pieces of any lengths give the states that the whole
-        would give. One direction only.
+        state: from the last call, None at the start. Pieces of any length give the states of the whole. Unidirectional
+        only.
         """
-        assert not self.bidirectional, "a memory of what is to come cannot be streamed"
+        assert not self.bidirectional, "a bidirectional memory cannot be streamed"
         carried = iter(state or [None] * (len(self.convolutions) + len(self.blocks)))
         after: StreamState = []
         states = features
@@ -145,7 +145,7 @@ class ParallelLMUEncoder(nn.Module):
 
 
 class ChannelDropout(Dropout):
-    """Dropout of whole channels of an utterance: one draw for all of its steps (Gal and Ghahramani, NeurIPS 2016)."""
+    """Dropout of whole channels: one draw for all time steps of an utterance (Gal and Ghahramani, NeurIPS 2016)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D); the identity in eval mode."""
@@ -155,7 +155,7 @@ class ChannelDropout(Dropout):
 
 
 class CausalConvolution(nn.Module):
-    """A convolution over time whose output t sees the inputs up to t * stride, and GELU: ceil(T / stride) outputs."""
+    """A convolution over time whose output t sees inputs up to t * stride, and GELU: ceil(T / stride) outputs."""
 
     def __init__(self, num_inputs: int, num_outputs: int, stride: int, kernel_size: int = 5) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class CausalConvolution(nn.Module):
         self.convolution = nn.Conv1d(num_inputs, num_outputs, kernel_size, stride)
 
     def forward(self, x: Tensor, inputs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x (B, T, num_inputs) and the inputs that still count, zeros at the beginning -> outputs, such inputs."""
+        """x (B, T, num_inputs) and pending inputs, zeros at the start -> outputs, new pending inputs."""
         (kernel_size,) = self.convolution.kernel_size
         if inputs is None:
             inputs = x.new_zeros(x.shape[0], kernel_size - 1, x.shape[2])
@@ -196,7 +196,7 @@ class ParallelLMUBlock(nn.Module):
         return self._after_lmu(x, self.lmu(self.lmu_norm(x), mask))
 
     def stream(self, x: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """x (B, T, width), T >= 0, and memory as in ParallelLMU -> the same shape as x, and the memory after it."""
+        """x (B, T, width), T >= 0, and memory as in ParallelLMU -> the same shape as x, and the new memory."""
         if x.shape[1] == 0:
             return x, memory
         mixed, memory = self.lmu.stream(self.lmu_norm(x), memory)

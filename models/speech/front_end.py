@@ -1,4 +1,4 @@
-"""Log-mel features of speech, on the device, of whole utterances or chunk by chunk."""
+"""Log-mel features of speech, computed on the device, for whole utterances or chunks."""
 
 import math
 from collections.abc import Iterable
@@ -14,20 +14,19 @@ Normalise = Literal["utterance", "fixed", "running"]
 
 LOWEST_HZ = 20.0
 FLOOR = 1e-9
-"""Least energy of a mel bin, about that of white noise at -90 dB of full scale: below the steps of 16-bit audio."""
+"""Minimum energy of a mel bin, about white noise at -90 dB full scale: below the steps of 16-bit audio."""
 VARIANCE_FLOOR = 1e-5
 PRIOR_FRAMES = 100
-"""How many frames the statistics of the training data count for in running normalisation."""
+"""Weight, in frames, of the training statistics in running normalisation."""
 WARP_KNEE = 0.7
-"""Share of the highest frequency up to which a warp scales frequencies; above, a line leads to the highest one."""
+"""Share of the highest frequency below which a warp scales frequencies; above, a line leads to the highest one."""
 
 
 class StreamState(NamedTuple):
-    """What `LogMel.stream` carries from chunk to chunk.
+    """State of `LogMel.stream` between chunks.
 
-    audio: (B, s), the samples from the start of the next frame on.
-    sums: (2, B, 1, F), sums over the frames so far of the standardised features and of their squares.
-    num_frames: frames so far.
+    audio: (B, s), samples from the start of the next frame. sums: (2, B, 1, F), sums of standardised features and their
+    squares so far. num_frames: frames so far.
     """
 
     audio: Tensor
@@ -36,24 +35,25 @@ class StreamState(NamedTuple):
 
 
 class LogMel(nn.Module):
-    """Audio (B, S) -> log-mel features (B, T, F), normalised.
+    """Audio (B, S) -> normalised log-mel features (B, T, F).
 
-    A frame is `window_s` of audio times a periodic Hann window; frame t begins at sample t * hop, and there are as many
-    as lie within the utterance, at least one. Its power spectrum, by an FFT of the next power of two, is summed by
-    num_mels triangles, equally spaced and linear on HTK's mel scale, 2595 log10(1 + f / 700 Hz), from LOWEST_HZ to half
-    the sample rate; the feature is the natural logarithm of max(sum, FLOOR). The window is scaled so that white noise
-    of variance v has the power v at every frequency.
+    A frame is `window_s` of audio times a periodic Hann window; frame t starts at sample t * hop, and all frames within
+    the utterance are used, at least one. Its power spectrum, by an FFT of the next power of two, is summed by num_mels
+    triangles, equally spaced and linear on HTK's mel scale, 2595 log10(1 + f / 700 Hz), from LOWEST_HZ to half the
+    sample rate; the feature is the natural logarithm of max(sum, FLOOR). The window is scaled so that white noise of
+    variance v has power v at every frequency.
 
-    Computed in the type of the module's buffers, under autocast too. Padding has no effect, and features behind the
+    Computed in the type of the module's buffers, also under autocast. Padding has no effect, and features beyond the
     end of an utterance are 0.
 
-    masking_db: with normalise="utterance", white noise so many decibels below the utterance's mean power is added to
-        every frame's power: what is weaker says nothing, such as how silent a pause is, or the noise of a room.
-    normalise: what is subtracted from each mel bin, and what all are divided by: one standard deviation of all bins, as
-    one for each would make more of the bins that tell speakers apart.
-        "utterance": means and standard deviation over the frames of the utterance.
-        "fixed": the buffers `mean` and `std`, of the training data; see `fit_statistics`.
-        "running": those of the frames up to this one, and of PRIOR_FRAMES frames as in "fixed".
+    masking_db: with normalise="utterance", adds white noise this many decibels below the utterance's mean power to
+    every
+        frame, which hides anything weaker, such as how silent a pause is, or room noise.
+    normalise: mean subtracted from each mel bin, and one standard deviation of all bins that divides them; separate
+    ones would amplify bins that distinguish speakers.
+        "utterance": statistics over the utterance's frames.
+        "fixed": the buffers `mean` and `std` of the training data; see `fit_statistics`.
+        "running": of frames so far, and of PRIOR_FRAMES frames as in "fixed".
     """
 
     window: Tensor
@@ -103,13 +103,12 @@ class LogMel(nn.Module):
         time_masks: Tensor | None = None,
         masking_db: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The features (B, T, F) and the number of frames of each utterance (B,) int64.
+        """Returns features (B, T, F) and each utterance's number of frames (B,) int64.
 
-        audio: (B, S) in about [-1, 1], zeros behind the end. num_samples: (B,) int64.
-        warp: (B,) factors on frequencies, as of a vocal tract that is shorter by that factor, or None.
-        freq_masks: (B, n, 2) int64, (start, width) in mel bins, set to 0, or None (SpecAugment, Park et al., 2019).
-        time_masks: (B, n, 2), (start, width) as shares of the utterance's frames, set to 0, or None.
-        masking_db: (B,), added to `masking_db` of the module, or None.
+        audio: (B, S) in about [-1, 1], zero-padded. num_samples: (B,) int64. warp: (B,) factors on frequencies, as of a
+        vocal tract shortened by that factor, or None. freq_masks: (B, n, 2) int64, (start, width) in mel bins, set to
+        0, or None (SpecAugment, Park et al., 2019). time_masks: (B, n, 2), (start, width) as shares of the utterance's
+        frames, set to 0, or None. masking_db: (B,), added to the module's `masking_db`, or None.
         """
         with torch.autocast(audio.device.type, enabled=False):
             noise = self.masking_noise(audio, num_samples, masking_db) if self.normalise == "utterance" else None
@@ -128,9 +127,9 @@ class LogMel(nn.Module):
             return features.masked_fill(hidden, 0.0), lengths
 
     def stream(self, audio: Tensor, state: StreamState | None = None) -> tuple[Tensor, StreamState]:
-        """The frames (B, T, F), T >= 0, that the next samples (B, S) complete; not with normalise="utterance".
+        """Returns the frames (B, T, F), T >= 0, completed by the next samples (B, S); not with normalise="utterance".
 
-        In whatever chunks an utterance of at least a window comes, they are together the frames of `forward`.
+        Chunks of any size give the frames of `forward`, for utterances of at least a window.
         """
         if self.normalise == "utterance":
             raise ValueError('normalise "utterance" needs the whole utterance: streaming takes "fixed" or "running"')
@@ -147,13 +146,13 @@ class LogMel(nn.Module):
             return features, StreamState(rest, sums, state.num_frames + num_frames)
 
     def num_frames(self, num_samples: Tensor) -> Tensor:
-        """Frames of utterances of so many samples, int64."""
+        """Returns the frames of utterances by number of samples, int64."""
         return ((num_samples - self.window_length) // self.hop + 1).clamp_min(1)
 
     def log_mel(self, audio: Tensor, warp: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
-        """The features (B, T, F) of every frame of audio (B, S) and its padding, not normalised.
+        """Returns unnormalised features (B, T, F) of every frame of audio (B, S), including padding.
 
-        noise: (B,), power that is added at every frequency.
+        noise: (B,), power added at every frequency.
         """
         audio = functional.pad(audio.to(self.window.dtype), (0, max(0, self.window_length - audio.shape[1])))
         spectrum = torch.fft.rfft(audio.unfold(1, self.window_length, self.hop) * self.window, n=self.fft_length)
@@ -164,14 +163,14 @@ class LogMel(nn.Module):
         return (power @ filters).clamp_min(FLOOR).log()
 
     def masking_noise(self, audio: Tensor, num_samples: Tensor, masking_db: Tensor | None) -> Tensor:
-        """The power (B,) of the noise that is added to each utterance. masking_db: as in `forward`."""
+        """Returns the power (B,) of noise added to each utterance. masking_db: as in `forward`."""
         power = audio.to(self.window.dtype).square().sum(dim=1) / num_samples
         decibels = self.masking_db if masking_db is None else self.masking_db + masking_db
         return power * 10 ** (-0.1 * decibels)
 
     @torch.no_grad()
     def fit_statistics(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Sets `mean` and `std` to those of all frames of the batches, each (audio, num_samples) as for `forward`."""
+        """Sets `mean` and `std` from all frames of the batches, each (audio, num_samples) as for `forward`."""
         count, sums = 0, torch.zeros(2, self.num_mels, dtype=torch.float64)
         for audio, num_samples in batches:
             audio, num_samples = audio.to(self.mean.device), num_samples.to(self.mean.device)
@@ -185,20 +184,20 @@ class LogMel(nn.Module):
         self.std.copy_((square - mean.square()).mean().clamp_min(VARIANCE_FLOOR).sqrt())
 
     def _triangles(self, hz: Tensor) -> Tensor:
-        """The weight of frequencies (..., n) in every mel bin: (..., n, F)."""
+        """Returns the weight of frequencies (..., n) in every mel bin: (..., n, F)."""
         position = (2595 * torch.log10(1 + hz / 700) - self._lowest_mel) / self._mel_spacing
         centres = torch.arange(1, self.num_mels + 1, dtype=hz.dtype, device=hz.device)
         return (1 - (position[..., None] - centres).abs()).clamp_min(0)
 
     def _warped(self, warp: Tensor) -> Tensor:
-        """What each frequency counts as: (B, n), by the piecewise linear map of Jaitly and Hinton (2013)."""
+        """Warps each frequency: (B, n), by the piecewise linear map of Jaitly and Hinton (2013)."""
         factor, highest = warp[:, None], self.sample_rate / 2
         knee = WARP_KNEE * highest / factor.clamp_min(1)
         slope = (highest - knee * factor) / (highest - knee)
         return torch.where(self.bin_hz <= knee, self.bin_hz * factor, highest - slope * (highest - self.bin_hz))
 
     def _normalise_causally(self, features: Tensor, state: StreamState | None) -> tuple[Tensor, Tensor]:
-        """The features, and the sums over all frames up to their end."""
+        """Normalises features by running statistics; returns them and the sums over all frames so far."""
         features = (features - self.mean) / self.std
         num_before, sums = (0, features.new_zeros(2, 1, 1, 1)) if state is None else (state.num_frames, state.sums)
         if self.normalise == "fixed":
@@ -220,16 +219,16 @@ def _normalise_utterances(features: Tensor, is_padding: Tensor, lengths: Tensor)
 
 
 def _within(positions: Tensor, spans: Tensor) -> Tensor:
-    """Whether positions (n,) lie in one of the spans (B, k, 2), each (start, width): (B, n)."""
+    """Returns whether positions (n,) lie in any of the spans (B, k, 2), (start, width): (B, n)."""
     start, width = spans[..., None].unbind(dim=2)
     return ((positions >= start) & (positions < start + width)).any(dim=1)
 
 
 def _causal_sums(x: Tensor) -> Tensor:
-    """The sum over the time up to each time of x (..., T, F).
+    """Returns the cumulative sums of x over time (..., T, F).
 
-    By doubling: `cumsum` is not deterministic on a GPU, and rounds more. But a program that is to take any number of
-    times cannot double until it is enough.
+    By doubling: `cumsum` is not deterministic on a GPU, and rounds more. Exported programs for any number of steps
+    cannot double, and use it.
     """
     if torch.compiler.is_compiling():
         return x.double().cumsum(-2).to(x.dtype)

@@ -1,7 +1,7 @@
-"""N-gram language models: from ARPA files, and as what `beam_search` adds to its scores (shallow fusion).
+"""N-gram language models from ARPA files, as scorers for `beam_search` (shallow fusion).
 
-A transcript y of a sound x scores log p(y | x) + weight * log p_lm(y) + bonus * units(y) (Hannun et al., 2014). A
-unit is what the model predicts: a symbol, or a word, whose score comes with the space after it or the end.
+A transcript y of a sound x scores log p(y | x) + weight * log p_lm(y) + bonus * units(y) (Hannun et al., 2014). A unit
+is a symbol or a word, as the model predicts; a word is scored at the space after it or the end.
 """
 
 import gzip
@@ -20,24 +20,24 @@ from trainer.common.files import lines_of, require_regular
 
 START, END, UNKNOWN = "<s>", "</s>", "<unk>"
 SPACE_NAMES = ("<space>", "|", "\N{LOWER ONE EIGHTH BLOCK}")
-"""How ARPA files of characters write a space."""
+"""Names of a space in ARPA files of characters."""
 
 _NEVER = -100.0
-"""The least log10-probability, and that of an unknown word where a file gives none, as in KenLM."""
+"""Minimum log10-probability, and that of unknown words if a file gives none, as in KenLM."""
 
 
 @dataclass(frozen=True)
 class NGram:
-    """Probabilities of words after others, with backoff weights (Katz, 1987).
+    """Word probabilities given preceding words, with backoff weights (Katz, 1987).
 
-    entries: words -> (log10-probability of the last one after the others, log10 of the backoff weight of all).
+    entries: words -> (log10-probability of the last given the others, log10 backoff weight of all).
     """
 
     order: int
     entries: dict[tuple[str, ...], tuple[float, float]]
 
     def score(self, history: Sequence[str], word: str) -> float:
-        """Natural log-probability of a word. history: all words before it; `START` is the first of a sentence."""
+        """Returns a word's natural log-probability. history: all words before it, with `START` first."""
         words = tuple(w if (w,) in self.entries else UNKNOWN for w in (*self.context(history), word))
         backoff = 0.0
         for first in range(len(words)):
@@ -47,23 +47,23 @@ class NGram:
         return (backoff + _NEVER) * math.log(10)
 
     def context(self, history: Sequence[str]) -> tuple[str, ...]:
-        """As much of the history as matters."""
+        """Returns the part of the history that matters."""
         return tuple(history[max(0, len(history) - self.order + 1) :])
 
     @property
     def vocabulary(self) -> set[str]:
-        """The words, without start, end and unknown."""
+        """Returns the words without start, end and unknown."""
         return {words[0] for words in self.entries if len(words) == 1} - {START, END, UNKNOWN}
 
 
 def read_arpa(path: Path) -> NGram:
-    """Reads an ARPA file, UTF-8, of any order; compressed by gzip if its name ends with .gz.
+    """Reads a UTF-8 ARPA file of any order, gzip-compressed if its name ends in .gz.
 
-    Raises OSError, and ValueError with file, line and value for whatever is wrong with its contents.
+    Raises OSError, and ValueError with file, line and value for invalid content.
     """
     counts: dict[int, int] = {}
     entries: dict[tuple[str, ...], tuple[float, float]] = {}
-    order = -1  # of the section: 0 in \data\, -1 before it, where any text may stand
+    order = -1  # order of the section: 0 in \data\, -1 before it, where any text is allowed
     for number, line in _lines(path):
         place = f"{path}:{number}"
         section = re.fullmatch(r"\\(\d+)-grams:", line)
@@ -88,7 +88,7 @@ def read_arpa(path: Path) -> NGram:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Those that are not empty, with their numbers."""
+    """Yields non-empty lines with their numbers."""
     require_regular(path)
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
         try:
@@ -109,9 +109,9 @@ def _add_entry(entries: dict[tuple[str, ...], tuple[float, float]], line: str, o
     except ValueError:
         values = math.nan, math.nan
     if not (values[0] <= 0 and values[1] < math.inf):
-        raise ValueError(f"{place}: {probability} or {backoff} is no log10-probability and log10 backoff weight")
+        raise ValueError(f"{place}: {probability} or {backoff} is not a log10-probability or log10 backoff weight")
     if tuple(words) in entries:
-        raise ValueError(f"{place}: {' '.join(words)!r} is there for the second time")
+        raise ValueError(f"{place}: {' '.join(words)!r} occurs twice")
     entries[tuple(words)] = values
 
 
@@ -124,7 +124,7 @@ def _check_counts(entries: dict[tuple[str, ...], tuple[float, float]], counts: d
 
 
 class _Fusion(ABC):
-    """A `Scorer` that numbers its contexts as they come, and keeps the scores of each in a row of a table."""
+    """A `Scorer` that numbers contexts as they occur, and caches their scores as rows of a table."""
 
     def __init__(self, num_symbols: int) -> None:
         self._table = np.zeros((64, num_symbols))
@@ -134,11 +134,11 @@ class _Fusion(ABC):
 
     @abstractmethod
     def first_context(self) -> tuple:
-        """Before all symbols."""
+        """Returns the context before all symbols."""
 
     @abstractmethod
     def row(self, context: tuple) -> np.ndarray:
-        """(V,): what each symbol adds."""
+        """Returns the addition of each symbol, (V,)."""
 
     @abstractmethod
     def next_context(self, context: tuple, symbol: int) -> tuple: ...
@@ -178,9 +178,9 @@ class _Fusion(ABC):
 
 
 class SymbolScorer(_Fusion):
-    """Adds the score of each symbol as it comes. Without an n-gram only the bonus.
+    """Adds each symbol's score; without an n-gram only the bonus.
 
-    symbols: (V,), what the n-gram calls them, the blank first; a space may be any of `SPACE_NAMES`.
+    symbols: (V,), the n-gram's names, blank first; a space may be any of `SPACE_NAMES`.
     """
 
     def __init__(self, ngram: NGram | None, symbols: Sequence[str], weight: float, bonus: float) -> None:
@@ -207,9 +207,9 @@ class SymbolScorer(_Fusion):
 
 
 class WordScorer(_Fusion):
-    """Adds the score of a word when a space follows or the utterance ends. Spaces without a word between add nothing.
+    """Adds a word's score when a space follows or the utterance ends; consecutive spaces add nothing.
 
-    symbols: (V,), the blank first, a space among them; a word is the symbols between spaces, joined.
+    symbols: (V,), blank first, including a space; a word is the joined symbols between spaces.
     """
 
     def __init__(self, ngram: NGram, symbols: Sequence[str], weight: float, bonus: float) -> None:
@@ -241,16 +241,16 @@ class WordScorer(_Fusion):
 
 
 def _end_score(ngram: NGram, history: Sequence[str]) -> float:
-    """Of the end after the history; 0 where the model does not predict ends."""
+    """Returns the score of the end after a history; 0 if the model does not predict ends."""
     return ngram.score(history, END) if (END,) in ngram.entries else 0.0
 
 
 def build_scorer(
     ngram: NGram | None, symbols: Sequence[str], weight: float = 1.0, bonus: float = 0.0
 ) -> SymbolScorer | WordScorer:
-    """Of words, if a space is among the symbols and the n-gram predicts more than single characters; else of symbols.
+    """Builds a word scorer if the symbols include a space and the n-gram predicts longer words, else a symbol scorer.
 
-    symbols: (V,), the blank first. Raises ValueError if nothing that the n-gram predicts can be spelled with them.
+    symbols: (V,), blank first. Raises ValueError if they cannot spell anything that the n-gram predicts.
     """
     if ngram is None:
         return SymbolScorer(None, symbols, weight, bonus)

@@ -1,7 +1,7 @@
 """The linear memory of Legendre Memory Units (Voelker, Kajić and Eliasmith, NeurIPS 2019).
 
-A vector m of `memory_size` numbers follows a signal u by theta m' = A m + B u, so that it holds the last theta samples
-of u as coefficients of shifted Legendre polynomials. Sampled once per time step: m_t = A_d m_(t-1) + B_d u_t.
+A vector m of `memory_size` numbers follows a signal u by theta m' = A m + B u, and so holds the last theta samples of u
+as coefficients of shifted Legendre polynomials. Sampled once per time step: m_t = A_d m_(t-1) + B_d u_t.
 """
 
 from functools import lru_cache
@@ -13,7 +13,7 @@ _CPU = torch.device("cpu")
 
 
 def continuous_system(memory_size: int) -> tuple[Tensor, Tensor]:
-    """A (N, N) and B (N,) of theta m' = A m + B u, float64; equation 2 of the paper, with N = memory_size >= 1."""
+    """Returns A (N, N) and B (N,) of theta m' = A m + B u, float64; equation 2 of the paper, N = memory_size >= 1."""
     row = torch.arange(memory_size, dtype=torch.float64)[:, None]
     column = row.T
     alternating = 1 - 2 * ((row - column) % 2)  # (-1)^(i - j)
@@ -25,10 +25,10 @@ def continuous_system(memory_size: int) -> tuple[Tensor, Tensor]:
 def discrete_system(
     memory_size: int, theta: float, dtype: torch.dtype = torch.float64, device: torch.device = _CPU
 ) -> tuple[Tensor, Tensor]:
-    """A_d (N, N) and B_d (N,) of m_t = A_d m_(t-1) + B_d u_t, computed in float64; shared, not to be written to.
+    """Returns A_d (N, N) and B_d (N,) of m_t = A_d m_(t-1) + B_d u_t, computed in float64; cached, read-only.
 
-    Zero-order hold over one time step, both from one matrix exponential (Van Loan, 1978). theta: the length of the
-    window in time steps, above 0.
+    Zero-order hold over one time step, both from one matrix exponential (Van Loan, 1978). theta: window length in time
+    steps, above 0.
     """
     with torch.inference_mode(False), torch.no_grad():
         a, b = continuous_system(memory_size)
@@ -39,9 +39,9 @@ def discrete_system(
 
 
 def orbit(matrix: Tensor, start: Tensor, length: int) -> Tensor:
-    """start, A start, ..., A^(length - 1) start for A = matrix (N, N): start (N, K) -> (N, length, K).
+    """Returns start, A start, ..., A^(length - 1) start for A = matrix (N, N): start (N, K) -> (N, length, K).
 
-    Each product doubles what there is, so that there are log2(length) of them.
+    Each product doubles the result, so log2(length) products suffice.
     """
     states, power = start.unsqueeze(1), matrix
     while (num_states := states.shape[1]) < length:
@@ -53,14 +53,14 @@ def orbit(matrix: Tensor, start: Tensor, length: int) -> Tensor:
 
 
 def impulse_response(memory_size: int, theta: float, length: int) -> Tensor:
-    """Column k is A_d^k B_d, the memory k steps after an impulse: (memory_size, length), float64."""
+    """Returns columns A_d^k B_d, the memory k steps after an impulse: (memory_size, length), float64."""
     a, b = discrete_system(memory_size, theta)
     return orbit(a, b[:, None], length).squeeze(2)
 
 
 def orthonormal_scale(memory_size: int, theta: float) -> Tensor:
-    """What m_i is multiplied by to be a coefficient of a polynomial of norm 1 over the window: (memory_size,) float64.
+    """Returns factors that make m_i coefficients of polynomials of norm 1 over the window: (memory_size,) float64.
 
-    All coordinates of the memory then answer an impulse with about the same energy.
+    All coordinates then respond to an impulse with about equal energy.
     """
     return (theta / (2 * torch.arange(memory_size, dtype=torch.float64) + 1)).sqrt()

@@ -18,13 +18,13 @@ class LMU(nn.Module):
         m_t = A_d m_(t-1) + B_d u_t
         h_t = tanh(W_x x_t + W_h h_(t-1) + W_m m_t)
 
-    e_x and e_h begin LeCun uniform, e_m at 0, W_x, W_h and W_m Xavier normal. There are no biases.
+    e_x and e_h are initialised LeCun uniform, e_m with 0, W_x, W_h and W_m Xavier normal. There are no biases.
 
-    theta: the length of the memory's window in time steps, above 0.
+    theta: the memory's window length in time steps, above 0.
     """
 
     stays_eager: ClassVar[bool] = True
-    """Under `torch.compile`, which would write out all steps."""
+    """Not compiled by `torch.compile`, which would unroll all steps."""
 
     def __init__(self, input_size: int, hidden_size: int, memory_size: int, theta: float) -> None:
         super().__init__()
@@ -37,10 +37,10 @@ class LMU(nn.Module):
         self.w_m = nn.Parameter(nn.init.xavier_normal_(torch.empty(hidden_size, memory_size)))
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """x (B, T, input_size), T >= 1 -> h of all steps (B, T, hidden_size), and the state after the last.
+        """x (B, T, input_size), T >= 1 -> h of all steps (B, T, hidden_size), and the final state.
 
-        state: h (B, hidden_size) and m (B, memory_size), zeros if None. Everything is in float32 or wider, under
-        autocast too: rounding errors would add up over the steps.
+        state: h (B, hidden_size) and m (B, memory_size), zeros if None. Computed in at least float32, also under
+        autocast, since rounding errors would accumulate.
         """
         dtype = torch.promote_types(x.dtype, self.w_x.dtype)
         with torch.autocast(x.device.type, enabled=False):
@@ -57,14 +57,14 @@ class LMU(nn.Module):
 
 
 class _Recurrence(torch.autograd.Function):
-    """All steps, with one product in each.
+    """All steps, with one product each.
 
-    With W_m m_t written out, m_t and the argument g_t of tanh are linear in what the step before left:
+    With W_m m_t expanded, m_t and the argument g_t of tanh are linear in the previous step's result:
 
         [m_t, g_t] = G [m_(t-1), h_(t-1)] + p_t
 
-    Autograd would add up a gradient of G in each step. Here the steps backward hand on the gradient of m and g alone,
-    and those of the weights are products over all steps at the end.
+    Autograd would accumulate a gradient of G in each step. Here backward steps propagate only gradients of m and g, and
+    gradients of the weights are products over all steps at the end.
     """
 
     @staticmethod
@@ -74,7 +74,7 @@ class _Recurrence(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """drive: e_x x_t and W_x x_t of all steps, (T, B, 1 + H). Returns h of all steps (T, B, H) and the last m."""
         memory_size = len(b)
-        enter = torch.cat([b, w_m @ b])  # what u_t adds to m_t and g_t
+        enter = torch.cat([b, w_m @ b])  # contribution of u_t to m_t and g_t
         step = torch.cat([torch.cat([a, torch.zeros_like(w_m.T)], dim=1), torch.cat([w_m @ a, w_h], dim=1)])
         step += enter[:, None] * torch.cat([e_m, e_h], dim=1)
 

@@ -11,32 +11,33 @@ from torch.autograd.function import once_differentiable
 from models.speech.legendre import discrete_system, impulse_response, orbit, orthonormal_scale
 
 _SMALL = 4096
-"""Up to this number of operations per signal and step a product takes less time than Fourier transforms."""
+"""Operations per signal and step up to which a product is faster than Fourier transforms."""
 _CACHED = 2**18
-"""Elements of spectra, 2 MiB, that are multiplied and transformed at a time where their products are elementwise."""
+"""Elements of spectra (2 MiB) multiplied and transformed at a time if products are elementwise."""
 _LARGE = 2**21
-"""The same of products of matrices, which take less time each the larger they are: 16 MiB. Beyond twice as much an
-allocator maps memory anew each time, which takes longer than the arithmetic."""
+"""Elements of spectra (16 MiB) at a time for matrix products, which are faster the larger they are. Beyond twice as
+much, allocators map fresh memory each time, which takes longer than the arithmetic.
+"""
 
 
 class ParallelLMU(nn.Module):
-    """A layer with a linear memory, which is computed at all time steps of a sequence at once.
+    """A layer with a linear memory, computed for all time steps at once.
 
         u_t = f_u(U x_t + b_u)                        `channels` numbers
         m_t = A_d m_(t-1) + B_d u_t                   `memory_size` numbers for each of them
         o_t = f(W_m m_t + W_x x_t + b_o)              `hidden_size` numbers
 
-    Nothing flows back from m to u. Where memories and sequences are small, m is the product of u with a Toeplitz matrix
-    of the memory's response to an impulse. Elsewhere W_m m is a convolution of u with W_m A_d^k B_d: Fourier transforms
-    compute it in n log n operations for n steps, and the memory itself is never formed. W_m acts on the coordinates of
-    m that `orthonormal_scale` gives, so that a random one listens to all of them alike.
+    m does not feed back to u. For small memories and sequences m is the product of u with a Toeplitz matrix of the
+    memory's impulse response. Otherwise W_m m is a convolution of u with W_m A_d^k B_d: Fourier transforms compute it
+    in n log n operations for n steps, without forming the memory. W_m acts on coordinates of m scaled by
+    `orthonormal_scale`, so that a random one weights all of them equally.
 
-    theta: the length of the memory's window in time steps, above 0. bidirectional: each channel has a second memory,
-    of what is to come, which begins at the end of the sequence. signal_activation, activation: f_u and f.
+    theta: the memory's window length in time steps, above 0. bidirectional: each channel has a second memory that runs
+    backwards from the end of the sequence. signal_activation, activation: f_u and f.
     """
 
     stays_eager: ClassVar[bool] = True
-    """Under `torch.compile`, which would make the responses of memories anew in each step."""
+    """Not compiled by `torch.compile`, which would recompute impulse responses in each step."""
 
     def __init__(
         self,
@@ -61,8 +62,7 @@ class ParallelLMU(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x (B, T, input_size), T >= 1 -> o of all steps (B, T, hidden_size).
 
-        mask: (B, T) True at steps that count; others do not enter a memory. A sequence that is padded at its end needs
-        it with two directions only.
+        mask: (B, T), False at steps to exclude from memories. Needed for end padding only if bidirectional.
         """
         u = self._signals(x)
         if mask is not None:
@@ -70,12 +70,13 @@ class ParallelLMU(nn.Module):
         return self.activation(self._argument(u, x))
 
     def stream(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The next steps of a sequence, x (B, T, input_size), T >= 1 -> o (B, T, hidden_size), and the state after.
+        """Processes the next steps of a sequence, x (B, T, input_size), T >= 1 -> o (B, T, hidden_size), and the new
+        state.
 
-        state: the memory (B, channels, memory_size), zero if None. A sequence may be given in pieces of any lengths,
-        each with the state that the one before returned. One direction only.
+        state: the memory (B, channels, memory_size), zero if None. Pieces may have any lengths, each with the state
+        returned before. Unidirectional only.
         """
-        assert self.num_directions == 1, "a memory of what is to come cannot be carried on"
+        assert self.num_directions == 1, "a bidirectional memory cannot be streamed"
         u = self._signals(x)
         answer = self._argument(u, x)
         with torch.autocast(x.device.type, enabled=False):
@@ -89,15 +90,15 @@ class ParallelLMU(nn.Module):
         return self.activation(answer), after
 
     def _argument(self, u: Tensor, x: Tensor) -> Tensor:
-        """That of f, from memories of zeros: (B, T, hidden_size)."""
+        """Returns the argument of f, from zero memories: (B, T, hidden_size)."""
         small = self.num_directions * self.memory_size * (x.shape[1] + self.skip.out_features) <= _SMALL
         return self._by_product(u, x) if small else self._by_transforms(u, x)
 
     def _by_product(self, u: Tensor, x: Tensor) -> Tensor:
-        """The argument, where few products are fastest."""
+        """Computes the argument by a matrix product, fastest for few steps."""
         with torch.autocast(x.device.type, enabled=False):
             num_steps = u.shape[1]
-            # That of fewer steps is a part of it; so there are few, and a GPU seldom waits for a new one.
+            # a matrix for fewer steps is part of it, so few are built, and a GPU seldom waits for one
             most_steps = 2 ** (num_steps - 1).bit_length()
             matrix = _toeplitz(self.memory_size, self.theta, self.num_directions, most_steps, u.dtype, u.device)
             matrix = matrix[: num_steps * self.num_directions * self.memory_size, :num_steps]
@@ -105,7 +106,7 @@ class ParallelLMU(nn.Module):
         return self.read_out(memory) + self.skip(x)
 
     def _by_transforms(self, u: Tensor, x: Tensor) -> Tensor:
-        """The same. Time is the last axis in memory, as transforms on a CPU want it."""
+        """Computes the argument by Fourier transforms, with time as the last axis for speed on a CPU."""
         with torch.autocast(x.device.type, enabled=False):
             responses = self._responses(u)
             answer = _Convolution.apply(u.mT, _kernels(self._weight(u.dtype), responses), responses.size)
@@ -113,7 +114,7 @@ class ParallelLMU(nn.Module):
         return answer.add_(torch.baddbmm(bias, skip, x.mT)).mT
 
     def last(self, x: Tensor) -> Tensor:
-        """o of the last step alone, (B, T, input_size) -> (B, hidden_size), for one direction.
+        """Returns o of the last step only, (B, T, input_size) -> (B, hidden_size); unidirectional.
 
         The memory after a whole sequence is one product.
         """
@@ -125,7 +126,7 @@ class ParallelLMU(nn.Module):
         return self.activation(self.read_out(memory.flatten(1)) + self.skip(x[:, -1]))
 
     def _signals(self, x: Tensor) -> Tensor:
-        """u (B, T, channels), in float32 or wider, which Fourier transforms need."""
+        """Returns u (B, T, channels), in at least float32 for Fourier transforms."""
         u = self.signal_activation(self.encode(x))
         return u.to(torch.promote_types(u.dtype, torch.float32))
 
@@ -133,29 +134,29 @@ class ParallelLMU(nn.Module):
         return _responses(self.memory_size, self.theta, _fft_size(u.shape[1]), u.dtype, u.device)
 
     def _weight(self, dtype: torch.dtype) -> Tensor:
-        """W_m as (hidden_size, directions, memory_size, channels)."""
+        """Returns W_m as (hidden_size, directions, memory_size, channels)."""
         return self.read_out.weight.to(dtype).unflatten(1, (self.num_directions, self.memory_size, -1))
 
     def _without_input(self, state: Tensor, num_steps: int) -> Tensor:
-        """What becomes of a memory (B, channels, memory_size) in the next steps: (memory_size, steps, B, channels)."""
+        """Evolves a memory (B, channels, memory_size) without input: (memory_size, steps, B, channels)."""
         a, _ = discrete_system(self.memory_size, self.theta, state.dtype, state.device)
         return orbit(a, a @ state.flatten(0, 1).T, num_steps).unflatten(2, state.shape[:2])
 
 
 class _Responses(NamedTuple):
-    """Of a memory to an impulse."""
+    """Impulse response of a memory, and its spectrum."""
 
     impulse: Tensor
-    """(memory_size, size // 2)."""
+    """(memory_size, size // 2)"""
     scale: Tensor
-    """(memory_size,): the memory's orthonormal scale."""
+    """(memory_size,), the memory's orthonormal scale."""
     real: Tensor
-    """(memory_size, size // 2 + 1): the real part of the spectrum of the scaled response."""
+    """(memory_size, size // 2 + 1), real part of the scaled response's spectrum."""
     imaginary: Tensor
 
     @property
     def size(self) -> int:
-        """Of the Fourier transforms."""
+        """Returns the size of the Fourier transforms."""
         return 2 * self.impulse.shape[1]
 
 
@@ -171,9 +172,9 @@ def _responses(memory_size: int, theta: float, size: int, dtype: torch.dtype, de
 def _toeplitz(
     memory_size: int, theta: float, num_directions: int, num_steps: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """What the scaled memories at all steps are the product of with a signal at all steps.
+    """Returns the matrix that maps a signal at all steps to scaled memories at all steps.
 
-    Rows are steps, directions and coordinates of the memory in this order: (T * directions * memory_size, T).
+    Rows are ordered by step, direction and coordinate: (T * directions * memory_size, T).
     """
     with torch.inference_mode(False), torch.no_grad():
         impulse = impulse_response(memory_size, theta, num_steps) * orthonormal_scale(memory_size, theta)[:, None]
@@ -184,15 +185,14 @@ def _toeplitz(
 
 
 def _memory_after(u: Tensor, responses: _Responses) -> Tensor:
-    """The memory (B, channels, memory_size) after u (B, T, channels), from zero."""
+    """Returns the memory (B, channels, memory_size) after u (B, T, channels), from zero."""
     return torch.einsum("btc,nt->bcn", u.flip(1), responses.impulse[:, : u.shape[1]])
 
 
 def _kernels(weight: Tensor, responses: _Responses) -> Tensor:
-    """The spectra (H, channels, frequencies) complex of what is read of a memory after an impulse.
+    """Returns spectra (H, channels, frequencies), complex, of the readout of a memory after an impulse.
 
-    weight: (H, directions, memory_size, channels). The second direction answers backwards in time: its spectrum is the
-    conjugate.
+    weight: (H, directions, memory_size, channels). The second direction runs backwards: its spectrum is the conjugate.
     """
     ahead, back = (weight[:, i].mT.flatten(0, 1) for i in (0, -1))  # each (H * channels, memory_size)
     if weight.shape[1] == 2:
@@ -203,7 +203,7 @@ def _kernels(weight: Tensor, responses: _Responses) -> Tensor:
 
 
 class _Convolution(torch.autograd.Function):
-    """Convolves signals with kernels that are given by their spectra, and adds up over the signals."""
+    """Convolves signals with kernels given by spectra, and sums over signals."""
 
     @staticmethod
     def forward(ctx: Any, u: Tensor, kernels: Tensor, size: int) -> Tensor:
@@ -227,13 +227,13 @@ class _Convolution(torch.autograd.Function):
             grads = torch.fft.rfft(grad[part], ctx.size)
             grad_kernels += _product(grads.transpose(0, 1), reverse_signals[:, part])
             grad_u[part] = torch.fft.irfft(_product(grads, reverse_kernels), ctx.size)[..., : ctx.num_steps]
-        # A real signal has each frequency twice, as z and as its conjugate, but the lowest and the highest.
+        # real signals have each frequency twice, z and its conjugate, except the lowest and highest
         grad_kernels[..., 1:-1] *= 2
         return grad_u, grad_kernels / ctx.size, None
 
 
 def _parts(batch: Tensor, kernels: Tensor) -> list[slice]:
-    """The sequences that are taken at a time: on a CPU as many as leave their spectra in its caches, or near them."""
+    """Splits sequences into slices whose spectra fit a CPU's caches."""
     if batch.device.type == "cpu":
         most_elements = _CACHED if kernels.shape[1] == 1 else _LARGE
         num_sequences = max(1, most_elements // kernels[:, 0].numel())
@@ -243,7 +243,7 @@ def _parts(batch: Tensor, kernels: Tensor) -> list[slice]:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """The sum over k of a[m, k] * b[n, k], for each frequency: (M, K, F), (N, K, F) -> (M, N, F)."""
+    """Returns the sum over k of a[m, k] * b[n, k] per frequency: (M, K, F), (N, K, F) -> (M, N, F)."""
     if a.shape[1] == 1:
         return a * b.squeeze(1)
     if len(b) == 1:
@@ -252,7 +252,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _fft_size(num_steps: int) -> int:
-    """The smallest even number without a prime factor above 7, quick to transform, that keeps all steps apart."""
+    """Returns the smallest even size without prime factors above 7 that avoids wrap-around."""
     size = 2 * num_steps
     while not _is_smooth(size):
         size += 2

@@ -12,16 +12,16 @@ from models.speech.front_end import StreamState as FrontEndState
 
 
 class Recognised(NamedTuple):
-    """What CTC decodes."""
+    """Output of a recogniser for CTC decoding."""
 
     log_probs: Tensor
     """(B, T, num_symbols), float32 or float64; symbol 0 is the blank."""
     lengths: Tensor
-    """(B,) int64: frames of each utterance; the rest is padding."""
+    """(B,) int64, frames of each utterance; the rest is padding."""
 
 
 class StreamState(NamedTuple):
-    """What `SpeechRecogniser.stream` carries from chunk to chunk."""
+    """State of `SpeechRecogniser.stream` between chunks."""
 
     front_end: FrontEndState | None = None
     encoder: EncoderState | None = None
@@ -31,23 +31,23 @@ class SpeechRecogniser(nn.Module):
     """A front end, an encoder and a linear layer."""
 
     def __init__(self, front_end: LogMel, encoder: AttentionLMU | ParallelLMUEncoder, num_symbols: int) -> None:
-        """num_symbols: the blank included."""
+        """num_symbols: including the blank."""
         super().__init__()
         self.front_end = front_end
         self.encoder = encoder
         self.head = nn.Linear(encoder.out_features, num_symbols)
 
     def forward(self, audio: Tensor, num_samples: Tensor, *distortions: Tensor | None) -> Recognised:
-        """The arguments are those of `LogMel.forward`; distortions are what comes behind the first two, in training."""
+        """Takes the arguments of `LogMel.forward`; distortions are those after the first two, in training."""
         features, lengths = self.front_end(audio, num_samples, *distortions)
         states, lengths = self.encoder(features, lengths)
         return Recognised(self._log_probs(states), lengths)
 
     def stream(self, audio: Tensor, state: StreamState | None = None) -> tuple[Tensor, StreamState]:
-        """The next samples (B, S) -> the log-probabilities (B, T, num_symbols), T >= 0, that they complete.
+        """Processes the next samples (B, S) -> completed log-probabilities (B, T, num_symbols), T >= 0.
 
-        state: what the last call returned, None at the beginning. In eval mode chunks of any sizes give what `forward`
-        gives of the whole. Only for an encoder of one direction and a front end that does not need the whole.
+        state: from the last call, None at the start. In eval mode chunks of any size give the results of `forward`.
+        Requires a unidirectional encoder and a front end that does not need the whole utterance.
         """
         assert isinstance(self.encoder, ParallelLMUEncoder), "its attention needs the whole utterance"
         before = state or StreamState()
@@ -57,14 +57,14 @@ class SpeechRecogniser(nn.Module):
 
     @property
     def frame_s(self) -> float:
-        """Seconds from one frame of log-probabilities to the next."""
+        """Returns the seconds between frames of log-probabilities."""
         return self.encoder.subsampling * self.front_end.hop / self.front_end.sample_rate
 
     def num_frames(self, num_samples: Tensor) -> Tensor:
-        """Frames of log-probabilities that so many samples of audio give, int64."""
+        """Returns the frames of log-probabilities for a number of audio samples, int64."""
         return -(-self.front_end.num_frames(num_samples) // self.encoder.subsampling)
 
     def _log_probs(self, states: Tensor) -> Tensor:
-        """In full precision under autocast too: CTC multiplies hundreds of them."""
+        """Computes in full precision, also under autocast, since CTC multiplies hundreds of probabilities."""
         logits: Tensor = self.head(states)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

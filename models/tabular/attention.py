@@ -1,4 +1,4 @@
-"""Multi-head attention (Vaswani et al., 2017, section 3.2) among the cells of tables: many short sequences at once."""
+"""Multi-head attention (Vaswani et al., 2017, section 3.2) among cells of tables: many short sequences at once."""
 
 import math
 from itertools import repeat
@@ -8,18 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _FEW_KEYS = 24
-"""Up to so many, plain matrix products are quicker on a CPU than torch's fused attention."""
+"""Keys up to which matrix products are faster on a CPU than torch's fused attention."""
 _MAX_SEQUENCES = 65_535
-"""The fused kernels of CUDA start at most so many in one call."""
+"""Limit on sequences per call of CUDA's fused kernels."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v of each sequence and head.
+    """Returns softmax(q k^T / sqrt(d)) v of each sequence and head.
 
-    query: (S, T, heads, d). key, value: (S, K, heads, d). mask: (S, 1, 1, K) bool, True at the keys to attend to, at
-    least one of each sequence; None: all. Returns (S, T, heads, d).
+    query: (S, T, heads, d). key, value: (S, K, heads, d). mask: (S, 1, 1, K) bool, True at keys to attend to, at least
+    one per sequence; None: all. Returns (S, T, heads, d).
     """
-    # A program that is to take any number of keys has one way for all.
+    # exported programs for any number of keys have one way
     if query.device.type == "cpu" and not torch.compiler.is_compiling() and key.shape[1] <= _FEW_KEYS:
         return _attend_to_few(query, key, value, mask)
     if query.device.type == "cuda" and query.shape[0] > _MAX_SEQUENCES:
@@ -36,14 +36,14 @@ def _attend_to_few(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
     logits = query @ key.transpose(1, 2)
     if mask is not None:
         logits = logits.unflatten(0, (num_sequences, num_heads)).masked_fill(~mask, -math.inf)
-    # The softmax over a first dimension is computed for many queries at a time, that over a short last one is not.
+    # softmax over the first dimension is vectorised over queries; over a short last one it is not
     columns = logits.reshape(-1, logits.shape[-1]).t().contiguous()
     weights = columns.softmax(dim=0).t().reshape(num_sequences * num_heads, num_queries, -1)
     return (weights @ value).unflatten(0, (num_sequences, num_heads)).transpose(1, 2)
 
 
 class Attention(nn.Module):
-    """The projections of a multi-head attention; its user arranges what they give into sequences for `attend`."""
+    """Projections of multi-head attention; the caller arranges them into sequences for `attend`."""
 
     def __init__(self, width: int, num_heads: int, bias: bool = False) -> None:
         """width: a multiple of num_heads."""

@@ -15,14 +15,14 @@ _MOST_SHOWN = 12
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer whose weight and bias are frozen, and to whose weight alpha / rank * B A is added (eq. 3).
+    """A linear layer with frozen weight and bias, adding alpha / rank * B A to the weight (eq. 3).
 
-    lora_a: (rank, in_features), random as a linear layer's weight. lora_b: (out_features, rank), 0 at first, so that
-    nothing changes. In a state dict they stand beside `weight` and `bias`, which keep their names.
+    lora_a: (rank, in_features), initialised like a linear layer's weight. lora_b: (out_features, rank), initially 0, so
+    the layer is unchanged. In a state dict they accompany `weight` and `bias`, which keep their names.
     """
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
-        """base: whose parameters this layer holds from then on."""
+        """base: its parameters are used by this layer from then on."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
@@ -36,28 +36,29 @@ class LoRALinear(nn.Linear):
         return self.weight + self.scale * (self.lora_b @ self.lora_a)
 
     def forward(self, x: Tensor) -> Tensor:
-        # One product with the sum, which is tiny beside x, instead of three products and a sum of results.
+        # one product with the summed weight, instead of three products and a sum of results
         return F.linear(x, self.adapted_weight, self.bias)
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """A plain layer that does the same."""
+        """Returns an equivalent plain layer."""
         plain = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         plain.weight, plain.bias = nn.Parameter(self.adapted_weight), self.bias
         return plain
 
 
 def add_adapters(model: nn.Module, *, targets: Sequence[str] = ("*",), rank: int = 8, alpha: float = 16.0) -> list[str]:
-    """Puts adapters on linear layers of a model, freezes all else, and returns the names of these layers.
+    """Adds adapters to linear layers of a model, freezes everything else, and returns the layers' names.
 
-    targets: patterns as of file names, `*.query` for example; a layer is adapted if its name fits one. rank: at least
-    1. Raises UserError for a pattern that fits no linear layer.
+    targets: file name patterns such as `*.query`; layers with matching names are adapted. rank: at least 1. Raises
+    UserError for a pattern that matches no linear layer.
     """
     layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     for pattern in targets:
         if not any(fnmatchcase(name, pattern) for name in layers):
             raise UserError(
-                f"LoRA target {pattern!r}: fits no linear layer; there are {', '.join(list(layers)[:_MOST_SHOWN])}, ..."
+                f"LoRA target {pattern!r}: matches no linear layer; there are {', '.join(list(layers)[:_MOST_SHOWN])}, "
+                "..."
             )
     model.requires_grad_(False)
     chosen = [name for name in layers if any(fnmatchcase(name, pattern) for pattern in targets)]
@@ -67,7 +68,7 @@ def add_adapters(model: nn.Module, *, targets: Sequence[str] = ("*",), rank: int
 
 
 def merged(model: nn.Module) -> nn.Module:
-    """A plain copy of an adapted model; a model without adapters itself."""
+    """Returns a plain copy of an adapted model; returns a model without adapters itself."""
     if not any(isinstance(module, LoRALinear) for module in model.modules()):
         return model
     plain = copy.deepcopy(model)
@@ -76,9 +77,9 @@ def merged(model: nn.Module) -> nn.Module:
 
 
 def merge_adapters(model: nn.Module) -> None:
-    """Makes an adapted model a plain one again, in place, with what the adapters learned in its weights.
+    """Merges adapters into an adapted model's weights in place.
 
-    All its parameters can be trained then.
+    Afterwards all its parameters can be trained.
     """
     adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
     for name, module in adapted.items():

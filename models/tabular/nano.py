@@ -1,7 +1,7 @@
-"""NanoTabular: the cells of a table attend to one another over features and over rows.
+"""NanoTabular: cells of a table attend to each other across features and rows.
 
-Its architecture is that of nanoTabPFN (Pfefferle et al., arXiv 2511.03634), a small TabPFN v2 (Hollmann et al., Nature
-2025), with norms before instead of after each layer and the feature grouping of TabICL v2 (Qu et al., 2026).
+The architecture is nanoTabPFN's (Pfefferle et al., arXiv 2511.03634), a small TabPFN v2 (Hollmann et al., Nature 2025),
+with pre-norm instead of post-norm and the feature grouping of TabICL v2 (Qu et al., 2026).
 """
 
 from collections.abc import Sequence
@@ -16,35 +16,37 @@ from models.tabular.normalise import normalise
 
 
 class Layout(NamedTuple):
-    """Which cells of a batch belong together.
+    """Layout of a batch's cells.
 
-    All rows of a batch lie in one tensor (rows, tokens, width): the context rows of each problem, one problem after the
-    other, then the query rows of each. The first token of a row is that of its label.
+    All rows of a batch are in one tensor (rows, tokens, width): the context rows of each problem in turn, then the
+    query rows of each. A row's first token is its label's.
     """
 
     num_problems: int
     context_rows: int
-    """Of one problem, with padding."""
+    """Context rows per problem, including padding."""
     real_tokens: Tensor | None
     """(rows, 1, 1, tokens) bool; None: all."""
     real_context: Tensor | None
     """(num_problems, 1, 1, context_rows) bool; None: all."""
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What belongs to the context rows of the batch, and what to its query rows."""
+        """Splits x into context rows and query rows."""
         num_context = self.num_problems * self.context_rows
         return x[:num_context], x[num_context:]
 
     def by_problem(self, x: Tensor) -> Tensor:
-        """(rows, tokens, heads, d) -> (num_problems, rows of one, tokens * heads, d): like heads, tokens are apart."""
+        """(rows, tokens, heads, d) -> (num_problems, rows per problem, tokens * heads, d): tokens are separate, like
+        heads.
+        """
         return x.flatten(1, 2).unflatten(0, (self.num_problems, -1))
 
 
 class NanoTabular(nn.Module):
-    """Classes of query rows, given context rows with their labels.
+    """Classifies query rows, given labelled context rows.
 
-    A row is a sequence of tokens: that of its label, which is one learned vector for all query rows, and one for each
-    feature. Queries attend to context rows alone, so each is predicted as if it were the only one.
+    A row is a sequence of tokens: its label's, a learned vector for query rows, and one per feature. Queries attend
+    only to context rows, so each is predicted independently.
     """
 
     shifts: Tensor
@@ -58,15 +60,15 @@ class NanoTabular(nn.Module):
         max_classes: int = 10,
         group_shifts: Sequence[int] = (0, 1, 3),
     ) -> None:
-        """width: of a token, a multiple of num_heads. hidden_width: of the feed-forward layers.
+        """width: of a token, a multiple of num_heads. hidden_width: of feed-forward layers.
 
-        group_shifts: token j sees the features j + shift, counted in a circle. With more than (0,) it can tell columns
-        apart that look alike, and predictions depend on the columns' order.
+        group_shifts: token j sees features j + shift, cyclically. With more than (0,) similar columns can be told
+        apart, and predictions depend on column order.
         """
         super().__init__()
         self.max_classes = max_classes
         self.register_buffer("shifts", torch.tensor(group_shifts), persistent=False)
-        self.embed_cells = nn.Linear(2 * len(group_shifts), width)  # of values, and of which are missing
+        self.embed_cells = nn.Linear(2 * len(group_shifts), width)  # values, and which are missing
         self.embed_labels = nn.Embedding(max_classes, width)
         self.no_label = nn.Parameter(torch.zeros(width))
         self.blocks = nn.ModuleList(Block(width, num_heads, hidden_width) for _ in range(num_blocks - 1))
@@ -87,11 +89,11 @@ class NanoTabular(nn.Module):
         num_features: Tensor | None = None,
         num_classes: Tensor | None = None,
     ) -> Tensor:
-        """Logits of every query row's classes, (B, Q, max_classes), float32 or wider; -inf where there is no class.
+        """Returns class logits of every query row, (B, Q, max_classes), at least float32; -inf beyond num_classes.
 
-        context: (B, N, m), queries: (B, Q, m), any numbers; what is not finite is missing. labels: (B, N) int64 in
-        [0, max_classes). num_context, num_features, num_classes: (B,) int64, at least 1, how many of the N, m and
-        max_classes are real, from the first on; None: all.
+        context: (B, N, m), queries: (B, Q, m), any numbers; non-finite ones are missing. labels: (B, N) int64 in [0,
+        max_classes). num_context, num_features, num_classes: (B,) int64, at least 1, how many of the first N, m and
+        max_classes are real; None: all.
         """
         assert labels.shape == context.shape[:2]
         layout = _layout(context, queries, num_context, num_features)
@@ -104,7 +106,7 @@ class NanoTabular(nn.Module):
     def embed(
         self, context: Tensor, labels: Tensor, queries: Tensor, num_context: Tensor | None, num_features: Tensor | None
     ) -> Tensor:
-        """The tokens of all rows, (B * (N + Q), 1 + m, width)."""
+        """Returns the tokens of all rows, (B * (N + Q), 1 + m, width)."""
         values, missing = normalise(context, queries, num_context)
         members = self.members(context, num_features).unsqueeze(1).expand(-1, values.shape[1], -1)
         seen = [x.gather(2, members).unflatten(2, (-1, x.shape[2])) for x in (values, missing.to(values.dtype))]
@@ -115,7 +117,9 @@ class NanoTabular(nn.Module):
         return torch.cat([of_labels.unsqueeze(1), of_features], dim=1)
 
     def members(self, context: Tensor, num_features: Tensor | None) -> Tensor:
-        """Which features each token sees, (B, shifts * m) int64: the first one of every token, then the second."""
+        """Returns the features that each token sees, (B, shifts * m) int64: every token's first, then second, and so
+        on.
+        """
         num_problems, _, size = context.shape
         feature = torch.arange(size, device=context.device)
         period = feature.new_full((num_problems,), size) if num_features is None else num_features
@@ -133,12 +137,12 @@ def _layout(context: Tensor, queries: Tensor, num_context: Tensor | None, num_fe
 
 
 def _in_layout(x: Tensor, context_rows: int) -> Tensor:
-    """(B, N + Q, ...) -> (B * N + B * Q, ...), all context rows first."""
+    """(B, N + Q, ...) -> (B * N + B * Q, ...), context rows first."""
     return torch.cat([x[:, :context_rows].flatten(0, 1), x[:, context_rows:].flatten(0, 1)])
 
 
 class Block(nn.Module):
-    """Attention over the tokens of a row, attention over the rows of a token's column, and a feed-forward layer."""
+    """Attention over a row's tokens, attention over the rows of a token's column, and a feed-forward layer."""
 
     def __init__(self, width: int, num_heads: int, hidden_width: int) -> None:
         super().__init__()
@@ -162,15 +166,15 @@ class Block(nn.Module):
         return cells + self.feed_forward(cells)
 
     def attend_over_features(self, x: Tensor, tokens: Tensor, layout: Layout) -> Tensor:
-        """x: (rows, any, width), the tokens of each row that attend to all of its tokens."""
+        """x: (rows, any, width), tokens of each row that attend to all its tokens."""
         attention = self.over_features
         query, key, value = attention.queries(x), attention.keys(tokens), attention.values(tokens)
         return attention.merge(attend(query, key, value, layout.real_tokens))
 
     def attend_over_rows(self, parts: Sequence[Tensor], context: Tensor, layout: Layout) -> Tensor:
-        """parts: of the context or the query rows, (rows, tokens, width) each. context: what they attend to, the same.
+        """parts: of context or query rows, (rows, tokens, width) each. context: rows to attend to, same shape.
 
-        Returns what each row gets, all parts as one.
+        Returns the result for all parts concatenated.
         """
         attention = self.over_rows
         key, value = (layout.by_problem(x) for x in (attention.keys(context), attention.values(context)))
@@ -182,7 +186,7 @@ class Block(nn.Module):
 
 
 class LastBlock(Block):
-    """A block of which the label tokens of the query rows are all that is wanted, and computed."""
+    """A block that computes only the label tokens of query rows."""
 
     def forward(self, cells: Tensor, layout: Layout) -> Tensor:
         """(rows, tokens, width) -> (query rows, 1, width)."""

@@ -1,4 +1,4 @@
-"""Probabilities of classes for one user's table, by a model that was trained on problems of bounded size."""
+"""Predicts class probabilities for a table with a model trained on problems of bounded size."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,23 +13,23 @@ from trainer.loading.counter_random import random_bits
 
 _FEWEST_QUERIES = 64
 _LEAST_SHARE = 0.25
-"""Of the context rows, so many query rows at a time at least: each time the context is computed anew."""
+"""Minimum query rows at a time, as a share of context rows, since each time recomputes the context."""
 _SYMBOLS, _PLACES, _ROWS, _SHIFTS, _SAMPLE = range(5)
-"""Streams of random numbers."""
+"""Random streams."""
 Node = list[list[int]]
-"""Of a tree of choices between few groups of classes: those of each child, which are in no other child."""
+"""Node of a tree of choices between groups of classes: the classes of each child, disjoint."""
 
 
 class TabularModel(Protocol):
-    """A module that predicts problems, all of them of the same shape."""
+    """A module that predicts problems of equal shape."""
 
     max_classes: int
     """At least 2."""
 
     def __call__(self, context: Tensor, labels: Tensor, queries: Tensor, /) -> Any:
-        """Logits (B, Q, max_classes), of which those of the problem's classes count.
+        """Returns logits (B, Q, max_classes); only those of the problem's classes matter.
 
-        context: (B, N, m), queries: (B, Q, m), NaN where a value is missing. labels: (B, N) int64.
+        context: (B, N, m), queries: (B, Q, m), NaN where missing. labels: (B, N) int64.
         """
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
@@ -49,24 +49,22 @@ def predict(
     max_cells: int = 2**17,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """The probability of each class for each query row, (Q, num_classes) float64 on the CPU.
+    """Returns class probabilities of each query row, (Q, num_classes) float64 on the CPU.
 
-    It is the mean over several views of the table, the ensemble's members: each has its own order of columns and of
-    classes, and where there are more context rows than max_context each has its own sample of them, stratified by
-    class. Probabilities are averaged and not logits: a member that is wrong and sure
-    of it cannot outvote the others then, and members with different trees of classes have no logits in common.
+    They are averaged over several views of the table: each has its own order of columns and classes, and with more than
+    max_context context rows its own sample of them, stratified by class. Probabilities are averaged rather than logits,
+    so a confidently wrong member cannot outvote the others; members with different class trees share no logits.
 
-    More classes than the model knows are a tree of choices between groups of them (`class_tree`); the probability of a
-    class is the product along its path. A node's context is the rows of its classes. A class without a context row has
-    the probability 0.
+    More classes than the model supports form a tree of choices between groups (`class_tree`); a class's probability is
+    the product along its path. A node's context is the rows of its classes. Classes without context rows have
+    probability 0.
 
-    model: in eval mode; computes on its own device, in the dtype of its parameters.
-    context: (N, m), queries: (Q, m), NaN where a value is missing. labels: (N,) int64, 0..num_classes-1.
-    num_estimators: members. seed: chooses their orders and samples, and with the arguments above the result.
-    temperature: divides the logits.
-    max_cells: rows times columns of what is computed at a time, which bounds the memory. One member's context, and a
-        quarter as many query rows (64 at least), are computed in any case. It changes the result by rounding alone.
-    progress: called after each forward with the numbers of those done and of all.
+    model: in eval mode; computes on its own device, in its parameters' dtype. context: (N, m), queries: (Q, m), NaN
+    where missing. labels: (N,) int64, 0..num_classes-1. num_estimators: members. seed: determines orders and samples.
+    temperature: divides the logits. max_cells: rows times columns computed at a time, which bounds memory; at least one
+    member's context and a quarter as many
+        query rows (64 at least). Changes the result only by rounding.
+    progress: called after each forward with the numbers of completed and all forwards.
     """
     probabilities = torch.zeros(len(queries), num_classes, dtype=torch.float64)
     present, codes = np.unique(labels.numpy(force=True), return_inverse=True)
@@ -98,9 +96,9 @@ def predict(
 
 @dataclass(frozen=True)
 class _View:
-    """What one member sees of the table at one node of its tree of classes.
+    """A member's view of the table at a node of its class tree.
 
-    rows, labels: (N,) int64, of the context, and the children to which they belong. columns: (m,) int64, in order.
+    rows, labels: (N,) int64, context rows and their children. columns: (m,) int64, in order.
     """
 
     member: int
@@ -117,7 +115,7 @@ class _View:
 def _choices(
     model: TabularModel, views: Sequence[_View], context: Tensor, queries: Tensor, temperature: float
 ) -> Tensor:
-    """Of some views' nodes the probability of each child, (views, Q, children) float64."""
+    """Returns the probability of each child of some views' nodes, (views, Q, children) float64."""
     inputs = zip(*(view.inputs(context, queries) for view in views), strict=True)
     logits: Tensor = model(*map(torch.stack, inputs))[..., : len(views[0].node)]
     return (logits.double().cpu() / temperature).softmax(dim=2)
@@ -126,7 +124,7 @@ def _choices(
 def _views(
     labels: np.ndarray, num_columns: int, max_classes: int, num_members: int, seed: int, max_context: int
 ) -> list[_View]:
-    """Of all members, those with equally many rows and children side by side."""
+    """Returns all members' views, grouped by numbers of rows and children."""
     views = []
     num_classes = int(labels.max()) + 1
     for member in range(num_members):
@@ -149,7 +147,7 @@ def _shape(view: _View) -> tuple[int, int]:
 
 
 def _batches(views: Sequence[_View], num_queries: int, width: int, max_cells: int) -> Iterator[list[_View]]:
-    """Views of equal shapes, so that nothing is padded."""
+    """Yields views of equal shape together, so that nothing is padded."""
     for (num_rows, _), alike in groupby(views, key=_shape):
         size = max(1, max_cells // ((num_rows + num_queries) * width))
         waiting = list(alike)
@@ -157,14 +155,14 @@ def _batches(views: Sequence[_View], num_queries: int, width: int, max_cells: in
 
 
 def _latin_order(num_columns: int, member: int, seed: int) -> np.ndarray:
-    """A row of a random Latin square: in so many members as there are columns, each is at each place once."""
+    """Returns a row of a random Latin square: over as many members as columns, each column has each position once."""
     square, row = divmod(member, num_columns)
     symbols, places, rows = (_permutation(num_columns, seed, square, part) for part in (_SYMBOLS, _PLACES, _ROWS))
     return symbols[(places + rows[row]) % num_columns]
 
 
 def _stratified(labels: np.ndarray, num: int, seed: int, member: int) -> np.ndarray:
-    """So many rows at random, each class by its share and with one row at least; all where there are no more."""
+    """Samples rows, each class by its share and at least one; all rows if there are no more."""
     if len(labels) <= num:
         return np.arange(len(labels))
     num = max(num, len(np.unique(labels)))
@@ -172,7 +170,7 @@ def _stratified(labels: np.ndarray, num: int, seed: int, member: int) -> np.ndar
     sizes = np.bincount(labels)
     order = np.lexsort((chance, labels))
     place_in_class = np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    # In order of their places relative to their classes' sizes the first rows hold each class by its share.
+    # sorted by position relative to class size, the first rows hold each class by its share
     relative = (place_in_class + 0.5) / sizes[labels[order]]
     return np.sort(order[np.argsort(np.where(place_in_class == 0, 0, relative), kind="stable")[:num]])
 
@@ -182,10 +180,10 @@ def _permutation(size: int, seed: int, number: int, stream: int) -> np.ndarray:
 
 
 def class_tree(classes: Sequence[int], max_classes: int) -> list[Node]:
-    """The nodes, of 2 to max_classes children; the path to a class leads through all nodes that have it.
+    """Returns nodes of 2 to max_classes children; the path to a class passes through all nodes that contain it.
 
-    All paths are as short as that of most classes can be, and the children of a node differ by one class at most.
-    Neighbours stay together, so that an order of the classes serves. With at most max_classes there is one node.
+    Paths are as short as the number of classes allows, and a node's children differ by at most one class. Neighbouring
+    classes stay together, so permuting classes suffices for variety. Up to max_classes there is one node.
 
     classes: at least 2. max_classes: at least 2.
     """

@@ -1,7 +1,7 @@
 """TabICL (Qu et al., ICML 2025, arXiv 2502.05564): columns, then rows, then tables as sequences.
 
-Its first version: columns are embedded by induced set attention (Lee et al., ICML 2019), rows by a transformer over
-their cells with rotary positions (Su et al., 2021), and an in-context transformer over the rows predicts.
+The first version: induced set attention (Lee et al., ICML 2019) embeds columns, a transformer over cells with rotary
+positions (Su et al., 2021) embeds rows, and an in-context transformer over rows predicts.
 """
 
 import torch
@@ -16,10 +16,10 @@ _ROTARY_BASE = 1e5
 
 
 class TabICL(nn.Module):
-    """Classes of query rows, given context rows with their labels.
+    """Classifies query rows, given labelled context rows.
 
-    The defaults are the published configuration, of 27,051,658 parameters. A missing value counts as its column's mean.
-    Positions in a row make predictions depend on the order of columns.
+    The defaults are the published configuration with 27,051,658 parameters. Missing values become their column's mean.
+    Positions in a row make predictions depend on column order.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class TabICL(nn.Module):
         num_context_heads: int = 4,
         max_classes: int = 10,
     ) -> None:
-        """width: of a cell; a multiple of all numbers of heads. A row has num_summaries times as much."""
+        """width: of a cell; a multiple of every number of heads. A row has num_summaries times as much."""
         super().__init__()
         self.max_classes = max_classes
         self.columns = ColumnEmbedding(width, num_column_blocks, num_column_heads, num_inducing)
@@ -59,11 +59,11 @@ class TabICL(nn.Module):
         num_features: Tensor | None = None,
         num_classes: Tensor | None = None,
     ) -> Tensor:
-        """Logits of every query row's classes, (B, Q, max_classes), float32 or wider; -inf where there is no class.
+        """Returns class logits of every query row, (B, Q, max_classes), at least float32; -inf beyond num_classes.
 
-        context: (B, N, m), queries: (B, Q, m), any numbers; what is not finite is missing. labels: (B, N) int64 in
-        [0, max_classes). num_context, num_features, num_classes: (B,) int64, at least 1, how many of the N, m and
-        max_classes are real, from the first on; None: all.
+        context: (B, N, m), queries: (B, Q, m), any numbers; non-finite ones are missing. labels: (B, N) int64 in [0,
+        max_classes). num_context, num_features, num_classes: (B,) int64, at least 1, how many of the first N, m and
+        max_classes are real; None: all.
         """
         assert labels.shape == context.shape[:2]
         values, _ = normalise(context, queries, num_context)
@@ -72,7 +72,7 @@ class TabICL(nn.Module):
     def of_normalised(
         self, values: Tensor, labels: Tensor, num_context: Tensor | None, num_features: Tensor | None
     ) -> Tensor:
-        """values: (B, N + Q, m), the context rows first. labels: (B, N). Returns logits (B, Q, max_classes)."""
+        """values: (B, N + Q, m), context rows first. labels: (B, N). Returns logits (B, Q, max_classes)."""
         real = None if num_context is None else within_lengths(num_context, labels.shape[1])[:, None, None]
         rows = self.rows(self.columns(values, labels.shape[1], real), num_features)
         context, queries = rows[:, : labels.shape[1]], rows[:, labels.shape[1] :]
@@ -83,9 +83,9 @@ class TabICL(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention to other states, or to its own, and a feed-forward layer, norms before both.
+    """Attention to other or its own states, and a feed-forward layer, pre-norm.
 
-    It begins as the identity: the last layer of both parts is zero.
+    Initialised as the identity: the last layer of both parts is zero.
     """
 
     def __init__(self, width: int, num_heads: int) -> None:
@@ -99,9 +99,9 @@ class TransformerBlock(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, others: Tensor, mask: Tensor | None, rotation: Tensor | None = None) -> Tensor:
-        """x: (S, T, width). others: (S, K, width), what x attends to. mask: (S, 1, 1, K), True at what is real.
+        """x: (S, T, width). others: (S, K, width), attended by x. mask: (S, 1, 1, K), True where real.
 
-        rotation: (positions, width / heads / 2, 2), as of `rotate`; x and others both start at the first position.
+        rotation: (positions, width / heads / 2, 2), see `rotate`; x and others both start at the first position.
         """
         attending = self.norm(x)
         attended = attending if others is x else self.norm(others)
@@ -113,9 +113,9 @@ class TransformerBlock(nn.Module):
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Neighbouring elements as complex numbers, turned by the rotation of their position.
+    """Rotates neighbouring elements, as complex numbers, by their position's angle.
 
-    x: (S, T, heads, d). rotation: (positions, d / 2, 2), cosine and sine; the first T are used. Returns as x.
+    x: (S, T, heads, d). rotation: (positions, d / 2, 2), cosine and sine; the first T are used. Returns the shape of x.
     """
     cosine, sine = rotation[: x.shape[1], None].unbind(-1)
     real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
@@ -124,7 +124,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 class ColumnEmbedding(nn.Module):
-    """Each cell by an affine function of its value, which depends on the distribution of its column's context rows."""
+    """Embeds each cell by an affine function of its value that depends on its column's context rows."""
 
     def __init__(self, width: int, num_blocks: int, num_heads: int, num_inducing: int) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class ColumnEmbedding(nn.Module):
         self.bias = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width))
 
     def forward(self, values: Tensor, context_rows: int, real: Tensor | None) -> Tensor:
-        """values: (B, T, m). real: (B, 1, 1, context_rows), of the context rows. Returns (B, T, m, width)."""
+        """values: (B, T, m). real: (B, 1, 1, context_rows), of context rows. Returns (B, T, m, width)."""
         size = values.shape[2]
         cells = values.transpose(1, 2).flatten(0, 1).unsqueeze(2)  # (B * m, T, 1)
         mask = None if real is None else real.repeat_interleave(size, dim=0)
@@ -146,7 +146,7 @@ class ColumnEmbedding(nn.Module):
 
 
 class InducedBlock(nn.Module):
-    """Learned inducing vectors attend to the context rows of a column, and all its rows to what they found."""
+    """Learned inducing vectors attend to a column's context rows, and all its rows attend to the result."""
 
     def __init__(self, width: int, num_heads: int, num_inducing: int) -> None:
         super().__init__()
@@ -155,13 +155,13 @@ class InducedBlock(nn.Module):
         self.spread = TransformerBlock(width, num_heads)
 
     def forward(self, states: Tensor, context_rows: int, mask: Tensor | None) -> Tensor:
-        """(columns, T, width) -> the same. mask: (columns, 1, 1, context_rows)."""
+        """(columns, T, width) -> the same shape. mask: (columns, 1, 1, context_rows)."""
         inducing = self.inducing.expand(states.shape[0], -1, -1)
         return self.spread(states, self.gather(inducing, states[:, :context_rows], mask), None)
 
 
 class RowInteraction(nn.Module):
-    """The cells of a row and learned summary tokens before them attend to one another; the summaries become the row."""
+    """A row's cells and preceding learned summary tokens attend to each other; the summaries represent the row."""
 
     frequencies: Tensor
 
@@ -191,7 +191,7 @@ class RowInteraction(nn.Module):
         return self.norm(summaries).view(num_problems, num_rows, -1)
 
     def rotation(self, num_positions: int) -> Tensor:
-        """(positions, width / heads / 2, 2): cosine and sine of each position's angles."""
+        """Returns cosine and sine of each position's angles: (positions, width / heads / 2, 2)."""
         position = torch.arange(num_positions, device=self.frequencies.device, dtype=self.frequencies.dtype)
         angles = position[:, None] * self.frequencies
         return torch.stack([angles.cos(), angles.sin()], dim=-1)

@@ -43,7 +43,7 @@ WRONG_COMMAND_LINES = [
     ("--no-amp --amp bf16", ["--no-amp and --amp bf16: exclude each other"]),
     ("--no-amp --amp auto", ["--no-amp and --amp auto: exclude each other"]),  # though auto is the default
     ("--global-batch-size 8 --grad-accum-steps 1", ["--global-batch-size 8 and --grad-accum-steps 1: exclude"]),
-    ("--dtype float64 --amp bf16", ["--amp bf16: is for --dtype float32"]),
+    ("--dtype float64 --amp bf16", ["--amp bf16: needs --dtype float32"]),
     ("--global-batch-size 8 --grad-accum-steps 2", ["--global-batch-size 8 and --grad-accum-steps 2: exclude"]),
     ("--eval-only --fresh", ["--eval-only and --fresh: exclude each other"]),
     ("--predict x.csv --eval-only", ["--predict and --eval-only: exclude each other; give one"]),
@@ -262,5 +262,5 @@ def test_a_task_whose_flags_are_none_or_the_trainers_own_is_refused(refused, tmp
     refused(["its flags --epochs are flags of the trainer; rename those fields"], "--task", f"{tmp_path}/odd.py:Taking")
     refused(["odd.py:Plain: Config.size: must be made by flag(default, help)"], "--task", f"{tmp_path}/odd.py:Plain")
     refused(["Config.sizes: list[int]: no flag has this type"], "--task", f"{tmp_path}/odd.py:Listing")
-    refused(["Empty must have build_objective, splits"], "--task", f"{tmp_path}/odd.py:Empty")
+    refused(["Empty must define build_objective, splits"], "--task", f"{tmp_path}/odd.py:Empty")
     refused(["Config.problems: must return a list of sentences"], "--task", f"{tmp_path}/odd.py:Whole")

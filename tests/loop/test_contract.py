@@ -69,10 +69,13 @@ class Unsized:
 
 
 BEFORE_TRAINING = {
-    "no phases": (broken(phases=()), "Broken.phases (): must be names"),
-    "two phases of a name": (broken(phases=("a", "a")), "Broken.phases ('a', 'a'): must be names"),
-    "phases without a comma": (broken(phases=("train")), "Broken.phases 'train': must be names, as (\"train\",)"),
-    "phases that are numbers": (broken(phases=(1, 2)), "Broken.phases (1, 2): must be names"),
+    "no phases": (broken(phases=()), "Broken.phases (): must be distinct names"),
+    "two phases of a name": (broken(phases=("a", "a")), "Broken.phases ('a', 'a'): must be distinct names"),
+    "phases without a comma": (
+        broken(phases=("train")),
+        "Broken.phases 'train': must be distinct names, such as (\"train\",)",
+    ),
+    "phases that are numbers": (broken(phases=(1, 2)), "Broken.phases (1, 2): must be distinct names"),
     "a headline of a split": (
         broken(headline=("train/loss", "val/accuracy")),
         "Broken.headline ('train/loss', 'val/accuracy'): must be metrics without their split",

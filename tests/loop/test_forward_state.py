@@ -146,7 +146,7 @@ def test_recomputing_changes_no_bit_on_two_processes(kind, train_two, tmp_path):
 
 
 def test_a_change_that_the_first_forward_did_not_show_is_refused(refused, tmp_path):
-    part = "--grad-checkpointing: forwards change model.0.1.scale, which the first forward of all did not change"
+    part = "--grad-checkpointing: forwards change model.0.1.scale, which the first forward did not change"
     refused([part], *of("LateScaled"), "--grad-checkpointing", "--save-dir", tmp_path)
 
 

@@ -217,9 +217,9 @@ def test_what_several_processes_cannot_do_is_refused(name, world):
 @pytest.mark.parametrize(
     ("task", "more", "message"),
     [
-        ("Joint", ["--parts", 4], "--parts 4: SimClr.joint_loss couples the samples of several parts"),
+        ("Joint", ["--parts", 4], "--parts 4: SimClr.joint_loss couples samples of different parts"),
         ("Joint", ["--compile"], "--compile: for SimClr.joint_loss forwards run twice"),
-        ("Gathers", ["--parts", 4], "--parts 4: trainer.gather couples the samples of several parts"),
+        ("Gathers", ["--parts", 4], "--parts 4: trainer.gather couples samples of different parts"),
         (
             "Gathers",
             ["--batch-size", 4],

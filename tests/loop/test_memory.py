@@ -122,8 +122,8 @@ def test_a_single_sample_that_does_not_fit_is_refused(run_here, tmp_path):
     _, err = run_here(*TINY, "--fit", 0, "--save-dir", tmp_path, status=2)
     # 179 parameters with a gradient and two moments each, of 8 bytes.
     account = (
-        "parameters, gradients and moments of this model take 0.0055 MiB of each device; --multi-gpu fsdp divides "
-        "them, --grad-checkpointing keeps less for the backward"
+        "this model's parameters, gradients and moments take 0.0055 MiB of each device; --multi-gpu fsdp shards "
+        "them, --grad-checkpointing stores fewer activations"
     )
     assert err.splitlines()[-1] == (
         "error: out of memory in forward at optimizer step 1 with a single sample per forward: a smaller --batch-size "
@@ -135,7 +135,7 @@ def test_a_single_sample_that_does_not_fit_is_refused(run_here, tmp_path):
 def test_an_evaluation_that_finds_no_room_says_what_to_take(run_here, tmp_path):
     args = [*TINY, "--batch-size", 3, "--fit-eval", 2, "--save-dir", tmp_path]
     _, err = run_here(*args, "--eval-batch-size", 7, status=2)
-    assert "out of memory in evaluation" in err and "with 7 samples per forward: take --eval-batch-size 4" in err
+    assert "out of memory in evaluation" in err and "with 7 samples per forward: use --eval-batch-size 4" in err
     out, _ = run_here(*args, "--eval-batch-size", 2)
     assert "Resuming after optimizer step" in out
 

@@ -267,7 +267,7 @@ def test_torchscript_changes_its_buffers_in_place(compiled):
 def test_torchscript_that_replaces_a_buffer_is_refused():
     model = torch.jit.script(Replacing())
     with (
-        pytest.raises(UserError, match=r"^mean: a forward of TorchScript replaces"),
+        pytest.raises(UserError, match=r"^mean: a TorchScript forward replaces"),
         leaving_no_trace(model) as changes,
     ):
         model(torch.rand(4, 3))

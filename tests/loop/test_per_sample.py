@@ -160,7 +160,7 @@ def test_rows_must_be_those_of_the_batch():
     for values in (torch.zeros(2, 3), torch.tensor(1.0)):
         outputs = PerSampleOutputs()
         outputs.add(torch.arange(3), {"x": PerSample(values)})
-        with pytest.raises(UserError, match=r"PerSample 'x': .* for a batch of 3 samples; it must return a row for"):
+        with pytest.raises(UserError, match=r"PerSample 'x': .* for a batch of 3 samples; it must return one row per"):
             outputs.gathered(SingleDevice(CPU).group, 3)
 
 

@@ -93,8 +93,8 @@ JOINT = f"{ROOT / 'tests' / 'helpers' / 'joint_task.py'}:Joint"
 @pytest.mark.parametrize(
     ("task", "more", "message"),
     [
-        (f"{jobs.__file__}:Sam", ["--parts", 2], "--sam-rho 0.05: a step has two gradients, which --parts 2 cannot"),
-        (JOINT, ["--sam-rho", 0.1], "--sam-rho 0.1: a step has two gradients, which SimClr.joint_loss cannot"),
+        (f"{jobs.__file__}:Sam", ["--parts", 2], "--sam-rho 0.05: a step needs two gradients, but --parts 2"),
+        (JOINT, ["--sam-rho", 0.1], "--sam-rho 0.1: a step needs two gradients, but SimClr.joint_loss"),
         (f"{FILE}:Sparse", ["--optimizer", "sgd"], "--sam-rho 0.05: does not support sparse gradients"),
     ],
 )

@@ -56,7 +56,7 @@ def test_what_a_step_that_is_left_out_alone_has_is_zero():
 def test_another_shape_is_refused_and_what_was_added_stays(num_before):
     totals = Totals()
     total_of([{"loss": 1.0, "places": [1, 2, 3]}] * num_before, totals)
-    with pytest.raises(UserError, match=r"'places' in the shape \(4,\), and returned it in the shape \(3,\) before"):
+    with pytest.raises(UserError, match=r"'places' with shape \(4,\), and with shape \(3,\) before"):
         total_of([{"loss": 1.0, "places": [1, 2, 3, 4]}], totals)
     assert totals.unreduced()["places"].tolist() == [num_before, 2 * num_before, 3 * num_before]
 
@@ -64,7 +64,7 @@ def test_another_shape_is_refused_and_what_was_added_stays(num_before):
 def test_another_shape_than_in_the_checkpoint_is_refused():
     """One of a single number would be added to all places."""
     goes_on = share_of({"places": torch.tensor([1.0, 2.0]), "weight": torch.tensor(1.0)}, ONE_PROCESS)
-    with pytest.raises(UserError, match=r"\(1,\), and returned it in the shape \(2,\)"):
+    with pytest.raises(UserError, match=r"\(1,\), and with shape \(2,\)"):
         total_of([{"places": [7.0]}], goes_on)
 
 
@@ -110,4 +110,4 @@ def test_a_shape_that_one_rank_has_is_refused_on_all(form, tmp_path, environment
     arguments = ["--multi-gpu", form, *TINY, "--save-dir", tmp_path / "run", "--odd-sample", 11]
     assert run_group(arguments, 2, environment, tmp_path / "out") == [2, 2]
     (error,) = [line for line in (tmp_path / "out").read_text().splitlines() if "error: " in line]
-    assert "returns the sum 'lengths' in the shape (" in error
+    assert "returned the sum 'lengths' with shape (" in error

@@ -251,7 +251,7 @@ class Spun(torch.nn.Module):
 
 
 def test_refuses_complex_parameters_beside_real_ones():
-    with pytest.raises(UserError, match=r"^--multi-gpu fsdp: turn and length are exchanged together"):
+    with pytest.raises(UserError, match=r"^--multi-gpu fsdp: turn and length share a unit"):
         refuse_what_cannot_be_cut(PiecesObjective(Spun()), [])
 
 
@@ -285,7 +285,7 @@ def test_takes_ties_within_a_unit():
 
 
 def test_refuses_other_processes_than_shards():
-    with pytest.raises(UserError, match="--shard-size 2: the 3 processes of this run cannot be divided"):
+    with pytest.raises(UserError, match="--shard-size 2: must divide the 3 processes of this run"):
         ProcessGroup(RankEnvironment(0, 3), MultiDeviceFlags("fsdp", shard_size=2), DeviceFlags("cpu"))
 
 

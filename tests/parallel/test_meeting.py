@@ -89,7 +89,7 @@ def test_all_meet(come):
 def test_a_second_process_of_a_rank_is_refused_at_once_and_the_others_meet(come):
     first, second, third = come(RankEnvironment(0, 2), RankEnvironment(1, 2), RankEnvironment(1, 2), within_s=60)
     assert first is second is None
-    assert isinstance(third, UserError) and str(third).startswith("rank 1 of 2: another process joined to ")
+    assert isinstance(third, UserError) and str(third).startswith("rank 1 of 2: another process joined ")
 
 
 def test_a_rank_that_does_not_come_is_named(come):

@@ -372,7 +372,7 @@ def test_a_run_does_not_go_on_with_other_threads(run_here, tmp_path):
     run_here(*argv, "--epochs", 1)
     _, err = run_here(*argv, "--epochs", 2, "--num-threads", 2, status=2)
     torch.set_num_threads(num_threads)
-    assert "--num-threads 2: the checkpoint was trained with 1" in err and "give --num-threads 1" in err
+    assert "--num-threads 2: the checkpoint was trained with 1" in err and "use --num-threads 1" in err
 
 
 def test_a_run_may_go_on_in_parts_and_without(run_here, tmp_path):

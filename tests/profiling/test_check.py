@@ -93,7 +93,7 @@ def test_processes_that_leave_while_they_meet_are_told_of_in_one_line(alone, mon
         raise RuntimeError("[third_party/gloo/pair.cc:553] Connection closed by peer\nmore")
 
     monkeypatch.setattr(ProcessGroup, "gather", lost)
-    with pytest.raises(UserError, match=r"rank 0 of 1 could not meet .* --dist-timeout-s 5: .*by peer$"):
+    with pytest.raises(UserError, match=r"rank 0 of 1 could not join .* --dist-timeout-s 5: .*by peer$"):
         ProcessGroup(alone, MultiDeviceFlags("ddp", dist_timeout_s=5.0), DeviceFlags("cpu"))
     assert not torch.distributed.is_initialized()
 

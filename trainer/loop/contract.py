@@ -258,7 +258,7 @@ def check_single_samples(
         step = "the last step" if only_the_rest else "a step"
         advice = "drop that step with --drop-last, or use another --batch-size" if only_the_rest else "use another one"
         raise UserError(
-            f"--batch-size {split.batch_size}: {step} of an epoch, of {refused[-1]} sample(s), has a forward with a "
+            f"--batch-size {split.batch_size}: {step} of an epoch, with {refused[-1]} sample(s), has a forward with a "
             f"single sample, but a batch norm of the model needs at least two; {advice}"
         ) from None
 
