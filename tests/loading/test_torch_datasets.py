@@ -205,9 +205,9 @@ def test_data_sets_without_numbered_samples_are_refused():
         UserError, match=r"from_dataset\(Stream\): an IterableDataset has no sample indices; .*from_stream"
     ):
         from_dataset(Stream(), seed=0)
-    with pytest.raises(UserError, match="with `__len__`$"):
+    with pytest.raises(UserError, match=r"with `__len__`$"):
         from_dataset(Unsized(), seed=0)
-    with pytest.raises(UserError, match="with `__getitem__`$"):
+    with pytest.raises(UserError, match=r"with `__getitem__`$"):
         from_dataset({1, 2}, seed=0)
 
 

@@ -149,5 +149,5 @@ def test_flags_that_make_no_sense_together_are_named(tmp_path):
     _, problems = parse(["--model", "tinyhar", "--encoder-path", str(missing)], several_devices=False)
     assert problems == [
         f"--encoder-path {missing}: does not exist; give the checkpoint of a run, such as best.pth",
-        "--encoder-path: --model tinyhar has no use for it; leave it out, or take harnet",
+        "--encoder-path: --model tinyhar does not use it; leave it out, or choose harnet",
     ]

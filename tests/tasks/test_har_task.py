@@ -181,7 +181,7 @@ def test_baselines_train(model, cache_dir):
 
 def test_flags_of_one_model_are_refused_with_another():
     _, problems = parse(["--model", "tinyhar", "--hidden-dims", "64"], several_devices=False)
-    assert problems == ["--hidden-dims 64: --model tinyhar has no use for it; leave it out, or take harnet"]
+    assert problems == ["--hidden-dims 64: --model tinyhar does not use it; leave it out, or choose harnet"]
 
 
 def test_bad_data_ends_with_one_message_and_writes_nothing(command, tmp_path):

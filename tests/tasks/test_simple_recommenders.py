@@ -169,11 +169,11 @@ def test_no_time_is_another_word_for_sasrec(run_here, tmp_path):
     [
         ("seqrec --no-time --model rules", "--no-time and --model rules: exclude each other; give one"),
         ("seqrec --no-time --model tisasrec", "--no-time and --model tisasrec: exclude each other; give one"),
-        ("seqrec --model itemknn --time-span 9", "--time-span 9: --model itemknn has no use for it; leave it out, or"),
-        ("seqrec --model rules --loss bce", "--loss bce: --model rules has no use for it; leave it out, or take"),
-        ("seqrec --model ease --norm pre", "--norm pre: --model ease has no use for it; leave it out, or take"),
+        ("seqrec --model itemknn --time-span 9", "--time-span 9: --model itemknn does not use it; leave it out, or"),
+        ("seqrec --model rules --loss bce", "--loss bce: --model rules does not use it; leave it out, or choose"),
+        ("seqrec --model ease --norm pre", "--norm pre: --model ease does not use it; leave it out, or choose"),
         ("kgat --select-on-test --val-share 0.1", "--val-share 0.1 and --select-on-test: exclude each other; give"),
-        ("kgat --model itemknn --draw interactions", "--draw interactions: --model itemknn has no use for it; leave"),
+        ("kgat --model itemknn --draw interactions", "--draw interactions: --model itemknn does not use it; leave"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused_by_one_line(run_here, tmp_path, words, refusal):
