@@ -132,7 +132,7 @@ def test_mask_hides_what_lies_behind_the_end():
 
 
 def test_two_directions_take_no_state():
-    with pytest.raises(AssertionError, match="cannot be carried on"):
+    with pytest.raises(AssertionError, match="cannot be streamed"):
         layer(bidirectional=True).stream(inputs(1, 4, 3), torch.zeros(1, 2, 6, dtype=torch.float64))
 
 
