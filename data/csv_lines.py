@@ -1,4 +1,4 @@
-"""Lines of CSV files as programs and people write them, with their numbers for messages."""
+"""Lines of CSV files as programs and people write them, numbered for messages."""
 
 import csv
 import re
@@ -10,15 +10,15 @@ from trainer.common.errors import UserError
 
 DELIMITERS = (",", ";", "\t", "|")
 BLANK = " "
-"""Separates the fields of a line in which nothing else does; several ones count as one."""
+"""Default separator of fields; repeated blanks count as one."""
 _WHOLE = re.compile(r"([+-]?[0-9]+)\.0*")
 
 Line = tuple[int, list[str]]
-"""The number of a line in its file, from 1, and its fields."""
+"""Line number in its file, from 1, and fields."""
 
 
 def delimiter_of(line: str, delimiters: Sequence[str] = DELIMITERS) -> str:
-    """The one that makes most columns of a line, and a blank where none makes two."""
+    """Returns the delimiter that splits a line into most columns; a blank if none splits it."""
     best = max(delimiters, key=lambda delimiter: _num_fields(line, delimiter))
     return BLANK if _num_fields(line, best) == 1 < len(line.split()) else best
 
@@ -26,24 +26,24 @@ def delimiter_of(line: str, delimiters: Sequence[str] = DELIMITERS) -> str:
 def _num_fields(line: str, delimiter: str) -> int:
     try:
         return len(next(csv.reader([line], delimiter=delimiter), []))
-    except csv.Error:  # which `csv_lines` will tell, with the line
+    except csv.Error:  # `csv_lines` will report it with the line
         return 0
 
 
 def plain_name(name: str) -> str:
-    """A name of a column without what does not matter: user_id:token -> user, CustomerID -> customer."""
+    """Reduces a column name to its essence: user_id:token -> user, CustomerID -> customer."""
     letters = re.sub(r"[^a-z0-9]", "", name.lower().partition(":")[0])
     return letters if letters == "aid" else letters.removesuffix("id") or letters  # an article, in sessions
 
 
 def utc_seconds(date: str) -> float:
-    """Since 1970, of a date in a form of ISO 8601; one without a time zone is UTC. Raises ValueError for other text."""
+    """Parses an ISO 8601 date to seconds since 1970; UTC without a time zone. Raises ValueError."""
     moment = datetime.fromisoformat(date)
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def is_number(text: str) -> bool:
-    """Whether `float` reads it."""
+    """Returns whether `float` can parse a text."""
     try:
         float(text)
     except ValueError:
@@ -52,27 +52,27 @@ def is_number(text: str) -> bool:
 
 
 def without_point(text: str) -> str:
-    """7 for 7.0, as programs write the whole numbers of a column with gaps; any other text as it is."""
+    """Removes the .0 that programs add to whole numbers in columns with gaps: 7.0 -> 7; keeps other text."""
     whole = _WHOLE.fullmatch(text)
     return whole[1] if whole else text
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """The names, whole numbers by value if all are, else by text."""
+    """Sorts names: by value if all are whole numbers, else as text."""
     names = list(names)
     return sorted(names, key=_numeric_order if all(name.isascii() and name.isdigit() for name in names) else None)
 
 
 def _numeric_order(digits: str) -> tuple[int, str, str]:
-    # Not int(digits), which refuses numbers of thousands of digits.
+    # int(digits) would reject numbers of thousands of digits
     significant = digits.lstrip("0")
     return len(significant), significant, digits
 
 
 def csv_lines(text: Iterable[str], delimiter: str, where: str) -> Iterator[Line]:
-    """The lines that are not blank. Quotes, and spaces before a value, do not belong to it.
+    """Yields the non-blank lines, without quotes and spaces before values.
 
-    where: the file as messages call it. Raises UserError.
+    where: names the file in messages. Raises UserError.
     """
     text = map(str.strip, text) if delimiter == BLANK else text
     reader = csv.reader(text, delimiter=delimiter, skipinitialspace=True, strict=True)
@@ -85,11 +85,11 @@ def csv_lines(text: Iterable[str], delimiter: str, where: str) -> Iterator[Line]
     except csv.Error as error:
         if str(error) == "unexpected end of data":
             raise UserError(f"{where}, line {num_done + 1}: a quote is opened and never closed") from None
-        raise UserError(f"{where}, line {reader.line_num}: {error}; mend the line") from None
+        raise UserError(f"{where}, line {reader.line_num}: {error}; fix the line") from None
 
 
 class CsvTable(NamedTuple):
-    """line: on which the names of the columns end. header: the names; none of an empty file."""
+    """line: where the header ends. header: column names; empty for an empty file."""
 
     line: int
     header: list[str]

@@ -1,4 +1,4 @@
-"""The files of a folder or an archive by name; archives are read in memory, and nothing of them is unpacked to disk."""
+"""Files of a folder or an archive, by name; archives are read in memory and never unpacked to disk."""
 
 import bz2
 import errno
@@ -21,14 +21,14 @@ from trainer.common.errors import UserError
 from trainer.common.files import MOST_WHOLE, read_at_most, require_regular, stamp
 
 _ZSTD_ERROR = getattr(getattr(zipfile, "zstd", None), "ZstdError", zlib.error)
-"""Python 3.14 and newer unpack Zstandard too."""
+"""Python 3.14 and newer support Zstandard."""
 ARCHIVE_ERRORS = (
     *(OSError, EOFError, RuntimeError, zipfile.BadZipFile, tarfile.TarError),
     *(zlib.error, lzma.LZMAError, _ZSTD_ERROR),
 )
-"""Errors of reading a damaged archive, a zip by `ZipArchive`. An encrypted member raises RuntimeError."""
+"""Errors from reading a damaged archive; `ZipArchive` raises them for a zip. Encrypted members raise RuntimeError."""
 _PACKED: dict[bytes, Callable[[Any], Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
-"""By the bytes that a compressed file begins with."""
+"""Openers by the first bytes of a compressed file."""
 _OF_PACKED = (".gz", ".bz2", ".xz")
 _READ_BYTES = 1 << 16
 _MOST_NAMES_SHOWN = 12
@@ -36,7 +36,7 @@ _MOST_OF_A_REASON = 200
 
 
 class ZipArchive(zipfile.ZipFile):
-    """A zip to read. What is wrong with its directory is a BadZipFile, where zipfile also raises ValueError."""
+    """A zip for reading; raises BadZipFile also where zipfile raises ValueError for a damaged directory."""
 
     def __init__(self, file: Path | IO[bytes]) -> None:
         with _damage_of_zip():
@@ -51,12 +51,12 @@ class ZipArchive(zipfile.ZipFile):
 def _damage_of_zip() -> Iterator[None]:
     try:
         yield
-    except ValueError as error:  # a name that is no UTF-8, a place before the beginning
+    except ValueError as error:  # a name that is not UTF-8, or a negative offset
         raise zipfile.BadZipFile(str(error)) from None
 
 
 class Source(ABC):
-    """Files by name, with `/` after folders. where: as messages call it."""
+    """Files by name, with `/` after folders. where: names the source in messages."""
 
     def __init__(self, path: Path, where: str | None = None) -> None:
         self.path = path
@@ -64,68 +64,68 @@ class Source(ABC):
 
     @cached_property
     def files(self) -> list["DataFile"]:
-        """The visible ones, by name. Raises UserError when they cannot be listed."""
+        """Returns the visible files, sorted by name. Raises UserError if they cannot be listed."""
         with reading_errors(self.where):
             return [DataFile(self, name) for name in sorted(self.names()) if is_visible(name)]
 
     def contents(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple["DataFile", bytes]]:
-        """All visible files whose names are wanted, in the order in which they are read quickest. Raises UserError."""
+        """Yields the wanted visible files with their contents, in the fastest reading order. Raises UserError."""
         return ((file, file.read()) for file in self.files if is_wanted(file.name))
 
     def where_of(self, name: str) -> str:
-        """A file as messages call it."""
+        """Names a file in messages."""
         return f"{self.where}, {name}"
 
     def stamp(self, name: str) -> tuple[str | int, ...]:
-        """Changes when the file does."""
+        """Returns a value that changes when the file does."""
         return (*stamp(self.path), name)
 
     @abstractmethod
     def names(self) -> Iterable[str]:
-        """Of all files, the hidden ones too. Raises what reading does."""
+        """Returns all file names, hidden ones too. May raise any reading error."""
 
     @abstractmethod
     def open(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """A file as it is stored. Raises what reading does, FileNotFoundError when it is not there."""
+        """Opens a file as stored. May raise any reading error; FileNotFoundError if it is missing."""
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file of a source, perhaps compressed by gzip, bzip2 or xz."""
+    """A file of a source, perhaps compressed with gzip, bzip2 or xz."""
 
     source: Source
     name: str
 
     @property
     def where(self) -> str:
-        """The file as messages call it."""
+        """Names the file in messages."""
         return self.source.where_of(self.name)
 
     @property
     def bare_name(self) -> str:
-        """Without folders and what the file is compressed by, in lower case."""
+        """The name in lower case, without folders and compression suffix."""
         path = PurePosixPath(self.name.lower())
         return path.stem if path.suffix in _OF_PACKED else path.name
 
     @property
     def stamp(self) -> tuple[str | int, ...]:
-        """Changes when the file does."""
+        """A value that changes when the file does."""
         return self.source.stamp(self.name)
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """The content from its start, unpacked on the way. Raises UserError, inside of the context too."""
+        """Opens the decompressed content at its start. Raises UserError, also inside the context."""
         with reading_errors(self.where), self.source.open(self.name) as stored, _unpacked(self.name, stored) as content:
             yield content
 
     def read(self) -> bytes:
-        """The content. Raises UserError, also for more than MOST_WHOLE bytes once it is unpacked."""
+        """Reads the decompressed content. Raises UserError, also for more than MOST_WHOLE bytes."""
         with self.open() as file:
             return read_at_most(file, MOST_WHOLE)
 
 
 class Folder(Source):
-    """A folder. depth: of files below it; 1 means its own alone."""
+    """A folder. depth: levels of files to include; 1 means only its own."""
 
     def __init__(self, path: Path, where: str | None = None, depth: int = 1) -> None:
         super().__init__(path, where)
@@ -149,14 +149,14 @@ class Folder(Source):
 
 
 class _Single(Folder):
-    """The folder of a file that is given by itself."""
+    """The folder of a single given file."""
 
     def where_of(self, name: str) -> str:
         return self.where
 
 
 class Zip(Source):
-    """A zip, opened once and read in any order. content: of it, where it lies in no file of its own."""
+    """A zip, opened once and read in any order. content: its bytes, if it is not a file on disk."""
 
     def __init__(self, path: Path, where: str | None = None, content: bytes | None = None) -> None:
         super().__init__(path, where)
@@ -176,7 +176,7 @@ class Zip(Source):
             raise _missing() from None
 
     def _archive(self) -> ZipArchive:
-        """Anew in each process: forked ones would share its place in the file."""
+        """Opens the archive once per process; forked processes would share its file position."""
         if self._opened is None or self._opened[0] != os.getpid():
             content = self.path if self._content is None else io.BytesIO(self._content)
             self._opened = os.getpid(), ZipArchive(content)
@@ -184,10 +184,10 @@ class Zip(Source):
 
 
 class TarGz(Source):
-    """A .tar.gz. A single file of it is looked for from the start of the archive; `contents` is one pass."""
+    """A .tar.gz. Opening a file scans the archive from its start; `contents` takes one pass."""
 
     def contents(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[DataFile, bytes]]:
-        """In the order of the archive, without listing it before."""
+        """Yields files in archive order, without listing them first."""
         with reading_errors(self.where), closing(self._members()) as members:
             for name, stored in members:
                 if is_visible(name) and is_wanted(name):
@@ -201,7 +201,7 @@ class TarGz(Source):
         with closing(self._members()) as members:
             for found, stored in members:
                 if found == name:
-                    # A member of a stream does not do all that a file does.
+                    # A stream's members are not seekable.
                     yield io.BytesIO(read_at_most(stored, MOST_WHOLE))
                     return
             raise _missing()
@@ -212,26 +212,26 @@ class TarGz(Source):
                 for member in archive:
                     if content := archive.extractfile(member) if member.isfile() else None:
                         yield str(PurePosixPath(member.name)), content
-            while unpacked.read(_READ_BYTES):  # to the checksum at the end
+            while unpacked.read(_READ_BYTES):  # reads up to the checksum at the end
                 pass
 
 
 def source_at(path: Path, depth: int, advice: str, flag: str = "--data-dir") -> Source | None:
-    """What a path leads to, or None where that is a single file.
+    """Opens a path as a source; returns None for a single file.
 
-    depth: see Folder. advice: what to give where there is nothing, for which UserError is raised. flag: by which the
-    path was given.
+    depth: see Folder. advice: what to give instead, for the UserError if nothing is found. flag: the flag that gave the
+    path.
     """
     where = f"{flag} {path}"
     with reading_errors(where):
         if not path.exists():
             raise UserError(f"{where}: no such file or folder; {advice}")
         if path.is_dir():
-            os.scandir(path).close()  # `glob` finds nothing in a folder that must not be read, and does not say why
+            os.scandir(path).close()  # `glob` finds nothing in an unreadable folder, without an error
             return Folder(path, where, depth=depth)
         require_regular(path)
         name, is_zip = path.name.lower(), False
-        if path.is_file():  # not a pipe, whose first bytes would be gone
+        if path.is_file():  # a pipe would lose its first bytes
             with path.open("rb") as file:
                 is_zip = file.read(4) == b"PK\3\4"
     if name.endswith(".zip") or is_zip:
@@ -240,43 +240,43 @@ def source_at(path: Path, depth: int, advice: str, flag: str = "--data-dir") -> 
 
 
 def single(path: Path, flag: str) -> DataFile:
-    """A file that a flag names."""
+    """Returns the file that a flag names."""
     return DataFile(_Single(path.parent, f"{flag} {path}"), path.name)
 
 
 def not_read(where: str, what: str, section: str) -> UserError:
-    """Says of a file in which format it is, and where the page of formats has a conversion."""
+    """Builds the error for a format that needs conversion, with the section of docs/formats.md about it."""
     return UserError(
-        f"{where}: is {what}, which is not read as it is: docs/formats.md#{section} shows how to convert it"
+        f"{where}: is {what}, which cannot be read directly: docs/formats.md#{section} shows how to convert it"
     )
 
 
 @contextmanager
 def reading_errors(where: str) -> Iterator[None]:
-    """Makes a UserError of what reading a file or an archive raises. where: as the message calls it."""
+    """Converts reading errors of files and archives to UserError. where: names the file in messages."""
     try:
         yield
     except FileNotFoundError as error:
         raise UserError(f"{where}: {error.strerror or error}; the data set is not complete") from None
     except ARCHIVE_ERRORS as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        told = str(reason)[:_MOST_OF_A_REASON]  # that of a damaged zip repeats bytes of the file
+        told = str(reason)[:_MOST_OF_A_REASON]  # errors of damaged zips repeat bytes of the file
         raise UserError(f"{where}: cannot be read or is damaged ({told}); fetch it again") from None
 
 
 def shown(names: Iterable[str]) -> str:
-    """The names, or the first of them, for a message."""
+    """Lists names in a message, at most the first few."""
     names = sorted(names)
     return ", ".join(names[:_MOST_NAMES_SHOWN]) + ", ..." * (len(names) > _MOST_NAMES_SHOWN) or "no files"
 
 
 def is_visible(name: str) -> bool:
-    """Whether a file is no hidden one: archives packed on a Mac hold a shadow `._name` of every file."""
+    """Returns whether a file is not hidden, as are the `._name` shadows that Macs add to archives."""
     return not any(part.startswith(".") and part != ".." for part in PurePosixPath(name).parts)
 
 
 def _unpacked(name: str, stored: IO[bytes]) -> IO[bytes]:
-    """The content, which can be looked ahead into; what it is compressed by shows at its start, or by the name."""
+    """Decompresses a file into a peekable stream; its first bytes, or its name, tell the compression."""
     stored = stored if hasattr(stored, "peek") else cast(IO[bytes], io.BufferedReader(cast(io.RawIOBase, stored)))
     head = cast(io.BufferedReader, stored).peek(6)
     by_name = gzip.open if name.lower().endswith(".gz") else None

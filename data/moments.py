@@ -1,4 +1,4 @@
-"""Moments as cells of tables show them: numbers, ISO 8601, times of a day, dates with the day or the month first."""
+"""Parses moments in table cells: numbers, ISO 8601, times of day, dates with the day or the month first."""
 
 import re
 from collections.abc import Sequence
@@ -12,24 +12,24 @@ from data.csv_lines import Line, is_number, utc_seconds
 _DATE = re.compile(r"(\d{1,2})([./-])(\d{1,2})\2(\d{4})(?:[T ,]+(\S.*))?", re.ASCII)
 _TIME = re.compile(r"(\d{1,2}):(\d\d)(?::(\d{1,2})(?:[.,:](\d{1,9}))?)?\s*([AaPp][Mm])?", re.ASCII)
 _MOST_CHARACTERS = 64
-"""A longer cell holds no moment."""
+"""Longer cells are not moments."""
 
 
 def moments_of(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
-    """(lines, columns, 2) float64, in seconds where the clock shows dates or times; NaN for what is no moment.
+    """Parses cells to (lines, columns, 2) float64, in seconds for dates and times; NaN for other text.
 
-    Read are numbers, ISO 8601, times of a day, and dates such as 31/05/2024, to which both numbers belong: the first by
-    taking the day for what comes first, the second by taking the month. See `settled`.
+    Numbers, ISO 8601, times of day, and dates such as 31/05/2024, which give two values: with the day first, and with
+    the month first. See `settled`.
     """
     found = [[moment_of(fields[column].strip(), decimal_comma) for column in columns] for _, fields in lines]
     return np.array(found, np.float64).reshape(len(lines), len(columns), 2)
 
 
 def settled(moments: np.ndarray) -> np.ndarray:
-    """The clocks of a file, (n, K) float64, of the moments (n, K, 2) of all its rows.
+    """Resolves a file's moments (n, K, 2) to clocks, (n, K) float64.
 
-    Of day and month that comes first of which more cells are dates. Where both orders are possible and lead to other
-    steps, nothing of the clock is known: all of it is NaN.
+    Of day and month, whichever gives more dates comes first. If both give equally many but different steps, the clock
+    is unknown: all NaN.
     """
     day_first, month_first = np.moveaxis(moments, 2, 0)
     is_better = np.isfinite(day_first).sum(axis=0) >= np.isfinite(month_first).sum(axis=0)
@@ -42,7 +42,7 @@ def settled(moments: np.ndarray) -> np.ndarray:
 
 
 def moment_of(text: str, decimal_comma: bool = False) -> tuple[float, float]:
-    """A cell in seconds, as of `moments_of`."""
+    """Parses a cell to seconds, as `moments_of` does."""
     number = text.replace(",", ".") if decimal_comma else text
     if is_number(number):
         return float(number), float(number)
@@ -57,7 +57,7 @@ def moment_of(text: str, decimal_comma: bool = False) -> tuple[float, float]:
 
 
 def day_and_month(text: str) -> tuple[float, float]:
-    """Seconds since 1970 of a date such as 31/05/2024 18:30, by taking the day first, and the month; else NaN."""
+    """Parses dates such as 31/05/2024 18:30 to seconds since 1970, with the day first, and the month; else NaN."""
     if (of_date := _DATE.fullmatch(text.strip()[:_MOST_CHARACTERS])) is None:
         return np.nan, np.nan
     of_day = _seconds_of_day(of_date[5] or "0:00")

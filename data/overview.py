@@ -1,4 +1,4 @@
-"""The short table that a run on a user's own data begins with: what was understood of each column."""
+"""Formats the short table at the start of a run on own data: how each column was read."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ _WIDEST_CELL = 70
 
 
 def overview(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of text, a heading and a row a line, with aligned columns and no blanks at the end of a line.
+    """Formats a heading and rows as lines with aligned columns, without trailing blanks.
 
-    heading: such as ("column", "kind", "values"). rows: as many cells each. Where there are several more than
-    `MOST_ROWS`, a last line says how many; a long cell is cut, and control characters are spelled out.
+    heading: such as ("column", "kind", "values"). rows: each as long as the heading. Beyond `MOST_ROWS`, a last line
+    counts the others; long cells are cut, and control characters escaped.
     """
     num_shown = MOST_ROWS if len(rows) > MOST_ROWS + 1 else len(rows)
     table = [[_cell(text) for text in row] for row in (heading, *rows[:num_shown])]

@@ -1,4 +1,4 @@
-"""Tables in files: what a file is, by its content, and its lines as fields; what cannot be read is refused by name."""
+"""Detects the format of table files and reads their lines as fields; names whatever it cannot read."""
 
 import ast
 import codecs
@@ -20,7 +20,7 @@ from trainer.common.files import lines_of
 
 OnBad = Literal["refuse", "drop", "interpolate"]
 TABLES = (".csv", ".tsv", ".txt", ".dat", ".data", ".inter", ".jsonl", ".ndjson", ".json", ".parquet")
-"""Of the names of files that may be tables, before what they are compressed by."""
+"""Suffixes of possible tables, before a compression suffix."""
 _BINARY = {
     b"\xd0\xcf\x11\xe0": ("Excel's .xls", "excel"),
     b"\x89HDF": ("HDF5", "other-formats"),
@@ -31,7 +31,7 @@ _BINARY = {
     b"\x93NUMPY": ("a NumPy array", "other-formats"),
     b"\x28\xb5\x2f\xfd": ("compressed by zstd", "other-formats"),
 }
-"""By the bytes that a file begins with: what it is, and where the page has its conversion."""
+"""By first bytes: the format, and the section of the docs on its conversion."""
 _TEXTS = {
     r"(?is)\s*(%[^\n]*\s+)*@relation\b": ("ARFF", "arff"),
     r"(?is)\s*(#[^\n]*\s+)*@problemname\b": ("sktime's .ts", "other-formats"),
@@ -40,9 +40,9 @@ _TEXTS = {
     r"\s*\{\s*$": ("JSON of several lines", "json"),
     r"\s*[-+]?\d+(\.\d+)?( \d+:[-+\d.eE]+)+\s*$": ("libsvm's sparse rows", "other-formats"),
 }
-"""By the text that a file begins with, the first line of it for the last three."""
+"""By initial text; the last three match the first line."""
 _LISTS = ("events", "interactions", "actions", "clicks", "items")
-"""Entries of a JSON object that hold a record each, such as the events of a session."""
+"""Entries of a JSON object that list records, such as the events of a session."""
 _PART = re.compile(r"(?<![a-z])(train|val|dev|test)(?:ing|id|idation)?(?![a-z])")
 _FIRST_OBJECTS = 1000
 _HEAD = 4096
@@ -50,7 +50,7 @@ _HEAD = 4096
 
 @dataclass(frozen=True)
 class Reading:
-    """How tables are read. encoding: None where UTF-8 and UTF-16 are told apart. on_bad: what becomes of bad lines."""
+    """How to read tables. encoding: None detects UTF-8 and UTF-16. on_bad: how to treat bad lines."""
 
     encoding: str | None = None
     on_bad: OnBad = "refuse"
@@ -61,27 +61,29 @@ STRICT = Reading()
 
 @dataclass
 class LeftOut:
-    """Lines that cannot be read, where `--on-bad` leaves them out. num: how many there are. first: one of them."""
+    """Unreadable lines that `--on-bad drop` drops. num: their number. first: one of them."""
 
     on_bad: OnBad
     num: int = 0
     first: str = ""
 
     def add(self, line: str, refusal: str) -> None:
-        """line: where it is, and what is wrong. Raises UserError with the refusal behind it unless it is dropped."""
+        """Counts a line. line: its place and error. Raises UserError, with the refusal appended, unless lines are
+        dropped.
+        """
         if self.on_bad == "refuse":
             raise UserError(line + refusal)
         self.num, self.first = self.num + 1, self.first or line
 
     def remarks(self, what: str = "lines that cannot be read") -> list[str]:
-        """What is said about them, if there are any."""
+        """Describes the dropped lines, if any."""
         return [f"Left out: {self.num:,} {what}, such as {self.first}."] if self.num else []
 
 
 ENCODING = (
     "of the texts that are read, such as cp1252 for Excel's CSV, or latin-1 (default: UTF-8, or UTF-16 where it shows)"
 )
-"""Help of the flag that all tasks have."""
+"""Help of a flag of all tasks."""
 ON_BAD = (
     "lines that cannot be read, as one without a user: stop, or leave them out, also of --predict, and say how many"
 )
@@ -89,9 +91,9 @@ ON_BAD = (
 
 
 def tables_at(path: Path, flag_name: str, advice: str, known: Sequence[str] = ()) -> list[DataFile]:
-    """The file that a path leads to: itself, or the only table in a folder or an archive; or those of `parts_of` there.
+    """Finds the table that a path leads to: itself, or the only table in a folder or archive; or its `parts_of`.
 
-    known: names of files that are meant rather than others. Raises UserError where none or several can be meant.
+    known: preferred file names. Raises UserError if none or several qualify.
     """
     source = source_at(path, 1, advice, flag_name)
     if source is None:
@@ -109,9 +111,9 @@ def tables_at(path: Path, flag_name: str, advice: str, known: Sequence[str] = ()
 
 
 def parts_of(files: Iterable[DataFile]) -> list[DataFile]:
-    """The files of training, validation (where there is one) and test among some; none without these.
+    """Returns the files of training, validation (if any) and test; none without these.
 
-    They have these words in their names: train.csv, x.valid.inter, test.txt.
+    Their names contain these words: train.csv, x.valid.inter, test.txt.
     """
     found: dict[str, list[DataFile]] = {"train": [], "val": [], "dev": [], "test": []}
     for file in files:
@@ -122,12 +124,12 @@ def parts_of(files: Iterable[DataFile]) -> list[DataFile]:
 
 
 Split = Callable[[str, Iterator[str], str], Iterator[Line]]
-"""(first line that is not blank, text, where) -> the lines of a text whose fields are separated."""
+"""Splits text into fields: (first non-blank line, text, where) -> lines."""
 
 
 @contextmanager
 def opened_lines(file: DataFile, encoding: str | None, split: Split) -> Iterator[Iterator[Line]]:
-    """The lines of a file as fields; of JSON lines and parquet the names come first. Raises UserError."""
+    """Opens a file as lines of fields; for JSON lines and parquet, names come first. Raises UserError."""
     with file.open() as content:
         head = cast(io.BufferedReader, content).peek(_HEAD)[:_HEAD]
         if head.startswith(b"PAR1"):
@@ -142,7 +144,7 @@ def opened_lines(file: DataFile, encoding: str | None, split: Split) -> Iterator
 
 @contextmanager
 def opened_table(file: DataFile, encoding: str | None = None) -> Iterator[CsvTable]:
-    """A table of named columns. With semicolons the decimal point of a number may be a comma. Raises UserError."""
+    """Opens a table of named columns. With semicolons, numbers may have decimal commas. Raises UserError."""
     found: list[str] = []
 
     def split(first: str, text: Iterator[str], where: str) -> Iterator[Line]:
@@ -156,7 +158,7 @@ def opened_table(file: DataFile, encoding: str | None = None) -> Iterator[CsvTab
 
 @contextmanager
 def opened_text(content: IO[bytes], where: str, encoding: str | None, head: bytes) -> Iterator[IO[str]]:
-    """A file as text; the encoding None is found out by its first bytes. Raises UserError for bytes that are none."""
+    """Opens a file as text; encoding None is detected by its first bytes. Raises UserError for invalid bytes."""
     try:
         name = codecs.lookup(encoding).name if encoding else _encoding_of(head)
         text = io.TextIOWrapper(content, "utf-8-sig" if name == "utf-8" else name, newline="")
@@ -169,7 +171,7 @@ def opened_text(content: IO[bytes], where: str, encoding: str | None, head: byte
 
 
 def _why_no_text(error: UnicodeDecodeError, encoding: str | None) -> str:
-    """What is wrong with bytes that are no text in an encoding, and which one they may be in."""
+    """Explains invalid bytes for an encoding, and suggests a probable one."""
     found, start = error.object, error.start
     reason = f"is not text in {encoding or 'UTF-8'}, but has the byte 0x{found[start]:02x}"
     if b"\0" in found or encoding is not None:
@@ -181,7 +183,7 @@ def _why_no_text(error: UnicodeDecodeError, encoding: str | None) -> str:
 
 
 def _encoding_of(head: bytes) -> str:
-    """UTF-16 begins with its mark, or has a zero in nearly every second byte."""
+    """Detects UTF-16 by its byte order mark, or by a zero in nearly every second byte."""
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
     zeros = [head[start::2].count(0) / max(1, len(head) // 2) for start in (0, 1)]
@@ -189,7 +191,7 @@ def _encoding_of(head: bytes) -> str:
 
 
 def _lines(text: Iterator[str], where: str, split: Split) -> Iterator[Line]:
-    """The lines that are not blank, with their numbers in the file."""
+    """Yields non-blank lines with their line numbers."""
     num_blank, first = next(((i, line) for i, line in enumerate(text) if not line.isspace()), (0, ""))
     if not first:
         return iter(())
@@ -204,10 +206,10 @@ def _lines(text: Iterator[str], where: str, split: Split) -> Iterator[Line]:
 
 
 def json_lines(text: Iterator[str]) -> Iterator[Line]:
-    """The entries of JSON objects, one object a line, behind the names of all entries of the first thousand objects.
+    """Yields the entries of JSON objects, one object per line, after the names of all entries of the first thousand.
 
-    Entries that an object lacks are empty; a line that is no object has one field, the line. An object with a list of
-    events has a line for each.
+    Missing entries are empty; a line that is not an object is a single field. An object with a list of events gives a
+    line for each.
     """
     objects = ((number, line, _object(line)) for number, line in enumerate(text, start=1) if not line.isspace())
     if not (first := list(islice(objects, _FIRST_OBJECTS))):
@@ -222,7 +224,7 @@ def json_lines(text: Iterator[str]) -> Iterator[Line]:
 
 
 def _object(line: str) -> list[dict[str, Any]]:
-    """The records of a line, none where it is no object; also in Python's spelling, which Steam's files have."""
+    """Returns the records of a line, none if it is not an object; also in Python syntax, as in Steam's files."""
     try:
         found = json.loads(line, parse_int=str, parse_float=str, parse_constant=str)
     except (ValueError, RecursionError):
@@ -241,12 +243,12 @@ def _object(line: str) -> list[dict[str, Any]]:
 
 
 def _can_be_written(value: Any) -> bool:
-    """Whether no text in it has halves of characters, which escapes can make."""
+    """Returns whether a text has no lone surrogates, which escapes can make."""
     return re.search(r"\\ud[89a-f]", repr(value)) is None
 
 
 def text_of(value: Any) -> str:
-    """A value as a CSV has it: "" for none, true and false, and lists as JSON."""
+    """Formats a value as in a CSV: "" for none, true and false, and lists as JSON."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -256,7 +258,7 @@ def text_of(value: Any) -> str:
 
 def _parquet_lines(content: IO[bytes], where: str) -> Iterator[Line]:
     try:
-        parquet = importlib.import_module("pyarrow.parquet")  # by its name: it need not be there
+        parquet = importlib.import_module("pyarrow.parquet")  # by name, since it is optional
     except ImportError:
         raise UserError(
             f"{where}: is parquet, which is read by the package pyarrow, and that is not here: run `pip install "
@@ -269,7 +271,7 @@ def _parquet_lines(content: IO[bytes], where: str) -> Iterator[Line]:
         for batch in file.iter_batches():
             columns = [[text_of(value) for value in column.to_pylist()] for column in batch.columns]
             yield from ((next(numbers), list(fields)) for fields in zip(*columns, strict=True))
-    except ValueError as error:  # as pyarrow's own errors are
+    except ValueError as error:  # as are pyarrow's own errors
         if isinstance(error, UserError):
             raise
         raise UserError(f"{where}: is damaged parquet ({str(error)[:80]}); fetch it again") from None

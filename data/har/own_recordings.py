@@ -165,7 +165,7 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
         })  # fmt: skip
     if not columns.channels:
         reasons = "; ".join(f"{name} {why}" for name, why in columns.left_out.items())
-        raise UserError(f"{where}: has no columns of signals ({reasons}); name them by --channels")
+        raise UserError(f"{where}: has no columns of signals ({reasons}); name them with --channels")
     channels = triplets_first(columns.channels)[0]
     signals = cut.signals([columns.read.index(name) for name in channels])
     labels = _places([activities[key] for key in cut.labels], classes)
@@ -217,7 +217,7 @@ def _refuse_other_rates(people: Mapping[str, float], usual_hz: float | None, whe
 
 def _why_no_window(cut: Cut, wanted: OwnFormat, where: str, label: str) -> str:
     if cut.longest == 0:
-        return f"{where}: no row has a label (column {label}); fill it in, or name another column by --label-column"
+        return f"{where}: no row has a label (column {label}); fill it in, or name another column with --label-column"
     return (
         f"{where}: nobody does one thing for {wanted.length} rows in a row, so that there is no window: the longest "
         f"recording has {cut.longest}; sort the rows by person and time, or choose a smaller --window"
@@ -322,7 +322,7 @@ def _columns(file: DataFile, wanted: OwnFormat) -> _Columns:
         }
     channels = wanted.channels or tuple(header[i] for i in others if header[i] not in (*clocks, *left_out))
     if not channels:
-        raise UserError(f"{file.where}: has no columns of signals, only {', '.join(header)}; name them by --channels")
+        raise UserError(f"{file.where}: has no columns of signals, only {', '.join(header)}; name them with --channels")
     return _Columns(header[subject], header[label], tuple(clocks), tuple(trials), channels, channels, left_out)
 
 
@@ -351,7 +351,7 @@ def _subject_and_label(table: CsvTable, wanted: OwnFormat, file: DataFile) -> tu
         if (column := usual_column(header, names, chosen)) is not None:
             found.append(column)
         else:
-            problems.append(f"--{role}-column {chosen}" if chosen else f"the {role} (name it by --{role}-column)")
+            problems.append(f"--{role}-column {chosen}" if chosen else f"the {role} (name it with --{role}-column)")
     if problems:
         missing = f"has no column known as {' and '.join(problems)}"
         raise UserError(f"{file.where}, line {table.line}: {missing}; there are: {', '.join(header)}")
@@ -377,7 +377,7 @@ def _read(file: DataFile, wanted: OwnFormat, columns: _Columns) -> Rows:
             columns.read,
             roles,
             file.where,
-            "mend it, name the columns of signals by --channels, or add --on-bad drop or interpolate",
+            "fix it, name the columns of signals by --channels, or add --on-bad drop or interpolate",
             wanted.reading.on_bad,
             needs_subject=True,
         )
@@ -385,7 +385,7 @@ def _read(file: DataFile, wanted: OwnFormat, columns: _Columns) -> Rows:
         raise UserError(f"{file.where}: has column names, but no rows that can be read; give at least one")
     if "" in rows.subjects:
         place = rows.subjects.index("") + 1
-        raise UserError(f"{file.where}: row {place} below the names has no subject; mend it, or add --on-bad drop")
+        raise UserError(f"{file.where}: row {place} below the names has no subject; fix it, or add --on-bad drop")
     return rows
 
 

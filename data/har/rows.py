@@ -314,7 +314,7 @@ def _what_is_wrong(
     """Says slowly and precisely what is wrong with the first line that is, and what to do."""
     for number, fields in lines:
         if len(fields) != len(header):
-            return f"line {number}: {len(fields)} columns, but the header has {len(header)}; mend that line"
+            return f"line {number}: {len(fields)} columns, but the header has {len(header)}; fix that line"
         for i in columns:
             values = _numbers([(number, fields)], len(header), [i], decimal_comma)
             if values is None or not np.isfinite(values).all():

@@ -199,7 +199,7 @@ def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int
     if len(candidates) == 1:
         raise UserError(
             f"--data-dir: beside the test one subject is left, {recordings.name_of(candidates[0])}, and nobody for "
-            "the validation; hold out fewer by --test-subjects, give recordings of three people at least, or add "
+            "the validation; hold out fewer with --test-subjects, give recordings of three people at least, or add "
             "--refit, which does without"
         )
     if not 0 < num_val_subjects < len(candidates):

@@ -1,4 +1,4 @@
-"""Which columns of a file of interactions are the user, the item and the time."""
+"""Finds the user, item and time columns of an interaction file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,13 +25,13 @@ NAMES = {
     ),
     "rating": ("rating", "ratings", "score", "stars", "overall", "label", "weight", "count"),
 }
-"""Usual names, those that are taken rather coming first; as `plain_name` leaves them."""
+"""Usual names, most preferred first, as `plain_name` reduces them."""
 _UNUSUAL_NAMES = "The first line is taken for names of columns; if it is an interaction, put a line of names above it."
 
 
 @dataclass(frozen=True)
 class ColumnChoice:
-    """Columns as a user names them: by the line of names, or counted from 1; None: to be found out.
+    """Columns chosen by the user, by name or by number from 1; None: detect.
 
     time: may be NO_TIMES.
     """
@@ -52,8 +52,8 @@ FIND_OUT = ColumnChoice()
 class Layout:
     """Columns of a file and their roles.
 
-    names: of all columns, of their numbers where the file has no line of names. user, item, time: columns from 0; time
-    is None without times. remarks: what the user should know.
+    names: column names, or numbers without a header. user, item, time: column indices from 0; time is None without
+    times. remarks: shown to the user.
     """
 
     names: Sequence[str]
@@ -65,22 +65,22 @@ class Layout:
 
 
 def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoice, where: str) -> Layout:
-    """The layout of a file from its first two lines.
+    """Detects the layout of a file from its first two lines.
 
-    first, second: their fields; second is empty where there is no such line. where: the first line as messages call it.
+    first, second: their fields; second is empty if there is no such line. where: names the first line in messages.
 
-    With a line of names columns are found by them: those that are chosen, else the usual ones. Without it the first two
-    are user and item, and the time is the one of the others that begins with a date or with seconds, or milliseconds,
-    since 1970 that lie between 1973 and 2099: ratings, prices and counts do not.
+    With a header, columns are found by name: the chosen ones, else the usual ones. Without one, user and item are the
+    first two, and the time is the other column that begins with a date, or with seconds or milliseconds since 1970
+    between 1973 and 2099; ratings, prices and counts do not.
 
-    Raises UserError, which names the flags, where that does not tell.
+    Raises UserError, naming the flags, if the layout is ambiguous.
     """
     has_names = _are_names(first, choice) or (choice != FIND_OUT and _are_unlike(first, second))
     found = _by_name(first, second, choice, where) if has_names else _by_place(first, second, choice, where)
     columns = [column for column in found.values() if column is not None]
     if len(set(columns)) < len(columns):
         places = ", ".join(f"the {role} is column {column + 1}" for role, column in found.items() if column is not None)
-        raise UserError(f"{where}: {places}; each needs a column of its own: say it by {_flags(found)}")
+        raise UserError(f"{where}: {places}; each needs a column of its own: specify it with {_flags(found)}")
     user, item = found["user"], found["item"]
     assert user is not None and item is not None
     names = first if has_names else [f"column {column}" for column in range(1, len(first) + 1)]
@@ -90,9 +90,9 @@ def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoic
 
 
 def _are_names(first: Sequence[str], choice: ColumnChoice) -> bool:
-    """Whether a line holds the names of columns: one that is chosen or usual, or no number or date in three columns.
+    """Returns whether a line is a header: has a chosen or usual name, or no number or date in three columns.
 
-    Words such as "book" are usual names of the item, and items too: beside a calendar time they are no names.
+    Words such as "book" are usual names of the item column, but also items; beside a calendar time they count as items.
     """
     chosen = [choice.of(role) for role in ROLES]
     if any(text is not None and text != NO_TIMES and not text.isdecimal() for text in chosen):
@@ -105,7 +105,7 @@ def _are_names(first: Sequence[str], choice: ColumnChoice) -> bool:
 
 
 def _are_unlike(first: Sequence[str], second: Sequence[str]) -> bool:
-    """Whether two words stand above two numbers, so that they are names of columns, though not usual ones."""
+    """Returns whether two words stand above two numbers, and thus are unusual column names."""
     return len(first) == len(second) == 2 and not any(map(is_time, first)) and all(map(is_time, second))
 
 
@@ -117,12 +117,12 @@ def _by_name(names: Sequence[str], second: Sequence[str], choice: ColumnChoice, 
     missing = [role for role in ROLES if found[role] is None and choice.of(role) is None]
     rest = [name for i, name in enumerate(names) if i not in found.values() and plain_name(name) not in NAMES["rating"]]
     if missing == ["time"] and not rest:
-        missing = []  # the ratings, if any, are all that is left
+        missing = []  # only ratings may remain
     if missing:
         advice = f"; --time-column {NO_TIMES} where there are no times" if "time" in missing else ""
         raise UserError(
             f"{where}: of the columns {', '.join(names)} none is known as the {' or the '.join(missing)}: "
-            f"name it by {_flags(missing)}{advice}"
+            f"name it with {_flags(missing)}{advice}"
         )
     if choice.time is None and found["time"] is not None and len(second) == len(names):
         _refuse_time_of_day(names, second, found["time"], where)
@@ -130,12 +130,12 @@ def _by_name(names: Sequence[str], second: Sequence[str], choice: ColumnChoice, 
 
 
 def _refuse_time_of_day(names: Sequence[str], second: Sequence[str], time: int, where: str) -> None:
-    """Raises UserError where the time that was found may be that of a day, whose date is in another column."""
+    """Raises UserError if the time found may be a time of day whose date is in another column."""
     dates = [i for i, name in enumerate(names) if plain_name(name) in NAMES["time"] and is_calendar_time(second[i])]
     if dates and time not in dates:
         raise UserError(
             f"{where}: the column {names[time]} begins with {second[time]!r}, no date and no seconds since 1970, but "
-            f"{names[dates[0]]} does; name one of them by --time-column, or join date and time of day in one"
+            f"{names[dates[0]]} does; name one of them with --time-column, or join date and time of day in one"
         )
 
 
@@ -149,12 +149,12 @@ def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice,
             columns += ", since no tab, ::, semicolon, comma, | or blank separates any"
         raise UserError(
             f"{where}: {','.join(first)[:80]!r}: {columns}, not `user item`, `user item time` or `user item rating "
-            f"time`, and no names of columns; say by {_flags(ROLES)} which is which, counted from 1"
+            f"time`, and no names of columns; specify {_flags(ROLES)}, counted from 1"
         )
     if choice == FIND_OUT and _are_unlike(first, second):
         raise UserError(
-            f"{where}: {', '.join(first)}: not known as names of columns, and unlike the numbers below; say by "
-            "--user-column and --item-column which is which"
+            f"{where}: {', '.join(first)}: not known as names of columns, and unlike the numbers below; specify "
+            "--user-column and --item-column"
         )
     usual = {"user": 0, "item": 1}
     found: dict[str, int | None] = {}
@@ -170,14 +170,14 @@ def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice,
         which = "several columns begin" if times else "no column after the item begins"
         raise UserError(
             f"{where}: {' '.join(first)[:80]!r}: there are no names of columns, and {which} with a date or with "
-            f"seconds since 1970, so that the time is not known; say it by --time-column, counted from 1, or "
+            f"seconds since 1970, so that the time is not known; specify it with --time-column, counted from 1, or "
             f"--time-column {NO_TIMES} where there are no times"
         )
     found["time"] = times[0] if times else None
     if times and any(is_time_of_day(first[column]) for column in others):
         raise UserError(
             f"{where}: {' '.join(first)[:80]!r}: has the date and the time of day in columns of their own; join them, "
-            "as in 2024-05-31T18:30:00, or name the date alone by --time-column"
+            "as in 2024-05-31T18:30:00, or name the date alone with --time-column"
         )
     return found
 

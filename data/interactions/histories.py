@@ -1,4 +1,4 @@
-"""Histories of users that items are recommended to: the file of `--predict`."""
+"""Histories of users to recommend items to: the file of `--predict`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,22 +18,21 @@ from trainer.loading.order import SampleKeys
 
 
 class Histories:
-    """The places of a ranking for each user, one after another: row i is place i % num_places of user i // num_places.
+    """The places of each user's ranking: row i is place i % num_places of user i // num_places.
 
-    user_ids: what the users are called in the file, in the order of `Table.user_ids`.
-    remarks: what the user should know of how the file was read.
+    user_ids: names of the users in the file, in the order of `Table.user_ids`. remarks: shown to the user.
     """
 
     def __init__(
         self, path: Path, columns: ColumnChoice, item_ids: Sequence[str], *, maxlen: int, num_places: int,
         with_times: bool, mask_seen: bool, reading: Reading = STRICT,
     ) -> None:  # fmt: skip
-        """Reads a file of interactions as `load_interactions` does, with items that a trained model knows.
+        """Reads an interaction file as `load_interactions` does, with the items of a trained model.
 
-        item_ids: what its items 1, 2, ... are called; others are left out, with a remark. maxlen: as in training.
-        with_times: the model needs times. mask_seen: what a user has had is not recommended.
+        item_ids: names of the model's items 1, 2, ...; other items are dropped with a remark. maxlen: as in training.
+        with_times: the model needs times. mask_seen: never recommend items of the history.
 
-        Raises UserError where the file cannot be read, leaves nobody, or leaves somebody fewer items than num_places.
+        Raises UserError if the file cannot be read, leaves no user, or leaves a user fewer items than num_places.
         """
         [file] = find_files(path, "--predict")[-1:]
         table = read_table([file], columns, reading)
@@ -93,10 +92,10 @@ class Histories:
         return len(self.user_ids) * self.num_places
 
     def __getitems__(self, keys: SampleKeys) -> Arrays:
-        """The last maxlen items of each history, in the order of time.
+        """Returns the last maxlen items of each history, in time order.
 
-        {"items": (B, T) int64, "length": (B,) int64, "times": (B, T) int32 scaled times, from 1 (absent where the model
-        needs none), "seen": (B, S) int64, the whole history (absent unless it is masked), "user", "place": (B,) int64}.
+        {"items": (B, T) int64, "length": (B,) int64, "times": (B, T) int32 scaled times, from 1 (absent if the model
+        needs none), "seen": (B, S) int64, the whole history (absent unless masked), "user", "place": (B,) int64}.
         """
         users, place = np.divmod(keys.index, self.num_places)
         start, end = self._interactions.offsets[users], self._interactions.offsets[users + 1]

@@ -1,4 +1,4 @@
-"""Which interactions are held out of training: a user's last ones, or the latest of all."""
+"""Splits interactions into training, validation and test, by user or by time."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,12 +13,12 @@ SplitKind = Literal["leave-one-out", "ratio", "time"]
 
 @dataclass(frozen=True)
 class HoldOut:
-    """How interactions are divided, unless files do. Everybody's training comes first, then validation, then test.
+    """How to split interactions not split by files. Training always comes first, then validation, then test.
 
-    kind: "leave-one-out": of a user with three or more interactions the last is the test, the one before it the
-        validation. "ratio": of such a user the last test_share is the test, at least one interaction, and before it the
-        same for val_share. "time": the latest test_share of all interactions is the test, and before it the same for
-        val_share; interactions of one time stay together.
+    kind: "leave-one-out": of users with three or more interactions, the last is the test and the one before it the
+        validation. "ratio": of such users, the last test_share is the test, at least one interaction, and val_share
+        before it, likewise, the validation. "time": the latest test_share of all interactions is the test, and
+        val_share before it the validation; simultaneous interactions stay together.
     """
 
     kind: SplitKind = "leave-one-out"
@@ -27,14 +27,14 @@ class HoldOut:
 
     @property
     def flags(self) -> str:
-        """As on a command line."""
+        """The options as on a command line."""
         shares = f" --val-share {self.val_share:g} --test-share {self.test_share:g}"
         return f"--split {self.kind}" + ("" if self.kind == "leave-one-out" else shares)
 
     def bounds(self, interactions: Interactions) -> tuple[np.ndarray, np.ndarray]:
-        """How many of each user's interactions are training, and how many training or validation, (num_users,) int64.
+        """Returns the end of each user's training and of their validation, (num_users,) int64.
 
-        Raises UserError where they cannot be divided so.
+        Raises UserError if the interactions cannot be split this way.
         """
         count = np.diff(interactions.offsets)
         if interactions.held_out is not None:
@@ -54,7 +54,7 @@ class HoldOut:
     def _bounds_in_time(self, interactions: Interactions) -> tuple[np.ndarray, np.ndarray]:
         times = interactions.times
         if times is None:
-            raise UserError("--split time: the interactions have no times; take --split ratio")
+            raise UserError("--split time: the interactions have no times; use --split ratio")
         users = np.repeat(np.arange(interactions.num_users), np.diff(interactions.offsets))
         in_order, shares = np.sort(times), (self.val_share + self.test_share, self.test_share)
         begin_val, begin_test = (in_order[int(len(times) * (1 - share))] for share in shares)

@@ -1,4 +1,4 @@
-"""Sets of items, one for each user, and exact draws among the items that are not in them."""
+"""Sets of items per user, and exact draws from their complements."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,14 @@ from trainer.loading.on_device import Movable
 
 @dataclass(frozen=True)
 class ItemSets(Movable):
-    """The distinct items of each user, and a bijection from numbers onto all the other items.
+    """Distinct items of each user, with a bijection from numbers to all other items.
 
-    With a user's items s_0 < s_1 < ... the r-th other item (r from 0, items from 1) is r + 1 + j, where j is the number
-    of k with s_k - 1 - k <= r: s_k - 1 - k others are smaller than s_k. A binary search finds j, without rejection, for
-    any number of users at once.
+    For a user's items s_0 < s_1 < ..., the r-th other item (r from 0, items from 1) is r + 1 + j, where j is the number
+    of k with s_k - 1 - k <= r: s_k - 1 - k others are smaller than s_k. A binary search finds j for many users at once,
+    without rejection.
 
-    offsets: (num_users + 1,) int64; the items of user u are at offsets[u] to offsets[u + 1].
-    items: (m,) int32, ascending for each user.
-    thresholds: (m,) int64, u * (num_items + 1) + s_k - 1 - k: ascending.
+    offsets: (num_users + 1,) int64; user u's items are at offsets[u] to offsets[u + 1]. items: (m,) int32, ascending
+    for each user. thresholds: (m,) int64, ascending: u * (num_items + 1) + s_k - 1 - k.
     """
 
     stays = frozenset({"items"})
@@ -32,7 +31,7 @@ class ItemSets(Movable):
 
     @classmethod
     def of_pairs(cls, users: np.ndarray, items: np.ndarray, num_users: int, num_items: int) -> "ItemSets":
-        """From (user, item) pairs (n,) in any order, with repetitions."""
+        """Builds sets from (user, item) pairs (n,), in any order, with repetitions."""
         stride = num_items + 1
         pairs = sorted_distinct(users * stride + items)
         users, items = np.divmod(pairs, stride)
@@ -42,28 +41,27 @@ class ItemSets(Movable):
 
     @property
     def arrays(self) -> Arrays:
-        """What a cache keeps."""
+        """Returns the arrays to cache."""
         return {"offsets": self.offsets, "items": self.items, "thresholds": self.thresholds}
 
     def sizes(self, users: Array) -> Array:
-        """How many items are in the sets of the users (B,): (B,) int64."""
+        """Returns each user's number of items: (B,) -> (B,) int64."""
         return self.offsets.take(users + 1) - self.offsets.take(users)
 
     def num_others(self, users: Array) -> Array:
-        """How many items are not in the sets of the users (B,): (B,) int64."""
+        """Returns each user's number of other items: (B,) -> (B,) int64."""
         return self.num_items - self.sizes(users)
 
     def others(self, users: Array, r: Array) -> Array:
-        """Items outside of the sets of the users (B,), by number: r (B, n), 0 <= r < num_others, to (B, n) int64."""
+        """Returns other items of the users (B,), by number: r (B, n), 0 <= r < num_others, to (B, n) int64."""
         if on_host(r) and r.shape[1] > self.num_items:
             return self._others_by_table(users, r)
         return r + 1 + self._num_smaller(users, r)
 
     def _num_smaller(self, users: Array, r: Array) -> Array:
-        """How many items of the user are smaller than the r-th other item: (B, n).
+        """Counts the user's items smaller than the r-th other item: (B, n).
 
-        On the host a search among the user's own thresholds: one in all of them reads more memory. On a device the
-        latter is one kernel.
+        A CPU searches each user's own thresholds, which reads less memory; a GPU searches all of them, in one kernel.
         """
         wanted, first = users[:, None] * (self.num_items + 1) + r, self.offsets.take(users)[:, None]
         if not on_host(r):
@@ -76,7 +74,7 @@ class ItemSets(Movable):
         return found
 
     def _others_by_table(self, users: np.ndarray, r: np.ndarray) -> np.ndarray:
-        """The same from lists of all others, which pays where there are more numbers than items."""
+        """Does the same with lists of all others, which is faster for more numbers than items."""
         size = self.sizes(users)
         is_other = np.ones((len(users), self.num_items + 1), bool)
         is_other[:, 0] = False
@@ -87,20 +85,22 @@ class ItemSets(Movable):
 
 
 def sorted_distinct(values: np.ndarray) -> np.ndarray:
-    """np.unique of (n,) integers from 0; since numpy 2.3 that hashes them, which takes ten times as long."""
+    """Sorts and deduplicates (n,) non-negative integers; np.unique hashes since numpy 2.3, which takes ten times as
+    long.
+    """
     ordered = np.sort(values)
     return ordered[np.diff(ordered, prepend=-1) > 0]
 
 
 def distinct_below(bits: Array, limit: Array) -> Array:
-    """Uniform words (B, n) to n distinct numbers 0 <= r < limit (B,), int64; each set of n is equally probable.
+    """Maps uniform words (B, n) to n distinct numbers 0 <= r < limit (B,), int64; each set is equally probable.
 
-    Floyd's algorithm (Bentley and Floyd, "A sample of brilliance", Communications of the ACM 30(9), 1987): in
-    round i draw among the first limit - n + i + 1 numbers; the last of these, new in the round, replaces a repetition.
+    Floyd's algorithm (Bentley and Floyd, "A sample of brilliance", Communications of the ACM 30(9), 1987): round i
+    draws among the first limit - n + i + 1 numbers; the last of these, new in the round, replaces a repetition.
 
-    All rounds at once. A draw is a repetition if an earlier one was equal, which sorting shows. It is one too if it is
-    the number that was new in an earlier round and was chosen in it: there drawn, or put in the place of a repetition.
-    So each round is joined with the one in which its draw was new; each turn of the loop looks twice as far back.
+    All rounds run at once. A draw is a repetition if it equals an earlier draw, which sorting shows, or a number that
+    was new in an earlier round and chosen in it, by draw or as a replacement. So each round points to the round in
+    which its draw was new; each iteration of the loop doubles how far back it looks.
     """
     num, least = bits.shape[1], (limit - bits.shape[1])[:, None]
     round_ = arange_like(num, bits)

@@ -1,4 +1,4 @@
-"""Who interacted with what, when: reads files of interactions, a user's own and those of published data sets."""
+"""Reads files of interactions, own and published ones."""
 
 import os
 from collections.abc import Sequence
@@ -20,17 +20,14 @@ _KNOWN_NAMES = ("ratings.dat", "u.data", "ratings.csv")
 
 @dataclass(frozen=True)
 class Interactions:
-    """Interactions by user, each user's in time order; equal times keep the order of the file.
+    """Interactions by user, in time order; ties keep file order.
 
-    offsets: (num_users + 1,) int64; those of user u are at offsets[u] to offsets[u + 1].
-    items: (n,) int32, 1..num_items; 0 is left for padding.
-    times: (n,) int64 seconds, or None where the source has none.
-    num_items: size of the catalogue.
-    held_out: (num_users, 2) int64, how many of each user's last interactions are validation, then test, where files of
-        their own hold these; else None.
-    key: names the content in the cache.
-    item_ids: (num_items,), what the items are called in the file: item 1, item 2, ...
-    remarks: what the user should know of how the file was read.
+    offsets: (num_users + 1,) int64; user u's are at offsets[u] to offsets[u + 1]. items: (n,) int32, 1..num_items; 0 is
+    padding. times: (n,) int64 seconds, or None without times. num_items: size of the catalogue. held_out: (num_users,
+    2) int64, how many of each user's last interactions are validation, then test, if files split
+        them; else None.
+    key: identifies the content in the cache. item_ids: (num_items,), names of items 1, 2, ... in the file. remarks:
+    shown to the user.
     """
 
     offsets: np.ndarray
@@ -50,23 +47,21 @@ class Interactions:
 def load_interactions(
     path: Path, k_core: int, cache_dir: Path, columns: ColumnChoice = FIND_OUT, reading: Reading = STRICT
 ) -> Interactions:
-    """Reads interactions and keeps them parsed in the cache.
+    """Reads interactions and caches them parsed.
 
-    A file has one interaction a line; see `data.interactions.columns` for what is where in it. Tabs, `::`, semicolons,
-    commas, | or blanks separate the fields, and of the former but `::` a field may stand in quotes; or it holds JSON
-    lines or parquet. Users and items are
-    any text. They are numbered in the order of their names, those that are whole numbers by value. Repeated
-    interactions stay, since people buy again, but lines of one user, item and time count once. Without times the order
-    of the file is the order in time.
+    A file has one interaction per line, in columns that `data.interactions.columns` describes, separated by tabs, `::`,
+    semicolons, commas, | or blanks; all but `::` and blanks allow quoted fields. JSON lines and parquet work too. Users
+    and items are any text, numbered in order of their names: by value if all are whole numbers. Repeated interactions
+    stay, since people buy again, but lines of equal user, item and time count once. Without times, file order is time
+    order.
 
-    path: a file, plain or compressed by gzip, bzip2 or xz; or a folder, `.zip` or `.tar.gz` with exactly one file that
-        can be meant: `ratings.dat`, `u.data` or `ratings.csv`, else the only one with the name of a table (`TABLES`);
-        or with files of one layout for training, validation and test (`parts_at`).
-        Archives are read in memory; nothing is unpacked to disk.
-    k_core: users and items with fewer interactions are dropped, until there are none; 1 or less keeps all.
+    path: a file, plain or compressed with gzip, bzip2 or xz; or a folder, `.zip` or `.tar.gz` with exactly one
+        candidate: `ratings.dat`, `u.data` or `ratings.csv`, else the only table (`TABLES`); or with files of one layout
+        for training, validation and test (`parts_of`). Archives are read in memory, never unpacked to disk.
+    k_core: drops users and items with fewer interactions until none remain; 1 or less keeps all.
 
-    Raises UserError when the file is not there, cannot be chosen, is damaged or has a line that cannot be read, when
-    its columns are not known, or when the k-core is empty.
+    Raises UserError if the file is missing, ambiguous, damaged or has an unreadable line, if its columns are unknown,
+    or if the k-core is empty.
     """
     files = find_files(path)
     k_core = max(k_core, 1)
@@ -85,11 +80,11 @@ def load_interactions(
 
 
 def find_files(path: Path, flag: str = "--data-dir") -> list[DataFile]:
-    """The file of interactions that a path leads to, or those of training, perhaps validation, and test.
+    """Finds the interaction file that a path leads to, or the files of training, perhaps validation, and test.
 
-    flag: by which the path was given. Raises UserError.
+    flag: the flag that gave the path. Raises UserError.
     """
-    path = Path(os.path.realpath(path))  # which does not raise for a link that leads to itself
+    path = Path(os.path.realpath(path))  # does not raise for a link to itself
     return tables_at(path, flag, "give a file of interactions", _KNOWN_NAMES)
 
 
@@ -98,7 +93,7 @@ def _build(files: Sequence[DataFile], k_core: int, columns: ColumnChoice, readin
     kept = _k_core(table.users, table.items, k_core)
     if not len(kept):
         raise UserError(
-            f"--k-core {k_core}: nothing of {files[0].where} is left when users and items with fewer than {k_core} "
+            f"--k-core {k_core}: nothing of {files[0].where} remains when users and items with fewer than {k_core} "
             "interactions are dropped; choose a smaller number"
         )
     users, items = (_without_gaps(codes[kept]) for codes in (table.users, table.items))
@@ -118,24 +113,24 @@ def _build(files: Sequence[DataFile], k_core: int, columns: ColumnChoice, readin
     }
     if parts is not None:
         of_parts = [np.bincount(users[parts == part], minlength=int(users.max()) + 1) for part in range(len(files))]
-        # Without a file of validation the last interaction of training is that.
+        # Without a validation file, validate on the last interaction of training.
         held_out = of_parts[1:] if len(files) == 3 else [(of_parts[0] > 1).astype(np.int64), of_parts[1]]
         arrays["held_out"] = np.stack(held_out, axis=1)
         counts = ", ".join(f"{count.sum():,} of {file.name}" for count, file in zip(of_parts, files, strict=True))
         remarks.append(f"What is held out is what the files say: {counts}.")
     if table.times is not None:
-        # Fractions of a second count for the order only.
+        # Fractions of a second only affect the order.
         arrays["times"] = np.floor(table.times[kept][order]).astype(np.int64)
     return arrays | {"remarks": array_of_texts(remarks)}
 
 
 def in_time_order(users: np.ndarray, times: np.ndarray | None, parts: np.ndarray | None) -> np.ndarray:
-    """Positions (n,) by user, part and time; the sort is stable: what is equal keeps the order of the file."""
+    """Sorts by user, part and time: positions (n,); stable, so ties keep file order."""
     return np.lexsort([key for key in (times, parts, users) if key is not None])
 
 
 def _k_core(users: np.ndarray, items: np.ndarray, k: int) -> np.ndarray:
-    """Positions of the interactions that stay when users and items with fewer than k are dropped until none is left."""
+    """Returns positions of the interactions that stay when users and items with fewer than k are dropped repeatedly."""
     kept = np.arange(len(users))
     while True:
         stays = np.ones(len(kept), bool)
@@ -147,6 +142,6 @@ def _k_core(users: np.ndarray, items: np.ndarray, k: int) -> np.ndarray:
 
 
 def _without_gaps(codes: np.ndarray) -> np.ndarray:
-    """The same order in the numbers 0, 1, ... without gaps."""
+    """Renumbers codes as 0, 1, ... without gaps, in the same order."""
     occurs = np.bincount(codes) > 0
     return (np.cumsum(occurs) - 1)[codes]

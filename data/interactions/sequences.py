@@ -1,8 +1,8 @@
-"""Data sets over interactions, with negative items: histories to train on, and held-out items with what came before.
+"""Data sets over interactions with negative items: histories to train on, and held-out items with their histories.
 
-Rows of a batch are left-aligned, padded with item 0 behind to `SampleKeys.padded_length`.
+Rows of a batch are left-aligned and padded behind with item 0 to `SampleKeys.padded_length`.
 
-Everything random is a function of seed, epoch and user (or sample), never of the batch.
+All randomness is a function of seed, epoch and user (or sample), never of the batch.
 """
 
 from dataclasses import dataclass
@@ -28,18 +28,17 @@ _FORMAT_VERSION = 2
 _LARGEST_SCALED_TIME = np.iinfo(np.int32).max
 _TRAIN_STREAM, _VAL_STREAM, _TEST_STREAM = range(3)
 _TRAIN_STEP, _EVALUATION_STEP, _SEEN_STEP = 8, 16, 128
-"""On a GPU, histories and lists of seen items are padded to multiples of these.
+"""Multiples to which histories and lists of seen items are padded on a GPU.
 
-Histories of an evaluation come in all lengths, and cost less than in training; items seen cost next to nothing.
+Evaluation histories vary more in length and cost less than training; seen items cost almost nothing.
 """
 
 
 @dataclass(frozen=True)
 class Negatives:
-    """How many negative items a training sample gets.
+    """Number of negative items per training sample.
 
-    num: drawn for each position, or for the user.
-    per_position: (B, T, num) draws, else (B, num), which all positions of the user share.
+    num: per position, or per user. per_position: draws (B, T, num); else (B, num), shared by all positions of a user.
     """
 
     num: int
@@ -48,12 +47,11 @@ class Negatives:
 
 @dataclass(frozen=True)
 class _Split:
-    """What is trained on, and what is held out.
+    """Boundaries of training, validation and test.
 
-    num_train, val_end: (num_users,) int64: the first so many interactions of each user are trained on, those up to
-        val_end are validation, the others the test.
-    items: the sets of items trained on.
-    scaled_times: (n,) int32 for all interactions, or None where they have no times.
+    num_train, val_end: (num_users,) int64; each user's first num_train interactions are training, then up to val_end
+        validation, the rest test.
+    items: sets of training items. scaled_times: (n,) int32 for all interactions, or None without times.
     """
 
     num_train: np.ndarray
@@ -63,10 +61,10 @@ class _Split:
 
 
 class TrainSequences(Movable):
-    """The training items of every user who has two or more: each item but the first is to be predicted.
+    """Training histories of users with two or more items: predicts each item but the first.
 
-    users: (n,) int64, the user of each sample. Of a history with more than maxlen items to predict there is a sample
-        of the last of them, or with whole_histories as many as it takes to predict each item once, the newest first.
+    users: (n,) int64, the user of each sample. A history with more than maxlen items to predict gives one sample of its
+        last items or, with whole_histories, enough samples to predict each item once, newest first.
     """
 
     stays = frozenset({"_lengths"})
@@ -81,7 +79,7 @@ class TrainSequences(Movable):
         seed: int,
         negatives: Negatives | None,
     ) -> None:
-        """maxlen: inputs of a sample at most. seed: key of the negatives."""
+        """maxlen: maximum inputs per sample. seed: key of the negatives."""
         self._num_users, self._items, self._times = interactions.num_users, interactions.items, split.scaled_times
         self._sets = split.items
         self._seed = seed
@@ -99,23 +97,22 @@ class TrainSequences(Movable):
 
     @property
     def item_popularity(self) -> np.ndarray:
-        """The share of all users who have each item in training, (num_items + 1,) float64; 0 for the padding."""
+        """Returns the share of users with each item in training, (num_items + 1,) float64; 0 for padding."""
         return np.bincount(self._sets.items, minlength=self._sets.num_items + 1) / self._num_users
 
     def num_terms(self, index: np.ndarray) -> np.ndarray:
-        """How many items are predicted for each of the samples (B,): (B,) int64."""
+        """Returns the number of predicted items of samples (B,): (B,) int64."""
         return self._lengths[index]
 
     def weights(self, keys: SampleKeys) -> np.ndarray:
         return self._lengths[keys.index].astype(np.float32)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
-        """Training items of each user, as inputs and as targets, which are one ahead.
+        """Returns each user's training items as inputs, and as targets one position ahead.
 
-        {"items": (B, T) int64, "targets": (B, T) int64, "length": (B,) int64, "times": (B, T) int32 scaled times of
-        the inputs, from 1 (absent where interactions have no times), "negatives": int64, (B, T, num), 0 where padded,
-        or (B, num) (absent where none are asked for)}. Negatives are uniform among the items that the user has not in
-        training.
+        {"items": (B, T) int64, "targets": (B, T) int64, "length": (B,) int64, "times": (B, T) int32 scaled times of the
+        inputs, from 1 (absent without times), "negatives": int64, (B, T, num), 0 where padded, or (B, num) (absent
+        unless requested)}. Negatives are uniform among items not in the user's training.
         """
         index, lengths = self.here(keys.index), self._lengths[keys.index]
         width = min(keys.padded_length(lengths.max(initial=0), _TRAIN_STEP), self._maxlen)
@@ -133,7 +130,7 @@ class TrainSequences(Movable):
         return batch
 
     def _draw(self, epoch: int, index: Array, is_real: Array, negatives: Negatives) -> Array:
-        # Counters go position by position, so that the draws of one do not depend on the padding behind it.
+        # counters run position by position, so that draws do not depend on the padding
         width = is_real.shape[1] if negatives.per_position else 1
         bits = random_bits(self._seed, epoch, index, width * negatives.num, _TRAIN_STREAM)
         items = self._sets.others(self.users.take(index), below(bits, self._num_others.take(index)))
@@ -146,8 +143,7 @@ class TrainSequences(Movable):
 class _Candidates(Movable):
     """Draws a user's negatives for evaluation.
 
-    excluded: they are uniform among the other items.
-    distinct: without replacement.
+    excluded: items never drawn; all others are equally probable. distinct: without replacement.
     """
 
     excluded: ItemSets
@@ -156,7 +152,7 @@ class _Candidates(Movable):
     stream: int
 
     def draw(self, users: Array, turn: Array) -> Array:
-        """Users (B,), and which of the user's held-out items it is, from 0, (B,): to items (B, 100) int64."""
+        """Maps users (B,) and the indices of their held-out items from 0, (B,), to items (B, 100) int64."""
         keys = users + turn * (len(self.excluded.offsets) - 1)
         bits = random_bits(self.seed, 0, keys, NUM_EVALUATION_NEGATIVES, self.stream)
         num_others = self.excluded.num_others(users)
@@ -165,9 +161,9 @@ class _Candidates(Movable):
 
 
 class EvaluationSequences(Movable):
-    """Each held-out item with the history before it, if there is any, and items that do not follow.
+    """Held-out items with non-empty histories before them, and negatives.
 
-    Rows are ordered by the length of the history, so that neighbours need little padding.
+    Rows are sorted by history length, so that neighbours need little padding.
 
     users: (n,) int64, the user of each row.
     """
@@ -184,14 +180,14 @@ class EvaluationSequences(Movable):
         is_test: bool,
         mask_seen: bool,
     ) -> None:
-        """is_test: the targets are those of the test, not of the validation."""
+        """is_test: targets are test items rather than validation items."""
         self._items, self._times = interactions.items, split.scaled_times
         self._maxlen = maxlen
         self._candidates = candidates
         self._mask_seen = mask_seen
         num_interactions = np.diff(interactions.offsets)
         first, stop = (split.val_end, num_interactions) if is_test else (split.num_train, split.val_end)
-        first = np.maximum(first, 1)  # what comes first of all follows no history
+        first = np.maximum(first, 1)  # the first of all follows no history
         users, turn = _numbered(np.maximum(stop - first, 0))
         order = np.argsort(first[users] + turn, kind="stable")
         self.users, self._turn = users[order], turn[order]
@@ -202,11 +198,11 @@ class EvaluationSequences(Movable):
         return len(self.users)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
-        """The last maxlen items of each history, in the order of time, and what follows.
+        """Returns the last maxlen items of each history, in time order, and the next item.
 
-        {"items": (B, T) int64, "length": (B,) int64, "times": (B, T) int32 scaled times, from 1 (absent where
-        interactions have no times), "target": (B,) int64, "candidates": (B, 100) int64, negatives, "seen": (B, S)
-        int64, the items of the whole history, 0 in place of the target (absent unless asked for)}.
+        {"items": (B, T) int64, "length": (B,) int64, "times": (B, T) int32 scaled times, from 1 (absent without times),
+        "target": (B,) int64, "candidates": (B, 100) int64, negatives, "seen": (B, S) int64, the items of the whole
+        history, 0 in place of the target (absent unless requested)}.
         """
         positions = self._position[keys.index]
         longest = positions.max(initial=0)
@@ -242,22 +238,20 @@ def split_interactions(
     eval_negatives: EvaluationNegatives,
     mask_seen: bool,
 ) -> dict[str, TrainSequences | EvaluationSequences]:
-    """The data sets "train", "val" and "test".
+    """Builds the data sets "train", "val" and "test".
 
-    The history of a held-out item is all that the user had before, other held-out items included.
+    A held-out item's history has all earlier items of the user, other held-out ones included.
 
-    seed: key of all negatives. Those of training change with the epoch, the 100 of an evaluation never do.
-    maxlen: items of a history that are used, the last ones, >= 1.
-    whole_histories: all are trained on, maxlen at a time.
-    negatives: of training; None for none.
-    eval_negatives: drawn uniformly. "parity": with replacement, among the items that the user has not in training, so
-        the validation item, or even the target, can be among them, as in the published code of SASRec. "unseen": with
-        replacement, among the items that the user has neither in training nor in this part or, for the test, in the
-        validation, as in the published code of TiSASRec. "clean": 100 distinct items with which the user never
-        interacted, each such set being equally probable.
-    mask_seen: evaluation batches carry "seen".
+    seed: key of all negatives. Training negatives change with the epoch, the 100 of an evaluation never. maxlen:
+    maximum history length used, >= 1; the last items. whole_histories: trains on all of a history, maxlen items at a
+    time. negatives: for training; None for none. eval_negatives: drawn uniformly. "parity": with replacement, among
+    items not in the user's training, so the validation
+        item, or even the target, can occur, as in the published code of SASRec. "unseen": with replacement, among items
+        neither in the user's training nor in this part or, for the test, the validation, as in the published code of
+        TiSASRec. "clean": 100 distinct items without an interaction of the user, each such set equally probable.
+    mask_seen: evaluation batches include "seen".
 
-    Raises UserError when there is nothing to train on, or too few items are left for the negatives of a user.
+    Raises UserError if nothing is left to train on, or too few items for a user's negatives.
     """
     split = _load_split(interactions, cache_dir, hold_out)
     train = TrainSequences(
@@ -321,7 +315,7 @@ def _items_excluded(
     eval_negatives: EvaluationNegatives,
     is_test: bool,
 ) -> ItemSets:
-    """Of each user what is never a negative in the validation, or in the test."""
+    """Returns the items of each user that are never negatives in the validation, or in the test."""
     if eval_negatives == "parity":
         return split.items
     without_test = eval_negatives == "unseen" and not is_test
@@ -342,22 +336,22 @@ def _split_key(hold_out: HoldOut) -> str:
 
 
 def _item_sets(interactions: Interactions, users: np.ndarray, chosen: np.ndarray) -> ItemSets:
-    """Of the chosen interactions, (n,) bool."""
+    """Builds the sets of the chosen interactions, (n,) bool."""
     return ItemSets.of_pairs(users[chosen], interactions.items[chosen], interactions.num_users, interactions.num_items)
 
 
 def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of as many things as each user has, (num_users,): the user, and which of the user's it is, from 0; (n,) int64."""
+    """Expands counts per user, (num_users,), to the user and the index within the user from 0; (n,) int64."""
     users = np.repeat(np.arange(len(counts)), counts)
     return users, np.arange(len(users)) - (np.cumsum(counts) - counts)[users]
 
 
 def scaled_times(interactions: Interactions, times: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-    """Times (n,) since the user's first in units of the user's smallest gap, rounded, plus 1: (n,) int32.
+    """Scales times (n,) since the user's first by the user's smallest gap, rounded, plus 1: (n,) int32.
 
-    The gap is the smallest that is not 0 between interactions that count, (n,) bool, or 1 s; None: all count. Where
-    those do that are trained on, nothing of the future enters. After Li, Wang and McAuley, "Time interval aware
-    self-attention for sequential recommendation", WSDM 2020.
+    The gap is the smallest nonzero one between the counted interactions, (n,) bool; None counts all; 1 s if there is
+    none. Counting only training interactions avoids leaking the future. After Li, Wang and McAuley, "Time interval
+    aware self-attention for sequential recommendation", WSDM 2020.
     """
     users, _ = _numbered(np.diff(interactions.offsets))
     gaps = np.diff(times)
@@ -368,4 +362,4 @@ def scaled_times(interactions: Interactions, times: np.ndarray, counts: np.ndarr
     np.minimum.at(smallest, users[1:][chosen], gaps[chosen])
     smallest[smallest == np.iinfo(np.int64).max] = 1
     scaled = np.rint((times - times[interactions.offsets[users]]) / smallest[users]) + 1
-    return np.clip(scaled, 1, _LARGEST_SCALED_TIME).astype(np.int32)  # files of parts need not be in order
+    return np.clip(scaled, 1, _LARGEST_SCALED_TIME).astype(np.int32)  # files of parts need not be in time order

@@ -1,20 +1,19 @@
-"""People who watch series, generated: the interactions that need no download.
+"""Synthetic interactions that need no download: people who watch series.
 
-The catalogue is a set of topics; the items of a topic are a series, numbered in its order, and the earlier ones are
-the better known (Zipf's law). A user likes a few topics more than the others, and that drifts: from visit to visit old
-interests fade, and now and then a new one appears. Nobody watches anything twice.
+The catalogue has topics; the items of a topic are a series, in order, earlier ones better known (Zipf's law). A user
+likes a few topics, and drifts: from visit to visit old interests fade, and sometimes a new one appears. Nobody watches
+anything twice.
 
-Users come in visits. Within a visit an item follows the other after SHORT_GAPS, between visits lie LONG_GAPS. What is
-watched follows three rules:
+Users come in visits. SHORT_GAPS separate items within a visit, LONG_GAPS separate visits. Three rules choose items:
 
-- A visit opens with a leap to what catches the eye: an item of a topic that the user likes, a well-known one rather.
-- After the opener the user **takes up the thread of the visit before**: the sequel of what came before the opener.
-- The thread goes on, sequel by sequel, until it ends or the user **begins another one**, with a leap of the same kind;
-  that one's sequels follow.
+- A visit opens with a leap to an attractive item: of a topic that the user likes, more probably a well-known one.
+- After the opener the user **resumes the thread of the previous visit**: the sequel of the item before the opener.
+- The thread continues, sequel by sequel, until it ends or the user **begins another one** with a similar leap, whose
+  sequels follow.
 
-So popularity finds a leap at best, while the items of a history tell its threads. But they do not tell of a leap
-whether its own sequel comes next or that of the item before it. The gap before the leap does: a short one began a
-thread, a long one was an opener.
+So popularity at best predicts a leap, while the history tells the threads. But it does not tell whether a leap is
+followed by its own sequel or by that of the item before it. The gap before the leap does: a short gap began a thread, a
+long one was an opener.
 """
 
 from pathlib import Path
@@ -29,29 +28,29 @@ NUM_USERS = 1500
 NUM_TOPICS = 20
 ITEMS_PER_TOPIC = 20
 NUM_ITEMS = NUM_TOPICS * ITEMS_PER_TOPIC
-"""Topic k (from 0) holds items ITEMS_PER_TOPIC * k + 1 and on, in the order of the series."""
+"""Topic k (from 0) has items from ITEMS_PER_TOPIC * k + 1, in series order."""
 LENGTHS = (8, 96)
-"""Least and most interactions of a user; short histories are the more frequent."""
+"""Minimum and maximum interactions per user; short histories are more frequent."""
 PACE_S = (1200, 2400)
-"""A user's pace is a time of this range, about the length of an episode."""
+"""Range of a user's pace, about the length of an episode."""
 SHORT_GAPS = (1, 3)
-"""Times within a visit, in units of the user's pace."""
+"""Time between items within a visit, in units of the user's pace."""
 LONG_GAPS = (25, 60)
-"""Times between visits, in the same unit: 8 to 40 hours."""
+"""Time between visits, in the same unit: 8 to 40 hours."""
 
 _VISIT_ENDS = {"after a leap": 0.07, "after a sequel": 0.28}
 _THREAD_CHANGES = {"after a leap": 0.05, "after a sequel": 0.18}
-"""Probabilities before each interaction; few leave what they have just begun."""
+"""Probabilities of leaving the thread before an interaction; lower just after it began."""
 _SEQUEL_SKIPPED = 0.1
 _FIRST_INTERESTS = (1.0, 0.6, 0.4)
 _INTEREST_KEPT = 0.9
-"""Factor of all interests from a visit to the next."""
+"""Factor on all interests per visit."""
 _NEW_INTEREST = 0.2
-"""Probability at each visit; its strength is 1."""
+"""Probability per visit; its strength is 1."""
 _CURIOSITY = 0.002
-"""Interest in every topic."""
+"""Minimum interest in every topic."""
 _JOINED_S = (1_700_000_000, 1_720_000_000)
-"""Unix times of the first interactions."""
+"""Unix times of first interactions."""
 
 _SEED = 0
 _FORMAT_VERSION = 1
@@ -59,7 +58,7 @@ _USER_STREAM, _STEP_STREAM, _GAP_STREAM = range(3)
 
 
 def load_synthetic_interactions(cache_dir: Path) -> Interactions:
-    """About 56,000 interactions of 1,500 users with 400 items, always the same; kept in the cache."""
+    """Generates about 56,000 interactions of 1,500 users with 400 items, always equal; cached."""
     key = f"interactions_synthetic-{_FORMAT_VERSION}"
     arrays = cached_arrays(cache_dir, key, generate)
     item_ids = tuple(map(str, range(1, NUM_ITEMS + 1)))
@@ -67,9 +66,9 @@ def load_synthetic_interactions(cache_dir: Path) -> Interactions:
 
 
 def generate() -> Arrays:
-    """The arrays of Interactions: offsets, items, times.
+    """Returns the arrays of Interactions: offsets, items, times.
 
-    They are the same on every machine: what is not counter-based hashing is sums, products and comparisons.
+    They are equal on every machine: beyond counter-based hashing there are only sums, products and comparisons.
     """
     traits = uniform(_SEED, 0, np.arange(NUM_USERS), (7,), _USER_STREAM).astype(np.float64)
     shortest, longest = LENGTHS
@@ -85,15 +84,14 @@ def generate() -> Arrays:
 
 
 class _Viewers:
-    """What the users like, have not seen yet, and follow at the moment. Items are 0-based here.
+    """Users' interests, unseen items and current threads. Items are 0-based here.
 
-    interests: (U, topics).
-    unseen: (U, topics, items of a topic) bool.
-    thread: (U,) int64, the last item of each user's thread.
+    interests: (U, topics). unseen: (U, topics, items of a topic) bool. thread: (U,) int64, the last item of each user's
+    thread.
     """
 
     def __init__(self, first_topics: np.ndarray) -> None:
-        """first_topics: (U, 3), the strongest interest first; one drawn twice is the stronger for it."""
+        """first_topics: (U, 3), strongest interest first; repetitions add up."""
         num_users = len(first_topics)
         self.interests = np.zeros((num_users, NUM_TOPICS))
         for topics, strength in zip(first_topics.T, _FIRST_INTERESTS, strict=True):
@@ -102,20 +100,20 @@ class _Viewers:
         self.thread = np.zeros(num_users, dtype=np.int64)
 
     def drift(self, users: np.ndarray, draws: np.ndarray) -> None:
-        """Changes the interests of some users (n,) between two visits; draws: (n, 2)."""
+        """Changes some users' (n,) interests between visits; draws: (n, 2)."""
         self.interests[users] *= _INTEREST_KEPT
         finds_new = draws[:, 0] < _NEW_INTEREST
         self.interests[users[finds_new], _pick_topics(draws[finds_new, 1])] += 1
 
     def leap(self, users: np.ndarray, draws: np.ndarray) -> np.ndarray:
-        """The items that catch the eye of some users; all (n,)."""
+        """Returns attractive items for some users; all (n,)."""
         renown = 1 / np.arange(1, ITEMS_PER_TOPIC + 1)
         interests = self.interests[users] + _CURIOSITY
         weights = interests[:, :, None] * renown * self.unseen[users]
         return _pick(weights.reshape(len(users), NUM_ITEMS), draws)
 
     def sequel(self, users: np.ndarray, draws: np.ndarray) -> np.ndarray:
-        """The next unseen items of the threads of some users, sometimes the next but one; -1 at the end; all (n,)."""
+        """Returns the next unseen item of some users' threads, sometimes the one after it; -1 at the end; all (n,)."""
         topic, position = np.divmod(self.thread[users], ITEMS_PER_TOPIC)
         ahead = self.unseen[users, topic] & (np.arange(ITEMS_PER_TOPIC) > position[:, None])
         count = np.cumsum(ahead, axis=1)
@@ -125,7 +123,7 @@ class _Viewers:
 
 
 def _watch(viewers: _Viewers, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Items (U, num_steps) int64, from 1, and whether each opens a visit (U, num_steps) bool."""
+    """Returns items (U, num_steps) int64, from 1, and whether each opens a visit (U, num_steps) bool."""
     users = np.arange(len(viewers.thread))
     items = np.zeros((len(users), num_steps), dtype=np.int64)
     is_opener = np.zeros((len(users), num_steps), dtype=bool)
@@ -141,17 +139,17 @@ def _watch(viewers: _Viewers, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
         leapt = opens | (event < visit_ends + thread_changes) | (watched < 0)
         watched[leapt] = viewers.leap(users[leapt], item[leapt])
         viewers.unseen.reshape(len(users), NUM_ITEMS)[users, watched] = False
-        # The very first opener has no thread to go back to: it begins one.
+        # The first opener has no earlier thread, so it begins one.
         viewers.thread = np.where(opens & (step > 0), viewers.thread, watched)
         items[:, step], is_opener[:, step] = watched + 1, opens
     return items, is_opener
 
 
 def _times(is_opener: np.ndarray, pace_s: np.ndarray, joined_s: np.ndarray) -> np.ndarray:
-    """Times of all steps, (U, num_steps) int64 seconds; pace_s, joined_s: (U,)."""
+    """Returns times of all steps, (U, num_steps) int64 seconds; pace_s, joined_s: (U,)."""
     num_users, num_steps = is_opener.shape
     draws = uniform(_SEED, 0, np.arange(num_users), (num_steps,), _GAP_STREAM).astype(np.float64)
-    # Squared, for many gaps close to the shortest and few long ones.
+    # squared for many short gaps and few long ones
     gaps = np.where(is_opener, _between(LONG_GAPS, draws**2), _between(SHORT_GAPS, draws**2))
     seconds = (gaps * pace_s[:, None]).astype(np.int64)
     seconds[:, 0] = joined_s
@@ -159,13 +157,13 @@ def _times(is_opener: np.ndarray, pace_s: np.ndarray, joined_s: np.ndarray) -> n
 
 
 def _pick_topics(draws: np.ndarray) -> np.ndarray:
-    """Topics by their renown, int64 in the shape of the draws."""
+    """Draws topics by popularity, int64 in the shape of the draws."""
     renown = 3 / (3 + np.arange(NUM_TOPICS))
     return _pick(np.broadcast_to(renown, (draws.size, NUM_TOPICS)), draws.ravel()).reshape(draws.shape)
 
 
 def _pick(weights: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """One column a row with probability proportional to its weight, (n,) int64; weights: (n, k), draws: (n,)."""
+    """Draws one column per row in proportion to its weight, (n,) int64; weights: (n, k), draws: (n,)."""
     cumulated = np.cumsum(weights, axis=1)
     return np.argmax(cumulated > draws[:, None] * cumulated[:, -1:], axis=1)
 

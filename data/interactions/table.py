@@ -1,4 +1,4 @@
-"""A file of interactions taken apart: who, what and when, in the order of its lines."""
+"""Parses interaction files into users, items and times, in line order."""
 
 import csv
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -16,22 +16,21 @@ from data.table_files import STRICT, LeftOut, OnBad, Reading, opened_lines
 from trainer.common.errors import UserError
 
 _ROWS_AT_ONCE = 1 << 16
-"""So many lines at a time are taken apart, which bounds the memory that it takes."""
+"""Lines parsed at a time, which bounds memory."""
 _MARKS = (",", ";", "|")
 _SHOWN_WIDTH = 80
 _NO_NAMES = ("na", "n/a", "#n/a", "nan", "none", "null", "-")
 _FEW_TIMES, _MANY_INTERACTIONS = 100, 10
-"""Fewer distinct times than the first, and for each more interactions than the second, are doubted."""
+"""Warns about fewer distinct times than the first, with more interactions for each than the second."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Interactions in the order of the file, or of the files.
+    """Interactions in file order.
 
     users, items: (n,) int64, positions in user_ids and item_ids. times: (n,) int64 or float64, or None. parts: (n,)
-    int64, the file of each.
-    user_ids, item_ids: names as they stand in the file, in order: whole numbers by value if all are, else by text.
-    remarks: a short table of what was read from which column, and what else the user should know.
+    int64, the file of each. user_ids, item_ids: names from the file, sorted: by value if all are whole numbers, else as
+    text. remarks: shown to the user: a short table of the columns read, and warnings.
     """
 
     users: np.ndarray
@@ -44,9 +43,9 @@ class Table:
 
 
 def read_table(files: Sequence[DataFile], choice: ColumnChoice, reading: Reading = STRICT) -> Table:
-    """Reads files of one layout. choice: columns that are given.
+    """Reads files of one layout. choice: given columns.
 
-    Raises UserError, naming file, line and reason, for whatever cannot be read.
+    Raises UserError with file, line and reason for anything unreadable.
     """
     parser = None
     for file in files:
@@ -63,7 +62,7 @@ def read_table(files: Sequence[DataFile], choice: ColumnChoice, reading: Reading
 
 
 def _fields(first: str, lines: Iterator[str], where: str) -> Iterator[Line]:
-    """The lines that are not blank, with their fields: tabs, `::`, semicolons, commas, | or blanks separate them."""
+    """Yields the fields of non-blank lines, separated by tabs, `::`, semicolons, commas, | or blanks."""
     if "\t" not in first and "::" not in first and any(mark in first for mark in _MARKS):
         return _fields_in_quotes(lines, delimiter_of(first, _MARKS), where)
     split = _tabbed if "\t" in first else _separated_by_colons if "::" in first else str.split
@@ -75,9 +74,9 @@ def _separated_by_colons(line: str) -> list[str]:
 
 
 def _tabbed(line: str) -> list[str]:
-    """The fields of a line with tabs, quoted where all its quotes enclose fields; else they are plain characters.
+    """Splits a line at tabs; quotes count only if all of the line's enclose fields.
 
-    Both are common: pandas quotes, and dumps of titles such as "weird al" yankovic or 7" do not.
+    Both occur: pandas quotes, while dumps of titles such as "weird al" yankovic or 7" do not.
     """
     line = line.rstrip("\r\n")
     if '"' in line:
@@ -89,7 +88,7 @@ def _tabbed(line: str) -> list[str]:
 
 
 def _fields_in_quotes(text: Iterable[str], delimiter: str, where: str) -> Iterator[Line]:
-    """Lines of a CSV file that are not blank. Raises UserError where quotes seem to take several lines for one."""
+    """Yields the non-blank lines of a CSV file. Raises UserError if a quote seems to merge several lines."""
     recent: list[str] = []
 
     def noted() -> Iterator[str]:
@@ -111,7 +110,7 @@ def _fields_in_quotes(text: Iterable[str], delimiter: str, where: str) -> Iterat
 
 
 class _Parser:
-    """Takes lines of one layout apart, many at a time."""
+    """Parses lines of one layout, many at a time."""
 
     def __init__(self, layout: Layout, on_bad: OnBad) -> None:
         self._layout, self._left_out = layout, LeftOut(on_bad)
@@ -121,7 +120,7 @@ class _Parser:
         self._wheres: list[str] = []
 
     def add(self, lines: Iterable[Line], layout: Layout, where: str) -> None:
-        """The lines of one more file. where: the file as messages call it."""
+        """Adds the lines of another file. where: names the file in messages."""
         if layout.names != self._layout.names:
             raise UserError(f"{where}: has other columns than {self._wheres[0]}; give files of one layout")
         self._wheres.append(where)
@@ -133,7 +132,7 @@ class _Parser:
             if block is not None:
                 self._blocks.append((*block, np.full(len(some), len(self._wheres) - 1)))
         if len(self._blocks) == num_before:
-            raise UserError(f"{where}: is empty but for the names of its columns; give a file of interactions")
+            raise UserError(f"{where}: has only a header; give a file of interactions")
 
     def table(self) -> Table:
         users, items, *columns, parts = (np.concatenate(blocks) for blocks in zip(*self._blocks, strict=True))
@@ -155,8 +154,8 @@ class _Parser:
             once = _first_of_equal(users, items, times)
             if num_again := len(users) - len(once):
                 remarks.append(
-                    f"{num_again:,} of {len(users):,} lines have the user, item and time of another one, and count "
-                    "once with it."
+                    f"{num_again:,} of {len(users):,} lines repeat the user, item and time of another line and "
+                    "count once."
                 )
             users, items, times, parts = users[once], items[once], times[once], parts[once]
         overview_lines = self._overview(user_ids, item_ids, times, form, len(users))
@@ -169,12 +168,12 @@ class _Parser:
         return self._wheres[-1]
 
     def _refuse_another_line_of_names(self) -> None:
-        """Raises UserError where the names of the columns are a user and an item too, as in files that were joined."""
+        """Raises UserError if the header occurs again as a user and an item, as in concatenated files."""
         user, item = (self._layout.names[column] for column in (self._layout.user, self._layout.item))
         if self._layout.has_names and user in self._users and item in self._items:
             raise UserError(
-                f"{self._where}: the line of names, with {user} and {item}, comes again, as in files that were joined; "
-                "take it out below the first line"
+                f"{self._where}: the header, with {user} and {item}, occurs again, as in concatenated files; "
+                "remove it below the first line"
             )
 
     def _overview(
@@ -194,7 +193,7 @@ class _Parser:
         return [f"Interactions: {num:,}, from these columns:", *overview(("column", "read as", "values"), rows)]
 
     def _columns(self, rows: list[list[str]]) -> tuple[np.ndarray, ...] | None:
-        """User codes, item codes and, where there are any, times; None when a line is not as it should be."""
+        """Returns user codes, item codes and, if present, times; None if a line is malformed."""
         layout = self._layout
         if any(length != len(layout.names) for length in map(len, rows)):
             return None
@@ -206,14 +205,14 @@ class _Parser:
             form = form_of(rows[0][layout.time])
             self._form_of_times = self._form_of_times or form
             is_bad = times is None or form != self._form_of_times
-        if is_bad:  # the names of what is left out are none
+        if is_bad:  # dropped lines have no names
             self._users.forget_newest()
             self._items.forget_newest()
             return None
         return (users, items) if times is None else (users, items, times)
 
     def _without_bad(self, lines: Sequence[Line]) -> list[Line]:
-        """The lines that are as they should be. Raises UserError for the first of the others, unless they are dropped.
+        """Returns the well-formed lines. Raises UserError for the first malformed one, unless they are dropped.
 
         Slow and precise.
         """
@@ -224,30 +223,30 @@ class _Parser:
                 continue
             reason, advice = wrong
             shown = f"{self._where}, line {number}: {_shorten(' '.join(map(str.strip, fields)))!r}: {reason}"
-            self._left_out.add(shown, f"; {advice}, or leave such lines out by --on-bad drop")
+            self._left_out.add(shown, f"; {advice}, or leave such lines out with --on-bad drop")
         return kept
 
     def _what_is_wrong(self, fields: Sequence[str]) -> tuple[str, str] | None:
-        """The reason and what to do about it."""
-        layout, mend = self._layout, "mend it"
+        """Returns what is wrong with a line, and how to fix it."""
+        layout, advice = self._layout, "fix it"
         if len(fields) != len(layout.names):
-            return f"{len(fields)} column{'s' * (len(fields) != 1)} instead of {len(layout.names)}", mend
+            return f"{len(fields)} column{'s' * (len(fields) != 1)} instead of {len(layout.names)}", advice
         if _is_no_name(fields[layout.user]) or _is_no_name(fields[layout.item]):
-            return "the user or the item has no name, or one with a line break", mend
+            return "the user or the item has no name, or one with a line break", advice
         if layout.time is None:
             return None
-        text, mend = fields[layout.time], "mend it, or name another column by --time-column"
+        text, advice = fields[layout.time], "fix it, or name another column with --time-column"
         form = form_of(text) if parse_times([text]) is not None else ""
         if not form:
-            return f"{_shorten(text)!r} is not {EXPECTED}", mend
+            return f"{_shorten(text)!r} is not {EXPECTED}", advice
         self._form_of_times = self._form_of_times or form
         if form != self._form_of_times:
-            return f"the time {_shorten(text)!r} is {form}, and above stands {self._form_of_times}", mend
+            return f"the time {_shorten(text)!r} is {form}, and above stands {self._form_of_times}", advice
         return None
 
 
 class _Codes(dict[str, int]):
-    """Numbers names in the order of their first occurrence. newest: those that the last call of `of` brought."""
+    """Numbers names in order of first occurrence. newest: names that the last call of `of` added."""
 
     newest: list[str]
 
@@ -265,9 +264,9 @@ class _Codes(dict[str, int]):
             del self[name]
 
     def in_order(self) -> tuple[list[str], np.ndarray]:
-        """The names in the order of `data.csv_lines.in_order`, and for each code the place of its name.
+        """Returns the names sorted by `data.csv_lines.in_order`, and each code's place among them.
 
-        Where all names are whole numbers, 7.0 is 7: programs write so the numbers of a column with gaps.
+        If all names are whole numbers, 7.0 counts as 7, as programs write columns with gaps.
         """
         names, whole = list(self), list(map(without_point, self))
         if all(name.isascii() and name.isdigit() for name in whole):
@@ -282,19 +281,19 @@ def _is_no_name(text: str) -> bool:
 
 
 def _first_of_equal(users: np.ndarray, items: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Positions of the interactions of which no earlier one has the same user, item and time, in order."""
-    order = np.lexsort((times, items, users))  # which is stable
+    """Returns positions of the first of each equal user, item and time, in order."""
+    order = np.lexsort((times, items, users))  # a stable sort
     is_again = np.zeros(len(order), bool)
     is_again[order[1:]] = np.all([np.diff(column[order]) == 0 for column in (users, items, times)], axis=0)
     return np.flatnonzero(~is_again)
 
 
 def _unnamed(role: str, ids: Sequence[str], rows: np.ndarray) -> list[str]:
-    """Warnings of names that stand for a missing one. role: user or item. rows: the place in ids of each."""
+    """Warns of names that denote a missing value. role: user or item. rows: position of each in ids."""
     marks = [place for place, name in enumerate(ids) if name.lower() in _NO_NAMES]
     return [
         f"Warning: {np.count_nonzero(rows == place):,} of {len(rows):,} interactions have the {role} {ids[place]!r}, "
-        f"which often marks a missing value; leave these lines out, or name another column by --{role}-column."
+        f"which often marks a missing value; leave these lines out, or name another column with --{role}-column."
         for place in marks
     ]
 
@@ -312,7 +311,7 @@ def _doubts(times: np.ndarray, num_interactions: int) -> list[str]:
     return [
         f"Warning: the {num_interactions:,} interactions have {num_distinct} distinct "
         f"time{'s' * (num_distinct > 1)}: is that column the time? "
-        "Name another by --time-column. Interactions of one time keep the order of the file."
+        "Name another with --time-column. Interactions of one time keep the order of the file."
     ]
 
 

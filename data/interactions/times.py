@@ -1,4 +1,4 @@
-"""Times of interactions: numbers, or dates, in the forms of ISO 8601 or with the day or the month first."""
+"""Parses times of interactions: numbers, or dates in ISO 8601 or with the day or the month first."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, time
@@ -9,7 +9,7 @@ from data.csv_lines import is_number, utc_seconds
 from data.moments import day_and_month, settled
 
 _TIME_LIMIT = 2**62
-"""Differences of smaller times fit into int64."""
+"""Differences of smaller times fit int64."""
 _CALENDAR_S = (1e8, 4.1e9)
 """Unix times from 1973 to 2099."""
 _UNITS = {"milliseconds": 1e3, "microseconds": 1e6, "nanoseconds": 1e9}
@@ -17,10 +17,11 @@ EXPECTED = "a time: a number, or a date such as 2024-05-31, 2024-05-31T18:30:00+
 
 
 def parse_times(texts: Sequence[str]) -> np.ndarray | None:
-    """(n,) int64, or float64 where not all are whole numbers; None when one is no time, or has another form.
+    """Parses times to (n,) int64, or float64 if not all are whole numbers; None if one is not a time or differs in
+    form.
 
-    Dates become seconds since 1970; those without a time zone are read as UTC. Of dates such as 31/05/2024 both
-    readings are returned, (n, 2) float64: with the day first, and with the month first; NaN where one is none.
+    Dates become seconds since 1970, UTC without a time zone. Dates such as 31/05/2024 return both interpretations, (n,
+    2) float64: day first, and month first; NaN if impossible.
     """
     for read in (_whole_numbers, _numbers, _dates, _days_and_months):
         try:
@@ -33,13 +34,12 @@ def parse_times(texts: Sequence[str]) -> np.ndarray | None:
 
 
 def in_seconds(times: np.ndarray) -> tuple[np.ndarray, str]:
-    """Seconds since 1970, and what the numbers were: a unit or a form of dates; "" where they may be seconds already.
+    """Converts to seconds since 1970; also returns the unit or date format found, "" for possible seconds.
 
-    times: (n,) with n >= 1, all of a file, or (n, 2) of dates with day and month, as of `parse_times`. Read are milli-,
-    micro- or nanoseconds of the years from 1973 to 2099, and days of these years, such as 20240531, with or without
-    hours, minutes and seconds behind them, as whole numbers of any type. A number that is not above 0 decides nothing:
-    it marks a time that is not known, and is 0 beside dates. Raises ValueError where it is not clear whether days or
-    months come first.
+    times: (n,) with n >= 1, all of a file, or (n, 2) of ambiguous dates, from `parse_times`. Recognises milli-, micro-
+    and nanoseconds of the years 1973 to 2099, and days of these years such as 20240531, optionally with hours, minutes
+    and seconds, as whole numbers of any type. Numbers not above 0 are ignored: they mark unknown times, and become 0
+    beside dates. Raises ValueError if it is unclear whether days or months come first.
     """
     if times.ndim == 2:
         found = settled(times[:, None])[:, 0]
@@ -53,7 +53,7 @@ def in_seconds(times: np.ndarray) -> tuple[np.ndarray, str]:
             all_seconds = np.zeros(len(times), np.int64)
             all_seconds[is_known] = seconds
             return all_seconds, form
-    middle = np.median(times)  # a single time may be wrong
+    middle = np.median(times)  # single times may be wrong
     for unit, per_second in _UNITS.items():
         low, high = (per_second * limit for limit in _CALENDAR_S)
         if low <= middle < high:
@@ -62,19 +62,19 @@ def in_seconds(times: np.ndarray) -> tuple[np.ndarray, str]:
 
 
 def _seconds_of_moments(numbers: np.ndarray) -> np.ndarray | None:
-    """Seconds since 1970 of moments such as 20240531183000; None when one of the numbers is none."""
+    """Converts moments such as 20240531183000 to seconds since 1970; None unless all are."""
     minutes, seconds = _seconds_of_minutes(numbers // 100), numbers % 100
     return None if minutes is None or (seconds > 59).any() else minutes + seconds
 
 
 def _seconds_of_minutes(numbers: np.ndarray) -> np.ndarray | None:
-    """Seconds since 1970 of moments such as 202405311830; None when one of the numbers is none."""
+    """Converts moments such as 202405311830 to seconds since 1970; None unless all are."""
     days, hours, minutes = _seconds_of_days(numbers // 10_000), numbers // 100 % 100, numbers % 100
     return None if days is None or (hours > 23).any() or (minutes > 59).any() else days + 3600 * hours + 60 * minutes
 
 
 def _seconds_of_days(numbers: np.ndarray) -> np.ndarray | None:
-    """Seconds since 1970 of days such as 20240531, of 1973 to 2099; None when one of the numbers is none."""
+    """Converts days such as 20240531, of 1973 to 2099, to seconds since 1970; None unless all are."""
     if (numbers % 1 != 0).any() or (numbers < 1973_00_00).any() or (numbers > 2099_99_99).any():
         return None
     years, months, days = (part.astype(np.int64) for part in (numbers // 10_000, numbers // 100 % 100, numbers % 100))
@@ -92,7 +92,7 @@ _DATES_IN_DIGITS = {
 
 
 def form_of(text: str) -> str:
-    """The form of a time: all of a file have one. "" where it is none."""
+    """Names the form of a time, which a file must not mix; "" for other text."""
     if is_number(text):
         return "a number"
     times = parse_times([text])
@@ -100,12 +100,12 @@ def form_of(text: str) -> str:
 
 
 def is_time(text: str) -> bool:
-    """Whether it can be a time."""
+    """Returns whether a text can be a time."""
     return parse_times([text]) is not None
 
 
 def is_calendar_time(text: str) -> bool:
-    """Whether it can be nothing but a time: a date, or seconds or milliseconds since 1970 between 1973 and 2099."""
+    """Returns whether a text must be a time: a date, or seconds or milliseconds since 1970 between 1973 and 2099."""
     if not is_number(text):
         return is_time(text)
     low, high = _CALENDAR_S
@@ -114,7 +114,7 @@ def is_calendar_time(text: str) -> bool:
 
 
 def is_time_of_day(text: str) -> bool:
-    """Whether it is one such as 18:30:00, without the date."""
+    """Returns whether a text is a time of day such as 18:30:00, without a date."""
     try:
         time.fromisoformat(text)
     except ValueError:
@@ -123,9 +123,9 @@ def is_time_of_day(text: str) -> bool:
 
 
 def time_range(times: np.ndarray) -> str:
-    """The first and the last of the times, (n,) with n >= 1, as a user reads them: dates where all can be."""
+    """Formats the first and last of the times, (n,) with n >= 1; as dates if possible."""
     low, high = _CALENDAR_S
-    known = times[times != 0]  # 0 marks a time that is not known
+    known = times[times != 0]  # 0 marks an unknown time
     if not len(known) or known.min() < low or known.max() >= high:
         return f"numbers from {times.min():,} to {times.max():,}"
     first, last = (datetime.fromtimestamp(float(time), UTC).strftime("%Y-%m-%d") for time in (known.min(), known.max()))
@@ -155,6 +155,6 @@ def _whole_if_all_are(seconds: np.ndarray) -> np.ndarray:
 
 def _seconds(text: str) -> float:
     text = text.strip()
-    if is_number(text):  # such as 20240531, which stands among dates with hyphens
+    if is_number(text):  # such as 20240531 among dates with hyphens
         raise ValueError(text)
     return utc_seconds(text.removesuffix(" UTC"))

@@ -1,6 +1,6 @@
-"""Who has which items, and what is known of the items: a data set for recommendation with a knowledge graph.
+"""Data sets for recommendation with a knowledge graph: users' items and facts about the items.
 
-Users and items count from 0, and item i is entity i of the graph; the other entities come after the items.
+Users and items count from 0, and item i is entity i of the graph; other entities follow the items.
 """
 
 from dataclasses import dataclass, field
@@ -17,10 +17,10 @@ _TEXTS = ("notes", "user_names", "item_names", "entity_names")
 
 @dataclass(frozen=True)
 class ItemLists(Movable):
-    """The distinct items of each user.
+    """Distinct items of each user.
 
-    offsets: (num_users + 1,) int64; the items of user u are at offsets[u] to offsets[u + 1].
-    items: (n,) int32, ascending for each user.
+    offsets: (num_users + 1,) int64; user u's items are at offsets[u] to offsets[u + 1]. items: (n,) int32, ascending
+    for each user.
     """
 
     stays = frozenset({"offsets"})
@@ -30,42 +30,42 @@ class ItemLists(Movable):
 
     @classmethod
     def of_pairs(cls, users: np.ndarray, items: np.ndarray, num_users: int) -> "ItemLists":
-        """From (user, item) pairs (n,) int64 in any order, with repetitions."""
+        """Builds lists from (user, item) pairs (n,) int64, in any order, with repetitions."""
         stride = int(items.max(initial=0)) + 1
         users, items = np.divmod(sorted_distinct(users * stride + items), stride)
         return cls(np.searchsorted(users, np.arange(num_users + 1)), items.astype(np.int32))
 
     def __len__(self) -> int:
-        """The number of pairs."""
+        """Returns the number of pairs."""
         return len(self.items)
 
     @property
     def sizes(self) -> np.ndarray:
-        """How many items each user has: (num_users,) int64."""
+        """Number of items of each user: (num_users,) int64."""
         return np.diff(self.offsets)
 
     @property
     def users(self) -> np.ndarray:
-        """The user of each item: (n,) int64."""
+        """User of each item: (n,) int64."""
         return np.repeat(np.arange(len(self.offsets) - 1), self.sizes)
 
     def of(self, user: int) -> np.ndarray:
-        """The items of one user: (sizes[user],) int32."""
+        """Returns one user's items: (sizes[user],) int32."""
         return self.items[self.offsets[user] : self.offsets[user + 1]]
 
     def contain(self, users: np.ndarray, items: np.ndarray) -> np.ndarray:
-        """Which of the pairs (n,) int64 are in the lists: (n,) bool."""
+        """Returns which of the pairs (n,) int64 are in the lists: (n,) bool."""
         stride = max(int(self.items.max(initial=0)), int(items.max(initial=0))) + 1
         pairs, own = users * stride + items, self.users * stride + self.items
         position = np.searchsorted(own, pairs)
         return np.append(own, -1)[position] == pairs
 
     def where(self, chosen: np.ndarray) -> "ItemLists":
-        """The pairs that are chosen, (n,) bool; the users stay the same."""
+        """Keeps the chosen pairs, (n,) bool, and all users."""
         return ItemLists(np.concatenate([[0], np.cumsum(chosen)])[self.offsets], self.items[chosen])
 
     def joined_with(self, other: "ItemLists") -> "ItemLists":
-        """The pairs of both; of the same users."""
+        """Returns the union with the pairs of the same users in another."""
         users, items = (np.concatenate(both) for both in ((self.users, other.users), (self.items, other.items)))
         return ItemLists.of_pairs(users, items.astype(np.int64), len(self.offsets) - 1)
 
@@ -74,14 +74,11 @@ class ItemLists(Movable):
 class Catalogue:
     """Interactions in three parts and a knowledge graph.
 
-    num_entities: counts the items too.
-    num_relations: of the triples, 0 where there is no graph.
-    train, val, test: ItemLists of all users; val is the same object as test where models are selected on the test set.
-    triples: (m, 3) int32 head, relation, tail, distinct, in ascending order.
-    relation_names: num_relations of them, or none where they are not known.
-    unknown_items: (k,) int64 ids below num_items that no file of the data set mentions: gaps in the numbering.
-    notes: what the user should know of how the data set was read.
-    names: of users, items and the other entities; none where the files number them.
+    num_entities: includes the items. num_relations: of the triples; 0 without a graph. train, val, test: ItemLists of
+    all users; val is test itself if models are selected on the test set. triples: (m, 3) int32 head, relation, tail,
+    distinct, ascending. relation_names: num_relations of them, or none if unknown. unknown_items: (k,) int64 ids below
+    num_items that no file mentions: gaps in the numbering. notes: shown to the user. names: of users, items and other
+    entities; none if the files number them.
     """
 
     num_users: int
@@ -102,7 +99,7 @@ class Catalogue:
         return self.names[0][user] if self.names[0] else str(user)
 
     def entity_name(self, entity: int) -> str:
-        """Of an item too."""
+        """Returns the name of an entity or item."""
         if not self.names[1]:
             return str(entity)
         return self.names[1][entity] if entity < self.num_items else self.names[2][entity - self.num_items]
@@ -114,12 +111,12 @@ class Catalogue:
 
     @property
     def seen(self) -> ItemLists:
-        """What is never recommended: the items of training and, where it is not the test set, of validation."""
+        """Returns items never to recommend: those of training and, unless it is the test set, validation."""
         return self.train if self.selects_on_test else self.train.joined_with(self.val)
 
     @property
     def arrays(self) -> Arrays:
-        """What a cache keeps."""
+        """Returns the arrays to cache."""
         counts = (self.num_users, self.num_items, self.num_entities, self.num_relations, self.has_graph)
         arrays = {
             "counts": np.array(counts, np.int64),
@@ -138,7 +135,7 @@ class Catalogue:
 
     @classmethod
     def of_arrays(cls, arrays: Arrays) -> "Catalogue":
-        """The catalogue whose `arrays` these are."""
+        """Rebuilds a catalogue from its `arrays`."""
         num_users, num_items, num_entities, num_relations, has_graph = arrays["counts"].tolist()
         train, val, test = (
             ItemLists(arrays[f"{split}_offsets"], arrays[f"{split}_items"]) if f"{split}_items" in arrays else None

@@ -1,4 +1,4 @@
-"""The knowledge graph and the interactions as one graph.
+"""Joins knowledge graph and interactions into one graph.
 
 After Wang et al., "KGAT: Knowledge Graph Attention Network for Recommendation", KDD 2019, section 2.
 """
@@ -15,14 +15,12 @@ NUM_INTERACTION_RELATIONS = 2
 
 @dataclass(frozen=True)
 class Edges:
-    """Directed edges, sorted by head, then tail, then relation; no two are equal.
+    """Distinct directed edges, sorted by head, then tail, then relation.
 
-    Nodes: the items, from 0, the other entities, then user u at num_entities + u.
-    Relations, with R relations in the knowledge graph: 0 interact (user to item), 1 its inverse, 2 + r relation r,
-    2 + R + r its inverse.
+    Nodes: items from 0, other entities, then user u at num_entities + u. Relations, with R in the knowledge graph: 0
+    interact (user to item), 1 its inverse, 2 + r relation r, 2 + R + r its inverse.
 
-    head, tail, relation: (E,) int32.
-    num_relations: 2 + 2 R.
+    head, tail, relation: (E,) int32. num_relations: 2 + 2 R.
     """
 
     head: np.ndarray
@@ -36,7 +34,7 @@ class Edges:
 
 
 def collaborative_graph(catalogue: Catalogue) -> Edges:
-    """The interactions that are trained on and the triples, each in both directions."""
+    """Builds edges of training interactions and triples, in both directions."""
     users = (catalogue.train.users + catalogue.num_entities).astype(np.int32)
     items = catalogue.train.items
     heads, relations, tails = catalogue.triples.T
@@ -52,7 +50,7 @@ def collaborative_graph(catalogue: Catalogue) -> Edges:
 
 
 def forward_relation(relation: int, num_relations: int) -> tuple[int, bool]:
-    """A relation of the edges without its direction: (0 for interact, 1 + r for relation r, whether it is inverse)."""
+    """Splits an edge relation into (0 for interact, 1 + r for relation r) and whether it is inverse."""
     if relation < NUM_INTERACTION_RELATIONS:
         return 0, relation == INTERACTED_BY
     relation -= NUM_INTERACTION_RELATIONS

@@ -1,4 +1,4 @@
-"""The files of a data set by name, whether they lie in a folder or in an archive, compressed or not."""
+"""Files of a data set by name, in a folder or archive, compressed or not."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -10,36 +10,35 @@ from trainer.common.errors import UserError
 
 @dataclass(frozen=True)
 class DataFiles:
-    """The files of one folder.
+    """Files of one folder.
 
-    where: the folder as a message names it.
-    by_name: the files by their bare names.
+    where: names the folder in messages. by_name: files by their bare names.
     """
 
     where: str
     by_name: dict[str, DataFile]
 
     def find(self, *names: str) -> DataFile | None:
-        """The file of the first of these names that there is."""
+        """Returns the first existing file of these names."""
         return next((self.by_name[name] for name in names if name in self.by_name), None)
 
     def named(self, name: str) -> DataFile:
-        """The file of this name. Raises UserError when there is none."""
+        """Returns the file of this name. Raises UserError if it is missing."""
         file = self.find(name)
         if file is None:
             raise UserError(f"{self.where}: no {name}; give a folder that has it; there are: {shown(self.by_name)}")
         return file
 
     def stamps(self, names: Iterable[str]) -> list[tuple[object, ...]]:
-        """Changes when one of the files of these names does, comes or goes."""
+        """Returns values that change when a file of these names changes, appears or disappears."""
         return [file.stamp for name in names if (file := self.by_name.get(name))]
 
 
 def find_files(path: Path, telling: Collection[str]) -> DataFiles:
-    """The files of the one folder that has some of the telling names: path itself, or a folder in it.
+    """Finds the one folder with some of the telling names: path itself, or a folder in it.
 
-    Where none has any, those of path itself, or of the only folder in it. path: a file, a folder or an archive. Raises
-    UserError when it cannot be read, when several folders can be meant, or when a file is there with .gz and without.
+    Without any, returns the files of path itself, or of its only folder. path: a file, a folder or an archive. Raises
+    UserError if it cannot be read, if several folders qualify, or if a file exists both with and without .gz.
     """
     path = path.resolve()
     where = f"--data-dir {path}"
@@ -61,7 +60,7 @@ def find_files(path: Path, telling: Collection[str]) -> DataFiles:
 
 
 def _folders(source: Source) -> dict[str, list[DataFile]]:
-    """The files of the source itself, and of the folders in it; by the names that messages give the folders."""
+    """Groups the files by folder, the source itself first; keys name the folders in messages."""
     folders: dict[str, list[DataFile]] = {source.where: []}
     for file in source.files:
         folder = str(PurePosixPath(file.name).parent)

@@ -16,14 +16,14 @@ from trainer.loading.order import SampleKeys
 HEADER = "user"
 _HEAD = 4096
 _MOST_DIGITS = 18
-"""Of a number in 64 bits."""
+"""Digits that fit 64 bits."""
 
 
 def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> tuple[np.ndarray, list[str]]:
-    """The users of a file, (n,) int64, as often and in the order as they stand there; and what is to be said of it.
+    """Reads the users of a file, (n,) int64, in its order with repetitions; also returns remarks.
 
-    path: text with one user id a line, as in the training data; a first line such as `user` or `user_id` is a header.
-    Raises UserError, naming file, line and value, for what is no user that was trained on, unless such are dropped.
+    path: text with one user id per line, as in the training data; an optional header such as `user` or `user_id`.
+    Raises UserError with file, line and value for users absent from training, unless these are dropped.
     """
     is_trained_on = catalogue.train.sizes > 0
     number_of = {name: number for number, name in enumerate(catalogue.names[0])}
@@ -54,10 +54,10 @@ def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> t
 
 
 class Recommendations:
-    """The places of a ranking for each user, one after another."""
+    """The places of each user's ranking, user by user."""
 
     def __init__(self, users: np.ndarray, num_places: int, catalogue: Catalogue) -> None:
-        """users: (n,) int64. Raises UserError where a user has fewer items left than num_places."""
+        """users: (n,) int64. Raises UserError if a user has fewer items left than num_places."""
         self.users = users
         self.num_places = num_places
         self._seen = catalogue.seen
@@ -76,7 +76,7 @@ class Recommendations:
     def __getitems__(self, keys: SampleKeys) -> dict[str, np.ndarray]:
         """{"user" (B,), "place" (B,) from 0, "seen" (B, S) items, padded with num_items} int64.
 
-        seen: the items of training and validation, never to be recommended.
+        seen: items of training and validation, never to recommend.
         """
         row, place = np.divmod(keys.index, self.num_places)
         users = self.users[row]

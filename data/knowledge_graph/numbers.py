@@ -1,4 +1,4 @@
-"""Files that hold whole numbers and nothing else, read as a whole; what is wrong in one is told with its line."""
+"""Reads files of whole numbers; errors name the line."""
 
 import io
 from dataclasses import dataclass
@@ -10,18 +10,17 @@ from trainer.common.errors import UserError
 from trainer.common.files import array_errors
 
 LARGEST_ID = 10**8
-"""A larger number is taken for a mistake: arrays are as long as the largest id."""
+"""Larger ids are taken for mistakes, since arrays are as long as the largest id."""
 _ALLOWED = b"0123456789 \t\n\r\v\f"
 _SHOWN_WIDTH = 60
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Whole numbers from 0 to LARGEST_ID, row by row; there is one row at least, and none is empty.
+    """Whole numbers from 0 to LARGEST_ID in at least one row; no row is empty.
 
-    values: (n,) int64.
-    offsets: (rows + 1,) int64; those of a row are at offsets[row] to offsets[row + 1].
-    lines: (rows,) int64, where the rows are in the file, from 1; blank lines count.
+    values: (n,) int64. offsets: (rows + 1,) int64; a row's values are at offsets[row] to offsets[row + 1]. lines:
+    (rows,) int64, line of each row in the file, from 1; blank lines count.
     """
 
     where: str
@@ -31,9 +30,9 @@ class Numbers:
 
     @classmethod
     def read(cls, file: DataFile) -> "Numbers":
-        """From text, separated by spaces or tabs, or from a .npy of two dimensions.
+        """Reads text separated by spaces or tabs, or a two-dimensional .npy.
 
-        Raises UserError when the file is empty or has something else in it.
+        Raises UserError if the file is empty or has anything else in it.
         """
         content = file.read()
         numbers = _from_array(file, content) if file.bare_name.endswith(".npy") else _from_text(file, content)
@@ -42,17 +41,19 @@ class Numbers:
         outside = np.flatnonzero((numbers.values < 0) | (numbers.values > LARGEST_ID))
         if len(outside):
             row = int(np.searchsorted(numbers.offsets, outside[0], side="right")) - 1
-            reason = f"{numbers.values[outside[0]]} is no id: ids count from 0, and none is above {LARGEST_ID:,}"
+            reason = f"{numbers.values[outside[0]]} is not an id: ids count from 0, and none is above {LARGEST_ID:,}"
             raise numbers.mistake(row, reason)
         return numbers
 
     @property
     def first(self) -> np.ndarray:
-        """The first number of each row: (rows,) int64."""
+        """First number of each row: (rows,) int64."""
         return self.values[self.offsets[:-1]]
 
     def columns(self, names: str) -> np.ndarray:
-        """The rows as a table with so many columns: (rows, columns). Raises UserError when one has others."""
+        """Returns the rows as a table, one column per name: (rows, columns). Raises UserError if a row's length
+        differs.
+        """
         num_columns = len(names.split())
         wrong = np.flatnonzero(np.diff(self.offsets) != num_columns)
         if len(wrong):
@@ -61,17 +62,17 @@ class Numbers:
         return self.values.reshape(-1, num_columns)
 
     def refuse(self, is_wrong: np.ndarray, reason: str, rows: np.ndarray | None = None, **values: np.ndarray) -> None:
-        """Raises UserError for the first that is wrong, (n,) bool.
+        """Raises UserError for the first wrong value, (n,) bool.
 
-        reason: in which {name} stands for its number among the values of that name, (n,). rows: (n,), the row of each;
-        by default there is one for each.
+        reason: {name} in it is replaced by the wrong one's entry in values[name], (n,). rows: (n,), the row of each;
+        default: one value per row.
         """
         if is_wrong.any():
             i = int(np.argmax(is_wrong))
             raise self.mistake(i if rows is None else rows[i], reason.format_map({k: v[i] for k, v in values.items()}))
 
     def mistake(self, row: int, reason: str) -> UserError:
-        """What is wrong with a row, for the user."""
+        """Builds the error about a row."""
         values = self.values[self.offsets[row] : self.offsets[row + 1]]
         return _mistake(self.where, int(self.lines[row]), " ".join(map(str, values[:_SHOWN_WIDTH])), reason)
 
@@ -86,7 +87,7 @@ def _from_text(file: DataFile, text: bytes) -> Numbers:
     before_line_end = np.searchsorted(starts, np.flatnonzero(characters == ord("\n")))
     offsets = np.concatenate([[0], before_line_end, [len(starts)]])
     is_row = np.diff(offsets) > 0
-    # Of white space alone fromstring makes a 0, and of a number beyond int64 the largest one.
+    # fromstring turns white space into a 0, and numbers beyond int64 into the largest one
     values = np.fromstring(text, np.int64, sep=" ") if len(starts) else np.empty(0, np.int64)
     return Numbers(file.where, values, np.append(offsets[:-1][is_row], len(starts)), np.flatnonzero(is_row) + 1)
 
@@ -106,7 +107,7 @@ def _from_array(file: DataFile, content: bytes) -> Numbers:
 
 
 def _no_number(file: DataFile, text: bytes) -> UserError:
-    """Names the first thing that is no whole number."""
+    """Builds the error about the first field that is not a whole number."""
     for number, line in enumerate(text.split(b"\n"), start=1):
         for field in line.split():
             if not field.isdigit():
@@ -124,4 +125,4 @@ def _decoded(text: bytes) -> str:
 def _mistake(where: str, number: int, line: str, reason: str) -> UserError:
     line = line.strip()
     line = line if len(line) <= _SHOWN_WIDTH else line[: _SHOWN_WIDTH - 3] + "..."
-    return UserError(f"{where}, line {number}: {line!r}: {reason}; mend it, or give another --data-dir")
+    return UserError(f"{where}, line {number}: {line!r}: {reason}; fix it, or give another --data-dir")

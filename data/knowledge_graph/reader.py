@@ -1,14 +1,14 @@
-"""Catalogues from files in the two layouts in which such data is usually published.
+"""Reads catalogues from the two layouts in which such data is usually published.
 
-That of KGAT (Wang et al., KDD 2019): `train.txt`, `test.txt` and, optionally, `valid.txt`, with a line `user item item
-...` for each user; `kg_final.txt` with a line `head relation tail` for each triple; optionally lists of all users,
-items, entities and relations, each with a line of column names: `user_list.txt`, and so on.
+KGAT's (Wang et al., KDD 2019): `train.txt`, `test.txt` and, optionally, `valid.txt`, with a line `user item item ...`
+per user; `kg_final.txt` with a line `head relation tail` per triple; optionally lists of all users, items, entities and
+relations, each with a header: `user_list.txt`, and so on.
 
-That of KGCN (Wang et al., WWW 2019): `ratings_final` with a line `user item label` for each rating, label 1 where the
-user has the item; `kg_final`; optionally `item_index2entity_id.txt`, which has a line for each item. The first two end
-in `.txt` or `.npy`; where there are both, `.npy` is read.
+KGCN's (Wang et al., WWW 2019): `ratings_final` with a line `user item label` per rating, label 1 if the user has the
+item; `kg_final`; optionally `item_index2entity_id.txt`, with a line per item. The first two end in `.txt` or `.npy`;
+`.npy` takes precedence.
 
-Tables of named columns are read by `data.knowledge_graph.tables`.
+`data.knowledge_graph.tables` reads tables of named columns.
 """
 
 from dataclasses import dataclass
@@ -35,26 +35,27 @@ _LISTS = ("user_list.txt", "item_list.txt", "entity_list.txt", "relation_list.tx
 _TEST_SHARE = 0.2
 """Of the ratings, as published."""
 _IDS_FOR_ONE = 10
-"""Ids for one that occurs, and a thousand more: a larger one is a mistake, and would make tables as long."""
+"""Limit on ids per occurring id, beyond a thousand; larger ids are mistakes, and would make tables as long."""
 _NUMBERED = "far beyond the others: ids count from 0, with few left out"
 
 
 def load_catalogue(
     path: Path, cache_dir: Path, *, val_share: float, seed: int, selects_on_test: bool, reading: Reading = STRICT
 ) -> Catalogue:
-    """Reads a data set and keeps it parsed in the cache.
+    """Reads a data set and caches it parsed.
 
-    path: a table of interactions; or a folder, a .zip or a .tar.gz, with the files at its top or in one folder, each
-        plain or compressed; nothing is unpacked to disk. Without a graph none is learned from. What is repeated in a
-        file counts once.
-    val_share: of each user's training items that are held out for validation, 0 <= val_share < 1, where there is no
-        `valid.txt`. Everybody keeps one training item.
-    seed: determines, with user and item, which are held out; and the test items of ratings, 20 % of each user's.
-    selects_on_test: validation is the test set, as in the published code of KGAT, and all training items are trained
-        on; `valid.txt` is then left alone, as there.
-    reading: how tables are read.
+    path: a table of interactions; or a folder, a .zip or a .tar.gz, with the files at its top or in one folder, plain
+    or
+        compressed, never unpacked to disk. The graph is optional. Repetitions within a file count once.
+    val_share: share of each user's training items to hold out for validation, 0 <= val_share < 1, without a
+    `valid.txt`.
+        Every user keeps one training item.
+    seed: with user and item, determines what is held out, and the test items of ratings, 20 % of each user's.
+    selects_on_test: validation is the test set, as in the published code of KGAT; all training items are trained on and
+        `valid.txt` is ignored.
+    reading: how to read tables.
 
-    Raises UserError when the data set is not there, is damaged, or contradicts itself.
+    Raises UserError if the data set is missing, damaged or inconsistent.
     """
     files = find_files(path, (*_KGAT_FILES, *_RATINGS_FILES))
     settings = (val_share, seed, selects_on_test)
@@ -85,9 +86,9 @@ def load_catalogue(
 
 @dataclass(frozen=True)
 class _UserLines:
-    """The pairs of a file of lines `user item item ...`.
+    """Pairs of a file of lines `user item item ...`.
 
-    users, items: (n,) int64. rows: (n,) int64, which of the numbers' rows each pair is in.
+    users, items: (n,) int64. rows: (n,) int64, row of each pair in the numbers.
     """
 
     numbers: Numbers
@@ -109,7 +110,7 @@ class _UserLines:
         return ItemLists.of_pairs(self.users, self.items, num_users)
 
     def refuse(self, is_wrong: np.ndarray, reason: str) -> None:
-        """Raises UserError for the first of the pairs that are wrong, (n,) bool; {user} and {item} stand in reason."""
+        """Raises UserError for the first wrong pair, (n,) bool; reason can contain {user} and {item}."""
         self.numbers.refuse(is_wrong, reason, self.rows, user=self.users, item=self.items)
 
 
@@ -141,7 +142,7 @@ def _read_kgat(files: DataFiles) -> Published:
 
 
 def _are_known(items: np.ndarray, triples: np.ndarray | None, num_items: int) -> np.ndarray:
-    """Which items interactions (n,) or the graph mention: (num_items,) bool."""
+    """Returns which items interactions (n,) or the graph mention: (num_items,) bool."""
     is_known = np.zeros(num_items, bool)
     is_known[items] = True
     if triples is not None:
@@ -151,7 +152,7 @@ def _are_known(items: np.ndarray, triples: np.ndarray | None, num_items: int) ->
 
 
 def _check_held_out(lines: dict[str, _UserLines], num_users: int, is_known: np.ndarray, has_graph: bool) -> None:
-    """Raises UserError where an item of validation or test could not be recommended. is_known: of `_are_known`."""
+    """Raises UserError if a validation or test item cannot be recommended. is_known: from `_are_known`."""
     train = lines["train.txt"]
     is_trained_on = np.zeros(num_users, bool)
     is_trained_on[train.users] = True
@@ -189,7 +190,7 @@ def _read_kgcn(files: DataFiles, file: DataFile, seed: int) -> Published:
 
 
 def _read_graph(files: DataFiles, num_items: int) -> tuple[np.ndarray | None, tuple[str, ...]]:
-    """The distinct triples (m, 3) int32, None without a graph, and the names of relations where they are listed."""
+    """Reads the distinct triples (m, 3) int32, None without a graph, and the relation names if listed."""
     file, names = files.find(*_GRAPH_FILES), _read_relation_names(files)
     if file is None:
         return None, names
@@ -220,9 +221,9 @@ def _check_ids(
     list_name: str = "",
     rows: np.ndarray | None = None,
 ) -> None:
-    """Raises UserError for the first id that is too large for how many distinct ids there are, or is not in its list.
+    """Raises UserError for the first id that is too large for the number of distinct ids, or missing from its list.
 
-    ids: (n,). all_ids: (m,), to be counted. num_listed: None without a list. rows: (n,), as of `Numbers.refuse`.
+    ids: (n,). all_ids: (m,), to count. num_listed: None without a list. rows: (n,), as for `Numbers.refuse`.
     """
     largest = _IDS_FOR_ONE * len(sorted_distinct(all_ids)) + 1000
     numbers.refuse(ids > largest, f"{what} {{id}} is {_NUMBERED}", rows, id=ids)
@@ -232,13 +233,13 @@ def _check_ids(
 
 
 def _num_listed(files: DataFiles, name: str) -> int | None:
-    """How many ids a list has, or None where there is no such list."""
+    """Returns the number of ids in a list, or None if there is no such file."""
     file = files.find(name)
     return None if file is None else len(_listed(file))
 
 
 def _read_relation_names(files: DataFiles) -> tuple[str, ...]:
-    """Names by relation id, or none where there is no list of them."""
+    """Reads names by relation id; none without a list."""
     file = files.find("relation_list.txt")
     if file is None:
         return ()
@@ -249,13 +250,13 @@ def _read_relation_names(files: DataFiles) -> tuple[str, ...]:
         if not number.isdecimal() or int(number) >= len(lines) or int(number) in names:
             raise UserError(
                 f"{file.where}: {line.decode(errors='replace')!r}: should be a name and an id, each id from 0 to "
-                f"{len(lines) - 1} once; mend it, or leave the file out"
+                f"{len(lines) - 1} once; fix it, or leave the file out"
             )
         names[int(number)] = " ".join(name)
     return tuple(names[i] for i in range(len(names)))
 
 
 def _listed(file: DataFile) -> list[bytes]:
-    """The lines of a list, without the one of column names."""
+    """Returns the lines of a list, without the header."""
     lines = [line for line in file.read().splitlines() if line.strip()]
     return lines[1:] if lines and lines[0].startswith(b"org_id") else lines

@@ -1,4 +1,4 @@
-"""What a recommender is trained on and evaluated on: interactions, triples of the graph, users to rank items for.
+"""Data sets for training and evaluating a recommender: interactions, triples of the graph, users to rank items for.
 
 All draws are a function of (seed, epoch, sample index), never of the batch. Negatives are drawn by rank, exactly and
 without rejection (`ItemSets`).
@@ -20,24 +20,24 @@ from trainer.loading.on_device import Movable
 from trainer.loading.order import SampleKeys
 
 _USER_STREAM, _ITEM_STREAM, _HEAD_STREAM, _TAIL_STREAM = range(4, 8)
-"""Those before belong to splits.py."""
+"""splits.py uses the streams before these."""
 _STEP = 128
-"""Lists of items are padded to multiples of this on a GPU: beside the scores of all items they cost next to nothing."""
+"""Multiple to which item lists are padded on a GPU; cheap beside scoring all items."""
 
 
 class BprSamples(Movable):
-    """As many samples as training interactions: a user, an item that the user has, and one that the user has not."""
+    """As many samples as training interactions: a user, an item of theirs, and another item."""
 
     rows_alike = True
 
     def __init__(self, catalogue: Catalogue, seed: int, draw: Literal["users", "interactions"] = "users") -> None:
-        """draw: what is drawn.
+        """draw: what to sample.
 
-        "users": the samples of an epoch, in their order, go through one permutation of the users after another, so
-        that consecutive ones have distinct users but at the borders; the positive is uniform among the user's items.
-        After the published code of KGAT. "interactions": sample i is interaction i.
+        "users": an epoch's samples, in order, run through one permutation of the users after another, so that
+        neighbours have distinct users except at borders; the positive is uniform among the user's items. After the
+        published code of KGAT. "interactions": sample i is interaction i.
 
-        Raises UserError when a user has all items, so that no negative is left.
+        Raises UserError if a user has all items, which leaves no negative.
         """
         train = catalogue.train
         self._items = train.items
@@ -73,23 +73,23 @@ class BprSamples(Movable):
 
 
 class Triples(Movable):
-    """As many samples as edges: an edge of the graph, and a tail that would make it none.
+    """As many samples as edges: an edge of the graph, and a tail that is not joined to its head by its relation.
 
-    The samples of an epoch, in their order, go through one permutation of the nodes that are heads after another; the
-    edge is uniform among those of the head. After the published code of KGAT.
+    An epoch's samples, in order, run through one permutation of the head nodes after another; the edge is uniform among
+    the head's. After the published code of KGAT.
     """
 
     rows_alike = True
 
     def __init__(self, edges: Edges, seed: int) -> None:
-        """Raises UserError when some head is joined to every node by one relation, so that no negative is left."""
+        """Raises UserError if a relation joins a head to every node, which leaves no negative."""
         self._seed = seed
         order = np.lexsort((edges.tail, edges.relation, edges.head))
         head, self._relation, self._tail = (ids[order] for ids in (edges.head, edges.relation, edges.tail))
         self._degrees = np.bincount(head, minlength=edges.num_nodes)
         self._offsets = np.concatenate([[0], np.cumsum(self._degrees)])
         self._heads = np.flatnonzero(self._degrees)
-        # The tails of each (head, relation) are a set of their own.
+        # the tails of each (head, relation) form their own set
         is_first = (np.diff(head, prepend=-1) != 0) | (np.diff(self._relation, prepend=-1) != 0)
         self._set_of_edge = (np.cumsum(is_first) - 1).astype(np.int32)
         first = np.flatnonzero(is_first)
@@ -108,7 +108,7 @@ class Triples(Movable):
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
         """{"head", "relation", "tail", "negative"}, each (B,) int64.
 
-        The negative is uniform among the nodes such that (head, relation, negative) is no edge.
+        The negative is uniform among nodes for which (head, relation, negative) is not an edge.
         """
         index = self.here(keys.index)
         bits = random_bits(self._seed, keys.epoch, index, 2, _TAIL_STREAM)
@@ -125,9 +125,9 @@ class Triples(Movable):
 
 
 class UsersToRank(Movable):
-    """The users with items to find, and which items those are.
+    """Users with items to find, and these items.
 
-    Ordered by the number of items seen, so that neighbours need little padding.
+    Sorted by the number of seen items, so that neighbours need little padding.
 
     users: (n,) int64, the user of each sample.
     """
@@ -147,8 +147,8 @@ class UsersToRank(Movable):
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
         """{"user" (B,), "positives" (B, P), "seen" (B, S)} int64, rows padded behind with num_items.
 
-        seen: the items of training, and for the test also those of validation; never to be recommended. (Where models
-        are selected on the test set there are no others, and seen is training alone.)
+        seen: items of training and, for the test, also of validation; never to recommend. (If models are selected on
+        the test set, there is no separate validation, and seen is training only.)
         """
         users = self.users[keys.index]
         return {
@@ -159,14 +159,14 @@ class UsersToRank(Movable):
 
 
 def _sets(offsets: np.ndarray, members: np.ndarray, num_members: int) -> ItemSets:
-    """Sets that lie sorted behind each other, of numbers from 0 to num_members - 1; ItemSets counts from 1."""
+    """Builds sets of numbers from 0 to num_members - 1, given sorted and concatenated; ItemSets counts from 1."""
     sets = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
     position = np.arange(len(members)) - offsets[sets]
     return ItemSets(offsets, members + 1, sets * (num_members + 1) + members - position, num_members)
 
 
 def padded(lists: ItemLists, users: np.ndarray, padding: int, keys: SampleKeys) -> Array:
-    """The items of the users (B,): (B, as many as any of them has, or `keys.padded_length`) int64, padded behind."""
+    """Returns the items of users (B,): (B, longest list or `keys.padded_length`) int64, padded behind."""
     start = lists.offsets[users]
     length = lists.offsets[users + 1] - start
     rows = Ragged(lists.here(start), lists.here(length), keys.padded_length(length.max(initial=0), _STEP))
@@ -174,15 +174,15 @@ def padded(lists: ItemLists, users: np.ndarray, padding: int, keys: SampleKeys) 
     return namespace(items).where(rows.is_real, items, padding)
 
 
-@lru_cache(maxsize=4)  # of two data sets, for an epoch and the next, whose first batches are fetched ahead
+@lru_cache(maxsize=4)  # for two data sets, in this epoch and the next, whose first batches are prefetched
 def _turns(seed: int, epoch: int, num_things: int, num_samples: int, stream: int, device: torch.device | None) -> Array:
-    """Which of some things each sample is about, if each has its turn before any has another: (num_samples or more,)
+    """Returns which thing each sample is about, using each once before any again: (num_samples or more,)
 
-    Permutations of range(num_things) behind each other, int32.
+    Concatenated permutations of range(num_things), int32.
     """
     num_rounds = -(-num_samples // num_things)
     rounds = np.arange(num_rounds) if device is None else torch.arange(num_rounds, device=device)
     bits = random_bits(seed, epoch, rounds, num_things, stream)
-    # Words of tensors have a sign: with the highest bit flipped they sort as the host's unsigned words do.
+    # torch's words are signed; with the highest bit flipped they sort as the host's unsigned words do
     order = np.argsort(bits, axis=1, kind="stable") if on_host(bits) else (bits ^ -(2**63)).argsort(dim=1, stable=True)
     return cast(order, "int32").ravel()

@@ -1,4 +1,4 @@
-"""Which of a user's items are held out: a function of (seed, user, item), whatever the order of a file."""
+"""Holds out items of each user by a function of (seed, user, item), independent of file order."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,16 @@ from trainer.common.errors import UserError
 from trainer.loading.counter_random import random_bits, uniform
 
 VAL_STREAM, TEST_STREAM = 0, 2
-"""Each takes two streams of the counter-based generator."""
+"""Each uses two streams of the counter-based generator."""
 
 
 def hold_out(
     lists: ItemLists, share: float, seed: int, stream: int, times: np.ndarray | None = None
 ) -> tuple[ItemLists, ItemLists]:
-    """What is left of the lists, and the share of each user's items that is held out, 0 <= share < 1.
+    """Splits the lists into the kept items and a held-out share of each user's, 0 <= share < 1.
 
-    Held out are those of a user's items whose hash is smallest or, given the times of the items (n,), the latest. A
-    fraction of an item is rounded up with its probability, so that users with few items contribute their share too;
-    everybody keeps one item at least.
+    Holds out the items with the smallest hashes or, given the items' times (n,), the latest. A fraction of an item is
+    rounded up with its probability, so that users with few items contribute their share; every user keeps one item.
     """
     users, sizes = lists.users, lists.sizes
     words = random_bits(seed, 0, users << 32 | lists.items, 1, stream)[:, 0]
@@ -33,10 +32,10 @@ def hold_out(
 
 @dataclass(frozen=True)
 class Published:
-    """A data set as it is published, before anything is held out for validation.
+    """A data set as published, before holding out a validation set.
 
-    valid: validation items that come with it, or None. triples: as of `Catalogue`, or None without a graph.
-    relation_names: at least as many as there are relations, or none. unknown_items, notes, names: as of `Catalogue`.
+    valid: its own validation items, or None. triples: as in `Catalogue`, or None without a graph. relation_names: at
+    least one per relation, or none. unknown_items, notes, names: as in `Catalogue`.
     """
 
     num_users: int
@@ -51,7 +50,9 @@ class Published:
     names: tuple[tuple[str, ...], ...] = ((), (), ())
 
     def catalogue(self, *, val_share: float, seed: int, selects_on_test: bool) -> Catalogue:
-        """With a validation set; arguments as of `load_catalogue`. Raises UserError when nobody has items in it."""
+        """Builds the catalogue with a validation set; arguments as for `load_catalogue`. Raises UserError if that set
+        is empty.
+        """
         if selects_on_test:
             train, val = self.train, self.test
         elif self.valid is not None:

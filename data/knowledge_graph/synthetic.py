@@ -1,12 +1,12 @@
-"""People who borrow books, generated: a catalogue whose graph tells what the few interactions do not.
+"""Synthetic data about people who borrow books, with a graph that tells what the few interactions do not.
 
 A book has an author and a genre, and may belong to a series; all books of a series have one author. Authors write for
-an imprint, and most of their books are of one genre. Readers follow two authors and a series, and like a genre and an
-imprint; what they borrow is drawn by how much of that it has. Half of all books are better known than the others.
+an imprint, mostly in one genre. Readers follow two authors and a series, and like a genre and an imprint; a book's
+share of these determines its probability. Half of all books are better known than the others.
 
-So two books of one author are borrowed by the same readers, but most books by so few that interactions alone do not
-show it. The graph does: by its own relations, and an imprint by way of its authors. Two relations, the year and the
-printer of a book, have nothing to do with anybody's taste.
+So the same readers borrow two books of one author, but most books too rarely for interactions to show it. The graph
+does: by its relations, and an imprint through its authors. Two relations, the year and the printer of a book, have
+nothing to do with taste.
 """
 
 from pathlib import Path
@@ -21,19 +21,19 @@ from trainer.loading.counter_random import uniform
 NUM_USERS = 700
 NUM_ITEMS = 900
 NUM_ENTITIES = {"author": 45, "genre": 15, "series": 90, "imprint": 12, "year": 30, "printer": 40}
-"""Their ids follow those of the items in this order."""
+"""Their ids follow the items' in this order."""
 RELATIONS = ("written_by", "of_genre", "part_of", "writes_for", "published_in", "printed_by")
-"""Of items, but writes_for, which joins author and imprint."""
+"""Relations of items, except writes_for, which joins author and imprint."""
 LENGTHS = (6, 24)
-"""Least and most items of a user; short lists are the more frequent."""
+"""Minimum and maximum items per user; short lists are more frequent."""
 TEST_SHARE = 0.3
 
 _IN_SERIES = 0.5
 _OF_MAIN_GENRE = 0.75
 _WELL_KNOWN = 2.0
-"""Times as often borrowed as others of the same kind."""
+"""Factor on the probability of well-known books."""
 _INTERESTS = {"author": (200.0, 200.0), "series": (150.0,), "genre": (4.0,), "imprint": (20.0,)}
-"""Of each user, in so many of a kind, each; in anything it is 1."""
+"""Strengths of each user's interests, one per entry; 1 in anything else."""
 
 _SEED = 0
 _FORMAT_VERSION = 1
@@ -41,9 +41,10 @@ _ITEM_STREAM, _SERIES_STREAM, _AUTHOR_STREAM, _INTEREST_STREAM, _LENGTH_STREAM, 
 
 
 def load_synthetic_catalogue(cache_dir: Path, *, val_share: float, seed: int, selects_on_test: bool) -> Catalogue:
-    """About 7,000 interactions of 700 users with 900 items, and 4,000 triples; arguments as of `load_catalogue`.
+    """Generates about 7,000 interactions of 700 users with 900 items, and 4,000 triples; arguments as for
+    `load_catalogue`.
 
-    Train and test together, and the triples, are always the same; seed determines what is held out for validation.
+    The union of train and test, and the triples, never change; seed determines the validation set.
     """
     arrays = cached_arrays(cache_dir, f"knowledge_graph_synthetic-{_FORMAT_VERSION}", generate)
     lists = ItemLists(arrays["offsets"], arrays["items"])
@@ -53,9 +54,9 @@ def load_synthetic_catalogue(cache_dir: Path, *, val_share: float, seed: int, se
 
 
 def generate() -> Arrays:
-    """The offsets and items of ItemLists, train and test together, and the triples of Catalogue.
+    """Returns the offsets and items of ItemLists, train and test together, and the triples of Catalogue.
 
-    They are the same on every machine: what is not counter-based hashing is sums, products and comparisons.
+    They are equal on every machine: beyond counter-based hashing there are only sums, products and comparisons.
     """
     traits = _traits()
     users, items = _borrowed(_interest(traits))
@@ -64,7 +65,7 @@ def generate() -> Arrays:
 
 
 def _traits() -> dict[str, np.ndarray]:
-    """Of each item the number of its author, genre, ... within the kind, (NUM_ITEMS,) int64; series -1 without one."""
+    """Returns each item's author, genre, ..., numbered within the kind, (NUM_ITEMS,) int64; series -1 without one."""
     draws = _uniform(_ITEM_STREAM, NUM_ITEMS, 8)
     author_of_series = _below(NUM_ENTITIES["author"], _uniform(_SERIES_STREAM, NUM_ENTITIES["series"], 1)[:, 0])
     of_author = _uniform(_AUTHOR_STREAM, NUM_ENTITIES["author"], 2)
@@ -84,7 +85,7 @@ def _traits() -> dict[str, np.ndarray]:
 
 
 def _interest(traits: dict[str, np.ndarray]) -> np.ndarray:
-    """How much each user is drawn to each item: (NUM_USERS, NUM_ITEMS), positive."""
+    """Returns each user's interest in each item: (NUM_USERS, NUM_ITEMS), positive."""
     interest = np.ones((NUM_USERS, NUM_ITEMS))
     draws = iter(_uniform(_INTEREST_STREAM, NUM_USERS, sum(map(len, _INTERESTS.values()))).T)
     for kind, strengths in _INTERESTS.items():
@@ -95,9 +96,9 @@ def _interest(traits: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _borrowed(interest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs (n,) int64 of users and items, no two equal: one item after another, in proportion to the interest.
+    """Draws distinct pairs (n,) int64 of users and items, item by item, in proportion to the interest.
 
-    What is borrowed is of no more interest: interest is written to.
+    Sets the interest in borrowed items to 0, in place.
     """
     shortest, longest = LENGTHS
     lengths = shortest + _below(longest + 1 - shortest, _uniform(_LENGTH_STREAM, NUM_USERS, 3).min(axis=1))
@@ -115,7 +116,7 @@ def _borrowed(interest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _triples(traits: dict[str, np.ndarray]) -> np.ndarray:
-    """(m, 3) int32 in ascending order."""
+    """(m, 3) int32, ascending."""
     starts = NUM_ITEMS + np.cumsum([0, *NUM_ENTITIES.values()])
     first = dict(zip(NUM_ENTITIES, starts.tolist(), strict=False))
     triples = []
@@ -128,10 +129,10 @@ def _triples(traits: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _uniform(stream: int, num: int, width: int) -> np.ndarray:
-    """(num, width) float64 in [0, 1)."""
+    """Draws (num, width) float64 in [0, 1)."""
     return uniform(_SEED, 0, np.arange(num), (width,), stream).astype(np.float64)
 
 
 def _below(limit: int, draws: np.ndarray) -> np.ndarray:
-    """Uniform numbers from 0 to limit - 1, int64."""
+    """Maps draws to uniform numbers from 0 to limit - 1, int64."""
     return (limit * draws).astype(np.int64)

@@ -1,8 +1,8 @@
-"""Catalogues from tables of named columns: who took what, perhaps when; and what is known of items. Names are any text.
+"""Reads catalogues from tables of named columns, with any text as names.
 
-A file with columns such as user, item and perhaps time holds the interactions, or three hold those of training,
-validation and test; one with head, relation and tail holds the graph, and one with item and entity says which entity
-an item is, if they have other names. RecBole's `.inter`, `.kg` and `.link` are such tables.
+One file with columns such as user, item and perhaps time holds the interactions, or three hold training, validation and
+test; one with head, relation and tail holds the graph, and one with item and entity maps items to differently named
+entities. RecBole's `.inter`, `.kg` and `.link` are such tables.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _GRAPH, _LINK = {"head", "relation", "tail"}, {"item", "entity"}
 
 
 def tables_of(files: Sequence[DataFile], reading: Reading) -> dict[str, list[DataFile]]:
-    """Those of the files that are tables, by what they hold: "interactions", "graph", "link". Raises UserError."""
+    """Sorts files by content: "interactions", "graph", "link"; ignores other files. Raises UserError."""
     found: dict[str, list[DataFile]] = {"interactions": [], "graph": [], "link": []}
     unread: list[UserError] = []
     for file in files:
@@ -32,7 +32,7 @@ def tables_of(files: Sequence[DataFile], reading: Reading) -> dict[str, list[Dat
             try:
                 with opened_table(file, reading.encoding) as table:
                     names = set(map(plain_name, table.header))
-            except UserError as error:  # of a file that need not be a table
+            except UserError as error:  # the file need not be a table
                 unread.append(error)
         if names >= _GRAPH:
             found["graph"].append(file)
@@ -50,9 +50,10 @@ def tables_of(files: Sequence[DataFile], reading: Reading) -> dict[str, list[Dat
 def read_tables(
     files: dict[str, list[DataFile]], where: str, reading: Reading, test_share: float, seed: int
 ) -> Published:
-    """A data set of tables. where: as messages call it all. test_share: of each user's items, where no file has them.
+    """Reads a data set of tables. where: names the data set in messages. test_share: of each user's items, without a
+    test file.
 
-    With times those are the latest items of each user. Raises UserError.
+    With times, the test items are each user's latest. Raises UserError.
     """
     for kind, most in (("interactions", 3), ("graph", 1), ("link", 1)):
         if len(files[kind]) > most or (
@@ -84,7 +85,7 @@ def read_tables(
 
 
 def _latest(lists: ItemLists, users: np.ndarray, items: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """When each pair of the lists was last seen, (n,)."""
+    """Returns the last time of each pair of the lists, (n,)."""
     order = np.lexsort((times, items, users))
     is_last = np.append((np.diff(users[order]) != 0) | (np.diff(items[order]) != 0), True)
     return times[order][is_last]
@@ -93,7 +94,7 @@ def _latest(lists: ItemLists, users: np.ndarray, items: np.ndarray, times: np.nd
 def _read_graph(
     files: dict[str, list[DataFile]], item_ids: Sequence[str], reading: Reading, notes: list[str]
 ) -> tuple[np.ndarray | None, tuple[str, ...], tuple[str, ...]]:
-    """The distinct triples (m, 3) int32, None without a graph; the names of relations, and of entities beyond items."""
+    """Reads the distinct triples (m, 3) int32, None without a graph, relation names, and names of non-item entities."""
     if not files["graph"]:
         return None, (), ()
     links = (_columns(file, ("item", "entity"), reading, notes) for file in files["link"])
@@ -119,7 +120,7 @@ def _read_graph(
 
 
 def _columns(file: DataFile, names: Sequence[str], reading: Reading, notes: list[str]) -> list[tuple[str, ...]]:
-    """The fields of some columns, by their plain names, of all lines. notes: takes how many are left out."""
+    """Reads some columns of all lines, by plain name. notes: receives the number of dropped lines."""
     with opened_table(file, reading.encoding) as table:
         plain = list(map(plain_name, table.header))
         columns, rows = [plain.index(name) for name in names], list[tuple[str, ...]]()
@@ -130,6 +131,6 @@ def _columns(file: DataFile, names: Sequence[str], reading: Reading, notes: list
                 rows.append(row)
             else:
                 line = f"{file.where}, line {number}: {','.join(fields)[:80]!r}: lacks one of {', '.join(names)}"
-                left_out.add(line, "; mend it, or leave such lines out by --on-bad drop")
+                left_out.add(line, "; fix it, or leave such lines out with --on-bad drop")
     notes += left_out.remarks()
     return rows

@@ -105,10 +105,10 @@ def _why_unknown(source: Source) -> str:
     for pattern, what in _UNREAD.items():
         if some := [name for name in source.names if re.fullmatch(pattern, name.lower())]:
             if what == "a manifest":
-                advice = f"give it by --data-dir {source.path}/{some[0]}, or call it train.jsonl"
+                advice = f"give it with --data-dir {source.path}/{some[0]}, or call it train.jsonl"
             elif what == "Kaldi's files":
                 advice = "docs/formats.md#kaldi makes a manifest of it"
-            return f"looks like {what} ({some[0]}), which is not read as it is: {advice}"
+            return f"looks like {what} ({some[0]}), which cannot be read directly: {advice}"
     shown = ", ".join(source.names[:_NUM_SHOWN]) + ", ..." * (len(source.names) > _NUM_SHOWN)
     return (
         "no recordings with transcripts: neither a manifest, nor Common Voice's or LibriSpeech's files, nor sound with "
@@ -154,7 +154,7 @@ def _manifest_line(source: Source, name: str, number: int, line: str, split: str
         raise UserError(f"{where}: {reason}; give one a line") from None
     speaker = str(entry.get("speaker") or "")
     if not (isinstance(sound, str) and isinstance(text, str) and (duration is None or _is_finite(duration))):
-        raise UserError(f"{where}: audio_path and text must be texts and duration a number of seconds; mend it")
+        raise UserError(f"{where}: audio_path and text must be texts and duration a number of seconds; fix it")
     _refuse_no_text(where, sound, text + speaker)
     if entry.get("offset"):
         raise UserError(f"{where}: is a part of a recording (offset {entry['offset']}); cut it out into a file")
@@ -166,7 +166,7 @@ def _manifest_line(source: Source, name: str, number: int, line: str, split: str
 
 def _refuse_no_text(where: str, sound: str, text: str) -> None:
     if "\0" in sound or not _can_be_written(sound, "surrogateescape") or not _can_be_written(text):
-        raise UserError(f"{where}: holds a character that no text or name of a file has; mend it")
+        raise UserError(f"{where}: holds a character that no text or name of a file has; fix it")
 
 
 def _is_finite(number: object) -> bool:

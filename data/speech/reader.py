@@ -237,7 +237,7 @@ class _Skipped:
 
     def add(self, name: str, reason: str) -> None:
         if self._on_bad == "refuse":
-            raise UserError(f"{self._where(name)}: {reason}; mend it, or leave out such files with --on-bad drop")
+            raise UserError(f"{self._where(name)}: {reason}; fix it, or leave out such files with --on-bad drop")
         self._names.setdefault(reason, []).append(name)
 
     def counts(self) -> dict[str, int]:

@@ -97,7 +97,7 @@ def _speakers(corpus: Corpus) -> list[str]:
     """In order. Raises UserError where they are not known."""
     if "" in corpus.speakers:
         nameless = corpus.names[corpus.speakers.index("")]
-        raise UserError(f"--split speaker: who speaks in {nameless} is not known; take --split utterance")
+        raise UserError(f"--split speaker: who speaks in {nameless} is not known; use --split utterance")
     return sorted(set(corpus.speakers))
 
 

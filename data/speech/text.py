@@ -87,7 +87,7 @@ class Alphabet:
             if not symbol:
                 raise UserError(f"{where}, line {number}: is empty; give one symbol a line, the space as <space>")
             if units == "characters" and len(symbol) > 1:
-                raise UserError(f"{where}, line {number}: {symbol!r} is more than one character; take --units words")
+                raise UserError(f"{where}, line {number}: {symbol!r} is more than one character; use --units words")
             if symbol in numbers:
                 raise UserError(f"{where}, line {number}: {symbol!r} is in line {numbers[symbol]} already; keep one")
             numbers[symbol] = number

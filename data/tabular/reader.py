@@ -37,7 +37,7 @@ def read_table(path: Path, flag: str = "--data-dir", reading: Reading = STRICT) 
     """
     where = f"{flag} {path}"
     if path.is_dir():
-        raise UserError(f"{where}: is a folder; {_ADVICE}, and one to score by --test-data")
+        raise UserError(f"{where}: is a folder; {_ADVICE}, and one to score with --test-data")
     is_npz = path.suffix.lower() == ".npz" and path.is_file()
     # Of an archive with training and test the first is learned from, and the last is scored or predicted.
     place = 0 if flag == "--data-dir" else -1
@@ -104,7 +104,7 @@ def _blocks(lines: Iterable[Line], num_columns: int, where: str, left_out: LeftO
             if len(fields) != num_columns:
                 shown = ",".join(fields)[:_SHOWN_WIDTH]
                 what = f"{len(fields)} fields, but the line of names has {num_columns}: {shown!r}"
-                advice = "mend the line, put quotes around values that hold the separator, or add --on-bad drop"
+                advice = "fix the line, put quotes around values that hold the separator, or add --on-bad drop"
                 left_out.add(f"{where}, line {number}: {what}", f"; {advice}")
         yield [fields for _, fields in some if len(fields) == num_columns]
 

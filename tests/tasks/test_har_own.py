@@ -135,7 +135,7 @@ def test_without_a_rate_the_clock_counts(recordings, run_here, tmp_path):
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        (["Protocol/subject101.dat"], "is PAMAP2 (Protocol/subject101.dat), which is not read as it is"),
+        (["Protocol/subject101.dat"], "is PAMAP2 (Protocol/subject101.dat), which cannot be read directly"),
         (["mHealth_subject1.log"], "is MHEALTH"),
         (["dataset/S1-ADL1.dat", "doc/notes.txt"], "is OPPORTUNITY"),
         (["walk/ann.csv", "rest/ann.csv"], "has its tables in folders (rest/ann.csv, walk/ann.csv); put them"),

@@ -528,7 +528,7 @@ def test_unusable_data(args, parts, cli, digits, cache_dir, tmp_path):
 
 def test_speakers_that_are_not_known_are_not_held_out(refused, sentences, cache_dir, tmp_path):
     refused(
-        ["--split speaker: who speaks in 00.wav is not known; take --split utterance"],
+        ["--split speaker: who speaks in 00.wav is not known; use --split utterance"],
         *RUN, "--data-dir", sentences, "--split", "speaker", "--cache-dir", cache_dir, "--save-dir", tmp_path / "run",
     )  # fmt: skip
 

@@ -131,7 +131,7 @@ def test_a_column_that_no_motion_makes_is_no_channel(load, tmp_path, values, why
     assert loaded.recordings.channels == ("acc",)
     assert has_row(loaded, "level", "left out", why)
     assert load(path, channels=("level",)).recordings.channels == ("level",)
-    with pytest.raises(UserError, match=rf"has no columns of signals \(level {why}\); name them by --channels"):
+    with pytest.raises(UserError, match=rf"has no columns of signals \(level {why}\); name them with --channels"):
         load(write(tmp_path / "levels.csv", [[row[0], *row[2:]] for row in rows], [names[0], *names[2:]]))
 
 
@@ -373,7 +373,7 @@ def test_why_there_is_no_window_is_said(load, tmp_path):
     names = ["acc", "subject", "activity"]
     apart = [[i, "pq"[i % 2], "walk"] for i in range(40)]
     for rows, said in (
-        ([[i, "p", ""] for i in range(40)], r"no row has a label \(column activity\); .* by --label-column"),
+        ([[i, "p", ""] for i in range(40)], r"no row has a label \(column activity\); .* with --label-column"),
         (apart, r"the longest recording has 1; sort the rows by person and time, or choose a smaller --window"),
     ):
         with pytest.raises(UserError, match=said):
@@ -446,10 +446,10 @@ def test_people_of_the_test_are_those_named_or_every_fifth(load, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda lines: ["a,b,c", "1,2,3"], "has no column known as the subject (name it by --subject-column) and the "
-         "label (name it by --label-column); there are: a, b, c"),
+        (lambda lines: ["a,b,c", "1,2,3"], "has no column known as the subject (name it with --subject-column) and the "
+         "label (name it with --label-column); there are: a, b, c"),
         (lambda lines: [*lines[:3], "2,oops,1,1,1,p,walk"], "line 4, column 2 (heart_rate): 'oops' is not a number; "
-         "mend it, name the columns of signals by --channels, or add --on-bad drop"),
+         "fix it, name the columns of signals by --channels, or add --on-bad drop"),
         (lambda lines: [*lines[:3], "2,1,1"], "line 4: 3 columns, but the header has 7"),
         (lambda lines: [*lines[:3], "2,1,1,1,1,,walk"], "row 3 below the names has no subject"),
         (lambda lines: lines[:9], "nobody does one thing for 10 rows in a row, so that there is no window"),

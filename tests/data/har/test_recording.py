@@ -182,7 +182,7 @@ def test_mistake_far_below_is_named_by_its_line(tmp_path):
             "line 1: names none of the nine signals; give a CSV whose first line names them, separated",
         ),
         (",".join(SIGNALS).encode(), "has 0 rows below its header, and a window takes 128 (2.56 s at 50 Hz)"),
-        (b"\x93NUMPY\x01\x00", "is a NumPy array, which is not read as it is"),
+        (b"\x93NUMPY\x01\x00", "is a NumPy array, which cannot be read directly"),
         (b"\x00\x01\x02" * 100, "line 1"),
         (b"x" * 200_000, "line 1"),
     ],

@@ -157,7 +157,7 @@ def test_times_of_one_kind_throughout(load, monkeypatch, others) -> None:
     line = 2 + times.index("2024-01-05")
     with pytest.raises(
         UserError,
-        match=f"line {line}: .*: the time '2024-01-05' is an ISO date, and above stands a number; mend it, or",
+        match=f"line {line}: .*: the time '2024-01-05' is an ISO date, and above stands a number; fix it, or",
     ):
         load("user,item,time\n" + "".join(f"1,{i},{time}\n" for i, time in enumerate(times)))
 
@@ -179,7 +179,7 @@ def test_whole_numbers_with_and_without_a_fraction_of_zero_are_one_name(load) ->
 
 
 def test_a_line_of_names_that_comes_again_is_refused(load) -> None:
-    with pytest.raises(UserError, match="the line of names, with user and item, comes again"):
+    with pytest.raises(UserError, match="the header, with user and item, occurs again"):
         load("user,item\n1,2\n1,3\nuser,item\n2,2\n", "joined.csv")
 
 
@@ -246,7 +246,7 @@ def test_dates_in_one_number_are_known_as_floats_and_beside_zeros(load, times, s
 def test_repeated_interactions_stay_but_equal_lines_count_once(load) -> None:
     interactions = load("user item time\n1 1 1\n2 1 1\n1 1 1\n1 1 2\n1 2 1\n2 1 1.5\n1 1 1\n")
     assert by_user(interactions, interactions.items) == [[1, 2, 1], [1, 1]]
-    assert "2 of 7 lines have the user, item and time of another one, and count once with it." in interactions.remarks
+    assert "2 of 7 lines repeat the user, item and time of another line and count once." in interactions.remarks
     without_times = load("user item\n1 1\n1 1\n", "order.txt")
     assert without_times.items.tolist() == [1, 1]
 
@@ -363,10 +363,10 @@ def test_columns_are_those_that_are_named(load, content, chosen) -> None:
     ("content", "chosen", "message"),
     [
         ("abonnent,title,timestamp\n1,2,3\n", {}, "title, timestamp none is known as "
-         "the user or the item: name it by --user-column and --item-column$"),
-        ("user,item,price\n1,2,3\n", {}, "none is known as the time: name it by --time-column; --time-column none"),
+         "the user or the item: name it with --user-column and --item-column$"),
+        ("user,item,price\n1,2,3\n", {}, "none is known as the time: name it with --time-column; --time-column none"),
         ("1,2,3\n1,3,5\n", {}, r"line 1: '1 2 3': there are no names of columns, and no column after the item begins "
-         "with a date or .*say it by --time-column, counted from 1, or --time-column none"),
+         "with a date or .*specify it with --time-column, counted from 1, or --time-column none"),
         ("1,2,3.5,99.9\n", {}, "no column after the item begins with a date"),
         ("1,2,978300030,978300040\n", {}, "several columns begin with a date"),
         ("1 2 2023-11-20 05:05:46\n", {}, "has the date and the time of day in columns of their own; join them"),
@@ -374,7 +374,7 @@ def test_columns_are_those_that_are_named(load, content, chosen) -> None:
         ("user,item,time\n1,2,3\n", {"time": "at"}, "^--time-column at: .* no such column; there are: "),
         ("1,2,978300030\n", {"item": "4"}, "^--item-column 4: .* has the columns 1 to 3"),
         ("user,item,time,order_date\n1,2,1830,2024-01-15\n", {}, "the column time begins with '1830', no date and no "
-         "seconds since 1970, but order_date does; name one of them by --time-column"),
+         "seconds since 1970, but order_date does; name one of them with --time-column"),
         ("item,user,time\n1,2,3\n", {"user": "1"}, "^--user-column 1: .* calls that column item, as if it were the "
          "item; give its name"),
         ("user,item,time\n1,2,3\n", {"item": "user"}, "the user is column 1, the item is column 1, the time is column"),

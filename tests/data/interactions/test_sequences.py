@@ -258,7 +258,7 @@ def test_nothing_that_is_trained_on_is_later_than_what_is_held_out_by_time(make)
     train, val, test = ([t for row, a, b in zip(TIMES, *bounds, strict=True) for t in row[part(a, b)]] for part in (
         lambda a, b: slice(0, a), lambda a, b: slice(a, b), lambda a, b: slice(b, None)))  # fmt: skip
     assert max(train) < min(val) <= max(val) < min(test)
-    with pytest.raises(UserError, match=r"^--split time: the interactions have no times; take --split ratio"):
+    with pytest.raises(UserError, match=r"^--split time: the interactions have no times; use --split ratio"):
         make(from_lists(ITEMS, None, 130, "timeless"), hold_out=HoldOut("time"))
 
 

@@ -372,7 +372,7 @@ def test_names_beside_other_texts_are_no_transcripts(load, noise, beside):
         (["wavs/a.wav", "names.tsv"], r"a table beside the sound \(names.tsv\)"),
         (
             ["a.wav", "data.jsonl"],
-            r"a manifest \(data.jsonl\).* give it by --data-dir .*/data.jsonl, or call it",
+            r"a manifest \(data.jsonl\).* give it with --data-dir .*/data.jsonl, or call it",
         ),
     ],
 )
