@@ -1,4 +1,4 @@
-"""Random changes of training windows: the phone sits, and the person moves, a little differently."""
+"""Random augmentation of training windows, as if phone position and movement varied a little."""
 
 from dataclasses import dataclass
 
@@ -13,13 +13,13 @@ _TURN_STREAM, _MAP_STREAM, _JITTER_STREAM, _TEMPO_STREAM = range(4)
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random changes of training windows; a strength of 0 turns a change off.
+    """Random changes of training windows; strength 0 disables a change.
 
-    max_rotation_deg: the phone sits differently: one rotation of all triplets of a window (x, y and z of a sensor)
-        together, about a random axis, by an angle uniform in [-max, max] degrees.
-    scale_std: each channel is multiplied by a factor from N(1, scale_std), in physical units.
-    tempo_spread: the person moves faster or slower, by a factor uniform in [1 - spread, 1 + spread]: the window is
-        stretched or squeezed about its middle, and where it then falls short, its first or last sample is held.
+    max_rotation_deg: phone orientation: rotates all triplets (x, y and z of a sensor) of a window together, about a
+        random axis, by an angle uniform in [-max, max] degrees.
+    scale_std: factor per channel from N(1, scale_std), in physical units.
+    tempo_spread: speed of movement, a factor uniform in [1 - spread, 1 + spread]: stretches or squeezes the window
+        about its middle, repeating its first or last sample where it falls short.
     jitter_std: white noise, in standard deviations of the channel.
     """
 
@@ -33,14 +33,14 @@ class WindowAugmenter(Movable):
     """Applies an Augmentation."""
 
     def __init__(self, strength: Augmentation, std: np.ndarray, seed: int, num_triplets: int = 3) -> None:
-        """std: (C,), the deviation of each channel, in which jitter is measured. num_triplets: come first in C."""
+        """std: (C,), standard deviation per channel, the unit of jitter. num_triplets: the first channels in C."""
         self._strength = strength
         self._noise = np.float32(strength.jitter_std) * std.reshape(-1, 1).astype(np.float32)
         self._seed = seed
         self._num_channels, self._num_triplets = len(std), num_triplets
 
     def __call__(self, signals: Array, epoch: int, index: Array) -> Array:
-        """signals: (n, C, T) float32, left as they are. index: (n,) their sample ids."""
+        """signals: (n, C, T) float32, not modified. index: (n,) their sample ids."""
         num, _, length = signals.shape
         num_turned = 3 * self._num_triplets
         maps, factors = self.linear_maps(epoch, index)
@@ -57,7 +57,7 @@ class WindowAugmenter(Movable):
         return augmented
 
     def linear_maps(self, epoch: int, index: Array) -> tuple[Array, Array]:
-        """Of each window the random rotation, then scale, of its triplets, and the factors of its other channels.
+        """Returns each window's rotation and scale of its triplets, and the factors of its other channels.
 
         (n, num_triplets, 3, 3) and (n, C - 3 * num_triplets) float32.
         """
@@ -72,7 +72,7 @@ class WindowAugmenter(Movable):
 
 
 def rotation_matrices(axis: Array, angle: Array) -> Array:
-    """Rotations by the angles (n,), in radians, about the axes (n, 3), of any length: (n, 3, 3), by Rodrigues."""
+    """Rotates by angles (n,), in radians, about axes (n, 3) of any length: (n, 3, 3), by Rodrigues' formula."""
     xp = namespace(axis)
     x, y, z = (axis / xp.linalg.norm(axis, axis=1, keepdims=True)).T
     zero = xp.zeros_like(x)
@@ -83,7 +83,7 @@ def rotation_matrices(axis: Array, angle: Array) -> Array:
 
 
 def at_tempo(signals: Array, factor: Array) -> Array:
-    """Windows (n, C, T) played `factor` (n,) times as fast about their middles, by linear interpolation."""
+    """Plays windows (n, C, T) `factor` (n,) times as fast about their middles, by linear interpolation."""
     xp = namespace(signals)
     last = signals.shape[-1] - 1
     middle = np.float32(last / 2)

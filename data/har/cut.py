@@ -1,4 +1,4 @@
-"""Recordings of people cut into windows, and what is seen of them on the way."""
+"""Cuts recordings of people into windows, and collects statistics on the way."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from data.har.clocks import is_same_rate, middle_rate_hz, num_disorders
 from data.har.rows import Bad, Rows
 
 _HARDLY = 1e-3
-"""Share of its whole range: a column that spans less within each recording tells recordings apart, not motion."""
+"""Share of the total range; a column that spans less within each recording identifies recordings, not motion."""
 
 
 class Cut:
-    """Windows of recordings, (n, C, T) each, whose they are and what is done in them, and what was seen on the way.
+    """Windows of recordings, (n, C, T) each, their subjects and labels, and statistics.
 
-    subjects, labels: of each window, as keys (see `key_of_name`). spellings: how often each is written how.
+    subjects, labels: of each window, as keys (see `key_of_name`). spellings: counts of each spelling.
     """
 
     def __init__(self, length: int, hop: int, num_columns: int) -> None:
@@ -36,7 +36,7 @@ class Cut:
         self.lowest, self.highest = np.full(num_columns, np.inf), np.full(num_columns, -np.inf)
 
     def add(self, rows: Rows) -> None:
-        """The recordings of a file."""
+        """Adds the recordings of a file."""
         self.num_rows += len(rows.signals)
         for ours, theirs in zip(self.spellings, rows.spellings, strict=True):
             ours.update(theirs)
@@ -59,7 +59,7 @@ class Cut:
                 self._rates.append((rows.subjects[start], recording.rate_hz, num_windows))
 
     def _add_windows(self, signals: np.ndarray) -> int:
-        """signals: of a recording, (n, C). Returns how many windows it gives."""
+        """Cuts a recording, signals (n, C), and returns the number of windows."""
         steps = np.diff(signals, axis=0)
         self._rises |= (steps > 0).any(axis=0)
         self._falls |= (steps < 0).any(axis=0)
@@ -72,23 +72,23 @@ class Cut:
 
     @property
     def rate_hz(self) -> float | None:
-        """Rows a second, of most windows; None where no clock tells."""
+        """Rows per second of most windows; None without a clock."""
         return middle_rate_hz([(rate_hz, count) for _, rate_hz, count in self._rates])
 
     def rates_of_people(self) -> dict[str, float]:
-        """Rows a second of each person of whom a clock tells it."""
+        """Returns rows per second of each person with a clock."""
         found = defaultdict(list)
         for subject, rate_hz, count in self._rates:
             found[subject].append((rate_hz, count))
         return {subject: middle for subject, rates in found.items() if (middle := middle_rate_hz(rates)) is not None}
 
     def windows_at_another_rate(self) -> list[float]:
-        """The rates of the recordings that differ from most, one for each window."""
+        """Returns the rates of recordings that differ from most, one per window."""
         usual = self.rate_hz
         return [hz for _, hz, count in self._rates for _ in range(count) if usual and not is_same_rate(hz, usual)]
 
     def why_no_signal(self, column: int) -> str:
-        """Why the numbers of a column are none of a motion; "" where they may be."""
+        """Explains why a column's numbers are not motion; "" if they may be."""
         if not self._rises[column] and not self._falls[column]:
             return "never changes within a recording"
         if not self._falls[column]:
@@ -100,7 +100,7 @@ class Cut:
         return ""
 
     def signals(self, columns: Sequence[int]) -> np.ndarray:
-        """Some columns of all windows, (N, len(columns), T) float32."""
+        """Returns some columns of all windows, (N, len(columns), T) float32."""
         signals = np.empty((len(self.labels), len(columns), self._length), np.float32)
         ends = np.cumsum([len(windows) for windows in self.windows])
         for windows, end in zip(self.windows, ends.tolist(), strict=True):

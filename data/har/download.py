@@ -1,4 +1,4 @@
-"""Fetching a published file over https: by one process, and verified before it gets its name."""
+"""Downloads a published file over https, in one process, and verifies it before renaming it."""
 
 import fcntl
 import shutil
@@ -16,16 +16,16 @@ from trainer.common.files import flush_path
 
 Verify = Callable[[Path], object]
 Progress = Callable[[str, int | None, IO[bytes]], AbstractContextManager[Any]]
-"""(address, bytes to come or None if the server does not say, file) -> the file, showing what is written to it."""
+"""Shows progress of a download: (address, size in bytes or None if unknown, file) -> file to write to."""
 
 
 def fetch(addresses: Sequence[str], target: Path, verify: Verify, progress: Progress) -> None:
-    """Makes a file and its folder exist, unless they do. Of several processes that ask one downloads, the others wait.
+    """Creates a file and its folder unless present. One of several processes downloads, the others wait.
 
-    addresses: the first that works is taken. They are https, and so is what they redirect to.
-    verify: gets the complete file, still named NAME.partial. Raises UserError with what is wrong.
+    addresses: tried in order. They, and redirects, must be https.
+    verify: receives the complete file, still named NAME.partial. Raises UserError if it is wrong.
 
-    Raises UserError, and leaves nothing of the file, when no address works or the folder cannot be written to.
+    Raises UserError, leaving nothing of the file, if no address works or the folder is not writable.
     """
     lock, partial = (target.with_name(f"{target.name}.{suffix}") for suffix in ("lock", "partial"))
     try:
@@ -38,7 +38,7 @@ def fetch(addresses: Sequence[str], target: Path, verify: Verify, progress: Prog
                     flush_path(partial)
                     partial.rename(target)
                     flush_path(target.parent)
-                lock.unlink(missing_ok=True)  # whoever comes now finds the target
+                lock.unlink(missing_ok=True)  # later processes find the target
             finally:
                 partial.unlink(missing_ok=True)
     except OSError as error:
@@ -69,7 +69,7 @@ def _receive(address: str, path: Path, progress: Progress) -> None:
 
 
 class HttpsOnly(BaseHandler):
-    """Refuses any other address, also one that is redirected to; plain http is for this machine alone."""
+    """Refuses other addresses, also after a redirect; allows plain http on this machine."""
 
     def _require_this_machine(self, request: Request) -> Request:
         hosts = {urlsplit(request.full_url).hostname, request.origin_req_host}

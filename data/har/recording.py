@@ -1,4 +1,4 @@
-"""New inertial signals to be labelled: one recording as a CSV, or windows that are cut already as a .npy."""
+"""New inertial signals to label: one recording as a CSV, or ready windows as a .npy."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,9 +17,9 @@ from trainer.common.files import array_errors, require_regular
 from trainer.loading.order import SampleKeys
 
 _OTHER_SIZE = 4.0
-"""Factor on a sensor's root of the mean square beyond which its numbers are doubted."""
+"""Ratio to a sensor's root mean square in training beyond which its unit is doubted."""
 _CONSTANT = 0.5
-"""Share of that root: a sensor with a larger mean shows a constant, such as gravity."""
+"""Share of the root mean square; a larger mean indicates a constant such as gravity."""
 _USUAL_FACTORS = {9.80665: ("m/s²", "g"), 180 / math.pi: ("degrees", "radians"), 1000.0: ("thousandths", "whole units")}
 _NEAR = 1.6
 
@@ -28,9 +28,8 @@ _NEAR = 1.6
 class NewWindows:
     """Windows without labels, in physical units.
 
-    where: the file as messages name it. signals: (N, C, T) float32. start_s: (N,) float64, when they begin in their
-    file, and duration_s: how long each lasts; None where the windows came without their recording. remarks: what the
-    user should know of the file.
+    where: names the file in messages. signals: (N, C, T) float32. start_s: (N,) float64, starts of windows in their
+    file, and duration_s: length of each; None for ready windows. remarks: shown to the user.
     """
 
     where: str
@@ -56,14 +55,14 @@ def read_new_windows(
 ) -> NewWindows:  # fmt: skip
     """Reads the file of `--predict`.
 
-    path: either a table (see `opened_table`) at the rate of the training data that names the channels, in any order.
-        It is cut into windows as those were: none reaches over a gap of its clock, or from one person or trial to the
-        next, where columns tell them; a rest at the end, shorter than a hop, is dropped. Other columns are ignored.
-        Or, with the suffix .npy, windows (N, C, T), the channels in their order.
-    subject_column, label_column: what they were called in training; None for their usual names.
+    path: either a table (see `opened_table`) at the rate of the training data, with columns named as the channels, in
+        any order. It is cut into windows as the training data were: none spans a gap of the clock, or two people or
+        trials if columns show them; a rest shorter than a hop is dropped. Other columns are ignored. Or, with suffix
+        .npy, windows (N, C, T), channels in order.
+    subject_column, label_column: their names in training; None for the usual ones.
 
-    Raises UserError, naming file, line and column (of an array window, signal and sample), for whatever is wrong, and
-    for a clock that tells another rate.
+    Raises UserError, with file, line and column (in an array window, signal and sample), for anything invalid, and for
+    a clock that shows another rate.
     """
     label = f"--predict {path}"
     try:
@@ -118,11 +117,10 @@ def _remarks(rows: Rows, label: str, pieces: Sequence[Recording]) -> Iterator[st
 
 
 def doubt_about_units(windows: NewWindows, channels: Sequence[str], mean: np.ndarray, std: np.ndarray) -> str:
-    """Says of which sensors the numbers are larger or smaller than a motion alone makes them; "" of none.
+    """Names the sensors whose numbers are implausibly large or small for motion alone; "" for none.
 
-    mean, std: of each channel in training, (C,). A triplet is one sensor, whatever way up it was worn. Small numbers
-    alone tell only of little motion; they are doubted where the sensor shows a constant, such as gravity, in
-    training and here.
+    mean, std: of each channel in training, (C,). A triplet is one sensor, in any orientation. Small numbers may just be
+    little motion; they are doubted only if the sensor has a constant, such as gravity, in training and here.
     """
     told: list[str] = []
     found = windows.signals.mean(axis=(0, 2), dtype=np.float64), windows.signals.std(axis=(0, 2), dtype=np.float64)
@@ -152,7 +150,7 @@ def _known_unit(factor: float) -> str:
 
 
 def _read_array(path: Path, label: str, window: WindowFormat) -> np.ndarray:
-    """(N, C, T) float32, N at least 1."""
+    """Reads (N, C, T) float32, N at least 1."""
     channels = window.channels
     wanted = f"(N, {len(channels)}, {window.length})"
     try:

@@ -1,4 +1,4 @@
-"""Rows of a CSV of recordings: signals, whose they are, what was done and when; and what each column is."""
+"""Reads rows of recordings from CSV: signals, subjects, activities and times; classifies the columns."""
 
 import re
 from collections import Counter
@@ -21,24 +21,24 @@ from trainer.common.errors import UserError
 SUBJECTS = ("subject", "person", "participant", "user", "volunteer")
 LABELS = ("label", "activity", "class")
 TRIALS = ("trial", "session")
-"""Columns that say, where they change, that another recording begins."""
+"""Columns whose changes start a new recording."""
 _OF_ROWS = ("index", "row", "sample", "unnamed0", "", "id")
 _SLOW = {"battery", "latitude", "longitude", "gps", "accuracy", "pedometer"}
-"""Words in the names of columns that tell where and when something was recorded, and nothing of a motion."""
+"""Words in the names of columns about place and time of a recording rather than motion."""
 _SLOW_NAMES = {"lat", "lon", "lng", "steps", "step count", "step counter", "step counts"}
 """Whole names of such columns, without units."""
 
 ROWS_AT_ONCE = 4096
 _LONGEST_HOLE = 25
-"""Rows without a number, between two with one, that are filled in; a longer hole divides a recording."""
+"""Consecutive cells without a number, between two with one, that are filled in; a longer hole splits a recording."""
 LARGEST = 1e15
-"""No sensor's number is larger."""
+"""Larger than any sensor's numbers."""
 _NUM_SHOWN = 30
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Columns of a file, counted from 0, that are no signals. subject, label: None where there is none."""
+    """Non-signal columns of a file, from 0. subject, label: None if absent."""
 
     subject: int | None
     label: int | None
@@ -47,7 +47,7 @@ class Roles:
 
 
 class Bad(NamedTuple):
-    """What could not be read: rows that were dropped, cells that were filled in, and the first of them."""
+    """Unreadable input: dropped rows, filled cells, and the first of them."""
 
     dropped: int = 0
     filled: int = 0
@@ -64,7 +64,7 @@ class Bad(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """Rows from `start` to before `stop`. rate_hz: rows a second by the clock; None where it does not tell.
+    """Rows from `start` to before `stop`. rate_hz: rows per second; None without a usable clock.
 
     is_behind_gap: whether the clock jumps before the first row.
     """
@@ -79,12 +79,11 @@ class Recording(NamedTuple):
 class Rows:
     """Rows of a file: signals (n, C) float32, keys (see `key_of_name`) of subject and activity, and moments.
 
-    subjects, labels: "" where none is named. spellings: how often each is written how, [subjects, labels].
-    trials: what stands in the columns that tell one recording from the next.
-    clocks: (n, K) float64, NaN where a cell is no moment. in_seconds: (K,) bool, whether its unit is known.
-    moments: names of the clocks -> their first and last cell. unread: clocks with a cell that could not be read ->
-        this cell.
-    places: (n,) int64, which row of the file each is. bad: what is not here, or was filled in.
+    subjects, labels: "" for none. spellings: counts of each spelling, [subjects, labels].
+    trials: contents of the columns that separate recordings.
+    clocks: (n, K) float64, NaN where a cell is not a moment. in_seconds: (K,) bool, whether the unit is known.
+    moments: names of clocks -> first and last cell. unread: clocks with an unreadable cell -> that cell.
+    places: (n,) int64, row numbers in the file. bad: dropped rows and filled cells.
     """
 
     signals: np.ndarray
@@ -100,7 +99,7 @@ class Rows:
     bad: Bad = field(default_factory=Bad)
 
     def without_holes(self, fills: bool, needs_subject: bool) -> "Rows":
-        """The rows in which all is known; others divide recordings. fills: short holes are filled in beforehand."""
+        """Returns the complete rows; others split recordings. fills: fills short holes first."""
         filled, start = 0, 0
         for _, run in groupby(zip(self.subjects, self.trials, strict=True)) if fills else ():
             stop = start + sum(1 for _ in run)
@@ -125,10 +124,10 @@ class Rows:
         )
 
     def recordings(self, by_label: bool) -> Iterator["Recording"]:
-        """The recordings that the rows consist of, in their order.
+        """Yields the recordings, in order.
 
-        Another one begins where subject, trial and, if so asked, label change, and where the clock jumps. by_label:
-        rows without a label belong to none.
+        A new one starts where subject, trial or, if requested, label changes, and where the clock jumps. by_label:
+        drops rows without a label.
         """
         labels = self.labels if by_label else [""] * len(self.signals)
         start = 0
@@ -142,9 +141,9 @@ class Rows:
 
 
 def key_of_name(text: str) -> str:
-    """A key that spellings of one name share: 1, 01 and 1.0, yes and YES; "" for a mark of a missing value.
+    """Maps spellings of a name to one key: 1, 01 and 1.0, yes and YES; marks of a missing value to "".
 
-    A single letter and its capital have two keys, since codes have both.
+    A single letter and its capital have different keys, since codes use both.
     """
     text = " ".join(text.split())
     if text in MISSING:
@@ -156,7 +155,7 @@ def key_of_name(text: str) -> str:
 def roles_of(
     header: Sequence[str], channels: Sequence[str], subject: int | None, label: int | None, clocks: Sequence[str] = ()
 ) -> Roles:
-    """Roles of the columns beside the channels, by their names. clocks: columns known as clocks by their values."""
+    """Assigns roles to the columns besides the channels, by name. clocks: columns with values of clocks."""
     others = [i for i, name in enumerate(header) if name not in channels and i not in (subject, label)]
     trials = tuple(i for i in others if plain_name(header[i]) in TRIALS)
     moments = (i for i in others if i not in trials and (header[i] in clocks or is_clock(header[i])))
@@ -164,7 +163,7 @@ def roles_of(
 
 
 def usual_column(header: Sequence[str], names: Sequence[str], chosen: str | None = None) -> int | None:
-    """The chosen column; without one the first with one of the names, those first that are written so to the letter."""
+    """Finds the chosen column; by default the first with one of the names, exact spellings first."""
     if chosen is not None:
         return header.index(chosen) if chosen in header else None
     for written in ([name.lower() for name in header], [plain_name(name) for name in header]):
@@ -175,7 +174,7 @@ def usual_column(header: Sequence[str], names: Sequence[str], chosen: str | None
 
 
 def why_no_signal(name: str, column: int, lines: Sequence[Line]) -> str:
-    """Why a column is left out of the signals, by its name or by its first rows; "" where it is one."""
+    """Explains why a column is not a signal, by its name or first rows; "" if it is one."""
     if plain_name(name) in (*SUBJECTS, *LABELS, *_OF_ROWS):
         return "by its name: numbers of rows, people or activities"
     words = re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", re.sub(r"[(\[].*", "", name)).lower())
@@ -188,7 +187,7 @@ def why_no_signal(name: str, column: int, lines: Sequence[Line]) -> str:
 
 
 def _fill(column: np.ndarray) -> int:
-    """Fills short holes of a column (n,) between two numbers, in place; returns how many cells."""
+    """Fills short holes between numbers of a column (n,), in place; returns the number of cells."""
     known, missing = np.flatnonzero(np.isfinite(column)), np.flatnonzero(~np.isfinite(column))
     after = np.searchsorted(known, missing)
     is_inside = (after > 0) & (after < len(known))
@@ -203,9 +202,10 @@ def read_rows(
     table: CsvTable, channels: Sequence[str], roles: Roles, where: str, advice: str, on_bad: OnBad = "refuse",
     needs_subject: bool = False,
 ) -> Rows:  # fmt: skip
-    """All rows of an opened file. advice: what to do where a field is no number. on_bad: what is done with bad ones.
+    """Reads all rows of an opened file. advice: what to do about fields that are not numbers. on_bad: how to treat
+    them.
 
-    needs_subject: one without is bad. Raises UserError, with its line.
+    needs_subject: rows without one are bad. Raises UserError, with the line.
     """
     header, decimal_comma = table.header, table.decimal_comma
     columns = signal_columns(header, channels, f"{where}, line {table.line}")
@@ -259,7 +259,7 @@ def read_rows(
 
 
 def _numbers_or_nan(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
-    """Some columns of some lines, (rows, C) float32, NaN where there is no finite number."""
+    """Parses some columns of lines to (rows, C) float32, NaN for anything but finite numbers."""
     texts = [[fields[i].replace(",", ".") if decimal_comma else fields[i] for i in columns] for _, fields in lines]
     values = as_float32(np.array([[float(t) if is_number(t) else np.nan for t in row] for row in texts]))
     values = values.reshape(len(lines), len(columns))
@@ -267,7 +267,7 @@ def _numbers_or_nan(lines: Sequence[Line], columns: Sequence[int], decimal_comma
 
 
 def signal_columns(header: Sequence[str], channels: Sequence[str], where: str) -> list[int]:
-    """The column of each channel, counted from 0. Raises UserError when a channel has none, or several."""
+    """Returns each channel's column, from 0. Raises UserError if a channel has none or several."""
     missing = [name for name in channels if name not in header]
     number = "nine" if len(channels) == len(SIGNALS) else str(len(channels))
     if len(missing) == len(channels):
@@ -285,9 +285,9 @@ def numbers(
     lines: Sequence[Line], header: Sequence[str], columns: Sequence[int], label: str, decimal_comma: bool,
     advice: str = "repair the file",
 ) -> np.ndarray:  # fmt: skip
-    """Some columns of some lines, (rows, C) float32. Raises UserError, with line and column.
+    """Parses some columns of lines to (rows, C) float32. Raises UserError, with line and column.
 
-    advice: what to do where a field is no number.
+    advice: what to do about fields that are not numbers.
     """
     values = _numbers(lines, len(header), columns, decimal_comma)
     if values is None or not np.isfinite(values).all():
@@ -296,7 +296,7 @@ def numbers(
 
 
 def _numbers(lines: Sequence[Line], num_columns: int, columns: Sequence[int], decimal_comma: bool) -> np.ndarray | None:
-    """None when a line has too few or too many fields, or a field is not a number."""
+    """Returns None if a line has too few or too many fields, or a field is not a number."""
     if any(len(fields) != num_columns for _, fields in lines):
         return None
     rows = [[fields[i] for i in columns] for _, fields in lines]
@@ -311,7 +311,7 @@ def _numbers(lines: Sequence[Line], num_columns: int, columns: Sequence[int], de
 def _what_is_wrong(
     lines: Sequence[Line], header: Sequence[str], columns: Sequence[int], decimal_comma: bool, advice: str
 ) -> str:
-    """Says slowly and precisely what is wrong with the first line that is, and what to do."""
+    """Explains slowly and precisely what is wrong with the first bad line, and what to do."""
     for number, fields in lines:
         if len(fields) != len(header):
             return f"line {number}: {len(fields)} columns, but the header has {len(header)}; fix that line"
@@ -325,7 +325,7 @@ def _what_is_wrong(
 
 
 def as_float32(array: np.ndarray) -> np.ndarray:
-    """The numbers in float32; what is too large to be squared and added up there becomes infinite."""
+    """Converts to float32, with numbers whose squares could overflow in sums as infinite."""
     with np.errstate(over="ignore"):
         values = array.astype(np.float32, copy=False)
     is_too_large = np.abs(values) > LARGEST

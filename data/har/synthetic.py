@@ -1,11 +1,11 @@
-"""Inertial recordings from a small physical model, in the shape of UCI HAR: the data that needs no download.
+"""Synthetic inertial recordings in the shape of UCI HAR, from a small physical model; needs no download.
 
-A person moves in bouts. The body accelerates and turns with the harmonics of the stride, or sways; gravity points
-where the posture puts it; the phone hangs at the waist slightly differently on everyone; the sensors add noise and a
-bias. People differ more from each other than walking does from climbing stairs, so only what carries over to other
-people helps: the mix of harmonics and their phases, which no linear function of a window can see.
+A person moves in bouts. The body accelerates and turns with the harmonics of the stride, or sways; posture directs
+gravity; everyone wears the phone at the waist slightly differently; sensors add noise and a bias. People differ more
+from each other than walking from climbing stairs, so only features that carry over to other people help: the mix of
+harmonics and their phases, invisible to linear functions of a window.
 
-Body frame: x up, y left, z forward. A phone that hangs straight measures in the same frame.
+Body frame: x up, y left, z forward. A phone that hangs straight measures in this frame.
 """
 
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ from data.har.windows import CLASSES, SAMPLE_RATE_HZ, WINDOW_LENGTH, HarRecordin
 from trainer.loading.cache import Arrays, cached_arrays
 
 TEST_SUBJECTS = (2, 4, 9, 10, 12, 13, 18, 20, 24)
-"""The official test part of UCI HAR; the other subjects of 1..30 are trained on."""
+"""The official test part of UCI HAR; the other subjects of 1..30 are for training."""
 
 _NUM_SUBJECTS = 30
 _BOUTS_PER_ACTIVITY = 2
 _WINDOWS_PER_BOUT = 14
 VERSION = 2
-"""Of what is generated."""
+"""Version of the generator, for the cache."""
 
 
 @dataclass(frozen=True)
 class _Gait:
-    """Typical motion of a way of walking.
+    """Typical motion of a gait.
 
     stride_hz: strides (two steps) per second.
     acc: (3, 5) complex, amplitude in g and phase of the stride's harmonics 1..5, for up, left and forward.
@@ -43,9 +43,9 @@ class _Gait:
 
 @dataclass(frozen=True)
 class _Posture:
-    """Where gravity points and how much a resting body sways.
+    """Direction of gravity and sway of a resting body.
 
-    pitch_deg, pitch_spread_deg: lean backwards, its mean and its standard deviation over bouts.
+    pitch_deg, pitch_spread_deg: backward lean, its mean and standard deviation over bouts.
     sway_g: standard deviation of the sway.
     """
 
@@ -58,8 +58,7 @@ def _polar(amplitudes: list[list[float]], phases: list[list[float]]) -> np.ndarr
     return np.array(amplitudes) * np.exp(1j * np.array(phases))
 
 
-# A step is half a stride: up and forward live on the even harmonics, the sideways swing on the odd ones. Going down
-# lands hard (strong fourth harmonic), going up pushes slowly.
+# A step is half a stride: even harmonics carry up and forward, odd ones the sideways swing. Going down lands hard
 _GAITS = {
     "WALKING": _Gait(
         0.95,
@@ -107,13 +106,13 @@ _HARMONICS = np.arange(1, 6)
 
 
 def load_synthetic_har(cache_dir: Path, seed: int = 0) -> HarRecordings:
-    """5,040 windows of 30 subjects, a function of the seed; kept in the cache."""
+    """Generates 5,040 windows of 30 subjects, a function of the seed; cached."""
     key = f"har_synthetic-{VERSION}-{seed}"
     return HarRecordings.of_arrays(cached_arrays(cache_dir, key, lambda: generate(seed)))
 
 
 def generate(seed: int) -> Arrays:
-    """The fields of HarRecordings, training subjects first."""
+    """Returns the fields of HarRecordings, training subjects first."""
     subjects = sorted(range(1, _NUM_SUBJECTS + 1), key=lambda subject: (subject in TEST_SUBJECTS, subject))
     signals = np.concatenate([_person(seed, subject) for subject in subjects])
     num_windows = len(signals) // _NUM_SUBJECTS
@@ -128,7 +127,7 @@ def generate(seed: int) -> Arrays:
 
 
 def _person(seed: int, subject: int) -> np.ndarray:
-    """All windows of a person, by activity: (n, 9, 128)."""
+    """Generates all windows of a person, by activity: (n, 9, 128)."""
     rng = np.random.default_rng([seed, subject])
     mounting = _random_rotation(rng, spread_deg=6.0)
     gaits = _personal_gaits(rng)
@@ -141,7 +140,7 @@ def _person(seed: int, subject: int) -> np.ndarray:
 
 
 def _personal_gaits(rng: np.random.Generator) -> dict[str, _Gait]:
-    """What is a person's own is the same in all their gaits: tempo, vigour, the weight of each harmonic."""
+    """Draws a person's gaits, which share tempo, vigour and the weight of each harmonic."""
     tempo = np.exp(0.08 * rng.standard_normal())
     vigour = np.exp(0.25 * rng.standard_normal())
     style = {
@@ -159,9 +158,9 @@ def _personal_gaits(rng: np.random.Generator) -> dict[str, _Gait]:
 
 
 def _bout(rng: np.random.Generator, activity: str, gait: _Gait | None, mounting: np.ndarray) -> np.ndarray:
-    """One uninterrupted stretch of an activity, as the phone records it: (9, T).
+    """Generates one uninterrupted stretch of an activity, as the phone records it: (9, T).
 
-    It starts and ends standing upright: over about a second the posture and the motion come in, and go again.
+    It starts and ends standing upright: over about a second posture and motion fade in, and out again.
     """
     num_samples = (_WINDOWS_PER_BOUT + 1) * WINDOW_LENGTH // 2
     presence = _fade_in_and_out(rng, num_samples)
@@ -174,7 +173,7 @@ def _bout(rng: np.random.Generator, activity: str, gait: _Gait | None, mounting:
         rhythm = _rhythm(rng, gait.stride_hz, num_samples)
         acc = acc + presence * (gait.acc @ rhythm).real
         gyro = gyro + presence * (gait.gyro @ rhythm).real
-    # Turning the body from one posture to another is itself an angular velocity about the left axis.
+    # A change of posture is itself an angular velocity about the left axis.
     gyro[1] += np.gradient(pitch) * SAMPLE_RATE_HZ
     phone = _random_rotation(rng, spread_deg=3.0) @ mounting
     acc_bias, gyro_bias = 0.01 * rng.standard_normal((2, 3, 1))
@@ -184,7 +183,7 @@ def _bout(rng: np.random.Generator, activity: str, gait: _Gait | None, mounting:
 
 
 def _rhythm(rng: np.random.Generator, stride_hz: float, num_samples: int) -> np.ndarray:
-    """exp(i k phase(t)) for the harmonics k, (5, T): a stride whose tempo and size wander a little."""
+    """Returns exp(i k phase(t)) for the harmonics k, (5, T): a stride with slightly varying tempo and size."""
     tempo_wander, size_wander = _slow_noise(rng, 2, num_samples)
     tempo = stride_hz * (1 + 0.04 * tempo_wander)
     phase = rng.uniform(0, 2 * np.pi) + 2 * np.pi * np.cumsum(tempo) / SAMPLE_RATE_HZ
@@ -200,7 +199,7 @@ def _fade_in_and_out(rng: np.random.Generator, num_samples: int) -> np.ndarray:
 
 
 def _slow_noise(rng: np.random.Generator, num_rows: int, num_samples: int) -> np.ndarray:
-    """Independent noises of unit variance with content up to about 1 Hz: (num_rows, T)."""
+    """Generates independent noises of unit variance up to about 1 Hz: (num_rows, T)."""
     kernel = np.hanning(SAMPLE_RATE_HZ)
     kernel /= np.linalg.norm(kernel)
     white = rng.standard_normal((num_rows, num_samples + len(kernel) - 1))
@@ -208,7 +207,7 @@ def _slow_noise(rng: np.random.Generator, num_rows: int, num_samples: int) -> np
 
 
 def _random_rotation(rng: np.random.Generator, spread_deg: float) -> np.ndarray:
-    """A rotation about a random axis by an angle from N(0, spread): (3, 3)."""
+    """Returns a rotation about a random axis by an angle from N(0, spread): (3, 3)."""
     angle = np.deg2rad(rng.normal(0.0, spread_deg, 1))
     return rotation_matrices(rng.standard_normal((1, 3)), angle)[0]
 

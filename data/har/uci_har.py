@@ -1,7 +1,7 @@
-"""The UCI HAR data set as published: reading, downloading, verifying.
+"""Reads, downloads and verifies the published UCI HAR data set.
 
-Source: Anguita et al., "A public domain dataset for human activity recognition using smartphones", ESANN 2013.
-Thirty people wore a phone at the waist; 50 Hz, windows of 2.56 s that overlap by half.
+Source: Anguita et al., "A public domain dataset for human activity recognition using smartphones", ESANN 2013. Thirty
+people wore a phone at the waist; 50 Hz, windows of 2.56 s that overlap by half.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ ADDRESSES = (
     "https://archive.ics.uci.edu/static/public/240/human+activity+recognition+using+smartphones.zip",
     "https://archive.ics.uci.edu/ml/machine-learning-databases/00240/UCI%20HAR%20Dataset.zip",
 )
-"""Where the data set is published: a zip that holds `UCI HAR Dataset.zip`, and that zip; 61 MB each."""
+"""Published addresses: a zip that holds `UCI HAR Dataset.zip`, and that zip; 61 MB each."""
 SHA256 = {
     "train/y_train.txt": "415b3357e2e2d5e70a45c781947c6bdd80e0410a579d862eedcd6bbce3c694ef",
     "train/subject_train.txt": "66e1e2fbe9b396fa5155f531dc3348c803f503be663e2318772d49947db9153a",
@@ -55,12 +55,12 @@ _TOP_FOLDER = "UCI HAR Dataset"
 
 
 def load_uci_har(path: Path, cache_dir: Path) -> HarRecordings:
-    """Reads the data set as published, and keeps it parsed in the cache.
+    """Reads the published data set and caches it parsed.
 
-    path: the folder `UCI HAR Dataset`, its parent, the zip of it, a zip that holds this zip, or a folder with
-        `UCI HAR Dataset.zip`. Archives are read in memory; nothing is unpacked to disk.
+    path: the folder `UCI HAR Dataset`, its parent, its zip, a zip of that zip, or a folder with `UCI HAR Dataset.zip`.
+        Archives are read in memory, never unpacked to disk.
 
-    Raises UserError, naming file, line and column, when anything is missing or is not what the format says.
+    Raises UserError, with file, line and column, for missing or malformed data.
     """
     source = _find(path)
     key = key_of("uci_har", _FORMAT_VERSION, source.stamps())
@@ -74,15 +74,14 @@ def download_uci_har(
     addresses: Sequence[str] = ADDRESSES,
     sha256: Mapping[str, str] = SHA256,
 ) -> None:
-    """Makes the path one that `load_uci_har` reads, with files that have these checksums.
+    """Ensures that `load_uci_har` can read the path, with files of these checksums.
 
-    What is there already is not fetched again, but verified: once, which the cache remembers until it changes.
+    Existing data are not downloaded but verified once; the cache remembers this until they change.
 
-    path: the zip to make, if its name ends so or it is a file; otherwise a folder, in which it is
-        `UCI HAR Dataset.zip`.
+    path: the zip to create, if it is a file or named .zip; otherwise a folder for `UCI HAR Dataset.zip`.
     progress, addresses: as in `data.har.download.fetch`.
 
-    Raises UserError when the data set cannot be fetched, or a file is not the published one.
+    Raises UserError if the download fails or a file differs from the published one.
     """
     there = _find_if_there(path)
     if there is None:
@@ -99,7 +98,7 @@ def download_uci_har(
 
 
 def _verify(source: "_Published", sha256: Mapping[str, str]) -> Arrays:
-    """Raises UserError for a file with another checksum. A cache keeps no arrays of this, but that it succeeded."""
+    """Raises UserError for a file with another checksum. The cache stores no arrays, only success."""
     for name, expected in sha256.items():
         found = hashlib.sha256(source.read(name)).hexdigest()
         if found != expected:
@@ -114,23 +113,23 @@ class _Published:
         self._source = source
 
     def stamps(self) -> list[tuple[str | int, ...]]:
-        """Changes when the files do."""
+        """Returns values that change when the files do."""
         if isinstance(self._source, Folder):
             return [stamp(file) for file in sorted(self._source.path.glob("t*/**/*.txt"))]
         return [stamp(self._source.path)]
 
     def where(self, name: str) -> str:
-        """The file as a message names it."""
+        """Names a file in messages."""
         return self._source.where_of(name)
 
     def read(self, name: str) -> bytes:
-        """Raises UserError when there is no such file."""
+        """Raises UserError if there is no such file."""
         source, top = self._holder
         return DataFile(source, top + name).read()
 
     @cached_property
     def _holder(self) -> tuple[Source, str]:
-        """What holds the data set, the source itself or an archive inside it, and the top folder in it ("" or "x/")."""
+        """The source with the data set, itself or an archive inside it, and the top folder in it ("" or "x/")."""
         source = self._source
         top = "" if isinstance(source, Folder) else _top_folder(source)
         inner = [file for file in source.files if file.bare_name.endswith(".zip")] if top is None else []
@@ -164,7 +163,7 @@ def _find(path: Path) -> _Published:
 
 
 def is_uci_har(path: Path) -> bool:
-    """Whether a folder holds the data set, unpacked or as a zip, or a file is a zip by its name or its content."""
+    """Returns whether a folder has the data set, unpacked or as a zip, or a file is a zip by name or content."""
     if path.is_file():
         return path.suffix == ".zip" or zipfile.is_zipfile(path)
     return _find_if_there(path) is not None
@@ -235,7 +234,7 @@ def _parse_integers(source: _Published, name: str, lines: list[bytes]) -> np.nda
 
 
 def _parse_windows(source: _Published, name: str, lines: list[bytes], out: np.ndarray) -> None:
-    """Writes the windows, one a line, to out, (N, 128)."""
+    """Parses windows, one per line, into out, (N, 128)."""
     num_columns = out.shape[1]
     for row, line in enumerate(lines):
         values = _parse_line(line)
@@ -247,7 +246,7 @@ def _parse_windows(source: _Published, name: str, lines: list[bytes], out: np.nd
 
 
 def _parse_line(line: bytes) -> np.ndarray | None:
-    """The numbers of a line, float32; None when a field is not a number."""
+    """Parses a line to float32; None if a field is not a number."""
     try:
         return np.fromstring(line, np.float32, sep=" ")
     except ValueError:
@@ -260,7 +259,7 @@ def _bad_line(source: _Published, name: str, row: int, line: bytes, num_columns:
 
 
 def _what_is_wrong(line: bytes, num_columns: int) -> str:
-    """Says slowly and precisely what is wrong with a line of numbers."""
+    """Explains slowly and precisely what is wrong with a line of numbers."""
     fields = line.decode(errors="replace").split()
     if len(fields) != num_columns:
         return f": {len(fields)} columns instead of {num_columns}"

@@ -1,4 +1,4 @@
-"""Windows of signals that people wore, and whose are trained on, held out or tested on."""
+"""Windows of wearable signals, and their split by person."""
 
 import copy
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ SAMPLE_RATE_HZ = 50
 
 @dataclass(frozen=True)
 class WindowFormat:
-    """What windows hold; by default those of UCI HAR, a phone at the waist.
+    """Format of windows; default: UCI HAR, a phone at the waist.
 
-    channels, classes: names. length: rows of a window. hop: rows from the start of a window to that of the next, which
-    by default overlaps it by half. rate_hz: rows a second.
+    channels, classes: names. length: rows of a window. hop: rows between starts of consecutive windows; default: half a
+    window. rate_hz: rows per second.
     """
 
     channels: tuple[str, ...] = SIGNALS
@@ -42,10 +42,10 @@ class HarRecordings:
 
     signals: (N, C, T) float32.
     labels: (N,) int64, positions in classes.
-    subjects: (N,) int64, the person who wore the sensors: a number, or a position in subject_names.
+    subjects: (N,) int64, the wearer: a number, or a position in subject_names.
     is_test: (N,) bool, the person belongs to the test part.
-    channels, classes: names; by default those of UCI HAR.
-    subject_names: what the people are called; empty where their numbers are their names.
+    channels, classes: names; default: those of UCI HAR.
+    subject_names: names of people; empty if the numbers are the names.
     """
 
     signals: np.ndarray
@@ -58,18 +58,18 @@ class HarRecordings:
 
     @classmethod
     def of_arrays(cls, arrays: Arrays) -> "HarRecordings":
-        """Of UCI HAR's channels and classes. arrays: signals, labels, subjects and is_test."""
+        """Builds recordings with UCI HAR's channels and classes. arrays: signals, labels, subjects and is_test."""
         return cls(arrays["signals"], arrays["labels"], arrays["subjects"], arrays["is_test"])
 
     def name_of(self, subject: int) -> str:
-        """What a person is called."""
+        """Returns a person's name."""
         return self.subject_names[subject] if self.subject_names else str(subject)
 
 
 def triplets_first(names: Sequence[str]) -> tuple[list[str], int]:
-    """The channels, those before the others that are x, y and z of one sensor; and how many such triplets there are.
+    """Sorts the channels so that x, y and z of each sensor come first; also returns the number of these triplets.
 
-    Names of a triplet differ in their last letter alone: acc_x, acc_y, acc_z.
+    Names of a triplet differ only in the last letter: acc_x, acc_y, acc_z.
     """
     triplets = [
         [f"{name[:-1]}{axis}" for axis in (name[-1], chr(ord(name[-1]) + 1), chr(ord(name[-1]) + 2))]
@@ -82,12 +82,12 @@ def triplets_first(names: Sequence[str]) -> tuple[list[str], int]:
 
 
 class HarDataset(Movable):
-    """Windows of some people in physical units, in memory that processes share."""
+    """Windows of some people in physical units, in memory shared by processes."""
 
     rows_alike = True
 
     def __init__(self, recordings: HarRecordings, rows: np.ndarray) -> None:
-        """rows: (n,) int64, which windows of the recordings."""
+        """rows: (n,) int64, window indices of the recordings."""
         self._signals = recordings.signals
         self._num_triplets = triplets_first(recordings.channels)[1]
         self.rows = rows
@@ -106,19 +106,19 @@ class HarDataset(Movable):
         return {"signals": signals, "label": rows(self.labels, index)}
 
     def augmented(self, strength: Augmentation, seed: int) -> "HarDataset":
-        """The same windows, changed at random."""
+        """Returns a copy with random augmentation."""
         varied = copy.copy(self)
         varied._augment = WindowAugmenter(strength, self.statistics[1], seed, self._num_triplets)
         return varied
 
     @property
     def recorded(self) -> np.ndarray:
-        """The windows as recorded, (n, C, T) float32."""
+        """Returns the windows as recorded, (n, C, T) float32."""
         return self._signals[self.rows]
 
     @cached_property
     def statistics(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and standard deviation of each channel over the windows as recorded, (C,) float64 each."""
+        """Returns mean and standard deviation of each channel of the recorded windows, (C,) float64 each."""
         signals = self.recorded
         std = signals.std(axis=(0, 2), dtype=np.float64)
         std[std == 0] = 1.0  # a dead channel stays at zero
@@ -126,7 +126,7 @@ class HarDataset(Movable):
 
 
 class FeaturedDataset(Movable):
-    """A HarDataset whose samples carry features that were computed beforehand."""
+    """Adds precomputed features to a HarDataset."""
 
     rows_alike = True
 
@@ -139,7 +139,7 @@ class FeaturedDataset(Movable):
         return len(self._dataset)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
-        """What the data set gives, and {"features": (n, ...) float32}."""
+        """{"features": (n, ...) float32} and the data set's own entries."""
         return {**self._dataset.__getitems__(keys), "features": rows(self._features, self.here(keys.index))}
 
 
@@ -149,12 +149,11 @@ def split_by_subject(
     val_subjects: Sequence[int],
     augmentation: Augmentation | None = None,
 ) -> dict[str, HarDataset]:
-    """The data sets "train", "val" and "test", without a person in two of them; no "val" where nobody is held out.
+    """Builds data sets "train", "val" and "test" of disjoint people; no "val" if nobody is held out.
 
-    Neighbouring windows overlap, so validation on random windows would be validation on training data.
+    Neighbouring windows overlap, so validating on random windows would leak training data.
 
-    seed: the key of the augmentation. val_subjects: some of `training_subjects`.
-    augmentation: of "train"; None for none.
+    seed: key of the augmentation. val_subjects: some of `training_subjects`. augmentation: for "train"; None for none.
     """
     is_val = np.isin(recordings.subjects, val_subjects) & ~recordings.is_test
     rows = {"train": ~is_val & ~recordings.is_test, "val": is_val, "test": recordings.is_test}
@@ -165,9 +164,9 @@ def split_by_subject(
 
 
 def with_test_subjects(recordings: HarRecordings, names: Sequence[str] | None) -> HarRecordings:
-    """The recordings with the test part of some people; None: every fifth, or of fewer than five the last.
+    """Marks some people as the test part; None: every fifth, or the last of fewer than five.
 
-    Raises UserError for a stranger, and where nobody is left.
+    Raises UserError for unknown names, and if nobody is left.
     """
     known = [recordings.name_of(subject) for subject in np.unique(recordings.subjects)]
     if names is None:
@@ -185,15 +184,16 @@ def with_test_subjects(recordings: HarRecordings, names: Sequence[str] | None) -
 
 
 def training_subjects(recordings: HarRecordings) -> list[int]:
-    """The people of the training part, in order."""
+    """Returns the people of the training part, in order."""
     subjects: list[int] = np.unique(recordings.subjects[~recordings.is_test]).tolist()
     return subjects
 
 
 def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int) -> list[int]:
-    """Who is held out with this seed: training subject number seed * num_val_subjects and the next ones, in a circle.
+    """Returns the validation subjects for a seed: training subject seed * num_val_subjects and the next ones,
+    cyclically.
 
-    Raises UserError when nobody would be left to train on.
+    Raises UserError if nobody is left to train on.
     """
     candidates = training_subjects(recordings)
     if len(candidates) == 1:
@@ -212,7 +212,7 @@ def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int
 
 
 def named_subjects(recordings: HarRecordings, names: Sequence[str]) -> list[int]:
-    """The people of `--val-subjects`, in order. Raises UserError for a stranger, and when nobody is left."""
+    """Returns the people of `--val-subjects`, in order. Raises UserError for unknown names, and if nobody is left."""
     candidates = {recordings.name_of(subject): subject for subject in training_subjects(recordings)}
     if strangers := [name for name in names if name not in candidates]:
         raise UserError(
@@ -228,7 +228,7 @@ def named_subjects(recordings: HarRecordings, names: Sequence[str]) -> list[int]
 
 
 def subject_folds(recordings: HarRecordings, num_folds: int) -> list[list[str]]:
-    """The training subjects dealt out to the folds in turn, by name. Raises UserError for more folds than people."""
+    """Deals the training subjects' names to folds in turn. Raises UserError for more folds than people."""
     candidates = [recordings.name_of(subject) for subject in training_subjects(recordings)]
     if not 2 <= num_folds <= len(candidates):
         raise UserError(f"--folds {num_folds}: must be 2 to {len(candidates)}, the number of training subjects")

@@ -52,8 +52,9 @@ FIND_OUT = ColumnChoice()
 class Layout:
     """Columns of a file and their roles.
 
-    names: column names, or numbers without a header. user, item, time: column indices from 0; time is None without
-    times. remarks: shown to the user.
+    names: column names, or numbers without a header.
+    user, item, time: column indices from 0; time is None without times.
+    remarks: shown to the user.
     """
 
     names: Sequence[str]

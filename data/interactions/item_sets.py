@@ -18,8 +18,9 @@ class ItemSets(Movable):
     of k with s_k - 1 - k <= r: s_k - 1 - k others are smaller than s_k. A binary search finds j for many users at once,
     without rejection.
 
-    offsets: (num_users + 1,) int64; user u's items are at offsets[u] to offsets[u + 1]. items: (m,) int32, ascending
-    for each user. thresholds: (m,) int64, ascending: u * (num_items + 1) + s_k - 1 - k.
+    offsets: (num_users + 1,) int64; user u's items are at offsets[u] to offsets[u + 1].
+    items: (m,) int32, ascending for each user.
+    thresholds: (m,) int64, ascending: u * (num_items + 1) + s_k - 1 - k.
     """
 
     stays = frozenset({"items"})

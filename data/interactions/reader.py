@@ -22,12 +22,15 @@ _KNOWN_NAMES = ("ratings.dat", "u.data", "ratings.csv")
 class Interactions:
     """Interactions by user, in time order; ties keep file order.
 
-    offsets: (num_users + 1,) int64; user u's are at offsets[u] to offsets[u + 1]. items: (n,) int32, 1..num_items; 0 is
-    padding. times: (n,) int64 seconds, or None without times. num_items: size of the catalogue. held_out: (num_users,
-    2) int64, how many of each user's last interactions are validation, then test, if files split
+    offsets: (num_users + 1,) int64; user u's are at offsets[u] to offsets[u + 1].
+    items: (n,) int32, 1..num_items; 0 is padding.
+    times: (n,) int64 seconds, or None without times.
+    num_items: size of the catalogue.
+    held_out: (num_users, 2) int64, how many of each user's last interactions are validation, then test, if files split
         them; else None.
-    key: identifies the content in the cache. item_ids: (num_items,), names of items 1, 2, ... in the file. remarks:
-    shown to the user.
+    key: identifies the content in the cache.
+    item_ids: (num_items,), names of items 1, 2, ... in the file.
+    remarks: shown to the user.
     """
 
     offsets: np.ndarray

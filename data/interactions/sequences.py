@@ -38,7 +38,8 @@ Evaluation histories vary more in length and cost less than training; seen items
 class Negatives:
     """Number of negative items per training sample.
 
-    num: per position, or per user. per_position: draws (B, T, num); else (B, num), shared by all positions of a user.
+    num: per position, or per user.
+    per_position: draws (B, T, num); else (B, num), shared by all positions of a user.
     """
 
     num: int
@@ -51,7 +52,8 @@ class _Split:
 
     num_train, val_end: (num_users,) int64; each user's first num_train interactions are training, then up to val_end
         validation, the rest test.
-    items: sets of training items. scaled_times: (n,) int32 for all interactions, or None without times.
+    items: sets of training items.
+    scaled_times: (n,) int32 for all interactions, or None without times.
     """
 
     num_train: np.ndarray
@@ -242,13 +244,15 @@ def split_interactions(
 
     A held-out item's history has all earlier items of the user, other held-out ones included.
 
-    seed: key of all negatives. Training negatives change with the epoch, the 100 of an evaluation never. maxlen:
-    maximum history length used, >= 1; the last items. whole_histories: trains on all of a history, maxlen items at a
-    time. negatives: for training; None for none. eval_negatives: drawn uniformly. "parity": with replacement, among
-    items not in the user's training, so the validation
-        item, or even the target, can occur, as in the published code of SASRec. "unseen": with replacement, among items
-        neither in the user's training nor in this part or, for the test, the validation, as in the published code of
-        TiSASRec. "clean": 100 distinct items without an interaction of the user, each such set equally probable.
+    seed: key of all negatives. Training negatives change with the epoch, the 100 of an evaluation never.
+    maxlen: maximum history length used, >= 1; the last items.
+    whole_histories: trains on all of a history, maxlen items at a time.
+    negatives: for training; None for none.
+    eval_negatives: drawn uniformly. "parity": with replacement, among items not in the user's training, so the
+        validation item, or even the target, can occur, as in the published code of SASRec. "unseen": with replacement,
+        among items neither in the user's training nor in this part or, for the test, the validation, as in the
+        published code of TiSASRec. "clean": 100 distinct items without an interaction of the user, each such set
+        equally probable.
     mask_seen: evaluation batches include "seen".
 
     Raises UserError if nothing is left to train on, or too few items for a user's negatives.

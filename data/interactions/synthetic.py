@@ -86,8 +86,9 @@ def generate() -> Arrays:
 class _Viewers:
     """Users' interests, unseen items and current threads. Items are 0-based here.
 
-    interests: (U, topics). unseen: (U, topics, items of a topic) bool. thread: (U,) int64, the last item of each user's
-    thread.
+    interests: (U, topics).
+    unseen: (U, topics, items of a topic) bool.
+    thread: (U,) int64, the last item of each user's thread.
     """
 
     def __init__(self, first_topics: np.ndarray) -> None:

@@ -19,8 +19,8 @@ _TEXTS = ("notes", "user_names", "item_names", "entity_names")
 class ItemLists(Movable):
     """Distinct items of each user.
 
-    offsets: (num_users + 1,) int64; user u's items are at offsets[u] to offsets[u + 1]. items: (n,) int32, ascending
-    for each user.
+    offsets: (num_users + 1,) int64; user u's items are at offsets[u] to offsets[u + 1].
+    items: (n,) int32, ascending for each user.
     """
 
     stays = frozenset({"offsets"})
@@ -74,11 +74,14 @@ class ItemLists(Movable):
 class Catalogue:
     """Interactions in three parts and a knowledge graph.
 
-    num_entities: includes the items. num_relations: of the triples; 0 without a graph. train, val, test: ItemLists of
-    all users; val is test itself if models are selected on the test set. triples: (m, 3) int32 head, relation, tail,
-    distinct, ascending. relation_names: num_relations of them, or none if unknown. unknown_items: (k,) int64 ids below
-    num_items that no file mentions: gaps in the numbering. notes: shown to the user. names: of users, items and other
-    entities; none if the files number them.
+    num_entities: includes the items.
+    num_relations: of the triples; 0 without a graph.
+    train, val, test: ItemLists of all users; val is test itself if models are selected on the test set.
+    triples: (m, 3) int32 head, relation, tail, distinct, ascending.
+    relation_names: num_relations of them, or none if unknown.
+    unknown_items: (k,) int64 ids below num_items that no file mentions: gaps in the numbering.
+    notes: shown to the user.
+    names: of users, items and other entities; none if the files number them.
     """
 
     num_users: int

@@ -20,7 +20,8 @@ class Edges:
     Nodes: items from 0, other entities, then user u at num_entities + u. Relations, with R in the knowledge graph: 0
     interact (user to item), 1 its inverse, 2 + r relation r, 2 + R + r its inverse.
 
-    head, tail, relation: (E,) int32. num_relations: 2 + 2 R.
+    head, tail, relation: (E,) int32.
+    num_relations: 2 + 2 R.
     """
 
     head: np.ndarray

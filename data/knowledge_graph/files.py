@@ -12,7 +12,8 @@ from trainer.common.errors import UserError
 class DataFiles:
     """Files of one folder.
 
-    where: names the folder in messages. by_name: files by their bare names.
+    where: names the folder in messages.
+    by_name: files by their bare names.
     """
 
     where: str

@@ -19,8 +19,9 @@ _SHOWN_WIDTH = 60
 class Numbers:
     """Whole numbers from 0 to LARGEST_ID in at least one row; no row is empty.
 
-    values: (n,) int64. offsets: (rows + 1,) int64; a row's values are at offsets[row] to offsets[row + 1]. lines:
-    (rows,) int64, line of each row in the file, from 1; blank lines count.
+    values: (n,) int64.
+    offsets: (rows + 1,) int64; a row's values are at offsets[row] to offsets[row + 1].
+    lines: (rows,) int64, line of each row in the file, from 1; blank lines count.
     """
 
     where: str

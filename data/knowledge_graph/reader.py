@@ -45,11 +45,9 @@ def load_catalogue(
     """Reads a data set and caches it parsed.
 
     path: a table of interactions; or a folder, a .zip or a .tar.gz, with the files at its top or in one folder, plain
-    or
-        compressed, never unpacked to disk. The graph is optional. Repetitions within a file count once.
+        or compressed, never unpacked to disk. The graph is optional. Repetitions within a file count once.
     val_share: share of each user's training items to hold out for validation, 0 <= val_share < 1, without a
-    `valid.txt`.
-        Every user keeps one training item.
+        `valid.txt`. Every user keeps one training item.
     seed: with user and item, determines what is held out, and the test items of ratings, 20 % of each user's.
     selects_on_test: validation is the test set, as in the published code of KGAT; all training items are trained on and
         `valid.txt` is ignored.

@@ -1,4 +1,4 @@
-"""Sound files as samples of one channel: wav by itself, all else through soundfile where it is installed."""
+"""Reads sound files as mono samples: wav natively, other formats through soundfile if installed."""
 
 import functools
 import importlib
@@ -12,39 +12,39 @@ from numpy.lib.stride_tricks import sliding_window_view
 from trainer.common.errors import UserError
 
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus")
-"""Of the names of files that are taken for sound."""
+"""Suffixes of sound files."""
 
 MIN_RATE, MAX_RATE = 1_000, 384_000
-"""Samples a second of sound that is taken for such."""
+"""Accepted samples per second."""
 
 FULL_SCALE = 32768
-"""What a 16-bit sample is divided by."""
+"""Divisor of 16-bit samples."""
 _LOUDEST = 2.0**31
-"""Largest float, of whole numbers of 32 bits that nobody has divided; beyond it a file holds no sound."""
+"""Largest accepted sample, of undivided 32-bit integers stored as floats."""
 
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _UNKNOWN_SIZE = 0x7FFFF000
-"""Who writes a wav into a pipe gives this many bytes or more: all that follow."""
+"""Streamed wavs declare at least this size; all following bytes belong to it."""
 _NUM_LOBES = 24
-"""Zeros of the sinc on each side that the window of the resampling filter spans."""
+"""Zeros of the sinc on each side within the window of the resampling filter."""
 _ROLL_OFF = 0.96
-"""Where the filter is at one half, as a share of the lower of the two Nyquist frequencies."""
+"""Half-amplitude frequency of the filter, as a share of the lower Nyquist frequency."""
 _KAISER_BETA = 9.0
-"""The window's: about 90 dB between what passes and what is stopped."""
+"""Kaiser window parameter: about 90 dB between passband and stopband."""
 
 
 class UnreadableAudio(ValueError):
-    """A file that is damaged or of no known format; the message says what is wrong, not where."""
+    """A damaged file or unknown format; the message says what is wrong, not where."""
 
 
 def decode(content: bytes, name: str) -> tuple[np.ndarray, int]:
-    """The samples of a sound file, (length,) float32 in [-1, 1], its channels averaged; and how many make a second.
+    """Decodes a sound file to mono samples, (length,) float32 in [-1, 1], and its sample rate.
 
-    wav with whole numbers of 8 to 32 bits or with floats of 32 or 64 is read here; other codecs, and FLAC, mp3, Ogg,
-    need the package `soundfile`. Floats beyond 1 stay as they are: see `within_full_scale`.
-    name: of the file; of it only the suffix counts.
+    Reads wav with integers of 8 to 32 bits or floats of 32 or 64; other codecs, FLAC, mp3 and Ogg need the package
+    `soundfile`. Channels are averaged. Floats beyond 1 are kept: see `within_full_scale`. name: of the file; only its
+    suffix counts.
 
-    Raises UnreadableAudio, and UserError when `soundfile` is needed and not installed.
+    Raises UnreadableAudio, and UserError if `soundfile` is needed and not installed.
     """
     if not content:
         raise UnreadableAudio("is an empty file")
@@ -62,25 +62,25 @@ def decode(content: bytes, name: str) -> tuple[np.ndarray, int]:
 
 
 def within_full_scale(samples: np.ndarray) -> tuple[np.ndarray, bool]:
-    """The samples, scaled down where some are beyond [-1, 1], so that nothing is cut off; and whether they were.
+    """Scales samples down if they exceed [-1, 1], so that nothing clips; also returns whether they did.
 
-    By less than a step of 16 bits they may be beyond.
+    Tolerates an excess below one 16-bit step.
     """
     peak = np.abs(samples).max(initial=0)
     return (samples / peak, True) if peak > 1 + 1 / FULL_SCALE else (samples, False)
 
 
 def to_int16(samples: np.ndarray) -> np.ndarray:
-    """Samples in [-1, 1] as whole numbers in [-32768, 32767]: rounded, and cut off beyond. Exact for 16-bit files."""
+    """Rounds samples in [-1, 1] to integers in [-32768, 32767], with clipping. Exact for 16-bit files."""
     return np.clip(np.rint(samples * np.float32(FULL_SCALE)), -FULL_SCALE, FULL_SCALE - 1).astype(np.int16)
 
 
 def resample(samples: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
-    """The same sound at another rate: (length,) -> (ceil(length * to_rate / from_rate),) float32.
+    """Resamples audio: (length,) -> (ceil(length * to_rate / from_rate),) float32.
 
-    Sample k of the result is the sound at time k / to_rate. Band-limited interpolation by a windowed sinc, with a
-    Kaiser window (Smith, "Digital Audio Resampling Home Page", CCRMA): of the lower Nyquist frequency, what is below
-    .84 stays within 1e-4, and what is above 1.08 is gone to 1e-4.
+    Sample k of the result is the sound at time k / to_rate. Band-limited interpolation by a sinc with a Kaiser window
+    (Smith, "Digital Audio Resampling Home Page", CCRMA): relative to the lower Nyquist frequency, frequencies below .84
+    change by less than 1e-4, and those above 1.08 are attenuated to 1e-4.
     """
     if from_rate == to_rate:
         return samples.astype(np.float32)
@@ -91,7 +91,7 @@ def resample(samples: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
     reach = kernels.shape[1] // 2
     padded = np.pad(samples.astype(np.float32), reach)
     result = np.empty(length, np.float32)
-    # Results `up` apart lie `down` samples apart, at the same distances from their neighbours: one kernel for all.
+    # Results `up` apart lie `down` samples apart, at the same offsets, so they share a kernel.
     for phase in range(min(up, length)):
         windows = sliding_window_view(padded[phase * down // up :], kernels.shape[1])[::down]
         result[phase::up] = windows[: len(range(phase, length, up))] @ kernels[phase]
@@ -100,13 +100,13 @@ def resample(samples: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def _kernels(up: int, down: int) -> np.ndarray:
-    """The filters of the results 0 to up - 1, each over the samples about the one at or before it: (up, odd) float32.
+    """Computes filters for results 0 to up - 1, each centred on the sample at or before it: (up, odd) float32.
 
-    A sinc under a Kaiser window. The weights of a result add up to 1: a constant stays as it is.
+    A sinc under a Kaiser window. Weights of a result add up to 1, so constants stay constant.
     """
-    cutoff = _ROLL_OFF * min(1.0, up / down)  # of the old Nyquist frequency
+    cutoff = _ROLL_OFF * min(1.0, up / down)  # of the source's Nyquist frequency
     reach = math.ceil(_NUM_LOBES / cutoff)
-    after = np.arange(up)[:, None] * down % up / up  # how far a result is from the sample before it
+    after = np.arange(up)[:, None] * down % up / up  # offset of a result from the sample before it
     lobes = (np.arange(-reach, reach + 1) - after) * cutoff
     inside = np.clip(1 - (lobes / _NUM_LOBES) ** 2, 0, None)
     weights = np.sinc(lobes) * np.i0(_KAISER_BETA * np.sqrt(inside)) * (inside > 0)
@@ -114,9 +114,9 @@ def _kernels(up: int, down: int) -> np.ndarray:
 
 
 def _decode_wav(content: bytes) -> tuple[np.ndarray, int] | None:
-    """(length, channels) float32 and the rate; None where the samples are compressed.
+    """Decodes a wav to (length, channels) float32 and its rate; None for compressed samples.
 
-    Not by the module `wave`, which knows no floats and, before Python 3.12, not the extensible form of the header.
+    Avoids the module `wave`, which lacks floats and, before Python 3.12, the extensible header.
     """
     chunks = _riff_chunks(content)
     header, data = chunks.get(b"fmt ", b""), chunks.get(b"data")
@@ -136,7 +136,7 @@ def _decode_wav(content: bytes) -> tuple[np.ndarray, int] | None:
 
 
 def _riff_chunks(content: bytes) -> dict[bytes, bytes]:
-    """The first chunk of each name. Raises UnreadableAudio when the samples are cut off."""
+    """Returns the first chunk of each name. Raises UnreadableAudio if samples are cut off."""
     chunks: dict[bytes, bytes] = {}
     position = 12
     while position + 8 <= len(content):
@@ -154,20 +154,20 @@ def _floats(data: bytes, width: int) -> np.ndarray:
 
 
 def _from_integers(data: bytes, width: int) -> np.ndarray:
-    """Little-endian integers of so many bytes as float32 in [-1, 1); those of one byte are unsigned."""
+    """Converts little-endian integers of a width in bytes to float32 in [-1, 1); single bytes are unsigned."""
     if width == 1:
         return (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 128
     words = np.zeros((len(data) // width, 4), np.uint8)
-    words[:, 4 - width :] = np.frombuffer(data, np.uint8).reshape(-1, width)  # the lowest bytes of a longer word are 0
+    words[:, 4 - width :] = np.frombuffer(data, np.uint8).reshape(-1, width)  # low bytes of a wider word stay 0
     return words.view("<i4")[:, 0].astype(np.float32) / np.float32(2**31)
 
 
 def _decode_by_soundfile(content: bytes, name: str) -> tuple[np.ndarray, int]:
-    """(length, channels) float32 and the rate."""
+    """Returns (length, channels) float32 and the rate."""
     try:
-        # By its name: it need not be there, and has no types to check.
+        # by name, since it is optional and untyped
         soundfile = importlib.import_module("soundfile")
-    except (ImportError, OSError) as error:  # OSError where the library that it wraps is missing
+    except (ImportError, OSError) as error:  # OSError if the wrapped library is missing
         raise UserError(
             f"{name}: sound other than plain wav needs the package soundfile, which is not here ({error}); "
             "run `pip install soundfile`, or convert the files to wav"

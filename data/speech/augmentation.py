@@ -1,6 +1,6 @@
-"""Random changes of training utterances: another voice, another room, another microphone.
+"""Random augmentation of training utterances: voice, room and microphone.
 
-Everything random is a function of seed, epoch and sample, never of the batch.
+All randomness is a function of seed, epoch and sample, never of the batch.
 """
 
 import math
@@ -23,24 +23,23 @@ COLOURS = (0.0, 0.7, 0.97)
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random changes of training utterances; a strength of 0, and a noise of None, turn a change off.
+    """Random changes of training utterances; strength 0, or noise None, disables a change.
 
-    speed_percent: the utterance is played slower or faster, pitch and formants with it: it lasts a whole percentage of
-        its time, uniform in [100 - speed_percent, 100 + speed_percent]. Ko et al., "Audio augmentation for speech
+    speed_percent: playing speed, which also shifts pitch and formants: the utterance lasts a whole percentage of its
+        duration, uniform in [100 - speed_percent, 100 + speed_percent]. Ko et al., "Audio augmentation for speech
         recognition", Interspeech 2015.
-    word_speed_percent: the same for each recording of a string by itself, besides.
-    gain_db: louder or softer by so many decibels, uniform in [-gain_db, gain_db].
-    tilt: high frequencies stronger or weaker, as by another microphone: x_t - a x_(t-1), a uniform in [-tilt, tilt].
-    noise_snr_db: noise, white or of low frequencies, at a ratio of the utterance's power to its own that is uniform
-        between these two (dB).
-    room_share: share of strings whose recordings bring the noise of a room along, which the gaps between them have not.
-    room_snr_db: a recording's power over that of its room, uniform between these two (dB), one ratio for a string.
+    word_speed_percent: the same, additionally, for each recording of a string.
+    gain_db: loudness in decibels, uniform in [-gain_db, gain_db].
+    tilt: strength of high frequencies, as of another microphone: x_t - a x_(t-1), a uniform in [-tilt, tilt].
+    noise_snr_db: white or low-frequency noise; signal-to-noise ratio in dB, uniform between these two.
+    room_share: share of strings whose recordings have room noise, which is absent from the gaps between them.
+    room_snr_db: signal-to-noise ratio of recording to room, uniform between these two (dB), constant within a string.
     warp: factor on the frequencies of the features, uniform in [1 - warp, 1 + warp]. Jaitly and Hinton, "Vocal tract
         length perturbation improves speech recognition", 2013.
-    masking_db: the noise that masks weak sound is weaker by a number of decibels uniform between these two.
-    num_freq_masks, freq_mask: so many bands of mel bins are hidden, each of up to this share of the bins.
-    num_time_masks, time_mask: so many stretches of time are hidden, each of up to this share of the utterance. Park et
-        al., "SpecAugment", Interspeech 2019.
+    masking_db: reduction, in decibels uniform between these two, of the noise that masks weak sound.
+    num_freq_masks, freq_mask: number of masked bands of mel bins, each up to this share of the bins.
+    num_time_masks, time_mask: number of masked stretches of time, each up to this share of the utterance. Park et al.,
+        "SpecAugment", Interspeech 2019.
     """
 
     speed_percent: int = 15
@@ -58,7 +57,7 @@ class Augmentation:
     time_mask: float = 0.06
 
     def times(self, factor: float) -> "Augmentation":
-        """All of them so many times as strong, factor >= 0; noise in amplitude, so that it is gone at 0."""
+        """Scales all strengths by factor >= 0; noise by amplitude, so that it vanishes at 0."""
         return replace(
             self,
             speed_percent=min(round(factor * self.speed_percent), 90),
@@ -81,10 +80,10 @@ class Augmentation:
 
 
 class Noise(NamedTuple):
-    """Noise of each of several recordings.
+    """Noise parameters of several recordings.
 
-    snr_db: mean power of the recording over that of the noise, in dB; infinite where there is none. start: int64, where
-    in its table the noise begins. colour: int64, which table, a position in COLOURS.
+    snr_db: signal-to-noise ratio in dB; infinite for none. start: int64, start of the noise in its table. colour:
+    int64, the table, a position in COLOURS.
     """
 
     snr_db: np.ndarray
@@ -93,44 +92,44 @@ class Noise(NamedTuple):
 
     @classmethod
     def drawn(cls, snr_db: tuple[float, float], ratio: np.ndarray, part: np.ndarray, colour: np.ndarray) -> "Noise":
-        """Makes noise of draws in [0, 1). snr_db: its ratio is uniform between these."""
+        """Derives noise from draws in [0, 1). snr_db: bounds of the uniform ratio."""
         lowest, highest = snr_db
         start = (part * (NOISE_LENGTH / 2)).astype(np.int64)
         return cls(lowest + (highest - lowest) * ratio, start, (colour * len(COLOURS)).astype(np.int64))
 
 
 Changes = tuple[np.ndarray, np.ndarray, np.ndarray, Noise | None]
-"""Changes of n utterances: percent of the time, (n,) int64; gain and tilt, (n,) float32; noise, (n,) each, or none."""
+"""Changes of n utterances: percent of duration, (n,) int64; gain and tilt, (n,) float32; noise, (n,) each, or None."""
 
 
 class Augmenter:
-    """Applies an Augmentation: to audio itself, and by numbers for the front end of the model."""
+    """Applies an Augmentation: to audio directly, and as parameters for the model's front end."""
 
     def __init__(self, strength: Augmentation, num_mels: int, seed: int, num_views: int = 1) -> None:
-        """num_mels: bins that frequency masks are drawn for. num_views: so many sets of masks for each utterance."""
+        """num_mels: mel bins for frequency masks. num_views: sets of masks per utterance."""
         self._strength = strength
         self._num_mels = num_mels
         self._seed = seed
         self._num_views = num_views
 
     def lengths(self, lengths: np.ndarray, epoch: int, index: np.ndarray) -> np.ndarray:
-        """How long utterances of so many samples (n,) become: (n,) int64. index: (n,) their sample ids."""
+        """Returns new lengths of utterances of lengths (n,) samples: (n,) int64. index: (n,) their sample ids."""
         return length_at(lengths, self.changes(epoch, index)[0])
 
     def word_percent(self, epoch: int, index: np.ndarray, num_words: int) -> np.ndarray:
-        """How many percent of its time each recording of strings is to last: (n, num_words) int64."""
+        """Returns the percentage of duration for each recording of strings: (n, num_words) int64."""
         draws = uniform(self._seed, epoch, index, (num_words,), _WORD_STREAM)
         return _percent(self._strength.word_speed_percent, draws)
 
     def rooms(self, epoch: int, index: np.ndarray, num_words: int) -> Noise:
-        """The noise of the room that each recording of strings brings along: (n, num_words) each."""
+        """Returns the room noise of each recording of strings: (n, num_words) each."""
         draws = uniform(self._seed, epoch, index, (3 + num_words,), _ROOM_STREAM)
         has_room, ratio, colour = (draws[:, i : i + 1].repeat(num_words, axis=1) for i in range(3))
         noise = Noise.drawn(self._strength.room_snr_db, ratio, draws[:, 3:], colour)
         return noise._replace(snr_db=np.where(has_room < self._strength.room_share, noise.snr_db, np.inf))
 
     def changes(self, epoch: int, index: np.ndarray) -> Changes:
-        """Draws what `audio` changes: speed, gain, signal-to-noise ratio, noise, tilt, and colour of the noise."""
+        """Draws the changes of `audio`: speed, gain, signal-to-noise ratio, noise, tilt, and colour of the noise."""
         strength, draws = self._strength, uniform(self._seed, epoch, index, (6,), _AUDIO_STREAM)
         gain, tilt = from_db(strength.gain_db * (2 * draws[:, 1] - 1)), strength.tilt * (2 * draws[:, 4] - 1)
         snr_db = strength.noise_snr_db
@@ -138,7 +137,7 @@ class Augmenter:
         return _percent(strength.speed_percent, draws[:, 0]), gain, tilt, noise
 
     def audio(self, utterances: list[np.ndarray], epoch: int, index: np.ndarray) -> list[np.ndarray]:
-        """n utterances (length,) float32 at another speed, louder or softer, noisy; may change them in place."""
+        """Changes speed, loudness and noise of n utterances (length,) float32; may modify them in place."""
         percents, gain, tilt, noise = self.changes(epoch, index)
         changed = []
         for i, audio in enumerate(utterances):
@@ -153,8 +152,8 @@ class Augmenter:
     def for_front_end(self, epoch: int, index: np.ndarray) -> Arrays:
         """{"warp", "masking_db": (n,) float32, "freq_masks": (n, num_freq_masks, 2) int64 (start, width) in mel bins,
 
-        "time_masks": (n, num_time_masks, 2) float32 (start, width) as shares of the utterance}; of several views the
-        masks of the first, then those of the next.
+        "time_masks": (n, num_time_masks, 2) float32 (start, width) as shares of the utterance}; with several views, the
+        masks of the first view precede those of the next.
         """
         strength = self._strength
         draws = {
@@ -177,15 +176,15 @@ class Augmenter:
 
 
 def length_at(length: Length, percent: Length) -> Length:
-    """Samples of an utterance of `length` samples that is made to last so many percent of its time; or of several."""
+    """Returns the length in samples of utterances changed to a percentage of their duration."""
     return -(-length * percent // 100)
 
 
 def at_duration(audio: np.ndarray, percent: int) -> np.ndarray:
-    """The audio (length,) float32 resampled to last so many percent of its time: (length_at(...),) float32.
+    """Resamples audio (length,) float32 to a percentage of its duration: (length_at(...),) float32.
 
-    By Fourier transforms, which is interpolation by the ideal low-pass filter, and takes 0.5 ms for 3.5 s at 8 kHz.
-    The transform's length is a multiple of 100, with zeros behind the end, so that the ratio is exact.
+    Interpolates with the ideal low-pass filter by Fourier transforms, in 0.5 ms for 3.5 s at 8 kHz. The transform's
+    length is a multiple of 100, padded with zeros, so that the ratio is exact.
     """
     if percent == 100:
         return audio
@@ -205,20 +204,20 @@ def add_noise(audio: np.ndarray, snr_db: float, start: int, colour: int = 0) -> 
 
 
 def from_db(decibels: float | np.ndarray) -> np.ndarray:
-    """The factor on the amplitude, float32."""
+    """Converts decibels to a factor on the amplitude, float32."""
     return np.float32(10) ** (np.asarray(decibels, np.float32) / np.float32(20))
 
 
 def _percent(spread: int, draws: np.ndarray) -> np.ndarray:
-    """Whole numbers in [100 - spread, 100 + spread] from draws in [0, 1): int64."""
+    """Maps draws in [0, 1) to integers in [100 - spread, 100 + spread]: int64."""
     return 100 - spread + np.floor((2 * spread + 1) * draws).astype(np.int64)
 
 
 @cache
 def noise_tables() -> np.ndarray:
-    """Noise of unit variance of each of COLOURS, one behind the other, (len(COLOURS) * NOISE_LENGTH,) float32.
+    """Returns noise of unit variance for each of COLOURS, concatenated, (len(COLOURS) * NOISE_LENGTH,) float32.
 
-    Numbers from a table cost a tenth of new ones.
+    Reading a table costs a tenth of drawing numbers.
     """
     white = np.fft.rfft(normal(0, 0, np.zeros(1, np.int64), (NOISE_LENGTH,))[0])
     turn = np.exp(-2j * np.pi * np.fft.rfftfreq(NOISE_LENGTH))
@@ -228,9 +227,9 @@ def noise_tables() -> np.ndarray:
 
 @cache
 def hundreds(length: int) -> int:
-    """Hundreds of samples in the transform of audio of a length: a product of twos, threes and fives.
+    """Returns the transform length in hundreds for audio of a length: a product of twos, threes and fives.
 
-    It leaves room for zeros, which keep the end from ringing into the start.
+    Leaves room for zeros, which keep the end from ringing into the start.
     """
     num = length // 100 + 2
     while True:

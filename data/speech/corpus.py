@@ -1,4 +1,4 @@
-"""Recorded utterances with what was said: decoded once, kept on disk, mapped into memory."""
+"""Recorded utterances with transcripts: decoded once, cached on disk, memory-mapped."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -14,16 +14,15 @@ _TEXTS = ("transcripts", "names", "speakers", "splits")
 
 @dataclass(frozen=True)
 class Corpus:
-    """n utterances, one channel each, all at one rate.
+    """n utterances, mono, all at one rate.
 
-    audio: (total,) int16, one utterance after another; offsets: (n + 1,) int64, utterance i is audio[offsets[i] :
-        offsets[i + 1]], never empty. sample_rate: samples per second.
-    transcripts: as published, runs of white space made one space; "" only where none are known. names: of the files,
-        different from each other.
-    speakers: "" where unknown. splits: "train", "val", "test", or "" where the source does not say.
-    skipped: why utterances were left out, in words -> how many.
-    found: what was found, for the table that a run begins with: where the transcripts are, which rates, what is too
-        loud. Empty where nobody asks.
+    audio: (total,) int16, concatenated; offsets: (n + 1,) int64, utterance i is audio[offsets[i] : offsets[i + 1]],
+        never empty. sample_rate: samples per second.
+    transcripts: as published, white space collapsed; "" only if all are unknown. names: distinct file names.
+    speakers: "" if unknown. splits: "train", "val", "test", or "" if the source does not say.
+    skipped: reasons for dropped utterances -> their number.
+    found: shown in the table at the start of a run: location of transcripts, sample rates, excessive loudness. Empty
+        otherwise.
     """
 
     audio: np.ndarray
@@ -40,12 +39,12 @@ class Corpus:
         return len(self.names)
 
     def utterance(self, i: int) -> np.ndarray:
-        """The samples of one utterance, (length,) int16."""
+        """Returns the samples of one utterance, (length,) int16."""
         return self.audio[self.offsets[i] : self.offsets[i + 1]]
 
 
 def cached_corpus(cache_dir: Path, key: str, build: Callable[[], Corpus]) -> Corpus:
-    """The corpus stored under the key, memory-mapped; built first where there is none. As `cached_arrays`."""
+    """Returns the corpus cached under a key, memory-mapped; builds it if absent. Like `cached_arrays`."""
     arrays = cached_arrays(cache_dir, key, lambda: _to_arrays(build()))
     facts = json.loads(arrays["facts"].tobytes())
     return Corpus(
@@ -53,13 +52,13 @@ def cached_corpus(cache_dir: Path, key: str, build: Callable[[], Corpus]) -> Cor
         offsets=arrays["offsets"],
         sample_rate=facts["sample_rate"],
         skipped=facts["skipped"],
-        found=facts.get("found", {}),  # not kept of generated ones by older versions
+        found=facts.get("found", {}),  # older versions did not store it for synthetic corpora
         **{name: tuple(facts[name]) for name in _TEXTS},
     )
 
 
 def _to_arrays(corpus: Corpus) -> Arrays:
-    # Not arrays of text, in which each transcript would take the memory of the longest.
+    # arrays of text would give each transcript the size of the longest
     facts = {name: getattr(corpus, name) for name in ("sample_rate", "skipped", "found", *_TEXTS)}
     text = json.dumps(facts).encode()
     return {"audio": corpus.audio, "offsets": corpus.offsets, "facts": np.frombuffer(text, np.uint8)}

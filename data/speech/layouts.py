@@ -1,4 +1,4 @@
-"""What is said in which file, by whom: the forms in which corpora are published."""
+"""Published forms of corpora: finds files, transcripts and speakers."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from trainer.common.errors import UserError
 _SPLITS = {"train": "train", "dev": "val", "val": "val", "test": "test"}
 _SPLIT = re.compile(r"(train|dev|val|test)(id|idation|ing)?(?![a-z])")
 _COMMON_VOICE = {"train.tsv": "train", "dev.tsv": "val", "test.tsv": "test"}
-# A name has a letter, which tells it from digits that were said one after another.
+# A name has a letter, unlike consecutive spoken digits.
 _FSDD = re.compile(r"[0-9]_[^_]*[a-z][^_]*_[0-9]+")
 _TEXTS = (*MANIFESTS, ".tsv", ".csv", ".txt", ".lab", ".trn", ".phn", ".wrd", ".textgrid", ".stm", ".ctm", ".data")
 _METADATA = re.compile(r"metadata\.(csv|tsv|jsonl)|(train|dev|val|test)[a-z_-]*\.(csv|tsv)")
@@ -30,7 +30,7 @@ _VCTK = re.compile(r"((p\d{3}|s5)_\d{3})(_mic\d)?")
 _TEXTS_OF_KALDI = ("text", "wav.scp", "utt2spk", "segments", "transcripts")
 _MARKS_OF_TIMIT = (".phn", ".wrd")
 _ABOUT = ("readme", "license", "licence", "copying", "changes", "changelog")
-"""Names of files about a corpus, which hold no transcripts."""
+"""Files about a corpus, without transcripts."""
 _UNREAD = {
     r"(.*/)?(wav\.scp|utt2spk)": "Kaldi's files",
     r".*\.normalized\.txt": "LibriTTS",
@@ -41,18 +41,18 @@ _UNREAD = {
     r".*\.(jsonl|json)": "a manifest",
     r".*\.(csv|tsv)": "a table beside the sound",
 }
-"""Patterns of names of files, in lower case, and what they are signs of."""
+"""Lower-case file name patterns, and the format that each indicates."""
 _NUM_FSDD_TEST = 5
 _NUM_SHOWN = 12
 
 
 @dataclass(frozen=True)
 class Utterance:
-    """One that the layout names; whether the file is there and can be read is not known yet.
+    """An utterance named by the layout; its file may be missing or unreadable.
 
-    name: of the sound file, as its source reads it. transcript: "" where it is missing. speaker: "" where unknown.
-    split: "train", "val", "test", or "" where the layout does not say. duration: in seconds, where the layout says it.
-    problem: why the transcript cannot be read, if so.
+    name: sound file, as its source reads it. transcript: "" if missing. speaker: "" if unknown. split: "train", "val",
+    "test", or "" if the layout does not say. duration: in seconds, if the layout says it. problem: why the transcript
+    is unreadable, if so.
     """
 
     name: str
@@ -64,24 +64,24 @@ class Utterance:
 
 
 def utterances_of(source: Source) -> tuple[str, list[Utterance]]:
-    """Where the transcripts are, in words, and what the source holds, in the first of these forms that it has:
+    """Describes where transcripts are, and lists the utterances, by the first matching form:
 
-    manifest: files `train*`, `dev*` or `val*`, `test*` in .json or .jsonl, with one JSON object a line: `audio_path`
-        (or NeMo's `audio_filepath`), relative to the manifest's folder, `text` and, if known, `duration` in seconds
-        and `speaker`. Or one such file.
+    manifest: files `train*`, `dev*` or `val*`, `test*` in .json or .jsonl, with one JSON object per line: `audio_path`
+        (or NeMo's `audio_filepath`), relative to the manifest's folder, `text` and, if known, `duration` in seconds and
+        `speaker`. Or one such file.
     Common Voice: `train.tsv`, `dev.tsv`, `test.tsv` beside a folder `clips`.
-    metadata: `metadata.csv` or `metadata.jsonl` with `file_name` and `transcription`, as audio folders of Hugging Face
-        have it, also in a folder for each split; `train.csv`, ..., with such columns; and LJSpeech's `metadata.csv`.
+    metadata: `metadata.csv` or `metadata.jsonl` with `file_name` and `transcription`, as in Hugging Face audio folders,
+        also in one folder per split; `train.csv`, ..., with such columns; and LJSpeech's `metadata.csv`.
     VCTK: `txt/p225/p225_001.txt` and a folder of sound.
     Speech Commands: the folder of a file is the word.
     LibriSpeech: `{split}/{speaker}/{chapter}/{speaker}-{chapter}.trans.txt` beside the sound.
     text files: `x.txt` beside `x.wav`; the folder of a file is its speaker, if there are several.
-    names: `{digit}_{speaker}_{index}.wav` (Free Spoken Digit Dataset; indices below 5 are the test), or words
-        joined by `_` (yesno). Names are words where no other text lies about, each consists of letters or of single
-        digits, and they have words in common; not where they hold numbers, or a name and a number.
+    names: `{digit}_{speaker}_{index}.wav` (Free Spoken Digit Dataset; indices below 5 are the test), or words joined by
+        `_` (yesno). Names count as words if there is no other text, each consists of letters or single digits, and they
+        share words; not if they contain numbers, or a name and a number.
 
-    In all but the first two, the folders `train*`, `dev*`, `val*`, `test*` are splits.
-    Raises UserError, naming file and line, for a table that cannot be read, and when no form fits.
+    In all but the first two, the folders `train*`, `dev*`, `val*`, `test*` are splits. Raises UserError, with file and
+    line, for an unreadable table, and if no form matches.
     """
     forms = {
         "lines of manifests": _manifests,
@@ -118,7 +118,7 @@ def _why_unknown(source: Source) -> str:
 
 
 def manifest_sound(source: Source) -> list[str]:
-    """The sound files that manifests name, wherever they lie; none without manifests. Raises UserError as above."""
+    """Lists the sound files that manifests name, anywhere; none without manifests. Raises UserError as above."""
     return [utterance.name for utterance in _manifests(source) or ()]
 
 
@@ -134,7 +134,7 @@ def _manifests(source: Source) -> list[Utterance] | None:
     if not names:
         return None
     _only_folder(source, names)
-    # A single manifest says nothing about splits: it is all there is.
+    # A single manifest has no splits.
     return [
         _manifest_line(source, name, number, line, _split_of(PurePosixPath(name).name) if len(names) > 1 else "")
         for name in names
@@ -172,12 +172,12 @@ def _refuse_no_text(where: str, sound: str, text: str) -> None:
 def _is_finite(number: object) -> bool:
     try:
         return isinstance(number, int | float) and math.isfinite(number)
-    except OverflowError:  # a whole number of hundreds of digits
+    except OverflowError:  # an integer of hundreds of digits
         return False
 
 
 def _can_be_written(text: str, errors: str = "strict") -> bool:
-    """Whether a text has no halves of characters, which JSON's escapes can make."""
+    """Returns whether a text has no lone surrogates, which JSON's escapes can make."""
     try:
         text.encode(errors=errors)
     except UnicodeEncodeError:
@@ -218,7 +218,7 @@ def _metadata(source: Source) -> list[Utterance] | None:
 def _metadata_table(source: Source, name: str) -> Iterator[Utterance]:
     folder, split = PurePosixPath(name).parent, _split_of(PurePosixPath(name).name) or _split_of_folders(name)
     lines = [line for _, line in _lines(source, name)]
-    if lines and lines[0].count("|") in (1, 2) and "file_name" not in lines[0]:  # LJSpeech, with quotes of its own
+    if lines and lines[0].count("|") in (1, 2) and "file_name" not in lines[0]:  # LJSpeech, with its own quoting
         for line in lines:
             identity, *texts = line.split("|")
             yield Utterance(posixpath.normpath(folder / "wavs" / f"{identity}.wav"), texts[-1] or texts[0])
@@ -251,7 +251,7 @@ def _vctk(source: Source) -> list[Utterance] | None:
     return [
         _read_alone(source, name, texts.get(found[1]), found[2])
         for name, found in sound.items()
-        if found and found[3] != "_mic2"  # which heard the same
+        if found and found[3] != "_mic2"  # a second microphone for the same speech
     ]
 
 
@@ -273,7 +273,7 @@ def _speech_commands(source: Source) -> list[Utterance] | None:
 
 
 def _read_alone(source: Source, name: str, transcript: str | None, speaker: str, split: str = "") -> Utterance:
-    """An utterance with a file of text to itself, which, if it cannot be read, is a problem of this one alone."""
+    """Builds an utterance with its own text file, whose read errors affect only it."""
     try:
         return Utterance(name, "" if transcript is None else source.read_text(transcript), speaker, split)
     except UserError as error:
@@ -281,7 +281,7 @@ def _read_alone(source: Source, name: str, transcript: str | None, speaker: str,
 
 
 def _lines(source: Source, name: str) -> Iterator[tuple[int, str]]:
-    """The lines that are not blank, with their numbers from 1."""
+    """Yields non-blank lines with their numbers from 1."""
     for number, line in enumerate(source.read_text(name).split("\n"), start=1):
         if line.strip():
             yield number, line.rstrip("\r")
@@ -307,7 +307,7 @@ def _librispeech(source: Source) -> list[Utterance] | None:
             transcripts[str(PurePosixPath(table).parent / utterance)] = text
     sound = {_without_suffix(name): name for name in _sound_of(source)}
     return [
-        # A transcript without sound stays in the list, as a file that is not there.
+        # Transcripts without sound stay listed, as missing files.
         Utterance(
             sound.get(bare, f"{bare}.flac"),
             transcripts.get(bare, ""),
@@ -321,7 +321,7 @@ def _librispeech(source: Source) -> list[Utterance] | None:
 def _text_files(source: Source) -> list[Utterance] | None:
     texts = {_without_suffix(name): name for name in source.names if name.lower().endswith(".txt")}
     sound = _sound_of(source)
-    is_timit = any(name.lower().endswith(_MARKS_OF_TIMIT) for name in source.names)  # whose .txt begin with two numbers
+    is_timit = any(name.lower().endswith(_MARKS_OF_TIMIT) for name in source.names)  # its .txt begin with two numbers
     if is_timit or not any(_without_suffix(name) in texts for name in sound):
         return None
     folders = {name: [part for part in PurePosixPath(name).parts[:-1] if not _split_of(part)] for name in sound}
@@ -357,13 +357,13 @@ def _file_names(source: Source) -> list[Utterance] | None:
 
 
 def _may_hold_transcripts(name: str) -> bool:
-    """Whether it is called like a file with texts: beside one, names are numbers more likely than words."""
+    """Returns whether a file name suggests texts; beside one, sound file names are probably numbers."""
     bare = PurePosixPath(name).name.lower()
     return (bare.endswith(_TEXTS) or bare in _TEXTS_OF_KALDI) and not bare.startswith(_ABOUT)
 
 
 def _are_words(stems: Sequence[str]) -> bool:
-    """Whether names are what is said: letters or single digits joined by `_`, most of them in several places."""
+    """Returns whether names are transcripts: letters or single digits joined by `_`, most of them in several places."""
     names = [stem.split("_") for stem in stems]
     are_alike = all(all(map(_is_digit, words)) or all(map(_is_word, words)) for words in names)
     words = [word.lower() for some in names for word in some]
@@ -391,6 +391,6 @@ def _split_of_folders(name: str) -> str:
 
 
 def _split_of(name: str) -> str:
-    """By what the name of a file or folder begins with: train-clean-100, dev.jsonl, but not valerie."""
+    """Returns the split that begins a file or folder name: train-clean-100, dev.jsonl, but not valerie."""
     match = _SPLIT.match(name.lower())
     return _SPLITS[match[1]] if match else ""

@@ -1,4 +1,4 @@
-"""Reads a corpus of recorded speech in whatever form it is published."""
+"""Reads a corpus of recorded speech in any known form."""
 
 import os
 import tempfile
@@ -21,7 +21,7 @@ from trainer.common.files import read_whole, refusing_disk_errors, stamp
 from trainer.loading.cache import key_of
 
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
-"""(things, how many) -> the same things, showing how far one is with them."""
+"""Shows progress: (items, number) -> the same items."""
 
 _FORMAT_VERSION = 3
 DROP = Reading(on_bad="drop")
@@ -36,18 +36,18 @@ def load_corpus(
     reading: Reading = DROP,
     progress: Progress = lambda things, _: things,
 ) -> Corpus:
-    """Reads a corpus and keeps it decoded in the cache: 2 bytes a sample, whatever its files take.
+    """Reads a corpus and caches it decoded: 2 bytes per sample, whatever the file size.
 
-    path: a folder, a .zip, .tar, .tar.gz or .tgz, in a form that `utterances_of` names; a single manifest; or a folder
-        that holds no sound but one archive.
-    sample_rate: of the corpus; None takes the most frequent of its files, of equally frequent ones the highest. Files
-        of another rate are resampled; of several channels the mean is taken.
-    reading: utterances without sound, samples or transcript, and those whose manifest says a duration that is off by
-        more than half, are left out and counted, or the first is refused (`on_bad`).
-    progress: shows how far decoding is.
+    path: a folder, .zip, .tar, .tar.gz or .tgz, in a form of `utterances_of`; a single manifest; or a folder with one
+        archive and no sound.
+    sample_rate: of the corpus; None takes the files' most frequent rate, the highest of equally frequent ones. Other
+        files are resampled; channels are averaged.
+    reading: drops and counts utterances without sound, samples or transcript, or with a manifest duration that is off
+        by more than half; or refuses the first (`on_bad`).
+    progress: shows the progress of decoding.
 
-    Raises UserError, naming file, line and value, for what is wrong with the corpus, when a recording is named twice,
-    and when nothing is left.
+    Raises UserError, with file, line and value, for an invalid corpus, a recording listed twice, and if nothing is
+    left.
     """
     path = find(path)
     key = key_of("speech", _FORMAT_VERSION, _stamps(path, cache_dir), sample_rate, reading)
@@ -60,13 +60,12 @@ def load_corpus(
 
 
 def read_recordings(path: Path, sample_rate: int, on_bad: OnBad = "drop") -> Corpus:
-    """Recordings of which nothing else is known, to be transcribed: those of `--predict`.
+    """Reads the recordings of `--predict`, which have no transcripts.
 
-    path: a sound file, or a folder with such, also in its folders; the names are relative to it.
-    sample_rate: to which all are resampled. on_bad: files of a folder that cannot be used are left out and counted, or
-        the first is refused.
+    path: a sound file, or a folder with sound at any depth; names are relative to it.
+    sample_rate: target of resampling. on_bad: drops and counts unusable files of a folder, or refuses the first.
 
-    Raises UserError, naming the file, when one that was given by itself cannot be used, and when none is left.
+    Raises UserError, with the file, if a single given file is unusable, and if none is left.
     """
     if not path.is_dir():
         try:
@@ -98,7 +97,7 @@ def read_recordings(path: Path, sample_rate: int, on_bad: OnBad = "drop") -> Cor
 def _unknown(
     sound: Sequence[tuple[str, np.ndarray]], sample_rate: int, skipped: Mapping[str, int], loud: Sequence[str]
 ) -> Corpus:
-    """Recordings by name, of which nothing else is known. loud: those that were scaled down."""
+    """Builds a corpus of recordings without other information. loud: those scaled down."""
     unknown = ("",) * len(sound)
     return Corpus(
         audio=np.concatenate([samples for _, samples in sound]),
@@ -114,7 +113,7 @@ def _unknown(
 
 
 def _too_loud(names: Sequence[str]) -> dict[str, str]:
-    """For the table of what was found."""
+    """Describes recordings scaled down, for the table at the start."""
     return (
         {"beyond full scale": f"{len(names)} file{'s' * (len(names) > 1)}, scaled down, such as {names[0]}"}
         if names
@@ -123,7 +122,7 @@ def _too_loud(names: Sequence[str]) -> dict[str, str]:
 
 
 def _read_recording(file: Path, sample_rate: int) -> tuple[np.ndarray, bool]:
-    """(length,) int16, at least one sample; and whether they had to be scaled down. Raises UnreadableAudio."""
+    """Reads (length,) int16, at least one sample, and whether it was scaled down. Raises UnreadableAudio."""
     try:
         samples, rate = decode(read_whole(file, MOST_SOUND), file.name)
     except OSError as error:
@@ -135,7 +134,7 @@ def _read_recording(file: Path, sample_rate: int) -> tuple[np.ndarray, bool]:
 
 
 def _stamps(path: Path, cache_dir: Path) -> list[object]:
-    """Changes when a file that is read does, comes or goes."""
+    """Returns values that change when a file changes, appears or disappears."""
     if is_archive(path):
         return [stamp(path)]
     with opened(path, cache_dir) as source:
@@ -143,7 +142,7 @@ def _stamps(path: Path, cache_dir: Path) -> list[object]:
 
 
 def _stamp(file: str) -> tuple[str, int, int] | None:
-    """As `stamp`, which is slower by far: there may be as many files as utterances. None when it is not there."""
+    """A faster `stamp`, since there may be as many files as utterances. None for a missing file."""
     try:
         status = os.stat(file)
     except OSError:
@@ -155,7 +154,7 @@ def _read(source: Source, cache_dir: Path, sample_rate: int | None, on_bad: OnBa
     what, utterances = utterances_of(source)
     _refuse_repeated(source, utterances)
     skipped = _Skipped(source.where, on_bad)
-    # By way of files without a name, and not of memory: a corpus is as long as it likes.
+    # nameless files bound memory for corpora of any length
     with (
         refusing_disk_errors(f"--cache-dir {cache_dir}", "choose a folder with room for the decoded sound"),
         tempfile.TemporaryFile(dir=cache_dir) as decoded,
@@ -199,14 +198,14 @@ def _read(source: Source, cache_dir: Path, sample_rate: int | None, on_bad: OnBa
 
 
 def _refuse_repeated(source: Source, utterances: Sequence[Utterance]) -> None:
-    """A recording that is there twice may be in two splits."""
+    """Refuses repeated recordings, which could be in two splits."""
     for name, count in Counter(utterance.name for utterance in utterances).items():
         if count > 1:
             raise UserError(f"{source.where(name)}: is listed {count} times; list each recording once")
 
 
 def _decode(source: Source, utterance: Utterance) -> tuple[np.ndarray, int]:
-    """Its samples and their rate. Raises UnreadableAudio with the reason why it cannot be used."""
+    """Returns its samples and their rate. Raises UnreadableAudio with the reason if it is unusable."""
     if utterance.problem:
         raise UnreadableAudio("has a transcript that cannot be read")
     if not normalise(utterance.transcript):
@@ -216,7 +215,7 @@ def _decode(source: Source, utterance: Utterance) -> tuple[np.ndarray, int]:
     except KeyError:
         raise UnreadableAudio("is not in the archive") from None
     except ARCHIVE_ERRORS as error:
-        # The words of an archive's errors name the file, of which only the first is to be named.
+        # an archive's errors name the file; messages name only the first
         raise UnreadableAudio(getattr(error, "strerror", None) or "cannot be read from its archive") from None
     if not len(samples):
         raise UnreadableAudio("has no samples")
@@ -227,10 +226,10 @@ def _decode(source: Source, utterance: Utterance) -> tuple[np.ndarray, int]:
 
 
 class _Skipped:
-    """Counts what is left out, by the reason, and names the first of each; or refuses it."""
+    """Counts dropped files by reason and names the first of each; or refuses them."""
 
     def __init__(self, where: Callable[[str], str], on_bad: OnBad) -> None:
-        """where: the file of a name, as messages call it."""
+        """where: names a file in messages."""
         self._where = where
         self._on_bad = on_bad
         self._names: dict[str, list[str]] = {}
@@ -250,7 +249,7 @@ class _Skipped:
 def _at_one_rate(
     decoded: IO[bytes], lengths: Sequence[int], rates: Sequence[int], resampled: IO[bytes]
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """The samples, their offsets and the rate: the most frequent, for which the others are written to the last file."""
+    """Returns the samples, offsets and most frequent rate; resamples the other utterances to the last file."""
     audio, offsets, counts = _mapped(decoded), _offsets(lengths), Counter(rates)
     rate = max(counts, key=lambda rate: (counts[rate], rate))
     if len(counts) == 1:

@@ -1,4 +1,4 @@
-"""Where the files of a corpus lie: in a folder, a zip, or a tar."""
+"""Files of a corpus, in a folder, zip or tar."""
 
 import gzip
 import io
@@ -18,7 +18,7 @@ from trainer.common.errors import UserError
 from trainer.common.files import DISK_FULL, read_at_most, read_whole, refusing_disk_errors
 
 MOST_SOUND = 4 << 30
-"""Bytes of a recording: no wav is larger."""
+"""Maximum bytes of a recording: no wav is larger."""
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 _ROOM = "choose a folder with room for the unpacked archive"
 MANIFESTS = (".json", ".jsonl")
@@ -28,9 +28,9 @@ MANIFESTS = (".json", ".jsonl")
 class Source:
     """The files of a corpus.
 
-    path: what is read. names: in order, relative to it, with /; hidden files are not among them. reads_outside: whether
-    a name may also be absolute or lead out of the folder, as none does in an archive. encoding: see `Reading`.
-    read: the content of a file by its name. Raises KeyError when an archive lacks it, and some of ARCHIVE_ERRORS.
+    path: its location. names: relative to it, sorted, with /, without hidden files. reads_outside: names may also be
+    absolute or leave the folder; never in an archive. encoding: see `Reading`. read: returns a file's content by name.
+    Raises KeyError if an archive lacks it, and some of ARCHIVE_ERRORS.
     """
 
     path: Path
@@ -40,11 +40,11 @@ class Source:
     encoding: str | None = None
 
     def where(self, name: str = "") -> str:
-        """The file as a message names it."""
+        """Names a file in messages."""
         return f"--data-dir {self.path}" + (f", {name}" if name else "")
 
     def read_text(self, name: str) -> str:
-        """Raises UserError when it cannot be read or is in another encoding."""
+        """Raises UserError if a file is unreadable or in another encoding."""
         try:
             content = self.read(name)
             with opened_text(io.BytesIO(content), self.where(name), self.encoding, content) as text:
@@ -54,9 +54,9 @@ class Source:
 
 
 def find(path: Path) -> Path:
-    """The path itself, or the archive in a folder that holds no sound and no manifest but one archive.
+    """Returns the path, or the only archive in a folder without sound and manifests.
 
-    Raises UserError when there is no such path, or several archives can be meant.
+    Raises UserError if the path does not exist or several archives qualify.
     """
     path = path.resolve()
     if not path.exists():
@@ -73,17 +73,16 @@ def find(path: Path) -> Path:
 
 
 def is_archive(path: Path) -> bool:
-    """Whether it is opened as one: by its name."""
+    """Returns whether a path is an archive, by name."""
     return path.name.lower().endswith(ARCHIVES) and path.is_file()
 
 
 @contextmanager
 def opened(path: Path, cache_dir: Path, encoding: str | None = None) -> Iterator[Source]:
-    """A folder, an archive, or a single manifest, whose sound lies elsewhere.
+    """Opens a folder, an archive, or a single manifest with sound elsewhere.
 
-    cache_dir: the folder, which exists, where a compressed tar is unpacked for as long as it is open; as one file
-    without a name, which a kill does not leave behind. Raises UserError when an archive is damaged or holds a name
-    that leads out of it.
+    cache_dir: existing folder in which to unpack a compressed tar while open, as one nameless file that a kill does not
+    leave behind. Raises UserError if an archive is damaged or has a name that leads out of it.
     """
     if path.is_dir():
         yield Source(path, tuple(_names_in(path)), True, lambda name: read_whole(path / name, MOST_SOUND), encoding)
@@ -102,9 +101,9 @@ def opened(path: Path, cache_dir: Path, encoding: str | None = None) -> Iterator
 
 
 def _names_in(folder: Path) -> list[str]:
-    """The visible files in it and in its folders, also linked ones."""
+    """Lists the visible files of a folder at any depth, linked ones too."""
     names = []
-    # Strings and not Path: a corpus has as many as it has utterances.
+    # strings use less memory than Path for many utterances
     for parent, folders, files in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".") and not _leads_back(Path(parent, name))]
         inside = "" if (relative := os.path.relpath(parent, folder)) == "." else relative + "/"
@@ -113,12 +112,12 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _leads_back(link: Path) -> bool:
-    """To a folder that it was reached through."""
+    """Returns whether a link leads to a folder above it."""
     return link.is_symlink() and link.resolve() in (folder.resolve() for folder in link.parents)
 
 
 Archive = tuple[Iterable[str], Callable[[str], bytes]]
-"""The names of the files in it, and what reads one."""
+"""Names of its files, and a function that reads one."""
 
 
 @contextmanager
@@ -135,7 +134,7 @@ def _member(archive: ZipArchive, name: str) -> bytes:
 @contextmanager
 def _tar(path: Path, cache_dir: Path) -> Iterator[Archive]:
     with open(path, "rb") as packed, tempfile.TemporaryFile(dir=cache_dir) as unpacked:
-        # One could seek in a compressed tar too, but each way back unpacks it from its beginning.
+        # seeking backwards in a compressed tar would decompress from its beginning
         if is_packed := not path.name.lower().endswith(".tar"):
             with refusing_disk_errors(f"--cache-dir {cache_dir}", _ROOM, DISK_FULL), gzip.open(packed) as content:
                 shutil.copyfileobj(content, unpacked, 1 << 20)

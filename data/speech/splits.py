@@ -1,4 +1,4 @@
-"""Which utterances are trained on, validated on and tested on."""
+"""Splits utterances into training, validation and test."""
 
 import hashlib
 from collections.abc import Collection, Sequence
@@ -22,17 +22,16 @@ def hold_out(
     val_speakers: Collection[str] = (),
     test_speakers: Collection[str] = (),
 ) -> dict[str, np.ndarray]:
-    """{"train", "val", "test"}: the utterances of each, (n,) int64 in ascending order; no utterance is in two.
+    """{"train", "val", "test"}: disjoint utterance indices, (n,) int64, ascending.
 
-    The choice is a function of the names, never of a seed: runs with different seeds are tested on the same.
+    Depends on names, never on a seed, so runs with different seeds share a test set.
 
-    split: "utterance" takes the splits that come with the corpus. A "val" or "test" that does not is the share of the
-        utterances of no split and of "train", those whose names have the smallest hashes. "speaker" holds out all
-        that a speaker says, and does not look at the splits of the corpus: the speakers named, or where none is
-        named that share of the speakers, by the hashes of their names.
-    val_share, test_share: 0 <= share < 1, rounded to whole utterances or speakers, to one at least; 0 for none.
+    split: "utterance" uses the corpus's own splits. A missing "val" or "test" is a share of the utterances in "train"
+        or without a split, those with the smallest hashes of names. "speaker" holds out whole speakers and ignores the
+        corpus's splits: the named ones, or without names a share of them, by hashes of names.
+    val_share, test_share: 0 <= share < 1, rounded to whole utterances or speakers, at least one; 0 for none.
 
-    Raises UserError when a speaker is unknown or in two parts, or nothing would be left to train on.
+    Raises UserError if a speaker is unknown or in two parts, or nothing is left to train on.
     """
     if split == "utterance":
         parts = _by_utterance(corpus, val_share, test_share)
@@ -48,7 +47,7 @@ def hold_out(
 
 
 def speaker_folds(corpus: Corpus, num_folds: int) -> list[list[str]]:
-    """The speakers, in order, dealt out to the folds in turn. Raises UserError for more folds than speakers."""
+    """Deals sorted speakers to folds in turn. Raises UserError for more folds than speakers."""
     speakers = _speakers(corpus)
     if not 2 <= num_folds <= len(speakers):
         raise UserError(f"--folds {num_folds}: must be 2 to {len(speakers)}, the number of speakers")
@@ -56,7 +55,7 @@ def speaker_folds(corpus: Corpus, num_folds: int) -> list[list[str]]:
 
 
 def _by_utterance(corpus: Corpus, val_share: float, test_share: float) -> np.ndarray:
-    """The part of each utterance, (n,) text."""
+    """Returns the part of each utterance, (n,) text."""
     parts = np.array([split or "train" for split in corpus.splits])
     order = sorted(np.flatnonzero(parts == "train").tolist(), key=lambda i: _utterance_rank(corpus.names[i]))
     shares = {"test": test_share, "val": val_share}
@@ -70,7 +69,7 @@ def _by_utterance(corpus: Corpus, val_share: float, test_share: float) -> np.nda
 
 
 def _utterance_rank(name: str) -> tuple[bytes, bytes]:
-    # First the bare name, which is the same in a folder and in an archive of it.
+    # the bare name first, which is equal in a folder and an archive of it
     return _hash(PurePosixPath(name).stem), _hash(name)
 
 
@@ -94,7 +93,7 @@ def _by_speaker(
 
 
 def _speakers(corpus: Corpus) -> list[str]:
-    """In order. Raises UserError where they are not known."""
+    """Returns the sorted speakers. Raises UserError if they are unknown."""
     if "" in corpus.speakers:
         nameless = corpus.names[corpus.speakers.index("")]
         raise UserError(f"--split speaker: who speaks in {nameless} is not known; use --split utterance")

@@ -1,14 +1,14 @@
-"""People who say short sentences, generated: the speech that needs no download.
+"""Synthetic speech that needs no download: people who say short sentences.
 
-A sentence fills up to five places in order: a size, a colour, an animal, what it does, and where or when; animal and
-deed are always there. A word is a sequence of phones, a phone one or two sounds: targets for three formants, and how
-strong voice and noise are. Between targets the formants glide, so a sound depends on its neighbours. The source, a
+A sentence fills up to five places in order: a size, a colour, an animal, its action, and a place or time; animal and
+action are mandatory. A word is a sequence of phones, a phone one or two sounds: targets for three formants, and
+strengths of voice and noise. Formants glide between targets, so a sound depends on its neighbours. The source, a
 sawtooth at the pitch of the voice and white noise, passes through four resonances (source-filter model: Fant, "Acoustic
-theory of speech production", 1960); the formants of vowels are the mean ones of men in Peterson and Barney, "Control
-methods used in a study of the vowels", JASA 1952.
+theory of speech production", 1960); formants of vowels are the means of men in Peterson and Barney, "Control methods
+used in a study of the vowels", JASA 1952.
 
-Speakers differ in pitch, length of the vocal tract, pace and in each formant of each sound; those of validation and
-test are heard nowhere else.
+Speakers differ in pitch, vocal tract length, pace and in each formant of each sound; validation and test have their own
+speakers.
 """
 
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ SAMPLE_RATE = 8000
 NUM_UTTERANCES = {"train": 1000, "val": 100, "test": 100}
 NUM_SPEAKERS = {"train": 18, "val": 3, "test": 3}
 SNR_DB = (25.0, 40.0)
-"""Of an utterance and the white noise behind it."""
+"""Signal-to-noise ratio of utterances and white background noise."""
 
 _FRAME = 128
-"""Samples over which the resonances stand still; frames overlap by half."""
+"""Samples per frame of constant resonances; frames overlap by half."""
 _FORMAT_VERSION = 1
 
 
@@ -55,7 +55,7 @@ def _fricative(f1: float, f2: float, f3: float, noise: float, voice: float = 0.0
 
 
 def _stop(f1: float, f2: float, f3: float, is_voiced: bool) -> tuple[_Sound, ...]:
-    """A closure, silent but for the voice, and a burst, which is longer and stronger without a voice."""
+    """Returns a closure, silent except for voice, and a burst, longer and stronger if unvoiced."""
     if is_voiced:
         return _Sound(f1, f2, f3, 0.15, 0.0, 60), _Sound(f1, f2, f3, 0.3, 0.4, 20)
     return _Sound(f1, f2, f3, 0.0, 0.0, 60), _Sound(f1, f2, f3, 0.0, 0.8, 40)
@@ -116,12 +116,12 @@ class _Speaker:
 
 
 def load_synthetic_corpus(cache_dir: Path) -> Corpus:
-    """1,200 utterances of 24 speakers, 29 minutes in all, always the same; kept in the cache."""
+    """Generates 1,200 utterances of 24 speakers, 29 minutes in all, always equal; cached."""
     return cached_corpus(cache_dir, f"speech_synthetic-{_FORMAT_VERSION}", generate)
 
 
 def generate() -> Corpus:
-    """The corpus, in about 3 s; splits "train", "val" and "test" have no speaker in common."""
+    """Generates the corpus in about 3 s; no speaker is in two splits."""
     audio: list[np.ndarray] = []
     transcripts, speakers, splits = [], [], []
     for split, num_utterances in NUM_UTTERANCES.items():
@@ -147,7 +147,7 @@ def generate() -> Corpus:
 
 
 def _speaker(rng: np.random.Generator) -> _Speaker:
-    # Who is small has a short vocal tract, and mostly a high voice.
+    # small people have short vocal tracts, and mostly high voices
     size = rng.uniform(-1, 1)
     tract = np.exp(0.10 * size)
     return _Speaker(
@@ -166,14 +166,14 @@ def _sentence(rng: np.random.Generator) -> list[str]:
 
 @cache
 def _pronunciation(word: str) -> list[int]:
-    """The sounds of a word, positions in _SOUNDS."""
+    """Returns the sounds of a word as positions in _SOUNDS."""
     first = dict(zip(_PHONES, np.cumsum([1, *map(len, _PHONES.values())]).tolist(), strict=False))
     (phones,) = (words[word] for words in _LEXICON if word in words)
     return [first[phone] + k for phone in phones.split() for k in range(len(_PHONES[phone]))]
 
 
 def _speak(words: list[str], speaker: _Speaker, rng: np.random.Generator) -> np.ndarray:
-    """The sentence as int16 audio, (length,)."""
+    """Synthesises a sentence as int16 audio, (length,)."""
     chosen = [0]
     for word in words:
         chosen += _pronunciation(word)
@@ -187,7 +187,7 @@ def _speak(words: list[str], speaker: _Speaker, rng: np.random.Generator) -> np.
     frames = np.arange(0, num_samples + _FRAME // 2, _FRAME // 2)
     glide = 0.3 * duration
     tracks = [_between(frames, start + glide, end - glide, formant) for formant in formants.T]
-    # A voice or a noise sets in within 5 ms.
+    # voice or noise starts within 5 ms
     edge = np.minimum(glide, 0.0025 * SAMPLE_RATE)
     time = np.arange(num_samples)
     voice, noise = (_between(time, start + edge, end - edge, strength) for strength in sounds[:, 3:5].T)
@@ -196,12 +196,12 @@ def _speak(words: list[str], speaker: _Speaker, rng: np.random.Generator) -> np.
 
 
 def _between(time: np.ndarray, start: np.ndarray, end: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Values that hold from start to end, each (m,), and change evenly in between: (len(time),) float32."""
+    """Interpolates values held from start to end, each (m,), linearly in between: (len(time),) float32."""
     return np.interp(time, np.stack([start, end], axis=1).ravel(), np.repeat(values, 2)).astype(np.float32)
 
 
 def _sawtooth(pitch: float, num_samples: int, rng: np.random.Generator) -> np.ndarray:
-    """The voice at its source, (num_samples,): the pitch falls by a fifth, and wanders."""
+    """Generates the glottal source, (num_samples,): its pitch falls by a fifth, and wanders."""
     knots = np.linspace(1.1, 0.9, 8) + 0.04 * rng.standard_normal(8)
     relative = np.interp(np.arange(num_samples), np.linspace(0, num_samples, len(knots)), knots)
     cycles = np.cumsum(relative) * (pitch / SAMPLE_RATE)
@@ -209,9 +209,9 @@ def _sawtooth(pitch: float, num_samples: int, rng: np.random.Generator) -> np.nd
 
 
 def _resonate(source: np.ndarray, formants: np.ndarray) -> np.ndarray:
-    """The source (n,) through resonances at the formants (T, 4), given every half frame, in Hz: (n,) float32.
+    """Filters the source (n,) with resonances at formants (T, 4), given every half frame, in Hz: (n,) float32.
 
-    By overlapping frames, each multiplied in the frequency domain by the resonances' magnitude.
+    Multiplies overlapping frames by the resonances' magnitudes in the frequency domain.
     """
     hop = _FRAME // 2
     padded = np.pad(source, (hop, len(formants) * hop - len(source)))
@@ -227,7 +227,7 @@ def _resonate(source: np.ndarray, formants: np.ndarray) -> np.ndarray:
 
 
 def _recorded(speech: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """The speech (n,) as a recording: noise behind it, at some level, int16."""
+    """Simulates recording of speech (n,): background noise, a random level, int16."""
     snr_db, level_db = rng.uniform(*SNR_DB), rng.uniform(-32, -20)
     speech /= np.sqrt(np.mean(speech**2))
     speech += 10 ** (-snr_db / 20) * rng.standard_normal(len(speech), np.float32)

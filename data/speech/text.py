@@ -1,4 +1,4 @@
-"""Transcripts as symbols: 0 is the blank of CTC, which also pads; 1, 2, ... are characters or words."""
+"""Transcripts as symbols: 0 is the CTC blank, also used as padding; 1, 2, ... are characters or words."""
 
 import re
 import unicodedata
@@ -18,11 +18,11 @@ _SPACE_IN_FILES = "<space>"
 
 
 def normalise(text: str) -> str:
-    """What is compared and learned of a transcript.
+    """Normalises a transcript for comparison and training.
 
-    Unicode's compatibility form (NFKC) in lower case. Letters, their marks and digits stay, and an apostrophe between
-    two of them; whatever else there is separates words, with one space, and none at the ends. Nothing is spelled out:
-    `7` stays a digit. Applying it again changes nothing.
+    Unicode's compatibility form (NFKC) in lower case. Keeps letters, their marks and digits, and apostrophes between
+    two of them; anything else separates words, by one space, without spaces at the ends. Nothing is spelled out: `7`
+    stays a digit. Idempotent.
     """
     lower = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).lower())
     words = (word.strip("'") for word in re.sub("''+", " ", lower.translate(_SEPARATED)).split())
@@ -30,7 +30,7 @@ def normalise(text: str) -> str:
 
 
 class _Separated(dict[int, str]):
-    """Of a character's code: itself, or a space for what separates words."""
+    """Maps a character's code to itself, or to a space if it separates words."""
 
     def __missing__(self, code: int) -> str:
         character = {"\u2019": "'", "\u02bc": "'"}.get(chr(code), chr(code))
@@ -45,8 +45,8 @@ _SEPARATED = _Separated()
 class Alphabet:
     """The symbols of a recogniser.
 
-    units: what a symbol is: a character (the space between words is one) or a word.
-    symbols: without the blank; symbols[k - 1] has the number k.
+    units: a symbol is a character (also the space between words) or a word.
+    symbols: without the blank; symbols[k - 1] has number k.
     """
 
     units: Units
@@ -58,21 +58,21 @@ class Alphabet:
         object.__setattr__(self, "_numbers", numbers)
 
     def __len__(self) -> int:
-        """With the blank: the number of outputs of a recogniser."""
+        """Returns the number of a recogniser's outputs, including the blank."""
         return len(self.symbols) + 1
 
     @classmethod
     def from_transcripts(cls, transcripts: Iterable[str], units: Units) -> "Alphabet":
-        """The symbols that occur in the normalised transcripts, in the order of their code points."""
+        """Collects the symbols of normalised transcripts, sorted by code point."""
         occurring = {symbol for text in transcripts for symbol in _split(normalise(text), units)}
         return cls(units, tuple(sorted(occurring)))
 
     @classmethod
     def from_file(cls, path: Path, units: Units) -> "Alphabet":
-        """One symbol a line, in UTF-8; the space as `<space>` or itself. The blank is not among them.
+        """Reads one symbol per line, in UTF-8, without the blank; the space as `<space>` or itself.
 
-        Letters are taken in lower case, as normalised text has them; other symbols may never occur in one.
-        Raises UserError, naming the line, for one that is empty, there twice, or several characters where one is meant.
+        Letters are lower-cased, as in normalised text, in which other symbols may never occur. Raises UserError, with
+        the line, for a symbol that is empty, repeated, or several characters instead of one.
         """
         where = f"--alphabet {path}"
         try:
@@ -96,7 +96,9 @@ class Alphabet:
         return cls(units, tuple(numbers))
 
     def encode(self, text: str) -> np.ndarray:
-        """The symbols of the normalised text: (length,) int64. Raises UserError for one that is not in the alphabet."""
+        """Returns the symbols of the normalised text: (length,) int64. Raises UserError for symbols outside the
+        alphabet.
+        """
         symbols = _split(normalise(text), self.units)
         try:
             return np.fromiter((self._numbers[symbol] for symbol in symbols), np.int64, len(symbols))
@@ -107,7 +109,7 @@ class Alphabet:
             ) from None
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of symbols; blanks, which also pad, say nothing."""
+        """Converts symbols to text; skips blanks and padding."""
         symbols = [self.symbols[number - 1] for number in ids if number != BLANK]
         return (" " if self.units == "words" else "").join(symbols)
 
@@ -117,5 +119,5 @@ def _split(text: str, units: Units) -> Sequence[str]:
 
 
 def shortest_frames(symbols: np.ndarray) -> int:
-    """The fewest frames on which CTC can place the symbols (length,): each takes one, and equal neighbours a blank."""
+    """Returns the fewest frames for CTC to align symbols (length,): one each, and a blank between equal neighbours."""
     return len(symbols) + int(np.count_nonzero(symbols[1:] == symbols[:-1]))

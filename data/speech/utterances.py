@@ -1,15 +1,15 @@
-"""Data sets of utterances: as they were recorded, or strings of recordings of one speaker.
+"""Data sets of utterances: as recorded, or strings of recordings of one speaker.
 
-A batch is what `__getitems__` returns:
+A batch from `__getitems__`:
     audio: (B, S) float32 in about [-1, 1], zeros behind the end of each; num_samples: (B,) int64.
-    recordings: (B, W) int64, which recordings of the corpus it consists of, -1 behind the last one.
+    recordings: (B, W) int64, recordings of the corpus in each sample, -1 behind the last.
     targets: (B, U) int64 symbols, 0 behind the end of each; target_length: (B,) int64. Absent without an alphabet.
     warp, freq_masks, time_masks, masking_db: see `Augmenter.for_front_end`. Absent without augmentation.
 
 Audio and targets are padded to `SampleKeys.padded_length`.
 
-Everything random is a function of seed, epoch and sample, never of the batch. The host draws it; on a device the audio
-is made there, all of a batch at once (`waves`), and differs from the host's by less than -100 dB of its power.
+All randomness is a function of seed, epoch and sample, never of the batch, and is drawn on the host. On a device, audio
+of a whole batch is computed there (`waves`), and differs from the host's by less than -100 dB of its power.
 """
 
 from typing import Any, NamedTuple
@@ -27,20 +27,20 @@ from trainer.loading.on_device import Movable
 from trainer.loading.order import SampleKeys
 
 MOST_GAP_S = 0.4
-"""Silence before, between and after the recordings of a string: uniform from 0 to this, in seconds."""
+"""Maximum silence before, between and after the recordings of a string, uniform from 0, in seconds."""
 LEVEL_DB = 3.0
-"""Each recording of a string is louder or softer by so many decibels, uniform in both directions."""
+"""Maximum change of loudness of each recording of a string, in decibels, uniform in both directions."""
 STRING_SNR_DB = (25.0, 40.0)
-"""White noise of a string: the string's power over its own is uniform between these, in dB."""
+"""Signal-to-noise ratio of white noise in a string, uniform between these, in dB."""
 
 _FULL_SCALE = np.float32(2.0**-15)
 _STEPS_PER_SECOND, _TARGET_STEP = 4, 32
-"""On a GPU, audio is padded to parts of a second, and targets, which cost next to nothing, to multiples of this."""
-_STRING_STREAM = 16  # beside those of augmentation, which has the same keys
+"""On a GPU, audio is padded to fractions of a second, and targets, which cost little, to multiples of this."""
+_STRING_STREAM = 16  # beside the streams of augmentation, with the same keys
 
 
 class _OfCorpus(Movable):
-    """Finds the recordings of a corpus and varies the audio made of them: a base of its data sets."""
+    """A base of data sets: finds recordings of a corpus and augments audio of them."""
 
     stays = frozenset({"indices", "_durations", "_first", "_count"})
 
@@ -53,7 +53,7 @@ class _OfCorpus(Movable):
         self._noise_tables: Array = noise_tables()
 
     def _recordings(self, which: np.ndarray, factors: np.ndarray) -> Array:
-        """Recordings (m,) times factors (m,) float32, on a device: (m, length of the longest) float32, zeros behind."""
+        """Returns recordings (m,) scaled by factors (m,) float32, on a device: (m, longest) float32, zeros behind."""
         start, length = self.here(np.stack([self.corpus.offsets[which], self._durations[which]]))
         rows = Ragged(start, length, int(self._durations[which].max()))
         return cast(rows.of(self._audio), "float32") * self.here(factors * _FULL_SCALE)[:, None]
@@ -61,7 +61,7 @@ class _OfCorpus(Movable):
     def _batch(
         self, audio: Any, lengths: np.ndarray, recordings: np.ndarray, transcripts: list[str], keys: SampleKeys
     ) -> dict[str, Array]:
-        """See the top of this file. audio: (length,) float32 of each sample; on a device all, (B, S), zeros behind."""
+        """Builds a batch. audio: (length,) float32 per sample; on a device (B, S), zeros behind."""
         augmenter, step = self._augmenter, self.corpus.sample_rate // _STEPS_PER_SECOND
         batch: Arrays = {"recordings": recordings}
         if self._alphabet is not None:
@@ -81,12 +81,12 @@ class _OfCorpus(Movable):
 
 
 class Utterances(_OfCorpus):
-    """Utterances of a corpus, one sample each."""
+    """Utterances of a corpus, one per sample."""
 
     def __init__(
         self, corpus: Corpus, indices: np.ndarray, alphabet: Alphabet | None, augmenter: Augmenter | None = None
     ) -> None:
-        """indices: (n,) int64, which utterances. alphabet: of the targets; None for none."""
+        """indices: (n,) int64, utterances to use. alphabet: for targets; None for none."""
         super().__init__(corpus, alphabet, augmenter)
         self.indices = indices
 
@@ -94,12 +94,12 @@ class Utterances(_OfCorpus):
         return len(self.indices)
 
     def lengths(self, epoch: int) -> np.ndarray:
-        """Samples of audio of each, (n,) int64: `num_samples` of the batches of that epoch."""
+        """Returns samples of audio of each, (n,) int64: `num_samples` of that epoch's batches."""
         lengths = self._durations[self.indices]
         return lengths if self._augmenter is None else self._augmenter.lengths(lengths, epoch, np.arange(len(self)))
 
     def transcripts(self, index: np.ndarray) -> list[str]:
-        """What is said in the samples."""
+        """Returns the transcripts of samples."""
         return [self.corpus.transcripts[i] for i in self.indices[index]]
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
@@ -113,11 +113,11 @@ class Utterances(_OfCorpus):
 
 
 class _Plan(NamedTuple):
-    """What strings consist of; W is the most words of a string.
+    """Composition of strings; W is the maximum number of words.
 
-    recordings: (n, W) int64, positions in the corpus. is_word: (n, W) bool, which of them there are.
-    percent: (n, W) int64, how much of its time each lasts.
-    gaps: (n, W + 1) int64, samples of silence before each, and after the last one; 0 where there is none.
+    recordings: (n, W) int64, positions in the corpus. is_word: (n, W) bool, which exist.
+    percent: (n, W) int64, duration of each in percent.
+    gaps: (n, W + 1) int64, samples of silence before each, and after the last; 0 for none.
     level: (n, W) float32, factors on the amplitude. noise: (n,) each. room: (n, W) each; None without augmentation.
     """
 
@@ -131,9 +131,9 @@ class _Plan(NamedTuple):
 
 
 class Strings(_OfCorpus):
-    """Strings of several recordings of one speaker, with gaps between them and light noise: others in each epoch.
+    """Strings of several recordings of one speaker, with gaps and light noise, new in each epoch.
 
-    Evaluation, which is always that of epoch 0, has the same strings whenever it has the same seed.
+    Evaluation always uses epoch 0, so its strings depend only on the seed.
     """
 
     def __init__(
@@ -148,19 +148,19 @@ class Strings(_OfCorpus):
         seed: int,
         growing_epochs: int = 0,
     ) -> None:
-        """indices: (n,) int64, at least one recording of the corpus that strings are made of.
+        """indices: (n,) int64, at least one, recordings of the corpus to use.
 
-        alphabet: of the targets; None for none. num_words: fewest and most recordings in a string, from 1.
-        num_strings: samples in an epoch.
-        growing_epochs: strings begin as single recordings and are of full length after so many epochs: CTC learns what
-            sounds like what from short ones much sooner.
+        alphabet: for targets; None for none. num_words: minimum and maximum recordings per string, from 1. num_strings:
+        samples per epoch. growing_epochs: epochs until strings, single recordings at first, reach full length: CTC
+        learns sounds much sooner from
+            short ones.
         """
         super().__init__(corpus, alphabet, augmenter)
         self._num_words = num_words
         self._num_strings = num_strings
         self._seed = seed
         self._growing_epochs = growing_epochs
-        # Recordings by speaker, and for each of them where those of its speaker begin and how many they are.
+        # recordings by speaker, and the range of each recording's speaker
         speakers = np.array([corpus.speakers[i] for i in indices])
         order = np.argsort(speakers, kind="stable")
         _, first, inverse, counts = np.unique(
@@ -173,13 +173,13 @@ class Strings(_OfCorpus):
         return self._num_strings
 
     def lengths(self, epoch: int) -> np.ndarray:
-        """Samples of audio of each, (n,) int64: `num_samples` of the batches of that epoch."""
+        """Returns samples of audio of each, (n,) int64: `num_samples` of that epoch's batches."""
         index = np.arange(len(self))
         lengths = self._lengths(self._plan(epoch, index))
         return lengths if self._augmenter is None else self._augmenter.lengths(lengths, epoch, index)
 
     def transcripts(self, index: np.ndarray, epoch: int = 0) -> list[str]:
-        """What is said in the samples."""
+        """Returns the transcripts of samples."""
         return self._joined(self._plan(epoch, index))
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
@@ -193,11 +193,11 @@ class Strings(_OfCorpus):
         return self._batch(audio, self._lengths(plan), recordings, self._joined(plan), keys)
 
     def _lengths_of_words(self, plan: _Plan) -> np.ndarray:
-        """(n, W) int64, 0 where there is none."""
+        """(n, W) int64, 0 where there is no word."""
         return length_at(self._durations[plan.recordings], plan.percent) * plan.is_word
 
     def _lengths(self, plan: _Plan) -> np.ndarray:
-        """Samples of each string before it is varied, (n,) int64."""
+        """Returns samples of each string before augmentation, (n,) int64."""
         return self._lengths_of_words(plan).sum(axis=1) + plan.gaps.sum(axis=1)
 
     def _plan(self, epoch: int, index: np.ndarray) -> _Plan:
@@ -208,7 +208,7 @@ class Strings(_OfCorpus):
         fewest, most = (1 + round(grown * (limit - 1)) for limit in self._num_words)
         num_words = fewest + np.floor((most - fewest + 1) * number).astype(np.int64)
         word = np.arange(width + 1)
-        # The first recording is any, so that speakers appear as often as they have recordings; it names the speaker.
+        # The first recording, uniform among all, determines the speaker, so speakers are weighted by their recordings.
         leader = (which[:, :1] * len(self.indices)).astype(np.int64)
         others = self._first[leader] + (which[:, 1:] * self._count[leader]).astype(np.int64)
         percent, room = np.full((len(index), width), 100), None
@@ -227,7 +227,7 @@ class Strings(_OfCorpus):
         )
 
     def _string(self, plan: _Plan, row: int) -> np.ndarray:
-        """The audio of one string, (length,) float32."""
+        """Synthesises the audio of one string, (length,) float32."""
         is_word, gaps = plan.is_word[row], plan.gaps[row]
         words = [
             at_duration(self.corpus.utterance(i) * (factor * _FULL_SCALE), percent)
@@ -248,7 +248,7 @@ class Strings(_OfCorpus):
         return audio
 
     def _strings(self, plan: _Plan) -> Array:
-        """The audio of all strings, on a device: (n, length of the longest) float32."""
+        """Synthesises the audio of all strings, on a device: (n, longest) float32."""
         is_word, tables, here = plan.is_word, self._noise_tables, self.here
         which, of_words, lengths = plan.recordings[is_word], self._lengths_of_words(plan), self._lengths(plan)
         before, after, width = self._durations[which], of_words[is_word], int(lengths.max())
@@ -261,7 +261,7 @@ class Strings(_OfCorpus):
         return waves.noisy(strings, lengths, plan.noise, tables, here)
 
     def _joined(self, plan: _Plan) -> list[str]:
-        """What is said."""
+        """Returns the transcripts."""
         return [
             " ".join(self.corpus.transcripts[i] for i in row[is_word])
             for row, is_word in zip(plan.recordings, plan.is_word, strict=True)
@@ -269,7 +269,7 @@ class Strings(_OfCorpus):
 
 
 def _padded(rows: list[np.ndarray], dtype: np.dtype, keys: SampleKeys, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows (length,) as one array (n, padded length), zeros behind the end of each; and the lengths (n,) int64."""
+    """Stacks rows (length,) to (n, padded length), zeros behind; also returns lengths (n,) int64."""
     lengths = np.array([len(row) for row in rows])
     padded = np.zeros((len(rows), keys.padded_length(lengths.max(initial=0), step)), dtype)
     for target, row in zip(padded, rows, strict=True):

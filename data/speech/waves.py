@@ -1,7 +1,7 @@
-"""Audio of a whole batch at once, on a device: what `augmentation` does to one recording after another on the host.
+"""Augments the audio of a whole batch on a device, as `augmentation` does per recording on the host.
 
 Audio is (B, S) float32, zeros behind the end of each row. It differs from the host's by less than -100 dB of its power.
-Lengths and other numbers of rows are arrays of the host, (B,); `here` (`Movable.here`) brings them to the device.
+Lengths and other numbers per row are host arrays, (B,); `here` (`Movable.here`) moves them to the device.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,11 @@ Here = Callable[[np.ndarray], Tensor]
 
 
 def chirp_z(values: Tensor, period: Tensor, sign: int, num_out: int) -> Tensor:
-    """The sums over n of values[n] exp(sign 2 pi i n k / period), for k from 0 on: (B, num_out) complex64.
+    """Sums values[n] exp(sign 2 pi i n k / period) over n, for k from 0: (B, num_out) complex64.
 
-    values: (B, S), real or complex. period: (B, 1) int64. As n k = (n^2 + k^2 - (k - n)^2) / 2, these are convolutions
-    with chirps, and so Fourier transforms of one length for all rows, whatever their periods are. (Bluestein, "A linear
-    filtering approach to the computation of discrete Fourier transform", IEEE Transactions on Audio and
+    values: (B, S), real or complex. period: (B, 1) int64. Since n k = (n^2 + k^2 - (k - n)^2) / 2, these are
+    convolutions with chirps, and so Fourier transforms of one length for all rows, whatever their periods. (Bluestein,
+    "A linear filtering approach to the computation of discrete Fourier transform", IEEE Transactions on Audio and
     Electroacoustics 18(4), 1970.)
     """
     num_in = values.shape[1]
@@ -36,12 +36,12 @@ def chirp_z(values: Tensor, period: Tensor, sign: int, num_out: int) -> Tensor:
 
 
 def at_durations(audio: Tensor, length: np.ndarray, percent: np.ndarray, width: int, here: Here) -> Tensor:
-    """`augmentation.at_duration` of each row: (B, width), by Fourier transforms of the same lengths."""
+    """Applies `augmentation.at_duration` to each row: (B, width), with transforms of the same lengths."""
     if (percent == 100).all():
         return F.pad(audio, (0, width - audio.shape[1]))
     periods = np.array([100 * hundreds(each) for each in length.tolist()])
     old, new, end = here(np.stack([periods, percent * periods // 100, length_at(length, percent)]))[..., None]
-    # Each bin of a real signal stands for two, except the first one and the one at half the new rate, if there is one.
+    # each bin of a real signal counts twice, except the first and the one at half the new rate, if present
     twice_bin = 2 * torch.arange(int(periods.max()) // 2 + 1, device=audio.device)
     weight = (twice_bin <= old) * ((twice_bin < new).float() + (twice_bin <= new))
     weight[:, 0] = 1
@@ -50,7 +50,7 @@ def at_durations(audio: Tensor, length: np.ndarray, percent: np.ndarray, width: 
 
 
 def noisy(audio: Tensor, length: np.ndarray, noise: Noise, tables: Tensor, here: Here) -> Tensor:
-    """`augmentation.add_noise` to each row."""
+    """Applies `augmentation.add_noise` to each row."""
     start, first, end = here(np.stack([noise.start, noise.colour * NOISE_LENGTH + noise.start, length]))[..., None]
     column = torch.arange(audio.shape[1], device=audio.device)
     found = _ended(tables.take(first + column % (NOISE_LENGTH - start)), end)
@@ -61,7 +61,7 @@ def noisy(audio: Tensor, length: np.ndarray, noise: Noise, tables: Tensor, here:
 def changed(
     audio: Tensor, length: np.ndarray, changes: Changes | None, width: int, tables: Tensor, here: Here
 ) -> Tensor:
-    """`Augmenter.audio` of each row: (B, width)."""
+    """Applies `Augmenter.audio` to each row: (B, width)."""
     if changes is None:
         return F.pad(audio, (0, width - audio.shape[1]))
     percent, gain, tilt, noise = changes
@@ -73,9 +73,9 @@ def changed(
 
 
 def joined(words: Tensor, length: np.ndarray, begin: np.ndarray, shape: tuple[int, int], here: Here) -> Tensor:
-    """Strings of words (m, T), of a shape (B, width).
+    """Joins words (m, T) to strings (B, width).
 
-    length: (m,). begin: (m,) int64, ascending, where each word begins in the strings, if they lie behind each other.
+    length: (m,). begin: (m,) int64, ascending, start of each word in the concatenated strings.
     """
     first, num = here(np.stack([begin, length]))
     position = torch.arange(shape[0] * shape[1], device=words.device)
@@ -86,5 +86,5 @@ def joined(words: Tensor, length: np.ndarray, begin: np.ndarray, shape: tuple[in
 
 
 def _ended(audio: Tensor, length: Tensor) -> Tensor:
-    """With zeros behind the length (B, 1) of each row."""
+    """Zeroes each row behind its length (B, 1)."""
     return audio * (torch.arange(audio.shape[1], device=audio.device) < length)

@@ -54,10 +54,13 @@ def hyper_connections(
 class HyperConnection(nn.Module):
     """A connection around a sub-layer with normalised input, as in a pre-norm residual connection.
 
-    layer: index of the sub-layer in the model, from 0. num_streams: n, at least 2. init_gate: initial a_pre, a_post and
-    a_res: how much the coefficients depend on the token. num_iterations: of Sinkhorn and Knopp's algorithm, at least 1.
-    in_full_precision: disables autocast for the whole connection; otherwise its matrix products use it. opens: takes
-    (B, T, C) and creates the streams. closes: returns (B, T, C), the mean of the streams.
+    layer: index of the sub-layer in the model, from 0.
+    num_streams: n, at least 2.
+    init_gate: initial a_pre, a_post and a_res: how much the coefficients depend on the token.
+    num_iterations: of Sinkhorn and Knopp's algorithm, at least 1.
+    in_full_precision: disables autocast for the whole connection; otherwise its matrix products use it.
+    opens: takes (B, T, C) and creates the streams.
+    closes: returns (B, T, C), the mean of the streams.
     """
 
     def __init__(

@@ -26,8 +26,9 @@ _CHUNK_STEPS = 50
 class Residual(nn.Module):
     """A residual connection around a sub-layer F(query input, context), with its LayerNorm.
 
-    original: n = norm(x); n + F(n, x), as in the SASRec paper's code: the stream itself is normalised. pre: x +
-    F(norm(x), norm(x)). post: norm(x + F(x, x)).
+    original: n = norm(x); n + F(n, x), as in the SASRec paper's code: the stream itself is normalised.
+    pre: x + F(norm(x), norm(x)).
+    post: norm(x + F(x, x)).
     """
 
     def __init__(self, width: int, order: NormOrder) -> None:
@@ -199,8 +200,10 @@ class Block(nn.Module):
 class SequentialRecommender(nn.Module):
     """Base: item embeddings, blocks and a final norm. Subclasses define the blocks' input.
 
-    num_items: items are 1..num_items; 0 is padding. maxlen: longest history, in items. attentions: one attention module
-    per block. connections: two per block, around attention and feed-forward layer.
+    num_items: items are 1..num_items; 0 is padding.
+    maxlen: longest history, in items.
+    attentions: one attention module per block.
+    connections: two per block, around attention and feed-forward layer.
     """
 
     def __init__(

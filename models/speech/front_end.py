@@ -105,10 +105,11 @@ class LogMel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Returns features (B, T, F) and each utterance's number of frames (B,) int64.
 
-        audio: (B, S) in about [-1, 1], zero-padded. num_samples: (B,) int64. warp: (B,) factors on frequencies, as of a
-        vocal tract shortened by that factor, or None. freq_masks: (B, n, 2) int64, (start, width) in mel bins, set to
-        0, or None (SpecAugment, Park et al., 2019). time_masks: (B, n, 2), (start, width) as shares of the utterance's
-        frames, set to 0, or None. masking_db: (B,), added to the module's `masking_db`, or None.
+        audio: (B, S) in about [-1, 1], zero-padded. num_samples: (B,) int64.
+        warp: (B,) factors on frequencies, as of a vocal tract shortened by that factor, or None.
+        freq_masks: (B, n, 2) int64, (start, width) in mel bins, set to 0, or None (SpecAugment, Park et al., 2019).
+        time_masks: (B, n, 2), (start, width) as shares of the utterance's frames, set to 0, or None.
+        masking_db: (B,), added to the module's `masking_db`, or None.
         """
         with torch.autocast(audio.device.type, enabled=False):
             noise = self.masking_noise(audio, num_samples, masking_db) if self.normalise == "utterance" else None

@@ -59,11 +59,12 @@ def predict(
     the product along its path. A node's context is the rows of its classes. Classes without context rows have
     probability 0.
 
-    model: in eval mode; computes on its own device, in its parameters' dtype. context: (N, m), queries: (Q, m), NaN
-    where missing. labels: (N,) int64, 0..num_classes-1. num_estimators: members. seed: determines orders and samples.
-    temperature: divides the logits. max_cells: rows times columns computed at a time, which bounds memory; at least one
-    member's context and a quarter as many
-        query rows (64 at least). Changes the result only by rounding.
+    model: in eval mode; computes on its own device, in its parameters' dtype.
+    context: (N, m), queries: (Q, m), NaN where missing. labels: (N,) int64, 0..num_classes-1.
+    num_estimators: members. seed: determines orders and samples.
+    temperature: divides the logits.
+    max_cells: rows times columns computed at a time, which bounds memory; at least one member's context and a quarter
+        as many query rows (64 at least). Changes the result only by rounding.
     progress: called after each forward with the numbers of completed and all forwards.
     """
     probabilities = torch.zeros(len(queries), num_classes, dtype=torch.float64)

@@ -226,7 +226,9 @@ def test_other_formats_are_refused_by_name(what, name, tmp_path):
         lambda: read_new_windows(path),
     ]
     for read in readers:
-        with pytest.raises(UserError, match=rf"{path}.*: is {what}, which cannot be read .*docs/formats.md#[a-z-]+ shows"):
+        with pytest.raises(
+            UserError, match=rf"{path}.*: is {what}, which cannot be read .*docs/formats.md#[a-z-]+ shows"
+        ):
             read()
 
 

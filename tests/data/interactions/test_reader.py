@@ -271,10 +271,10 @@ def test_quotes_that_join_whole_lines_are_refused_and_texts_of_several_lines_are
 
 def test_a_name_that_marks_a_missing_value_is_warned_of(load) -> None:
     remarks = " ".join(load("user,item,time\nNA,1,1\nNA,2,2\nNadia,null,1\n").remarks)
-    assert "Warning: 2 of 3 interactions have the user 'NA'" in remarks and "by --user-column." in remarks
-    with pytest.raises(UserError, match=r"all interactions have the user 'NA', .* by --user-column"):
+    assert "Warning: 2 of 3 interactions have the user 'NA'" in remarks and "with --user-column." in remarks
+    with pytest.raises(UserError, match=r"all interactions have the user 'NA', .* with --user-column"):
         load("user,item,time\nNA,1,1\nNA,2,2\n", "c.csv")
-    assert "Warning: 1 of 3 interactions have the item 'null'" in remarks and "by --item-column." in remarks
+    assert "Warning: 1 of 3 interactions have the item 'null'" in remarks and "with --item-column." in remarks
     assert not [remark for remark in load("user,item,time\nNadia,1,1\n", "b.csv").remarks if "marks" in remark]
 
 
@@ -422,7 +422,7 @@ HEAD = "user item time\n"
         ("0 1 2 3 4 5 6\n1 2 3\n", "is one user a line .7 columns, and 3 in the line below: .*#one-user-a-line"),
         ("", r"file.txt: is empty"),
         ("\n  \n", r"file.txt: is empty"),
-        ("user item time\n", r"file.txt: is empty"),
+        ("user item time\n", r"file.txt: has only a header"),
         (HEAD + "1 2 3\n\n1 2\n", r"line 4: '1 2': 2 columns instead of 3"),
         (HEAD + "1 2 3\n1 2 3 4\n", r"line 3: '1 2 3 4': 4 columns instead of 3"),
         ("7\n", r"line 1: '7': 1 column, since no tab, .* separates any, not `user item`"),
@@ -508,7 +508,7 @@ def test_the_k_core_equals_a_slow_loop(load) -> None:
         expected = slow_k_core(pairs, k)
         content = "".join(f"{u} {i}\n" for u, i in pairs)
         if not expected:
-            with pytest.raises(UserError, match=rf"^--k-core {k}: nothing of .*file{k}.txt is left"):
+            with pytest.raises(UserError, match=rf"^--k-core {k}: nothing of .*file{k}.txt remains"):
                 load(content, f"file{k}.txt", k)
             dropped.add("all")
             continue

@@ -203,7 +203,7 @@ def test_everybody_keeps_an_item() -> None:
     ("files", "message"),
     [
         ({"train": "0 3 1\n1 x\n"}, r"train.txt, line 2: '1 x': 'x' is not a whole number from 0; fix it"),
-        ({"train": "user_id item_ids\n0 3 1\n"}, r"train.txt, line 1: .*, and this file has no line of names; mend"),
+        ({"train": "user_id item_ids\n0 3 1\n"}, r"train.txt, line 1: .*, and this file has no line of names; fix"),
         ({"train": "0 3 1\n\n1 -2\n"}, r"train.txt, line 3: '1 -2': '-2' is not a whole number"),
         ({"test": "0 1.5\n"}, r"test.txt, line 1: '0 1.5': '1.5' is not a whole number"),
         ({"train": "0 \u0663\n"}, r"train.txt, line 1: .* is not a whole number"),
@@ -242,7 +242,7 @@ def test_everybody_keeps_an_item() -> None:
         ({"test": "0 0\n3 1\n"}, r"test.txt, line 2: '3 1': user 3 has no items in train.txt"),
         ({"valid": "4 1\n"}, r"valid.txt, line 1: '4 1': user 4 has no items in train.txt"),
         ({"test": "0 0\n1 9\n"}, r"test.txt, line 2: '1 9': item 9 occurs neither in train.txt nor in the graph"),
-        ({"valid": "0 9\n", "kg_final": None}, r"valid.txt, line 1: '0 9': item 9 occurs neither in train.txt; mend"),
+        ({"valid": "0 9\n", "kg_final": None}, r"valid.txt, line 1: '0 9': item 9 occurs neither in train.txt; fix"),
         ({"test": "2 3 0\n"}, r"test.txt, line 1: '2 3 0': user 2 has item 0 in train.txt too, and what is known is"),
         ({"valid": "0 3\n"}, r"valid.txt, line 1: '0 3': user 0 has item 3 in train.txt too"),
         ({"test": "0 2\n"}, r"test.txt, line 1: '0 2': user 0 has item 2 in valid.txt too"),

@@ -66,7 +66,7 @@ def test_dates_of_which_the_day_is_not_clear_are_left_out(texts, table):
 def test_lines_that_are_no_rows_are_refused_or_left_out_and_counted(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("x,y\n1,a\n2,b,c\n3\n4,b\n" + "1,a\n4,b\n" * 9)
-    with pytest.raises(UserError, match=r"line 3: 3 fields, .* has 2: '2,b,c'; mend .*--on-bad drop"):
+    with pytest.raises(UserError, match=r"line 3: 3 fields, .* has 2: '2,b,c'; fix .*--on-bad drop"):
         read_table(path)
     table = read_table(path, reading=Reading(on_bad="drop"))
     assert table.column("x").distinct_texts == ["1", "4"]
