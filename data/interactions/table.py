@@ -142,7 +142,7 @@ class _Parser:
         if len(user_ids) == 1 and user_ids[0].lower() in _NO_NAMES:
             raise UserError(
                 f"{self._where}: all interactions have the user {user_ids[0]!r}, which marks a missing value; name "
-                "another column by --user-column, such as one of sessions"
+                "another column with --user-column, such as one of sessions"
             )
         remarks, times, form = [*self._layout.remarks, *self._left_out.remarks()], None, ""
         if columns:

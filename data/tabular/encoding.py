@@ -1,4 +1,4 @@
-"""A table as the numbers that a model takes, by what the rows that it learns from hold."""
+"""Encodes tables as model inputs, fitted on the training rows."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,16 +13,16 @@ from data.tabular.table import Column, Table
 from trainer.common.errors import UserError
 
 _LARGEST_CODE = 1e9
-"""In standard deviations: float32 keeps their squares."""
+"""In standard deviations: float32 can hold their squares."""
 
 
 @dataclass(frozen=True)
 class ColumnCode:
-    """How one column becomes numbers.
+    """Encoding of one column.
 
-    categories: texts, coded by their places; None for a column of numbers.
-    mean, std: of its numbers, which become standard deviations from the mean: float32 would not keep the digits of
-        small differences between large numbers. 0 and 1 for categories.
+    categories: texts, coded by position; None for a numeric column.
+    mean, std: of its numbers, for standardisation, since float32 loses the digits of small differences between large
+        numbers. 0 and 1 for categories.
     spelling: of its numbers.
     """
 
@@ -37,20 +37,20 @@ class ColumnCode:
         if column.texts is not None:
             return cls(column.name, tuple(column.distinct_texts))
         if len(column.distinct) < 2:  # the mean of equal numbers may differ from them in the last bit
-            mean = float(column.distinct.sum())  # 0.0 where there is none
+            mean = float(column.distinct.sum())  # 0.0 without any
             return cls(column.name, None, mean, spelling=column.spelling)
         values = column.values[~column.is_missing]
-        std = float(values.std()) or 1.0  # 0 of differences whose squares are too small for float64
+        std = float(values.std()) or 1.0  # 0 if squared differences underflow float64
         return cls(column.name, None, float(values.mean()), std, column.spelling)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ColumnCode":
-        """Builds it from the result of `asdict`, perhaps of a version without spellings."""
+        """Builds it from the result of `asdict`, perhaps from a version without spellings."""
         categories, spelling = values["categories"], Spelling(**values.get("spelling", {}))
         return cls(**values | {"categories": _if_any(tuple, categories), "spelling": spelling})
 
     def encode(self, column: Column) -> np.ndarray:
-        """(n,) float64, NaN where a value is missing, no number, or a category that is not known."""
+        """(n,) float64, NaN for missing values, non-numbers and unknown categories."""
         if self.categories is None:
             numbers = column.as_numbers(column.spelling_like(self.spelling))
             return np.clip((numbers - self.mean) / self.std, -_LARGEST_CODE, _LARGEST_CODE)
@@ -59,7 +59,7 @@ class ColumnCode:
         return column.looked_up(lambda text: places.get(key(text), np.nan))
 
     def remarks(self, column: Column) -> list[str]:
-        """Sentences about a column of new rows."""
+        """Returns sentences about a column of new rows."""
         encoded, found = self.encode(column), []
         spelling = column.spelling_like(self.spelling)
         if self.categories is None and spelling != self.spelling:
@@ -80,9 +80,9 @@ class ColumnCode:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a table becomes numbers; plain values, which JSON and checkpoints keep.
+    """Encoding of a table; its plain values fit JSON and checkpoints.
 
-    label: the column that is predicted. classes: its values, in the order of their numbers.
+    label: the column to predict. classes: its values, in order of their numbers.
     """
 
     columns: tuple[ColumnCode, ...]
@@ -91,14 +91,14 @@ class Encoding:
 
     @classmethod
     def fit(cls, features: Table, labels: Labels) -> "Encoding":
-        """By the columns of a `LabelledTable`, or of some of its rows."""
+        """Fits the columns of a `LabelledTable`, or of some of its rows."""
         return cls(tuple(map(ColumnCode.of, features.columns)), labels.name, labels.classes)
 
     def encode(self, table: Table) -> np.ndarray:
-        """The features of a table, (n, m) float32, NaN where one is missing.
+        """Encodes a table's features, (n, m) float32, NaN where missing.
 
-        table: has the columns that were learned from, in any order, and perhaps others, which do not count; as it was
-            read, or typed. Raises UserError where it lacks some.
+        table: has all columns learned from, in any order; others are ignored. As read, or typed. Raises UserError if it
+            lacks some.
         """
         if lacking := {code.name for code in self.columns if table.column(code.name) is None}:
             raise UserError(f"{table.where}: lacks {shown(lacking)}; give all columns that were learned from")
@@ -106,12 +106,14 @@ class Encoding:
         return np.stack(columns, axis=1).astype(np.float32)
 
     def refuse_label(self, table: Table) -> None:
-        """Raises UserError for a table that is to be predicted, and holds what is predicted."""
+        """Raises UserError for a table to predict that has the label column."""
         if self.label in table.names:
             raise UserError(f"{table.where}: has the column {self.label!r}, which is what is predicted; take it out")
 
     def remarks(self, table: Table) -> list[str]:
-        """Sentences about what of a new table cannot be used, or is read in another way than in training."""
+        """Returns sentences about unusable contents of a new table, or about contents read differently than in
+        training.
+        """
         known = {code.name: code for code in self.columns}
         used = {name.rpartition(" (")[0] for name in known}  # perhaps dates
         others = [name for name in table.names if name not in {*known, *used} and name != self.label]
@@ -122,7 +124,7 @@ class Encoding:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Of lists, texts and numbers."""
+        """Returns lists, texts and numbers."""
         columns = [asdict(code) for code in self.columns]
         for column in columns:
             column["categories"] = _if_any(list, column["categories"])
@@ -130,7 +132,7 @@ class Encoding:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Encoding":
-        """What `to_dict` gave."""
+        """Restores an encoding from `to_dict`."""
         columns = tuple(map(ColumnCode.from_dict, values["columns"]))
         return cls(columns, values["label"], tuple(values["classes"]))
 

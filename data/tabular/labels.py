@@ -1,4 +1,4 @@
-"""The column that is to be predicted, as numbered classes, and which rows of each are held out."""
+"""The column to predict, as numbered classes, and stratified splits."""
 
 import difflib
 import math
@@ -15,19 +15,19 @@ from trainer.common.errors import UserError
 from trainer.loading.counter_random import random_bits
 
 _FEWEST_ROWS_PER_CLASS = 2
-"""On average: a column with more values than that are measurements, or names of the rows."""
+"""On average; columns with fewer are measurements or row names."""
 _FEWEST_ROWS_PER_NUMBER = 5
-"""On average, where classes are many whole numbers: with fewer they are a quantity, such as a price."""
+"""On average, if classes are many whole numbers; with fewer they are a quantity such as a price."""
 _MOST_NUMBERS, _MOST_FRACTIONS = 20, 10
-"""Different numbers, and such with decimals: as many may be classes, such as grades."""
+"""Distinct numbers, and distinct numbers with decimals, that can still be classes, such as grades."""
 
 
 @dataclass(frozen=True)
 class Labels:
     """The class of each row.
 
-    classes: in order, by value where all are numbers, else by text.
-    values: (n,) int64, places in classes; -1 where a row has no label.
+    classes: sorted, by value if all are numbers, else as text.
+    values: (n,) int64, positions in classes; -1 for rows without a label.
     may_be_quantity: whether the classes are many whole numbers.
     """
 
@@ -38,7 +38,7 @@ class Labels:
 
 
 def class_labels(table: Table, name: str) -> Labels:
-    """Labels in the column of --label. Raises UserError where it is missing, has no two classes, or is a quantity."""
+    """Reads labels from the column of --label. Raises UserError if missing, without two classes, or a quantity."""
     column = named_column(table, name, "--label")
     where = f"{table.where}: --label {name}"
     spelling = column.reading.spelling
@@ -71,7 +71,7 @@ def _refuse_quantity(numbers: Sequence[float], num_labelled: int, where: str) ->
 
 
 def refuse_unless_classes(classes: Sequence[str], num_labelled: int, where: str) -> None:
-    """Raises UserError for one class, and for so many that they are none. where: as the message begins."""
+    """Raises UserError for a single class, or too many to be classes. where: the beginning of the message."""
     if len(classes) == 1:
         raise UserError(
             f"{where}: all rows are of one class, {classes[0]!r} (NA and the like are no class); learning to tell "
@@ -85,13 +85,13 @@ def refuse_unless_classes(classes: Sequence[str], num_labelled: int, where: str)
 
 
 def class_numbers(column: Column, classes: Sequence[str]) -> np.ndarray:
-    """The place of each row's text in classes, (n,) int64; -1 where it has none, or another one."""
+    """Returns the position of each row's text in classes, (n,) int64; -1 if missing or unknown."""
     places = {text: float(i) for i, text in enumerate(classes)}
     return np.nan_to_num(column.looked_up(lambda text: places.get(text, -1.0)), nan=-1.0).astype(np.int64)
 
 
 def named_column(table: Table, name: str, flag: str) -> Column:
-    """Raises UserError, with the names that are meant perhaps, where there is no such column."""
+    """Raises UserError, with similar names, if the column does not exist."""
     column = table.column(name)
     if column is None:
         by_lower = {known.lower(): known for known in table.names}
@@ -106,11 +106,11 @@ def named_column(table: Table, name: str, flag: str) -> Column:
 
 
 def stratified_hold_out(labels: np.ndarray, share: float, seed: int, stream: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The rows to learn from and those held out, (k,) int64 each, ascending; of each class the share, at random.
+    """Splits rows into training and held-out ones, (k,) int64 each, ascending; of each class the share, at random.
 
-    A row's chance is a function of (seed, stream, its place). The numbers held out of the classes are rounded so that
-    they add up to the rounded share of all rows as nearly as can be, but of a class with two rows or more at least one
-    is held out and one kept; of a class with one row none is held out.
+    A row's draw is a function of (seed, stream, its position). Held-out counts per class are rounded so that they add
+    up to the rounded share of all rows as nearly as possible; but each class with two rows or more has at least one
+    held out and one kept, and a class with one row has none held out.
 
     labels: (n,) int64 >= 0. share: 0 < share < 1.
     """
@@ -125,7 +125,7 @@ def stratified_hold_out(labels: np.ndarray, share: float, seed: int, stream: int
 
 
 def _rounded(sizes: np.ndarray, share: float) -> np.ndarray:
-    """By largest remainders."""
+    """Rounds by largest remainders."""
     exact = share * sizes
     num_held = np.floor(exact).astype(np.int64)
     num_missing = round(share * int(sizes.sum())) - int(num_held.sum())

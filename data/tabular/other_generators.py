@@ -1,6 +1,6 @@
-"""Problems that have nothing of the prior's habits: what a model scores on them is not what it was trained for.
+"""Problems unlike the prior's, to score a model on data it was not trained for.
 
-Classic toy shapes, with columns of noise, in the batch form of `prior.tables.PriorTables`.
+Classic toy shapes, with noise columns, in the batch form of `prior.tables.PriorTables`.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ _MOST_FEATURES = 12
 _NOISE = 0.15
 
 Problem = tuple[np.ndarray, np.ndarray]
-"""Columns that matter (T, d), and labels (T,)."""
+"""Relevant columns (T, d), and labels (T,)."""
 
 
 def _blobs(random: Generator, num_rows: int) -> Problem:
-    """A normal cloud around each class's centre, of a width of its own."""
+    """A normal cloud around each class's centre, each of its own width."""
     num_classes, num_features = random.integers(2, _MOST_CLASSES + 1), random.integers(2, 6)
     labels = random.integers(num_classes, size=num_rows)
     centres = 2 * random.normal(size=(num_classes, num_features))
@@ -29,7 +29,7 @@ def _blobs(random: Generator, num_rows: int) -> Problem:
 
 
 def _moons(random: Generator, num_rows: int) -> Problem:
-    """Two half circles that reach into each other."""
+    """Two interlocking half circles."""
     labels = random.integers(2, size=num_rows)
     angle = np.pi * (random.uniform(size=num_rows) + labels)
     x = np.stack([np.cos(angle) + labels, np.sin(angle) + 0.5 * labels], axis=1)
@@ -37,7 +37,7 @@ def _moons(random: Generator, num_rows: int) -> Problem:
 
 
 def _circles(random: Generator, num_rows: int) -> Problem:
-    """Spherical shells, one in another."""
+    """Nested spherical shells."""
     labels = random.integers(random.integers(2, 4), size=num_rows)
     direction = random.normal(size=(num_rows, random.integers(2, 4)))
     x = direction / np.linalg.norm(direction, axis=1, keepdims=True) * (1 + labels[:, None])
@@ -45,7 +45,7 @@ def _circles(random: Generator, num_rows: int) -> Problem:
 
 
 def _spirals(random: Generator, num_rows: int) -> Problem:
-    """Arms that wind once around the middle."""
+    """Arms that wind once around the centre."""
     num_classes = random.integers(2, 5)
     labels = random.integers(num_classes, size=num_rows)
     radius = random.uniform(0.2, 2.0, num_rows)
@@ -71,7 +71,7 @@ def _neighbours(random: Generator, num_rows: int) -> Problem:
 
 
 def _rules(random: Generator, num_rows: int) -> Problem:
-    """Categories, and for each class but the last a rule that asks two of them; the first rule that holds decides."""
+    """Categories; each class but the last has a rule on two of them, and the first matching rule decides."""
     num_classes, num_levels = random.integers(2, 6), random.integers(2, 6, size=6)
     x = random.integers(num_levels, size=(num_rows, 6))
     labels = np.full(num_rows, num_classes - 1)
@@ -83,7 +83,7 @@ def _rules(random: Generator, num_rows: int) -> Problem:
 
 
 def _checkers(random: Generator, num_rows: int) -> Problem:
-    """Whether the number of a checkerboard's field is odd."""
+    """Parity of a checkerboard's field."""
     x = random.uniform(-1, 1, size=(num_rows, 2))
     fields = np.floor(x * random.uniform(1.0, 1.5)).sum(axis=1)
     return x, fields.astype(np.int64) % 2
@@ -102,10 +102,10 @@ FAMILIES: tuple[Callable[[Generator, int], Problem], ...] = (
 
 
 class OtherTables:
-    """So many tables, each a function of (seed, index) alone; the families take turns.
+    """A number of tables, each a function of (seed, index); the families alternate.
 
-    num_context, num_queries: rows of every table. most_classes: of a table, of which others are merged. Batches are as
-    those of `PriorTables`; every class of the queries occurs in the context.
+    num_context, num_queries: rows per table. most_classes: limit per table, beyond which classes are merged. Batches
+    are as of `PriorTables`; the context has every class of the queries.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class OtherTables:
         }
 
     def _table(self, index: int) -> Problem:
-        """Columns (T, m), up to half of them noise, in any order and of any scale; labels of a random order."""
+        """Returns columns (T, m), up to half of them noise, in random order and scale; labels in random order."""
         random = np.random.default_rng([self._seed, index])
         num_rows = self._num_context + self._num_queries
         x, labels = FAMILIES[index % len(FAMILIES)](random, num_rows)
@@ -151,7 +151,7 @@ class OtherTables:
         x = x[:, random.permutation(x.shape[1])] * np.exp(random.normal(size=x.shape[1]))
         present, first, labels = np.unique(labels, return_index=True, return_inverse=True)
         labels = random.permutation(len(present))[labels]
-        # One row of each class in front, so that the context has it.
+        # one row of each class first, so that the context has it
         others = random.permutation(np.setdiff1d(np.arange(num_rows), first))
         order = np.concatenate([first, others])
         return x[order], labels[order]

@@ -1,4 +1,4 @@
-"""A user's table as data sets: its rows, which are asked for, and problems made of its rows, which train a model."""
+"""Data sets from an own table: its rows to predict, and problems made of its rows for training."""
 
 import numpy as np
 
@@ -10,14 +10,13 @@ _STREAM = 7
 
 
 class Rows:
-    """Rows whose classes are asked for.
+    """Rows to classify.
 
-    A batch: row (B, m) float32; num_context (B,) int64, how many of the table's rows a model is told for it; label (B,)
-    int64 where it is known.
+    A batch: row (B, m) float32; num_context (B,) int64, context rows that the model gets; label (B,) int64 if known.
     """
 
     def __init__(self, features: np.ndarray, labels: np.ndarray | None, num_context: int) -> None:
-        """features: (n, m) float32, NaN where a value is missing. labels: (n,) int64."""
+        """features: (n, m) float32, NaN where missing. labels: (n,) int64."""
         self.features = features
         self.labels = labels
         self._num_context = num_context
@@ -31,13 +30,13 @@ class Rows:
 
 
 class Episodes:
-    """Problems that a table's own rows make: some of them are context, others are asked for.
+    """Problems made of a table's own rows: some as context, others as queries.
 
-    Columns and classes change places from one to the next, so that a model learns from what they hold. Where the table
-    has more classes than the model, they are put together at random.
+    Columns and classes are permuted in each problem, so that a model learns from their content. Excess classes for the
+    model are merged at random.
 
-    A batch: context (B, N, m), queries (B, Q, m) float32; labels (B, N), targets (B, Q) int64, -1 for a class that the
-    context does not hold; num_classes (B,) int64.
+    A batch: context (B, N, m), queries (B, Q, m) float32; labels (B, N), targets (B, Q) int64, -1 for a class absent
+    from the context; num_classes (B,) int64.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Episodes:
         max_classes: int,
         seed: int,
     ) -> None:
-        """features: (n, m) float32. labels: (n,) int64. num_context + num_queries: n at most."""
+        """features: (n, m) float32. labels: (n,) int64. num_context + num_queries: at most n."""
         self.features = features
         self.labels = labels
         self._num_episodes = num_episodes
@@ -66,7 +65,7 @@ class Episodes:
     def __getitems__(self, keys: SampleKeys) -> Arrays:
         num_rows, num_columns = self.features.shape
         num_classes = int(self.labels.max()) + 1
-        # 64 bits each, so that hardly any are equal: how those would be sorted depends on the processor.
+        # 64 bits, so that ties, whose order depends on the processor, are improbable
         draws = random_bits(self._seed, keys.epoch, keys.index, num_rows + num_columns + num_classes, _STREAM)
         by_row, by_column, by_class = np.split(draws, [num_rows, num_rows + num_columns], axis=1)
         rows = _smallest(by_row, self._num_rows)
@@ -87,6 +86,6 @@ class Episodes:
 
 
 def _smallest(values: np.ndarray, num: int) -> np.ndarray:
-    """Where in each row of (n, m) its smallest ones are, the smallest first: (n, num)."""
+    """Returns positions of the smallest values of each row (n, m), ascending: (n, num)."""
     found = np.argpartition(values, num - 1, axis=1)[:, :num]
     return np.take_along_axis(found, np.take_along_axis(values, found, axis=1).argsort(axis=1), axis=1)

@@ -1,4 +1,4 @@
-"""A user's table: CSV as programs and people write it, or arrays in a .npz."""
+"""Reads own tables: CSV from programs or people, or arrays in a .npz."""
 
 import warnings
 import zipfile
@@ -25,21 +25,21 @@ _ADVICE = "give a CSV with a line of column names, or a .npz with X and y"
 
 
 def read_table(path: Path, flag: str = "--data-dir", reading: Reading = STRICT) -> Table:
-    """Reads a table; all columns of a CSV are texts, which `Column.typed` makes numbers of.
+    """Reads a table; all columns of a CSV are texts, which `Column.typed` can convert.
 
-    path: a CSV, its columns separated by commas, semicolons (then the comma in 1,234 separates decimals), tabs, | or
-        blanks, with a line of column names; JSON lines; or parquet: plain, compressed, or alone in an archive. Spaces
-        around a value, and quotes, do not belong to it. Or a .npz with X (n, m), numbers or texts, optionally y (n,),
-        which becomes the column y, and names (m,) of columns.
-    flag: by which the path was given, for messages. reading: how lines are read.
+    path: a CSV with a header, columns separated by commas, semicolons (then 1,234 has a decimal comma), tabs, | or
+        blanks; JSON lines; or parquet: plain, compressed, or alone in an archive. Quotes, and spaces around a value,
+        are removed. Or a .npz with X (n, m), numbers or texts, optionally y (n,), which becomes column y, and column
+        names (m,).
+    flag: names the path's flag in messages. reading: how to read lines.
 
-    Raises UserError, naming file and line, for whatever cannot be read.
+    Raises UserError, with file and line, for anything unreadable.
     """
     where = f"{flag} {path}"
     if path.is_dir():
         raise UserError(f"{where}: is a folder; {_ADVICE}, and one to score with --test-data")
     is_npz = path.suffix.lower() == ".npz" and path.is_file()
-    # Of an archive with training and test the first is learned from, and the last is scored or predicted.
+    # of training and test files in an archive, the first is for training, the last for scoring or prediction
     place = 0 if flag == "--data-dir" else -1
     table = _read_arrays(path, where) if is_npz else _read_csv(tables_at(path, flag, _ADVICE)[place], reading)
     if table.num_rows == 0:
@@ -74,7 +74,7 @@ def _read_csv(file: DataFile, reading: Reading) -> Table:
 
 
 def _as_the_file_shows(columns: Sequence[Column], decimal_comma: bool) -> tuple[Column, ...]:
-    """Columns that show no sign of decimals get the sign of the others, which the same program wrote."""
+    """Gives columns without decimals the decimal sign of the others, since one program wrote them."""
     readings = [column.reading.spelling for column in columns]
     shown = [
         bool(spelling and spelling.is_shown_by(c.distinct_texts)) for c, spelling in zip(columns, readings, strict=True)
@@ -85,7 +85,7 @@ def _as_the_file_shows(columns: Sequence[Column], decimal_comma: bool) -> tuple[
 
 
 def _column_names(fields: Sequence[str], where: str) -> list[str]:
-    """Columns without a name, such as the row numbers that pandas writes, are called by their places."""
+    """Names unnamed columns, such as the row numbers of pandas, by position."""
     _check_width(len(fields), where)
     names = [field or f"unnamed {i}" for i, field in enumerate(fields, start=1)]
     if all(is_number(name) for name in names):
@@ -97,7 +97,7 @@ def _column_names(fields: Sequence[str], where: str) -> list[str]:
 
 
 def _blocks(lines: Iterable[Line], num_columns: int, where: str, left_out: LeftOut) -> Iterator[list[list[str]]]:
-    """The fields of some lines at a time. left_out: takes, or refuses, a line with another number of fields."""
+    """Yields blocks of fields. left_out: receives, or refuses, lines with another number of fields."""
     lines = iter(lines)
     while some := list(islice(lines, _ROWS_AT_ONCE)):
         for number, fields in some:
@@ -110,7 +110,7 @@ def _blocks(lines: Iterable[Line], num_columns: int, where: str, left_out: LeftO
 
 
 class _Texts:
-    """The texts of a column as they come: each kept once, and its place for each row."""
+    """Collects the texts of a column: each once, and its index per row."""
 
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
@@ -151,9 +151,9 @@ def _read_arrays(path: Path, where: str) -> Table:
 
 
 def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
-    """Those of X, y and names that are there; X is. Nothing in the file is run."""
+    """Loads X and, if present, y and names. Runs nothing in the file."""
     try:
-        # Python's own parser, by which numpy reads the headers of arrays, warns of what it finds odd.
+        # Python's parser, with which numpy reads array headers, warns of odd syntax
         quiet = warnings.catch_warnings(action="ignore")
         with (
             reading_errors(where),
@@ -174,7 +174,7 @@ def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
                 raise ValueError(f"{odd[0]} is no array")
             for array in arrays.values():
                 if array.dtype.kind == "U":
-                    array.tolist()  # refuses numbers that stand for no character
+                    array.tolist()  # refuses invalid characters
             return arrays
     except ValueError as error:
         if isinstance(error, UserError):

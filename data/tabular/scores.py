@@ -1,6 +1,6 @@
-"""How good predicted probabilities of classes are.
+"""Scores of predicted class probabilities.
 
-Everywhere labels are (n,) int64 with n of at least 1, probabilities (n, C) with rows that add up to 1.
+labels are (n,) int64 with n >= 1, probabilities (n, C) with rows that add up to 1.
 """
 
 import numpy as np
@@ -10,19 +10,20 @@ _NUM_BINS = 15
 
 
 def scores(labels: np.ndarray, probabilities: np.ndarray) -> dict[str, float]:
-    """All of them: {"accuracy", "auc", "log_loss", "brier", "ece"}."""
+    """Returns all scores: {"accuracy", "auc", "log_loss", "brier", "ece"}."""
     of_each = (accuracy, auc, log_loss, brier, ece)
     return {score.__name__: score(labels, probabilities) for score in of_each}
 
 
 def accuracy(labels: np.ndarray, probabilities: np.ndarray) -> float:
-    """The share of rows whose class has the highest probability; of equal ones the first counts."""
+    """Returns the share of rows whose class has the highest probability; the first of equal ones counts."""
     return float((probabilities.argmax(axis=1) == labels).mean())
 
 
 def auc(labels: np.ndarray, probabilities: np.ndarray) -> float:
-    """The area under the ROC curve, a tie counting half; of more than two classes the mean over them, each against all
-    others. Classes that no row or every row has do not count; NaN where that leaves none.
+    """Returns the area under the ROC curve, ties counting half; for more than two classes the mean of one-versus-rest.
+
+    Classes of no row or every row are skipped; NaN if none remain.
     """
     classes = [1] if probabilities.shape[1] == 2 else range(probabilities.shape[1])
     areas = [_area(labels == c, probabilities[:, c]) for c in classes if 0 < (labels == c).sum() < len(labels)]
@@ -30,7 +31,7 @@ def auc(labels: np.ndarray, probabilities: np.ndarray) -> float:
 
 
 def _area(is_positive: np.ndarray, probability: np.ndarray) -> float:
-    """Mann and Whitney's U / (positives * negatives), from the mean ranks of equal values."""
+    """Returns Mann and Whitney's U / (positives * negatives), from mean ranks of ties."""
     ascending = np.sort(probability)
     first, last = (np.searchsorted(ascending, probability[is_positive], side) for side in ("left", "right"))
     num_positives = len(first)
@@ -39,21 +40,22 @@ def _area(is_positive: np.ndarray, probability: np.ndarray) -> float:
 
 
 def log_loss(labels: np.ndarray, probabilities: np.ndarray) -> float:
-    """The mean of -log of the class's probability, in nats; a probability below 2.2e-16 counts as that."""
+    """Returns the mean of -log of the class's probability, in nats, clipped at 2.2e-16."""
     of_class = probabilities[np.arange(len(labels)), labels].astype(np.float64)
     return float(-np.log(np.maximum(of_class, _LEAST_PROBABILITY)).mean())
 
 
 def brier(labels: np.ndarray, probabilities: np.ndarray) -> float:
-    """The mean over rows of the squared distance from what is true, summed over all classes: 0 to 2 (Brier, 1950)."""
+    """Returns the mean squared distance to the true class's unit vector, 0 to 2 (Brier, 1950)."""
     error = probabilities.astype(np.float64)
     error[np.arange(len(labels)), labels] -= 1
     return float((error**2).sum(axis=1).mean())
 
 
 def ece(labels: np.ndarray, probabilities: np.ndarray) -> float:
-    """Expected calibration error (Guo et al., ICML 2017, eq. 5), over 15 equal intervals (a, b] of the highest
-    probability: the mean over rows of the distance between the accuracy and that probability in a row's interval.
+    """Returns the expected calibration error (Guo et al., ICML 2017, eq. 5) over 15 equal intervals (a, b].
+
+    The mean over rows of the distance between accuracy and highest probability in a row's interval.
     """
     confidence = probabilities.max(axis=1).astype(np.float64)
     is_right = probabilities.argmax(axis=1) == labels

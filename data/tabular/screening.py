@@ -1,4 +1,4 @@
-"""Which columns of a table are learned from, and what its owner should know of them."""
+"""Chooses the columns to learn from, and reports on a table's columns."""
 
 import math
 import re
@@ -14,9 +14,9 @@ from data.tabular.table import Column, Table
 from trainer.common.errors import UserError
 
 _FEWEST_ROWS = 10
-"""With fewer, what looks like an id or a leak may be chance."""
+"""With fewer, apparent ids or leaks may be chance."""
 _MOST_DISTINCT = 0.95
-"""Of a column's texts; where more differ, they name the rows."""
+"""Share of distinct texts in a column above which they name the rows."""
 _ID_NAME = re.compile(r"(?i:(.*[\W_])?(id|uuid|guid))|.*[a-z]I[dD]")
 _MOST_NAMES_SHOWN = 10
 
@@ -28,7 +28,7 @@ HEADING = ("column", "kind", "missing", "values", "note")
 
 
 class ColumnReport(NamedTuple):
-    """A column as it was understood, a row below `HEADING`; `note` is empty where nothing is surprising."""
+    """A column's row below `HEADING`; `note` is empty if nothing is notable."""
 
     name: str
     kind: str
@@ -43,12 +43,12 @@ class ColumnReport(NamedTuple):
 
 @dataclass(frozen=True)
 class LabelledTable:
-    """What is learned from.
+    """Data to learn from.
 
-    features: the columns that are left, numbers where they hold numbers; of the rows with a label.
+    features: columns kept, numeric if they have numbers; labelled rows only.
     labels: of these rows; none is -1.
-    reports: of all columns: the label, what is left out, what has a note, and the others.
-    warnings: sentences for the owner of the table.
+    reports: on all columns: the label, excluded ones, ones with a note, then others.
+    warnings: sentences for the table's owner.
     """
 
     features: Table
@@ -58,11 +58,11 @@ class LabelledTable:
 
 
 def labelled_table(table: Table, label: str, drop: Sequence[str] = ()) -> LabelledTable:
-    """Parts a table, as it was read, into features and labels.
+    """Splits a table, as read, into features and labels.
 
-    label: the column that is to be predicted. drop: columns that are not to be learned from.
+    label: the column to predict. drop: columns to exclude.
 
-    Raises UserError where a column is not there, there are no two classes, or nothing is left to learn from.
+    Raises UserError if a column does not exist, there are fewer than two classes, or no feature remains.
     """
     labels = class_labels(table, label)
     for name in drop:
@@ -79,7 +79,7 @@ def labelled_table(table: Table, label: str, drop: Sequence[str] = ()) -> Labell
 
 
 def screened(table: Table, labels: Labels, rows: np.ndarray) -> tuple[Table, list[ColumnReport], list[str]]:
-    """The columns that can be learned from, reports of these and the others, and warnings.
+    """Returns the usable columns, reports on all of them, and warnings.
 
     labels: of the rows (n,) bool, which are kept.
     """
@@ -109,7 +109,7 @@ def screened(table: Table, labels: Labels, rows: np.ndarray) -> tuple[Table, lis
 
 
 def _why_useless(raw: Column, whole: Column, column: Column) -> str | None:
-    """whole: the column with its type. column: the rows of it that are learned from."""
+    """Explains why a column is useless. whole: the typed column. column: its rows to learn from."""
     if len(column.distinct) == 0:
         return EMPTY
     if len(column.distinct) == 1 and not column.is_missing.any():
@@ -131,7 +131,7 @@ def _is_id(column: Column) -> bool:
 
 
 def _tells_class(column: Column, labels: Labels) -> bool:
-    """Whether each class has one value of its own, and no row another."""
+    """Returns whether each class has one value of its own, and no other rows have a value."""
     num_classes = len(labels.classes)
     present = ~column.is_missing
     if len(column.distinct) != num_classes or present.sum() < _FEWEST_ROWS:
@@ -152,7 +152,7 @@ def _left_out(raw: Column, reason: str) -> ColumnReport:
 
 
 def _report(raw: Column, typed: Column) -> ColumnReport:
-    """Reports on a column that is learned from."""
+    """Reports on a column to learn from."""
     num_missing = int(typed.is_missing.sum())
     if typed.texts is not None:
         note = raw.reading.doubt or _differ_by_case(typed.distinct_texts)
@@ -171,7 +171,7 @@ def _report(raw: Column, typed: Column) -> ColumnReport:
 
 
 def _is_usual(text: str) -> bool:
-    """Whether a text is a number as programs write it; 01067 is none, but perhaps a code."""
+    """Returns whether a text is a number as programs write it; 01067 is not, but perhaps a code."""
     return is_plain(text) and not re.match(r"0\d", text)
 
 
@@ -190,7 +190,7 @@ def _report_of(labels: Labels, num_missing: int) -> ColumnReport:
 
 
 def _values(column: Column) -> str:
-    """The range of numbers, or some of the categories."""
+    """Describes a column by its range of numbers or some categories."""
     if len(column.distinct) == 0:
         return ""
     if column.texts is None:
@@ -199,7 +199,7 @@ def _values(column: Column) -> str:
 
 
 def _differ_by_case(texts: Sequence[str]) -> str:
-    """Says which of the texts, of two letters or more, differ by their case alone; empty where none do."""
+    """Names texts of two or more letters that differ only by case; empty if there are none."""
     seen = dict[str, str]()
     for text in texts:
         if (other := seen.setdefault(text.lower(), text)) != text and len(text) > 1:

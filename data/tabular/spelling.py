@@ -1,4 +1,4 @@
-"""How the cells of a column are written: its numbers in one way, and which spellings of a category mean the same."""
+"""Detects how a column's cells are written: the format of its numbers, and equivalent spellings of a category."""
 
 import math
 import re
@@ -15,22 +15,22 @@ MISSING = frozenset(
     {"", "?", "NA", "N/A", "na", "n/a", "NaN", "nan", "-NaN", "-nan", "NULL", "null", "NaT", "<NA>", "#N/A", "#N/A N/A"}
     | {"#NA", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"}
 )
-"""Texts that stand for no value in any column."""
+"""Texts for a missing value in any column."""
 NEARLY_ALL = 0.95
-"""Share of a column's values that makes it one of numbers or dates; its other cells count as missing."""
+"""Share of values that makes a column numeric or a date; its other cells count as missing."""
 
 _MARKS = frozenset(text.lower() for text in MISSING) | frozenset(
     {"-", "--", "---", "\u2013", "\u2014", ".", "..", "...", "*", "none", "n.a.", "missing"}
     | {"#null!", "#div/0!", "#value!", "#ref!", "#name?", "#num!"}
     | {f"{sign}{infinity}" for sign in ("", "+", "-") for infinity in ("inf", "infinity")}
 )
-"""Texts, in lower case, that stand for no value among numbers; among texts they are categories."""
+"""Lower-case texts for a missing value among numbers; categories among texts."""
 _MOST_CATEGORIES = 10
-"""Different numbers beside one word: with more, the word is a mark of missing values, else a category like them."""
+"""Distinct numbers beside one word; with more, the word marks missing values, otherwise it is a category like them."""
 _LONGEST_NUMBER = 64
-"""Characters: no number has more, and to match a text takes up to the square of its length."""
+"""In characters: longer texts are not numbers, and matching takes up to quadratic time."""
 _FEWEST_GROUPED = 5
-"""Different numbers in groups of three digits: fewer may be decimals that happen to have three digits each."""
+"""Distinct numbers in groups of three digits; fewer may be decimals with three digits by chance."""
 
 _PLAIN = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _CURRENCY = r"[A-Z]{0,3}[$¢£¤¥฿\u20a0-\u20cf]"
@@ -45,19 +45,19 @@ _DIGITS = {
     )
     for decimal, thousands in (".,", ",.")
 }
-"""Patterns of a number without sign, exponent and unit, by its sign of decimals."""
+"""Patterns of a number without sign, exponent and unit, by decimal sign."""
 _GROUPED = {sign: re.compile(rf"[1-9]\d{{0,2}}(?:[{sign}]\d{{3}})+") for sign in ".,"}
 _LOOSE = re.compile(r"(?<!\d)\d{4}")
-"""Four digits of a number that is not in groups."""
+"""Four digits of an ungrouped number."""
 _OTHER = {".": ",", ",": "."}
 _SCALES = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9}
 _ALIKE = str.maketrans({"\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2019": "'", "\u2212": "-"})
-"""Blanks, apostrophes and minus signs of typesetting."""
+"""Typographic blanks, apostrophes and minus signs."""
 _TRUTHS = frozenset({"yes", "no", "true", "false"})
 
 
 class _Cell(NamedTuple):
-    """A text that looks like a number. unit: what stands before and after it. numbers: by the sign of decimals."""
+    """A text that looks like a number. unit: texts before and after it. numbers: by decimal sign."""
 
     text: str
     unit: tuple[str, str]
@@ -66,10 +66,10 @@ class _Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Spelling:
-    """How the numbers of a column are written.
+    """Format of a column's numbers.
 
-    decimal: the sign of the decimals, "." or ","; the other one, blanks and apostrophes may group digits by three.
-    head, tail: the unit, before or after every number. k or K, M and B are no units, but thousands, millions, billions.
+    decimal: the decimal sign, "." or ","; the other sign, blanks and apostrophes may group three digits.
+    head, tail: unit before or after every number. k or K, M and B mean thousands, millions and billions instead.
     """
 
     decimal: str = "."
@@ -77,14 +77,14 @@ class Spelling:
     tail: str = ""
 
     def number(self, text: str) -> float:
-        """NaN where the text is no number in this spelling; infinity where it is too large for float64."""
+        """Parses a text; NaN if it is not a number in this format, infinity beyond float64."""
         if self == PLAIN and is_plain(text):
             return float(text)
         cell = _cell(text)
         return cell.numbers[self.decimal] if cell and cell.unit == (self.head, self.tail) else np.nan
 
     def is_shown_by(self, texts: Sequence[str]) -> bool:
-        """Whether one of the texts has the sign of the decimals where no sign of thousands can be."""
+        """Returns whether any text proves the decimal sign, in a place impossible for thousands."""
         cells = filter(None, (_cell(text) for text in texts if self.decimal in text))
         return any(math.isnan(cell.numbers[_OTHER[self.decimal]]) for cell in cells)
 
@@ -93,7 +93,7 @@ PLAIN = Spelling()
 
 
 class Likely(NamedTuple):
-    """The sign of decimals of a column whose cells do not show it. is_shown: whether other columns of the file do."""
+    """Assumed decimal sign of a column whose cells do not show it. is_shown: whether other columns of the file do."""
 
     decimal: str = "."
     is_shown: bool = False
@@ -103,20 +103,19 @@ UNKNOWN = Likely()
 
 
 class Reading(NamedTuple):
-    """spelling: of the numbers of a column; None for categories. doubt: why they are none although most look so."""
+    """spelling: of a column's numbers; None for categories. doubt: why most look like numbers but are not accepted."""
 
     spelling: Spelling | None
     doubt: str = ""
 
 
 def reading_of(texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOWN) -> Reading:
-    """Whether a column holds numbers, and how they are written.
+    """Detects whether a column holds numbers, and their format.
 
-    Of the two signs of decimals the one that reads most rows counts, unless other rows show the other. Nearly all rows
-    have to be numbers, or all but those with a mark of missing values, which a single word is beside many numbers.
+    Chooses the decimal sign that parses more rows, unless other rows prove the other one. Nearly all rows must be
+    numbers, or all but those with a mark of missing values, such as a single word beside many numbers.
 
-    texts: the different ones, none of `MISSING`. counts: rows of each, (len(texts),). likely: what the column has where
-    no row shows a sign.
+    texts: distinct, without `MISSING`. counts: rows of each, (len(texts),). likely: assumed if no row shows a sign.
     """
     values = [i for i, text in enumerate(texts) if not is_mark_among_numbers(text)]
     texts, counts = [texts[i] for i in values], counts[values]
@@ -148,9 +147,9 @@ def reading_of(texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOW
 
 
 def spelling_like(trained: Spelling, texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOWN) -> Spelling:
-    """How new rows of a column of numbers are written: with the unit of training, and its sign where none is shown.
+    """Detects the format of new rows of a numeric column: the unit of training, and its sign if none is shown.
 
-    texts, counts, likely: as of `reading_of`.
+    texts, counts, likely: as for `reading_of`.
     """
     if trained == PLAIN and not (likely.is_shown and likely.decimal == ",") and all(map(is_plain, texts)):
         return trained
@@ -161,40 +160,40 @@ def spelling_like(trained: Spelling, texts: Sequence[str], counts: np.ndarray, l
 
 
 def is_mark_among_numbers(text: str) -> bool:
-    """Whether a text stands for no value where the others are numbers."""
+    """Returns whether a text marks a missing value among numbers."""
     return text.lower() in _MARKS
 
 
 def is_plain(text: str) -> bool:
-    """Whether a text is a number as programs write it."""
+    """Returns whether a text is a number as programs write it."""
     return len(text) <= _LONGEST_NUMBER and _PLAIN.fullmatch(text) is not None
 
 
 class Meaning:
-    """Which spellings of a category mean the same: yes and YES, and beside whole numbers 1 and 1.0.
+    """Equivalent spellings of a category: yes and YES; beside whole numbers, 1 and 1.0.
 
-    Other words keep their case, and so do letters, but in a column of nothing else than Y and N, or T and F.
+    Other words keep their case, and so do letters, except in a column of only Y and N, or T and F.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
-        """texts: the different ones of the column."""
+        """texts: distinct values of the column."""
         lower = {text.lower() for text in texts}
         self._truths = _TRUTHS | (lower if lower <= set("yn") or lower <= set("tf") else set())
         self._are_whole = all(float(text).is_integer() for text in texts if is_plain(text))
 
     def is_truth(self, text: str) -> bool:
-        """Whether the case of the text means nothing."""
+        """Returns whether a text's case is meaningless."""
         return text.lower() in self._truths
 
     def key(self, text: str) -> str:
-        """Equal for texts that mean the same."""
+        """Returns equal keys for equivalent texts."""
         if self.is_truth(text):
             return text.lower()
         return without_point(text) if self._are_whole else text
 
 
 def canonical(texts: Sequence[str], counts: np.ndarray) -> list[str]:
-    """For the different texts of a column one for each meaning: 1 for 1.0, and yes for YES where it is commoner.
+    """Maps a column's distinct texts to one per meaning: 1 for 1.0, and yes for YES if more frequent.
 
     counts: rows of each, (len(texts),).
     """
@@ -209,7 +208,7 @@ def canonical(texts: Sequence[str], counts: np.ndarray) -> list[str]:
 
 
 def _cell(text: str) -> _Cell | None:
-    """None for a text that is no number with either sign of decimals."""
+    """Returns None for a text that is not a number with either decimal sign."""
     match = _CELL.fullmatch(text.translate(_ALIKE)) if len(text) <= _LONGEST_NUMBER else None
     if match is None or (match["sign"] and match["inner"]):
         return None
@@ -226,7 +225,7 @@ def _cell(text: str) -> _Cell | None:
 
 
 def _signs(cells: Sequence[_Cell | None], likely: Likely) -> tuple[str, str]:
-    """Signs of decimals, the likely one first."""
+    """Returns the decimal signs, the likely one first."""
     first = likely.decimal
     if likely == Likely(","):
         digits = [cell.text for cell in cells if cell]
@@ -236,7 +235,7 @@ def _signs(cells: Sequence[_Cell | None], likely: Likely) -> tuple[str, str]:
 
 
 def _is_of_thousands(sign: str, digits: Sequence[str]) -> bool:
-    """Whether all larger numbers, and no smaller ones, are in groups: as decimals that would be odd."""
+    """Returns whether all larger numbers, and no smaller ones, are grouped, which would be odd for decimals."""
     small = [text for text in digits if text.isdigit() and len(text) <= 3]
     grouped = [text for text in digits if _GROUPED[sign].fullmatch(text)]
     return len(grouped) >= _FEWEST_GROUPED and bool(small) and len(small) + len(grouped) == len(digits)
@@ -245,13 +244,13 @@ def _is_of_thousands(sign: str, digits: Sequence[str]) -> bool:
 def _most_read(
     cells: Sequence[_Cell | None], unit: tuple[str, str], counts: np.ndarray, signs: tuple[str, str]
 ) -> tuple[str, str]:
-    """The sign of decimals that reads most rows, the first if both read as many; and the other one."""
+    """Returns the decimal sign that parses most rows, the first if tied; and the other one."""
     first, second = (counts[~np.isnan(_numbers(cells, unit, sign))].sum() for sign in signs)
     return signs if first >= second else signs[::-1]
 
 
 def _numbers(cells: Sequence[_Cell | None], unit: tuple[str, str], decimal: str) -> np.ndarray:
-    """(len(cells),), NaN where a cell is none with this unit and sign of decimals."""
+    """(len(cells),), NaN for cells that are not numbers with this unit and decimal sign."""
     return np.array([cell.numbers[decimal] if cell and cell.unit == unit else np.nan for cell in cells])
 
 
@@ -260,10 +259,10 @@ def _are_nearly_all(fits: np.ndarray, counts: np.ndarray) -> bool:
 
 
 def _doubt(texts: Sequence[str], counts: np.ndarray, numbers: np.ndarray, rival: np.ndarray, likely: Likely) -> str:
-    """Why numbers may be wrong where the other sign of decimals reads others; empty where they are not.
+    """Explains why numbers may be wrong if the other decimal sign gives different ones; empty if they are not.
 
-    That is so unless nearly all rows that only one of the two signs reads show the same one. Where no row shows
-    anything the likely sign counts, but for numbers such as 1500 beside 1,234 in a file that shows nothing either.
+    They may be wrong unless nearly all rows that only one sign can parse agree on it. If no row shows a sign, the
+    likely one is used, except for numbers such as 1500 beside 1,234 in a file without any evidence.
     """
     is_read, is_rival = ~np.isnan(numbers), ~np.isnan(rival)
     is_other, is_shown = is_read & is_rival & (numbers != rival), is_read != is_rival
@@ -286,6 +285,6 @@ def _in_no_one_spelling(texts: Sequence[str], *groups: np.ndarray) -> str:
 
 
 def _examples(texts: Sequence[str], *groups: np.ndarray) -> list[str]:
-    """One text of each group of rows."""
+    """Returns an example text of each group of rows."""
     found = [texts[int(rows.argmax())] for rows in groups]
     return [repr(text if len(text) <= 12 else f"{text[:9]}...") for text in found]

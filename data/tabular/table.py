@@ -1,4 +1,4 @@
-"""A table in memory: columns of texts or of numbers, with what is missing."""
+"""In-memory tables: columns of texts or numbers, with missing values."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +23,7 @@ from data.tabular.spelling import (
 from trainer.common.errors import UserError
 
 LARGEST_NUMBER = 1e100
-"""Numbers beyond, and infinite ones, count as missing: their squares have no sum in float64."""
+"""Larger and infinite numbers count as missing: float64 cannot sum their squares."""
 _LONGEST_DATE = 64
 _DATE = re.compile(
     r"(\d{4}-\d{1,2}-\d{1,2}|\d{4}/\d{1,2}/\d{1,2}|\d{1,2}[./-]\d{1,2}[./-](\d{4}|\d{2}))"
@@ -37,16 +37,16 @@ _PARTS_OF_DATE: dict[str, Callable[[float], float]] = {
     "weekday": lambda seconds: (seconds // 86400 + 3) % 7,
     "hour": lambda seconds: seconds % 86400 / 3600,
 }  # fmt: skip
-"""What is learned from dates, of seconds since 1970; the week begins with Monday, 0."""
+"""Features of dates, from seconds since 1970; Monday is 0."""
 
 
 @dataclass(frozen=True)
 class Column:
     """A column of n rows.
 
-    values: (n,) float64, NaN where there is none; the numbers, or where there are texts their places among them.
-    texts: distinct, in order; not all need to occur. None for numbers.
-    spelling: of texts that became numbers. likely: of texts, how they are written where they do not show it.
+    values: (n,) float64, NaN where missing; numbers, or for texts their indices.
+    texts: distinct, sorted; may include unused ones. None for numbers.
+    spelling: of texts converted to numbers. likely: for texts, the assumed format if they do not show it.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Column:
 
     @classmethod
     def of_codes(cls, name: str, codes: np.ndarray, texts: Iterable[str]) -> "Column":
-        """From the place of each row's text, (n,) integers, in any list of texts; equal ones may be there twice."""
+        """Builds a column from indices, (n,) integers, into any list of texts, perhaps with duplicates."""
         stripped = [text.strip() for text in texts]
         present = tuple(sorted(set(stripped) - MISSING))
         place = {text: float(i) for i, text in enumerate(present)}
@@ -65,13 +65,13 @@ class Column:
 
     @classmethod
     def of_values(cls, name: str, values: np.ndarray) -> "Column":
-        """From an array (n,) of numbers, or of anything else, of which the texts are taken.
+        """Builds a column from an array (n,) of numbers, or of other values, converted to texts.
 
-        So booleans are the same in an array of their own and among objects, where gaps put them.
+        Booleans give equal results in their own array and among objects, as arrays with gaps store them.
         """
         if values.dtype.kind in "fiu":
             return cls(name, values.astype(np.float64))
-        if values.dtype.kind == "M":  # Python would make plain numbers of times in nanoseconds
+        if values.dtype.kind == "M":  # Python would convert times in nanoseconds to plain numbers
             values = values.astype(str)
         texts = [_text(value) for value in values.tolist()]
         present, codes = np.unique(np.array(texts, dtype=str), return_inverse=True)
@@ -84,73 +84,73 @@ class Column:
 
     @cached_property
     def distinct(self) -> np.ndarray:
-        """The different values, ascending, none of them missing."""
+        """Distinct values, ascending, without missing ones."""
         return np.unique(self.values[~self.is_missing])
 
     @property
     def distinct_texts(self) -> list[str]:
-        """The different values as texts; whole numbers as 3, not 3.0."""
+        """Returns the distinct values as texts; whole numbers as 3, not 3.0."""
         if self.texts is None:
             return [number_text(value) for value in self.distinct.tolist()]
         return [self.texts[int(code)] for code in self.distinct]
 
     @cached_property
     def counts(self) -> np.ndarray:
-        """Rows of each of the different values."""
+        """Returns the rows of each distinct value."""
         return np.unique(self.values[~self.is_missing], return_counts=True)[1]
 
     def take(self, rows: np.ndarray) -> "Column":
-        """Some of the rows: (k,) their places, or (n,) bool."""
+        """Selects rows: (k,) positions, or (n,) bool."""
         return replace(self, values=self.values[rows])
 
     def looked_up(self, of_text: Callable[[str], float]) -> np.ndarray:
-        """Of each row what belongs to its text, (n,) float64, NaN where it has none."""
+        """Maps each row's text to a number, (n,) float64, NaN where missing."""
         return np.array([*map(of_text, self.distinct_texts), np.nan], np.float64)[self.places]
 
     @property
     def places(self) -> np.ndarray:
-        """Place of each row's value among the different ones, (n,) int64; their number where it is missing."""
+        """Returns the index of each row's value among the distinct ones, (n,) int64; their number where missing."""
         return np.where(self.is_missing, len(self.distinct), np.searchsorted(self.distinct, self.values))
 
     @cached_property
     def reading(self) -> Reading:
-        """How its texts are numbers, if they are."""
+        """Detects whether and how its texts are numbers."""
         if self.texts is None:
             return Reading(self.spelling)
         return reading_of(self.distinct_texts, self.counts, self.likely)
 
     def as_numbers(self, spelling: Spelling = PLAIN) -> np.ndarray:
-        """The rows as numbers, (n,) float64: texts that are none, and numbers that are too large, are NaN."""
+        """Parses the rows to numbers, (n,) float64: other texts and too large numbers become NaN."""
         values = self.values if self.texts is None else self.looked_up(spelling.number)
         return np.where(np.abs(values) <= LARGEST_NUMBER, values, np.nan)  # false for NaN
 
     def spelling_like(self, trained: Spelling) -> Spelling:
-        """How the numbers of new rows of a column are written."""
+        """Detects the number format of new rows of a column."""
         if self.texts is None:
             return PLAIN
         return spelling_like(trained, self.distinct_texts, self.counts, self.likely)
 
     def typed(self) -> "Column":
-        """With numbers for texts where nearly all that is there are numbers; else with one text for each category."""
+        """Converts texts to numbers if nearly all present ones are numbers; else merges equivalent categories."""
         spelling = self.reading.spelling
         if spelling is not None:
             return Column(self.name, self.as_numbers(spelling), None, spelling)
         return self.with_one_text_a_category()
 
     def with_one_text_a_category(self) -> "Column":
-        """A copy in which spellings of one category, such as 1 and 1.0, are one text."""
+        """Merges spellings of a category, such as 1 and 1.0, to one text."""
         texts = [*canonical(self.distinct_texts, self.counts), ""]
         return Column.of_codes(self.name, self.places, texts)
 
     def is_date(self) -> bool:
-        """Whether nearly all values that are there are texts such as 2024-05-31, 31.5.2024 or 2024-05-31T12:30:00Z."""
+        """Returns whether nearly all present values are texts such as 2024-05-31, 31.5.2024 or 2024-05-31T12:30:00Z."""
         if self.texts is None:
             return False
         are_dates = [len(text) <= _LONGEST_DATE and _DATE.fullmatch(text) is not None for text in self.distinct_texts]
         return any(are_dates) and bool(self.counts[are_dates].sum() >= NEARLY_ALL * self.counts.sum())
 
     def date_parts(self) -> list["Column"]:
-        """What a column of dates says in numbers; nothing where it is not clear whether day or month comes first."""
+        """Splits a date column into numeric features; none if the order of day and month is ambiguous."""
         readings = np.array([moment_of(text) for text in self.distinct_texts]).reshape(-1, 2)
         order, (day_first, month_first) = "", np.isfinite(readings).sum(axis=0)
         if not np.array_equal(readings[:, 0], readings[:, 1], equal_nan=True):
@@ -160,7 +160,7 @@ class Column:
         return [self.date_part(f"{part}{order}") for part in _PARTS_OF_DATE]
 
     def date_part(self, part: str) -> "Column":
-        """Numbers, by one of `_PARTS_OF_DATE` and perhaps the order of day and month: "month, day first"."""
+        """Returns a date feature by name: one of `_PARTS_OF_DATE`, perhaps with the order: "month, day first"."""
         kind, _, order = part.partition(", ")
         numbers = {text: moment_of(text)[order == "month first"] for text in self.distinct_texts}
         return Column(f"{self.name} ({part})", self.looked_up(lambda text: _PARTS_OF_DATE[kind](numbers[text])))
@@ -168,9 +168,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of equally many rows, with different names.
+    """Columns of equal length with distinct names.
 
-    where: the table as messages call it. notes: what its owner should know of how it was read.
+    where: names the table in messages. notes: for its owner, on how it was read.
     """
 
     where: str
@@ -191,7 +191,7 @@ class Table:
         return len(self.columns[0].values)
 
     def column(self, name: str) -> Column | None:
-        """The column of a name, which may be that of a part of a date."""
+        """Returns the column of a name, which may be a date feature's."""
         base, _, part = name.rpartition(" (")
         for column in self.columns:
             if column.name == name:
@@ -205,22 +205,22 @@ class Table:
         return replace(self, columns=tuple(column for column in self.columns if column.name not in names))
 
     def take(self, rows: np.ndarray) -> "Table":
-        """Some of the rows: (k,) their places, or (n,) bool."""
+        """Selects rows: (k,) positions, or (n,) bool."""
         return replace(self, columns=tuple(column.take(rows) for column in self.columns))
 
 
 def table_of_array(values: np.ndarray, names: Sequence[str], where: str) -> Table:
-    """From values (n, m) of any type: a column for each of the m names."""
+    """Builds a table from values (n, m) of any type, a column per name."""
     return Table(where, tuple(Column.of_values(name, values[:, i]) for i, name in enumerate(names)))
 
 
 def number_text(value: float) -> str:
-    """3 for 3.0, else the shortest text from which float makes the same number."""
+    """Formats 3.0 as 3, and other numbers by the shortest text that float parses back."""
     return str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
 
 
 def _text(value: object) -> str:
-    """Of an object in a column; the same for 1 and 1.0."""
+    """Formats an object of a column; equal for 1 and 1.0."""
     if isinstance(value, float):
         return number_text(float(value))
     return "" if value is None else str(value)

@@ -1,8 +1,8 @@
-"""The functions that units of a causal model apply: each drawn at random, and tabulated on a grid.
+"""Random activation functions of a causal model's units, tabulated on a grid.
 
-A table of values makes any function two look-ups, so that all tables of a batch share them whichever they have.
+Tables of values reduce any function to two look-ups, so all tables of a batch share the computation.
 
-Only functions of torch whose result does not depend on the place in the tensor are used: exp, log, sin, tanh and
+Uses only torch functions whose result does not depend on the position in the tensor: exp, log, sin, tanh and
 arithmetic. Others, such as F.silu, round the last elements of a tensor differently.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from data.tabular.prior.randomness import TableRandom, products
 
 REACH = 4.0
-"""The grid covers standardised inputs from -REACH to REACH; what lies outside counts as the border."""
+"""The grid covers standardised inputs from -REACH to REACH; others are clamped to the border."""
 NUM_CELLS = 127
 _GRID = torch.linspace(-REACH, REACH, NUM_CELLS + 1)
 _DENSITY = torch.softmax(-_GRID.square() / 2, 0)
@@ -23,7 +23,7 @@ _NUM_WAVES = 32
 _WAVE_NUMBERS = torch.arange(1.0, _NUM_WAVES + 1)
 _WAVES = torch.cat([torch.sin(_WAVE_NUMBERS[:, None] * _GRID * (math.pi / 2 / REACH) + phase) for phase in (0, 1.5708)])
 _MOST_ARGUMENT = 30.0
-"""exp() of it is still far from the largest float32."""
+"""exp() of it is far below the largest float32."""
 
 
 def _elu(x: Tensor, scale: float = 1.0, slope: float = 1.0) -> Tensor:
@@ -51,22 +51,22 @@ _FUNCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.abs,
 )
 _STEEPNESS = 0.7
-"""The deviation of the logarithm of the factor before a function is applied. Several steep layers leave only noise."""
+"""Standard deviation of the logarithm of a function's input scale. Several steep layers leave only noise."""
 _NUM_FOURIER = 10
-"""So many times as often as one of the others a random Fourier series is drawn (TabICL, arXiv 2502.05564)."""
+"""Weight of a random Fourier series relative to each other function (TabICL, arXiv 2502.05564)."""
 
 
 def draw_activations(random: TableRandom, num_layers: int) -> Tensor:
-    """A function for each layer of each table, tabulated: (G, num_layers, NUM_CELLS + 1).
+    """Draws a function for each layer of each table, tabulated: (G, num_layers, NUM_CELLS + 1).
 
-    Of a standard normal input each has mean 0 and variance 1, but for the few that are constant on the grid.
+    For standard normal input, each has mean 0 and variance 1, except the few that are constant on the grid.
     """
     num_kinds = len(_FUNCTIONS) + _NUM_FOURIER
     kinds = random.integer(0, num_kinds - 1, num_layers)
     kinds = torch.where(random.chance(0.5, 1), kinds[:, :1], kinds)
     scale, shift = random.normal(num_layers, 1).mul(_STEEPNESS).exp(), random.normal(num_layers, 1)
     arguments = (_GRID * scale + shift).clamp_(-_MOST_ARGUMENT, _MOST_ARGUMENT).flatten(0, 1)
-    # Sorted by kind, each function has its part.
+    # sorted by kind, so that each function handles a slice
     order = kinds.flatten().argsort()
     counts = kinds.flatten().bincount(minlength=num_kinds)[: len(_FUNCTIONS)].tolist()
     values = _fourier_series(random, num_layers).flatten(0, 1)
@@ -88,8 +88,7 @@ def _fourier_series(random: TableRandom, num_layers: int) -> Tensor:
 
 
 def apply(function: Tensor, x: Tensor) -> Tensor:
-    """The tabulated function (G, NUM_CELLS + 1) of each table at standardised inputs (G, ...), between grid points
-    on straight lines."""
+    """Interpolates the tabulated function (G, NUM_CELLS + 1) of each table linearly at standardised inputs (G, ...)."""
     scale = NUM_CELLS / (2 * REACH)
     position = x.mul(scale).add_(REACH * scale).clamp_(0, NUM_CELLS - 1e-3).flatten(1)
     cell = position.long()

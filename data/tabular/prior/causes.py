@@ -1,4 +1,4 @@
-"""What nothing else in a table causes: independent or correlated numbers, and categories of every sort."""
+"""Root causes of a table: independent or correlated numbers, and categories of all kinds."""
 
 import torch
 from torch import Tensor
@@ -10,16 +10,16 @@ _NUM_FACTORS = 4
 
 
 def draw_causes(random: TableRandom, num_causes: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """(what the causal model gets, what a table shows of it), each (G, num_causes, num_rows).
+    """Returns (input of the causal model, columns to show), each (G, num_causes, num_rows).
 
-    They differ for categories: their codes have no meaning, so each has an effect of its own.
+    They differ for categories: codes have no meaning, so each has its own effect.
     """
     z = _correlated(random, random.normal(num_causes, num_rows))
     uniform = torch.special.ndtr(z)
-    # A column is normal below 1/4, uniform below 1/2, else it has categories. Some tables have columns of one kind.
+    # A column is normal below 1/4, uniform below 1/2, else categorical. Some tables have columns of one kind.
     column = torch.where(random.chance(0.4, 1), random.between(0, 0.35, 1), random.uniform(num_causes))[..., None]
     levels = random.integer(2, _MOST_LEVELS, num_causes, 1)
-    # Of skewed categories the first are frequent.
+    # skewed categories are more frequent at the beginning
     skew = random.uniform(num_causes, 1) * random.chance(0.5, num_causes, 1)
     code = (uniform * (1 - skew * (1 - uniform.square())) * levels).long().minimum(levels - 1)
     effects = random.normal(num_causes, _MOST_LEVELS)
@@ -27,13 +27,13 @@ def draw_causes(random: TableRandom, num_causes: int, num_rows: int) -> tuple[Te
     effect = torch.where(is_ordered, code * (2 / levels), effects.gather(2, code))
     is_category = column >= 0.5
     number = torch.where(column < 0.25, z, 2 * uniform)
-    # In half of the tables some causes weigh much more than others.
+    # in half of the tables some causes weigh much more than others
     scale = random.between(-2, 2, num_causes, 1).mul(random.chance(0.5, 1, 1)).exp()
     return torch.where(is_category, effect, number) * scale, torch.where(is_category, code.float(), number)
 
 
 def _correlated(random: TableRandom, z: Tensor) -> Tensor:
-    """Half of the tables get a few hidden factors; every column stays standard normal."""
+    """Correlates half of the tables' columns by a few hidden factors; each column stays standard normal."""
     num_causes, num_rows = z.shape[1:]
     loadings = random.normal(num_causes, _NUM_FACTORS) * random.chance(0.5, 1, 1)
     total = (1 + loadings.square().sum(2, keepdim=True)).rsqrt()

@@ -1,4 +1,4 @@
-"""What becomes of units when they are seen as the columns of a table."""
+"""Turns units into observed columns of tables."""
 
 import torch
 from torch import Tensor
@@ -8,16 +8,16 @@ from data.tabular.prior.settings import PriorSettings
 from data.tabular.prior.units import standardise
 
 MOST_LEVELS = 32
-"""Of a categorical column."""
+"""Limit for a categorical column."""
 _MEAN_LEVELS = 10.0
 _MOST_DEVIATIONS = 4.0
 
 
 def draw_columns(random: TableRandom, settings: PriorSettings, units: Tensor) -> Tensor:
-    """units: (G, m, T). Returns the columns (G, m, T), NaN where a value is missing.
+    """Converts units (G, m, T) to columns (G, m, T), NaN where missing.
 
-    In some tables some columns, in as many of each as chance has it, are heavy-tailed, never below a floor, rounded,
-    categorical, without any relation to the rest, constant, or have gaps.
+    In some tables, some columns, randomly many of each kind, are heavy-tailed, floored, rounded, categorical, unrelated
+    to the rest, constant, or have gaps.
     """
     num_features = units.shape[1]
     shares = torch.tensor([0.25, 0.15, 0.25, settings.categorical_share, 0.25, 0.03, settings.missing_share])
@@ -36,7 +36,7 @@ def draw_columns(random: TableRandom, settings: PriorSettings, units: Tensor) ->
 
 
 def without_outliers(x: Tensor) -> Tensor:
-    """Clips standardised columns at 4 standard deviations of what lies within 4; standardises again."""
+    """Clips standardised columns at 4 standard deviations, computed from values within 4; standardises again."""
     inner = x.clamp(-_MOST_DEVIATIONS, _MOST_DEVIATIONS)
     mean = inner.mean(-1, keepdim=True)
     reach = _MOST_DEVIATIONS * (inner - mean).square().mean(-1, keepdim=True).sqrt()
@@ -44,14 +44,14 @@ def without_outliers(x: Tensor) -> Tensor:
 
 
 def _in_random_rows(random: TableRandom, x: Tensor) -> Tensor:
-    """A value that each column of x (G, m, T) takes: (G, m, 1)."""
+    """Picks a random row's value in each column of x (G, m, T): (G, m, 1)."""
     return x.gather(2, random.integer(0, x.shape[2] - 1, x.shape[1], 1))
 
 
 def _with_categories(random: TableRandom, x: Tensor, chosen: Tensor) -> Tensor:
-    """Chosen columns (G, m, 1) as codes of the intervals between values in random rows.
+    """Converts chosen columns (G, m, 1) to codes of the intervals between values in random rows.
 
-    Codes have an order of their own but in some tables.
+    The codes are shuffled, except in some tables.
     """
     num_features, num_rows = x.shape[1:]
     levels = (-_MEAN_LEVELS * (1 - random.uniform(num_features, 1)).log()).round().clamp(2, MOST_LEVELS)
@@ -66,14 +66,14 @@ def _with_categories(random: TableRandom, x: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _rolled(random: TableRandom, x: Tensor) -> Tensor:
-    """Each column with the values of other rows: it keeps its distribution and tells nothing."""
+    """Gives each column the values of other rows: it keeps its distribution, without information."""
     num_rows = x.shape[2]
     shift = random.integer(1, num_rows - 1, x.shape[1], 1)
     return x.gather(2, (torch.arange(num_rows) + shift) % num_rows)
 
 
 def _missing(random: TableRandom, x: Tensor, may: Tensor) -> Tensor:
-    """Cells without a value: at random, or only where the value is above a random one."""
+    """Removes cells, at random or only where the value exceeds a random one."""
     num_features = x.shape[1]
     rate = 0.6 * random.uniform(num_features, 1).square() * may
     matters = random.chance(0.3, num_features, 1)

@@ -1,4 +1,4 @@
-"""Random numbers of several tables at once, each table's a function of its own number alone."""
+"""Random numbers for several tables at once, each a function of its own number only."""
 
 import math
 
@@ -9,9 +9,9 @@ from torch import Tensor
 from trainer.loading.counter_random import random_bits, uniform
 
 SHAPE_STREAM, KIND_STREAM, _SEED_STREAM, _FIRST_STREAM = range(4)
-"""Of `counter_random`, for different purposes; all from the last one on are taken."""
+"""Streams of `counter_random` for different purposes; all from the last one are in use."""
 _CHUNK = 1024
-"""Numbers that are drawn together, for many small requests: a call costs as much as some hundred numbers."""
+"""Numbers drawn at a time for small requests, since a call costs as much as some hundred numbers."""
 _MOST_POOLS = 16
 _GRANULE = 16
 
@@ -19,11 +19,11 @@ Bound = float | Tensor
 
 
 class TableRandom:
-    """Whatever is random about some tables. Row i of a result depends on (seed, numbers[i], attempt) and on the calls.
+    """Randomness of some tables. Row i of a result depends only on (seed, numbers[i], attempt) and the calls.
 
-    Uniform numbers are hashed counters; normal ones come from a generator that each table seeds anew.
+    Uniform numbers are hashed counters; normal ones come from a generator reseeded for each table.
 
-    numbers: (G,) int64, the tables. attempt: another one gives other numbers.
+    numbers: (G,) int64, the tables. attempt: changes all numbers.
     """
 
     def __init__(self, seed: int, numbers: np.ndarray, attempt: int) -> None:
@@ -35,7 +35,7 @@ class TableRandom:
         self._generator = torch.Generator()
 
     def uniform(self, *shape: int) -> Tensor:
-        """In [0, 1): (G, *shape)."""
+        """Draws uniformly in [0, 1): (G, *shape)."""
         num = math.prod(shape)
         if self._uniform.shape[1] < num:
             self._uniform = uniform(*self._key, (max(num, _CHUNK),), _FIRST_STREAM + self._num_chunks)
@@ -44,24 +44,24 @@ class TableRandom:
         return torch.from_numpy(taken.reshape(-1, *shape))
 
     def between(self, low: Bound, high: Bound, *shape: int) -> Tensor:
-        """Uniform between two bounds, each a number or (G, *shape): (G, *shape)."""
+        """Draws uniformly between two bounds, each a number or (G, *shape): (G, *shape)."""
         return self.uniform(*shape) * (high - low) + low
 
     def log_between(self, low: float, high: float, *shape: int) -> Tensor:
-        """The same, uniform in the logarithm."""
+        """Draws log-uniformly between two bounds: (G, *shape)."""
         return self.between(math.log(low), math.log(high), *shape).exp_()
 
     def integer(self, low: int | Tensor, high: int | Tensor, *shape: int) -> Tensor:
-        """From low to high, both included: (G, *shape) int64."""
-        # The product of an integer and a multiple of 2^-24 below 1 is never rounded up to the integer.
+        """Draws integers from low to high, inclusive: (G, *shape) int64."""
+        # an integer times a multiple of 2^-24 below 1 is never rounded up to the integer
         return (self.uniform(*shape) * (high - low + 1)).long() + low
 
     def chance(self, probability: Bound, *shape: int) -> Tensor:
-        """True with a probability: (G, *shape) bool."""
+        """Returns True with a probability: (G, *shape) bool."""
         return self.uniform(*shape) < probability
 
     def normal(self, *shape: int) -> Tensor:
-        """Standard normal: (G, *shape)."""
+        """Draws standard normal numbers: (G, *shape)."""
         num = math.prod(shape)
         if num > _CHUNK:
             return self._pool(num).view(-1, *shape)
@@ -71,27 +71,27 @@ class TableRandom:
         return taken.unflatten(1, shape)
 
     def _pool(self, num: int) -> Tensor:
-        # The generator takes 32 bits of a seed: a pool may serve two tables, which differ in all that is uniform.
+        # The generator uses 32 bits of a seed: two tables may share a pool, but their uniform numbers differ.
         pool = torch.empty(len(self._key[2]), num)
         for of_table, seed in zip(pool.unbind(), self._seeds.pop(), strict=True):
             of_table.normal_(generator=self._generator.manual_seed(seed))
         return pool
 
     def of(self, part: slice) -> "TableRandom":
-        """Other numbers, for some of the tables."""
+        """Returns independent randomness for some of the tables."""
         seed, attempt, numbers = self._key
         return TableRandom(~seed, numbers[part], attempt)
 
 
 def padded(size: int) -> int:
-    """So many numbers that the next matrix begins at 64 bytes as this one does."""
+    """Rounds up a size so that the next matrix has the same 64-byte alignment."""
     return -(-size // _GRANULE) * _GRANULE
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """Matrix products of each table's own (G, p, q) and (G, q, r), r a multiple of 16, one after another.
+    """Multiplies each table's matrices (G, p, q) and (G, q, r), r a multiple of 16, one after another.
 
-    The rounding of torch.bmm may depend on the number of tables, and that of any product on where it lies in memory.
+    Rounding of torch.bmm may depend on the number of tables, and that of any product on memory alignment.
     """
     assert b.shape[2] % _GRANULE == 0
     result = a.new_empty(len(a), a.shape[1], b.shape[2])

@@ -1,4 +1,4 @@
-"""Which synthetic tables are drawn: their sizes, and how often each kind."""
+"""Settings of the prior: sizes of synthetic tables, and shares of each kind."""
 
 import math
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from trainer.loading.counter_random import uniform
 
 @dataclass(frozen=True)
 class PriorSettings:
-    """The distribution of the tables; all ranges include both ends.
+    """Distribution of the tables; all ranges include both ends.
 
-    rows: of a whole table, context and queries together, log-uniform.
-    features: columns of a table, uniform.
-    classes: the most that a table has, 2 to 10. Half of the tables have two, the others uniformly many up to this.
-    context_share: the part of the rows that is context, uniform.
-    tree_share: the part of the tables whose causal model is made of trees instead of layers of a network.
-    categorical_share, missing_share: the parts of the tables in which columns may be categorical, or have gaps.
-    tables_per_shape: so many tables, one after another, have one shape, and fill a batch without padding.
+    rows: per table, context plus queries, log-uniform.
+    features: columns per table, uniform.
+    classes: maximum per table, 2 to 10. Half of the tables have two, the others a uniform number up to this.
+    context_share: share of rows in the context, uniform.
+    tree_share: share of tables whose causal model consists of trees rather than network layers.
+    categorical_share, missing_share: share of tables in which columns may be categorical, or have gaps.
+    tables_per_shape: consecutive tables of equal shape, which fill a batch without padding.
     """
 
     rows: tuple[int, int] = (64, 192)
@@ -36,11 +36,11 @@ class PriorSettings:
         assert 2 <= self.classes <= 10 and 0 < self.context_share[0] <= self.context_share[1] < 1
 
     def shape(self, seed: int, group: int) -> tuple[int, int, int]:
-        """(context rows, query rows, features) of the tables of a group, number // tables_per_shape."""
+        """Returns (context rows, query rows, features) of a group, number // tables_per_shape."""
         rows, share, features = uniform(seed, 0, np.array([group]), (3,), SHAPE_STREAM)[0].tolist()
         fewest, most = self.rows
         num_rows = min(most, int(fewest * math.exp(rows * math.log((most + 1) / fewest))))
         low, high = self.context_share
-        # A context of fewer rows than classes could not hold one of each.
+        # the context must have a row of each class
         num_context = min(max(round(num_rows * (low + share * (high - low))), self.classes), num_rows - 1)
         return num_context, num_rows - num_context, self.features[0] + int(features * (1 + np.ptp(self.features)))

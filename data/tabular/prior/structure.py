@@ -1,7 +1,7 @@
-"""The causal model of a table: how many causes, layers and units, and what of it becomes columns and classes.
+"""Structure of a table's causal model: causes, layers, units, and which units become columns and classes.
 
-Units are numbered through all blocks: block 0 are the causes, block l the units of layer l, each of `width` units of
-which a table uses the first ones.
+Units are numbered through all blocks: block 0 has the causes, block l the units of layer l, each `width` units of which
+a table uses the first ones.
 """
 
 from dataclasses import dataclass, fields
@@ -14,32 +14,32 @@ from data.tabular.prior.randomness import KIND_STREAM, TableRandom, padded
 from trainer.loading.counter_random import uniform
 
 NUM_LAYERS = 4
-"""The deepest network."""
+"""Maximum depth."""
 NUM_TREE_LAYERS = 2
 NUM_CLASS_UNITS = 10
-"""So many units of a table are drawn as possible sources of its classes; the first one alone may do."""
+"""Candidate units per table for its classes; the first may suffice."""
 MOST_CAUSES = 10
-"""Of a causal model; the others have as many as columns."""
+"""Limit for a causal model; other models have one per column."""
 
 
 def width_of(num_features: int) -> int:
-    """Units of a block: enough for features and class units of the shallowest model, 32 at least."""
+    """Returns units per block: enough for features and class units of the shallowest model, at least 32."""
     return padded(max(num_features + NUM_CLASS_UNITS, 32))
 
 
 def most_causes(num_features: int) -> int:
-    """Causes that are drawn for every table, whether it uses them or not."""
+    """Returns the causes drawn for every table, used or not."""
     return padded(max(num_features, MOST_CAUSES))
 
 
 @dataclass(frozen=True)
 class Structure:
-    """Of G tables, all (G, 1) but the last two. Networks come before trees, and of both the deep ones first.
+    """Structures of G tables, all (G, 1) but the last two. Networks precede trees; within both, deeper ones come first.
 
     num_causes: real units of block 0. num_units: of the other blocks. depth: number of layers.
-    is_tree: units are sums of trees instead of the weighted sums of a network.
+    is_tree: units are sums of trees rather than weighted sums of a network.
     is_causal: columns are units of any layer; otherwise they are the causes.
-    features: (G, m), class_units: (G, NUM_CLASS_UNITS), numbers of units.
+    features: (G, m), class_units: (G, NUM_CLASS_UNITS), unit numbers.
     """
 
     num_causes: Tensor
@@ -51,14 +51,14 @@ class Structure:
     class_units: Tensor
 
     def of(self, part: slice) -> "Structure":
-        """Those of some of the tables."""
+        """Selects some of the tables."""
         return Structure(*(getattr(self, field.name)[part] for field in fields(self)))
 
 
 def draw_kinds(seed: int, numbers: np.ndarray, attempt: int, tree_share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Of tables (G,) in any order: is_tree (G,) bool, and depth (G,) int64.
+    """Draws is_tree (G,) bool and depth (G,) int64 for tables (G,) in any order.
 
-    Nearly half of the networks have one layer: a target below many random layers is hardly ever to be predicted.
+    Nearly half of the networks have one layer: targets below many random layers are rarely predictable.
     """
     kind, depth = uniform(seed, attempt, numbers, (2,), KIND_STREAM).T
     is_tree = kind < tree_share
@@ -66,7 +66,7 @@ def draw_kinds(seed: int, numbers: np.ndarray, attempt: int, tree_share: float) 
 
 
 def draw_structure(random: TableRandom, is_tree: Tensor, depth: Tensor, num_features: int) -> Structure:
-    """The rest of the structures of some tables with so many columns; is_tree, depth: (G, 1), in the order told."""
+    """Draws the rest of the structures, for a number of columns; is_tree, depth: (G, 1), in the order above."""
     width = width_of(num_features)
     is_causal = random.chance(0.5, 1)
     fewest = torch.where(is_causal, -(-(num_features + NUM_CLASS_UNITS) // depth), 4).clamp(min=4)
@@ -84,7 +84,7 @@ def draw_structure(random: TableRandom, is_tree: Tensor, depth: Tensor, num_feat
 def _units_to_see(
     random: TableRandom, num_features: int, width: int, depth: Tensor, num_units: Tensor, class_units: Tensor
 ) -> Tensor:
-    """Columns of a causal model: neighbours in half of the tables, otherwise any units but those of the classes."""
+    """Draws columns of a causal model: adjacent units in half of the tables, otherwise any but the class units."""
     unit = torch.arange(width)
     block = torch.arange(NUM_LAYERS + 1)[:, None]
     rank = ((block - 1) * num_units[..., None] + unit).flatten(1)

@@ -1,4 +1,4 @@
-"""Synthetic classification problems as a data set: each table a function of (seed, its number) alone."""
+"""Data set of synthetic classification problems, each table a function of (seed, number)."""
 
 from pathlib import Path
 
@@ -19,12 +19,12 @@ from trainer.loading.order import SampleKeys
 
 
 class PriorTables:
-    """So many tables; with fresh_each_epoch others in every epoch, which no epoch repeats.
+    """A number of tables, with fresh_each_epoch new ones in every epoch.
 
-    A batch is a dictionary, of B tables, N context rows, Q queries and m features at most:
-        context (B, N, m), queries (B, Q, m) float32, NaN where a value is missing; labels (B, N), targets (B, Q) int64
-        num_context, num_features, num_classes: (B,) int64, what is real; the rest is padding at the end, of labels
-        0 and of targets -1.
+    A batch is a dictionary of B tables with up to N context rows, Q queries and m features:
+        context (B, N, m), queries (B, Q, m) float32, NaN where missing; labels (B, N), targets (B, Q) int64
+        num_context, num_features, num_classes: (B,) int64, real sizes; the rest is padding behind, with labels 0 and
+        targets -1.
     Every class occurs in the context, and there are at least two.
     """
 
@@ -46,7 +46,7 @@ class PriorTables:
         return parts[0] if len(parts) == 1 else _padded(parts, places)
 
     def largest(self, epoch: int, count: int) -> np.ndarray:
-        """So many neighbours, those of an epoch with the most cells as a padded batch: (count,) int64 samples."""
+        """Returns consecutive samples of an epoch with the most cells as a padded batch: (count,) int64."""
         shapes, shape_of_table = self._shapes(self._numbers(np.arange(self._num_tables), epoch))
         count = min(count, self._num_tables)
         windows = sliding_window_view(np.array(shapes)[shape_of_table], count, axis=0)
@@ -57,13 +57,13 @@ class PriorTables:
         return index.astype(np.int64) + (epoch * self._num_tables if self._fresh_each_epoch else 0)
 
     def _shapes(self, numbers: np.ndarray) -> tuple[list[tuple[int, int, int]], np.ndarray]:
-        """The different shapes of these tables, and of each table which of them it has."""
+        """Returns the distinct shapes of these tables, and each table's index among them."""
         groups, group_of_table = np.unique(numbers // self._settings.tables_per_shape, return_inverse=True)
         return [self._settings.shape(self._seed, int(group)) for group in groups], group_of_table
 
 
 def write_tables(tables: PriorTables, path: Path) -> None:
-    """Writes the tables of the first epoch, as one padded batch, into an .npz to look at. Raises UserError."""
+    """Writes the first epoch's tables as one padded batch into an .npz. Raises UserError."""
     batch = tables.__getitems__(SampleKeys(np.arange(len(tables)), 0))
     with (
         refusing_disk_errors(f"--prior-only {path}", "choose a file that can be written"),
@@ -73,7 +73,7 @@ def write_tables(tables: PriorTables, path: Path) -> None:
 
 
 def draw_tables(settings: PriorSettings, seed: int, numbers: np.ndarray, shape: tuple[int, int, int]) -> Arrays:
-    """The tables of these numbers (B,), all of one shape, as a batch of `PriorTables`."""
+    """Draws the tables of these numbers (B,), all of one shape, as a batch of `PriorTables`."""
     batch = _attempt(settings, seed, numbers, shape, 0)
     attempt = 0
     while len(failed := np.flatnonzero(batch["num_classes"] < 2)):
@@ -86,9 +86,9 @@ def draw_tables(settings: PriorSettings, seed: int, numbers: np.ndarray, shape: 
 def _attempt(
     settings: PriorSettings, seed: int, numbers: np.ndarray, shape: tuple[int, int, int], attempt: int
 ) -> Arrays:
-    """The same, where a few tables may have but one class."""
+    """Draws the tables once; a few may have a single class."""
     num_context, num_queries, num_features = shape
-    num_rows = padded(num_context + num_queries)  # those that are too many are left out in the end
+    num_rows = padded(num_context + num_queries)  # surplus rows are dropped at the end
     is_tree, depth = draw_kinds(seed, numbers, attempt, settings.tree_share)
     by_kind = np.lexsort((-depth, is_tree))
     random = TableRandom(seed, numbers[by_kind], attempt)
@@ -115,7 +115,7 @@ def _attempt(
 
 
 def _padded(parts: list[Arrays], places: list[np.ndarray]) -> Arrays:
-    """Batches of different shapes as one, each table at its place."""
+    """Joins batches of different shapes into one, each table at its position."""
     batch = {}
     back = np.argsort(np.concatenate(places))
     for name in parts[0]:

@@ -1,4 +1,4 @@
-"""Classes from the units of a causal model, and which rows are context."""
+"""Derives classes from a causal model's units, and chooses context rows."""
 
 import torch
 from torch import Tensor
@@ -11,18 +11,18 @@ _MOST_PROTOTYPES = 32
 
 
 def draw_labels(random: TableRandom, units: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """units: (G, U, T), the first one or all of which decide. Labels (G, T) int64, and the number of classes, (G,).
+    """Returns labels (G, T) int64 and the number of classes, (G,), from units (G, U, T), the first or all of them.
 
-    Classes are intervals of the first unit, of random shares of the rows or between random values; or which unit is
-    the largest; or regions around a few rows, one to three for each class. They have a random order but in some
-    tables. Some tables have wrong labels. A table may fail to have two classes.
+    Classes are intervals of the first unit, by random shares of rows or between random values; or the index of the
+    largest unit; or regions around a few rows, one to three per class. They are shuffled, except in some tables. Some
+    tables have wrong labels. A table may fail to have two classes.
     """
     num_classes = torch.where(random.chance(0.5, 1), 2, random.integer(2, most, 1))
     kind = random.uniform(1)
     latent = without_outliers(standardise(units[:, :1]))[:, 0]
     in_order = latent.sort(1).values
     bounds = torch.where(kind < 0.3, random.normal(most - 1), _quantiles(random, in_order, num_classes, most))
-    # Between the smallest value and the largest: there are two classes.
+    # between the smallest and the largest value, so that there are two classes
     bounds = bounds.clamp(in_order[:, 1:2], in_order[:, -1:])
     bounds = bounds.masked_fill_(torch.arange(1, most) >= num_classes, float("inf")).sort(1).values
     labels = torch.searchsorted(bounds, latent, right=True)
@@ -42,7 +42,7 @@ def draw_labels(random: TableRandom, units: Tensor, most: int) -> tuple[Tensor, 
 
 
 def _quantiles(random: TableRandom, in_order: Tensor, num_classes: Tensor, most: int) -> Tensor:
-    """Bounds between classes of random shares, powers, 0 to 1.5, of exponential numbers: equal, or a few are rare."""
+    """Draws bounds between classes of random shares, exponential numbers to a power of 0 to 1.5."""
     num_rows = in_order.shape[1]
     shares = ((1 - random.uniform(most)).log().neg() + 1e-3).log().mul(random.between(0, 1.5, 1)).exp()
     shares = shares * (torch.arange(most) < num_classes)
@@ -51,13 +51,13 @@ def _quantiles(random: TableRandom, in_order: Tensor, num_classes: Tensor, most:
 
 
 def _largest(units: Tensor, offsets: Tensor, num_classes: Tensor) -> Tensor:
-    """Which of the first units (G, U, T) is the largest after offsets (G, U): (G, T)."""
+    """Returns the index of the largest of the first units (G, U, T) plus offsets (G, U): (G, T)."""
     offsets = offsets.masked_fill(torch.arange(units.shape[1]) >= num_classes, float("-inf"))
     return (units + offsets[..., None]).argmax(1)
 
 
 def _nearest(units: Tensor, rows: Tensor, num_prototypes: Tensor) -> Tensor:
-    """Which of the first num_prototypes (G, 1) of rows (G, _MOST_PROTOTYPES) is the nearest to each row: (G, T)."""
+    """Returns the index of the nearest of the first num_prototypes (G, 1) rows (G, _MOST_PROTOTYPES): (G, T)."""
     prototypes = units.gather(2, rows[:, None, :].expand(-1, units.shape[1], -1)).transpose(1, 2).contiguous()
     closeness = products(prototypes, units) - prototypes.square().sum(2, keepdim=True) / 2
     is_used = torch.arange(_MOST_PROTOTYPES)[:, None] < num_prototypes[..., None]
@@ -65,7 +65,7 @@ def _nearest(units: Tensor, rows: Tensor, num_prototypes: Tensor) -> Tensor:
 
 
 def _with_errors(random: TableRandom, labels: Tensor) -> Tensor:
-    """In a third of the tables some labels are those of other rows."""
+    """Replaces some labels by those of other rows, in a third of the tables."""
     rate = random.between(0, 0.3, 1) * random.chance(0.3, 1)
     num_rows = labels.shape[1]
     other = labels.gather(1, (torch.arange(num_rows) + random.integer(1, num_rows - 1, 1)) % num_rows)
@@ -73,7 +73,7 @@ def _with_errors(random: TableRandom, labels: Tensor) -> Tensor:
 
 
 def _dense(labels: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Renumbers the classes that occur, keeping their order: labels (G, T), and how many there are, (G,)."""
+    """Renumbers the occurring classes in order: labels (G, T), and their number, (G,)."""
     occurs = torch.zeros(len(labels), most, dtype=torch.int64).scatter_(1, labels, 1)
     return (occurs.cumsum(1) - 1).gather(1, labels), occurs.sum(1)
 
@@ -85,7 +85,7 @@ def _permuted(random: TableRandom, labels: Tensor, num_classes: Tensor, most: in
 
 
 def row_order(random: TableRandom, labels: Tensor, most: int) -> Tensor:
-    """The rows of each table shuffled, one of each class in front, so that the context has every class: (G, T)."""
+    """Shuffles each table's rows, one of each class first, so that the context has every class: (G, T)."""
     num_rows = labels.shape[1]
     row = torch.arange(num_rows).expand(labels.shape)
     first = torch.full((len(labels), most), num_rows).scatter_reduce_(1, labels, row, "amin")

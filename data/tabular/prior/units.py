@@ -1,9 +1,9 @@
-"""The values of all units of a causal model, in all rows.
+"""Computes all units of a causal model, for all rows.
 
 A random network (TabPFN, arXiv 2207.01848, 3.3) or random trees (TabICL, arXiv 2502.05564, which fits them to noise).
 
-All tables are computed together. What a table gets must not depend on which others are there, to the bit, so sizes are
-padded to those of the shape, sums run along the last dimension, and matrix products are one for each table.
+All tables are computed together, but each must not depend on the others, to the bit: sizes are padded to those of the
+shape, sums run along the last dimension, and matrix products are computed per table.
 """
 
 import math
@@ -21,19 +21,21 @@ _NUM_TREES, _TREE_DEPTH = 3, 3
 
 
 def standardise(x: Tensor) -> Tensor:
-    """Mean 0 and variance 1 along the last dimension; where all is equal, 0."""
+    """Standardises along the last dimension; constants become 0."""
     centred = x - x.mean(-1, keepdim=True)
     return centred * (centred.square().mean(-1, keepdim=True) + _TINY).rsqrt()
 
 
 def taken(x: Tensor, numbers: Tensor) -> Tensor:
-    """The rows of x (G, U, T) that numbers (G, n) name: (G, n, T)."""
+    """Selects rows of x (G, U, T) by numbers (G, n): (G, n, T)."""
     first = torch.arange(0, x.shape[0] * x.shape[1], x.shape[1])[:, None]
     return x.reshape(-1, x.shape[2]).index_select(0, (numbers + first).flatten()).view(*numbers.shape, x.shape[2])
 
 
 def draw_units(random: TableRandom, structure: Structure, causes: Tensor, width: int) -> Tensor:
-    """causes: (G, C, T), the first units of block 0. Returns (G, (NUM_LAYERS + 1) * width, T); only real ones count."""
+    """causes: (G, C, T), the first units of block 0. Returns (G, (NUM_LAYERS + 1) * width, T); unused units are
+    arbitrary.
+    """
     num_tables, num_causes, num_rows = causes.shape
     num_networks = num_tables - int(structure.is_tree.sum())
     noise = _noise(random, width, num_rows)
@@ -46,10 +48,10 @@ def draw_units(random: TableRandom, structure: Structure, causes: Tensor, width:
 
 
 def _noise(random: TableRandom, width: int, num_rows: int) -> Tensor:
-    """For the units of all layers: (G, NUM_LAYERS, width, T).
+    """Draws noise for the units of all layers: (G, NUM_LAYERS, width, T).
 
-    Each unit sees another window of one sequence. Within a row all is independent; that a number serves another unit
-    in another row can be told by nobody, as rows have no order.
+    Each unit sees another window of one sequence, independent within a row; reuse across rows is undetectable, since
+    rows have no order.
     """
     num_windows = NUM_LAYERS * width
     sequence = random.normal((num_windows - 1) * _STRIDE + num_rows) * random.log_between(1e-4, 0.5, 1)
@@ -71,9 +73,9 @@ def _add_network(random: TableRandom, structure: Structure, blocks: Tensor, nois
 
 
 def _weights(random: TableRandom, structure: Structure, width: int) -> Tensor:
-    """(G, NUM_LAYERS, width, width), to and from. Small ones are dropped, or all between blocks of units.
+    """(G, NUM_LAYERS, width, width), to and from. Drops small weights, or all between blocks of units.
 
-    Those of a unit have length 1, so that its values have about variance 1 beside the noise.
+    A unit's weights have length 1, so its values have about variance 1 beside the noise.
     """
     weights = random.normal(NUM_LAYERS, width, width)
     unit = torch.arange(width)
@@ -84,21 +86,21 @@ def _weights(random: TableRandom, structure: Structure, width: int) -> Tensor:
     to_block = unit * num_blocks // structure.num_units[..., None]
     from_block = unit * num_blocks // num_inputs[..., None]
     from_block.masked_fill_(unit >= num_inputs[..., None], -1)
-    # A normal number is smaller than sqrt(2) erfinv(p) with probability p.
+    # a normal number is smaller than sqrt(2) erfinv(p) with probability p
     threshold = torch.where(in_blocks, 0, random.between(0, 0.9, 1).erfinv() * math.sqrt(2))[..., None, None]
     weights *= (to_block[..., None] == from_block[:, :, None]) & (weights.abs() >= threshold)
     return weights.mul_((weights.square().sum(-1, keepdim=True) + _TINY).rsqrt_())
 
 
 def _add_trees(random: TableRandom, structure: Structure, blocks: Tensor, noise: Tensor) -> None:
-    """The same where each unit is a sum of oblivious trees: all nodes of a level ask one question.
+    """Fills the blocks with sums of oblivious trees per unit: all nodes of a level ask one question.
 
-    A question compares an input with its value in a random row; the trees of a layer share a bank of them.
+    A question compares an input with its value in a random row; the trees of a layer share a bank of questions.
     """
     width, num_rows = blocks.shape[2:]
     num_trees, num_questions = width * _NUM_TREES, 2 * width
     leaves = random.normal(NUM_TREE_LAYERS, num_trees, 2**_TREE_DEPTH)
-    # With fewer trees, or fewer questions, functions are simpler.
+    # fewer trees, or fewer questions, make simpler functions
     leaves *= torch.arange(num_trees)[:, None] < width * random.integer(1, _NUM_TREES, 1)[..., None, None]
     is_asked = torch.arange(_TREE_DEPTH)[:, None] < random.integer(1, _TREE_DEPTH, 1, num_trees)
     num_inputs = structure.num_causes
