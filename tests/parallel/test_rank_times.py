@@ -25,7 +25,7 @@ RUN = [
 ]  # fmt: skip
 SLOW = (
     r"Rank {} \(process \d+ on {}, cpu\) is slow: .*\. "
-    r"Most of the difference is in {}: (\S+) ms instead of (\S+)\. "
+    r"Most of the difference is in {}: (\S+) ms instead of (\S+) ms\. "
 )
 
 
