@@ -237,7 +237,7 @@ REFUSED = {
     "no loss": ({"loss": lambda model, batch: {"nll": nll(model, batch)}}, "fit: the loss returned nll, and no 'loss'"),
     "no function": ({"loss": "nll"}, "fit: loss 'nll': must be a function of a model and a batch"),
     "a loss of torch": ({"loss": nn.CrossEntropyLoss()}, "fit: loss CrossEntropyLoss(): must be a function of a model"),
-    "no data": ({"train": None}, "fit, train: its data set (NoneType): it has no `__len__`"),
+    "no data": ({"train": None}, "fit, train: its data set (NoneType): needs a map-style dataset with `__len__`"),
     "no names": ({"names": None}, "fit, train: its data set (TensorDataset, names=None): its items have 2 part(s)"),
     "a lazy model": (
         {"model": nn.LazyLinear(2)},
