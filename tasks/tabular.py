@@ -21,10 +21,11 @@ from data.tabular.other_generators import OtherTables
 from data.tabular.prior.settings import PriorSettings
 from data.tabular.prior.tables import PriorTables, write_tables
 from data.tabular.problems import Episodes, Rows
-from data.tabular.reader import read_table
+from data.tabular.reader import read_held_out, read_table
 from data.tabular.scores import scores
 from data.tabular.screening import HEADING, LabelledTable, labelled_table
 from data.tabular.spelling import canonical
+from data.tabular.table import Table
 from models.simple.linear import logistic_regression
 from models.tabular.lora import add_adapters, merged
 from models.tabular.nano import NanoTabular
@@ -86,8 +87,8 @@ class TabularFlags(FlagGroup):
     """
 
     data_dir: Path | None = flag(
-        None, "a table; CSV with a line of column names, JSON lines, parquet, or .npz with X and y (default: "
-        "synthetic tables; to learn on)", common=True, local=True,
+        None, "a table; CSV with a line of column names, JSON lines, parquet, .npz with X and y, or a folder of train "
+        "and test (default: synthetic tables; to learn on)", common=True, local=True,
     )  # fmt: skip
     label: str | None = flag(None, "column to predict; in a .npz: y", metavar="COLUMN", common=True, needs=_OF_A_TABLE)
     test_data: Path | None = flag(
@@ -219,11 +220,12 @@ class TabularTask(Task):
     headline = ("loss", "auc", "accuracy")
     predict_flags = ("data_dir", "label", "id", "encoding", "on_bad", "drop", "num_estimators", "max_context")
 
+    _notes: tuple[str, ...] = ()
+    """Notes of the held-out tables."""
     _of_new_rows: Sequence[str] = ()
     """Notes of `new_data`."""
     _ids: Sequence[str] = ()
     """Ids of the rows of `new_data`, if --id names their column."""
-    _predicts = False
 
     @property
     def trains(self) -> bool:  # type: ignore[override]
@@ -278,9 +280,20 @@ class TabularTask(Task):
         return found
 
     @cached_property
-    def _test_data(self) -> tuple[Known, list[str]]:
-        """Returns the rows of --test-data with known classes, and notes."""
-        table, labels = read_table(self.config.test_data, "--test-data", self.config.reading), self._table.labels
+    def _held_out(self) -> dict[str, Table]:
+        """Reads the tables that files of their own give for "test" and "val"."""
+        config: TabularFlags = self.config
+        assert config.data_dir is not None
+        tables, label = read_held_out(config.data_dir, config.reading), self._table.labels.name
+        if config.test_data is not None:
+            tables["test"] = read_table(config.test_data, "--test-data", config.reading)
+        elif "test" in tables and label not in tables["test"].names:
+            self._notes = (f"{tables.pop('test').where}: has no {label}; --predict labels it.",)
+        return tables
+
+    def _labelled(self, table: Table) -> Known:
+        """Returns the rows of a held-out table with known classes."""
+        labels = self._table.labels
         column = named_column(table, labels.name, "--label").with_one_text_a_category()
         values = class_numbers(column, labels.classes)
         notes, other = self._encoding.remarks(table), column.take((values < 0) & ~column.is_missing).distinct_texts
@@ -289,7 +302,8 @@ class TabularTask(Task):
             notes.append(f"Of {len(values):,} rows {num_lost:,} have no class, or one that --data-dir lacks{what}.")
             if num_lost == len(values):
                 raise UserError(f"{table.where}: {notes[-1]} Give rows with classes of --data-dir")
-        return Known(self._encoding.encode(table)[values >= 0], values[values >= 0]), notes
+        self._notes += tuple(f"{table.where}: {note}" for note in notes)
+        return Known(self._encoding.encode(table)[values >= 0], values[values >= 0])
 
     @cached_property
     def _rows(self) -> dict[str, np.ndarray]:
@@ -298,11 +312,11 @@ class TabularTask(Task):
         train, nothing = np.arange(len(labels)), np.arange(0)
         held = {"test": nothing, "val": nothing}
         shares = {
-            "test": 0 if config.test_data else config.test_share,
+            "test": config.test_share,
             "val": config.val_share if config.tune != "none" else 0,
         }
         for stream, (part, share) in enumerate(shares.items()):
-            if share > 0:
+            if share > 0 and part not in self._held_out:
                 kept, out = stratified_hold_out(labels[train], share, _SPLIT_SEED, stream)
                 if len(out) == 0:
                     raise UserError(
@@ -318,7 +332,7 @@ class TabularTask(Task):
     @cached_property
     def _encoded_rows(self) -> dict[str, Known]:
         parts = {name: self._encoded(rows) for name, rows in self._rows.items()}
-        return parts if self.config.test_data is None else parts | {"test": self._test_data[0]}
+        return parts | {name: self._labelled(table) for name, table in self._held_out.items()}
 
     @cached_property
     def _known(self) -> Known:
@@ -370,9 +384,7 @@ class TabularTask(Task):
         sampled = f"Of {known:,} rows with known classes each prediction learns from {most:,} (--max-context)."
         columns = overview(HEADING, [report.cells for report in self._table.reports])
         told = [printable(f"Columns of {self.config.data_dir}:"), *columns, *self._table.warnings]
-        if self.config.test_data is not None and not self._predicts:
-            told += [f"--test-data: {note}" for note in self._test_data[1]]
-        return [*told, *([sampled] if known > most else []), *self._of_new_rows]
+        return [*told, *self._notes, *([sampled] if known > most else []), *self._of_new_rows]
 
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray] | None:
         """Returns synthetic tables in index order, since neighbours have equal shapes."""
@@ -528,17 +540,21 @@ class TabularTask(Task):
                 "tuned on; give that table, or leave out --save-dir for the weights that come with tabular"
             )
         table = read_table(path, "--predict", self.config.reading)
-        everything = np.arange(self._table.features.num_rows)
-        self._encoding = self._fitted(everything)  # a user's predictions use all rows
-        self._known = self._encoded(everything)
-        self._predicts = True
+        # a user's predictions use all rows
+        nothing, everything = np.arange(0), np.arange(self._table.features.num_rows)
+        self._rows = {"train": everything, "val": nothing, "test": nothing}
+        self._encoding = self._fitted(everything)
+        self._held_out.pop("test", None)
+        for name in ("_encoded_rows", "_known"):
+            vars(self).pop(name, None)
+        self._notes = ()
         self._encoding.refuse_label(table)
         if (name := self.config.id) is not None:
             column = named_column(table, name, "--id")
             self._ids = np.array([*column.distinct_texts, ""])[column.places].tolist()
             table = table.without([name])
         self._of_new_rows = self._encoding.remarks(table)
-        return Rows(self._encoding.encode(table), None, len(everything))
+        return Rows(self._encoding.encode(table), None, len(self._known.labels))
 
     def sample(self) -> Mapping[str, Sequence[Any]]:
         """Returns the first rows of --data-dir without their label, or a synthetic table with the label y."""

@@ -30,21 +30,25 @@ def read_table(path: Path, flag: str = "--data-dir", reading: Reading = STRICT) 
     path: a CSV with a header, columns separated by commas, semicolons (then 1,234 has a decimal comma), tabs, | or
         blanks; JSON lines; or parquet: plain, compressed, or alone in an archive. Quotes, and spaces around a value,
         are removed. Or a .npz with X (n, m), numbers or texts, optionally y (n,), which becomes column y, and column
-        names (m,).
+        names (m,). In a folder or archive of tables for training, test and perhaps validation, --data-dir means the
+        first, another flag the test.
     flag: names the path's flag in messages. reading: how to read lines.
 
     Raises UserError, with file and line, for anything unreadable.
     """
-    where = f"{flag} {path}"
-    if path.is_dir():
-        raise UserError(f"{where}: is a folder; {_ADVICE}, and one to score with --test-data")
-    is_npz = path.suffix.lower() == ".npz" and path.is_file()
-    # of training and test files in an archive, the first is for training, the last for scoring or prediction
-    place = 0 if flag == "--data-dir" else -1
-    table = _read_arrays(path, where) if is_npz else _read_csv(tables_at(path, flag, _ADVICE)[place], reading)
-    if table.num_rows == 0:
-        raise UserError(f"{where}: has column names, but no rows; give at least one")
-    return table
+    if _is_npz(path):
+        return _read_arrays(path, f"{flag} {path}")
+    return _read_csv(tables_at(path, flag, _ADVICE)[0 if flag == "--data-dir" else -1], reading)
+
+
+def read_held_out(path: Path, reading: Reading) -> dict[str, Table]:
+    """Reads the tables "test" and perhaps "val" from a folder or an archive of tables for each part."""
+    files = [] if _is_npz(path) else tables_at(path, "--data-dir", _ADVICE)[:0:-1]
+    return {part: _read_csv(file, reading) for part, file in zip(("test", "val"), files, strict=False)}
+
+
+def _is_npz(path: Path) -> bool:
+    return path.suffix.lower() == ".npz" and path.is_file()
 
 
 def _check_width(num_columns: int, where: str) -> None:
@@ -70,6 +74,8 @@ def _read_csv(file: DataFile, reading: Reading) -> Table:
             for column, texts in zip(columns, zip(*rows, strict=True) if rows else [[]] * len(columns), strict=True):
                 column.add(texts)
         found = [texts.column(name) for name, texts in zip(names, columns, strict=True)]
+        if not len(found[0].values):
+            raise UserError(f"{where}: has column names, but no rows; give at least one")
         return Table(where, _as_the_file_shows(found, decimal_comma), tuple(left_out.remarks()))
 
 
@@ -88,7 +94,7 @@ def _column_names(fields: Sequence[str], where: str) -> list[str]:
     """Names unnamed columns, such as the row numbers of pandas, by position."""
     _check_width(len(fields), where)
     names = [field or f"unnamed {i}" for i, field in enumerate(fields, start=1)]
-    if all(is_number(name) for name in names):
+    if all(map(is_number, names)) or any(is_number(name) and names.count(name) > 1 for name in names):
         raise UserError(
             f"{where}: holds numbers where the names of the columns should be: docs/formats.md#no-line-of-names puts "
             "them above"
@@ -140,6 +146,8 @@ def _read_arrays(path: Path, where: str) -> Table:
     num_rows, num_columns = values.shape
     _check_width(num_columns, where)
     names = [str(name).strip() for name in arrays.get("names", [f"x{i}" for i in range(num_columns)])]
+    if num_rows == 0:
+        raise UserError(f"{where}: has no rows; give at least one")
     if len(names) != num_columns or num_columns == 0:
         raise UserError(f"{where}: X has {num_columns} columns, and there are {len(names)} names; give one for each")
     table = table_of_array(values, names, where)

@@ -39,6 +39,7 @@ def test_a_fitted_run_is_scored_saved_resumed_and_used(argv, run_here, tmp_path)
     assert [event["event"] for event in events] == ["epoch", "result"]
     assert any(name.startswith("val/") for name in events[0])
     assert "This run is finished" in run_here(*argv, "--save-dir", run).out
+    assert "Starting over" in run_here(*argv, "--save-dir", run, "--fresh").out
     shown = run_here("--save-dir", run, "--eval-only", "--num-threads", 1).out
     for name, value in results(run)["metrics"].items():
         assert f"{name} {value:.4f}" in shown

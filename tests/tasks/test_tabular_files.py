@@ -26,7 +26,7 @@ def test_rows_of_a_file_are_the_test(run_here, train, tmp_path):
     test = write(tmp_path / "test.csv", [*rows_of(100, 20), ("r", 0, ""), ("s", 0, "odd")])
     shown, _ = run_here(*TABULAR, "--data-dir", train, "--test-data", test, "--id", "id")
     assert "Data: 60 train, 20 test samples" in shown and "test/accuracy 1.0000" in shown
-    assert "--test-data: Of 22 rows 2 have no class, or one that --data-dir lacks, such as 'odd'." in shown
+    assert f"--test-data {test}: Of 22 rows 2 have no class, or one that --data-dir lacks, such as 'odd'." in shown
 
 
 def test_test_data_of_other_classes_or_columns_are_refused(refused, train, tmp_path):
@@ -40,7 +40,23 @@ def test_test_data_of_other_classes_or_columns_are_refused(refused, train, tmp_p
     unlabelled = write(tmp_path / "unlabelled.csv", [("a", 1)], "id,x")
     refused([f"--test-data {unlabelled}: --label y: no such column"], *argv, unlabelled)
     refused(["--test-share 0.5 and --test-data: exclude each other"], *argv, train, "--test-share", "0.5")
-    refused([f"--data-dir {tmp_path}: is a folder; give a CSV"], *TABULAR, "--data-dir", tmp_path)
+
+
+def test_a_folder_says_what_is_learned_from_validation_and_test(run_here, tmp_path):
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for part, rows in {"train": rows_of(0, 60), "valid": rows_of(100, 21), "test": rows_of(200, 14)}.items():
+        write(folder / f"{part}.csv", rows)
+    argv = [*TABULAR, "--data-dir", folder, "--id", "id"]
+    assert "Data: 60 train, 14 test samples" in run_here(*argv).out
+    tuned = run_here(*argv, "--tune", "lora", "--epochs", 1, "--num-episodes", 16, "--save-dir", tmp_path / "run").out
+    assert "Data: 16 train, 21 val, 14 test samples" in tuned
+    write(folder / "test.csv", [(f"r{k}", k - 3) for k in range(7)], "id,x")  # as Kaggle has it
+    out = run_here(*argv).out
+    assert f"--data-dir {folder}/test.csv: has no y; --predict labels it." in out
+    assert "Data: 48 train, 12 test samples" in out
+    rows = list(csv.DictReader(io.StringIO(run_here(*argv, "--predict", folder).out)))
+    assert [row["y"] for row in rows] == ["low"] * 4 + ["low" if k <= 3 else "high" for k in range(4, 7)]
 
 
 def test_an_id_is_kept_in_predictions_and_not_learned_from(run_here, train, tmp_path):

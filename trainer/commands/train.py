@@ -20,7 +20,7 @@ from trainer.commands.baselines import find_baselines
 from trainer.commands.build import build_run, open_run, start_loading
 from trainer.commands.evaluate import better_can_be_scored, score
 from trainer.commands.flags import Flags
-from trainer.commands.resume import brings_another_run, changed_since_last_start, differences
+from trainer.commands.resume import brings_another_run, changed_since_last_start, differences, starts_over
 from trainer.common.errors import UserError
 from trainer.common.files import DISK_FULL, refusing_disk_errors
 from trainer.failure.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_INTERRUPTED, Failure
@@ -107,7 +107,8 @@ def _is_finished(run: Run, flags: Flags) -> bool:
     progress, path = run.progress, run.directory.path
     if not run.is_complete:
         return False
-    if run.group.on_main(lambda: brings_another_run(run.directory, flags.checkpoint.resume_from)):
+    given, directory = flags.checkpoint, run.directory
+    if run.group.on_main(lambda: starts_over(directory, given) or brings_another_run(directory, given.resume_from)):
         return False
     results = run.group.on_main(lambda: read_json(path / RESULTS))
     is_scored = results.get("scored") == "test" or flags.run.no_test or "test" not in run.task.splits()

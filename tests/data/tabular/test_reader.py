@@ -222,6 +222,7 @@ def test_damaged_arrays(read, tmp_path) -> None:
         ("a,b\n1,2\n1\n", r"line 3: 1 fields, but"),
         ('a,b\n"x\ny",2\n1\n', r"line 4: 1 fields, but"),
         ("a,b,a\n1,2,3\n", r"more than one column is named 'a'"),
+        ("7,0,0,a\n", r"line 1: holds numbers where the names of the columns should be"),
         ("1,2.5\n3,4\n", r"line 1: holds numbers where the names of the columns should be"),
         ('a,b\n"x,2\n3,4\n', r"line 2: a quote is opened and never closed"),
         ('a,b\n"x"z,2\n', r"line 2: .*expected after"),
@@ -241,7 +242,7 @@ def test_a_file_that_cannot_be_read_is_named_with_line_and_reason(read, content,
 def test_paths_that_cannot_be_read(tmp_path) -> None:
     with pytest.raises(UserError, match=r"^--predict .*none.csv: no such file or folder; give a CSV"):
         read_table(tmp_path / "none.csv", "--predict")
-    with pytest.raises(UserError, match=r"is a folder; give a CSV"):
+    with pytest.raises(UserError, match=r"0 files in it can be the table, where one is needed; give the file itself"):
         read_table(tmp_path)
 
 
