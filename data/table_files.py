@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any, Literal, cast
@@ -43,14 +43,24 @@ _TEXTS = {
 """By initial text; the last three match the first line."""
 _LISTS = ("events", "interactions", "actions", "clicks", "items")
 """Entries of a JSON object that list records, such as the events of a session."""
+_UTF_8 = "utf-8-sig"
+_LETTERS = "ÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÖØÙÚÛÜßàáâãäåæçèéêëìíîïñòóôõöøùúûüŒœ".encode("cp1252")
+_MARKS = rb"\x80\x82\x84\x85\x91-\x97\x99\xa0\xa1\xa3\xa7\xa9-\xab\xae\xb0\xb2\xb3\xb7\xba\xbb\xbf"
+_NOT_WESTERN = re.compile(
+    rb"[^ A-Za-z%b]|[%b]{3}|[\xc2\xc3][\x80-\xbf]|\xf5(?!e)|[A-Za-z][^\x00-\x7f\xb7\x92%b][A-Za-z]"
+    % (_LETTERS + _MARKS, _LETTERS, _LETTERS)
+)
+"""Matches bytes outside Western European words in cp1252: other letters, three in a row, UTF-8, marks within words."""
+_WESTERN = re.compile(rb"[A-Za-z][%b]|[%b][A-Za-z]" % (_LETTERS, _LETTERS))
+_NOT_ASCII = re.compile(rb"[A-Za-z]?[\x80-\xff]+[A-Za-z]?")
 _PART = re.compile(r"(?<![a-z])(train|val|dev|test)(?:ing|id|idation)?(?![a-z])")
 _FIRST_OBJECTS = 1000
-_HEAD = 4096
+_HEAD, _CHUNK = 4096, 1 << 18
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How to read tables. encoding: None detects UTF-8 and UTF-16. on_bad: how to treat bad lines."""
+    """How to read tables. encoding: None detects it. on_bad: how to treat bad lines."""
 
     encoding: str | None = None
     on_bad: OnBad = "refuse"
@@ -61,27 +71,39 @@ STRICT = Reading()
 
 @dataclass
 class LeftOut:
-    """Unreadable lines that `--on-bad drop` drops. num: their number. first: one of them."""
+    """Counts unreadable input that is dropped or filled in, by kind, and notes a detected encoding.
 
-    on_bad: OnBad
-    num: int = 0
-    first: str = ""
+    found: (action, kind) -> the count and the first one. note: a sentence about the encoding, or "".
+    """
 
-    def add(self, line: str, refusal: str) -> None:
-        """Counts a line. line: its place and error. Raises UserError, with the refusal appended, unless lines are
-        dropped.
-        """
-        if self.on_bad == "refuse":
-            raise UserError(line + refusal)
-        self.num, self.first = self.num + 1, self.first or line
+    reading: Reading = STRICT
+    found: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
+    note: str = ""
 
-    def remarks(self, what: str = "lines that cannot be read") -> list[str]:
-        """Describes the dropped lines, if any."""
-        return [f"Left out: {self.num:,} {what}, such as {self.first}."] if self.num else []
+    def add(self, first: str, refusal: str, kind: str = "lines that cannot be read") -> None:
+        """Counts one. first: its place and error. Raises UserError, with the text refusal, if it is refused."""
+        if self.reading.on_bad == "refuse":
+            raise UserError(refusal)
+        self.count(kind, first)
+
+    def count(self, kind: str, first: str, num: int = 1, action: str = "Left out") -> None:
+        """Adds num, possibly 0, to the count of a kind."""
+        before, first = self.found.get((action, kind), (0, first))
+        if before + num:
+            self.found[action, kind] = before + num, first
+
+    def counts(self) -> dict[str, int]:
+        """Returns the count of each kind, described with its first example."""
+        return {f"{kind}, such as {first}": num for (_, kind), (num, first) in self.found.items()}
+
+    def remarks(self) -> list[str]:
+        """Returns sentences for the user, if any."""
+        found = [f"{action}: {num:,} {kind}, such as {first}." for (action, kind), (num, first) in self.found.items()]
+        return [self.note, *found] if self.note else found
 
 
 ENCODING = (
-    "of the texts that are read, such as cp1252 for Excel's CSV, or latin-1 (default: UTF-8, or UTF-16 where it shows)"
+    "encoding of the texts, such as cp1252 or latin-1 (default: UTF-8, UTF-16 or, where nothing else fits, cp1252)"
 )
 """Help of a flag of all tasks."""
 ON_BAD = (
@@ -128,8 +150,15 @@ Split = Callable[[str, Iterator[str], str], Iterator[Line]]
 
 
 @contextmanager
-def opened_lines(file: DataFile, encoding: str | None, split: Split) -> Iterator[Iterator[Line]]:
-    """Opens a file as lines of fields; for JSON lines and parquet, names come first. Raises UserError."""
+def opened_lines(file: DataFile, left_out: LeftOut, split: Split) -> Iterator[Iterator[Line]]:
+    """Opens a file as lines of fields; for JSON lines and parquet, names come first. Raises UserError.
+
+    left_out: has the flags of reading, and receives a note on a detected encoding.
+    """
+    encoding = left_out.reading.encoding
+    if encoding is None:
+        with file.open() as content:
+            encoding = _recognised(content, file.where, left_out)
     with file.open() as content:
         head = cast(io.BufferedReader, content).peek(_HEAD)[:_HEAD]
         if head.startswith(b"PAR1"):
@@ -138,29 +167,39 @@ def opened_lines(file: DataFile, encoding: str | None, split: Split) -> Iterator
         for start, (what, section) in _BINARY.items():
             if head.startswith(start):
                 raise not_read(file.where, what, section)
-        with opened_text(content, file.where, encoding, head) as text:
+        with _opened_text(content, file.where, encoding) as text:
             yield _lines(lines_of(text), file.where, split)
 
 
 @contextmanager
-def opened_table(file: DataFile, encoding: str | None = None) -> Iterator[CsvTable]:
-    """Opens a table of named columns. With semicolons, numbers may have decimal commas. Raises UserError."""
+def opened_table(file: DataFile, left_out: LeftOut) -> Iterator[CsvTable]:
+    """Opens a table of named columns. With semicolons, numbers may have decimal commas. Raises UserError.
+
+    left_out: see `opened_lines`.
+    """
     found: list[str] = []
 
     def split(first: str, text: Iterator[str], where: str) -> Iterator[Line]:
         found.append(delimiter_of(first))
         return csv_lines(text, found[0], where)
 
-    with opened_lines(file, encoding, split) as lines:
+    with opened_lines(file, left_out, split) as lines:
         line, names = next(lines, (0, []))
         yield CsvTable(line, [name.strip() for name in names], lines, found == [";"])
 
 
+def decoded(content: bytes, where: str, left_out: LeftOut) -> str:
+    """Decodes a whole file, keeping its line endings. Raises UserError. left_out: see `opened_lines`."""
+    encoding = left_out.reading.encoding or _recognised(io.BytesIO(content), where, left_out)
+    with _opened_text(io.BytesIO(content), where, encoding) as text:
+        return text.read()
+
+
 @contextmanager
-def opened_text(content: IO[bytes], where: str, encoding: str | None, head: bytes) -> Iterator[IO[str]]:
-    """Opens a file as text; encoding None is detected by its first bytes. Raises UserError for invalid bytes."""
+def _opened_text(content: IO[bytes], where: str, encoding: str) -> Iterator[IO[str]]:
+    """Opens a file as text. Raises UserError for an unknown encoding and for invalid bytes."""
     try:
-        name = codecs.lookup(encoding).name if encoding else _encoding_of(head)
+        name = codecs.lookup(encoding).name
         text = io.TextIOWrapper(content, "utf-8-sig" if name == "utf-8" else name, newline="")
     except LookupError:
         raise UserError(f"--encoding {encoding}: no such encoding; give one such as cp1252 or utf-16") from None
@@ -170,24 +209,46 @@ def opened_text(content: IO[bytes], where: str, encoding: str | None, head: byte
         raise UserError(f"{where}: {_why_no_text(error, encoding)}") from None
 
 
-def _why_no_text(error: UnicodeDecodeError, encoding: str | None) -> str:
+def _why_no_text(error: UnicodeDecodeError, encoding: str) -> str:
     """Explains invalid bytes for an encoding, and suggests a probable one."""
-    found, start = error.object, error.start
-    reason = f"is not text in {encoding or 'UTF-8'}, but has the byte 0x{found[start]:02x}"
-    if b"\0" in found or encoding is not None:
-        return f"{reason}; " + ("leave out --encoding, or give another" if encoding else "give a CSV")
-    likely = "latin-1" if re.search(rb"[\x81\x8d\x8f\x90\x9d]", found) else "cp1252"
-    before, after = (re.split(rb"[\s,;|\t\"]", part) for part in (found[:start], found[start : start + 20]))
-    word = (before[-1][-20:] + after[0]).decode(likely)
+    is_given = encoding != _UTF_8
+    byte = error.object[error.start]
+    reason = f"is not text in {encoding if is_given else 'UTF-8'}, but has the byte 0x{byte:02x}"
+    if is_given or b"\0" in error.object:
+        return f"{reason}; " + ("leave out --encoding, or give another" if is_given else "give a CSV")
+    likely = "latin-1" if re.search(rb"[\x81\x8d\x8f\x90\x9d]", error.object) else "cp1252"
+    word = _word_at(error.object, error.start, likely)
     return f"{reason}; in {likely} it says {word!r}: add --encoding {likely} if that is right, else save it in UTF-8"
 
 
-def _encoding_of(head: bytes) -> str:
-    """Detects UTF-16 by its byte order mark, or by a zero in nearly every second byte."""
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+def _word_at(content: bytes, place: int, encoding: str) -> str:
+    before, after = (re.split(rb"[\s,;|\t\"]", part) for part in (content[:place], content[place : place + 20]))
+    return (before[-1][-20:] + after[0]).decode(encoding, "replace")
+
+
+def _recognised(content: IO[bytes], where: str, left_out: LeftOut) -> str:
+    """Detects the encoding of a file by reading all of it, and notes cp1252 in left_out.
+
+    UTF-16 begins with a byte order mark, or has a zero in nearly every second byte. A file that is not UTF-8 is taken
+    for cp1252 if all its words look Western European, which words in other encodings hardly ever do.
+    """
+    chunk = content.read(_CHUNK)
+    if chunk.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
-    zeros = [head[start::2].count(0) / max(1, len(head) // 2) for start in (0, 1)]
-    return "utf-16-be" if zeros[0] > 0.7 > zeros[1] else "utf-16-le" if zeros[1] > 0.7 > zeros[0] else "utf-8-sig"
+    zeros = [chunk[start:_HEAD:2].count(0) / max(1, len(chunk[:_HEAD]) // 2) for start in (0, 1)]
+    if max(zeros) > 0.7 > min(zeros):
+        return "utf-16-be" if zeros[0] > 0.7 else "utf-16-le"
+    decoder, is_utf_8, is_western, word = codecs.getincrementaldecoder("utf-8")("replace"), True, True, None
+    while chunk and (is_utf_8 or is_western):
+        is_utf_8 = is_utf_8 and ("\ufffd" not in decoder.decode(chunk) or b"\xef\xbf\xbd" in chunk)
+        if is_western and not chunk.isascii():
+            is_western = b"\0" not in chunk and not _NOT_WESTERN.search(b" ".join(set(_NOT_ASCII.findall(chunk))))
+            word = word or ((found := _WESTERN.search(chunk)) and _word_at(chunk, found.start(), "cp1252"))
+        chunk = content.read(_CHUNK)
+    if (is_utf_8 and not decoder.getstate()[0]) or not is_western or word is None:
+        return _UTF_8
+    left_out.note = left_out.note or f"{where}: is read as cp1252, in which it says {word!r}; else give --encoding."
+    return "cp1252"
 
 
 def _lines(text: Iterator[str], where: str, split: Split) -> Iterator[Line]:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from data.har.clocks import is_same_rate, middle_rate_hz, num_disorders
-from data.har.rows import Bad, Rows
+from data.har.rows import Rows
 
 _HARDLY = 1e-3
 """Share of the total range; a column that spans less within each recording identifies recordings, not motion."""
@@ -28,7 +28,6 @@ class Cut:
         self.num_rows = self.num_short = self.num_short_rows = self.num_disorders = self.num_gaps = 0
         self.longest = 0
         self.unread: dict[str, str] = {}
-        self.bad = Bad()
         self.moments: dict[str, tuple[str, str]] = {}
         self._rates: list[tuple[str, float, int]] = []
         self._rises, self._falls = np.zeros(num_columns, bool), np.zeros(num_columns, bool)
@@ -41,7 +40,6 @@ class Cut:
         for ours, theirs in zip(self.spellings, rows.spellings, strict=True):
             ours.update(theirs)
         self.unread = rows.unread | self.unread
-        self.bad += rows.bad
         for name, (first, last) in rows.moments.items():
             self.moments[name] = self.moments.get(name, (first, last))[0], last
         for recording in rows.recordings(by_label=True):

@@ -30,7 +30,7 @@ from data.har.rows import (
 from data.har.windows import HarRecordings, triplets_first
 from data.moments import moments_of
 from data.overview import overview
-from data.table_files import STRICT, Reading, opened_table
+from data.table_files import STRICT, LeftOut, Reading, opened_table
 from trainer.common.errors import UserError
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, digest_of, key_of, texts_of_array
 
@@ -92,12 +92,12 @@ def refuse_other_data(path: Path) -> NoReturn:
     names = [path.name]
     if path.is_dir():
         with reading_errors(f"--data-dir {path}"):
-            names = [name for name in islice(Folder(path, depth=3).names(), _MOST_LISTED) if is_visible(name)]
+            names = [name for name in islice(Folder(path, depth=6).names(), _MOST_LISTED) if is_visible(name)]
     for pattern, published in _PUBLISHED.items():
         if some := [name for name in names if re.fullmatch(pattern, PurePosixPath(name).name)]:
             raise not_read(f"--data-dir {path}", f"{published} ({min(some)})", published.lower())
     if path.is_file():
-        with opened_table(single(path, "--data-dir")):
+        with opened_table(single(path, "--data-dir"), LeftOut()):
             pass  # detected formats are refused
     found = "is neither UCI HAR, a folder or a zip, nor a table of recordings of your own, whose name ends in "
     found += f"{', '.join(_SUFFIXES)}, perhaps behind that in .gz, .bz2, .xz or .zip"
@@ -148,9 +148,9 @@ def _is_table(file: DataFile) -> bool:
 
 def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
     columns = _columns(files[0], wanted)
-    cut = Cut(wanted.length, wanted.hop, len(columns.channels))
+    cut, left_out = Cut(wanted.length, wanted.hop, len(columns.channels)), LeftOut(wanted.reading)
     for file in files:
-        cut.add(_read(file, wanted, columns))
+        cut.add(_read(file, wanted, columns, left_out))
     where = files[0].source.where if len(files) > 1 else files[0].where
     if not cut.windows:
         raise UserError(_why_no_window(cut, wanted, where, columns.label))
@@ -170,7 +170,8 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
     signals = cut.signals([columns.read.index(name) for name in channels])
     labels = _places([activities[key] for key in cut.labels], classes)
     subjects = _places([people[key] for key in cut.subjects], names)
-    remarks = [*_table(columns, cut, len(names), len(classes)), *_remarks(cut, [*several, *several_labels])]
+    remarks = [*_table(columns, cut, len(names), len(classes)), *left_out.remarks()]
+    remarks += _remarks(cut, [*several, *several_labels])
     return {
         "signals": signals,
         "labels": labels,
@@ -244,7 +245,6 @@ def _table(columns: "_Columns", cut: Cut, num_people: int, num_classes: int) -> 
 
 
 def _remarks(cut: Cut, several: Sequence[str]) -> Iterator[str]:
-    yield from cut.bad.remarks()
     if several:
         yield f"Taken for one name: {'; '.join(several)}."
     for name, cell in cut.unread.items():
@@ -302,7 +302,7 @@ class _Columns:
 
 def _columns(file: DataFile, wanted: OwnFormat) -> _Columns:
     """Detects the columns by name and by a file's first rows. Raises UserError."""
-    with _opened(file, wanted.reading.encoding) as table:
+    with _opened(file, LeftOut(wanted.reading)) as table:
         header, decimal_comma = table.header, table.decimal_comma
         subject, label = _subject_and_label(table, wanted, file)
         first = list(islice(table.lines, ROWS_AT_ONCE))
@@ -334,8 +334,8 @@ def _shows_moments(lines: Sequence[Line], column: int, decimal_comma: bool) -> b
 
 
 @contextmanager
-def _opened(file: DataFile, encoding: str | None) -> Iterator[CsvTable]:
-    with opened_table(file, encoding) as table:
+def _opened(file: DataFile, left_out: LeftOut) -> Iterator[CsvTable]:
+    with opened_table(file, left_out) as table:
         if not table.header:
             raise UserError(f"{file.where}: is empty; give a CSV with a line of column names")
         if broken := [name for name in table.header if "\n" in name]:
@@ -368,8 +368,8 @@ def _subject_and_label(table: CsvTable, wanted: OwnFormat, file: DataFile) -> tu
     return subject, label
 
 
-def _read(file: DataFile, wanted: OwnFormat, columns: _Columns) -> Rows:
-    with _opened(file, wanted.reading.encoding) as table:
+def _read(file: DataFile, wanted: OwnFormat, columns: _Columns, left_out: LeftOut) -> Rows:
+    with _opened(file, left_out) as table:
         subject, label = _subject_and_label(table, wanted, file)
         roles = roles_of(table.header, columns.read, subject, label, columns.clocks)
         rows = read_rows(
@@ -378,7 +378,7 @@ def _read(file: DataFile, wanted: OwnFormat, columns: _Columns) -> Rows:
             roles,
             file.where,
             "fix it, name the columns of signals by --channels, or add --on-bad drop or interpolate",
-            wanted.reading.on_bad,
+            left_out,
             needs_subject=True,
         )
     if not len(rows.signals):

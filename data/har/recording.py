@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from data.har.clocks import is_same_rate, middle_rate_hz, seconds_of, usual_rate_hz
 from data.har.rows import LABELS, LARGEST, SUBJECTS, Recording, Rows, as_float32, read_rows, roles_of, usual_column
 from data.har.windows import WindowFormat, triplets_first
-from data.table_files import STRICT, Reading, opened_table, tables_at
+from data.table_files import STRICT, LeftOut, Reading, opened_table, tables_at
 from trainer.common.errors import UserError
 from trainer.common.files import array_errors, require_regular
 from trainer.loading.order import SampleKeys
@@ -69,13 +69,14 @@ def read_new_windows(
         require_regular(path)
         if path.suffix.lower() == ".npy":
             return NewWindows(label, _read_array(path, label, wanted))
-        rows = _read_recording(path, label, wanted.channels, subject_column, label_column, reading)
+        left_out = LeftOut(reading)
+        rows = _read_recording(path, label, wanted.channels, subject_column, label_column, left_out)
     except OSError as error:
         raise UserError(f"{label}: {error.strerror or error}; give a file with recordings") from None
-    return _windows_of(rows, label, wanted)
+    return _windows_of(rows, label, wanted, left_out.remarks())
 
 
-def _windows_of(rows: Rows, label: str, wanted: WindowFormat) -> NewWindows:
+def _windows_of(rows: Rows, label: str, wanted: WindowFormat, remarks: Sequence[str]) -> NewWindows:
     length = wanted.length
     pieces = [(piece, range(piece.start, piece.stop - length + 1, wanted.hop)) for piece in rows.recordings(False)]
     first_rows = np.array([row for _, starts in pieces for row in starts], np.int64)
@@ -97,12 +98,11 @@ def _windows_of(rows: Rows, label: str, wanted: WindowFormat) -> NewWindows:
     seconds = seconds_of(rows.clocks, rows.in_seconds)
     start_s = rows.places[first_rows] / rate_hz if seconds is None else seconds[first_rows]
     signals = sliding_window_view(rows.signals, length, axis=0)[first_rows]
-    remarks = tuple(_remarks(rows, label, [piece for piece, _ in pieces]))
-    return NewWindows(label, signals, start_s, length / rate_hz, remarks)
+    remarks = [*remarks, *_remarks(rows, label, [piece for piece, _ in pieces])]
+    return NewWindows(label, signals, start_s, length / rate_hz, tuple(remarks))
 
 
 def _remarks(rows: Rows, label: str, pieces: Sequence[Recording]) -> Iterator[str]:
-    yield from rows.bad.remarks()
     if num_gaps := sum(piece.is_behind_gap for piece in pieces):
         yield f"{label}: the clock jumps at {num_gaps:,} places, and no window reaches over them."
     if (num_people := len(set(rows.subjects))) > 1:
@@ -188,13 +188,14 @@ def _read_array(path: Path, label: str, window: WindowFormat) -> np.ndarray:
 
 def _read_recording(
     path: Path, label: str, channels: Sequence[str], subject_column: str | None, label_column: str | None,
-    reading: Reading,
+    left_out: LeftOut,
 ) -> Rows:  # fmt: skip
-    advice, on_bad = "give a file with recordings", reading.on_bad
-    with opened_table(tables_at(path, "--predict", advice)[-1], reading.encoding) as table:
+    with opened_table(tables_at(path, "--predict", "give a file with recordings")[-1], left_out) as table:
         if not table.header:
             raise UserError(f"{label}: is empty; give a CSV whose first line names the signals {', '.join(channels)}")
         subject = usual_column(table.header, SUBJECTS, subject_column)
         label_of_rows = usual_column(table.header, LABELS, label_column)
         roles = roles_of(table.header, channels, subject, label_of_rows)
-        return read_rows(table, channels, roles, label, "repair the file, or add --on-bad drop or interpolate", on_bad)
+        return read_rows(
+            table, channels, roles, label, "repair the file, or add --on-bad drop or interpolate", left_out
+        )

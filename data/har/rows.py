@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby, islice, pairwise
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from data.csv_lines import CsvTable, Line, is_number, plain_name, without_point
 from data.har.clocks import is_clock, rate_and_gaps
 from data.har.windows import SIGNALS
 from data.moments import moments_of, settled
-from data.table_files import OnBad
+from data.table_files import LeftOut
 from data.tabular.table import MISSING
 from trainer.common.errors import UserError
 
@@ -31,6 +31,7 @@ _SLOW_NAMES = {"lat", "lon", "lng", "steps", "step count", "step counter", "step
 ROWS_AT_ONCE = 4096
 _LONGEST_HOLE = 25
 """Consecutive cells without a number, between two with one, that are filled in; a longer hole splits a recording."""
+_BAD_ROWS = "rows that cannot be read, at which recordings are divided"
 LARGEST = 1e15
 """Larger than any sensor's numbers."""
 _NUM_SHOWN = 30
@@ -44,23 +45,6 @@ class Roles:
     label: int | None
     trials: tuple[int, ...]
     clocks: tuple[int, ...]
-
-
-class Bad(NamedTuple):
-    """Unreadable input: dropped rows, filled cells, and the first of them."""
-
-    dropped: int = 0
-    filled: int = 0
-    first: str = ""
-
-    def __add__(self, other: "Bad") -> "Bad":  # type: ignore[override]
-        return Bad(self.dropped + other.dropped, self.filled + other.filled, self.first or other.first)
-
-    def remarks(self) -> Iterator[str]:
-        told = [f"{self.dropped:,} rows left out, at which recordings are divided"] if self.dropped else []
-        told += [f"{self.filled:,} cells filled in by the numbers before and after"] if self.filled else []
-        if told:
-            yield f"What cannot be read: {', '.join(told)}, such as {self.first}."
 
 
 class Recording(NamedTuple):
@@ -83,7 +67,7 @@ class Rows:
     trials: contents of the columns that separate recordings.
     clocks: (n, K) float64, NaN where a cell is not a moment. in_seconds: (K,) bool, whether the unit is known.
     moments: names of clocks -> first and last cell. unread: clocks with an unreadable cell -> that cell.
-    places: (n,) int64, row numbers in the file. bad: dropped rows and filled cells.
+    places: (n,) int64, row numbers in the file.
     """
 
     signals: np.ndarray
@@ -96,20 +80,24 @@ class Rows:
     moments: dict[str, tuple[str, str]]
     unread: dict[str, str]
     places: np.ndarray
-    bad: Bad = field(default_factory=Bad)
 
-    def without_holes(self, fills: bool, needs_subject: bool) -> "Rows":
-        """Returns the complete rows; others split recordings. fills: fills short holes first."""
-        filled, start = 0, 0
+    def without_holes(self, left_out: LeftOut, first: str, needs_subject: bool) -> "Rows":
+        """Returns the complete rows; others split recordings. `--on-bad interpolate` fills short holes first.
+
+        left_out: counts dropped rows and filled cells. first: the first unreadable cell.
+        """
+        num_filled, start = 0, 0
+        fills = left_out.reading.on_bad == "interpolate"
         for _, run in groupby(zip(self.subjects, self.trials, strict=True)) if fills else ():
             stop = start + sum(1 for _ in run)
-            filled += sum(_fill(self.signals[start:stop, k]) for k in range(self.signals.shape[1]))
+            num_filled += sum(_fill(self.signals[start:stop, k]) for k in range(self.signals.shape[1]))
             start = stop
         is_kept = np.isfinite(self.signals).all(axis=1)
-        first = self.bad.first
         if needs_subject and "" in self.subjects:
             is_kept &= np.array(self.subjects, dtype=str) != ""
             first = first or f"row {self.places[self.subjects.index('')] + 1} below the names, which has no subject"
+        left_out.count(_BAD_ROWS, first, int((~is_kept).sum()))
+        left_out.count("cells without a number", first, num_filled, "Filled in by the numbers before and after")
         kept, places = np.flatnonzero(is_kept).tolist(), self.places[is_kept]
         stretches = np.cumsum(np.diff(places, prepend=places[:1]) > 1).tolist()
         return replace(
@@ -120,7 +108,6 @@ class Rows:
             trials=[(*self.trials[k], str(stretch)) for k, stretch in zip(kept, stretches, strict=True)],
             clocks=self.clocks[is_kept],
             places=places,
-            bad=Bad(self.bad.dropped + int((~is_kept).sum()), filled, first),
         )
 
     def recordings(self, by_label: bool) -> Iterator["Recording"]:
@@ -199,13 +186,13 @@ def _fill(column: np.ndarray) -> int:
 
 
 def read_rows(
-    table: CsvTable, channels: Sequence[str], roles: Roles, where: str, advice: str, on_bad: OnBad = "refuse",
+    table: CsvTable, channels: Sequence[str], roles: Roles, where: str, advice: str, left_out: LeftOut,
     needs_subject: bool = False,
 ) -> Rows:  # fmt: skip
-    """Reads all rows of an opened file. advice: what to do about fields that are not numbers. on_bad: how to treat
-    them.
+    """Reads all rows of an opened file. advice: what to do about fields that are not numbers.
 
-    needs_subject: rows without one are bad. Raises UserError, with the line.
+    left_out: decides how to treat bad rows, and counts them. needs_subject: rows without one are bad. Raises UserError,
+    with the line.
     """
     header, decimal_comma = table.header, table.decimal_comma
     columns = signal_columns(header, channels, f"{where}, line {table.line}")
@@ -218,16 +205,17 @@ def read_rows(
     trials: list[tuple[str, ...]] = []
     ends: list[list[str]] = []
     unread: dict[str, str] = {}
-    places, bad, num_rows = [np.empty(0, np.int64)], Bad(), 0
+    places, first_bad, num_rows = [np.empty(0, np.int64)], "", 0
     while some := list(islice(table.lines, ROWS_AT_ONCE)):
         kept, num_all = list(range(len(some))), len(some)
         try:
             signals.append(numbers(some, header, columns, where, decimal_comma, advice))
         except UserError as error:
-            if on_bad == "refuse":
+            if left_out.reading.on_bad == "refuse":
                 raise
             kept = [k for k, (_, fields) in enumerate(some) if len(fields) == len(header)]
-            bad += Bad(num_all - len(kept), 0, str(error).partition("; ")[0])
+            first_bad = first_bad or str(error).partition("; ")[0]
+            left_out.count(_BAD_ROWS, first_bad, num_all - len(kept))
             some = [some[k] for k in kept]
             signals.append(_numbers_or_nan(some, columns, decimal_comma))
         places.append(num_rows + np.array(kept, np.int64))
@@ -253,9 +241,9 @@ def read_rows(
     in_seconds = np.array([not any(map(is_number, cells)) for cells in of_file.values()], bool)
     rows = Rows(
         np.concatenate(signals), *keys, spellings, trials, clock_values, in_seconds, of_file, unread,
-        np.concatenate(places), bad,
+        np.concatenate(places),
     )  # fmt: skip
-    return rows if on_bad == "refuse" else rows.without_holes(on_bad == "interpolate", needs_subject)
+    return rows if left_out.reading.on_bad == "refuse" else rows.without_holes(left_out, first_bad, needs_subject)
 
 
 def _numbers_or_nan(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:

@@ -151,6 +151,8 @@ def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice,
         raise UserError(
             f"{where}: {','.join(first)[:80]!r}: {columns}, not `user item`, `user item time` or `user item rating "
             f"time`, and no names of columns; specify {_flags(ROLES)}, counted from 1"
+            + "; if a line is a user and all items of the user, see docs/formats.md#one-user-a-line"
+            * (len(first) > 4)
         )
     if choice == FIND_OUT and _are_unlike(first, second):
         raise UserError(

@@ -12,7 +12,7 @@ from data.files import DataFile
 from data.interactions.columns import ColumnChoice, Layout, find_layout
 from data.interactions.times import EXPECTED, form_of, in_seconds, parse_times, time_range
 from data.overview import overview
-from data.table_files import STRICT, LeftOut, OnBad, Reading, opened_lines
+from data.table_files import STRICT, LeftOut, Reading, opened_lines
 from trainer.common.errors import UserError
 
 _ROWS_AT_ONCE = 1 << 16
@@ -47,15 +47,15 @@ def read_table(files: Sequence[DataFile], choice: ColumnChoice, reading: Reading
 
     Raises UserError with file, line and reason for anything unreadable.
     """
-    parser = None
+    parser, left_out = None, LeftOut(reading)
     for file in files:
-        with opened_lines(file, reading.encoding, _fields) as lines:
+        with opened_lines(file, left_out, _fields) as lines:
             head = list(islice(lines, 2))
             if not head:
                 raise UserError(f"{file.where}: is empty; give a file of interactions")
             first, second = ([field.strip() for field in fields] for _, fields in [*head, (0, [])][:2])
             layout = find_layout(first, second, choice, f"{file.where}, line {head[0][0]}")
-            parser = parser or _Parser(layout, reading.on_bad)
+            parser = parser or _Parser(layout, left_out)
             parser.add(chain(head[layout.has_names :], lines), layout, file.where)
     assert parser is not None
     return parser.table()
@@ -112,8 +112,8 @@ def _fields_in_quotes(text: Iterable[str], delimiter: str, where: str) -> Iterat
 class _Parser:
     """Parses lines of one layout, many at a time."""
 
-    def __init__(self, layout: Layout, on_bad: OnBad) -> None:
-        self._layout, self._left_out = layout, LeftOut(on_bad)
+    def __init__(self, layout: Layout, left_out: LeftOut) -> None:
+        self._layout, self._left_out = layout, left_out
         self._users, self._items = _Codes(), _Codes()
         self._form_of_times = ""
         self._blocks: list[tuple[np.ndarray, ...]] = []
@@ -223,7 +223,7 @@ class _Parser:
                 continue
             reason, advice = wrong
             shown = f"{self._where}, line {number}: {_shorten(' '.join(map(str.strip, fields)))!r}: {reason}"
-            self._left_out.add(shown, f"; {advice}, or leave such lines out with --on-bad drop")
+            self._left_out.add(shown, f"{shown}; {advice}, or leave such lines out with --on-bad drop")
         return kept
 
     def _what_is_wrong(self, fields: Sequence[str]) -> tuple[str, str] | None:

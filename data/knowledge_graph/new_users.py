@@ -1,6 +1,5 @@
 """Users to recommend items to: the file of `--predict`."""
 
-import io
 from pathlib import Path
 
 import numpy as np
@@ -8,13 +7,12 @@ import numpy as np
 from data.csv_lines import plain_name
 from data.knowledge_graph.catalogue import Catalogue
 from data.knowledge_graph.samples import padded
-from data.table_files import STRICT, LeftOut, Reading, opened_text
+from data.table_files import STRICT, LeftOut, Reading, decoded
 from trainer.common.errors import UserError
 from trainer.common.files import MOST_WHOLE, read_whole
 from trainer.loading.order import SampleKeys
 
 HEADER = "user"
-_HEAD = 4096
 _MOST_DIGITS = 18
 """Digits that fit 64 bits."""
 
@@ -32,11 +30,9 @@ def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> t
         content = read_whole(path, MOST_WHOLE)
     except OSError as error:
         raise UserError(f"{label}: {error.strerror or error}; give a file with one user id a line") from None
-    with opened_text(io.BytesIO(content), label, reading.encoding, content[:_HEAD]) as text:
-        lines = text.read().splitlines()
     users: list[int] = []
-    unknown = LeftOut(reading.on_bad)
-    for number, line in enumerate(lines, start=1):
+    unknown = LeftOut(reading)
+    for number, line in enumerate(decoded(content, label, unknown).splitlines(), start=1):
         text_of_line = line.strip().strip('"')
         if not text_of_line or (number == 1 and plain_name(text_of_line) == HEADER):
             continue
@@ -46,11 +42,13 @@ def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> t
             users.append(user)
             continue
         ids = "" if number_of else f", between 0 and {len(is_trained_on) - 1}, and no more"
+        line_shown = f"{label}, line {number}: {text_of_line[:80]!r}"
         unknown.add(
-            f"{label}, line {number}: {text_of_line[:80]!r}",
-            f": must be the id of a user with training items{ids}; --on-bad drop leaves others out",
+            line_shown,
+            f"{line_shown}: must be the id of a user with training items{ids}; --on-bad drop leaves others out",
+            "lines that name no user with training items",
         )
-    return np.array(users, dtype=np.int64), unknown.remarks("lines that name no user with training items")
+    return np.array(users, dtype=np.int64), unknown.remarks()
 
 
 class Recommendations:

@@ -30,7 +30,7 @@ def tables_of(files: Sequence[DataFile], reading: Reading) -> dict[str, list[Dat
         names: set[str] = set()
         if len(files) == 1 or file.bare_name.endswith(_SUFFIXES):
             try:
-                with opened_table(file, reading.encoding) as table:
+                with opened_table(file, LeftOut(reading)) as table:
                     names = set(map(plain_name, table.header))
             except UserError as error:  # the file need not be a table
                 unread.append(error)
@@ -60,7 +60,7 @@ def read_tables(
             kind == "interactions" and len(files[kind]) > 1 and parts_of(files[kind]) != files[kind]
         ):
             raise UserError(f"{where}: {shown(file.name for file in files[kind])} can be the {kind}; keep one of them")
-    with opened_table(files["interactions"][0], reading.encoding) as opened:
+    with opened_table(files["interactions"][0], LeftOut(reading)) as opened:
         has_times = not set(NAMES["time"]).isdisjoint(map(plain_name, opened.header))
     columns = FIND_OUT if has_times else ColumnChoice(time=NO_TIMES)
     table = read_table(files["interactions"], columns, reading)
@@ -121,16 +121,16 @@ def _read_graph(
 
 def _columns(file: DataFile, names: Sequence[str], reading: Reading, notes: list[str]) -> list[tuple[str, ...]]:
     """Reads some columns of all lines, by plain name. notes: receives the number of dropped lines."""
-    with opened_table(file, reading.encoding) as table:
+    left_out = LeftOut(reading)
+    with opened_table(file, left_out) as table:
         plain = list(map(plain_name, table.header))
         columns, rows = [plain.index(name) for name in names], list[tuple[str, ...]]()
-        left_out = LeftOut(reading.on_bad)
         for number, fields in table.lines:
             row = tuple(fields[column].strip() for column in columns) if len(fields) == len(plain) else ()
             if all(row) and row:
                 rows.append(row)
             else:
                 line = f"{file.where}, line {number}: {','.join(fields)[:80]!r}: lacks one of {', '.join(names)}"
-                left_out.add(line, "; fix it, or leave such lines out with --on-bad drop")
+                left_out.add(line, f"{line}; fix it, or leave such lines out with --on-bad drop")
     notes += left_out.remarks()
     return rows

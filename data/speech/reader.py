@@ -15,7 +15,7 @@ from data.speech.corpus import Corpus, cached_corpus
 from data.speech.layouts import Utterance, manifest_sound, utterances_of
 from data.speech.sources import MOST_SOUND, Source, find, is_archive, opened
 from data.speech.text import normalise
-from data.table_files import OnBad, Reading
+from data.table_files import LeftOut, OnBad, Reading
 from trainer.common.errors import UserError
 from trainer.common.files import read_whole, refusing_disk_errors, stamp
 from trainer.loading.cache import key_of
@@ -26,6 +26,7 @@ Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 _FORMAT_VERSION = 3
 DROP = Reading(on_bad="drop")
 _DURATION_TOLERANCE = 0.5
+_ADVICE = "fix it, or leave out such files with --on-bad drop"
 
 
 def load_corpus(
@@ -53,8 +54,8 @@ def load_corpus(
     key = key_of("speech", _FORMAT_VERSION, _stamps(path, cache_dir), sample_rate, reading)
 
     def build() -> Corpus:
-        with opened(path, cache_dir, reading.encoding) as source:
-            return _read(source, cache_dir, sample_rate, reading.on_bad, progress)
+        with opened(path, cache_dir, LeftOut(reading)) as source:
+            return _read(source, cache_dir, sample_rate, progress)
 
     return cached_corpus(cache_dir, key, build)
 
@@ -79,19 +80,19 @@ def read_recordings(path: Path, sample_rate: int, on_bad: OnBad = "drop") -> Cor
         raise UserError(
             f"--predict {path}: holds no sound ({', '.join(SUFFIXES)}); give a file or folder of recordings"
         )
-    skipped = _Skipped(lambda name: f"--predict {path}/{name}", on_bad)
+    left_out = LeftOut(Reading(on_bad=on_bad))
     sound, loud = [], []
     for name in names:
         try:
             samples, is_loud = _read_recording(path / name, sample_rate)
         except UnreadableAudio as error:
-            skipped.add(name, str(error))
+            left_out.add(name, f"--predict {path}/{name}: {error}; {_ADVICE}", str(error))
             continue
         sound.append((name, samples))
         loud += [name] * is_loud
     if not sound:
-        raise UserError(f"--predict {path}: none of its {len(names)} recordings can be used: {skipped}")
-    return _unknown(sound, sample_rate, skipped.counts(), loud)
+        raise UserError(f"--predict {path}: none of its {len(names)} recordings can be used: {_reasons(left_out)}")
+    return _unknown(sound, sample_rate, left_out.counts(), loud)
 
 
 def _unknown(
@@ -137,7 +138,7 @@ def _stamps(path: Path, cache_dir: Path) -> list[object]:
     """Returns values that change when a file changes, appears or disappears."""
     if is_archive(path):
         return [stamp(path)]
-    with opened(path, cache_dir) as source:
+    with opened(path, cache_dir, LeftOut()) as source:
         return [_stamp(os.path.join(source.path, name)) for name in sorted({*source.names, *manifest_sound(source)})]
 
 
@@ -150,10 +151,10 @@ def _stamp(file: str) -> tuple[str, int, int] | None:
     return file, status.st_size, status.st_mtime_ns
 
 
-def _read(source: Source, cache_dir: Path, sample_rate: int | None, on_bad: OnBad, progress: Progress) -> Corpus:
+def _read(source: Source, cache_dir: Path, sample_rate: int | None, progress: Progress) -> Corpus:
     what, utterances = utterances_of(source)
     _refuse_repeated(source, utterances)
-    skipped = _Skipped(source.where, on_bad)
+    left_out = source.left_out
     # nameless files bound memory for corpora of any length
     with (
         refusing_disk_errors(f"--cache-dir {cache_dir}", "choose a folder with room for the decoded sound"),
@@ -166,7 +167,7 @@ def _read(source: Source, cache_dir: Path, sample_rate: int | None, on_bad: OnBa
             try:
                 samples, rate = _decode(source, utterance)
             except UnreadableAudio as error:
-                skipped.add(utterance.name, str(error))
+                left_out.add(utterance.name, f"{source.where(utterance.name)}: {error}; {_ADVICE}", str(error))
                 continue
             samples, is_loud = within_full_scale(samples)
             loud += [utterance.name] * is_loud
@@ -178,7 +179,9 @@ def _read(source: Source, cache_dir: Path, sample_rate: int | None, on_bad: OnBa
             lengths.append(len(samples))
             rates.append(rate)
         if not kept:
-            raise UserError(f"{source.where()}: none of its {len(utterances)} utterances can be used: {skipped}")
+            raise UserError(
+                f"{source.where()}: none of its {len(utterances)} utterances can be used: {_reasons(left_out)}"
+            )
         audio, offsets, rate = _at_one_rate(decoded, lengths, rates, resampled)
         return Corpus(
             audio=audio,
@@ -188,11 +191,12 @@ def _read(source: Source, cache_dir: Path, sample_rate: int | None, on_bad: OnBa
             names=tuple(utterance.name for utterance in kept),
             speakers=tuple(utterance.speaker for utterance in kept),
             splits=tuple(utterance.split for utterance in kept),
-            skipped=skipped.counts(),
+            skipped=left_out.counts(),
             found={
                 "transcripts": f"{what}, such as {' '.join(kept[0].transcript.split())!r}",
                 "samples a second": ", ".join(f"{hz} ({count} files)" for hz, count in of_files.most_common()),
                 **_too_loud(loud),
+                **({"encoding": left_out.note} if left_out.note else {}),
             },
         )
 
@@ -225,25 +229,8 @@ def _decode(source: Source, utterance: Utterance) -> tuple[np.ndarray, int]:
     return samples, rate
 
 
-class _Skipped:
-    """Counts dropped files by reason and names the first of each; or refuses them."""
-
-    def __init__(self, where: Callable[[str], str], on_bad: OnBad) -> None:
-        """where: names a file in messages."""
-        self._where = where
-        self._on_bad = on_bad
-        self._names: dict[str, list[str]] = {}
-
-    def add(self, name: str, reason: str) -> None:
-        if self._on_bad == "refuse":
-            raise UserError(f"{self._where(name)}: {reason}; fix it, or leave out such files with --on-bad drop")
-        self._names.setdefault(reason, []).append(name)
-
-    def counts(self) -> dict[str, int]:
-        return {f"{reason}, such as {names[0]}": len(names) for reason, names in self._names.items()}
-
-    def __str__(self) -> str:
-        return "; ".join(f"{reason} ({count})" for reason, count in self.counts().items())
+def _reasons(left_out: LeftOut) -> str:
+    return "; ".join(f"{reason} ({count})" for reason, count in left_out.counts().items())
 
 
 def _at_one_rate(

@@ -1,7 +1,6 @@
 """Files of a corpus, in a folder, zip or tar."""
 
 import gzip
-import io
 import os
 import shutil
 import tarfile
@@ -13,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from data.files import ARCHIVE_ERRORS, ZipArchive, is_visible
 from data.speech.audio_files import SUFFIXES
-from data.table_files import opened_text
+from data.table_files import LeftOut, decoded
 from trainer.common.errors import UserError
 from trainer.common.files import DISK_FULL, read_at_most, read_whole, refusing_disk_errors
 
@@ -29,15 +28,15 @@ class Source:
     """The files of a corpus.
 
     path: its location. names: relative to it, sorted, with /, without hidden files. reads_outside: names may also be
-    absolute or leave the folder; never in an archive. encoding: see `Reading`. read: returns a file's content by name.
-    Raises KeyError if an archive lacks it, and some of ARCHIVE_ERRORS.
+    absolute or leave the folder; never in an archive. left_out: see `opened_lines`. read: returns a file's content by
+    name. Raises KeyError if an archive lacks it, and some of ARCHIVE_ERRORS.
     """
 
     path: Path
     names: tuple[str, ...]
     reads_outside: bool
     read: Callable[[str], bytes]
-    encoding: str | None = None
+    left_out: LeftOut
 
     def where(self, name: str = "") -> str:
         """Names a file in messages."""
@@ -46,9 +45,7 @@ class Source:
     def read_text(self, name: str) -> str:
         """Raises UserError if a file is unreadable or in another encoding."""
         try:
-            content = self.read(name)
-            with opened_text(io.BytesIO(content), self.where(name), self.encoding, content) as text:
-                return text.read()
+            return decoded(self.read(name), self.where(name), self.left_out)
         except ARCHIVE_ERRORS as error:
             raise UserError(f"{self.where(name)}: cannot be read ({error}); fetch it again") from None
 
@@ -78,14 +75,14 @@ def is_archive(path: Path) -> bool:
 
 
 @contextmanager
-def opened(path: Path, cache_dir: Path, encoding: str | None = None) -> Iterator[Source]:
+def opened(path: Path, cache_dir: Path, left_out: LeftOut) -> Iterator[Source]:
     """Opens a folder, an archive, or a single manifest with sound elsewhere.
 
     cache_dir: existing folder in which to unpack a compressed tar while open, as one nameless file that a kill does not
     leave behind. Raises UserError if an archive is damaged or has a name that leads out of it.
     """
     if path.is_dir():
-        yield Source(path, tuple(_names_in(path)), True, lambda name: read_whole(path / name, MOST_SOUND), encoding)
+        yield Source(path, tuple(_names_in(path)), True, lambda name: read_whole(path / name, MOST_SOUND), left_out)
     elif is_archive(path):
         is_zip = path.name.lower().endswith(".zip")
         with ExitStack() as stack:
@@ -93,9 +90,9 @@ def opened(path: Path, cache_dir: Path, encoding: str | None = None) -> Iterator
                 names, read = stack.enter_context(_zip(path) if is_zip else _tar(path, cache_dir))
             except ARCHIVE_ERRORS as error:
                 raise UserError(f"--data-dir {path}: is no archive or is damaged ({error}); fetch it again") from None
-            yield Source(path, tuple(_visible(path, names)), False, read, encoding)
+            yield Source(path, tuple(_visible(path, names)), False, read, left_out)
     elif path.name.lower().endswith(MANIFESTS):
-        yield Source(path.parent, (path.name,), True, lambda name: read_whole(path.parent / name, MOST_SOUND), encoding)
+        yield Source(path.parent, (path.name,), True, lambda name: read_whole(path.parent / name, MOST_SOUND), left_out)
     else:
         raise UserError(f"--data-dir {path}: is no folder, archive ({', '.join(ARCHIVES)}) or manifest (.json, .jsonl)")
 

@@ -64,12 +64,12 @@ def _check_width(num_columns: int, where: str) -> None:
 
 def _read_csv(file: DataFile, reading: Reading) -> Table:
     where = file.where
-    with opened_table(file, reading.encoding) as (line, header, lines, decimal_comma):
+    left_out = LeftOut(reading)
+    with opened_table(file, left_out) as (line, header, lines, decimal_comma):
         if not header:
             raise UserError(f"{where}: is empty; {_ADVICE}")
         names = _column_names(header, f"{where}, line {line}")
         columns = [_Texts() for _ in names]
-        left_out = LeftOut(reading.on_bad)
         for rows in _blocks(lines, len(names), where, left_out):
             for column, texts in zip(columns, zip(*rows, strict=True) if rows else [[]] * len(columns), strict=True):
                 column.add(texts)
@@ -111,7 +111,8 @@ def _blocks(lines: Iterable[Line], num_columns: int, where: str, left_out: LeftO
                 shown = ",".join(fields)[:_SHOWN_WIDTH]
                 what = f"{len(fields)} fields, but the line of names has {num_columns}: {shown!r}"
                 advice = "fix the line, put quotes around values that hold the separator, or add --on-bad drop"
-                left_out.add(f"{where}, line {number}: {what}", f"; {advice}")
+                line = f"{where}, line {number}: {what}"
+                left_out.add(line, f"{line}; {advice}")
         yield [fields for _, fields in some if len(fields) == num_columns]
 
 

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import re
 import sys
 import types
 
@@ -15,7 +16,7 @@ from data.har.own_recordings import OwnFormat, load_own_recordings
 from data.har.recording import read_new_windows
 from data.har.windows import WindowFormat
 from data.interactions.reader import load_interactions
-from data.table_files import Reading, opened_table, tables_at
+from data.table_files import LeftOut, Reading, opened_table, tables_at
 from data.tabular.reader import read_table
 from tests.helpers.archives import tarred, zipped
 from tests.helpers.mutations import mutations
@@ -68,7 +69,7 @@ def path(request, tmp_path):
 
 
 def test_a_table_of_any_form_is_the_same_table(path):
-    with opened_table(*tables_at(path, "--data-dir", "")) as table:
+    with opened_table(*tables_at(path, "--data-dir", ""), LeftOut()) as table:
         assert tuple(table.header) == NAMES
         numbers, rows = zip(*table.lines, strict=True)
         assert [tuple(row) for row in rows] == [tuple(map(str, row)) for row in ROWS]
@@ -103,11 +104,53 @@ def test_encodings_that_are_given(encoding, tmp_path):
     path = tmp_path / "t.csv"
     path.write_bytes(CSV.decode().encode(encoding))
     assert read_table(path, reading=Reading(encoding)).column("user").distinct_texts == ["Zoë 0", "Zoë 1", "Zoë 2"]
-    if encoding != "utf-16":
-        with pytest.raises(UserError, match=r"is not text.* 0xeb; in cp1252 it says 'Zoë': add --encoding cp1252 if"):
-            read_table(path)
     with pytest.raises(UserError, match="--encoding nonsense: no such encoding"):
         read_table(path, reading=Reading("nonsense"))
+
+
+WESTERN = [
+    "Zürich", "Genève", "São Paulo; Ações", "Ærøskøbing", "Málaga; ¿Qué?", "cœur; l\u2019été; 5 €", "Ça; \u201cà\u201d",
+    "Köln\n" * 90_000,
+]  # fmt: skip
+OTHERS = {
+    "cp1250": ["Łódź", "Dvořák; Žižka", "Petőfi"],
+    "cp1251": ["Москва; Казань"],
+    "cp1253": ["Αθήνα"],
+    "cp1254": ["I\u015f\u0131k; Do\u011fan"],
+    "cp850": ["Zürich; André"],
+    "mac_roman": ["Zürich; Málaga", "André"],
+    "shift_jis": ["東京; 大阪"],
+    "gbk": ["北京; 上海"],
+}
+
+
+@pytest.mark.parametrize("text", WESTERN, ids=lambda text: text[:9])
+def test_cp1252_is_recognised_and_told(text, tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_bytes(f"x\n{text}".encode("cp1252"))
+    table = read_table(path)
+    assert table.columns[0].distinct_texts[0] in text and "\ufffd" not in str(table.columns[0].texts)
+    [note] = table.notes
+    assert note.startswith(f"--data-dir {path}: is read as cp1252, in which it says '")
+
+
+@pytest.mark.parametrize(("encoding", "text"), [(name, text) for name, texts in OTHERS.items() for text in texts])
+def test_what_may_be_another_encoding_is_refused_with_a_proposal(encoding, text, tmp_path):
+    path = tmp_path / "t.csv"
+    for content in (
+        f"x\n{text}\n".encode(encoding),
+        f"x\nKöln\n{text}\n".encode(),
+        "x\nCafé 1\n".encode() + b"Z\xfcrich",
+    ):
+        path.write_bytes(content)
+        try:
+            found = read_table(path)
+        except UserError as error:
+            assert re.search(
+                r"is not text in UTF-8, but has the byte 0x..; in (cp1252|latin-1) it says .*--encoding", str(error)
+            )
+        else:
+            assert not found.notes and text in content.decode()
 
 
 def test_numbers_of_json_keep_their_digits_and_other_values_their_meaning(tmp_path):
@@ -115,7 +158,7 @@ def test_numbers_of_json_keep_their_digits_and_other_values_their_meaning(tmp_pa
     path.write_text(
         '{"a": 1.50, "b": true, "c": null}\n\n{"a": 12345678901234567890, "d": [1, "x"], "b": "é"}\nno object\n'
     )
-    with opened_table(single(path, "--data-dir")) as table:
+    with opened_table(single(path, "--data-dir"), LeftOut()) as table:
         assert table.header == ["a", "b", "c", "d"]
         assert list(table.lines) == [
             (1, ["1.50", "true", "", ""]),
@@ -273,5 +316,5 @@ def test_damaged_files_are_read_or_refused(name, tmp_path):
 def test_halves_of_characters_and_odd_names_are_no_objects(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text('{"a": "x"}\n{"a": "\\ud800"}\n{\'a\': {(1, 2): 3}}\n{[]: 1}\n{"a": "\\ud83d\\ude00"}\n')
-    with opened_table(single(path, "--data-dir")) as table:
+    with opened_table(single(path, "--data-dir"), LeftOut()) as table:
         assert [fields for _, fields in table.lines] == [["x"], ['{"a": "\\ud800"}'], ["{}"], ["{[]: 1}"], ["😀"]]

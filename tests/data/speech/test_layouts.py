@@ -104,12 +104,15 @@ def test_a_transcript_in_another_encoding_is_left_out_or_read(tmp_path, noise):
     for name in "ab":
         (tmp_path / f"{name}.wav").write_bytes(wav(noise()))
     (tmp_path / "a.txt").write_bytes(b"Ja")
-    (tmp_path / "b.txt").write_bytes("Grüße".encode("latin-1"))
+    (tmp_path / "b.txt").write_bytes("Łódź".encode("cp1250"))
     found = load_corpus(tmp_path, tmp_path)
     assert found.transcripts == ("Ja",) and found.skipped == {"has a transcript that cannot be read, such as b.wav": 1}
     with pytest.raises(UserError, match=r"b.wav: has a transcript that cannot be read; .*--on-bad drop"):
         load_corpus(tmp_path, tmp_path, reading=Reading())
-    assert load_corpus(tmp_path, tmp_path, reading=Reading("latin-1", "drop")).transcripts == ("Ja", "Grüße")
+    assert load_corpus(tmp_path, tmp_path, reading=Reading("cp1250", "drop")).transcripts == ("Ja", "Łódź")
+    (tmp_path / "b.txt").write_bytes("Grüße".encode("cp1252"))
+    found = load_corpus(tmp_path, tmp_path)
+    assert found.transcripts == ("Ja", "Grüße") and "b.txt: is read as cp1252" in found.found["encoding"]
 
 
 def test_kaldi_is_pointed_to_the_page(tmp_path):
