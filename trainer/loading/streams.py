@@ -1,4 +1,4 @@
-"""Data without a length: samples that are asked for by the numbers in which a stream gives them."""
+"""Data without a length: streams of samples in their own order."""
 
 import copy
 import inspect
@@ -21,7 +21,7 @@ from trainer.loading.torch_datasets import KeyedItems, draws_put_back, seed_draw
 READ_AT_ONCE = 4096
 """Samples whose random numbers are drawn together."""
 STATE_EVERY_S, MOST_STATES = 1.0, 100
-"""How often a stream is asked for its state, and how many of these wait for a checkpoint."""
+"""Seconds between requests for a stream's state, and the maximum of states waiting for a checkpoint."""
 
 
 def from_stream(
@@ -32,28 +32,30 @@ def from_stream(
     seed: int,
     names: Sequence[str] | None = None,
 ) -> "KeyedStream":
-    """A stream of samples, such as an IterableDataset, for `Task.splits`: what it gives comes in its own order.
+    """Wraps a stream of samples, such as an IterableDataset, for `Task.splits`; samples keep the stream's order.
 
     Example: `from_stream(lambda epoch: read(files), samples_per_epoch=10_000, seed=self.seed, names=("x", "y"))`.
 
-    Every process reads all of the stream, and keeps the samples of its own batches. So a step has the same samples on
-    any number of devices, and a run that resumes reads again what it has read before; it need not where what
-    `make_iterator` returns has `state_dict()` and `load_state_dict(state)`, of plain values, which checkpoints keep.
+    Every process reads the whole stream and keeps the samples of its batches, so a step has the same samples on any
+    number of devices. A resumed run reads the stream again from its start, unless the object that `make_iterator`
+    returns has `state_dict()` and `load_state_dict(state)` of plain values, which checkpoints then store.
 
-    The random numbers that the stream draws for a sample from `random`, `numpy.random` and torch's default generator
-    are a function of (seed, epoch, number of the sample), as in `from_dataset`.
+    Random numbers that the stream draws for a sample from `random`, `numpy.random` and torch's default generator are a
+    function of (seed, epoch, number of the sample), as in `from_dataset`.
 
-    make_iterator: begins the stream, each time from its first sample, and returns an iterator or what has one. Where it
-        needs an argument, it gets the epoch, from 0, and each epoch has a stream of its own; otherwise the stream goes
-        on through all epochs.
-    samples_per_epoch: at least 1; of a validation set all that it has.
+    make_iterator: starts the stream at its first sample; returns an iterator or an iterable. If it has a required
+        argument, it receives the epoch, from 0, and each epoch has its own stream; otherwise one stream continues
+        through all epochs.
+    samples_per_epoch: at least 1; for a validation set, its size.
     collate, seed, names: see `from_dataset`.
 
-    Raises UserError, also when a batch is made: where the stream ends too soon.
+    Raises UserError, also while making a batch if the stream ends too early.
     """
     if not callable(make_iterator):
         kind = type(make_iterator).__name__
-        raise UserError(f"from_stream({kind}): it takes a function that begins the stream, as `lambda: iter(dataset)`")
+        raise UserError(
+            f"from_stream({kind}): needs a function that starts the stream, such as `lambda: iter(dataset)`"
+        )
     if type(samples_per_epoch) is not int or samples_per_epoch < 1:
         raise UserError(f"from_stream: samples_per_epoch {samples_per_epoch!r}: must be a whole number, at least 1")
     source = f"from_stream({getattr(make_iterator, '__name__', type(make_iterator).__name__)})"
@@ -61,7 +63,7 @@ def from_stream(
 
 
 class Place(NamedTuple):
-    """Where a stream can be begun: the epoch that it is of, the samples before, and what the stream says of itself."""
+    """A point to restart a stream from: its epoch, the samples before, and the stream's own state."""
 
     epoch: int
     position: int
@@ -70,11 +72,10 @@ class Place(NamedTuple):
 
 @dataclass
 class _Reader:
-    """A stream that was begun.
+    """A running stream.
 
-    begun_at, position: the numbers of its first sample and of the one that comes next. kept: samples that were passed,
-    by their numbers, as far as this batch or another part of its step may want them. last: those of the last batch.
-    places: where it was before.
+    begun_at, position: numbers of its first and its next sample. kept: read samples, by number, that this batch or
+    another part of its step may need. last: samples of the last batch. places: earlier restart points.
     """
 
     epoch: int
@@ -89,9 +90,9 @@ class _Reader:
     asked_at: float = 0.0
 
     def note_place(self) -> None:
-        """Asks the stream for its state, if it has any and was not asked a moment ago. Raises UserError.
+        """Records the stream's state, if it has one and was not asked recently. Raises UserError.
 
-        Before its first sample it may still say where an earlier epoch has ended.
+        Before its first sample, the state may still be the end of an earlier epoch.
         """
         is_due = self.position > self.begun_at and time.monotonic() - self.asked_at >= STATE_EVERY_S
         if not (is_due and hasattr(self.source, "state_dict")):
@@ -105,9 +106,9 @@ class _Reader:
 
 @dataclass(eq=False)
 class KeyedStream(KeyedItems):
-    """What `from_stream` returns. One reader for each phase goes forward; for what it has passed it begins again.
+    """Result of `from_stream`. One reader per phase moves forward, and restarts for earlier samples.
 
-    readers: by phase. begins: by phase, where a reader begins that does not begin at the start.
+    readers: by phase. begins: by phase, restart points other than the stream's start.
     """
 
     make_iterator: Callable[..., Iterable[Any]]
@@ -128,15 +129,15 @@ class KeyedStream(KeyedItems):
             return self.named(self._collated(items))
 
     def _place(self, epoch: int, samples: int) -> tuple[int, int]:
-        """The epoch that a stream is of, and the number of a sample in that."""
+        """Returns the epoch of the stream, and a sample's number in it."""
         return (epoch, samples) if self._by_epoch else (0, epoch * self.num_samples + samples)
 
     def _read(self, phase: int, epoch: int, numbers: list[int], is_placeholder: bool) -> list[Any]:
         reader, first = self.readers.get(phase), min(numbers)
         if reader is not None and (reader.epoch, reader.process) != (epoch, os.getpid()):
-            reader = None  # a worker that was forked shares no files with others
+            reader = None  # a forked worker must not share files
         if reader is not None and first < reader.position and first not in reader.kept:
-            if is_placeholder:  # any will do, and these cost nothing
+            if is_placeholder:  # any samples will do, at no cost
                 return (reader.last * len(numbers))[: len(numbers)]
             reader = None
         if reader is None:
@@ -149,19 +150,19 @@ class KeyedStream(KeyedItems):
         return reader.last
 
     def _begun(self, phase: int, epoch: int, first: int) -> _Reader:
-        """At the last place before a sample where it can be."""
+        """Restarts the stream at the last possible point before a sample."""
         place = self.begins.get(phase)
         if place is None or place.epoch != epoch or place.position > first:
             place = Place(epoch, 0, None)
         seed_draws(*random_bits(self.seed, epoch, np.array([-1]), 3)[0].tolist())
         source: Any = self.make_iterator(epoch) if self._by_epoch else self.make_iterator()
         if place.state is not None:
-            source = copy.copy(source)  # which would begin there in later epochs too, if they have the same one
+            source = copy.copy(source)  # loading a state would otherwise affect later epochs that share the object
             source.load_state_dict(place.state)
         return _Reader(epoch, place.position, source, iter(source), place.position)
 
     def _go_on(self, reader: _Reader, first: int, end: int) -> None:
-        """Reads as far as a sample, and keeps what comes from the first one on. Raises UserError."""
+        """Reads up to a sample, keeping samples from the first one on. Raises UserError."""
         while reader.position < end:
             numbers = np.arange(reader.position, min(end, reader.position + READ_AT_ONCE))
             for seeds in random_bits(self.seed, reader.epoch, numbers, 3).tolist():
@@ -186,19 +187,19 @@ class KeyedStream(KeyedItems):
     # --- a checkpoint and back ---------------------------------------------------------------------------------------
 
     def place_before(self, phase: int, epoch: int, samples: int) -> Place | None:
-        """The last one that is known before a sample of an epoch; None where the stream has no states of its own."""
+        """Returns the last known restart point before a sample of an epoch; None if the stream has no state."""
         (own_epoch, position), reader = self._place(epoch, samples), self.readers.get(phase)
         known = [self.begins.get(phase), *(reader.places if reader is not None else ())]
         before = [each for each in known if each and each.epoch == own_epoch and each.position <= position]
         return before[-1] if before else None
 
     def begin_at(self, phase: int, place: Place) -> None:
-        """place: of `place_before`, for the batches from there on."""
+        """Restarts from a point of `place_before` for later batches."""
         self.begins[phase] = place
         self.readers.pop(phase, None)
 
     def num_read_again(self, phase: int, epoch: int, samples: int) -> int:
-        """Samples that are passed before one of an epoch comes."""
+        """Returns the samples to skip before a sample of an epoch."""
         place = self.place_before(phase, epoch, samples)
         return self._place(epoch, samples)[1] - (place.position if place else 0)
 
@@ -206,6 +207,6 @@ class KeyedStream(KeyedItems):
 def _takes_epoch(function: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # as of a class that is no Python
+    except ValueError:  # as for a class implemented in C
         return False
     return any(each.default is each.empty and each.kind <= each.POSITIONAL_OR_KEYWORD for each in parameters)

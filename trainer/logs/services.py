@@ -1,6 +1,6 @@
-"""Loggers of Weights & Biases and of MLflow, for `--logger wandb` and `--logger mlflow`.
+"""Loggers for Weights & Biases and MLflow: `--logger wandb` and `--logger mlflow`.
 
-A run that goes on in its directory goes on there too: the service knows it by the run's own id.
+A resumed run continues there under the same id.
 """
 
 import os
@@ -16,7 +16,7 @@ PROJECT = "lockstep"
 
 
 class WandB(Logger):
-    """By wandb's own variables, such as WANDB_MODE=offline; the project is that of WANDB_PROJECT, or lockstep."""
+    """Configured by wandb's own variables, such as WANDB_MODE=offline; the project is WANDB_PROJECT, or lockstep."""
 
     def __init__(self) -> None:
         self._wandb = _package("wandb")
@@ -36,7 +36,7 @@ class WandB(Logger):
 
 
 class MLflow(Logger):
-    """By mlflow's own variables, such as MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME."""
+    """Configured by mlflow's own variables, such as MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME."""
 
     def __init__(self) -> None:
         self._mlflow = _package("mlflow")
@@ -50,7 +50,7 @@ class MLflow(Logger):
             self._mlflow.log_params(dict(run.config))
 
     def metrics(self, record: Record) -> None:
-        # Its names may not hold an @, as in ndcg@10.
+        # MLflow forbids @ in names, as in ndcg@10
         values = {name.replace("@", "_at_"): value for name, value in record.values.items()}
         self._mlflow.log_metrics(values, record.step)
 
@@ -59,7 +59,7 @@ class MLflow(Logger):
 
 
 def _package(name: str) -> Any:
-    """Raises UserError where it is not installed, or cannot be imported."""
+    """Raises UserError if the package is not installed or cannot be imported."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -67,4 +67,4 @@ def _package(name: str) -> Any:
 
 
 SERVICES: Mapping[str, type[Logger]] = {"wandb": WandB, "mlflow": MLflow}
-"""By the value of `--logger`."""
+"""Loggers by the value of `--logger`."""

@@ -1,9 +1,9 @@
-"""A loss of all rows of an optimizer step, of all its micro-batches and devices (`Objective.joint_loss`).
+"""Computes a loss over all rows of an optimizer step, of all micro-batches and devices (`Objective.joint_loss`).
 
-By cached gradients (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", RepL4NLP
-2021): forwards without a graph give the rows, the loss of all rows gives its gradient by each of them, and the forwards
-once more, with the same random numbers, carry those on to the parameters. So memory holds the graph of one micro-batch
-at a time. A step of one micro-batch on each device needs each forward once.
+Gradient caching (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", RepL4NLP 2021):
+forwards under no_grad compute the rows, the joint loss computes its gradients by them, and second forwards with the
+same random numbers backpropagate these to the parameters. So memory holds the autograd graph of one micro-batch at a
+time. A step of one micro-batch per device needs each forward once.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from trainer.task import Objective, Outputs, Rows, Sums
 
 
 def refuse_joint(objective: Objective, strategy: Strategy, compiles: bool) -> None:
-    """Raises UserError for what a joint loss, if that is what an objective has, cannot be trained with."""
+    """Raises UserError for options that a joint loss does not support; accepts any other objective."""
     if not objective.is_joint:
         return
     name = f"{type(objective).__name__}.joint_loss"
@@ -39,9 +39,9 @@ def refuse_joint(objective: Objective, strategy: Strategy, compiles: bool) -> No
 
 
 class JointForward(nn.Module):
-    """What training calls in the place of the objective.
+    """Wraps the objective for training.
 
-    use: makes of the rows of a forward in train mode what it returns; None makes the loss of these rows alone.
+    use: maps rows of a training forward to its result; None computes the loss of these rows only.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -65,10 +65,10 @@ class JointForward(nn.Module):
 
 
 class JointLearner(Learner, Watch):
-    """A learner whose objective has a loss of all rows of a step."""
+    """A learner whose objective has a loss over all rows of a step."""
 
     _found: list[Rows] | None = None
-    """The rows so far, while they are computed without a graph."""
+    """Rows computed so far under no_grad."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,7 +86,7 @@ class JointLearner(Learner, Watch):
     def accumulate_window(
         self, strategy: Strategy, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]
     ) -> Sums:
-        """As of a `Learner`. The sums of the whole step are the main process's, the others' zeros."""
+        """Overrides `Learner`. Rank 0 returns the sums of the whole step, other ranks zeros."""
         num_samples = [micro_batch.num_samples for micro_batch in window]
         handing_on = partial(self._handing_on, strategy, phase, num_samples, factor, key)
         try:
@@ -125,10 +125,10 @@ class JointLearner(Learner, Watch):
         key: tuple[int, ...],
         parts: Sequence[Rows],
     ) -> Callable[[Rows], Sums]:
-        """Makes, of the rows of each forward in turn, a loss with the gradients of the joint loss * factor.
+        """Maps the rows of each forward in turn to a loss with the gradients of the joint loss * factor.
 
-        parts: the rows of each micro-batch, of which num_samples count. The last loss has the gradients of parameters
-        that the joint loss itself uses, and the sums of the step.
+        parts: the rows of each micro-batch, of which num_samples count. The last loss also has the gradients of
+        parameters that the joint loss uses directly, and the sums of the step.
         """
         counted = [part for part, num in zip(parts, num_samples, strict=True) if num] or parts[:1]
         kinds = [kinds_of(part) for part in counted]
@@ -141,7 +141,7 @@ class JointLearner(Learner, Watch):
         group.activity.enter("forward")
         sums, of_rows, of_params = self._gradients(phase, rows, factor)
         zeros = without_counting(sums)
-        if not group.is_main:  # every process has found the whole of these
+        if not group.is_main:  # every rank computed the sums of the whole step
             sums, of_params = zeros, [(parameter, torch.zeros_like(value)) for parameter, value in of_params]
         sizes, left = [num for num in num_samples if num], list(num_samples)
         by_name = {name: iter(g[group.rank :: group.world_size].split(sizes)) for name, g in of_rows.items()}
@@ -156,7 +156,7 @@ class JointLearner(Learner, Watch):
         return of_forward
 
     def _gradients(self, phase: str, rows: Rows, factor: float) -> tuple[Sums, Rows, list[tuple[Tensor, Tensor]]]:
-        """The joint sums, and of the loss * factor the gradients by rows and by parameters that it uses itself."""
+        """Returns the joint sums, and gradients of loss * factor by rows and by the parameters it uses directly."""
         leaves = {name: value for name, value in rows.items() if value.is_floating_point() or value.is_complex()}
         for leaf in leaves.values():
             leaf.requires_grad_()
@@ -166,7 +166,7 @@ class JointLearner(Learner, Watch):
             sums = self.objective.joint_loss(rows, phase)
         require_sums(sums, self.objective, phase)
         start = self.precision.start(sums["loss"], factor)
-        with torch.autocast(device, enabled=False):  # a backward has the types of its forward
+        with torch.autocast(device, enabled=False):  # a backward runs in the types of its forward
             found = torch.autograd.grad(sums["loss"], [*leaves.values(), *params], start, allow_unused=True)
         of_rows = {name: value for name, value in zip(leaves, found, strict=False) if value is not None}
         of_params = [(p, value) for p, value in zip(params, found[len(leaves) :], strict=True) if value is not None]
@@ -174,7 +174,7 @@ class JointLearner(Learner, Watch):
 
 
 class _Known(torch.autograd.Function):
-    """A number whose backward gives tensors the gradients that are known, with all factors."""
+    """A number whose backward assigns precomputed gradients to tensors, times all factors."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *tensors: Tensor) -> Tensor:

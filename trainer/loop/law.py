@@ -1,7 +1,7 @@
-"""Whether an objective keeps the first law: what it returns for parts of a batch adds up to what it returns for all.
+"""Checks that an objective's sums over parts of a batch add up to those over the whole batch.
 
-A mean in the place of a sum breaks it, and so does a loss that couples the samples of a batch. Training would not fail,
-but learn something else with each other number of devices or of samples per forward.
+A mean instead of a sum violates this, and so does a loss that couples samples. Training would not fail, but depend on
+the number of devices and of samples per forward.
 """
 
 import time
@@ -25,24 +25,23 @@ from trainer.task import Task, validation_sets
 
 NUM_SAMPLES, NUM_PARTS = 4, 2
 SHARE_OF_START, LEAST_S = 0.04, 0.07
-"""A check may take this share of the processor seconds that the process has used so far, or this many seconds."""
+"""Limit of a check: this share of the CPU seconds used so far, or this many seconds."""
 MEAN, PERHAPS = (0.85, 1.15), (0.6, 1.9)
-"""What parts add up to, of `NUM_PARTS` times the whole, if it is a mean; and where a random forward may hide one."""
+"""Sums of parts over the whole times `NUM_PARTS` that indicate a mean, and that may hide one in a random forward."""
 NUM_SEEDS, MOST_S = 16, 0.5
 SEEDS = range(2, 2 + NUM_SEEDS), range(2 + NUM_SEEDS, 2 + 2 * NUM_SEEDS)
-"""Draws whose sum shows which it is, if with all of them the check takes no longer."""
+"""Random draws to average over, if the check still fits its limit."""
 CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3}
 CLOSE_IN_HALVES = 5e-2
-"""How far, of its size, a sum may be off by rounding."""
+"""Relative rounding error allowed in sums."""
 ADVICE = (
     "return sums over the samples, with reduction='sum'; a number that is no sum over them, such as a penalty, times "
     "batch['weight'].sum()"
 )
 
 NUM_ROWS, MORE_IN_HALVES, LESS_TWICE = 16, 1.25, 1.6
-"""Rows of a joint loss that are tried. One that its halves exceed together by the first factor, and that grows by less
-than the second with each sample twice, looks like a mean: a sum over rows that are compared is larger than its halves
-together, and doubles."""
+"""Rows tested of a joint loss. It looks like a mean if its halves together exceed it by the first factor, and it grows
+by less than the second when each sample is repeated; sums over compared rows exceed their halves, and double."""
 
 Sums = Mapping[str, Tensor]
 
@@ -50,11 +49,11 @@ Sums = Mapping[str, Tensor]
 def check_sums(
     task: Task, learner: Learner, strategy: Strategy, no_limit: bool = False, first_s: float = 0.0
 ) -> list[str]:
-    """Returns lines about sums that depend on how a batch is divided. Raises UserError for means, and for such shapes.
+    """Returns lines about sums that depend on how a batch is divided. Raises UserError for means and such shapes.
 
-    Some samples of each phase, and of a data set that is evaluated, go through the objective as a whole and in halves.
-    Nothing is learned, and no generator moves. no_limit: also where forwards are slow. first_s: what the slowest first
-    forward of a phase took. All processes call it.
+    Runs some samples of each phase, and of an evaluated data set, through the objective, as a whole and in halves.
+    Learns nothing and moves no generator. no_limit: also if forwards are slow. first_s: the slowest first forward of a
+    phase. All processes call it.
     """
     objective, remarks = learner.objective, list[str]()
     if objective.coupled:
@@ -75,22 +74,22 @@ def check_sums(
 
 
 class _Clock:
-    """How long a check may take: time of the processors, which does not depend on what else a machine does.
+    """Limits a check's CPU time, which is independent of other load on the machine.
 
-    first_s: what a first forward took before. Rank 0 answers for all processes, which all ask.
+    first_s: duration of a first forward. All processes ask; rank 0 decides for all.
     """
 
     def __init__(self, group: Group, has_limit: bool, first_s: float) -> None:
         self._group, self._has_limit, self._started = group, has_limit, time.process_time()
         self._limit_s = max(LEAST_S, SHARE_OF_START * self._started)
-        self.of_forward = first_s / 2 if group.device.type == "cpu" else 0.0  # a GPU begins with the first one
+        self.of_forward = first_s / 2 if group.device.type == "cpu" else 0.0  # a GPU measures its own first forward
 
     def spent(self) -> float:
-        """Seconds since it began, of this process."""
+        """Returns this process's seconds since the start."""
         return time.process_time() - self._started
 
     def allows(self, num_forwards: int, limit_s: float = 0.0) -> bool:
-        """Whether there is time for this many more forwards. limit_s: of the whole check, instead of the usual one."""
+        """Returns whether this many forwards fit the limit. limit_s: of the whole check; 0 uses the default."""
         most = limit_s or self._limit_s
         return self._group.on_main(lambda: not self._has_limit or self.spent() + num_forwards * self.of_forward < most)
 
@@ -98,7 +97,7 @@ class _Clock:
 def _batches(
     dataset: KeyedDataset, collate: Collate, num_samples: int, phase: int, strategy: Strategy
 ) -> Iterator[Batch]:
-    """Yields the first samples of a data set on the device: the first half, the whole, and the second half."""
+    """Yields the first samples of a data set on the device: first half, whole, second half."""
     device, half = strategy.device, num_samples // NUM_PARTS
     for start, end in ((0, half), (0, 2 * half), (half, 2 * half)) if half else ():
         keys = SampleKeys(np.arange(start, end), 0, phase, few_lengths=device.type == "cuda")
@@ -117,7 +116,7 @@ def _of_mode(
 
     def sums(batch: Batch, seed: int) -> dict[str, Tensor]:
         strategy.seed_dropout(0, 0, 0, seed, 0, same_everywhere=True)
-        own = {name: tensor.clone() for name, tensor in batch.items()}  # which a forward may change
+        own = {name: tensor.clone() for name, tensor in batch.items()}  # a forward may change them
         outputs = learner.net(own) if phase is None else learner.net(own, phase)
         require_sums(outputs, objective, phase)
         return {name: value.detach() for name, value in outputs.items() if isinstance(value, Tensor)}
@@ -126,7 +125,7 @@ def _of_mode(
         with leaving_no_trace(objective), strategy.keeping_generators(), torch.set_grad_enabled(phase is not None):
             objective.train(phase is not None)
             for module in objective.modules():
-                if isinstance(module, BATCH_NORMS):  # which couples samples by design
+                if isinstance(module, BATCH_NORMS):  # couples samples by design
                     module.eval()
             if phase is None:
                 start_evaluation(objective, learner.precision, strategy)
@@ -148,7 +147,7 @@ def _of_mode(
 
 
 def _joint_mean(where: str, num_samples: int, whole: Sums, parts: Sequence[Sums], twice: Sums) -> list[str]:
-    """A line about a loss of all rows that looks like a mean over them; for certain only who wrote it knows."""
+    """Describes a joint loss that looks like a mean over rows; only its author can be sure."""
     loss, double, in_halves = (float(sums["loss"]) for sums in (whole, twice, _added(parts)))
     if not (0 < MORE_IN_HALVES * loss < in_halves and double < LESS_TWICE * loss):
         return []
@@ -168,7 +167,7 @@ def _compared(
     sums: Callable[[Batch, int], Sums],
     clock: _Clock,
 ) -> list[str]:
-    """batches: the whole and its parts, for more forwards where they are random."""
+    """batches: the whole and its parts, for further forwards if they are random."""
     num_samples = len(batches[0]["weight"])
     for part in parts:
         _require_same_shapes(where, whole, part, num_samples)
@@ -178,7 +177,7 @@ def _compared(
     if not differ and not found:
         return []
     again = sums(batches[0], 1)
-    if any(not torch.equal(value, again.get(name, value)) for name, value in whole.items()):  # at random
+    if any(not torch.equal(value, again.get(name, value)) for name, value in whole.items()):  # random
         if not found or not clock.allows(2 * NUM_PARTS * NUM_SEEDS, MOST_S):
             return []
         drawn = [_added([sums(batch, seed) for seed in SEEDS[i > 0]]) for i, batch in enumerate(batches)]
@@ -197,7 +196,7 @@ def _compared(
 
 
 def _require_same_shapes(where: str, whole: Sums, part: Sums, num_samples: int) -> None:
-    """Raises UserError for a name or a shape that depends on the batch."""
+    """Raises UserError for names or shapes that depend on the batch."""
     for name, value in whole.items():
         if name not in part:
             raise UserError(f"{where}: returns {name!r} for some batches and not for others")
@@ -218,7 +217,7 @@ def _added(several: Sequence[Sums]) -> dict[str, Tensor]:
 
 
 def _means(whole: Sums, total: Sums, bounds: tuple[float, float]) -> list[str]:
-    """The names of sums whose parts add up to about `NUM_PARTS` times the whole."""
+    """Names the sums whose parts add up to about `NUM_PARTS` times the whole."""
     sizes = {name: float(value.double().sum()) for name, value in whole.items()}
     least, most = bounds
     return [
