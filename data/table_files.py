@@ -31,7 +31,7 @@ _BINARY = {
     b"\x93NUMPY": ("a NumPy array", "other-formats"),
     b"\x28\xb5\x2f\xfd": ("compressed by zstd", "other-formats"),
 }
-"""By first bytes: the format, and the section of the docs on its conversion."""
+"""Formats by first bytes: the name, and the section of the docs on its conversion."""
 _TEXTS = {
     r"(?is)\s*(%[^\n]*\s+)*@relation\b": ("ARFF", "arff"),
     r"(?is)\s*(#[^\n]*\s+)*@problemname\b": ("sktime's .ts", "other-formats"),
@@ -40,7 +40,7 @@ _TEXTS = {
     r"\s*\{\s*$": ("JSON of several lines", "json"),
     r"\s*[-+]?\d+(\.\d+)?( \d+:[-+\d.eE]+)+\s*$": ("libsvm's sparse rows", "other-formats"),
 }
-"""By initial text; the last three match the first line."""
+"""Formats by initial text; the last three match the first line."""
 _LISTS = ("events", "interactions", "actions", "clicks", "items")
 """Entries of a JSON object that list records, such as the events of a session."""
 _UTF_8 = "utf-8-sig"

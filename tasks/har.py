@@ -277,7 +277,7 @@ class HarTask(Task):
 
     @property
     def _has_own(self) -> bool:
-        """Whether the recordings, perhaps only those of training, are the user's own."""
+        """Whether the recordings, perhaps only the training ones, are the user's own."""
         if self.data_facts is not None:
             return "channels" in self.data_facts
         path = self.config.data_dir

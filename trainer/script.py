@@ -1,4 +1,4 @@
-"""What a script has, a model, data and a loss, as a task: see `trainer.fit`."""
+"""Makes a task of a script's model, data and loss; see `trainer.fit`."""
 
 import copy
 import hashlib
@@ -37,7 +37,7 @@ class ScriptFlags(FlagGroup):
 
 @dataclass(frozen=True)
 class Job:
-    """What a script hands to `trainer.fit`. sources: by split. remarks: what is taken from its loaders."""
+    """Arguments of `trainer.fit`. sources: data by split. remarks: which settings were taken from the DataLoaders."""
 
     model: nn.Module
     loss: Loss
@@ -136,7 +136,7 @@ def task_of(model: nn.Module, train: Any, loss: Loss, settings: dict[str, Any]) 
 
 
 def _identity(function: Any) -> str:
-    """Its qualified name, and the digest of its source where that can be read."""
+    """Returns a function's qualified name, with a digest of its source if that can be read."""
     named = function if hasattr(function, "__qualname__") else type(function)
     try:
         source = inspect.getsource(named)
@@ -172,7 +172,7 @@ def predicted(
 
 
 def _items(source: Any) -> tuple[Any, Any]:
-    """A data set or that of a DataLoader, and what collates its items, if not `default_collate`."""
+    """Returns a DataLoader's data set (or the source itself) and its collate_fn, unless that is `default_collate`."""
     if not isinstance(source, DataLoader):
         return source, None
     return source.dataset, None if source.collate_fn is default_collate else source.collate_fn
@@ -214,7 +214,7 @@ def _refuse_settings(name: str, loader: DataLoader[Any]) -> None:
 
 
 def _builder(optimizer: Any, settings: dict[str, Any]) -> Callable[..., torch.optim.Optimizer] | None:
-    """What makes the optimizer of its parameters and lr; None where a flag says which. Raises UserError."""
+    """Returns a function of parameter groups and lr, or None if a flag names the optimizer. Raises UserError."""
     if optimizer is None or isinstance(optimizer, str):
         settings |= {} if optimizer is None else {"optimizer": optimizer}
         return None

@@ -252,7 +252,7 @@ class Task(ABC):
     examples: ClassVar[Sequence[str]] = ()
     """Flags that `--help` shows as commands, without `--task`: ("--data-dir log.csv --save-dir checkpoints/log",)."""
     predict_flags: ClassVar[tuple[str, ...]] = ()
-    """Fields of `Config` that `--predict` accepts anew, such as the location of data or the content of its table."""
+    """Fields of `Config` that `--predict` accepts again, such as the location of data or the content of its table."""
     hold_out_flags: ClassVar[tuple[str, ...]] = ()
     """Fields of `Config` that choose the validation set; their flags exclude `--folds`, which chooses it too."""
     headline: tuple[str, ...] = ()

@@ -33,7 +33,7 @@ _RATINGS_FILES = ("ratings_final.npy", "ratings_final.txt", "ratings_final")
 _GRAPH_FILES = ("kg_final.npy", "kg_final.txt", "kg_final")
 _LISTS = ("user_list.txt", "item_list.txt", "entity_list.txt", "relation_list.txt", "item_index2entity_id.txt")
 _TEST_SHARE = 0.2
-"""Of the ratings, as published."""
+"""Share of the ratings, as published."""
 _IDS_FOR_ONE = 10
 """Limit on ids per occurring id, beyond a thousand; larger ids are mistakes, and would make tables as long."""
 _NUMBERED = "far beyond the others: ids count from 0, with few left out"

@@ -14,7 +14,7 @@ from data.tabular.table import Column, Table
 from trainer.common.errors import UserError
 
 _FEWEST_ROWS = 10
-"""With fewer, apparent ids or leaks may be chance."""
+"""Minimum for warnings; with fewer, apparent ids or leaks may be chance."""
 _MOST_DISTINCT = 0.95
 """Share of distinct texts in a column above which they name the rows."""
 _ID_NAME = re.compile(r"(?i:(.*[\W_])?(id|uuid|guid))|.*[a-z]I[dD]")

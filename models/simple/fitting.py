@@ -25,7 +25,7 @@ _SHRINKAGE = 20
 _PAIRS = 2**22
 """Pairs counted at a time."""
 _SPARSE = 8
-"""With fewer than one pair per this many cells, pairs are sorted rather than counted in a dense array."""
+"""Cells per pair above which pairs are sorted rather than counted in a dense array."""
 _USERS = 1024
 """Rows of a dense matrix at a time."""
 

@@ -92,7 +92,7 @@ def changing():
         (lambda: short(0), {}, "samples each; lower samples_per_epoch, or let make_iterator take the epoch"),
         (changing, {"names": "x"}, "from_stream(changing): its items cannot be stacked into a batch"),
         (changing, {}, "from_stream(changing, names=None): its items have 1 part(s)"),
-        ([1, 2], {}, "from_stream(list): it takes a function that begins the stream"),
+        ([1, 2], {}, "from_stream(list): needs a function that starts the stream"),
         (numbers, {"samples_per_epoch": 0}, "from_stream: samples_per_epoch 0: must be a whole number, at least 1"),
     ],
 )

@@ -411,7 +411,7 @@ FACTS: Mapping[str, Saved] = {
     "helpers": Saved(by_name(text()), is_optional=True),
     "run_id": Saved(text(RUN_ID)),
 }
-"""What a run is made with, stored in checkpoints and config.json."""
+"""Provenance of a run, stored in checkpoints and config.json."""
 
 ENTRIES: Mapping[str, Saved] = {
     "model": Saved(WEIGHTS, is_large=True),

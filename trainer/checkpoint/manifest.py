@@ -214,7 +214,7 @@ def link(name: Path, file: Path, writer: Writer) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints to keep: the newest (0: all) and the best. mode: which value is best."""
+    """Rule for keeping checkpoints: the newest (0: all) and the best. mode: which value is best."""
 
     newest: int
     best: int = 1

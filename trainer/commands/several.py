@@ -62,7 +62,7 @@ class Job:
 
     @property
     def stderr(self) -> Path:
-        """Its error output, next to its folder, which it may fail to create."""
+        """Path of the error output, next to the run's folder, which may be missing."""
         return self.directory.with_name(f"{self.directory.name}.stderr")
 
     def num_done(self, in_steps: bool) -> int:

@@ -1,4 +1,4 @@
-"""What all other packages of the trainer use: errors, files, checks of values."""
+"""Errors, files and checks of values for all other packages of the trainer."""
 
 __version__ = "0.2.0"
-"""Of the project; the package, every checkpoint and every config.json name it."""
+"""Version of the project, in the package metadata, checkpoints and config.json."""

@@ -34,7 +34,7 @@ ABORTS_WITHIN_S = 0.5
 
 
 class CurrentActivity:
-    """What the training thread is doing, read by the heartbeat thread; plain attributes, to cost a step nothing.
+    """State of the training thread, read by the heartbeat thread; plain attributes, to cost a step nothing.
 
     step: the current optimizer step, from 1; 0 before the first. name: a noun, such as "forward". since: entry time on
     the monotonic clock. number: activities entered so far; all ranks enter the same sequence, so the lowest number is

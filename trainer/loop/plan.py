@@ -277,7 +277,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """How a global batch is split.
+    """Split of a global batch.
 
     batch_size: maximum samples per device per forward. micro_batch_size: maximum per process (a DataParallel process
     has several devices). grad_accum_steps: forwards per step. global_batch_size: samples per step over all devices.

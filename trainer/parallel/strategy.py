@@ -1,4 +1,4 @@
-"""How a model is spread over devices: the interface, and its single-process form."""
+"""Strategies that spread a model over devices: the interface, and its single-process form."""
 
 import random
 import struct

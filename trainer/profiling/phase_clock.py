@@ -19,7 +19,7 @@ from trainer.parallel.strategy import Strategy
 DATA, COPY, FORWARD, BACKWARD = "waiting for data", "copy", "forward", "backward"
 COMMUNICATION, OPTIMIZER, SAVING, REST = "communication", "optimizer", "saving", "logging and the rest"
 PHASES = (DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, SAVING, REST)
-"""In the order of a step."""
+"""Phases in the order of a step."""
 
 _PHASE_OF = {
     "data loading": DATA,
