@@ -9,14 +9,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data.knowledge_graph.catalogue import Catalogue, ItemLists
-from data.knowledge_graph.edges import Edges, collaborative_graph, forward_relation
+from data.knowledge_graph.catalogue import Catalogue
+from data.knowledge_graph.edges import Edges, collaborative_graph, named_relation
 from data.knowledge_graph.new_users import Recommendations, read_users
 from data.knowledge_graph.reader import load_catalogue
-from data.knowledge_graph.samples import BprSamples, Triples, UsersToRank, padded
+from data.knowledge_graph.samples import BprSamples, Triples, UsersToRank
 from data.knowledge_graph.synthetic import load_synthetic_catalogue
 from data.overview import overview
 from data.table_files import ENCODING, ON_BAD, Reading
@@ -26,9 +25,10 @@ from models.graph.kgat import KGAT
 from models.graph.lightgcn import BPRMF, KnowledgeLightGCN, LightGCN
 from models.graph.paths import PathFinder
 from models.graph.recommender import FinalScores, Recommender
-from models.graph.top_k import TopK, hide, top_k
+from models.graph.top_k import TopK, hide
 from models.simple.fitting import TrainingHistories
-from models.simple.recommenders import SIMPLE_MODELS, SimpleRecommender
+from models.simple.recommenders import SIMPLE_MODELS
+from tasks.kgat_objective import KgatObjective, RankingObjective, SimpleObjective
 from tasks.pictures import draw_bars
 from tasks.recommender import RecommenderTask
 from trainer.common.errors import UserError
@@ -36,8 +36,7 @@ from trainer.config import FlagGroup, flag
 from trainer.loading.batch_orders import ConsecutiveBatches
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.cache import digest_of
-from trainer.loading.order import SampleKeys
-from trainer.task import Exported, Objective, ParamGroup, Picture, ProgressBar, Sums
+from trainer.task import Exported, Objective, ParamGroup, Picture, ProgressBar
 
 _OF_KGAT = {"model": ("kgat",)}
 _WITH_GRAPH = ("kgat", "kg-lightgcn")
@@ -134,103 +133,6 @@ class KgatFlags(FlagGroup):
     def reading(self) -> Reading:
         return Reading(self.encoding, self.on_bad)
 
-    @property
-    def penalty(self) -> float:
-        """Returns the factor of the L2 penalty."""
-        return _USUAL_L2[self.model] if self.l2 is None else self.l2
-
-
-class KgatObjective(Objective):
-    """Bayesian personalised ranking, and for KGAT ranking of triples; in evaluation ranks all items for a user.
-
-    BPR (Rendle et al., UAI 2009) is softplus of the score of a never taken item minus that of a taken one.
-    """
-
-    model: Recommender
-    same_masks = True
-
-    hidden: Tensor
-
-    def __init__(self, model: Recommender, config: KgatFlags, hidden: np.ndarray) -> None:
-        """hidden: (k,) int64, items excluded from rankings."""
-        super().__init__(model)
-        self.config = config
-        self.users: Tensor | None
-        self.items: Tensor | None
-        self.register_buffer("hidden", torch.tensor(hidden), persistent=False)
-        self.register_buffer("users", None, persistent=False)
-        self.register_buffer("items", None, persistent=False)
-
-    def start_evaluation(self) -> None:
-        """Propagates once for all users."""
-        self.users, self.items = self.model.represent()
-
-    def train(self, mode: bool = True) -> "KgatObjective":
-        self.users = self.items = None
-        super().train(mode)
-        return self
-
-    def forward(self, batch: Batch, phase: str = "cf") -> Sums:
-        if not self.training:
-            scores = self.scores(batch["user"])
-            return top_k(scores, batch["positives"], batch["seen"], self.config.ks)._asdict()
-        if phase == "kg":
-            return self._rank_triples(batch)
-        found = self.model(batch["user"], torch.stack([batch["positive"], batch["negative"]], dim=1))
-        positive, negative = (found.users.unsqueeze(1) * found.items).sum(-1).unbind(1)
-        ranking = F.softplus(negative - positive).sum()
-        return {"loss": ranking + self.config.penalty / 2 * found.penalised.square().sum(), "ranking": ranking}
-
-    def _rank_triples(self, batch: Batch) -> Sums:
-        assert isinstance(self.model, KGAT)
-        losses, squares = self.model.transr(batch["head"], batch["relation"], batch["tail"], batch["negative"])
-        ranking = losses.sum()
-        return {"loss": ranking + self.config.kg_l2 * squares.sum(), "ranking": ranking}
-
-    def scores(self, users: Tensor) -> Tensor:
-        """Scores all items, (B, num_items), after `start_evaluation`; in full precision, since scores are close.
-
-        Hidden items score -inf.
-        """
-        assert self.users is not None and self.items is not None
-        with torch.autocast(users.device.type, enabled=False):
-            return (self.users[users] @ self.items.T).index_fill_(1, self.hidden, -torch.inf)
-
-
-class SimpleObjective(KgatObjective):
-    """Ranks all items by a simple recommender, which reads the users' training items."""
-
-    model: SimpleRecommender  # type: ignore[assignment]
-
-    def __init__(self, model: SimpleRecommender, config: KgatFlags, hidden: np.ndarray, train: ItemLists) -> None:
-        super().__init__(model, config, hidden)  # type: ignore[arg-type]
-        self._train = train
-
-    def start_evaluation(self) -> None:
-        """Does nothing: simple models do not propagate."""
-
-    def histories(self, users: Tensor) -> dict[str, Tensor]:
-        """Returns the model's input for users (B,): their items, from 1, and the number of items."""
-        keys = SampleKeys(users.cpu().numpy(), epoch=0)
-        items = torch.as_tensor(padded(self._train, keys.index, -1, keys)) + 1
-        length = torch.from_numpy(self._train.sizes[keys.index])
-        return {"items": items.to(users.device), "length": length.to(users.device)}
-
-    def scores(self, users: Tensor) -> Tensor:
-        return self.model(**self.histories(users))[:, 1:].index_fill_(1, self.hidden, -torch.inf)
-
-
-def forward_names(catalogue: Catalogue) -> list[str]:
-    """Returns the names of interact and of the graph's relations."""
-    return ["interact", *(catalogue.relation_names or (f"r{i}" for i in range(catalogue.num_relations)))]
-
-
-def relation_names(catalogue: Catalogue) -> list[str]:
-    """Names each relation of the edges; inverse ones end in `^-1`."""
-    names = forward_names(catalogue)
-    directed = (forward_relation(i, catalogue.num_relations) for i in range(2 + 2 * catalogue.num_relations))
-    return [names[i] + ("^-1" if is_inverse else "") for i, is_inverse in directed]
-
 
 class Explanations:
     """Paths of highest attention as text. attention: (E,), per edge."""
@@ -239,7 +141,6 @@ class Explanations:
         self._catalogue = catalogue
         self._edges = edges
         self._attention = attention.double().cpu().numpy()
-        self._names = forward_names(catalogue)
         self._finder = PathFinder(edges.head, edges.tail, self._attention, edges.num_nodes)
 
     def of(self, user: int, items: Sequence[int]) -> list[tuple[float, str]]:
@@ -250,8 +151,7 @@ class Explanations:
     def _text(self, path: Sequence[int]) -> str:
         parts = [self._node(int(self._edges.head[path[0]]))] if path else []
         for edge in path:
-            relation, is_inverse = forward_relation(int(self._edges.relation[edge]), self._catalogue.num_relations)
-            name = self._names[relation]
+            name, is_inverse = named_relation(self._catalogue, int(self._edges.relation[edge]))
             parts += [f"<-{name}-" if is_inverse else f"-{name}->", self._node(int(self._edges.tail[edge]))]
         return " ".join(parts)
 
@@ -378,7 +278,9 @@ class KgatTask(RecommenderTask):
     def build_objective(self) -> Objective:
         if self.fitted:
             return self.simple_objective(self.config.model)
-        return KgatObjective(self._build_model(), self.config, self.catalogue.unknown_items)
+        config = self.config
+        l2 = _USUAL_L2[config.model] if config.l2 is None else config.l2
+        return KgatObjective(self._build_model(), config.ks, self.catalogue.unknown_items, l2, config.kg_l2)
 
     def training_histories(self) -> TrainingHistories:
         train = self.catalogue.train
@@ -392,7 +294,7 @@ class KgatTask(RecommenderTask):
     def simple_objective(self, kind: str) -> Objective:
         train = self.catalogue.train
         model = SIMPLE_MODELS[kind](self.catalogue.num_items, int(train.sizes.max()))
-        return SimpleObjective(model, self.config, self.catalogue.unknown_items, train)
+        return SimpleObjective(model, self.config.ks, self.catalogue.unknown_items, train)
 
     def _build_model(self) -> Recommender:
         config, catalogue = self.config, self.catalogue
@@ -476,8 +378,11 @@ class KgatTask(RecommenderTask):
         attention = model.compute_attention().double().cpu().numpy()
         shares = np.bincount(self.edges.relation, attention) / np.count_nonzero(np.diff(self.edges.head, prepend=-1))
         order = np.argsort(-shares, kind="stable")[:_RELATIONS_SHOWN]
-        names = relation_names(self.catalogue)
-        return {"attention_by_relation": draw_bars([names[i] for i in order], shares[order].tolist())}
+        names = [
+            name + "^-1" * is_inverse
+            for name, is_inverse in (named_relation(self.catalogue, i) for i in order.tolist())
+        ]
+        return {"attention_by_relation": draw_bars(names, shares[order].tolist())}
 
     # --- recommending -------------------------------------------------------------------------------------------
 
@@ -493,7 +398,7 @@ class KgatTask(RecommenderTask):
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """Returns a row per user and rank: item, score, and for KGAT the path of highest attention."""
-        assert isinstance(objective, KgatObjective)
+        assert isinstance(objective, RankingObjective)
         distinct, row, count = batch["user"].unique_consecutive(return_inverse=True, return_counts=True)
         scores = objective.scores(distinct)
         hide(scores, batch["seen"][count.cumsum(0) - 1])

@@ -1,6 +1,6 @@
 """Sequential recommendation: predicts a user's next item from earlier items and the time between them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,36 +25,25 @@ from data.interactions.sequences import (
 from data.interactions.synthetic import load_synthetic_interactions
 from data.table_files import ENCODING, ON_BAD, Reading
 from models.sequential.mhc import hyper_connections
-from models.sequential.ranking import (
-    binary_cross_entropy,
-    full_softmax,
-    generalised_binary_cross_entropy,
-    place_of_target,
-    ranking_metrics,
-    sampled_softmax,
-    times_recommended,
-)
 from models.sequential.sasrec import NormOrder, SASRec, SequentialRecommender, residuals
 from models.sequential.tisasrec import TiSASRec
 from models.simple.fitting import TrainingHistories
-from models.simple.recommenders import SIMPLE_MODELS, SimpleRecommender
+from models.simple.recommenders import SIMPLE_MODELS
 from tasks.recommender import RecommenderTask
+from tasks.seqrec_objective import Loss, SeqrecObjective
 from trainer.common.errors import UserError
 from trainer.config import FlagGroup, flag, flags_without, refuse
 from trainer.loading.batches import Batch
 from trainer.loading.cache import digest_of
 from trainer.loading.order import SampleKeys
-from trainer.task import Exported, Objective, Sums
+from trainer.task import Exported, Objective
 
 METRICS = ("hr", "ndcg", "mrr")
-Loss = Literal["ce", "bce", "sampled", "gbce"]
 
 _OF_SHARES = {"split": ("ratio", "time")}
 _OF_MHC = {"mhc": None}
 _TRAINED = {"model": ("tisasrec", "sasrec")}
 _USUAL_NEGATIVES = {"sampled": 3000, "gbce": 256}
-_LENGTHS_PER_BATCH = 4
-"""Number of parts, by length, of a training batch on a CPU; more would save padding but cost calls."""
 _MANY_DRAWS = 0.5
 """Expected draws of the true item among its own negatives above which to warn."""
 
@@ -202,99 +191,6 @@ class SeqrecFlags(FlagGroup):
         return Negatives(self.num_negatives or _USUAL_NEGATIVES[self.loss], per_position=False)
 
 
-class SeqrecObjective(Objective):
-    """Predicts the next item after every item in training; in evaluation ranks the held-out item."""
-
-    model: SequentialRecommender | SimpleRecommender
-
-    def __init__(self, model: SequentialRecommender | SimpleRecommender, config: SeqrecFlags) -> None:
-        super().__init__(model)
-        self.config = config
-        self._cuts_by_length = True
-
-    def call_equally(self) -> None:
-        """Stops splitting batches by length."""
-        self._cuts_by_length = False
-
-    def forward(self, batch: Batch, phase: str = "train") -> Sums:
-        if not self.training:
-            return self._places(batch)
-        parts = by_length(batch) if self._cuts_by_length else [batch]
-        loss = torch.stack([self._loss(part) for part in parts]).sum()
-        if self.config.l2_emb > 0:
-            assert isinstance(self.model, SequentialRecommender)
-            penalty = torch.stack([table.square().sum() for table in self.model.embedding_tables()]).sum()
-            loss = loss + self.config.l2_emb / 2 * penalty * batch["weight"].sum()
-        return {"loss": loss}
-
-    def _loss(self, batch: Batch) -> Tensor:
-        assert isinstance(self.model, SequentialRecommender)
-        states = self.model.encode(batch["items"], batch["length"], batch.get("times"))
-        targets, table = batch["targets"], self.model.items.weight
-        if self.config.loss == "ce":
-            return full_softmax(states, targets, table)
-        negatives = batch["negatives"]
-        if self.config.loss == "bce":
-            return binary_cross_entropy(states, targets, negatives, table)
-        if self.config.loss == "sampled":
-            return sampled_softmax(states, targets, negatives, table)
-        return generalised_binary_cross_entropy(states, targets, negatives, table, self.config.gbce_calibration)
-
-    def _scores(self, batch: Batch) -> Tensor:
-        """Scores all items as the next one, (B, num_items + 1); padding scores -inf."""
-        scores: Tensor = self.model(batch["items"], batch["length"], batch.get("times"))
-        return scores
-
-    def recommend(self, batch: Batch, num_items: int) -> tuple[Tensor, Tensor]:
-        """Returns scores and indices of the best unseen items, in descending order: (B, num_items) each."""
-        best = without_seen(self._scores(batch), batch).topk(num_items)
-        return best.values, best.indices
-
-    def _places(self, batch: Batch) -> Sums:
-        """Ranks the true item by both protocols: among all items, and among the 100 candidates."""
-        scores = self._scores(batch)
-        target = batch["target"].unsqueeze(1)
-        of_target = scores.gather(1, target).squeeze(1)
-        sampled = place_of_target(of_target, scores.gather(1, batch["candidates"]))
-        recommended = times_recommended(without_seen(scores, batch), self.config.ks)
-        full = place_of_target(of_target, scores.scatter_(1, target, -torch.inf))
-        return {
-            "full": ranking_metrics(full, self.config.ks),
-            "sampled": ranking_metrics(sampled, self.config.ks),
-            "recommended": recommended,
-        }
-
-
-def without_seen(scores: Tensor, batch: Batch) -> Tensor:
-    """Sets the scores (B, num_items + 1) of the batch's "seen" items to -inf in place."""
-    return scores.scatter_(1, batch["seen"], -torch.inf) if "seen" in batch else scores
-
-
-def by_length(batch: Batch) -> Iterator[Batch]:
-    """Splits a training batch by length, without padding that parts no longer need.
-
-    Only on a CPU, where time is proportional to work: about half of a batch of real histories is padding. A GPU would
-    wait for lengths, and for more and smaller kernels.
-    """
-    length = batch["length"]
-    if length.device.type != "cpu" or len(length) < 2 * _LENGTHS_PER_BATCH or not _has_much_padding(batch):
-        yield batch
-        return
-    for part in length.argsort(stable=True).chunk(_LENGTHS_PER_BATCH):
-        longest = int(length[part[-1]])
-        rows = {name: tensor.index_select(0, part) for name, tensor in batch.items()}
-        for name in ("items", "targets", "times"):
-            if name in rows:
-                rows[name] = rows[name][:, :longest]
-        if rows.get("negatives", length).dim() == 3:  # one set per position
-            rows["negatives"] = rows["negatives"][:, :longest]
-        yield rows
-
-
-def _has_much_padding(batch: Batch) -> bool:
-    return int(batch["length"].sum()) < 0.9 * batch["items"].numel()
-
-
 class SeqrecTask(RecommenderTask):
     """SASRec or TiSASRec, with or without hyper-connections, or a simple model; selects on validation NDCG@10 over all
     items.
@@ -421,7 +317,7 @@ class SeqrecTask(RecommenderTask):
         return data.key, repr(config.hold_out), config.maxlen, config.mask_seen, config.ks, config.eval_negatives
 
     def simple_objective(self, kind: str) -> Objective:
-        return SeqrecObjective(SIMPLE_MODELS[kind](self.num_items, self.config.maxlen), self.config)
+        return SeqrecObjective(SIMPLE_MODELS[kind](self.num_items, self.config.maxlen), self.config.ks)
 
     def build_objective(self) -> Objective:
         config: SeqrecFlags = self.config
@@ -440,9 +336,8 @@ class SeqrecTask(RecommenderTask):
         else:
             connections = residuals(config.hidden_units, config.num_blocks, config.norm or "original")
         size = (self.num_items, config.maxlen, config.hidden_units, config.num_blocks, config.num_heads, config.dropout)
-        if config.uses_times:
-            return SeqrecObjective(TiSASRec(*size, config.time_span, connections), config)
-        return SeqrecObjective(SASRec(*size, connections), config)
+        model = TiSASRec(*size, config.time_span, connections) if config.uses_times else SASRec(*size, connections)
+        return SeqrecObjective(model, config.ks, config.loss, config.gbce_calibration, config.l2_emb)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """Returns the blocks, each with attention, feed-forward layer and their connections."""

@@ -4,6 +4,7 @@ Users and items count from 0, and item i is entity i of the graph; other entitie
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -12,7 +13,9 @@ from trainer.loading.cache import Arrays, array_of_texts, texts_of_array
 from trainer.loading.on_device import Movable
 
 SPLITS = ("train", "val", "test")
-_TEXTS = ("notes", "user_names", "item_names", "entity_names")
+_TEXTS = ("relation_names", "notes", "user_names", "item_names", "entity_names")
+
+NO_TRIPLES = np.empty((0, 3), np.int32)
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,11 @@ class ItemLists(Movable):
 
     offsets: np.ndarray
     items: np.ndarray
+
+    @classmethod
+    def empty(cls, num_users: int) -> "ItemLists":
+        """Builds lists without any item."""
+        return cls(np.zeros(num_users + 1, np.int64), np.empty(0, np.int32))
 
     @classmethod
     def of_pairs(cls, users: np.ndarray, items: np.ndarray, num_users: int) -> "ItemLists":
@@ -74,10 +82,8 @@ class ItemLists(Movable):
 class Catalogue:
     """Interactions in three parts and a knowledge graph.
 
-    num_entities: includes the items.
-    num_relations: of the triples; 0 without a graph.
     train, val, test: ItemLists of all users; val is test itself if models are selected on the test set.
-    triples: (m, 3) int32 head, relation, tail, distinct, ascending.
+    triples: (m, 3) int32 head, relation, tail, distinct, ascending; none without a graph.
     relation_names: num_relations of them, or none if unknown.
     unknown_items: (k,) int64 ids below num_items that no file mentions: gaps in the numbering.
     notes: shown to the user.
@@ -86,17 +92,28 @@ class Catalogue:
 
     num_users: int
     num_items: int
-    num_entities: int
-    num_relations: int
     train: ItemLists
     val: ItemLists
     test: ItemLists
     triples: np.ndarray
-    has_graph: bool
     relation_names: tuple[str, ...]
     unknown_items: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     notes: tuple[str, ...] = ()
     names: tuple[tuple[str, ...], ...] = ((), (), ())
+
+    @property
+    def has_graph(self) -> bool:
+        return len(self.triples) > 0
+
+    @cached_property
+    def num_entities(self) -> int:
+        """Returns the number of entities, items included."""
+        return max(self.num_items, int(self.triples[:, [0, 2]].max(initial=-1)) + 1)
+
+    @cached_property
+    def num_relations(self) -> int:
+        """Returns the number of relations of the triples."""
+        return int(self.triples[:, 1].max(initial=-1)) + 1
 
     def user_name(self, user: int) -> str:
         return self.names[0][user] if self.names[0] else str(user)
@@ -120,16 +137,10 @@ class Catalogue:
     @property
     def arrays(self) -> Arrays:
         """Returns the arrays to cache."""
-        counts = (self.num_users, self.num_items, self.num_entities, self.num_relations, self.has_graph)
-        arrays = {
-            "counts": np.array(counts, np.int64),
-            "triples": self.triples,
-            "unknown_items": self.unknown_items,
-        }
-        for name, texts in zip(_TEXTS, (self.notes, *self.names), strict=True):
+        counts = np.array([self.num_users, self.num_items])
+        arrays = {"counts": counts, "triples": self.triples, "unknown_items": self.unknown_items}
+        for name, texts in zip(_TEXTS, (self.relation_names, self.notes, *self.names), strict=True):
             arrays[name] = array_of_texts(texts)
-        if self.relation_names:
-            arrays["relation_names"] = np.array(self.relation_names)
         for split in SPLITS:
             if split != "val" or not self.selects_on_test:
                 lists: ItemLists = getattr(self, split)
@@ -139,24 +150,13 @@ class Catalogue:
     @classmethod
     def of_arrays(cls, arrays: Arrays) -> "Catalogue":
         """Rebuilds a catalogue from its `arrays`."""
-        num_users, num_items, num_entities, num_relations, has_graph = arrays["counts"].tolist()
-        train, val, test = (
-            ItemLists(arrays[f"{split}_offsets"], arrays[f"{split}_items"]) if f"{split}_items" in arrays else None
+        lists = {
+            split: ItemLists(arrays[f"{split}_offsets"], arrays[f"{split}_items"])
             for split in SPLITS
-        )
-        assert train is not None and test is not None
-        return cls(
-            num_users,
-            num_items,
-            num_entities,
-            num_relations,
-            train,
-            test if val is None else val,
-            test,
-            arrays["triples"],
-            bool(has_graph),
-            tuple(arrays.get("relation_names", np.array([], str)).tolist()),
-            arrays["unknown_items"],
-            tuple(texts_of_array(arrays["notes"])),
-            tuple(tuple(texts_of_array(arrays[name])) for name in _TEXTS[1:]),
-        )
+            if f"{split}_items" in arrays
+        }
+        num_users, num_items = arrays["counts"].tolist()
+        relation_names, notes, *names = (texts_of_array(arrays[name]) for name in _TEXTS)
+        train, val, test = lists["train"], lists.get("val", lists["test"]), lists["test"]
+        triples, unknown = arrays["triples"], arrays["unknown_items"]
+        return cls(num_users, num_items, train, val, test, triples, relation_names, unknown, notes, tuple(names))

@@ -50,9 +50,9 @@ def collaborative_graph(catalogue: Catalogue) -> Edges:
     return Edges(head[order], tail[order], relation[order], num_nodes, num_relations)
 
 
-def forward_relation(relation: int, num_relations: int) -> tuple[int, bool]:
-    """Splits an edge relation into (0 for interact, 1 + r for relation r) and whether it is inverse."""
+def named_relation(catalogue: Catalogue, relation: int) -> tuple[str, bool]:
+    """Returns the name of an edge relation without its direction, and whether it is inverse."""
     if relation < NUM_INTERACTION_RELATIONS:
-        return 0, relation == INTERACTED_BY
-    relation -= NUM_INTERACTION_RELATIONS
-    return 1 + relation % num_relations, relation >= num_relations
+        return "interact", relation == INTERACTED_BY
+    inverse, number = divmod(relation - NUM_INTERACTION_RELATIONS, catalogue.num_relations)
+    return (catalogue.relation_names[number] if catalogue.relation_names else f"r{number}"), inverse == 1

@@ -18,16 +18,16 @@ import numpy as np
 
 from data.files import DataFile, not_read, shown
 from data.interactions.item_sets import sorted_distinct
-from data.knowledge_graph.catalogue import Catalogue, ItemLists
+from data.knowledge_graph.catalogue import NO_TRIPLES, Catalogue, ItemLists
 from data.knowledge_graph.files import DataFiles, find_files
 from data.knowledge_graph.numbers import Numbers
-from data.knowledge_graph.splits import TEST_STREAM, Published, hold_out
+from data.knowledge_graph.splits import TEST_STREAM, hold_out, with_validation
 from data.knowledge_graph.tables import read_tables, tables_of
 from data.table_files import STRICT, Reading
 from trainer.common.errors import UserError
 from trainer.loading.cache import Arrays, cached_arrays, key_of
 
-_FORMAT_VERSION = 3
+_FORMAT_VERSION = 4
 _KGAT_FILES = ("train.txt", "test.txt")
 _RATINGS_FILES = ("ratings_final.npy", "ratings_final.txt", "ratings_final")
 _GRAPH_FILES = ("kg_final.npy", "kg_final.txt", "kg_final")
@@ -73,7 +73,7 @@ def load_catalogue(
                 "those for KGCN, nor a table with columns such as user and item; there are: "
                 f"{shown(file.name for file in files.by_name.values())}"
             )
-        return published.catalogue(val_share=val_share, seed=seed, selects_on_test=selects_on_test).arrays
+        return with_validation(published, val_share=val_share, seed=seed, selects_on_test=selects_on_test).arrays
 
     names = (*_KGAT_FILES, "valid.txt", *_RATINGS_FILES, *_GRAPH_FILES, *_LISTS)
     is_published = files.find(*_KGAT_FILES, *_RATINGS_FILES) is not None
@@ -112,7 +112,7 @@ class _UserLines:
         self.numbers.refuse(is_wrong, reason, self.rows, user=self.users, item=self.items)
 
 
-def _read_kgat(files: DataFiles) -> Published:
+def _read_kgat(files: DataFiles) -> Catalogue:
     files_of_lines = {name: files.named(name) for name in _KGAT_FILES}
     if valid_file := files.find("valid.txt"):
         files_of_lines["valid.txt"] = valid_file
@@ -130,22 +130,22 @@ def _read_kgat(files: DataFiles) -> Published:
     num_items = max(items_listed or 0, *(int(part.items.max(initial=-1)) + 1 for part in lines.values()))
     triples, relation_names = _read_graph(files, num_items)
     is_known = _are_known(lines["train.txt"].items, triples, num_items)
-    _check_held_out(lines, num_users, is_known, has_graph=triples is not None)
+    _check_held_out(lines, num_users, is_known, has_graph=len(triples) > 0)
     lists = {name: part.lists(num_users) for name, part in lines.items()}
     train, test = (lists[name] for name in _KGAT_FILES)
     if items_listed is not None:
         is_known[:items_listed] = True
     unknown = np.flatnonzero(~is_known)
-    return Published(num_users, num_items, train, lists.get("valid.txt"), test, triples, relation_names, unknown)
+    val = lists.get("valid.txt", ItemLists.empty(num_users))
+    return Catalogue(num_users, num_items, train, val, test, triples, relation_names, unknown)
 
 
-def _are_known(items: np.ndarray, triples: np.ndarray | None, num_items: int) -> np.ndarray:
+def _are_known(items: np.ndarray, triples: np.ndarray, num_items: int) -> np.ndarray:
     """Returns which items interactions (n,) or the graph mention: (num_items,) bool."""
     is_known = np.zeros(num_items, bool)
     is_known[items] = True
-    if triples is not None:
-        entities = triples[:, [0, 2]]
-        is_known[entities[entities < num_items]] = True
+    entities = triples[:, [0, 2]]
+    is_known[entities[entities < num_items]] = True
     return is_known
 
 
@@ -168,7 +168,7 @@ def _check_held_out(lines: dict[str, _UserLines], num_users: int, is_known: np.n
         earlier[name] = part.lists(num_users)
 
 
-def _read_kgcn(files: DataFiles, file: DataFile, seed: int) -> Published:
+def _read_kgcn(files: DataFiles, file: DataFile, seed: int) -> Catalogue:
     ratings = Numbers.read(file)
     users, items, labels = ratings.columns("user item label").T
     ratings.refuse(labels > 1, "label {label} is neither 0 nor 1", label=labels)
@@ -184,14 +184,15 @@ def _read_kgcn(files: DataFiles, file: DataFile, seed: int) -> Published:
     triples, relation_names = _read_graph(files, num_items)
     is_known = _are_known(items, triples, num_items) | (num_listed is not None)
     unknown = np.flatnonzero(~is_known)
-    return Published(num_users, num_items, train, None, test, triples, relation_names, unknown)
+    val = ItemLists.empty(num_users)
+    return Catalogue(num_users, num_items, train, val, test, triples, relation_names, unknown)
 
 
-def _read_graph(files: DataFiles, num_items: int) -> tuple[np.ndarray | None, tuple[str, ...]]:
-    """Reads the distinct triples (m, 3) int32, None without a graph, and the relation names if listed."""
+def _read_graph(files: DataFiles, num_items: int) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Reads the distinct triples (m, 3) int32, none without a graph, and the relation names if listed."""
     file, names = files.find(*_GRAPH_FILES), _read_relation_names(files)
     if file is None:
-        return None, names
+        return NO_TRIPLES, names
     numbers = Numbers.read(file)
     triples = numbers.columns("head relation tail")
     heads, relations, tails = triples.T

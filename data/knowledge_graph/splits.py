@@ -1,6 +1,6 @@
 """Holds out items of each user by a function of (seed, user, item), independent of file order."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,51 +30,15 @@ def hold_out(
     return lists.where(~is_held_out), lists.where(is_held_out)
 
 
-@dataclass(frozen=True)
-class Published:
-    """A data set as published, before holding out a validation set.
+def with_validation(published: Catalogue, *, val_share: float, seed: int, selects_on_test: bool) -> Catalogue:
+    """Adds a validation set to a data set as published, unless it has one; arguments as for `load_catalogue`.
 
-    valid: its own validation items, or None. triples: as in `Catalogue`, or None without a graph. relation_names: at
-    least one per relation, or none. unknown_items, notes, names: as in `Catalogue`.
+    Raises UserError if the validation set is empty.
     """
-
-    num_users: int
-    num_items: int
-    train: ItemLists
-    valid: ItemLists | None
-    test: ItemLists
-    triples: np.ndarray | None
-    relation_names: tuple[str, ...]
-    unknown_items: np.ndarray
-    notes: tuple[str, ...] = ()
-    names: tuple[tuple[str, ...], ...] = ((), (), ())
-
-    def catalogue(self, *, val_share: float, seed: int, selects_on_test: bool) -> Catalogue:
-        """Builds the catalogue with a validation set; arguments as for `load_catalogue`. Raises UserError if that set
-        is empty.
-        """
-        if selects_on_test:
-            train, val = self.train, self.test
-        elif self.valid is not None:
-            train, val = self.train, self.valid
-        else:
-            train, val = hold_out(self.train, val_share, seed, VAL_STREAM)
-        if not len(val):
-            raise UserError(f"--val-share {val_share}: leaves nobody an item to validate on; choose a larger share")
-        triples = np.empty((0, 3), np.int32) if self.triples is None else self.triples
-        num_relations = int(triples[:, 1].max(initial=-1)) + 1
-        return Catalogue(
-            self.num_users,
-            self.num_items,
-            max(self.num_items, int(triples[:, [0, 2]].max(initial=-1)) + 1),
-            num_relations,
-            train,
-            val,
-            self.test,
-            triples,
-            self.triples is not None,
-            self.relation_names[:num_relations],
-            self.unknown_items,
-            self.notes,
-            self.names,
-        )
+    train, val = published.train, published.test if selects_on_test else published.val
+    if not len(val):
+        train, val = hold_out(train, val_share, seed, VAL_STREAM)
+    if not len(val):
+        raise UserError(f"--val-share {val_share}: leaves nobody an item to validate on; choose a larger share")
+    names = published.relation_names[: published.num_relations]
+    return replace(published, train=train, val=val, relation_names=names)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from data.knowledge_graph.catalogue import Catalogue, ItemLists
-from data.knowledge_graph.splits import TEST_STREAM, Published, hold_out
+from data.knowledge_graph.splits import TEST_STREAM, hold_out, with_validation
 from trainer.loading.cache import Arrays, cached_arrays
 from trainer.loading.counter_random import uniform
 
@@ -49,8 +49,10 @@ def load_synthetic_catalogue(cache_dir: Path, *, val_share: float, seed: int, se
     arrays = cached_arrays(cache_dir, f"knowledge_graph_synthetic-{_FORMAT_VERSION}", generate)
     lists = ItemLists(arrays["offsets"], arrays["items"])
     train, test = hold_out(lists, TEST_SHARE, _SEED, TEST_STREAM)
-    published = Published(NUM_USERS, NUM_ITEMS, train, None, test, arrays["triples"], RELATIONS, np.empty(0, np.int64))
-    return published.catalogue(val_share=val_share, seed=seed, selects_on_test=selects_on_test)
+    published = Catalogue(
+        NUM_USERS, NUM_ITEMS, train, ItemLists.empty(NUM_USERS), test, arrays["triples"], RELATIONS
+    )  # fmt: skip
+    return with_validation(published, val_share=val_share, seed=seed, selects_on_test=selects_on_test)
 
 
 def generate() -> Arrays:

@@ -13,8 +13,8 @@ from data.csv_lines import plain_name
 from data.files import DataFile, shown
 from data.interactions.columns import FIND_OUT, NAMES, NO_TIMES, ColumnChoice
 from data.interactions.table import read_table
-from data.knowledge_graph.catalogue import ItemLists
-from data.knowledge_graph.splits import TEST_STREAM, Published, hold_out
+from data.knowledge_graph.catalogue import NO_TRIPLES, Catalogue, ItemLists
+from data.knowledge_graph.splits import TEST_STREAM, hold_out
 from data.table_files import TABLES, LeftOut, Reading, opened_table, parts_of
 from trainer.common.errors import UserError
 
@@ -49,11 +49,10 @@ def tables_of(files: Sequence[DataFile], reading: Reading) -> dict[str, list[Dat
 
 def read_tables(
     files: dict[str, list[DataFile]], where: str, reading: Reading, test_share: float, seed: int
-) -> Published:
-    """Reads a data set of tables. where: names the data set in messages. test_share: of each user's items, without a
-    test file.
+) -> Catalogue:
+    """Reads a data set of tables, before holding out a validation set. where: names the data set in messages.
 
-    With times, the test items are each user's latest. Raises UserError.
+    test_share: of each user's items, without a test file; with times the latest items. Raises UserError.
     """
     for kind, most in (("interactions", 3), ("graph", 1), ("link", 1)):
         if len(files[kind]) > most or (
@@ -70,18 +69,16 @@ def read_tables(
         for k in range(len(files["interactions"]))
     ]
     if len(parts) > 1:
-        train, *valid, test = parts
+        train, val, test = parts[0], parts[1] if len(parts) > 2 else ItemLists.empty(num_users), parts[-1]
     else:
         latest = None if table.times is None else _latest(parts[0], table.users, table.items, table.times)
-        (train, test), valid = hold_out(parts[0], test_share, seed, TEST_STREAM, latest), []
+        (train, test), val = hold_out(parts[0], test_share, seed, TEST_STREAM, latest), ItemLists.empty(num_users)
     if not len(test):
         raise UserError(f"{where}: no user has two items, so that there is nothing to test on")
     notes = list(table.remarks)
     triples, relations, entities = _read_graph(files, table.item_ids, reading, notes)
-    return Published(
-        num_users, num_items, train, valid[0] if valid else None, test, triples, relations, np.empty(0, np.int64),
-        tuple(notes), (tuple(table.user_ids), tuple(table.item_ids), entities),
-    )  # fmt: skip
+    names = (tuple(table.user_ids), tuple(table.item_ids), entities)
+    return Catalogue(num_users, num_items, train, val, test, triples, relations, notes=tuple(notes), names=names)
 
 
 def _latest(lists: ItemLists, users: np.ndarray, items: np.ndarray, times: np.ndarray) -> np.ndarray:
@@ -93,10 +90,10 @@ def _latest(lists: ItemLists, users: np.ndarray, items: np.ndarray, times: np.nd
 
 def _read_graph(
     files: dict[str, list[DataFile]], item_ids: Sequence[str], reading: Reading, notes: list[str]
-) -> tuple[np.ndarray | None, tuple[str, ...], tuple[str, ...]]:
-    """Reads the distinct triples (m, 3) int32, None without a graph, relation names, and names of non-item entities."""
+) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
+    """Reads the distinct triples (m, 3) int32, relation names, and names of non-item entities."""
     if not files["graph"]:
-        return None, (), ()
+        return NO_TRIPLES, (), ()
     links = (_columns(file, ("item", "entity"), reading, notes) for file in files["link"])
     entity_of = {item: entity for link in links for item, entity in link}
     items = {entity_of.get(name, name): number for number, name in enumerate(item_ids)}

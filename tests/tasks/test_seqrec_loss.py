@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tasks import seqrec
-from tasks.seqrec import by_length
+from tasks import seqrec_objective
+from tasks.seqrec_objective import by_length
 from tests.helpers.small_seqrec import make_batch, make_task
 from tests.models.sequential.test_ranking import slow_bce, slow_gbce, slow_sampled
 
@@ -103,7 +103,7 @@ def test_parts_of_similar_length_equal_the_whole_batch(loss, mode, cache_dir, mo
     objective, batch = make_objective(task), make_batch(task)
     assert len(list(by_length(batch))) == 4
     in_parts = loss_and_gradients(objective, batch)
-    monkeypatch.setattr(seqrec, "_LENGTHS_PER_BATCH", 10**9)
+    monkeypatch.setattr(seqrec_objective, "_LENGTHS_PER_BATCH", 10**9)
     assert len(list(by_length(batch))) == 1
     assert_same(in_parts, loss_and_gradients(objective, batch))
 
@@ -156,7 +156,7 @@ def test_penalty_on_embeddings_counts_once_however_the_batch_is_split(mode, cach
     for bounds in ((0, 34), (0, 1, 34), (0, 5, 13, 34)):
         parts = [rows_of(batch, slice(a, b)) for a, b in pairwise(bounds)]
         assert_same(loss_and_gradients(objective, *parts), whole)
-    objective.config.l2_emb = 0.0
+    objective.l2 = 0.0
     plain = loss_and_gradients(objective, batch)
     num_terms = batch["weight"].sum()
     tables = {name: p for name, p in objective.named_parameters() if p.dim() == 2 and is_embedding(name)}

@@ -22,4 +22,4 @@ def catalogue() -> Catalogue:
     triples |= {(2, 0, 20), (2, 1, 20), (2, 2, 20), (20, 0, 2), (4, 1, 4)}
     train, val, test = (ItemLists.of_pairs(*np.array(pairs).T, NUM_USERS) for pairs in (train, val, test))
     triples = np.array(sorted(triples), np.int32)
-    return Catalogue(NUM_USERS, NUM_ITEMS, NUM_ENTITIES, NUM_RELATIONS, train, val, test, triples, True, ())
+    return Catalogue(NUM_USERS, NUM_ITEMS, train, val, test, triples, ())

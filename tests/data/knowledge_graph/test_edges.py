@@ -34,7 +34,7 @@ def test_edges_equal_a_slow_construction(catalogue) -> None:
 
 
 def test_without_a_graph_only_interactions_are_left(catalogue) -> None:
-    bare = replace(catalogue, num_entities=catalogue.num_items, num_relations=0, triples=catalogue.triples[:0])
+    bare = replace(catalogue, triples=catalogue.triples[:0])
     edges = collaborative_graph(bare)
     assert [*zip(edges.head.tolist(), edges.tail.tolist(), edges.relation.tolist(), strict=True)] == sorted(
         slow_edges(bare)
