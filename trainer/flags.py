@@ -445,7 +445,7 @@ class MultiDeviceFlags(FlagGroup):
         needs={"multi_gpu": forms.PER_PROCESS}, at_least=1, at_most=MOST_PROCESSES,
     )  # fmt: skip
     backend: Literal["nccl", "gloo"] | None = flag(
-        None, "what carries gradients between processes (default: nccl on GPUs, gloo on the CPU)"
+        None, "communication backend between processes (default: nccl on GPUs, gloo on the CPU)"
     )
     dist_timeout_s: float = flag(
         600.0, "seconds after which a rank stops waiting for another one and names it", metavar="SECONDS", above=0

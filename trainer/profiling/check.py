@@ -53,7 +53,7 @@ class CheckFlags(FlagGroup):
     )
     gpu_ids: tuple[int, ...] | None = flag(None, "visible GPUs to use, for example 0,1,2 (default: all)", metavar="ID")
     backend: Literal["nccl", "gloo"] | None = flag(
-        None, "what carries the exchange (default: nccl on GPUs, gloo on the CPU)"
+        None, "communication backend of the exchange (default: nccl on GPUs, gloo on the CPU)"
     )
     dist_timeout_s: float = flag(
         60.0, "seconds after which a process stops waiting for another one", metavar="SECONDS", above=0
