@@ -45,13 +45,17 @@ _LISTS = ("events", "interactions", "actions", "clicks", "items")
 """Entries of a JSON object that list records, such as the events of a session."""
 _UTF_8 = "utf-8-sig"
 _LETTERS = "ÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÖØÙÚÛÜßàáâãäåæçèéêëìíîïñòóôõöøùúûüŒœ".encode("cp1252")
-_MARKS = rb"\x80\x82\x84\x85\x91-\x97\x99\xa0\xa1\xa3\xa7\xa9-\xab\xae\xb0\xb2\xb3\xb7\xba\xbb\xbf"
+_MARKS = rb"\x80\x82\x84\x85\x91-\x97\x99\xa0\xa1\xa3\xa7\xa9-\xab\xae\xb0-\xb3\xb5\xb7\xba\xbb\xbd\xbf\xd7"
 _NOT_WESTERN = re.compile(
-    rb"[^ A-Za-z%b]|[%b]{3}|[\xc2\xc3][\x80-\xbf]|\xf5(?!e)|[A-Za-z][^\x00-\x7f\xb7\x92%b][A-Za-z]"
-    % (_LETTERS + _MARKS, _LETTERS, _LETTERS)
+    rb"[^ A-Za-z%b]|[%b]{3}|[\xc2\xc3][\x80-\xbf]|\xf5(?!e)|[A-Za-lo-ru-z][\xb2\xb3]"
+    rb"|[A-Za-z][^\x00-\x7f\xb7\x92%b][A-Za-z]" % (_LETTERS + _MARKS, _LETTERS, _LETTERS)
 )
 """Matches bytes outside Western European words in cp1252: other letters, three in a row, UTF-8, marks within words."""
-_WESTERN = re.compile(rb"[A-Za-z][%b]|[%b][A-Za-z]" % (_LETTERS, _LETTERS))
+_WESTERN = re.compile(
+    rb"[A-Za-z][%b]|[%b][A-Za-z]|\xb0[CF]\b|\b[km]?[ms][\xb2\xb3]|\xb5[A-Zgms]|[\x80\xa3] ?\d|\d ?\x80"
+    % (_LETTERS, _LETTERS)
+)
+"""Matches bytes that show cp1252: an accented letter beside a plain one, a unit or a price."""
 _NOT_ASCII = re.compile(rb"[A-Za-z]?[\x80-\xff]+[A-Za-z]?")
 _PART = re.compile(r"(?<![a-z])(train|val|dev|test)(?:ing|id|idation)?(?![a-z])")
 _FIRST_OBJECTS = 1000
