@@ -207,19 +207,18 @@ def read_rows(
     unread: dict[str, str] = {}
     places, first_bad, num_rows = [np.empty(0, np.int64)], "", 0
     while some := list(islice(table.lines, ROWS_AT_ONCE)):
-        kept, num_all = list(range(len(some))), len(some)
-        try:
-            signals.append(numbers(some, header, columns, where, decimal_comma, advice))
-        except UserError as error:
+        kept = [k for k, (_, fields) in enumerate(some) if len(fields) == len(header)]
+        whole = [some[k] for k in kept]
+        signals.append(_numbers(whole, columns, decimal_comma))
+        if len(kept) < len(some) or not np.isfinite(signals[-1]).all():
+            wrong, fix = _what_is_wrong(some, header, columns, decimal_comma)
             if left_out.reading.on_bad == "refuse":
-                raise
-            kept = [k for k, (_, fields) in enumerate(some) if len(fields) == len(header)]
-            first_bad = first_bad or str(error).partition("; ")[0]
-            left_out.count(_BAD_ROWS, first_bad, num_all - len(kept))
-            some = [some[k] for k in kept]
-            signals.append(_numbers_or_nan(some, columns, decimal_comma))
+                raise UserError(f"{where}, {wrong}; {fix or advice}")
+            first_bad = first_bad or f"{where}, {wrong}"
+            left_out.count(_BAD_ROWS, first_bad, len(some) - len(kept))
         places.append(num_rows + np.array(kept, np.int64))
-        num_rows += num_all
+        num_rows += len(some)
+        some = whole
         if not some:
             continue
         moments.append(moments_of(some, clocks, decimal_comma))
@@ -246,14 +245,6 @@ def read_rows(
     return rows if left_out.reading.on_bad == "refuse" else rows.without_holes(left_out, first_bad, needs_subject)
 
 
-def _numbers_or_nan(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
-    """Parses some columns of lines to (rows, C) float32, NaN for anything but finite numbers."""
-    texts = [[fields[i].replace(",", ".") if decimal_comma else fields[i] for i in columns] for _, fields in lines]
-    values = as_float32(np.array([[float(t) if is_number(t) else np.nan for t in row] for row in texts]))
-    values = values.reshape(len(lines), len(columns))
-    return np.where(np.isfinite(values), values, np.float32(np.nan))
-
-
 def signal_columns(header: Sequence[str], channels: Sequence[str], where: str) -> list[int]:
     """Returns each channel's column, from 0. Raises UserError if a channel has none or several."""
     missing = [name for name in channels if name not in header]
@@ -269,46 +260,29 @@ def signal_columns(header: Sequence[str], channels: Sequence[str], where: str) -
     return [header.index(name) for name in channels]
 
 
-def numbers(
-    lines: Sequence[Line], header: Sequence[str], columns: Sequence[int], label: str, decimal_comma: bool,
-    advice: str = "repair the file",
-) -> np.ndarray:  # fmt: skip
-    """Parses some columns of lines to (rows, C) float32. Raises UserError, with line and column.
-
-    advice: what to do about fields that are not numbers.
-    """
-    values = _numbers(lines, len(header), columns, decimal_comma)
-    if values is None or not np.isfinite(values).all():
-        raise UserError(f"{label}, {_what_is_wrong(lines, header, columns, decimal_comma, advice)}")
-    return values
-
-
-def _numbers(lines: Sequence[Line], num_columns: int, columns: Sequence[int], decimal_comma: bool) -> np.ndarray | None:
-    """Returns None if a line has too few or too many fields, or a field is not a number."""
-    if any(len(fields) != num_columns for _, fields in lines):
-        return None
-    rows = [[fields[i] for i in columns] for _, fields in lines]
-    if decimal_comma:
-        rows = [[field.replace(",", ".") for field in row] for row in rows]
+def _numbers(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
+    """Parses some columns of lines to (rows, C) float32, NaN for anything but finite numbers."""
+    rows = [[fields[i].replace(",", ".") if decimal_comma else fields[i] for i in columns] for _, fields in lines]
     try:
-        return as_float32(np.array([list(map(float, row)) for row in rows]))
+        parsed = [list(map(float, row)) for row in rows]
     except ValueError:
-        return None
+        parsed = [[float(text) if is_number(text) else np.nan for text in row] for row in rows]
+    values = as_float32(np.array(parsed).reshape(len(lines), len(columns)))
+    return np.where(np.isfinite(values), values, np.float32(np.nan))
 
 
 def _what_is_wrong(
-    lines: Sequence[Line], header: Sequence[str], columns: Sequence[int], decimal_comma: bool, advice: str
-) -> str:
-    """Explains slowly and precisely what is wrong with the first bad line, and what to do."""
+    lines: Sequence[Line], header: Sequence[str], columns: Sequence[int], decimal_comma: bool
+) -> tuple[str, str]:
+    """Explains slowly and precisely what is wrong with the first bad line, and what to do if that is not a cell."""
     for number, fields in lines:
         if len(fields) != len(header):
-            return f"line {number}: {len(fields)} columns, but the header has {len(header)}; fix that line"
+            return f"line {number}: {len(fields)} columns, but the header has {len(header)}", "fix that line"
         for i in columns:
-            values = _numbers([(number, fields)], len(header), [i], decimal_comma)
-            if values is None or not np.isfinite(values).all():
-                kind = "a number" if values is None else f"a finite number below {LARGEST:g}"
-                shown = fields[i][:_NUM_SHOWN]
-                return f"line {number}, column {i + 1} ({header[i]}): {shown!r} is not {kind}; {advice}"
+            if np.isnan(_numbers([(number, fields)], [i], decimal_comma)).any():
+                is_one = is_number(fields[i].replace(",", ".") if decimal_comma else fields[i])
+                kind = f"a finite number below {LARGEST:g}" if is_one else "a number"
+                return f"line {number}, column {i + 1} ({header[i]}): {fields[i][:_NUM_SHOWN]!r} is not {kind}", ""
     raise AssertionError("nothing is wrong with these lines")
 
 

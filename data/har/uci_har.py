@@ -235,14 +235,12 @@ def _parse_integers(source: _Published, name: str, lines: list[bytes]) -> np.nda
 
 def _parse_windows(source: _Published, name: str, lines: list[bytes], out: np.ndarray) -> None:
     """Parses windows, one per line, into out, (N, 128)."""
-    num_columns = out.shape[1]
     for row, line in enumerate(lines):
         values = _parse_line(line)
-        if values is None or values.size != num_columns:
-            raise _bad_line(source, name, row, line, num_columns)
+        if values is None or values.size != out.shape[1] or not np.isfinite(values).all():
+            reason = _what_is_wrong(line, out.shape[1])
+            raise UserError(f"{source.where(name)}, line {row + 1}{reason}; fetch the data set again")
         out[row] = values
-    for bad_row in np.flatnonzero(~np.isfinite(out).all(axis=1)).tolist():
-        raise _bad_line(source, name, bad_row, lines[bad_row], num_columns)
 
 
 def _parse_line(line: bytes) -> np.ndarray | None:
@@ -251,11 +249,6 @@ def _parse_line(line: bytes) -> np.ndarray | None:
         return np.fromstring(line, np.float32, sep=" ")
     except ValueError:
         return None
-
-
-def _bad_line(source: _Published, name: str, row: int, line: bytes, num_columns: int) -> UserError:
-    reason = _what_is_wrong(line, num_columns)
-    return UserError(f"{source.where(name)}, line {row + 1}{reason}; fetch the data set again")
 
 
 def _what_is_wrong(line: bytes, num_columns: int) -> str:

@@ -77,6 +77,16 @@ def test_a_table_without_names():
     assert (found["age"], found["income"], len(found)) == ([39, 39], ["<=50K", ">50K"], 15)
 
 
+def test_a_sheet_of_excel():
+    pytest.importorskip("openpyxl")
+    pandas = pytest.importorskip("pandas")
+    pandas.DataFrame({"x": [1.5, 2], "day": ["2024-05-31", "ä"]}).to_excel("table.xlsx", index=False)
+    with pytest.raises(UserError, match=r"docs/formats.md#excel "):
+        read_table(Path("table.xlsx"))
+    convert("excel")
+    assert columns_of("table.csv") == {"x": [1.5, 2], "day": ["2024-05-31", "ä"]}
+
+
 def test_rows_of_libsvm():
     Path("table.libsvm").write_text("+1 1:0.5 3:2\n-1 3:1e-1 \n")
     with pytest.raises(UserError, match=r"docs/formats.md#other-formats "):
