@@ -286,6 +286,7 @@ class KgatTask(RecommenderTask):
         train = self.catalogue.train
         return TrainingHistories(train.offsets, train.items + 1, self.catalogue.num_items, is_ordered=False)
 
+    @cached_property
     def evaluation_key(self) -> tuple[object, ...]:
         catalogue = self.catalogue
         lists = (catalogue.train, catalogue.val, catalogue.test)

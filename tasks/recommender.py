@@ -40,14 +40,10 @@ class RecommenderTask(Task):
     def simple_objective(self, kind: str) -> Objective:
         """Creates an empty simple model for scoring; its `model` is a SimpleRecommender."""
 
+    @cached_property
     @abstractmethod
     def evaluation_key(self) -> tuple[object, ...]:
         """Identifies what a fitted model's scores depend on: the data, their split, and what is scored."""
-
-    @cached_property
-    def _evaluation_key(self) -> tuple[object, ...]:
-        """Caches `evaluation_key`, which may hash all data."""
-        return self.evaluation_key()
 
     def initialise(self, objective: Objective) -> None:
         if isinstance(objective.model, SimpleRecommender):
@@ -76,7 +72,7 @@ class RecommenderTask(Task):
             assert best is not None
             return best[1]
 
-        return cached_arrays(self.cache_dir, key_of(kind, _FORMAT_VERSION, *self._evaluation_key), build)
+        return cached_arrays(self.cache_dir, key_of(kind, _FORMAT_VERSION, *self.evaluation_key), build)
 
     @torch.no_grad()
     def _scores(self, objective: Objective, split: str, most: int) -> dict[str, float]:
@@ -122,5 +118,5 @@ class RecommenderTask(Task):
             objective = self.fitted_objective(kind, histories)
             return self._scores(objective, "val", most) | self._scores(objective, "test", most)
 
-        key = key_of(f"{kind}-scores", _FORMAT_VERSION, self.seed, most, *self._evaluation_key)
+        key = key_of(f"{kind}-scores", _FORMAT_VERSION, self.seed, most, *self.evaluation_key)
         return cached_numbers(self.cache_dir, key, build)

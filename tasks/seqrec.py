@@ -312,6 +312,7 @@ class SeqrecTask(RecommenderTask):
         offsets = np.concatenate([[0], np.cumsum(num_train)])
         return TrainingHistories(offsets, data.items[chosen], data.num_items, is_ordered=True)
 
+    @cached_property
     def evaluation_key(self) -> tuple[object, ...]:
         data, config = self._interactions, self.config
         return data.key, repr(config.hold_out), config.maxlen, config.mask_seen, config.ks, config.eval_negatives

@@ -16,7 +16,7 @@ from data.interactions.item_sets import ItemSets, distinct_below
 from data.interactions.reader import Interactions
 from trainer.common.errors import UserError
 from trainer.loading.arrays import Array, Ragged, cast
-from trainer.loading.cache import Arrays, cached_arrays
+from trainer.loading.cache import Arrays, cached_arrays, key_of
 from trainer.loading.counter_random import below, random_bits
 from trainer.loading.on_device import Movable
 from trainer.loading.order import SampleKeys
@@ -273,7 +273,7 @@ def split_interactions(
     flag = "--data-dir" if eval_negatives == "parity" else f"--eval-negatives {eval_negatives}"
     for name, stream in (("val", _VAL_STREAM), ("test", _TEST_STREAM)):
         is_test = name == "test"
-        excluded = _items_excluded(interactions, split, cache_dir, hold_out, eval_negatives, is_test)
+        excluded = _items_excluded(interactions, split, eval_negatives, is_test)
         candidates = _Candidates(excluded, eval_negatives == "clean", seed, stream)
         part = EvaluationSequences(interactions, split, maxlen, candidates, is_test=is_test, mask_seen=mask_seen)
         _check_enough_others(excluded, interactions, part.users, wanted, flag)
@@ -305,38 +305,21 @@ def _load_split(interactions: Interactions, cache_dir: Path, hold_out: HoldOut) 
             arrays["scaled_times"] = scaled_times(interactions, interactions.times, in_training)
         return arrays
 
-    key = f"{interactions.key}-{_split_key(hold_out)}-{_FORMAT_VERSION}"
+    key = key_of("split", _FORMAT_VERSION, interactions.key, hold_out)
     arrays = cached_arrays(cache_dir, key, build)
     items = ItemSets(arrays["offsets"], arrays["items"], arrays["thresholds"], interactions.num_items)
     return _Split(arrays["num_train"], arrays["val_end"], items, arrays.get("scaled_times"))
 
 
 def _items_excluded(
-    interactions: Interactions,
-    split: _Split,
-    cache_dir: Path,
-    hold_out: HoldOut,
-    eval_negatives: EvaluationNegatives,
-    is_test: bool,
+    interactions: Interactions, split: _Split, eval_negatives: EvaluationNegatives, is_test: bool
 ) -> ItemSets:
     """Returns the items of each user that are never negatives in the validation, or in the test."""
     if eval_negatives == "parity":
         return split.items
+    users, position = _numbered(np.diff(interactions.offsets))
     without_test = eval_negatives == "unseen" and not is_test
-
-    def build() -> Arrays:
-        users, position = _numbered(np.diff(interactions.offsets))
-        chosen = position < split.val_end[users] if without_test else np.ones(len(users), bool)
-        return _item_sets(interactions, users, chosen).arrays
-
-    name = f"before_test-{_split_key(hold_out)}" if without_test else "all_items"
-    arrays = cached_arrays(cache_dir, f"{interactions.key}-{name}-{_FORMAT_VERSION}", build)
-    return ItemSets(**arrays, num_items=interactions.num_items)
-
-
-def _split_key(hold_out: HoldOut) -> str:
-    shares = "" if hold_out.kind == "leave-one-out" else f"-{hold_out.val_share}-{hold_out.test_share}"
-    return f"{hold_out.kind}{shares}"
+    return _item_sets(interactions, users, position < split.val_end[users] if without_test else position >= 0)
 
 
 def _item_sets(interactions: Interactions, users: np.ndarray, chosen: np.ndarray) -> ItemSets:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from benchmarks.simple import compared
 from benchmarks.ties import write_shuffled
 from tests.helpers.small_catalogue import write_catalogue
 from tests.helpers.small_seqrec import write_interactions
@@ -117,6 +118,8 @@ def test_a_run_that_rules_beat_says_so_and_shows_their_scores(run_here, tmp_path
     run_here(*shlex.split(command))
     for name, value in results(tmp_path / "run-rules")["metrics"].items():
         assert found["rules"].get(name, value) == pytest.approx(value)
+    mean = compared(tmp_path / "run")
+    assert (mean["run"], mean["rules"]) == (pytest.approx(results(tmp_path / "run")["best"]["value"]), 1.0)
     [events] = (tmp_path / "run" / "logs" / "rules").iterdir()
     steps = [(e.step, v.tag, v.simple_value) for e in EventFileLoader(str(events)).Load() for v in e.summary.value]
     assert [(step, tag) for step, tag, _ in steps] == [(0, "val/ndcg@10"), (1, "val/ndcg@10")]
@@ -178,18 +181,11 @@ def test_no_time_is_another_word_for_sasrec(run_here, tmp_path):
     ],
 )
 def test_flags_that_contradict_each_other_are_refused_by_one_line(run_here, tmp_path, words, refusal):
-    """Those too that are at their default, and that a user wrote in a file."""
     task, *rest = words.split()
     [line] = run_here("--task", task, *rest, "--save-dir", tmp_path / "run", status=2).err.splitlines()
     assert refusal in line and not (tmp_path / "run").exists()
-    settings = [f"{name.removeprefix('--')} = {toml}" for name, toml in in_toml(rest)]
-    (tmp_path / "flags.toml").write_text("\n".join([f"task = '{task}'", *settings]))
-    assert refusal in run_here("--config", tmp_path / "flags.toml", status=2).err
 
 
-def in_toml(words):
-    """Names of flags and values of a command line, as TOML has them."""
-    for name, value in zip(words, [*words[1:], "--"], strict=True):
-        if name.startswith("--"):
-            plain = value if re.fullmatch(r"[0-9.]+", value) else f"'{value}'"
-            yield name, "true" if value.startswith("--") else plain
+def test_flags_of_a_file_that_contradict_each_other_are_refused(run_here, tmp_path):
+    (tmp_path / "flags.toml").write_text("task = 'seqrec'\nno-time = true\nmodel = 'tisasrec'")  # the default
+    assert "exclude each other" in run_here("--config", tmp_path / "flags.toml", status=2).err
