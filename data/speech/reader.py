@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -68,47 +68,35 @@ def read_recordings(path: Path, sample_rate: int, on_bad: OnBad = "drop") -> Cor
 
     Raises UserError, with the file, if a single given file is unusable, and if none is left.
     """
-    if not path.is_dir():
-        try:
-            samples, is_loud = _read_recording(path, sample_rate)
-        except UnreadableAudio as error:
-            raise UserError(f"--predict {path}: {error}; give recordings that can be read") from None
-        return _unknown([(path.name, samples)], sample_rate, {}, [path.name] * is_loud)
-    found = sorted(file for file in path.rglob("*") if file.name.lower().endswith(SUFFIXES))
-    names = [name for file in found if is_visible(name := file.relative_to(path).as_posix())]
+    folder, names, advice = path.parent, [path.name], "give recordings that can be read"
+    left_out = LeftOut()
+    if path.is_dir():
+        found = sorted(file for file in path.rglob("*") if file.name.lower().endswith(SUFFIXES))
+        names = [name for file in found if is_visible(name := file.relative_to(path).as_posix())]
+        folder, left_out, advice = path, LeftOut(Reading(on_bad=on_bad)), _ADVICE
     if not names:
         raise UserError(
             f"--predict {path}: holds no sound ({', '.join(SUFFIXES)}); give a file or folder of recordings"
         )
-    left_out = LeftOut(Reading(on_bad=on_bad))
-    sound, loud = [], []
+    sound, loud = {}, []
     for name in names:
         try:
-            samples, is_loud = _read_recording(path / name, sample_rate)
+            sound[name], is_loud = _read_recording(folder / name, sample_rate)
+            loud += [name] * is_loud
         except UnreadableAudio as error:
-            left_out.add(name, f"--predict {path}/{name}: {error}; {_ADVICE}", str(error))
-            continue
-        sound.append((name, samples))
-        loud += [name] * is_loud
+            left_out.add(name, f"--predict {folder / name}: {error}; {advice}", str(error))
     if not sound:
         raise UserError(f"--predict {path}: none of its {len(names)} recordings can be used: {_reasons(left_out)}")
-    return _unknown(sound, sample_rate, left_out.counts(), loud)
-
-
-def _unknown(
-    sound: Sequence[tuple[str, np.ndarray]], sample_rate: int, skipped: Mapping[str, int], loud: Sequence[str]
-) -> Corpus:
-    """Builds a corpus of recordings without other information. loud: those scaled down."""
     unknown = ("",) * len(sound)
     return Corpus(
-        audio=np.concatenate([samples for _, samples in sound]),
-        offsets=_offsets([len(samples) for _, samples in sound]),
+        audio=np.concatenate(list(sound.values())),
+        offsets=_offsets([len(samples) for samples in sound.values()]),
         sample_rate=sample_rate,
         transcripts=unknown,
-        names=tuple(name for name, _ in sound),
+        names=tuple(sound),
         speakers=unknown,
         splits=unknown,
-        skipped=skipped,
+        skipped=left_out.counts(),
         found=_too_loud(loud),
     )
 

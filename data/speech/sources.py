@@ -10,9 +10,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from data.files import ARCHIVE_ERRORS, ZipArchive, is_visible
+from data.files import ARCHIVE_ERRORS, ZipArchive, is_visible, single
 from data.speech.audio_files import SUFFIXES
-from data.table_files import LeftOut, decoded
+from data.table_files import LeftOut, decoded, opened_table
 from trainer.common.errors import UserError
 from trainer.common.files import DISK_FULL, read_at_most, read_whole, refusing_disk_errors
 
@@ -94,7 +94,13 @@ def opened(path: Path, cache_dir: Path, left_out: LeftOut) -> Iterator[Source]:
     elif path.name.lower().endswith(MANIFESTS):
         yield Source(path.parent, (path.name,), True, lambda name: read_whole(path.parent / name, MOST_SOUND), left_out)
     else:
-        raise UserError(f"--data-dir {path}: is no folder, archive ({', '.join(ARCHIVES)}) or manifest (.json, .jsonl)")
+        if not path.name.lower().endswith(SUFFIXES):
+            with opened_table(single(path, "--data-dir"), left_out):
+                pass  # detected formats are refused
+        raise UserError(
+            f"--data-dir {path}: is no folder, archive ({', '.join(ARCHIVES)}) or manifest (.json, .jsonl); give the "
+            "folder that holds the sound"
+        )
 
 
 def _names_in(folder: Path) -> list[str]:

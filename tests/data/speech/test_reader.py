@@ -442,8 +442,12 @@ def test_paths_that_cannot_be_meant_are_refused(tmp_path, noise):
     with pytest.raises(UserError, match="no such file or folder"):
         load_corpus(tmp_path / "none", tmp_path / "cache")
     as_folder(tmp_path / "x", {"a.wav": wav(noise()), "two/a.zip": "", "two/b.tar": ""})
-    with pytest.raises(UserError, match=r"a.wav: is no folder, archive"):
-        load_corpus(tmp_path / "x/a.wav", tmp_path / "cache")
+    (tmp_path / "x/t.csv").write_text("file_name,text\n")
+    (tmp_path / "x/t.arff").write_text("@relation t\n")
+    told = {"a.wav": "is no folder, archive", "t.csv": "give the folder that holds the sound", "t.arff": "is ARFF, "}
+    for name, message in told.items():
+        with pytest.raises(UserError, match=f"{name}: .*{message}"):
+            load_corpus(tmp_path / "x" / name, tmp_path / "cache")
     with pytest.raises(UserError, match=r"holds 2 archives .a.zip, b.tar.; give one"):
         load_corpus(tmp_path / "x/two", tmp_path / "cache")
 
