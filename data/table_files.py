@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 from data.csv_lines import CsvTable, Line, csv_lines, delimiter_of
-from data.files import DataFile, not_read, shown, single, source_at
+from data.files import DataFile, Folder, not_read, shown, single, source_at
 from trainer.common.errors import UserError
 from trainer.common.files import lines_of
 
@@ -131,7 +131,7 @@ def tables_at(path: Path, flag_name: str, advice: str, known: Sequence[str] = ()
     if len(found) != 1 and not parts_of(found):
         raise UserError(
             f"{source.where}: {len(found)} files in it can be the table, where one is needed; give the file itself; "
-            f"there are: {shown(file.name for file in source.files)}"
+            f"there are: {shown(file.name for file in source.files or Folder(path, depth=3).files)}"
         )
     return found
 

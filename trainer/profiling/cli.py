@@ -23,6 +23,7 @@ from trainer.common import forms
 from trainer.common.errors import UserError
 from trainer.config import FlagGroup, parse_flags, refuse
 from trainer.flags import MultiDeviceFlags
+from trainer.logs.console import say
 from trainer.parallel.environment import RankEnvironment, one_process_problems, read_rank_environment
 from trainer.parallel.launch import launch, num_processes
 from trainer.profiling import batch_size, check, scaling, step
@@ -46,7 +47,7 @@ def main(argv: Sequence[str], environment: RankEnvironment | None = None, tasks:
     if name in ("-h", "--help"):
         summaries = {name: command.about[0].splitlines()[0] for name, command in COMMANDS.items()}
         commands = "\n".join(f"  {name:<12} {summary}" for name, summary in summaries.items())
-        print((__doc__ or "").format(commands=commands))
+        say((__doc__ or "").format(commands=commands))
         return 0
 
     def work() -> int:

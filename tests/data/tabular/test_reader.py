@@ -242,7 +242,9 @@ def test_a_file_that_cannot_be_read_is_named_with_line_and_reason(read, content,
 def test_paths_that_cannot_be_read(tmp_path) -> None:
     with pytest.raises(UserError, match=r"^--predict .*none.csv: no such file or folder; give a CSV"):
         read_table(tmp_path / "none.csv", "--predict")
-    with pytest.raises(UserError, match=r"0 files in it can be the table, where one is needed; give the file itself"):
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "t.csv").write_text("a,y\n1,2\n")
+    with pytest.raises(UserError, match=r"0 files in it can be the table, .*there are: inside/t.csv$"):
         read_table(tmp_path)
 
 
