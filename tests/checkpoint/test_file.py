@@ -15,7 +15,7 @@ from examples.own_task import SpiralData
 from tests.checkpoint.conftest import save, state_at
 from tests.conftest import ROOT, TINY, assert_same_bits, contents, load
 from trainer.checkpoint.file import read_checkpoint, size_and_sum, write_checkpoint
-from trainer.checkpoint.format import FORMAT_VERSION, Saved, brought_up_to_date, schema_error_of_checkpoint, whole
+from trainer.checkpoint.format import FORMAT_VERSION, Saved, brought_up_to_date, integer, schema_error_of_checkpoint
 from trainer.checkpoint.weights import compare
 from trainer.cli import main
 from trainer.common.errors import UserError
@@ -179,7 +179,7 @@ def test_a_checkpoint_without_a_number_is_of_the_first_version():
 
 def test_an_entry_that_a_later_version_added_has_its_default_in_older_files():
     """And in those of its own version it must be there."""
-    entries = {"step": Saved(whole()), "restarts": Saved(whole(), since=2, default=0)}
+    entries = {"step": Saved(integer()), "restarts": Saved(integer(), since=2, default=0)}
     assert brought_up_to_date({"step": 3}, entries)["restarts"] == 0
     assert "restarts" not in brought_up_to_date({"step": 3, "format_version": 2}, entries)
     assert "step" not in brought_up_to_date({}, entries)

@@ -16,7 +16,7 @@ from trainer.commands.flags import FromRun
 from trainer.commands.parse import parse
 from trainer.commands.resume import changed_flags
 from trainer.common.errors import UserError
-from trainer.common.validation import whole
+from trainer.common.validation import absolute
 from trainer.config import flag, options
 from trainer.profiling.step import StepFlags
 
@@ -253,8 +253,8 @@ def test_a_whole_path_leads_to_the_same_place(tmp_path, monkeypatch):
     (tmp_path / "folder" / "within").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "folder" / "within")
     monkeypatch.chdir(tmp_path / "folder")
-    assert whole(Path("../a.csv")) == tmp_path / "a.csv"
-    assert whole(tmp_path / "link" / ".." / "a.csv") == tmp_path / "link" / ".." / "a.csv"  # of the folder
+    assert absolute(Path("../a.csv")) == tmp_path / "a.csv"
+    assert absolute(tmp_path / "link" / ".." / "a.csv") == tmp_path / "link" / ".." / "a.csv"  # of the folder
 
 
 # --- data that changed --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import ROOT, WEIGHTED, launcher
 from tests.helpers.processes import end_session, left_of_session, num_training_ranks
 from trainer.failure.signals import ONE_CTRL_C_S, STOP_SIGNALS, StopRequest
-from trainer.parallel.launch import FOLDER, meeting_folder
+from trainer.parallel.launch import FOLDER, rendezvous_folder
 
 MICRO_BATCHES = 3
 """Forwards of a step on each process."""
@@ -175,9 +175,9 @@ def test_ranks_whose_launcher_is_killed_stop_once_and_save(group, tmp_path):
     os.utime(left, (0, 0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(meeting))
-        with meeting_folder() as folder:
+        with rendezvous_folder() as folder:
             assert not left.exists()
-            with meeting_folder():
+            with rendezvous_folder():
                 assert Path(folder).exists()
 
 
@@ -204,9 +204,9 @@ def test_folders_of_killed_launchers_are_removed(monkeypatch, tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rendezvous").touch()
         os.utime(tmp_path / name, (0, 0))
-    with meeting_folder() as folder:
+    with rendezvous_folder() as folder:
         assert {path.name for path in tmp_path.iterdir()} == {"lockstep-other", Path(folder).name}
-        with meeting_folder() as other:
+        with rendezvous_folder() as other:
             assert Path(folder).exists() and Path(other).exists()
     assert [path.name for path in tmp_path.iterdir()] == ["lockstep-other"]
 

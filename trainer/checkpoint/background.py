@@ -14,14 +14,14 @@ from trainer.common.tensors import map_tensors
 THREAD_NAME = "save"
 
 
-def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None, page_locked: bool = True) -> dict[str, Any]:
+def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None, pinned: bool = True) -> dict[str, Any]:
     """Copies every tensor of a state into host memory; tensors shared under two names stay shared.
 
     NumPy scalars become Python's: a task may compute them unnoticed (`np.float64` is a float), and a file with one
     could not be read without executing code.
 
     reusable: an older snapshot, whose memory is reused, which is several times faster than fresh memory. From a GPU all
-    copies are asynchronous, into pinned memory, with one wait; without enough pinned memory, or with page_locked=False,
+    copies are asynchronous, into pinned memory, with one wait; without enough pinned memory, or with pinned=False,
     into pageable memory, which takes longer.
     """
     buffers = defaultdict(list)
@@ -35,7 +35,7 @@ def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None, page
         key = (tensor.device, tensor.data_ptr(), _kind(tensor))
         if key not in copies:
             fitting = buffers[_kind(tensor)]
-            buffer = fitting.pop() if fitting else _new_buffer(tensor, page_locked)
+            buffer = fitting.pop() if fitting else _new_buffer(tensor, pinned)
             copies[key] = buffer.copy_(tensor.detach(), non_blocking=True)
         return copies[key]
 
@@ -46,9 +46,9 @@ def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None, page
     return copied
 
 
-def _new_buffer(tensor: Tensor, page_locked: bool) -> Tensor:
+def _new_buffer(tensor: Tensor, pinned: bool) -> Tensor:
     try:
-        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda and page_locked)
+        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda and pinned)
     except RuntimeError:  # the system limits pinned memory
         return torch.empty_like(tensor, device="cpu")
 

@@ -32,7 +32,7 @@ MOST_SHOWN = 60
 """Characters of a value in a message."""
 
 
-def whole(at_least: int = 0, at_most: int = 2**63 - 1) -> Kind:
+def integer(at_least: int = 0, at_most: int = 2**63 - 1) -> Kind:
     """Requires an integer within limits, by default those of int64."""
 
     def require(name: str, value: Any) -> None:
@@ -252,7 +252,7 @@ def first_schema_error(kinds: Iterable[Kind], value: Any) -> str | None:
 
 # --- the entries of a checkpoint ----------------------------------------------------------------------------------
 
-_COUNT, _SIZE, WEIGHTS = whole(), whole(at_least=1), by_name(tensor_of_numbers)
+_COUNT, _SIZE, WEIGHTS = integer(), integer(at_least=1), by_name(tensor_of_numbers)
 
 
 def _as_it_is(value: Any) -> Any:
@@ -440,7 +440,7 @@ LARGE = tuple(name for name, entry in ENTRIES.items() if entry.is_large)
 def brought_up_to_date(state: Mapping[str, Any], entries: Mapping[str, Saved] = ENTRIES) -> dict[str, Any]:
     """Upgrades a checkpoint to the current format version. Raises ValueError for an invalid version."""
     version = state.get("format_version", 1)
-    whole(at_least=1)("format_version", version)
+    integer(at_least=1)("format_version", version)
     lacking = {name: its.default for name, its in entries.items() if name not in state and version < its.since}
     held = {name: value for name, value in state.items() if name != "checksum"}  # an entry of version 1
     return {**held, **lacking, "format_version": max(version, FORMAT_VERSION)}
@@ -486,8 +486,8 @@ def _position_in_epoch(name: str, state: Mapping[str, Any]) -> None:
         raise wrong("position.phase", position["phase"], f"must be below {len(sizes)}, the number of phases")
     others = [samples for _, samples in position["others"]]
     in_turns = bool(others) or position["turn"] > 0
-    whole(at_most=sizes[0 if in_turns else position["phase"]])("position.samples", position["samples"])
+    integer(at_most=sizes[0 if in_turns else position["phase"]])("position.samples", position["samples"])
     if others and len(others) != len(sizes) - 1:
         raise wrong("position.others", others, f"must have {len(sizes) - 1} pairs, one for each other phase")
     for samples, size in zip(others, sizes[1:], strict=False):
-        whole(at_most=size)("position.others", samples)
+        integer(at_most=size)("position.others", samples)

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from trainer.checkpoint.format import (
     each,
     first_schema_error,
+    integer,
     number,
     optional,
     record,
@@ -24,7 +25,6 @@ from trainer.checkpoint.format import (
     schema_error_of_config,
     text,
     truth,
-    whole,
 )
 from trainer.checkpoint.lock import Writer
 from trainer.common.errors import DiskError
@@ -101,13 +101,13 @@ class Entry:
     """
 
     file: str = saved(text(CHECKPOINT_NAME))
-    epoch: int = saved(whole())
-    phase: int = saved(whole())
-    samples: int = saved(whole())
-    step: int = saved(whole())
+    epoch: int = saved(integer())
+    phase: int = saved(integer())
+    samples: int = saved(integer())
+    step: int = saved(integer())
     value: float | None = saved(optional(number(finite=False)))
     best: bool = saved(truth)
-    bytes: int = saved(whole())
+    bytes: int = saved(integer())
     sha256: str = saved(text("[0-9a-f]{64}"))
     source: str | None = saved(optional(text()))
 

@@ -12,7 +12,7 @@ import torch
 from trainer.commands.config_files import ConfigFile, as_toml, with_origins
 from trainer.common import forms
 from trainer.common.errors import UserError, printable
-from trainer.common.validation import whole
+from trainer.common.validation import absolute
 from trainer.config import FlagGroup, Option, flag_name, flag_values, options
 from trainer.flags import GROUPS, MultiDeviceFlags, TrainerFlags
 from trainer.parallel.devices import usable_gpus
@@ -92,7 +92,7 @@ def recorded_values(of_task: FlagGroup) -> dict[str, Any]:
     for field, option in options(type(of_task)).items():
         value = getattr(of_task, field)
         if option.type is Path and not option.hidden and value not in (None, option.default):
-            values[option.name] = option.to_plain(tuple(map(whole, value)) if option.is_list else whole(value))
+            values[option.name] = option.to_plain(tuple(map(absolute, value)) if option.is_list else absolute(value))
     return values
 
 

@@ -40,7 +40,7 @@ def expanded(path: Path) -> Path:
         raise ValueError(f"user {name} has no home folder" if name else "the current user has no home folder") from None
 
 
-def whole(path: Path) -> Path:
+def absolute(path: Path) -> Path:
     """Makes a path absolute, following `..` as the system does."""
     plain = os.path.abspath(path)  # wrong for `..` after a symbolic link
     return Path(plain) if os.path.realpath(plain) == os.path.realpath(path) else path.absolute()

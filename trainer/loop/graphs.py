@@ -31,7 +31,7 @@ from trainer.loop.parts import PartsLearner
 from trainer.loop.precision import StepOutcome
 from trainer.loop.progress import Progress
 from trainer.loop.recorded_forwards import RecordedForwards
-from trainer.loop.recording import CannotBeRecorded, Packed, Recorder, Recordings, difference, fill, rehearse, signature
+from trainer.loop.recording import CannotBeRecorded, Packed, Recorder, Recordings, difference, dry_run, fill, signature
 from trainer.loop.totals import require_sums
 from trainer.loop.watch import Log, StepRecord, Watch
 from trainer.parallel.flat_gradients import FlatGradients
@@ -352,7 +352,7 @@ class GraphedLearner(Learner, Watch):
             return Packed(self._forward_and_backward(phase, gradients, own))
 
         before.put_back()
-        _, reads = rehearse(work)
+        _, reads = dry_run(work)
         before.put_back()
         graph, results = self._recorder.record(work)
         return Recording(graph, inputs, results, gradients.present, reads)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.format import first_schema_error, optional, record, text, whole
+from trainer.checkpoint.format import first_schema_error, integer, optional, record, text
 from trainer.checkpoint.manifest import read_json
 from trainer.common.errors import UserError
 from trainer.common.tensors import local_shards
@@ -34,7 +34,7 @@ T = TypeVar("T")
 OPTIMIZER = "the optimizer"
 """The activity in which smaller micro-batches do not help, since their memory is free again by then."""
 MEMORY = "memory.json"
-_SIZE = whole(at_least=1)
+_SIZE = integer(at_least=1)
 FORMAT = record({"device": text(), "asked_batch_size": _SIZE}, {"batch_size": optional(_SIZE)})
 OUT_OF_MEMORY = "Out of memory: continuing without CUDA graphs."
 _SINGLE = "with a single sample per forward"

@@ -14,8 +14,8 @@ from trainer.loop.recording import (
     Recorder,
     Recordings,
     difference,
+    dry_run,
     fill,
-    rehearse,
     signature,
 )
 from trainer.parallel.strategy import Strategy
@@ -82,7 +82,7 @@ class RecordedForwards:
                 raise CannotBeRecorded(f"forwards change {change.path}, which a graph would not")
         inputs = self._uploaded(batch)
         with self._strategy.keeping_generators():
-            expected, reads = rehearse(lambda: _tensors(net({**inputs})))
+            expected, reads = dry_run(lambda: _tensors(net({**inputs})))
         per_sample: set[str] = set()
 
         def work() -> Packed:

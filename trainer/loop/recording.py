@@ -85,7 +85,7 @@ class Recorder:
             usual.wait_stream(self._stream)
 
 
-def rehearse(function: Callable[[], T]) -> tuple[T, list[Tensor]]:
+def dry_run(function: Callable[[], T]) -> tuple[T, list[Tensor]]:
     """Runs a function and returns its result and the existing tensors that it reads, which a graph needs alive.
 
     Raises RuntimeError if the host would wait for a GPU, as far as torch can tell, or if something keeps a tensor that

@@ -209,7 +209,7 @@ def _copied(
         lacks_totals = last.queue.lag > 0 or (strategy.num_parts > 0 and strategy.group.world_size > 1)
         state = state_of(learner, weights, *_own(step.progress, lacks_totals)) | facts
         # pinning memory may wait for the device
-        copied = snapshot(state, page_locked=False)
+        copied = snapshot(state, pinned=False)
     # the training thread may have continued meanwhile
     is_whole = last.find() == before and not learner.ema.is_applied
     if not is_whole or diverged(learner.objective.model, copied["model"]):

@@ -179,7 +179,7 @@ class Sharded(Distributed):
 
     # --- a checkpoint and back ---------------------------------------------------------------------------------------
 
-    def whole(self, value: Tensor) -> Tensor:
+    def full_tensor(self, value: Tensor) -> Tensor:
         """Gathers a tensor into rank 0's host memory; one at a time is unsharded on the devices."""
         if not isinstance(value, DTensor):
             return value

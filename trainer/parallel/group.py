@@ -17,7 +17,7 @@ from trainer.failure.diagnosis import Diagnosis
 from trainer.failure.errors import EXIT_BAD_INPUT, Failure, print_refusal
 from trainer.failure.heartbeat import CurrentActivity
 from trainer.parallel.devices import device_label
-from trainer.parallel.meeting import refuse_differences
+from trainer.parallel.rendezvous import refuse_differences
 
 T = TypeVar("T")
 

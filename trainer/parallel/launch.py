@@ -39,7 +39,7 @@ EXIT_UNGUARDED = 64
 PROCESS_NAME = "Lockstep"
 NEW_FOR_S = 10
 """Minimum age in seconds of an abandoned folder; a younger one may be about to be locked."""
-FOLDER = "lockstep-meeting-"
+FOLDER = "lockstep-rendezvous-"
 """Prefix of the temporary folders in which ranks meet."""
 STDOUT, STDERR = 1, 2
 
@@ -186,7 +186,7 @@ def launch(
 
 
 @contextmanager
-def meeting_folder() -> Iterator[str]:
+def rendezvous_folder() -> Iterator[str]:
     """Creates a temporary folder for the ranks' rendezvous file, and removes those of killed launchers.
 
     Its users hold a lock on it (`in_use`), which the kernel releases however a process ends. Ranks hold it too, since
@@ -221,7 +221,7 @@ def _launch_once(run: Callable[[RankEnvironment], int], world_size: int, has_che
     if sys.platform == "linux":
         variables = {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     failures: list[tuple[int, int]] = []
-    with meeting_folder() as folder, Launcher() as launcher:
+    with rendezvous_folder() as folder, Launcher() as launcher:
         ranks = {}
         for rank in range(world_size):
             environment = RankEnvironment(rank, world_size, rank, world_size, f"file://{folder}/rendezvous")

@@ -24,7 +24,7 @@ from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.devices import usable_gpus
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.group import Group, result_or_refusal
-from trainer.parallel.meeting import ALIKE, join, within
+from trainer.parallel.rendezvous import ALIKE, join, within
 
 T = TypeVar("T")
 

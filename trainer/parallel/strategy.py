@@ -252,7 +252,7 @@ class Strategy:
         for name, own in weights.items():
             value = (instead or {}).get(own, own)
             if value not in found:
-                found[value] = self.whole(value.detach())
+                found[value] = self.full_tensor(value.detach())
             weights[name] = found[value]
         return weights
 
@@ -263,12 +263,12 @@ class Strategy:
         return {
             "model": self.full_weights(objective.model),
             "optimizers": {
-                phase: [map_tensors(state_of(each), self.whole) for each in several]
+                phase: [map_tensors(state_of(each), self.full_tensor) for each in several]
                 for phase, several in optimizers.items()
             },
         }
 
-    def whole(self, value: Tensor) -> Tensor:
+    def full_tensor(self, value: Tensor) -> Tensor:
         """Gathers a full tensor on rank 0. All processes call it."""
         return value
 

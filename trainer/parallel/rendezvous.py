@@ -84,7 +84,7 @@ def within(limit_s: float, function: Callable[[], T]) -> T:
         except BaseException as error:  # re-raised in the waiting thread
             done.append((None, error))
 
-    thread = threading.Thread(target=call, name="meeting", daemon=True)
+    thread = threading.Thread(target=call, name="rendezvous", daemon=True)
     thread.start()
     thread.join(limit_s)
     if not done:

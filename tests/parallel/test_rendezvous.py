@@ -14,7 +14,7 @@ from trainer.common.errors import UserError
 from trainer.config import options
 from trainer.flags import TRAINER_GROUPS
 from trainer.parallel.environment import RankEnvironment
-from trainer.parallel.meeting import MOST_NAMED, _claim_rank, refuse_differences, within
+from trainer.parallel.rendezvous import MOST_NAMED, _claim_rank, refuse_differences, within
 from trainer.registry import find_task
 
 LOCAL = {
