@@ -123,7 +123,7 @@ class _Published:
         return self._source.where_of(name)
 
     def read(self, name: str) -> bytes:
-        """Raises UserError if there is no such file."""
+        """Reads a file. Raises UserError if it does not exist."""
         source, top = self._holder
         return DataFile(source, top + name).read()
 

@@ -15,9 +15,9 @@ from trainer.common.errors import UserError
 from trainer.loading.counter_random import random_bits
 
 _FEWEST_ROWS_PER_CLASS = 2
-"""On average; columns with fewer are measurements or row names."""
+"""Minimum, on average; columns with fewer are measurements or row names."""
 _FEWEST_ROWS_PER_NUMBER = 5
-"""On average, if classes are many whole numbers; with fewer they are a quantity such as a price."""
+"""Minimum, on average, for many whole numbers to count as classes rather than a quantity such as a price."""
 _MOST_NUMBERS, _MOST_FRACTIONS = 20, 10
 """Distinct numbers, and distinct numbers with decimals, that can still be classes, such as grades."""
 
