@@ -224,7 +224,7 @@ def test_tuning_does_not_go_on_from_other_data(table, run_here, refused, tmp_pat
     argv = [*TASK, "--label", "kind", "--tune", "base", "--num-episodes", 2, "--epochs", 2, "--num-estimators", 1]
     learned = tmp_path / "learned"
     _, err = run_here(*argv, "--data-dir", table, "--save-dir", learned, status=2)
-    assert f"of synthetic tables; leave --data-dir out (--num-tables is of the run in {learned})" in err
+    assert f"for synthetic tables; leave --data-dir out (--num-tables is of the run in {learned})" in err
     run_here(*argv, "--data-dir", table, "--save-dir", tmp_path / "tuned")
     other = write_table(tmp_path / "other.csv", seed=5)
     refused(["rows of the training data differs from"], *argv, "--data-dir", other, "--save-dir", tmp_path / "tuned")
@@ -275,7 +275,7 @@ def test_one_mistake(args, part, refused, table, tmp_path):
     ("args", "part"),
     [
         ("--tune base --width 32", "the weights that come with this task do not fit the model: "),
-        ("--tune lora --lora-targets no", "LoRA target 'no': fits no linear layer"),
+        ("--tune lora --lora-targets no", "LoRA target 'no': matches no linear layer"),
     ],
 )
 def test_models_that_cannot_be_tuned(args, part, refused, table, tmp_path):
@@ -285,7 +285,7 @@ def test_models_that_cannot_be_tuned(args, part, refused, table, tmp_path):
 
 def test_a_model_in_parts_takes_no_table(table, make_task):
     task = make_task("--task", "tabular", "--data-dir", str(table), "--label", "kind", "--tune", "lora")
-    with pytest.raises(UserError, match="rows of a table"):
+    with pytest.raises(UserError, match="calls for a user's table"):
         task.build_objective().call_equally()
 
 
