@@ -341,8 +341,10 @@ class SpeechTask(Task):
             rows, left_out = [], {}
         else:
             rows, left_out = self._found(), self._left_out
+        notes = [note for name, note in rows if name == "encoding"]  # too long for a cell
+        rows = [row for row in rows if row[0] != "encoding"]
         table = overview(("recordings", "found"), rows) if rows else []
-        return [*table, *(f"Left out ({count}): {reason}." for reason, count in left_out.items())]
+        return [*table, *notes, *(f"Left out ({count}): {reason}." for reason, count in left_out.items())]
 
     def _found(self) -> list[tuple[str, str]]:
         corpus, symbols = self.corpus, self.alphabet.symbols

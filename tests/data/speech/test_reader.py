@@ -442,8 +442,8 @@ def test_paths_that_cannot_be_meant_are_refused(tmp_path, noise):
     with pytest.raises(UserError, match="no such file or folder"):
         load_corpus(tmp_path / "none", tmp_path / "cache")
     as_folder(tmp_path / "x", {"a.wav": wav(noise()), "two/a.zip": "", "two/b.tar": ""})
-    (tmp_path / "x/t.csv").write_text("file_name,text\n")
-    (tmp_path / "x/t.arff").write_text("@relation t\n")
+    for name, text in {"t.csv": "file_name,text\n", "t.arff": "@relation t\n"}.items():
+        (tmp_path / "x" / name).write_text(text)
     told = {"a.wav": "is no folder, archive", "t.csv": "give the folder that holds the sound", "t.arff": "is ARFF, "}
     for name, message in told.items():
         with pytest.raises(UserError, match=f"{name}: .*{message}"):
