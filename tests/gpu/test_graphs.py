@@ -77,12 +77,12 @@ def test_an_optimizer_of_the_task_is_launched(tmp_path, cache_dir):
 OBSTACLES = {
     "DrawingTask": "forwards draw from the host's random generators",
     "DrawingByTorchTask": "forwards draw from the host's random generators",
-    "CountingTask": "forwards give model.calls another value",
+    "CountingTask": "forwards change model.calls",
     "HookedTask": "hooks of model.first would not be called",
     "HookedLater": "hooks of model.first would not be called",
     "WaitingTask": "called a synchronizing CUDA operation (recorded_task.py, line",
-    "KeepingTask": "forwards give model.kept another value",
-    "Annealed": "after a step factor is another one",
+    "KeepingTask": "forwards change model.kept",
+    "Annealed": "a step replaces factor, which a graph would not see",
     "RefusingTask": "nobody looks on (recorded_task.py, line",
     "OwnRows": "gradients of sparse embeddings change size in every step",
     "FromHostTask": "operation not permitted when stream is capturing (recorded_task.py, line",
@@ -97,7 +97,7 @@ SLOW = {"HookedLater", "CountingTask", "FromHostTask", "RefusingTask", "OwnRows"
 @on_imagined_gpus(may_wait=True)
 def test_what_cannot_be_recorded_is_launched(name, tmp_path, cache_dir):
     learns_the_same(tmp_path, cache_dir, "--task", f"{HELPERS / 'recorded_task.py'}:{name}")
-    assert {line for line in told() if "CUDA graphs: updates are" not in line} == {OBSTACLES[name]}
+    assert {line for line in told() if "CUDA graphs: updates run" not in line} == {OBSTACLES[name]}
     torch.cuda.empty_cache()  # torch refuses it as long as it takes a recording for one under way
 
 
