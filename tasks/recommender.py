@@ -27,7 +27,7 @@ class RecommenderTask(Task):
     """A task with simple models, which are `fitted`, with settings chosen by the monitored validation metric."""
 
     simple_models: ClassVar[tuple[str, ...]] = ()
-    """Names of the task's models in `SIMPLE_MODELS`."""
+    """Names of the models in `SIMPLE_MODELS` that the task offers."""
 
     most_scores: int = 10**8
     """Limit on scores computed for a baseline, a minute of one core; a subset of users is scored beyond it."""

@@ -142,7 +142,7 @@ def test_what_an_epoch_changes_elsewhere_is_found_at_its_start(tmp_path, cache_d
 def test_a_tensor_that_is_kept_elsewhere_is_found(tmp_path, cache_dir):
     run(cache_dir, "--task", f"{HELPERS / 'recorded_task.py'}:KeepingElsewhereTask", "--device", "cuda", *GRAPHS,
         "--save-dir", tmp_path)  # fmt: skip
-    lines = [line for line in told() if "something keeps a tensor of the shape (8, 8)" in line]
+    lines = [line for line in told() if "something keeps a tensor of shape (8, 8)" in line]
     assert len(lines) == 2 and GPUS.num_replays == 0  # of steps and of evaluations
 
 
