@@ -153,6 +153,12 @@ class Lasting:
     def load_state_dict(self, state):
         self.begins = state["number"]
 
+    def __getstate__(self):
+        return self.__dict__
+
+    def __setstate__(self, state):
+        self.__dict__ = state  # which a shallow copy shares
+
 
 class Squares(Objective):
     def forward(self, batch, phase="train"):

@@ -157,7 +157,9 @@ class KeyedStream(KeyedItems):
         seed_draws(*random_bits(self.seed, epoch, np.array([-1]), 3)[0].tolist())
         source: Any = self.make_iterator(epoch) if self._by_epoch else self.make_iterator()
         if place.state is not None:
-            source = copy.copy(source)  # loading a state would otherwise affect later epochs that share the object
+            # It would begin there in later epochs too, if they have the same one. Copies may share their attributes.
+            source = copy.copy(source)
+            source.__dict__ = dict(vars(source))
             source.load_state_dict(place.state)
         return _Reader(epoch, place.position, source, iter(source), place.position)
 
