@@ -234,7 +234,7 @@ REFUSED = {
         "fit: the loss returned shape () for 'accuracy'",
     ),
     "a number": ({"loss": lambda model, batch: {"loss": nll(model, batch), "n": 3}}, "returned a int for 'n'"),
-    "no loss": ({"loss": lambda model, batch: {"nll": nll(model, batch)}}, "fit: the loss returned nll, and no 'loss'"),
+    "no loss": ({"loss": lambda model, batch: {"nll": nll(model, batch)}}, "fit: the loss returned nll, but no 'loss'"),
     "no function": ({"loss": "nll"}, "fit: loss 'nll': must be a function of a model and a batch"),
     "a loss of torch": ({"loss": nn.CrossEntropyLoss()}, "fit: loss CrossEntropyLoss(): must be a function of a model"),
     "no data": ({"train": None}, "fit, train: its data set (NoneType): needs a map-style dataset with `__len__`"),
@@ -245,7 +245,7 @@ REFUSED = {
     ),
     "a sampler": (
         {"train": loader(sampler=WeightedRandomSampler(torch.ones(40), 40))},
-        "fit, train: the DataLoader has the sampler WeightedRandomSampler, which a run that resumes",
+        "fit, train: the DataLoader has the sampler WeightedRandomSampler, which a run cannot keep",
     ),
     "a part of the samples": (
         {"train": loader(sampler=RandomSampler(TRAIN, num_samples=9))},
@@ -265,13 +265,16 @@ REFUSED = {
     ),
     "an optimizer": (
         {"optimizer": torch.optim.SGD(net().parameters(), lr=0.1)},
-        "fit: optimizer SGD is an instance, of the parameters of your model",
+        "fit: optimizer SGD is an instance with the parameters of your model",
     ),
     "an optimizer with a rate": (
         {"optimizer": partial(torch.optim.SGD, lr=0.1)},
         "fit: the partial of SGD has its own lr; leave it out, and give fit lr=...",
     ),
-    "an optimizer of the loss": ({"optimizer": torch.optim.LBFGS}, "fit: optimizer LBFGS evaluates the loss itself"),
+    "an optimizer of the loss": (
+        {"optimizer": torch.optim.LBFGS},
+        "fit: optimizer LBFGS evaluates the loss several times",
+    ),
     "no optimizer": ({"optimizer": 3}, "fit: optimizer 3: must be a name, such as 'adamw', a class"),
     "a flag that is none": ({"learning_rate": 0.1}, "learning_rate: no such"),
 }
@@ -293,10 +296,10 @@ def test_what_does_not_belong_together_is_named(call):
 def test_a_loader_says_what_is_taken_of_it(tmp_path, capsys):
     fit(tmp_path, loader(shuffle=True, drop_last=True, batch_size=7), val=loader(batch_size=5))
     out = capsys.readouterr().out
-    assert "Of the DataLoader train are taken: its data set, batch_size 7, drop_last True, num_workers 0." in out
-    assert "Of the DataLoader val are taken: its data set, eval_batch_size 5." in out
+    assert "From the DataLoader train: its data set, batch_size 7, drop_last True, num_workers 0." in out
+    assert "From the DataLoader val: its data set, eval_batch_size 5." in out
     fit(tmp_path / "own", loader(), batch_size=9)
-    assert "taken: its data set, drop_last False" in capsys.readouterr().out
+    assert "train: its data set, drop_last False" in capsys.readouterr().out
 
 
 def test_only_the_script_has_the_model(tmp_path, run_here):

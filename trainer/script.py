@@ -32,7 +32,7 @@ Outputs = Callable[[nn.Module, Batch], Tensor]
 class ScriptFlags(FlagGroup):
     """Task: a script"""
 
-    loss: str = flag("", "the name of the loss, and the first digits of the sha256 of its source", local=True)
+    loss: str = flag("", "name of the loss, and the first digits of the sha256 of its source", local=True)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Job:
 
 
 class Script(Task):
-    """A job as a task. `task_of` makes a class of each job."""
+    """A job as a task; `task_of` makes a subclass for each job."""
 
     Config = ScriptFlags
     job: ClassVar[Job]
@@ -83,7 +83,7 @@ class Script(Task):
 
 
 class Rows(Objective):
-    """A model with a loss that returns rows, a number for each sample."""
+    """A model with a loss that returns a number for each sample."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__(model)
@@ -93,28 +93,26 @@ class Rows(Objective):
         found = self._loss(self.model, batch)
         rows = dict(found) if isinstance(found, Mapping) else {"loss": found}
         if "loss" not in rows:
-            raise UserError(
-                f"fit: the loss returned {', '.join(map(str, rows)) or 'nothing'}, and no 'loss' among them"
-            )
+            raise UserError(f"fit: the loss returned {', '.join(map(str, rows)) or 'nothing'}, but no 'loss'")
         return {name: self._sum(name, value, len(batch["weight"])) for name, value in rows.items()}
 
     def _sum(self, name: str, row: object, num_samples: int) -> Tensor:
-        """Raises UserError for a value that has not one number for each sample, such as a mean."""
+        """Sums a row. Raises UserError unless it has one number for each sample; a mean has not."""
         if isinstance(row, Tensor) and row.shape == (num_samples,):
             return row.sum()
         what = f"shape {tuple(row.shape)}" if isinstance(row, Tensor) else f"a {type(row).__name__}"
         raise UserError(
             f"fit: the loss returned {what} for {name!r}: must be one number for each of the {num_samples} samples of "
-            "the batch, so that any split of it adds up to the same; take reduction='none', and of several terms of a "
-            "sample their sum, with their number as its 'weight', or their mean"
+            "the batch, so that any split of it adds up to the same; use reduction='none', and for several terms of a "
+            "sample return their sum, with their number as its 'weight', or their mean"
         )
 
 
 def task_of(model: nn.Module, train: Any, loss: Loss, settings: dict[str, Any]) -> type[Script]:
-    """Makes the task that a script describes; see `trainer.fit`.
+    """Makes a task class of the arguments of `trainer.fit`.
 
-    settings: what `fit` got by name. What is no flag is taken out of them, and flags that loaders and the optimizer set
-    are added, unless they are there. Raises UserError.
+    settings: keyword arguments of `fit`. Removes those that are not flags, and adds flags that loaders and the
+    optimizer set, unless they are given. Raises UserError.
     """
     names, collate, optimizer = (settings.pop(name, None) for name in ("names", "collate", "optimizer"))
     others = {split: settings.pop(split, None) for split in ("val", "test")}
@@ -128,7 +126,7 @@ def task_of(model: nn.Module, train: Any, loss: Loss, settings: dict[str, Any]) 
     try:
         own = copy.deepcopy(model).cpu()
     except Exception as error:  # whatever a module of the user's raises
-        raise UserError(f"fit: the model cannot be copied ({type(error).__name__}: {error}); build it anew") from None
+        raise UserError(f"fit: the model cannot be copied ({type(error).__name__}: {error}); build it again") from None
     function = loss.func if isinstance(loss, partial) else loss
     settings["loss"] = _identity(function)
     job = Job(own, loss, sources, names, collate, _builder(optimizer, settings), remarks)
@@ -149,7 +147,7 @@ def _identity(function: Any) -> str:
 def predicted(
     task_type: type[Script], model: nn.Module, dataset: Any, outputs: Outputs | None, batch_size: int
 ) -> Tensor:
-    """Returns what a trained model answers for each item; see `SavedRun.predict`."""
+    """Returns a trained model's output for each item, as `SavedRun.predict` does."""
     job, device = task_type.job, pick_device("auto")
     dataset, collate = _items(dataset)
     if not is_keyed(dataset):
@@ -179,24 +177,24 @@ def _items(source: Any) -> tuple[Any, Any]:
 
 
 def _taken(name: str, loader: DataLoader[Any], settings: dict[str, Any]) -> str:
-    """Adds the flags that a loader sets, and returns what is said of it. Raises UserError."""
+    """Adds the flags that a loader sets, and returns a remark that names them. Raises UserError."""
     _refuse_settings(name, loader)
     flags, order = {"eval_batch_size": loader.batch_size}, ""
     if name == "train":
-        order = " The order of its samples is the trainer's, another in each epoch."
+        order = " The trainer chooses the order of samples, a new one in each epoch."
         flags = {each: getattr(loader, each) for each in ("batch_size", "drop_last", "num_workers")}
     taken = {flag: value for flag, value in flags.items() if settings.get(flag) is None}
     settings |= taken
     said = ", ".join(f"{flag} {value}" for flag, value in taken.items())
-    return f"Of the DataLoader {name} are taken: its data set, {said or 'no flag'}.{order}"
+    return f"From the DataLoader {name}: its data set, {said or 'no flag'}.{order}"
 
 
 def _refuse_settings(name: str, loader: DataLoader[Any]) -> None:
-    """Raises UserError for what a DataLoader has that a trainer with an order of its own cannot keep to."""
+    """Raises UserError for settings of a DataLoader that the trainer, which orders samples itself, cannot keep."""
     sampler, found = loader.sampler, []
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
-        return  # which is refused by itself
+        return  # refused by from_dataset
     is_random = isinstance(sampler, RandomSampler) and not sampler.replacement and len(dataset) == sampler.num_samples
     if type(sampler) is not SequentialSampler and not is_random:
         found.append(f"the sampler {type(sampler).__name__}")
@@ -205,8 +203,8 @@ def _refuse_settings(name: str, loader: DataLoader[Any]) -> None:
     found += [f"the {each}" for each in ("worker_init_fn", "generator") if getattr(loader, each) is not None]
     if found:
         raise UserError(
-            f"fit, {name}: the DataLoader has {' and '.join(found)}, which a run that resumes, or goes on with another "
-            f"number of devices, cannot keep to; hand in its `dataset`, and see Task.order for an order of your own"
+            f"fit, {name}: the DataLoader has {' and '.join(found)}, which a run cannot keep when it "
+            "resumes or moves to another number of devices; pass its `dataset`, or define Task.order for your own order"
         )
 
 
@@ -223,13 +221,13 @@ def _builder(optimizer: Any, settings: dict[str, Any]) -> Callable[..., torch.op
     if isinstance(kind, torch.optim.Optimizer):
         name = type(kind).__name__
         problem = (
-            f"optimizer {name} is an instance, of the parameters of your model, and a copy of the model is trained; "
+            f"optimizer {name} is an instance with the parameters of your model, but a copy of the model is trained; "
             f"give the class {name}, or a functools.partial of it with its settings"
         )
     elif not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         problem = f"optimizer {optimizer!r}: must be a name, such as 'adamw', a class, or a partial of one"
     elif issubclass(kind, torch.optim.LBFGS):
-        problem = "optimizer LBFGS evaluates the loss itself, several times a step, which this trainer does not do"
+        problem = "optimizer LBFGS evaluates the loss several times a step, which this trainer does not support"
     elif isinstance(optimizer, partial) and ("lr" in optimizer.keywords or optimizer.args):
         problem = f"the partial of {kind.__name__} has its own lr; leave it out, and give fit lr=..."
     if problem is not None:

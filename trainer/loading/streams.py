@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,15 +107,21 @@ class _Reader:
 
 @dataclass(eq=False)
 class KeyedStream(KeyedItems):
-    """Result of `from_stream`. One reader per phase moves forward, and restarts for earlier samples.
-
-    readers: by phase. begins: by phase, restart points other than the stream's start.
-    """
+    """Result of `from_stream`. One reader per phase moves forward, and restarts for earlier samples."""
 
     make_iterator: Callable[..., Iterable[Any]]
     num_samples: int
-    readers: dict[int, _Reader] = field(default_factory=dict)
-    begins: dict[int, Place] = field(default_factory=dict)
+
+    # Cached properties, as each worker process has its own and need not see how others change.
+    @cached_property
+    def readers(self) -> dict[int, _Reader]:
+        """Readers by phase."""
+        return {}
+
+    @cached_property
+    def begins(self) -> dict[int, Place]:
+        """Restart points by phase, other than the stream's start."""
+        return {}
 
     def __post_init__(self) -> None:
         self._by_epoch = _takes_epoch(self.make_iterator)
