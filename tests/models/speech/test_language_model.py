@@ -88,11 +88,11 @@ def test_compressed_files(tmp_path, written):
         ("1=4", "1=5", r"model.arpa:17: 4 1-grams before it, but 5 by the section \data\ "),
         ("ngram 2=2", "", r"model.arpa:17: 2 2-grams before it, but 0 by the section \data\ "),
         ("ngram 2=2", "2 bigrams", "model.arpa:5: '2 bigrams' is not of the form ngram ORDER=COUNT"),
-        ("-0.25 a", "-0,25 a", "model.arpa:9: -0,25 or -0.125 is no log10-probability and log10 backoff weight"),
-        ("-0.25 a", "0.25 a", "model.arpa:9: 0.25 or -0.125 is no log10-probability and log10 backoff weight"),
-        ("-0.25 a -0.125", "-0.25 a nan", "model.arpa:9: -0.25 or nan is no log10-probability"),
+        ("-0.25 a", "-0,25 a", "model.arpa:9: -0,25 or -0.125 is not a log10-probability or log10 backoff weight"),
+        ("-0.25 a", "0.25 a", "model.arpa:9: 0.25 or -0.125 is not a log10-probability or log10 backoff weight"),
+        ("-0.25 a -0.125", "-0.25 a nan", "model.arpa:9: -0.25 or nan is not a log10-probability"),
         ("\ta b\n", "\ta b c d\n", "is not a log10-probability, 2 words and at most a backoff weight"),
-        ("-0.75\tb", "-0.75\ta", "model.arpa:10: 'a' is there for the second time"),
+        ("-0.75\tb", "-0.75\ta", "model.arpa:10: 'a' occurs twice"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(written, old, new, said):
