@@ -65,7 +65,7 @@ def read_wav(path: Path, sample_rate: int) -> Tensor:
     except (OSError, EOFError, wave.Error) as error:
         raise lockstep.UserError(f"{path}: {error}; give a wav of 16 bits") from None
     if len(samples) == 0:
-        raise lockstep.UserError(f"{path}: holds no sound")
+        raise lockstep.UserError(f"{path}: contains no sound")
     return torch.from_numpy(samples.mean(axis=1, dtype=np.float32) / 2**15)
 
 

@@ -193,7 +193,7 @@ class TarShards(Task):
         found = {name: sorted(self.config.shards.glob(f"{name}-*.tar")) for name in ("train", "val", "test")}
         for name, paths in found.items():
             if not paths:
-                raise UserError(f"--shards {self.config.shards}: holds no {name}-*.tar")
+                raise UserError(f"--shards {self.config.shards}: contains no {name}-*.tar")
         return {name: TarSamples(paths, self.cache_dir) for name, paths in found.items()}
 
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray]:

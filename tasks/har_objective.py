@@ -90,7 +90,7 @@ def load_encoder(model: Standardised, path: Path) -> None:
     expected = encoder.state_dict()
     prefixes = [p for p in ("network.encoder.", "encoder.", "") if all(p + name in weights for name in expected)]
     if not prefixes:
-        raise UserError(f"{label}: holds no harnet encoder; give the checkpoint of a run with --model harnet")
+        raise UserError(f"{label}: contains no harnet encoder; give the checkpoint of a run with --model harnet")
     found = {name: weights[prefixes[0] + name] for name in expected}
     for name, value in found.items():
         if value.shape != expected[name].shape:

@@ -75,7 +75,7 @@ class SpeechFlags(FlagGroup):
         "a folder of --predict; drop counts them, in results.json too",
     )  # fmt: skip
     split: Split = flag(
-        "utterance", "where the data do not say what is held out: single recordings, or all of some speakers"
+        "utterance", "what to hold out if the data do not say: single recordings, or all of some speakers"
     )
     val_share: float = flag(
         0.1, "share held out for validation, where the data do not say; 0: nothing, and the last weights count",

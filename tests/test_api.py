@@ -413,10 +413,10 @@ except trainer.UserError as error:
 
 
 def test_load_says_what_is_missing(train, tmp_path):
-    with pytest.raises(trainer.UserError, match="holds no intact checkpoint"):
+    with pytest.raises(trainer.UserError, match="contains no intact checkpoint"):
         trainer.load(tmp_path / "none")
     assert not (tmp_path / "none").exists()
-    with pytest.raises(trainer.UserError, match="holds no intact checkpoint"):
+    with pytest.raises(trainer.UserError, match="contains no intact checkpoint"):
         trainer.load(tmp_path)
     (tmp_path / "gone.py").write_text("from tests.helpers.weighted_task import Weighted\nclass Gone(Weighted): pass\n")
     train(tmp_path / "run", "--task", f"{tmp_path / 'gone.py'}:Gone")

@@ -59,7 +59,7 @@ def read_new_windows(
         any order. It is cut into windows as the training data were: none spans a gap of the clock, or two people or
         trials if columns show them; a rest shorter than a hop is dropped. Other columns are ignored. Or, with suffix
         .npy, windows (N, C, T), channels in order.
-    subject_column, label_column: their names in training; None for the usual ones.
+    subject_column, label_column: their names in training; None for the usual names.
 
     Raises UserError, with file, line and column (in an array window, signal and sample), for anything invalid, and for
     a clock that shows another rate.
@@ -172,7 +172,7 @@ def _read_array(path: Path, label: str, window: WindowFormat) -> np.ndarray:
         order = f"the signals in the order {', '.join(channels)}"
         raise UserError(f"{label}: has shape {array.shape}; windows have shape {wanted}, {order}")
     if len(array) == 0:
-        raise UserError(f"{label}: holds no window; give at least one")
+        raise UserError(f"{label}: contains no window; give at least one")
     signals = as_float32(array)
     if not np.isfinite(signals).all():
         row, signal, sample = np.argwhere(~np.isfinite(signals))[0].tolist()

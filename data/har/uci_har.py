@@ -138,7 +138,7 @@ class _Published:
             top = _top_folder(source)
         if top is None:
             advice = "check the path, or unpack recordings of your own"
-            raise UserError(f"{source.where} holds no folder train with the files of UCI HAR; {advice}")
+            raise UserError(f"{source.where} contains no folder train with the files of UCI HAR; {advice}")
         return source, top
 
 
@@ -158,7 +158,7 @@ def _find(path: Path) -> _Published:
     if not path.exists():
         raise UserError(f"--data-dir {path}: no such file or folder; give the UCI HAR folder or zip")
     raise UserError(
-        f"--data-dir {path}: holds no folder train with the files of UCI HAR; give the folder {_TOP_FOLDER} or its zip"
+        f"--data-dir {path}: contains no folder train with the files of UCI HAR; give {_TOP_FOLDER} or its zip"
     )
 
 

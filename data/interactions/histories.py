@@ -50,7 +50,7 @@ class Histories:
         numbers = np.array([number_of.get(name, 0) for name in table.item_ids])
         kept = np.flatnonzero(numbers[table.items])
         if not len(kept):
-            raise UserError(f"{where}: holds no item that the run was trained on, such as {shown(item_ids[:3])}")
+            raise UserError(f"{where}: contains no item that the run was trained on, such as {shown(item_ids[:3])}")
         if len(kept) < len(table.items):
             unknown = [name for name, number in zip(table.item_ids, numbers, strict=True) if not number]
             self.remarks.append(

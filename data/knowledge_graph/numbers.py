@@ -98,7 +98,7 @@ def _from_array(file: DataFile, content: bytes) -> Numbers:
         with array_errors():
             array = np.load(io.BytesIO(content), allow_pickle=False)
     except (ValueError, OSError) as error:
-        raise UserError(f"{file.where}: is no array of numbers, or is damaged ({error}); fetch it again") from None
+        raise UserError(f"{file.where}: is not an array of numbers, or is damaged ({error}); fetch it again") from None
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
         raise UserError(
             f"{file.where}: is {array.dtype} of shape {array.shape}, where whole numbers in rows and columns are needed"

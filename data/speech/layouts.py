@@ -150,7 +150,7 @@ def _manifest_line(source: Source, name: str, number: int, line: str, split: str
         text, duration = entry["text"], entry.get("duration")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         shown = line if len(line) <= 80 else line[:77] + "..."
-        reason = f"{shown!r} is no JSON object with audio_path and text"
+        reason = f"{shown!r} is not a JSON object with audio_path and text"
         raise UserError(f"{where}: {reason}; give one a line") from None
     speaker = str(entry.get("speaker") or "")
     if not (isinstance(sound, str) and isinstance(text, str) and (duration is None or _is_finite(duration))):

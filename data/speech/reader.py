@@ -76,7 +76,7 @@ def read_recordings(path: Path, sample_rate: int, on_bad: OnBad = "drop") -> Cor
         folder, left_out, advice = path, LeftOut(Reading(on_bad=on_bad)), _ADVICE
     if not names:
         raise UserError(
-            f"--predict {path}: holds no sound ({', '.join(SUFFIXES)}); give a file or folder of recordings"
+            f"--predict {path}: contains no sound ({', '.join(SUFFIXES)}); give a file or folder of recordings"
         )
     sound, loud = {}, []
     for name in names:

@@ -89,7 +89,9 @@ def opened(path: Path, cache_dir: Path, left_out: LeftOut) -> Iterator[Source]:
             try:
                 names, read = stack.enter_context(_zip(path) if is_zip else _tar(path, cache_dir))
             except ARCHIVE_ERRORS as error:
-                raise UserError(f"--data-dir {path}: is no archive or is damaged ({error}); fetch it again") from None
+                raise UserError(
+                    f"--data-dir {path}: is not an archive or is damaged ({error}); fetch it again"
+                ) from None
             yield Source(path, tuple(_visible(path, names)), False, read, left_out)
     elif path.name.lower().endswith(MANIFESTS):
         yield Source(path.parent, (path.name,), True, lambda name: read_whole(path.parent / name, MOST_SOUND), left_out)
@@ -98,8 +100,8 @@ def opened(path: Path, cache_dir: Path, left_out: LeftOut) -> Iterator[Source]:
             with opened_table(single(path, "--data-dir"), left_out):
                 pass  # detected formats are refused
         raise UserError(
-            f"--data-dir {path}: is no folder, archive ({', '.join(ARCHIVES)}) or manifest (.json, .jsonl); give the "
-            "folder that holds the sound"
+            f"--data-dir {path}: is not a folder, archive ({', '.join(ARCHIVES)}) or manifest (.json, .jsonl); give "
+            "the folder that holds the sound"
         )
 
 

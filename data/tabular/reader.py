@@ -180,7 +180,7 @@ def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
                 raise UserError(f"{where}: has no array X, but {', '.join(archive) or 'nothing'}; {_ADVICE}")
             arrays = {name: archive[name] for name in ("X", "y", "names") if name in archive}
             if odd := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
-                raise ValueError(f"{odd[0]} is no array")
+                raise ValueError(f"{odd[0]} is not an array")
             for array in arrays.values():
                 if array.dtype.kind == "U":
                     array.tolist()  # refuses invalid characters
@@ -189,6 +189,6 @@ def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
         if isinstance(error, UserError):
             raise
         if not zipfile.is_zipfile(path):  # numpy takes text for pickled objects
-            raise UserError(f"{where}: is no .npz; {_ADVICE}") from None
+            raise UserError(f"{where}: is not an .npz file; {_ADVICE}") from None
         found = "holds Python objects" if "allow_pickle" in str(error) else f"is damaged ({error})"
         raise UserError(f"{where}: {found}; nothing in it was run; save numbers and texts by numpy.savez") from None

@@ -283,7 +283,7 @@ def test_reader_that_has_seen_enough(trained, windows, environment, tmp_path):
         (["--output", "{tmp}"], "--output {tmp}: is not a file; name one"),
         (["--output", "/dev/null"], "--output /dev/null: is not a file"),
         (["--output", "{tmp}/walk.npy"], "--output {tmp}/walk.npy: would overwrite the input"),
-        (["--save-dir", "{tmp}/none"], "--save-dir {tmp}/none: holds no intact checkpoint to use"),
+        (["--save-dir", "{tmp}/none"], "--save-dir {tmp}/none: contains no intact checkpoint to use"),
     ],
 )
 def test_wrong_place_ends_with_one_message_and_writes_nothing(more, message, trained, windows, on_cpu, tmp_path):

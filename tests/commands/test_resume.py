@@ -304,7 +304,7 @@ def test_evaluating_an_empty_folder(exists, refused, tmp_path):
     if exists:
         directory.mkdir()
     refused(
-        [f"--save-dir {directory}: holds no intact checkpoint to use"], *TINY, "--save-dir", directory, "--eval-only"
+        [f"--save-dir {directory}: contains no intact checkpoint to use"], *TINY, "--save-dir", directory, "--eval-only"
     )
     assert directory.exists() == exists
     assert not contents(tmp_path)

@@ -230,7 +230,7 @@ def test_links_and_paths_lead_nowhere(tmp_path):
 
 def test_an_empty_folder_is_refused(refused, tmp_path):
     refused(
-        [f"--shards {tmp_path}: holds no train-*.tar"],
+        [f"--shards {tmp_path}: contains no train-*.tar"],
         "--task",
         "examples/tar_shards.py:TarShards",
         "--shards",

@@ -98,7 +98,7 @@ def test_every_checkpoint_of_a_run_directory(manifest, more, harm, trained, run_
     out, err = run_here(*TINY, *more, "--save-dir", trained, status=2)
     (line,) = err.splitlines()
     assert line.startswith(f"error: --save-dir {trained}: ")
-    assert "no checkpoint in it is intact" in line or "holds no intact checkpoint to use" in line
+    assert "no checkpoint in it is intact" in line or "contains no intact checkpoint to use" in line
     reason = "its sha256 is not the one in" if manifest == "as it was" else "nothing in it was run"
     assert reason in out
 

@@ -137,7 +137,7 @@ REFUSED = {
 }
 NAMED = {
     "coupled samples": (job(coupled), "in train mode: 'loss' is", DEPENDS),
-    "a penalty for each batch": (job(penalty), "in train mode: 'loss' is", "times batch['weight'].sum()"),
+    "a penalty for each batch": (job(penalty), "in train mode: 'loss' is", "penalty, by batch['weight'].sum()"),
 }
 
 

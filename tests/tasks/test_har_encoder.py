@@ -138,7 +138,7 @@ def test_other_files_are_refused(trained, tmp_path, cache_dir):
     attempt({n.removeprefix("encoder."): v for n, v in plain.items() if n.startswith("encoder.")}, mode="first")
     with pytest.raises(UserError, match=r"--encoder-path .*weights.pth: its layers.0.weight has shape .* --mode"):
         attempt(weights, mode="early")
-    with pytest.raises(UserError, match=r"--encoder-path .*: holds no harnet encoder"):
+    with pytest.raises(UserError, match=r"--encoder-path .*: contains no harnet encoder"):
         attempt({"other": torch.zeros(2)}, mode="first")
 
 

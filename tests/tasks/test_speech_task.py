@@ -332,7 +332,7 @@ def test_a_text_has_single_blanks(monkeypatch, tmp_path, recognised):
 
 def test_a_folder_without_sound_is_refused(spoken, refused, tmp_path):
     (tmp_path / "a.txt").write_text("one")
-    refused([f"--predict {tmp_path}: holds no sound"], "--predict", tmp_path, "--save-dir", spoken)
+    refused([f"--predict {tmp_path}: contains no sound"], "--predict", tmp_path, "--save-dir", spoken)
 
 
 def test_a_run_is_recognised_with_its_own_model(spoken, refused, tmp_path):

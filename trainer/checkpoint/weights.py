@@ -62,7 +62,7 @@ def load_best_weights(folder: Path, say: Callable[[str], None]) -> dict[str, Any
     runs = [] if entries else runs_within(folder)
     if runs:
         raise UserError(f"--save-dir {folder}: holds several runs; name one, such as --save-dir {runs[0]}")
-    raise UserError(f"--save-dir {folder}: holds no intact checkpoint to use; train first")
+    raise UserError(f"--save-dir {folder}: contains no intact checkpoint to use; train first")
 
 
 def runs_within(folder: Path) -> list[Path]:

@@ -53,7 +53,7 @@ def checked_text(text: str) -> str:
     except UnicodeEncodeError:
         raise ValueError("is not text in UTF-8") from None
     if "\0" in text:
-        raise ValueError("must not hold a NUL byte")
+        raise ValueError("must not contain a NUL byte")
     return text
 
 

@@ -35,8 +35,8 @@ CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3}
 CLOSE_IN_HALVES = 5e-2
 """Relative rounding error allowed in sums."""
 ADVICE = (
-    "return sums over the samples, with reduction='sum'; a number that is no sum over them, such as a penalty, times "
-    "batch['weight'].sum()"
+    "return sums over the samples, with reduction='sum'; multiply a number that is not a sum over them, such as a "
+    "penalty, by batch['weight'].sum()"
 )
 
 NUM_ROWS, MORE_IN_HALVES, LESS_TWICE = 16, 1.25, 1.6
@@ -189,7 +189,7 @@ def _compared(
         if name in found:
             raise UserError(f"{account}, as of a mean; {ADVICE}")
         return [
-            f"{account}, so what is learned depends on --batch-size and the number of devices. If it is no sum over "
+            f"{account}, so what is learned depends on --batch-size and the number of devices. If it is not a sum over "
             f"the samples, {ADVICE}. If it compares samples, write `outputs` and `joint_loss`; see docs/own_task.md."
         ]
     return []

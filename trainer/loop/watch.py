@@ -56,7 +56,7 @@ class Watch:
         """Runs when training begins."""
 
     def resume(self) -> None:
-        """Runs before steps follow, at first or after `pause`."""
+        """Runs before the first step, and before the first step after a `pause`."""
 
     def pause(self) -> None:
         """Runs before a report."""

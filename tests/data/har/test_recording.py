@@ -204,7 +204,7 @@ def test_array_that_holds_no_windows(windows, tmp_path):
         "has shape (14, 128, 9); windows have shape (N, 9, 128)": windows.swapaxes(1, 2),
         "has shape (9, 128); windows": windows[0],
         "has shape (14, 9, 64); windows": windows[..., :64],
-        "holds no window": windows[:0],
+        "contains no window": windows[:0],
         "has numbers of type complex64": windows.astype(np.complex64),
         "has numbers of type <U3": np.full((1, 9, 128), "1.0"),
         "has numbers of type bool": np.ones((1, 9, 128), bool),

@@ -274,8 +274,8 @@ def test_mistakes_of_the_kgat_layout_are_named(load, files, message) -> None:
         ({"ratings_final.npy": npy(np.ones((2, 3)))}, r"npy: is float64 of shape \(2, 3\), where whole numbers"),
         ({"ratings_final.npy": npy(np.ones(3, int))}, r"npy: is int64 of shape \(3,\)"),
         ({"ratings_final.npy": npy(np.ones((0, 3), int))}, r"ratings_final.npy: is empty"),
-        ({"ratings_final.npy": npy(np.array([{}]))}, r"npy: is no array of numbers, or is damaged"),
-        ({"ratings_final.npy": npy(RATINGS)[:-5]}, r"npy: is no array of numbers, or is damaged"),
+        ({"ratings_final.npy": npy(np.array([{}]))}, r"npy: is not an array of numbers, or is damaged"),
+        ({"ratings_final.npy": npy(RATINGS)[:-5]}, r"npy: is not an array of numbers, or is damaged"),
     ],
 )
 def test_mistakes_of_the_kgcn_layout_are_named(load, files, message) -> None:

@@ -295,7 +295,7 @@ def test_nothing_usable_is_refused(load):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("no JSON", "'no JSON' is no JSON object with audio_path and text"),
+        ("no JSON", "'no JSON' is not a JSON object with audio_path and text"),
         ('{"audio_path": "1.wav"}', "with audio_path and text"),
         ("[1]", "with audio_path and text"),
         ('{"audio_path": "1.wav", "text": 1}', "must be texts"),
@@ -434,7 +434,7 @@ def test_links_in_archives_are_not_followed(tmp_path, noise):
 def test_damaged_archive_is_refused(tmp_path, noise, form):
     path = form(tmp_path / "corpus", {"0_0.wav": wav(noise(5_000)), "1_0.wav": wav(noise(5_000))})
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 3])
-    with pytest.raises(UserError, match=r"is no archive or is damaged|none of its"):
+    with pytest.raises(UserError, match=r"is not an archive or is damaged|none of its"):
         load_corpus(path, tmp_path / "cache", reading=Reading(on_bad="drop"))
 
 
@@ -444,7 +444,7 @@ def test_paths_that_cannot_be_meant_are_refused(tmp_path, noise):
     as_folder(tmp_path / "x", {"a.wav": wav(noise()), "two/a.zip": "", "two/b.tar": ""})
     for name, text in {"t.csv": "file_name,text\n", "t.arff": "@relation t\n"}.items():
         (tmp_path / "x" / name).write_text(text)
-    told = {"a.wav": "is no folder, archive", "t.csv": "give the folder that holds the sound", "t.arff": "is ARFF, "}
+    told = {"a.wav": "is not a folder, archive", "t.csv": "give the folder that holds the sound", "t.arff": "is ARFF, "}
     for name, message in told.items():
         with pytest.raises(UserError, match=f"{name}: .*{message}"):
             load_corpus(tmp_path / "x" / name, tmp_path / "cache")
@@ -504,7 +504,7 @@ def test_new_recording_of_a_file(tmp_path, noise):
 
 
 def test_bad_new_recordings_are_named(tmp_path, noise):
-    with pytest.raises(UserError, match=f"--predict {tmp_path}: holds no sound"):
+    with pytest.raises(UserError, match=f"--predict {tmp_path}: contains no sound"):
         read_recordings(tmp_path, 8_000)
     with pytest.raises(UserError, match=f"--predict {tmp_path}/none.wav: No such file"):
         read_recordings(tmp_path / "none.wav", 8_000)

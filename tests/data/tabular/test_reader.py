@@ -198,12 +198,12 @@ def test_damaged_arrays(read, tmp_path) -> None:
     single = io.BytesIO()
     np.save(single, np.zeros(3))
     for content, message in {
-        b"": "is no .npz",
-        zipped({"X": b"text"}): r"is damaged \(X is no array\)",
-        b"text": "is no .npz",
+        b"": "is not an .npz file",
+        zipped({"X": b"text"}): r"is damaged \(X is not an array\)",
+        b"text": "is not an .npz file",
         whole[:500]: "",
         bytes(flipped): "",
-        single.getvalue(): "is no .npz",
+        single.getvalue(): "is not an .npz file",
     }.items():
         with pytest.raises(UserError, match=rf"^--data-dir .*t.npz: {message}"):
             read(content, "t.npz")
