@@ -191,7 +191,7 @@ def assert_is_path(words, edges):
         ("4\nfour\n", "line 2: 'four'"),
         (f"user\n{NUM_USERS}\n", f"line 2: '{NUM_USERS}'"),
         ("9" * 5000, "line 1: '999"),
-        ("", "holds nothing"),
+        ("", "contains nothing"),
     ],
 )
 def test_users_that_are_none_are_refused(text, said, data, run_here, tmp_path):
