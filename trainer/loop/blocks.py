@@ -1,6 +1,6 @@
-"""Per-block memory and speed: activation checkpointing (`--grad-checkpointing`) and compilation (`--compile`).
+"""Activation checkpointing (`--grad-checkpointing`) and compilation (`--compile`) of a model's blocks.
 
-Neither changes state dict names or checkpoints.
+Neither option changes state dict keys or checkpoints.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,15 +30,15 @@ from trainer.loop.module_state import (
 from trainer.task import Objective, Task
 
 BACKEND = "inductor"
-"""The backend of `--compile`."""
+"""The `torch.compile` backend that `--compile` uses."""
 _NO_GRADIENT_OF_GRADIENTS = ("donated buffer", "does not currently support double backward")
-"""Fragments of torch's errors about the second derivative of compiled code."""
+"""Fragments of PyTorch's error messages about second derivatives of compiled code."""
 _MOST_VERSIONS = 64
-"""Versions that torch compiles of one function before it falls back to eager; it counts all blocks as one function."""
+"""Recompilation limit beyond which PyTorch runs a function eagerly; it counts all blocks as one function."""
 
 
 def prepare_blocks(flags: BlockFlags, task: Task, objective: Objective) -> None:
-    """Applies the block flags to a model before training. Raises UserError."""
+    """Applies `--grad-checkpointing` and `--compile` before training. Raises UserError without blocks to recompute."""
     blocks = task.blocks(objective.model)
     if flags.grad_checkpointing:
         if not blocks:
@@ -55,10 +55,10 @@ def prepare_blocks(flags: BlockFlags, task: Task, objective: Objective) -> None:
 
 
 def recompute(blocks: Sequence[nn.Module]) -> None:
-    """Makes blocks recompute their activations in the backward instead of storing them.
+    """Makes blocks recompute their activations in the backward pass instead of storing them.
 
-    Recomputation uses the same random numbers, and the buffers and attributes that the first forward found; it restores
-    their current values afterwards.
+    A recomputation uses the random numbers, buffers and attributes of the original forward, and then restores the
+    current buffers and attributes.
     """
     for block in blocks:
         kind = type(block)
@@ -67,9 +67,9 @@ def recompute(blocks: Sequence[nn.Module]) -> None:
 
 
 def settle_recomputed(objective: nn.Module, changes: Iterable[Change]) -> None:
-    """Tells recomputed blocks which entries forwards change, so that each copies only those.
+    """Limits the copies of each recomputed block to the buffers and attributes that its forward changes.
 
-    changes: in the whole objective, found by trial forwards. Raises UserError for a change that cannot be restored.
+    changes: made by trial forwards in the whole objective. Raises UserError for a change that cannot be undone.
     """
     changes = list(changes)
     for prefix, block in objective.named_modules():
@@ -92,16 +92,16 @@ def _not_alike(what: str, why: str) -> UserError:
 
 
 class _Recomputed(nn.Module):
-    """Mixed in as the first base of a recomputed block's class.
+    """First base class of a recomputed block; each block gets a class of its own.
 
-    It overrides `__call__`, so that recomputation includes hooks and compiled code, and is a class because replicas of
-    the block could not share a bound `forward`. Each block has its own class.
+    The class overrides `__call__`, so that recomputation includes hooks and compiled code. Setting `forward` on the
+    instance instead would fail in DataParallel, whose replicas would call the original block's method.
     """
 
     path: ClassVar[str] = ""
-    """The block's path in the objective."""
+    """The block's name in the objective's `named_modules()`."""
     changing: ClassVar[set[tuple[str, str]] | None]
-    """Entries that forwards change, as (submodule path, name); None until known."""
+    """Buffers and attributes that the block's forward changes, as (submodule path, name); None until known."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -111,28 +111,28 @@ class _Recomputed(nn.Module):
 
 
 def _contexts(block: _Recomputed) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Returns the contexts of the first forward and of each recomputation."""
+    """Returns context managers for the original forward and for its recomputations."""
     return nullcontext(), _AsFound(block)
 
 
 class _AsFound(AbstractContextManager[None]):
-    """Temporarily restores the state that a block had when this was created.
+    """Context in which a block has the buffers and attributes that it had when the context manager was created.
 
-    Restores copies, so that the backward can still read the originals, and works repeatedly: gradients of gradients
-    recompute a block for every backward.
+    The block works on copies, so that the backward can still read the original tensors. The context can be entered
+    repeatedly, because second derivatives recompute a block in every backward.
     """
 
     def __init__(self, block: _Recomputed) -> None:
         self._block, changing = block, type(block).changing
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """(attributes or buffers of a module, shallow copy) pairs."""
+        """Pairs of a module's attributes or buffers and their shallow copy."""
         if changing is None:
             self._found: State = WholeState(block)
         else:
             modules = dict(block.named_modules()) if changing else {}
             entries = [(modules[path], name) for path, name in changing]
             self._found = State((m._buffers if name in m._buffers else m.__dict__, name) for m, name in entries)
-            # Detects other changes too: replaced entries keep their old value, in-place writes raise the version.
+            # Detects changes of other entries too: a replaced value stays in the copy, a write raises the version.
             owners = [owner for _, each in named_modules(block) for owner in (vars(each), each._buffers) if owner]
             self._held = [(owner, owner.copy()) for owner in owners]
         self._versions = [
@@ -174,14 +174,14 @@ class _AsFound(AbstractContextManager[None]):
         return next(names, "a tensor")
 
 
-# --- compiled ----------------------------------------------------------------------------------------------------
+# --- compilation -------------------------------------------------------------------------------------------------
 
 
 def compile_units(units: Sequence[nn.Module]) -> None:
-    """Compiles modules in place with dynamic shapes; they compile at their next call.
+    """Sets up modules to be compiled, with dynamic shapes, at their next call.
 
-    Sizes are symbolic from the start, so the compiled code depends only on the first call, which is the same in every
-    start of a run: a resumed run computes the same as an uninterrupted one.
+    All sizes are symbolic, so the compiled code depends only on the first call. A resumed run makes the same first call
+    as an uninterrupted run, and so computes the same results.
     """
     set_up_compiler(_MOST_VERSIONS)
     for unit in units:
@@ -195,7 +195,7 @@ def compile_units(units: Sequence[nn.Module]) -> None:
 
 @contextmanager
 def refusing_compilation() -> Iterator[None]:
-    """Converts compiler errors in the first calls of compiled modules to UserError."""
+    """Converts errors of `torch.compile` in the first calls of compiled modules to UserError."""
     compiler_error = set_up_compiler(_MOST_VERSIONS)
     try:
         yield

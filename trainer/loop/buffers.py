@@ -1,4 +1,4 @@
-"""State that forwards change, such as batch norm statistics: synchronised over processes, or rolled back."""
+"""Synchronises module state that forwards change, such as batch norm statistics, over processes, or rolls it back."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,18 +25,18 @@ from trainer.parallel.strategy import Strategy
 
 
 class Buffers:
-    """Running statistics of batch norms, synchronised over processes after each step.
+    """Running statistics of batch norms, synchronised over processes after each step and restored if it is skipped.
 
-    Forwards change them before anyone knows whether the step is finite, and a NaN would never go away. After each step
-    they are equal on every process, so any step can be saved.
+    A forward updates running statistics before the gradients are known to be finite, and a NaN in the statistics would
+    be permanent. After each step the statistics are equal on all processes, so a checkpoint can follow any step.
 
-    forward_state: other state that forwards change. is_active: whether a step has anything to synchronise or restore.
+    forward_state: other state that forwards change. is_active: whether the model has statistics or such state.
     """
 
     def __init__(self, model: nn.Module) -> None:
         norms = [module for module in model.modules() if getattr(module, "track_running_stats", False)]
         buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
-        # Flat copies of each kind, since launching a copy of a small tensor takes a GPU as long as copying it.
+        # One flat copy for each dtype, because launching a GPU copy takes as long as copying a small tensor.
         self._statistics = FlatTensors([buffer for buffer in buffers if buffer.is_floating_point()])
         counters = FlatTensors([buffer for buffer in buffers if not buffer.is_floating_point()])
         self._kinds = [kind for kind in (self._statistics, counters) if kind]
@@ -47,7 +47,7 @@ class Buffers:
         self._pending: tuple[Tensor, Callable[[], None]] | None = None
 
     def learn(self, changes: Iterable[Change], model: nn.Module, group: Group) -> None:
-        """Registers what a trial forward of a phase changed. All processes call it. Raises UserError."""
+        """Registers changes that a trial forward made. Must be called by all processes. Raises UserError."""
         self.forward_state.learn(changes)
         self.forward_state.settle(model, group)
         self.is_active = self.is_active or self.forward_state.is_active
@@ -59,9 +59,9 @@ class Buffers:
         self.forward_state.keep()
 
     def of_samples(self, num_samples: int) -> AbstractContextManager[None]:
-        """Wraps forward and backward of a micro-batch; a placeholder (num_samples 0) leaves the statistics unchanged.
+        """Returns a context for a micro-batch, which restores running statistics after a placeholder (num_samples 0).
 
-        Counters such as `num_batches_tracked` still advance, since every process has the same number of micro-batches.
+        Counters such as `num_batches_tracked` still advance, so that they agree on all processes.
         """
         self._num_samples += num_samples
         return nullcontext() if num_samples > 0 else self._unchanged()
@@ -76,22 +76,22 @@ class Buffers:
             self._statistics.set(before)
 
     def start_agreement(self, group: Group) -> None:
-        """Starts to average changes over processes after a step's last forward, alongside the backward; `agree`
-        finishes it.
+        """Starts the all-reduce of the statistics' changes after a step's last forward; `agree` waits for it.
 
-        All processes call it; at least one has samples. Backward passes in train mode do not read running statistics.
+        The all-reduce overlaps with the backward, which does not read running statistics in train mode. Must be called
+        by all processes; at least one has samples.
         """
         if group.world_size == 1 or not self._statistics:
             return
-        before = self._before_placeholder  # those before the last micro-batch if that is a placeholder
+        before = self._before_placeholder  # not None if the last micro-batch is a placeholder
         changes = (self._statistics.flattened() if before is None else before) - self._statistics.kept
         flat = torch.cat([changes, torch.ones_like(changes[:1])]) * self._num_samples
         self._pending = flat, group.start_sum_in_place(flat)
 
     def agree(self, strategy: Strategy) -> None:
-        """Applies the mean change over all processes, weighted by samples, after the last backward.
+        """Applies the statistics' mean change over all processes, weighted by samples, after the last backward.
 
-        Raises UserError as `ForwardState.agree` does.
+        Must be called by all processes. Raises UserError if a persistent buffer changed its shape.
         """
         self.forward_state.agree(strategy)
         if self._pending is None:
@@ -103,9 +103,9 @@ class Buffers:
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
-        """Undoes further forwards and backwards of a step after `agree`.
+        """Context for further forwards of a step after `agree`, whose changes of state are undone on exit.
 
-        All processes enter it.
+        Must be entered by all processes.
         """
         before, num_samples = [kind.flattened() for kind in self._kinds], self._num_samples
         with self.forward_state.unchanged():
@@ -122,7 +122,7 @@ class Buffers:
         self.forward_state.undo()
 
     def undo_unless(self, applied: bool | Tensor) -> None:
-        """Restores the state before a step that was not applied; see `StepResult`."""
+        """Restores the state before a step unless the step was applied. applied: see `StepResult`."""
         if isinstance(applied, Tensor):
             for kind in self._kinds:
                 kind.set(torch.where(applied, kind.flattened(), kind.kept))
@@ -132,7 +132,7 @@ class Buffers:
 
 
 class FlatTensors:
-    """Tensors handled as one flat tensor. kept: a flat copy."""
+    """Tensors read and written as one flat tensor. kept: a flat copy of their values at the last `keep`."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._flat = [tensor.detach().view(-1) for tensor in tensors]
@@ -149,31 +149,31 @@ class FlatTensors:
         torch.cat(self._flat, out=self.kept)
 
     def set(self, values: Tensor) -> None:
-        """values: a result of `flattened`."""
-        # hidden from autograd, whose backward does not need them
+        """Writes a result of `flattened` to the tensors."""
+        # .data hides the writes from autograd, because the backward does not read the statistics
         foreach_copy_([flat.data for flat in self._flat], values.split(self._sizes))
 
 
 Kind = tuple[torch.Size, torch.dtype]
-"""Shape and type; equal kinds can be copied into each other."""
+"""Shape and dtype; tensors of equal kind can be copied into each other."""
 
 
 class ForwardState:
     """Buffers and plain attributes that forwards change; most models have none.
 
-    Trial forwards find them (`learn`). There are three kinds.
+    Trial forwards find three kinds of such state (`learn`).
 
-    Shared: buffers that are persistent or changed in place. Each process updates them by its own samples, and after the
-    step all take rank 0's, as in DistributedDataParallel. So saving or evaluating, which synchronises buffers, changes
-    nothing.
+    Shared buffers are persistent or changed in place. Each process updates them with its own samples, and after the
+    step all processes copy rank 0's, as in DistributedDataParallel. Saving and evaluating synchronise buffers as well,
+    and so change nothing.
 
-    Local: non-persistent buffers that forwards replace, such as masks built for a batch. Each process has its own.
+    Local buffers are non-persistent and replaced by forwards, such as masks. Each process has its own.
 
-    Attributes: each process has its own, and checkpoints do not hold them.
+    Attributes differ between processes, and checkpoints do not hold them.
     """
 
     def __init__(self, model: nn.Module, without: Iterable[nn.Module]) -> None:
-        """without: modules whose buffers are handled elsewhere."""
+        """without: batch norms, whose running statistics `Buffers` synchronises."""
         self._name = f"{type(model).__name__}.forward"
         left_out = set(without)
         self._elsewhere = {id(buffer) for module in left_out for buffer in module.buffers(recurse=False)}
@@ -185,7 +185,7 @@ class ForwardState:
             if name not in names_not_persistent(module)
         ]
         self.changes: dict[tuple[int, str], Change] = {}
-        """Changes found by trials, by (module id, name), without values."""
+        """Changes that trial forwards made, by (module id, name); a value is replaced by its type."""
         self._shared: dict[str, Entry] = {}
         self._kinds: dict[str, Kind] = {}
         self._local: dict[str, Entry] = {}
@@ -197,7 +197,7 @@ class ForwardState:
     # --- before training ---------------------------------------------------------------------------------------------
 
     def learn(self, changes: Iterable[Change]) -> None:
-        """Registers changes of a trial forward. Raises UserError for a persistent buffer of changed shape."""
+        """Registers the changes of a trial forward. Raises UserError if a persistent buffer changed its shape."""
         for change in changes:
             entry, key = change.entry, (id(change.module), change.name)
             if change.is_persistent:
@@ -221,9 +221,9 @@ class ForwardState:
                 self._local[change.path] = entry
 
     def settle(self, model: nn.Module, group: Group) -> None:
-        """Shares buffers that are shared on any process, in one order on all. All processes call it.
+        """Makes a buffer that is shared on one process shared on all, in the same order.
 
-        Processes may have seen different changes if forwards skip layers at random.
+        Trial forwards that skip layers at random differ between processes. Must be called by all processes.
         """
         kinds = {path: kind for own in group.gather(self._kinds) for path, kind in own.items()}
         for path in kinds.keys() - self._shared.keys():
@@ -272,10 +272,10 @@ class ForwardState:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Runs forward and backward of placeholder samples on copies.
+        """Context in which a placeholder batch runs forward and backward on copies of the state.
 
-        Numbers and strings keep their new values, so that counters agree across processes; so do local buffers, which
-        may depend on them.
+        Numbers and strings keep their new values, so that counters agree across processes. Local buffers keep theirs
+        too, because they may depend on a counter.
         """
         state = State([*self._shared.values(), *self._attributes])
         state.write(instead=state.copy_of)
@@ -292,9 +292,9 @@ class ForwardState:
                 owner[name] = value
 
     def agree(self, strategy: Strategy) -> None:
-        """Copies rank 0's shared buffers after the last backward, which may read a forward's. All processes call it.
+        """Copies rank 0's shared buffers to all processes, after the last backward, which may still read the old ones.
 
-        Raises UserError for a persistent buffer of another shape than in a new model.
+        Must be called by all processes. Raises UserError if a persistent buffer changed its shape.
         """
         for known in self._persistent:
             path, buffers, name, last, shape = known
@@ -306,7 +306,7 @@ class ForwardState:
             return
         own: list[Any] = [owner.get(name) for owner, name in self._shared.values()]
         kinds = self._kinds.values()
-        # a non-persistent buffer may have another size by now, on any process
+        # a forward may have changed the size of a non-persistent buffer, perhaps on some processes only
         fits = [_kind(tensor) == kind for tensor, kind in zip(own, kinds, strict=True)]
         device = strategy.device
         on_main = strategy.from_main(torch.stack([torch.full((), fit, device=device) for fit in fits])).unbind()
@@ -321,7 +321,7 @@ class ForwardState:
 
     @contextmanager
     def once_more(self) -> Iterator[None]:
-        """Runs a further part of a step from the state before the step, and undoes it."""
+        """Context in which another part of a step starts from the state before the step; its changes are undone."""
         state, local = State([*self._shared.values(), *self._attributes]), References(self._local.values())
         self.undo()
         try:
@@ -331,9 +331,9 @@ class ForwardState:
             local.write()
 
     def undo_unless(self, applied: Tensor) -> None:
-        """Restores the state before a step that was not applied. applied: a bool tensor on the device.
+        """Restores tensors to their values before a step unless it was applied. applied: a bool tensor on the device.
 
-        The host does not know its value, so numbers, strings and local buffers, which may depend on them, are kept.
+        The host does not know `applied`, so numbers and strings, and local buffers, which may depend on them, are kept.
         """
         for owner, name, before in self._before.entries:
             now, copy = owner.get(name), self._before.copy_of(before)
@@ -343,10 +343,10 @@ class ForwardState:
             if isinstance(original, Tensor):
                 original.data.copy_(torch.where(applied, original, copy))
 
-    # --- a checkpoint and back ---------------------------------------------------------------------------------------
+    # --- saving and restoring ----------------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Tensor]:
-        """Returns non-persistent buffers to save, except those that change size."""
+        """Returns the changed non-persistent buffers that a checkpoint holds: the ones with a constant shape."""
         return {
             path: owner[name].detach()
             for path, (owner, name) in self._saved.items()
@@ -354,7 +354,7 @@ class ForwardState:
         }
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Loads a result of `saved`, except buffers of another size, as after a change of flags."""
+        """Loads a result of `saved`; skips buffers whose shape has changed, for example with a flag."""
         own = self.saved()
         for path, value in saved.items():
             if path in own and own[path].shape == value.shape:
@@ -377,7 +377,7 @@ class ForwardState:
 
 
 def _has_graph(value: Any) -> bool:
-    """Returns whether a value contains a tensor with a graph, such as an activation kept for inspection."""
+    """Returns whether a value contains a tensor with an autograd graph, such as an activation kept for inspection."""
     tensors = (each for each in contents([value]) if isinstance(each, Tensor) and not isinstance(each, nn.Parameter))
     return any(tensor.requires_grad for tensor in tensors)
 

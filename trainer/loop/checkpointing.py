@@ -1,4 +1,4 @@
-"""Saves a run as a checkpoint and restores it."""
+"""Saves the state of a run as a checkpoint, and restores it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,15 +26,15 @@ from trainer.parallel.strategy import Strategy
 from trainer.task import Task, training_streams
 
 Outline = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Type and shape of each weight and buffer."""
+"""Maps the name of each weight and buffer to its dtype and shape."""
 
 
 def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
-    """Copies the current state and writes it in the background. All processes call it.
+    """Copies the run's state and starts to write the copy in the background; `finish_saving` waits for the write.
 
-    value: the monitored metric; None without validation. Raises UserError if the previous checkpoint could not be
-    written (a full disk is only reported, and retried) or if the processes have drifted apart. `finish_saving` waits
-    for the write.
+    value: the monitored metric; None without validation. Must be called by all processes. Raises UserError if the model
+    differs between processes, or if the previous checkpoint could not be written. A full disk is only reported, and the
+    next save retries.
     """
     strategy, learner, progress = run.strategy, run.learner, run.progress
     for watch in run.watches:
@@ -45,7 +45,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     totals = {phase: own.reduced(strategy.group) for phase, own in progress.totals.items()}
     rows = {phase: own.rows(strategy.group) for phase, own in progress.totals.items() if isinstance(own, PartTotals)}
     if not rows:
-        # as after a resume, so that an uninterrupted run adds in the same order
+        # as after a resume, so that an uninterrupted run adds sums in the same order
         _share(strategy.group, progress, totals)
     strategy.group.activity.enter("saving")
     state = strategy.full_state(learner.objective, learner.optimizers)
@@ -59,7 +59,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
         refuse_another_model(weights, run.model_outline, progress.step)
         run.saver.wait()
         report_saving(run.saver, run.log)
-        # The operating system gets log records before their checkpoint; a resume drops later ones.
+        # Log records reach the operating system before their checkpoint does; a resume drops later records.
         run.log.flush()
         run.saver.start(state_of(learner, state, progress, totals) | run.facts | verdict)
 
@@ -67,9 +67,9 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
 
 
 def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progress, learning_rate: float) -> None:
-    """Dry-runs a save after a phase's first step: raises UnfitState for a state that cannot be saved.
+    """Checks after a phase's first step that its state can be saved, without a write. Raises UnfitState if not.
 
-    Gathers and writes nothing. All processes call it. outline: of the model as built.
+    outline: the model's tensors as built. learning_rate: `--lr`. Must be called by all processes.
     """
     group.activity.enter("saving")
 
@@ -99,9 +99,9 @@ def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progr
 
 
 def refuse_another_model(weights: Mapping[str, Tensor], outline: Outline, step: int) -> None:
-    """Raises UnfitState if the model's tensors differ from when it was built, so that no resume could load them.
+    """Raises UnfitState if tensors have been added, removed or reshaped since the model was built.
 
-    step: optimizer steps done.
+    No resume could load them. outline: the model's tensors as built. step: optimizer steps done.
     """
     now = {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}
     name = next((name for name in {**outline, **now} if outline.get(name) != now.get(name)), None)
@@ -121,21 +121,21 @@ def _share(group: Group, progress: Progress, totals: Mapping[str, Mapping[str, T
 
 
 def report_saving(saver: BackgroundSaver, log: RunLog | SilentLog) -> None:
-    """Reports a save that failed for lack of disk space."""
+    """Logs a message if the last save failed because the disk is full."""
     refusal = saver.take_refusal()
     if refusal is not None:
         log.say(refusal)
 
 
 def finish_saving(group: Group, saver: BackgroundSaver) -> None:
-    """Waits until everything saved is on disk. All processes call it. Raises UserError on failure."""
+    """Waits until all checkpoints are on disk. Must be called by all processes. Raises UserError if a write fails."""
     group.on_main(saver.finish)
 
 
 def state_of(
     learner: Learner, state: dict[str, Any], progress: Progress, totals: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Any]:
-    """Returns a checkpoint's entries except the run's facts. state: weights and moments. totals: over all processes."""
+    """Returns a checkpoint's training state. state: weights and optimizer states. totals: sums over all processes."""
     buffers = learner.buffers.forward_state.saved()
     return state | {
         **({"other_buffers": buffers} if buffers else {}),
@@ -146,7 +146,7 @@ def state_of(
 
 
 def places_of_streams(task: Task, plan: Plan, progress: Progress) -> dict[str, Any]:
-    """Returns the positions of stateful training streams, by phase."""
+    """Returns the checkpoint entry "streams": the position of each stateful training stream, by phase."""
     found = {}
     for phase, dataset in training_streams(task).items():
         index = task.phases.index(phase)
@@ -157,7 +157,7 @@ def places_of_streams(task: Task, plan: Plan, progress: Progress) -> dict[str, A
 
 
 def restore_streams(task: Task, state: Mapping[str, Any]) -> None:
-    """Positions training streams where a checkpoint left them."""
+    """Moves training streams to the positions that a checkpoint holds."""
     places = state.get("streams", {})
     for phase, dataset in training_streams(task).items():
         if phase in places:
@@ -165,14 +165,14 @@ def restore_streams(task: Task, state: Mapping[str, Any]) -> None:
 
 
 def diverged(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
-    """Lists weights with non-finite values; buffers, such as masks, may hold infinities."""
+    """Returns the names of tensors with non-finite values; infinities are allowed in buffers, such as masks."""
     return not_finite(weights, may_be_infinite=dict(model.named_buffers()))
 
 
 def refuse_non_finite(
     learner: Learner, weights: Mapping[str, Tensor], progress: Progress, learning_rate: float
 ) -> None:
-    """Raises UnfitState if weights are not finite. learning_rate: `--lr`."""
+    """Raises UnfitState if a weight is not finite or a buffer contains NaN. learning_rate: `--lr`, for the message."""
     model = learner.objective.model
     bad = diverged(model, weights)
     if not bad:
@@ -193,9 +193,9 @@ def refuse_non_finite(
 
 
 def restore_progress(learner: Learner, strategy: Strategy, state: Mapping[str, Any]) -> Progress:
-    """Restores progress, moments and buffers of a checkpoint whose weights are loaded. All processes call it.
+    """Restores progress, optimizer states and buffers from a checkpoint whose weights are already loaded.
 
-    Raises UserError.
+    Must be called by all processes. Raises UserError if optimizer states do not fit.
     """
     learner.buffers.forward_state.restore(state.get("other_buffers", {}))
     dtype = getattr(torch, state["config"]["--dtype"])

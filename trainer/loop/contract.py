@@ -1,4 +1,4 @@
-"""Checks a task against its contract, mostly before training; each error is a sentence that names the method."""
+"""Checks that a task fulfils the contract of `Task`, mostly before training; errors name the offending method."""
 
 import inspect
 import re
@@ -32,14 +32,14 @@ from trainer.task import Objective, Task, validation_sets
 
 
 def check_signatures(own: object, base: type) -> None:
-    """Raises UserError for a method that cannot be called like the base method it overrides."""
+    """Raises UserError if an overriding method cannot be called like the method of the base class."""
     for name, method in vars(base).items():
         if not inspect.isfunction(method) or getattr(type(own), name) is method or name.startswith("_"):
             continue
         parameters = [*inspect.signature(method).parameters.values()][1:]
         try:
             found = inspect.signature(getattr(own, name))
-        except (TypeError, ValueError):  # not a function, or one without a signature
+        except (TypeError, ValueError):  # not callable, or without a signature
             continue
         taken = [each for each in parameters if each.name != "at" or "at" in found.parameters]
         fewest = [each.name for each in taken if each.default is inspect.Parameter.empty]
@@ -56,9 +56,9 @@ def check_signatures(own: object, base: type) -> None:
 
 
 def check_task(task: Task) -> None:
-    """Checks a task without its model. Raises UserError.
+    """Checks a task's attributes and data sets, before a model is built. Raises UserError.
 
-    Whether the metric of `monitor` exists, only a score tells.
+    `monitored` checks after the first validation that the metric of `monitor` exists.
     """
     check_signatures(task, Task)
     name, phases, turns = type(task).__name__, task.phases, task.turns
@@ -90,9 +90,9 @@ def check_task(task: Task) -> None:
 
 
 def check_batch(task: Task, batch: object, size: int) -> None:
-    """Checks a result of `collate`. Raises UserError. size: samples passed to it.
+    """Checks the batch that `Task.collate` returns for `size` samples. Raises UserError.
 
-    DataParallel's scatter splits tensors along dim 0 and silently drops mismatched parts.
+    All tensors need the same length, because DataParallel splits them along dim 0 and silently drops unmatched chunks.
     """
 
     def refuse(problem: str) -> NoReturn:
@@ -115,7 +115,7 @@ def check_batch(task: Task, batch: object, size: int) -> None:
 
 
 def check_blocks(task: Task, model: nn.Module) -> None:
-    """Raises UserError if `blocks` returns modules outside the model, or overlapping ones."""
+    """Raises UserError if `Task.blocks` returns modules outside the model, or modules that share parameters."""
     name, own = f"{type(task).__name__}.blocks", set(model.modules())
     seen: set[nn.Module | Tensor] = set()
     for block in task.blocks(model):
@@ -129,7 +129,7 @@ def check_blocks(task: Task, model: nn.Module) -> None:
 
 
 def check_tensors(model: nn.Module, where: str) -> None:
-    """Raises UserError for lazy parameters, or tensors that a checkpoint cannot hold."""
+    """Raises UserError if a model has lazy parameters, or state that a checkpoint cannot hold."""
     lazy = [name for name, value in [*model.named_parameters(), *model.named_buffers()] if is_lazy(value)]
     if lazy:
         raise UserError(f"{where}: {lazy[0]} has no shape before a first forward; run one in it, on a batch of zeros")
@@ -138,7 +138,7 @@ def check_tensors(model: nn.Module, where: str) -> None:
             raise UserError(
                 f"{where}: {name} is a {type(value).__name__}, but checkpoints hold only tensors; make it one"
             )
-    is_outline = torch.empty(0).is_meta  # fsdp builds a model for its shapes
+    is_outline = torch.empty(0).is_meta  # fsdp builds a model on the meta device for its shapes
     wrong = None if is_outline else error_of_model(model.state_dict())
     if wrong is not None:
         raise UserError(
@@ -148,7 +148,7 @@ def check_tensors(model: nn.Module, where: str) -> None:
 
 
 def check_helpers(objective: Objective, where: str, num_replicas: int) -> None:
-    """Raises UserError for helpers that share weights with the model, or across replicas of the objective."""
+    """Raises UserError if a helper shares parameters with the model, or if DataParallel would have to copy a helper."""
     own = {*objective.model.parameters()}
     for name, helper in objective.helpers.items():
         if own.intersection(helper.parameters()):
@@ -161,7 +161,7 @@ def check_helpers(objective: Objective, where: str, num_replicas: int) -> None:
 
 
 def check_same_parameters(objective: nn.Module, group: Group, where: str) -> None:
-    """Raises UserError if parameters or their order differ between processes; gradients are exchanged by position."""
+    """Raises UserError if parameters or their order, in which gradients are exchanged, differ between processes."""
     own = [(name, tuple(p.shape)) for name, p in objective.named_parameters()]
     if group.agrees(own):
         return
@@ -177,13 +177,13 @@ def check_same_parameters(objective: nn.Module, group: Group, where: str) -> Non
 
 
 def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) -> tuple[bool, float]:
-    """Runs a trial forward and backward of a phase, and undoes them. Raises UserError for a broken contract.
+    """Runs a trial forward and backward of a phase without side effects. Must be called by all processes.
 
-    Returns whether the forward ran collectives itself, and its processor time in seconds.
+    Returns whether the forward itself runs collectives, and the forward's CPU time in seconds. example: a batch with
+    weights of 0. Raises UserError if the objective breaks the contract of `Objective`.
 
-    example: a batch of placeholders. DistributedDataParallel rebuilds its buckets after its first backward, which
-    changes the order of summation; without this trial, the first step of a resumed run would differ from an
-    uninterrupted one. All processes call it.
+    DistributedDataParallel rebuilds its buckets after its first backward, which changes the order of summation. Without
+    a trial, the first step of a resumed run would therefore differ from an uninterrupted run.
     """
     net, objective = learner.enter(phase), learner.objective
     with _leaving_no_trace(learner, net, strategy) as changes:
@@ -219,9 +219,9 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
 
 
 def check_exchanges(learner: Learner, strategy: Strategy, phase: str, order: SampleOrder, example: Batch) -> None:
-    """Raises UserError if collectives within a forward differ between processes in an unevenly shared step.
+    """Raises UserError if a forward's collectives depend on the process's number of samples in an uneven step.
 
-    All processes call it.
+    Must be called by all processes.
     """
     size, group = len(example["weight"]), strategy.group
     if size == 1 or strategy.exchanges_in_forward or not any(each % group.world_size for each in order.step_sizes):
@@ -236,9 +236,9 @@ def check_exchanges(learner: Learner, strategy: Strategy, phase: str, order: Sam
 def check_single_samples(
     learner: Learner, strategy: Strategy, phase: str, order: SampleOrder, split: BatchSplit, example: Batch
 ) -> None:
-    """Raises UserError if some training forward gets a single sample and the model's batch norm refuses that.
+    """Raises UserError if a training forward would get a single sample, which a batch norm of the model refuses.
 
-    BatchNorm2d and the like accept it. All processes call it.
+    BatchNorm2d accepts a single sample with several pixels. Must be called by all processes.
     """
     if not any(isinstance(module, BATCH_NORMS) for module in learner.objective.modules()):
         return
@@ -264,9 +264,7 @@ def check_single_samples(
 
 
 def leaves_a_single_sample(strategy: Strategy, global_batch_size: int, micro_batch_size: int) -> bool:
-    """Returns whether any device gets a single sample in some forward of a global batch; checks the first and last
-    rank.
-    """
+    """Returns whether a forward of a global batch gets a single sample on a device of the first or the last rank."""
     num_shards, samples = strategy.num_parts or strategy.group.world_size, np.arange(global_batch_size)
     shares = [split_global_batch(samples, (shard, num_shards), micro_batch_size, 0) for shard in (0, num_shards - 1)]
     trained = [keys for share in shares for keys in share if not (strategy.num_parts and keys.placeholder)]
@@ -276,7 +274,7 @@ def leaves_a_single_sample(strategy: Strategy, global_batch_size: int, micro_bat
 
 @contextmanager
 def _leaving_no_trace(learner: Learner, net: nn.Module, strategy: Strategy) -> Iterator[Callable[[], list[Change]]]:
-    """Enters train mode; restores gradients, generators and module state. Yields a function that lists changes."""
+    """Context in train mode that restores state on exit and clears gradients. Yields a function that lists changes."""
     net.train()
     with leaving_no_trace(learner.objective) as changes, strategy.keeping_generators():
         yield changes
@@ -284,7 +282,7 @@ def _leaving_no_trace(learner: Learner, net: nn.Module, strategy: Strategy) -> I
 
 
 def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float]:
-    """Checks that a method returned numbers by name, and returns them as floats. Raises UserError."""
+    """Checks that a task's method returned a dict of numbers, and returns them as Python numbers. Raises UserError."""
     name = f"{type(task).__name__}.{method}"
     if not isinstance(metrics, dict):
         raise UserError(f"{name}: must return a dict of numbers, not a {type(metrics).__name__}")
@@ -300,7 +298,7 @@ def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float
 
 
 def monitored(task: Task, metrics: Mapping[str, float]) -> float:
-    """Returns the monitored metric. Raises UserError if it does not exist."""
+    """Returns the value of the metric that `Task.monitor` names. Raises UserError if there is no such metric."""
     name, _ = task.monitor
     if printable(name) not in metrics:
         raise UserError(f"{type(task).__name__}.monitor: there is no metric {name!r} among {', '.join(metrics)}")

@@ -1,4 +1,4 @@
-"""Averaged weights, evaluated and saved along with the raw weights."""
+"""Averages weights for evaluation and deployment; checkpoints hold the averaged and the raw weights."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,14 +15,14 @@ from trainer.common.torch_private import foreach_add_, foreach_mul_, foreach_sub
 
 
 class ExponentialMovingAverage:
-    """Exponential moving average of a model's parameters; decay 0 disables it at no cost.
+    """Exponential moving average of a model's parameters; decay 0 disables the average and stores nothing.
 
-    A step averages its phase's parameters. The decay grows with the phase's number of updates, min(decay, (1 + n) / (10
-    + n)), so that short runs do not evaluate their initial weights (the `num_updates` rule of TensorFlow's
-    ExponentialMovingAverage).
+    Each step updates the average of its phase's parameters. After n updates of the phase the decay is min(decay,
+    (1 + n) / (10 + n)), so that short runs do not evaluate their initial weights (the `num_updates` rule of
+    TensorFlow's ExponentialMovingAverage).
 
-    Also covers optimizers that keep an average themselves, such as schedule-free ones (Defazio et al., 2024,
-    arXiv:2405.15682): the average is computed from their states on demand.
+    Some optimizers, such as schedule-free optimizers (Defazio et al., 2024, arXiv:2405.15682), keep an average
+    themselves. Their average is then computed on demand from their states.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -32,7 +32,7 @@ class ExponentialMovingAverage:
         self._updates: dict[str, int | Tensor] = {}
         self._average: dict[Tensor, Tensor] = {}
         self.is_applied = False
-        """Whether the model holds the average, or is being switched to it."""
+        """Whether the model's parameters hold the average, or are being swapped with it."""
         self.restart()
 
     @property
@@ -46,7 +46,7 @@ class ExponentialMovingAverage:
         self._averaging = []
 
     def leave_to(self, optimizers: Sequence[Optimizer]) -> None:
-        """Uses the averages of optimizers that keep one. Raises UserError."""
+        """Uses the averages of optimizers that keep one. Raises UserError if `decay` or another phase conflicts."""
         self._averaging = [optimizer for optimizer in optimizers if keeps_average(optimizer)]
         params = _params_of(self._averaging)
         if self._averaging and self.decay > 0:
@@ -72,8 +72,8 @@ class ExponentialMovingAverage:
                 get_ema_multi_avg_fn(min(self.decay, (1 + updates) / (10 + updates)))(average, own, updates)
                 self._updates[phase] = updates + 1
             return
-        # The host does not know, so the count stays on the device, updated in place like all that a rescue reads: it
-        # always belongs to the last finished step.
+        # The host does not know `applied`, so the device counts. The count changes in place, so that a rescue reads the
+        # count after the last finished step.
         if not isinstance(updates, Tensor):
             updates = self._updates[phase] = torch.full((), updates, dtype=torch.float64, device=applied.device)
         weight = applied * (1 - ((1 + updates) / (10 + updates)).clamp(max=self.decay))
@@ -84,7 +84,7 @@ class ExponentialMovingAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Swaps the average into the model temporarily; needs no further memory."""
+        """Context in which the model's parameters hold the average."""
         self.is_applied = self.enabled
         average = self._evaluated()
         _exchange(average)
@@ -112,9 +112,9 @@ class ExponentialMovingAverage:
     def put_into(
         self, state: dict[str, Any], full_weights: Callable[[nn.Module, Mapping[Tensor, Tensor]], dict[str, Any]]
     ) -> None:
-        """Stores the EMA weights as `model` (to deploy) and the raw weights as `training_model` (to resume).
+        """Stores the averaged weights as `model` (to deploy) and the raw weights as `training_model` (to resume).
 
-        full_weights: `Strategy.full_weights`; all processes call it.
+        full_weights: `Strategy.full_weights`, which must be called by all processes.
         """
         if self.enabled:
             state["training_model"] = state["model"]
@@ -122,14 +122,14 @@ class ExponentialMovingAverage:
             state["average_updates"] = {phase: int(updates) for phase, updates in self._updates.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes the model's weights as the average; the raw weights are loaded afterwards."""
+        """Restarts the average from the averaged weights of a checkpoint, which the model holds at this point."""
         if self.enabled:
             self.restart()
             self._updates = dict(state.get("average_updates", {}))
 
 
 def keeps_average(optimizer: Optimizer) -> bool:
-    """Returns whether an optimizer's `eval()` sets parameters to an average and `train()` reverts them."""
+    """Returns whether an optimizer has `eval()`, which averages its parameters, and `train()`, which reverts them."""
     return all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
 
 

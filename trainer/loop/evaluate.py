@@ -1,4 +1,4 @@
-"""Computations with the whole model outside steps: evaluation, pictures, and the start of an epoch."""
+"""Uses the whole model outside of training steps: evaluates, draws pictures, and starts epochs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,17 +32,17 @@ NUM_EXAMPLES = 6
 
 
 def validate(run: Run) -> dict[str, Sums]:
-    """Evaluates every validation set; returns sums by name of the set."""
+    """Evaluates every validation set; returns each set's sums by the name of the set."""
     return {name: evaluate(run, name) for name in validation_sets(run.task.splits())}
 
 
 @torch.no_grad()
 def evaluate(run: Run, split: str) -> Sums:
-    """Evaluates a data set, counting each sample once over all processes; returns float64 sums on the CPU.
+    """Evaluates a data set on all processes, each sample once; returns float64 sums on the CPU.
 
-    On rank 0 they include outputs per sample, (n, ...) ordered by index.
+    On rank 0 the result includes the `PerSample` outputs, (num_samples, ...) in the order of the data set.
 
-    Raises StopRequested if the run was asked to stop meanwhile; UserError for inconsistent outputs.
+    Raises StopRequested if the run is asked to stop, and UserError if outputs are inconsistent.
     """
     learner, totals, per_sample = run.learner, run.progress.new_totals(), PerSampleOutputs()
     run.strategy.sync_tensors(persistent_buffers(learner.objective))
@@ -70,7 +70,7 @@ def evaluate(run: Run, split: str) -> Sums:
 def prepare_validation(
     prepared: dict[str, Iterator[Any]], task: Task, loaders: Mapping[str, BatchLoader], size: int, strategy: Strategy
 ) -> None:
-    """Lets idle workers prefetch the validation sets; see `Run.prepared`. size: samples per device per forward."""
+    """Lets idle workers prefetch the validation sets into `Run.prepared`. size: samples per device per forward."""
     splits = task.splits()
     for name in validation_sets(splits):
         own = loaders[name], len(splits[name]), size * strategy.num_replicas, strategy
@@ -78,7 +78,7 @@ def prepare_validation(
 
 
 def metrics_of(task: Task, group: Group, sums: Mapping[str, Sums]) -> dict[str, float]:
-    """Computes metrics such as "val/accuracy" on rank 0 for all processes. sums: results of `evaluate` by data set."""
+    """Returns metrics such as "val/accuracy", computed on rank 0. sums: results of `evaluate` by data set."""
     return {
         f"{split}/{name}": value
         for split, own in sums.items()
@@ -94,7 +94,7 @@ def _summarised(task: Task, split: str, sums: Sums) -> dict[str, float]:
 def after_validation(
     task: Task, group: Group, metrics: Mapping[str, float], state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Calls `Task.after_validation` on rank 0. Raises UserError for a result that a checkpoint cannot hold."""
+    """Calls `Task.after_validation` on rank 0. Raises UserError if a checkpoint cannot hold the result."""
 
     def told() -> dict[str, Any]:
         name, found = f"{type(task).__name__}.after_validation", task.after_validation(dict(metrics), dict(state))
@@ -109,9 +109,9 @@ def after_validation(
 
 
 def training_metrics(task: Task, group: Group, totals: Mapping[str, Totals]) -> dict[str, float]:
-    """Computes metrics such as "train/loss" of the steps since the last report. All processes call it.
+    """Computes metrics such as "train/loss" over the steps since the last report.
 
-    totals: of each phase.
+    totals: sums by phase. Must be called by all processes.
     """
     reduced = {phase: totals[phase].reduced(group) for phase in task.phases}
     is_own = type(task).summarise_training is not Task.summarise_training
@@ -129,13 +129,13 @@ def training_metrics(task: Task, group: Group, totals: Mapping[str, Totals]) -> 
 
 
 def of_phase(metric: str, phase: str, phases: Sequence[str]) -> str:
-    """Names a training metric: "train/loss", or "train/generator/loss" with several phases."""
+    """Returns the full name of a training metric: "train/loss", or "train/generator/loss" with several phases."""
     folder, _, name = metric.rpartition("/")
     return "/".join(filter(None, [folder, phase, name])) if len(phases) > 1 else metric
 
 
 def start_evaluation(objective: Objective, precision: Precision, strategy: Strategy) -> None:
-    """Lets the objective, in eval mode, precompute what all batches of an evaluation share."""
+    """Calls `Objective.start_evaluation`, which computes values that all batches of an evaluation share."""
     if type(objective).start_evaluation is Objective.start_evaluation:
         return
     strategy.group.activity.enter("the start of the evaluation")
@@ -147,9 +147,9 @@ def start_evaluation(objective: Objective, precision: Precision, strategy: Strat
 
 
 def log_pictures(run: Run, sums: Mapping[str, Sums]) -> None:
-    """Logs the task's pictures of finished evaluations. All processes call it; rank 0 draws.
+    """Logs the task's pictures of finished evaluations, which rank 0 draws.
 
-    sums: results of `evaluate` by data set.
+    sums: results of `evaluate` by data set. Must be called by all processes.
     """
     task, learner, strategy = run.task, run.learner, run.strategy
     has_examples = type(task).example_pictures is not Task.example_pictures
@@ -175,7 +175,7 @@ def log_pictures(run: Run, sums: Mapping[str, Sums]) -> None:
 def example_pictures(
     task: Task, learner: Learner, strategy: Strategy, loader: BatchLoader, num_samples: int
 ) -> Mapping[str, Picture]:
-    """Draws pictures of a few samples, spread evenly over the data set, without side effects on training."""
+    """Draws pictures of up to `NUM_EXAMPLES` samples, spread evenly over the data set, without side effects."""
     keys = SampleKeys(np.unique(np.linspace(0, num_samples - 1, NUM_EXAMPLES).astype(np.int64)), epoch=0)
     objective, precision = learner.objective, learner.precision
     batch = of_dtype({name: tensor.to(strategy.device) for name, tensor in loader.one(keys).items()}, precision.dtype)
@@ -192,9 +192,9 @@ def example_pictures(
 
 
 def start_epoch(task: Task, learner: Learner, strategy: Strategy, epoch: int, log: RunLog | SilentLog) -> None:
-    """Calls the task's `on_epoch_start` on every process. Raises UserError if the results differ between processes.
+    """Calls `Task.on_epoch_start` on every process. epoch: number of completed epochs.
 
-    epoch: number of completed epochs.
+    Raises UserError if weights or buffers differ between processes afterwards.
     """
     method = type(task).on_epoch_start
     if method is Task.on_epoch_start:
@@ -214,10 +214,10 @@ def start_epoch(task: Task, learner: Learner, strategy: Strategy, epoch: int, lo
 
 
 def digest_of(module: nn.Module) -> str:
-    """Hashes weights and persistent buffers in the order of the state dict."""
+    """Hashes a module's unsharded weights and persistent buffers, in the order of its state dict."""
     digest = blake2b()
     for value in module.state_dict().values():
-        if is_sharded(value):  # differs between processes
+        if is_sharded(value):  # each process has a different shard
             continue
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()

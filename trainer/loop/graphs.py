@@ -1,9 +1,9 @@
-"""Training steps as CUDA graphs: captured once, then launched by a single call.
+"""Captures training steps as CUDA graphs, each replayed by a single launch.
 
-A small model keeps its GPU waiting for the host, which launches hundreds of kernels per step. Two pieces of a step are
-captured, forward and backward of a micro-batch, and the weight update; gradients are exchanged in between. Each
-signature (names, shapes and types of the inputs) has its own graph. A graph computes the same bits as its kernels
-launched one by one; whatever cannot be captured runs without a graph.
+With a small model a GPU waits for the host, which launches hundreds of kernels per step. One graph runs forward and
+backward of a micro-batch, another one the weight update; gradients are exchanged in between. Each signature (names,
+shapes and dtypes of the inputs) has its own graph. A graph computes the same bits as kernels launched one by one.
+Whatever cannot be captured runs eagerly.
 """
 
 import gc
@@ -42,25 +42,25 @@ Key = tuple[Any, ...]
 T = TypeVar("T")
 
 MOST_GRAPHS = 64
-"""Limit on kept graphs."""
+"""Maximum number of graphs kept for training."""
 LEAST_FREE = 1 / 16
-"""Share of a GPU's memory that must be free for a second graph."""
+"""Fraction of the GPU's memory that must be free to capture further graphs."""
 ROUNDING, ROUNDING_OF_HALVES = 1e-4, 2e-2
-"""Tolerance, relative to a tensor's largest value, for kernels that sum in any order."""
+"""Tolerances for nondeterministic kernels, relative to a tensor's largest value: without and with autocast."""
 _LACK = "no memory for a graph"
 _SPARSE = "gradients of sparse embeddings change size in every step"
 REHEARSING = "__torch_dispatch__"
-"""Function of dry runs that appears in tracebacks below the user's line."""
+"""Name of the function of dry runs that tracebacks show below the user's line."""
 _OF_STEP = {"params", "lr"}
-"""Entries of an optimizer's groups that every step reads."""
+"""Entries of parameter groups whose changes do not invalidate a graph."""
 LEAST_GAIN = 1.1
-"""Speed-up below which a graph is dropped, unless requested explicitly."""
+"""Speed-up below which `--cuda-graphs auto` drops a graph."""
 
 
 class Recording(NamedTuple):
-    """A captured piece of a step. inputs: buffers to fill before a replay. results: tensors that it writes.
+    """CUDA graph of a piece of a step. inputs: tensors to fill before a replay. results: tensors that it writes.
 
-    present: which gradients exist afterwards. reads: other tensors that it reads, kept alive.
+    present: which parameters have a gradient after a replay. reads: other tensors that it reads, kept alive.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -70,14 +70,14 @@ class Recording(NamedTuple):
     reads: Sequence[Tensor] = ()
 
     def replayed(self) -> dict[str, Tensor]:
-        """Replays the graph and copies its results. Raises torch.OutOfMemoryError before doing anything."""
+        """Replays the graph; returns copies of its results. Raises torch.OutOfMemoryError only before the replay."""
         return self.results.after(self.graph.replay)
 
 
 class Gradients:
-    """A phase's gradients in flat buffers, whose addresses graphs know.
+    """Gradients of a phase in flat buffers, at the addresses that graphs write to.
 
-    present: which parameters have a gradient. While detached, `grad` of the parameters is stale.
+    present: which parameters have a gradient. is_attached: whether each parameter's `grad` is up to date.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], flat: FlatGradients) -> None:
@@ -86,7 +86,7 @@ class Gradients:
         self.present, self.is_attached = self._none, True
 
     def begin(self) -> None:
-        """Clears gradients before a step's first micro-batch and after its update."""
+        """Clears the gradients. Called before a step's first micro-batch and after its update."""
         if self.is_attached and any(self.present):
             self.flat.attach(self._none)
         self.present, self.is_attached = self._none, True
@@ -101,12 +101,12 @@ class Gradients:
         self.present, self.is_attached = self.flat.present, True
 
     def hand_out(self) -> None:
-        """Replaces each `grad` by a copy that the next replay does not overwrite."""
+        """Replaces each parameter's `grad` with a copy that the next replay does not overwrite."""
         self.attach()
         self.flat.copy_out()
 
     def replayed(self, present: tuple[bool, ...]) -> None:
-        """Notes the gradients that a replay wrote."""
+        """Records which gradients a replay wrote."""
         if self.is_attached and any(self.present):
             self.flat.attach(present)
         else:
@@ -115,9 +115,9 @@ class Gradients:
 
 
 class Moment:
-    """A snapshot of what forward and backward change: gradients, buffers, module attributes, and generators.
+    """Snapshot of the state that forward and backward change.
 
-    generators: torch generators.
+    Holds gradients, buffers, module attributes and the positions of the random number generators.
     """
 
     def __init__(self, gradients: Gradients, objective: Objective, generators: Sequence[torch.Generator]) -> None:
@@ -138,9 +138,9 @@ class Moment:
 
 @dataclass
 class GraphedLearner(Learner, Watch):
-    """A learner that captures a step at its signature's second occurrence, and replays it from then on.
+    """Learner that captures a graph when a signature occurs for the second time, and replays it from then on.
 
-    only_if_faster: drop graphs that gain nothing. strategy: of the run.
+    strategy: the run's strategy. only_if_faster: whether to drop graphs whose speed-up is below `LEAST_GAIN`.
 
     _untried: signatures captured in this epoch. _due: signatures and phases to verify at their next step.
     """
@@ -181,19 +181,19 @@ class GraphedLearner(Learner, Watch):
         self._progress = progress
 
     def resume(self) -> None:
-        """Drops graphs whose tensors moved or whose constants changed; schedules others for verification.
+        """Drops all graphs if a tensor moved or a constant changed.
 
-        At the start of an epoch these are the next one of each phase, and all captured since the last start.
+        At an epoch's start, schedules each phase's next graph, and all graphs of the previous epoch, for verification.
         """
         if self._progress.position.at_epoch_start:
             self._due |= {*self.params, *self._untried}
             self._untried.clear()
-        self.enter(next(iter(self.params)))  # so that the same parameters require gradients each time
+        self.enter(next(iter(self.params)))  # so that every outline shows the same parameters with requires_grad
         held = outline(self.objective)
         for phase in self.params:
             for number, group in enumerate(self._groups(phase)):
                 held |= {f"{phase} {number} {name}": outline_of(group[name]) for name in group.keys() - _OF_STEP}
-        problem = self._obstacle_of_forwards()  # a task may have added them since
+        problem = self._obstacle_of_forwards()  # a task may have added hooks meanwhile
         if problem is not None:
             for phase in self.params:
                 self._give_up(phase, problem)
@@ -206,7 +206,7 @@ class GraphedLearner(Learner, Watch):
             self.settle(log)
 
     def settle(self, log: Log) -> None:
-        """Logs new lines once, naming the ranks unless all have them. All processes call it."""
+        """Logs each new line once, with its ranks unless all ranks have it. Must be called by all processes."""
         group = self.strategy.group
         of_ranks = [self._lines] if group.agrees(self._lines) else group.gather(self._lines)
         for line in dict.fromkeys(chain(*of_ranks)):
@@ -215,7 +215,7 @@ class GraphedLearner(Learner, Watch):
         self._lines = []
 
     def launching(self) -> AbstractContextManager[None]:
-        gc.collect()  # frees the trial forwards of another stream
+        gc.collect()  # frees tensors of trial forwards, which ran on another stream
         return self._recorder.launching()
 
     def release(self) -> bool:
@@ -243,7 +243,7 @@ class GraphedLearner(Learner, Watch):
             sums = super(GraphedLearner, self).accumulate(strategy, phase, micro_batch, factor, is_first, is_last)
             if any(
                 p.grad is not None and p.grad.is_sparse for p in self.params[phase]
-            ):  # from a function, not a module
+            ):  # of F.embedding(sparse=True), which no module announces
                 self._give_up(phase, _SPARSE)
             else:
                 gradients.collect()
@@ -257,7 +257,7 @@ class GraphedLearner(Learner, Watch):
         else:
             strategy.group.activity.enter("forward")
             present = recording.present
-            del recording  # it holds memory that may have to be freed
+            del recording  # a reference would keep its memory from being freed
             found = self._attempt(lambda: self._replayed(self._recordings[key], micro_batch, factor))
             if found is not None:
                 self.buffers.of_samples(micro_batch.num_samples)
@@ -285,9 +285,9 @@ class GraphedLearner(Learner, Watch):
         factor: float,
         launch: Callable[[], Sums],
     ) -> Sums:
-        """Runs a micro-batch without a graph, then again by its graph to verify it; only the first run counts.
+        """Runs a micro-batch eagerly, then its graph from the same state; only the eager run counts.
 
-        Captures a graph if there is none, and trusts it if the results agree.
+        Captures the graph if there is none. If the results differ, the phase continues without graphs.
         """
         recording = self._recordings.get(key)
         gradients.attach()
@@ -342,9 +342,7 @@ class GraphedLearner(Learner, Watch):
         return Moment(gradients, self.objective, generators)
 
     def _recorded(self, phase: str, gradients: Gradients, micro_batch: WeightedBatch, before: Moment) -> Recording:
-        """Captures forward and backward after a dry run, because a wait during capture would break torch's generators
-        and memory.
-        """
+        """Captures forward and backward after a dry run; a host wait during capture would break PyTorch's allocator."""
         inputs = {name: tensor.to(self.device, copy=True) for name, tensor in micro_batch.batch.items()}
 
         def work() -> Packed:
@@ -365,7 +363,7 @@ class GraphedLearner(Learner, Watch):
         return outputs
 
     def _is_wanted(self, key: Key) -> bool:
-        """Decides whether to capture a signature, freeing cached memory of eager steps first."""
+        """Returns whether to capture a graph for a signature; may first free cached memory of eager steps."""
         if not self._recordings.is_wanted(key):
             return False
         if torch.cuda.mem_get_info(self.device)[0] < torch.cuda.memory_reserved(self.device):
@@ -418,7 +416,7 @@ class GraphedLearner(Learner, Watch):
         gradients = self._gradients.get(phase)
         if gradients is None:
             return super().update(phase, learning_rate, global_norm)
-        # The sum over parts is stored elsewhere, and an exchange may have added or removed gradients.
+        # The sum of gradients over --parts is stored elsewhere, and an exchange may have added or removed gradients.
         if self.strategy.num_parts or self.strategy.group.world_size > 1:
             gradients.collect()
         key = "update", phase, gradients.present
@@ -453,7 +451,7 @@ class GraphedLearner(Learner, Watch):
     def _recorded_update(
         self, key: Key, phase: str, gradients: Gradients, global_norm: Callable[[Tensor], Tensor]
     ) -> Recording | None:
-        """Captures an update without changing weights; returns None if that fails."""
+        """Captures an update without changing weights; returns None if the capture fails."""
         gradients.attach()
         present = gradients.present
         groups = self._groups(phase)
@@ -480,7 +478,7 @@ class GraphedLearner(Learner, Watch):
         return [group for optimizer in self.optimizers[phase] for group in optimizer.param_groups]
 
     def _may_replace(self, key: Key, phase: str) -> bool:
-        """Returns whether an update may replace tensors or constants of modules. Optimizers do so at once or never."""
+        """Returns whether an update may replace module tensors. An optimizer that does, does so in its first steps."""
         self._num_looks[key] += 1
         is_own = type(self.objective).after_step is not Objective.after_step
         return is_own or (self._obstacle_of_update(phase) is not None and self._num_looks[key] < 5)
@@ -488,7 +486,7 @@ class GraphedLearner(Learner, Watch):
     # --- what is not recorded -----------------------------------------------------------------------------------------
 
     def _gradients_of(self, phase: str) -> Gradients | None:
-        """Returns None for a phase without graphs."""
+        """Returns a phase's flat gradients; None if the phase runs without graphs."""
         if phase not in self._gradients:
             params, is_recorded = self.params[phase], self._obstacle(phase) is None
             gradients = Gradients(params, self.strategy.flat_gradients(params)) if is_recorded else None
@@ -504,18 +502,18 @@ class GraphedLearner(Learner, Watch):
         self._gradients[phase] = None
 
     def _forget(self) -> None:
-        """Drops all graphs. After a broken capture they would draw from a generator that nobody seeds."""
+        """Drops all graphs. After a failed capture they would draw from a random number generator that nobody seeds."""
         self._recordings.clear()
         self._forwards.clear()
 
     def _attempt(self, replay: Callable[[], T]) -> T | None:
-        """Runs a replay; on out-of-memory drops all graphs and returns None."""
+        """Runs a replay; if memory runs out, drops all graphs and returns None."""
         try:
             return replay()
         except RuntimeError as error:
             if not lacks_memory(error):
                 raise
-        # Outside the handler, because the exception's frames hold memory to be freed.
+        # Frees memory outside the handler, because the exception's frames hold some of it.
         self._forwards.problem = _LACK
         self.release()
         free_memory()
@@ -527,7 +525,7 @@ class GraphedLearner(Learner, Watch):
         return f"CUDA graphs: {which} run without a graph: {problem}."
 
     def _account_of(self, error: Exception) -> str:
-        """Explains why capture failed, with the user's line of code."""
+        """Returns why a capture failed, with the user's line of code."""
         if isinstance(error, CannotBeRecorded):
             return str(error)
         if isinstance(error, RuntimeError) and lacks_memory(error):
@@ -538,7 +536,7 @@ class GraphedLearner(Learner, Watch):
         return f"{reason(error)} ({Path(own[-1].filename).name}, line {own[-1].lineno})"
 
     def _obstacle(self, phase: str) -> str | None:
-        """Returns why a phase cannot be captured, as far as known before its first step."""
+        """Returns why a phase cannot be captured, as far as known before its first step; else None."""
         strategy, state = self.strategy, self.buffers.forward_state
         of_forwards = self._obstacle_of_forwards()
         if of_forwards is not None:
@@ -557,7 +555,7 @@ class GraphedLearner(Learner, Watch):
         return f"forwards change {changed[0]}, which a graph would not" if changed else None
 
     def _obstacle_of_update(self, phase: str) -> str | None:
-        """Returns why a phase's update cannot be captured; forward and backward may still be."""
+        """Returns why a phase's weight update cannot be captured, or None. Its forward and backward may still be."""
         if type(self.objective).after_step is not Objective.after_step:
             return f"{type(self.objective).__name__} has its own after_step"
         for optimizer in self.optimizers[phase]:
@@ -568,7 +566,7 @@ class GraphedLearner(Learner, Watch):
         return self._problems_of_updates.get(phase)
 
     def _obstacle_of_forwards(self) -> str | None:
-        """Returns why forwards cannot be captured."""
+        """Returns why forwards cannot be captured, or None."""
         if self.strategy.exchanges_in_forward or self.strategy.num_replicas > 1:
             return "a forward spans several devices"
         hooked = hooked_module(self.objective)
@@ -578,9 +576,10 @@ class GraphedLearner(Learner, Watch):
 
 
 class GraphedInParts(PartsLearner, GraphedLearner):
-    """Replays forward and backward of each part, and sums between replays."""
+    """Learner for `--parts` that replays forward and backward of each part, and adds gradients between replays."""
 
 
 def _first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    names = (name for name in [*now, *before] if [before.get(name, ABSENT)] != [now.get(name, ABSENT)])  # NaN is itself
+    # compares lists, in which an object equals itself even if it is NaN
+    names = (name for name in [*now, *before] if [before.get(name, ABSENT)] != [now.get(name, ABSENT)])
     return next(names, None)

@@ -1,9 +1,9 @@
-"""Computes a loss over all rows of an optimizer step, of all micro-batches and devices (`Objective.joint_loss`).
+"""Computes a loss over the outputs of all samples of a step, on all devices (`Objective.joint_loss`).
 
-Gradient caching (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", RepL4NLP 2021):
-forwards under no_grad compute the rows, the joint loss computes its gradients by them, and second forwards with the
-same random numbers backpropagate these to the parameters. So memory holds the autograd graph of one micro-batch at a
-time. A step of one micro-batch per device needs each forward once.
+Uses gradient caching (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", RepL4NLP
+2021). Forwards under `no_grad` compute the outputs, and the joint loss computes its gradients with respect to them.
+Second forwards with the same random numbers backpropagate these gradients to the parameters. So memory holds the
+autograd graph of only one micro-batch at a time. With one micro-batch per device, a step runs each forward only once.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from trainer.task import Objective, Outputs, Rows, Sums
 
 
 def refuse_joint(objective: Objective, strategy: Strategy, compiles: bool) -> None:
-    """Raises UserError for options that a joint loss does not support; accepts any other objective."""
+    """Raises UserError if the objective has a joint loss and an option that joint losses do not support is set."""
     if not objective.is_joint:
         return
     name = f"{type(objective).__name__}.joint_loss"
@@ -39,9 +39,9 @@ def refuse_joint(objective: Objective, strategy: Strategy, compiles: bool) -> No
 
 
 class JointForward(nn.Module):
-    """Wraps the objective for training.
+    """Wraps an objective with a joint loss for training.
 
-    use: maps rows of a training forward to its result; None computes the loss of these rows only.
+    use: maps the outputs of a training forward to its result; None computes the joint loss of these outputs alone.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -65,10 +65,10 @@ class JointForward(nn.Module):
 
 
 class JointLearner(Learner, Watch):
-    """A learner whose objective has a loss over all rows of a step."""
+    """Learner for an objective with a joint loss."""
 
     _found: list[Rows] | None = None
-    """Rows computed so far under no_grad."""
+    """Outputs of each micro-batch, while they are computed under `no_grad`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,7 +86,7 @@ class JointLearner(Learner, Watch):
     def accumulate_window(
         self, strategy: Strategy, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]
     ) -> Sums:
-        """Overrides `Learner`. Rank 0 returns the sums of the whole step, other ranks zeros."""
+        """Runs a step's forwards and backwards. Rank 0 returns the sums of the whole step, other ranks return zeros."""
         num_samples = [micro_batch.num_samples for micro_batch in window]
         handing_on = partial(self._handing_on, strategy, phase, num_samples, factor, key)
         try:
@@ -125,10 +125,10 @@ class JointLearner(Learner, Watch):
         key: tuple[int, ...],
         parts: Sequence[Rows],
     ) -> Callable[[Rows], Sums]:
-        """Maps the rows of each forward in turn to a loss with the gradients of the joint loss * factor.
+        """Returns a function from each forward's outputs, in order, to a loss with gradients of joint loss * factor.
 
-        parts: the rows of each micro-batch, of which num_samples count. The last loss also has the gradients of
-        parameters that the joint loss uses directly, and the sums of the step.
+        parts: outputs of each micro-batch. num_samples: samples of each micro-batch that count. The last loss also has
+        the gradients of parameters that the joint loss uses directly; only the last result holds the step's sums.
         """
         counted = [part for part, num in zip(parts, num_samples, strict=True) if num] or parts[:1]
         kinds = [kinds_of(part) for part in counted]
@@ -156,7 +156,7 @@ class JointLearner(Learner, Watch):
         return of_forward
 
     def _gradients(self, phase: str, rows: Rows, factor: float) -> tuple[Sums, Rows, list[tuple[Tensor, Tensor]]]:
-        """Returns the joint sums, and gradients of loss * factor by rows and by the parameters it uses directly."""
+        """Returns the joint sums, and gradients of loss * factor for the outputs and for parameters used directly."""
         leaves = {name: value for name, value in rows.items() if value.is_floating_point() or value.is_complex()}
         for leaf in leaves.values():
             leaf.requires_grad_()
@@ -166,7 +166,7 @@ class JointLearner(Learner, Watch):
             sums = self.objective.joint_loss(rows, phase)
         require_sums(sums, self.objective, phase)
         start = self.precision.start(sums["loss"], factor)
-        with torch.autocast(device, enabled=False):  # a backward runs in the types of its forward
+        with torch.autocast(device, enabled=False):  # a backward runs in the dtypes of its forward
             found = torch.autograd.grad(sums["loss"], [*leaves.values(), *params], start, allow_unused=True)
         of_rows = {name: value for name, value in zip(leaves, found, strict=False) if value is not None}
         of_params = [(p, value) for p, value in zip(params, found[len(leaves) :], strict=True) if value is not None]
@@ -174,7 +174,7 @@ class JointLearner(Learner, Watch):
 
 
 class _Known(torch.autograd.Function):
-    """A number whose backward assigns precomputed gradients to tensors, times all factors."""
+    """Value whose backward returns precomputed gradients of tensors and ignores the incoming gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *tensors: Tensor) -> Tensor:

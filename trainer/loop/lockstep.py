@@ -1,4 +1,4 @@
-"""Lockstep check: compares fingerprints of the model across processes during training."""
+"""Checks that all processes hold the same model during training, by comparing fingerprints."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,28 +18,28 @@ from trainer.parallel.devices import arithmetic_of, numbers_at_once, queue_of
 from trainer.parallel.strategy import Strategy
 
 MOST_NAMED = 4
-"""Ranks named as one side."""
+"""Maximum number of ranks listed in a message as holding one value; more are only counted."""
 _BLOCK_FACTOR = 0x5851F42D4C957F2D
-"""Any odd number works; this is Knuth's multiplier modulo 2^64."""
+"""Multiplier between blocks of words. Any odd number works; this is Knuth's multiplier modulo 2^64."""
 
 
 class Fingerprint:
-    """The multilinear hash of Lemire and Kaser ("Strongly universal string hashing is fast", 2014) on a device.
+    """Multilinear hash of Lemire and Kaser ("Strongly universal string hashing is fast", 2014), computed on a device.
 
-    Sums the tensors' 32-bit words modulo 2^64, each multiplied by a random number for its position. These are odd, so a
-    single changed word always shows; other changes escape with probability 2^-32. Integer sums do not depend on order,
-    so every device computes the same.
+    The hash is the sum modulo 2^64 of the tensors' 32-bit words, each multiplied by a random odd number for its
+    position. Because of the odd factors, a single changed word always changes the hash; other changes escape with
+    probability 2^-32. Integer sums do not depend on their order, so all devices compute the same hash.
     """
 
     def __init__(self, num_words: int, device: torch.device) -> None:
-        """num_words: total words of the tensors."""
+        """num_words: 32-bit words of the tensors to hash; see the function `num_words`."""
         size = min(num_words, numbers_at_once(device))
         generator = torch.Generator().manual_seed(0)
         self._factors = (torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator) | 1).to(device)
 
     @torch.no_grad()
     def of(self, tensors: Iterable[Tensor]) -> Tensor:
-        """Returns the hash on the device, a scalar int64."""
+        """Returns the hash of tensors as a scalar int64 tensor on their device."""
         total = self._factors.new_zeros(())
         for block in _blocks(tensors, len(self._factors)):
             total = total * _BLOCK_FACTOR + (block * self._factors[: len(block)]).sum()
@@ -47,12 +47,12 @@ class Fingerprint:
 
 
 def num_words(tensors: Iterable[Tensor]) -> int:
-    """Returns an upper bound on the words hashed."""
+    """Returns an upper bound on the number of 32-bit words in tensors."""
     return sum(-(-tensor.nbytes // 4) + 1 for tensor in tensors)
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Views a tensor as 32-bit words, padded with zeros."""
+    """Returns a tensor's bytes as a flat int32 tensor, padded with zeros."""
     flat = tensor.detach().reshape(-1)
     if flat.element_size() % 4:
         flat = F.pad(flat.view(torch.uint8), (0, 4 - flat.nbytes % 4))
@@ -60,7 +60,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _blocks(tensors: Iterable[Tensor], most: int) -> Iterator[Tensor]:
-    """Yields the tensors' words in blocks of at most `most`, to batch many small tensors."""
+    """Yields the tensors' 32-bit words in blocks of at most `most` words; small tensors share a block."""
     waiting: list[Tensor] = []
     size = 0
     for piece in (piece for tensor in tensors for piece in _words(tensor).split(most)):
@@ -74,10 +74,10 @@ def _blocks(tensors: Iterable[Tensor], most: int) -> Iterator[Tensor]:
 
 
 class Account(NamedTuple):
-    """A process's description of its model when fingerprints differ.
+    """Describes one process's model after fingerprints differ.
 
-    member, kind: process and device; equal kinds compute equal bits. hashes: of each tensor. changed: buffers changed
-    by anything since training began.
+    member: the process. kind: its kind of device; equal kinds compute equal bits. hashes: the hash of each tensor.
+    changed: names of buffers replaced or written to since training began.
     """
 
     member: str
@@ -89,8 +89,9 @@ class Account(NamedTuple):
 class Lockstep(Watch):
     """Compares parameters and persistent buffers of all processes at intervals and before every save.
 
-    every: in optimizer steps; 0 disables it. Each process sends one fingerprint, which on a GPU has long reached the
-    host. If they differ, all processes find out which tensors differ on which ranks, and raise UnfitState.
+    every: optimizer steps between comparisons; 0 disables them. A GPU's fingerprint is compared some steps later, so
+    that the host need not wait. If fingerprints differ, all processes raise UnfitState with the tensors and ranks that
+    differ; devices of different kinds cause a message instead.
     """
 
     def __init__(self, objective: nn.Module, strategy: Strategy, every: int) -> None:
@@ -129,7 +130,7 @@ class Lockstep(Watch):
             self._compare(step, int(self._fingerprint.of(self._tensors().values())), step, log)
 
     def _compare(self, step: int, own: int, now: int, log: Log) -> None:
-        """Compares the fingerprints of a step. now: the newest step."""
+        """Compares all processes' fingerprints after a step. own: this process's fingerprint. now: the current step."""
         hashes = torch.zeros(self._strategy.group.world_size, dtype=torch.int64)
         hashes[self._strategy.group.rank] = own
         if not self._sides(self._strategy.group.sum(hashes).tolist()):
@@ -139,7 +140,7 @@ class Lockstep(Watch):
             log.say_of_ranks(now, note)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors to compare, or this process's shards of them, by name."""
+        """Returns the tensors to compare by name; of a sharded tensor, this process's shard."""
         named = {**dict(self._objective.named_parameters()), **persistent_buffers(self._objective)}
         kept = {
             name: tensor
@@ -173,7 +174,7 @@ class Lockstep(Watch):
         return notes
 
     def _changed(self) -> set[str]:
-        """Returns buffers replaced or written to since training began."""
+        """Returns the names of buffers replaced or written to since training began."""
         return {
             name
             for name, buffer in persistent_buffers(self._objective).items()
@@ -182,7 +183,7 @@ class Lockstep(Watch):
         }  # fmt: skip
 
     def _sides(self, hashes: Sequence[int]) -> list[list[int]]:
-        """Groups ranks with the same shard of a tensor by hash, smallest group first; empty if they agree."""
+        """Groups the ranks that hold the same shard by hash, smallest group first; empty if all hashes agree."""
         for part in range(self._strategy.shard_size):
             ranks = range(part, len(hashes), self._strategy.shard_size)
             if len({hashes[rank] for rank in ranks}) > 1:

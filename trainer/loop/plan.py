@@ -1,4 +1,4 @@
-"""Maps positions in a run to (epoch, phase, global batch) and back. Needs no torch."""
+"""Plans the steps of a run: maps positions to (epoch, phase, global batch) and back. Does not import torch."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +13,14 @@ from trainer.common.errors import UserError
 from trainer.loading.order import EpochOrder, Position
 
 EPOCHS_KEPT = 2
-"""Loading ahead may reach into a phase's next epoch."""
+"""Epochs whose sample order is kept in memory, because prefetching may reach into a phase's next epoch."""
 
 
 @dataclass
 class ShuffledOrder:
-    """A new permutation of all samples in each epoch, cut into global batches.
+    """Sample order with a new permutation of all samples in each epoch, cut into global batches.
 
-    num_samples: of the data set. global_batch_size: samples per step. size: samples used per epoch, at most all.
+    num_samples: size of the data set. global_batch_size: samples per step. size: samples per epoch, <= num_samples.
     """
 
     seed: int
@@ -49,12 +49,12 @@ class ShuffledOrder:
             yield start, min(start + self.global_batch_size, self.size)
 
     def samples(self, epoch: int, start: int, end: int) -> np.ndarray:
-        """Returns the samples of a global batch, (end - start,) int64."""
+        """Returns the sample indices of a global batch, (end - start,) int64."""
         return self._epoch(epoch).take(start, end)
 
 
 class StreamOrder(ShuffledOrder):
-    """Samples in stream order."""
+    """Sample order of a stream: samples in the order in which the stream yields them."""
 
     def samples(self, epoch: int, start: int, end: int) -> np.ndarray:
         return np.arange(start, end)
@@ -62,11 +62,11 @@ class StreamOrder(ShuffledOrder):
 
 @dataclass
 class TaskOrder:
-    """The global batches of `Task.order`, with the interface of `ShuffledOrder`. Every epoch has the same number of
-    samples.
+    """Sample order of a task (`Task.order`), with the interface of `ShuffledOrder`.
 
-    source: names it in messages. batches: epoch -> global batches. size: samples per epoch. global_batch_size: as
-    requested on the command line. `bounds` and `samples` raise UserError.
+    source: name of the order in messages. batches: maps an epoch to its global batches. size: samples per epoch, equal
+    for all epochs. global_batch_size: the size requested on the command line. Methods raise UserError if an epoch lacks
+    samples or has an empty batch.
     """
 
     source: str
@@ -103,9 +103,9 @@ class TaskOrder:
         return batches[number][start - offset : end - offset]
 
     def _checked(self, epoch: int) -> tuple[Sequence[np.ndarray], Sequence[int]]:
-        """Returns an epoch's global batches and their cumulative ends. Raises UserError."""
+        """Returns an epoch's global batches and the cumulative sums of their sizes. Raises UserError."""
         batches = self.batches(epoch) or []
-        size = getattr(batches, "batch_size", None)  # of all but the last; avoids building them
+        size = getattr(batches, "batch_size", None)  # size of all batches but the last; avoids building them
         sizes = [] if size else [len(batch) for batch in batches]
         ends = range(size, size * len(batches) + 1, size) if size else list(accumulate(sizes))
         if not ends or ends[-1] < self.size or 0 in sizes:
@@ -117,15 +117,15 @@ class TaskOrder:
 
 
 SampleOrder = ShuffledOrder | TaskOrder
-"""Selects the samples of each global batch of a phase."""
+"""Type of the objects that select the samples of each global batch of a phase."""
 
 
 class PlannedStep(NamedTuple):
-    """An optimizer step to come.
+    """An optimizer step that is not done yet.
 
-    phase: its index. epoch: of the phase's own data, from 0. start, end: the global batch within that epoch. after: the
-    run's position after the step. progress: where the learning rate is evaluated, in units of `Plan.total`; at the
-    middle of a step it is the schedule's mean over the step, up to curvature.
+    phase: the phase's index. epoch: pass over the phase's data, from 0. start, end: range of the global batch within
+    the epoch's samples. after: the run's position after the step. progress: argument of the learning rate schedule, in
+    units of `Plan.total`; the middle of the step, where the schedule equals its mean over the step up to curvature.
     """
 
     phase: int
@@ -138,11 +138,11 @@ class PlannedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The arithmetic of a run, measured in epochs or in optimizer steps.
+    """Schedule of a run's steps, reports and validations.
 
-    epochs, max_steps: length of the run; one is None. Fitted models have 0 epochs. orders: of each phase. turns:
-    optimizer steps of each phase before the next one's turn; empty if phases follow one another. eval_every,
-    eval_every_steps: epochs or optimizer steps between validations; both None without a validation set.
+    epochs, max_steps: length of the run; one is None. Models fitted without steps have 0 epochs. orders: the sample
+    order of each phase. turns: optimizer steps of each phase before the next phase's turn; empty if phases follow one
+    another. eval_every, eval_every_steps: interval between validations; both None without a validation set.
     """
 
     epochs: int | None
@@ -172,7 +172,7 @@ class Plan:
 
     @cached_property
     def samples_per_epoch(self) -> int:
-        """Samples of all phases; with turns, of the first phase, which defines the epoch."""
+        """Number of samples per epoch, in all phases; with turns only in the first phase, which defines the epoch."""
         return self.phase_sizes[0] if self.turns else sum(self.phase_sizes)
 
     @cached_property
@@ -187,7 +187,7 @@ class Plan:
         return (num_epochs if self.max_steps is None else num_steps) >= self.total
 
     def validates_after(self, num_epochs: int, num_steps: int) -> bool:
-        """Returns whether the report at this point validates: at each interval and at the end."""
+        """Returns whether the report after these epochs or steps validates: at each interval and at the run's end."""
         if not self.has_validation:
             return False
         if self.is_through(num_epochs, num_steps):
@@ -195,27 +195,27 @@ class Plan:
         return num_epochs % self.eval_every == 0 if self.eval_every is not None else self.reports_after(num_steps)
 
     def reports_after(self, num_steps: int) -> bool:
-        """Returns whether a report follows `num_steps` optimizer steps, even within an epoch."""
+        """Returns whether a report follows `num_steps` optimizer steps, even in the middle of an epoch."""
         if self.max_steps is not None and num_steps >= self.max_steps:
             return True
         return self.eval_every_steps is not None and num_steps % self.eval_every_steps == 0
 
     def logs_after(self, num_steps: int, step: PlannedStep, interval: int) -> bool:
-        """Returns whether to log the last of `num_steps` steps: every `interval`; with turns, one of each phase."""
+        """Returns whether to log a run's step `num_steps`: one per `interval`; with turns, one of each phase."""
         is_last_of_turn = step.after.turn == 0
         return num_steps >= interval and num_steps % interval < (sum(self.turns) or 1) and is_last_of_turn
 
     def consumed(self, position: Position) -> int:
-        """Returns the samples used of the current epoch, out of `samples_per_epoch`."""
+        """Returns how many of the epoch's `samples_per_epoch` samples have been used at a position."""
         before = [] if self.turns else self.phase_sizes[: position.phase]
         return sum(before) + position.samples
 
     def epochs_done(self, position: Position) -> float:
-        """Returns training progress in epochs."""
+        """Returns the training progress at a position as a fractional number of epochs."""
         return position.epoch + self.consumed(position) / self.samples_per_epoch
 
     def steps_done(self, position: Position) -> int:
-        """Returns optimizer steps from the start to a position, with the current global batches."""
+        """Returns the optimizer steps up to a position, as if all had used the current global batch size."""
         order = self.orders[0 if self.turns else position.phase]
         steps = position.epoch * self.steps_per_epoch + order.steps_before(position.epoch, position.samples)
         if not self.turns:
@@ -226,9 +226,9 @@ class Plan:
         return steps + num_rounds * sum(self.turns[1:]) + in_this_round
 
     def rest_of_epoch(self, position: Position, num_done: int = 0) -> Iterator[PlannedStep]:
-        """Yields the remaining steps of the current epoch, up to the end of the run.
+        """Yields the remaining steps of the current epoch; stops earlier where the run ends.
 
-        num_done: optimizer steps done; used if the run is measured in steps.
+        num_done: optimizer steps done so far; only used if the run's length is given in steps.
         """
         steps = self._steps_from(position)
         if self.max_steps is None:
@@ -252,9 +252,9 @@ class Plan:
             consumed = 0
 
     def _in_turns(self, position: Position) -> Iterator[PlannedStep]:
-        """Yields rounds until the first phase's data are used up; the others finish their turns.
+        """Yields the steps of alternating phases until the first phase's data are used up; others finish their turns.
 
-        They wrap around their own data, and use the learning rate of the first phase's preceding step.
+        The other phases cycle through their own data, and use the learning rate of the first phase's preceding step.
         """
         first, phase, turn = self.orders[0], position.phase, position.turn
         others = position.others or ((0, 0),) * (len(self.orders) - 1)
@@ -277,9 +277,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """Split of a global batch.
+    """Split of a global batch over devices and forwards.
 
-    batch_size: maximum samples per device per forward. micro_batch_size: maximum per process (a DataParallel process
+    batch_size: maximum samples per device per forward. micro_batch_size: the same per process (a DataParallel process
     has several devices). grad_accum_steps: forwards per step. global_batch_size: samples per step over all devices.
     """
 
@@ -297,10 +297,10 @@ def split_batch(
     world_size: int,
     num_parts: int = 0,
 ) -> BatchSplit:
-    """Derives the missing batch sizes. num_parts: `--parts`, independent of the devices.
+    """Computes the split of a global batch from the batch flags. num_parts: `--parts`; 0 without it.
 
-    Given `global_batch_size`, `batch_size` is the maximum per device, and accumulation steps follow; uneven shares are
-    still trained exactly.
+    Given `global_batch_size`, `batch_size` is the maximum per device, and the number of accumulation steps follows.
+    Gradients are exact even if devices get different numbers of samples.
     """
     if num_parts:
         global_batch_size = global_batch_size or batch_size * num_parts

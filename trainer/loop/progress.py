@@ -1,4 +1,4 @@
-"""The progress of a run: all that changes in training apart from weights and moments."""
+"""The progress of a run: everything that changes in training apart from weights and optimizer states."""
 
 import math
 import time
@@ -15,11 +15,11 @@ from trainer.task import At
 
 @dataclass
 class Progress(SavedProgress):
-    """A run's progress in this process: the saved fields, and others.
+    """A run's progress in this process: the fields that checkpoints hold, and fields that they do not hold.
 
-    last_save: optimizer steps at the last checkpoint. totals: by phase, sums over this process's share of the steps
-    since the last report. own_samples: how many of `samples` this process's totals cover. new_totals: creates empty
-    totals. clock: when `train_seconds` was last updated; None before training.
+    last_save: optimizer steps done at the last checkpoint. totals: sums by phase over this process's samples since the
+    last report. own_samples: how many of `samples` these totals cover. new_totals: creates empty totals. clock:
+    `time.monotonic()` at the last update of `train_seconds`; None before training.
     """
 
     last_save: int = 0
@@ -29,13 +29,13 @@ class Progress(SavedProgress):
     clock: float | None = None
 
     def copied(self) -> "Progress":
-        """Returns a copy with the same totals; three times as fast as `copy.copy`, since every step calls it."""
+        """Returns a shallow copy, three times as fast as `copy.copy`, because every step needs one."""
         twin = object.__new__(Progress)
         vars(twin).update(vars(self))
         return twin
 
     def start_epoch(self, epoch: int, phases: Sequence[str]) -> None:
-        """epoch: number of completed epochs."""
+        """Moves to the start of an epoch with empty totals. epoch: number of completed epochs."""
         self.position = Position(epoch, others=self.position.others)
         self.start_segment(phases)
 
@@ -47,16 +47,16 @@ class Progress(SavedProgress):
         self.misses_samples = False
 
     def advance(self, position: Position, samples: int = 0, own_samples: int = 0) -> None:
-        """Advances by an optimizer step. samples, own_samples: added by all processes, and by this one."""
+        """Advances by one optimizer step. samples, own_samples: the step's samples on all processes and on this one."""
         self.position = position
         self.step += 1
         self.samples += samples
         self.own_samples += own_samples
 
     def where(self, plan: Plan, group: Group, phase: str = "", progress: float | None = None) -> At:
-        """Describes the run's position for a task. progress: of a step, in units of `Plan.total`."""
+        """Describes the run's position to a task. progress: a step's, in units of `Plan.total`; None for this point."""
         is_in_epochs, position = plan.max_steps is None, self.position
-        step = plan.steps_done(position) if is_in_epochs else self.step  # independent of earlier batch sizes
+        step = plan.steps_done(position) if is_in_epochs else self.step  # as if batch sizes had not changed
         if progress is None:
             progress = plan.epochs_done(position) if is_in_epochs else step
         share = progress / plan.total if plan.total else 0.0
@@ -69,13 +69,13 @@ class Progress(SavedProgress):
         return time.monotonic() - self.clock if self.clock is not None else 0.0
 
     def read_clock(self) -> None:
-        """Adds the time since the last call to `train_seconds`."""
+        """Increases `train_seconds` by the time since the previous call."""
         now = time.monotonic()
         self.train_seconds += now - self.clock if self.clock is not None else 0.0
         self.clock = now
 
     def judge(self, value: float, mode: str) -> bool:
-        """Records a validation's monitored value; returns whether it is the best so far. mode: "max" or "min"."""
+        """Records the monitored metric of a validation; returns whether it is the best so far. mode: "max" or "min"."""
         sign = 1 if mode == "max" else -1
         is_best = not math.isnan(value) and (self.best is None or sign * value > sign * self.best.value)
         if is_best:

@@ -1,4 +1,4 @@
-"""A run in progress: everything that one process trains with."""
+"""A training run: the objects that one process trains with."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -30,15 +30,15 @@ from trainer.task import Task
 class Run:
     """One process's view of a training run.
 
-    memory: how each phase's global batches are split.
+    memory: splits each phase's global batches to fit device memory.
     directory, saver: used on rank 0 only.
-    facts: what checkpoints record for the next start (flags, versions, batch arithmetic).
-    model_outline: type and shape of each saved weight and buffer, as built.
-    prepared: batches prefetched by idle workers, by validation set, and "train" for the next epoch's windows.
-    tried_saving: phases with a dry-run save.
-    patience: evaluations without improvement before stopping; 0: never.
-    eval_batch_size: samples per device per forward.
-    scores: metrics of the best report of this start, or the last one without validation.
+    facts: checkpoint entries for the next start (flags, versions, batch sizes).
+    model_outline: dtype and shape of each saved weight and buffer, as built.
+    prepared: batches that idle workers prefetch, by validation set; "train" holds the next epoch's windows.
+    tried_saving: phases whose state has been checked by `try_saving`.
+    patience: evaluations without improvement after which training stops; 0 disables early stopping.
+    eval_batch_size: samples per device per forward in evaluations.
+    scores: metrics of the best report since this start; without validation, of the last report.
     """
 
     task: Task
@@ -71,10 +71,10 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Returns whether all epochs or steps are done and reported, or early stopping has ended them."""
+        """Returns whether all epochs or steps are done and reported, or early stopping has ended the run."""
         if self.is_out_of_patience:
             return True
-        # an epoch ends with its report
+        # the position moves to the next epoch only in the report
         return self.is_through and (self.plan.max_steps is None or self.progress.last_report == self.progress.step)
 
     @property
@@ -90,7 +90,7 @@ class Run:
         return training_windows(self.plan, progress, sizes, self.loaders["train"], self.strategy, self.log, ahead)
 
     def prepare_next_epoch(self) -> None:
-        """Lets idle workers prefetch the next epoch, unless its start may change the data."""
+        """Lets idle workers prefetch the next epoch, unless the task's `on_epoch_start` may change the data."""
         start = Position(self.progress.position.epoch + 1, others=self.progress.position.others)
         if self.plan.is_through(start.epoch, self.progress.step):
             return
@@ -98,7 +98,7 @@ class Run:
             self.prepared["train"] = self.windows(replace(self.progress, position=start), ahead=True)
 
     def close(self) -> None:
-        """Closes workers, the pending write, and the log."""
+        """Stops the workers, waits for a pending checkpoint write, and closes the log."""
         self.workers.close()
         with closing(self.log):
             unsaved = self.saver.end()

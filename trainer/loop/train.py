@@ -1,6 +1,6 @@
-"""The training loop. Read this first, top to bottom.
+"""The training loop, independent of task, devices and precision.
 
-It does not know the task, the devices or the precision.
+To understand the trainer, read this file first, from top to bottom.
 """
 
 import math
@@ -35,9 +35,9 @@ from trainer.parallel.strategy import Strategy
 
 
 def train(run: Run) -> None:
-    """Trains from the run's position to its end, with everything on disk when it returns.
+    """Trains from the run's position to the run's end. All checkpoints are on disk when this function returns.
 
-    Raises StopRequested, after saving, if the run was asked to stop or its time is up; UserError if training diverges.
+    Raises StopRequested, after saving, if asked to stop or if time is up, and UserError if training diverges.
     """
     progress = run.progress
     progress.read_clock()
@@ -50,12 +50,12 @@ def train(run: Run) -> None:
             report(run, at_start=True)
         while not run.is_complete:
             train_epoch(run)
-            if not run.is_complete:  # unless stopped early within the epoch
+            if not run.is_complete:  # early stopping may end the run within an epoch
                 run.prepare_next_epoch()
                 report(run)
     except StopRequested:
         settle(run.watches, run.log)
-        # The next start repeats an epoch's start, which must find the model as it was before.
+        # At an epoch's start, a resume calls `on_epoch_start` again, so the saved model must not have seen the call.
         if not (progress.position.at_epoch_start and progress.last_save == progress.step > 0):
             save(run)
         finish_saving(run.group, run.saver)
@@ -66,7 +66,7 @@ def train(run: Run) -> None:
 def train_epoch(run: Run) -> None:
     """Trains the rest of the current epoch, or of the run: one optimizer step per global batch.
 
-    A report due within the epoch comes before the next step, so that a run stopped in between makes it after resuming.
+    A report due within the epoch comes just before the next step, so that a run stopped earlier makes it on resuming.
     """
     progress, plan = run.progress, run.plan
     if progress.position.at_epoch_start:
@@ -75,9 +75,9 @@ def train_epoch(run: Run) -> None:
         start_epoch(run.task, run.learner, run.strategy, progress.position.epoch, run.log)
 
     def clock() -> tuple[bool, bool]:
-        """Returns whether `--max-minutes` are used up, and whether a checkpoint is due."""
+        """Returns whether the time of `--max-minutes` is up, and whether a checkpoint is due."""
         since_save, lock = progress.seconds_since_reading, run.directory.lock
-        is_lost = lock is not None and lock.is_lost  # taken over by another process; saving then ends this run
+        is_lost = lock is not None and lock.is_lost  # to another process; the next save then ends this run
         saves = is_lost or 0 < 60 * run.saving.save_every_minutes <= since_save
         return 0 < 60 * run.settings.max_minutes <= progress.train_seconds + since_save, saves
 
@@ -97,7 +97,7 @@ def train_epoch(run: Run) -> None:
 
 
 def start_segment(learner: Learner, watches: Sequence[Watch], log: Log, plan: Plan, position: Position) -> None:
-    """Begins training between two reports."""
+    """Prepares for training until the next report."""
     log.start_segment(position, plan.epochs, plan.samples_per_epoch, plan.consumed(position))
     learner.train()
     for watch in watches:
@@ -105,7 +105,7 @@ def start_segment(learner: Learner, watches: Sequence[Watch], log: Log, plan: Pl
 
 
 def end_segment(watches: Sequence[Watch], log: Log) -> None:
-    """Waits for all steps so far."""
+    """Waits for the device and pauses the watches before a report."""
     settle(watches, log)
     for watch in watches:
         watch.pause()
@@ -113,7 +113,7 @@ def end_segment(watches: Sequence[Watch], log: Log) -> None:
 
 
 def train_window(run: Run, window: Window, agreed: Agreed) -> None:
-    """Trains on one global batch; logs and saves if due. agreed: sums over all processes."""
+    """Runs one optimizer step; logs and saves if due. agreed: values summed over all processes."""
     strategy, plan, progress, settings = run.strategy, run.plan, run.progress, run.settings
     group = strategy.group
     step, phase, record, logs = window.step, run.task.phases[window.step.phase], None, False
@@ -134,7 +134,7 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
                 break
             except RuntimeError as error:
                 run.memory.require_hope(error)
-            # Outside the handler, because the exception's frames hold memory to be freed.
+            # Frees memory outside the handler, because the exception's frames hold some of it.
             run.memory.make_room(step.phase, run.log.say)
         progress.totals[phase].add(result.sums, window.weight, result.applied)
         progress.advance(step.after, num_samples, window.num_samples)
@@ -159,10 +159,10 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
 
 
 def saves_after_step(progress: Progress, plan: Plan, interval: int, clock_asks: bool) -> bool:
-    """Returns whether a checkpoint is due after the last step, unless a report within the epoch makes one.
+    """Returns whether a checkpoint is due after the last step; false if a report within the epoch saves anyway.
 
-    The end of an epoch may save twice: before a long validation, and with its score. interval: optimizer steps; 0: off.
-    clock_asks: a request from before the last checkpoint may arrive up to two steps late.
+    At an epoch's end a run may save twice: before a long validation, and with its score. interval: steps between saves,
+    or 0. clock_asks: rank 0's clock requests a checkpoint; ignored until two steps after the last checkpoint.
     """
     num_steps = progress.step
     is_due = (clock_asks and num_steps > progress.last_save + 2) or (interval > 0 and num_steps % interval == 0)
@@ -179,11 +179,11 @@ def train_step(
     learning_rate: float,
     watches: Sequence[Watch] = (),
 ) -> StepResult:
-    """Runs one optimizer step over a window of micro-batches; exact for any split of the samples.
+    """Runs one optimizer step over this process's micro-batches; the gradient is exact for any split of the samples.
 
-    window: micro-batches with their weights (numbers of loss terms); a placeholder adds nothing. total_weight: loss
-    terms of the window over all processes, above 0. Every micro-batch contributes its sum of losses divided by it, so
-    the gradient is that of the mean over all terms, however they are split.
+    window: micro-batches with their weights (numbers of loss terms); a placeholder has weight 0. total_weight: number
+    of loss terms in the step over all processes, above 0. Each micro-batch's summed loss is divided by total_weight, so
+    gradients add up to the gradient of the mean over all loss terms.
     """
     buffers = learner.buffers if learner.buffers.is_active else None
     if buffers is not None:
@@ -210,7 +210,7 @@ def log_step(
     group: Group,
     log: Log,
 ) -> None:
-    """Logs the mean loss since the last call; the only place in a step that waits for the device."""
+    """Logs the mean loss since the last call. No other function of a step waits for the device."""
     totals = progress.totals[phase].reduced(group)
     loss, weight = float(totals["loss"]), float(totals["weight"])
     old_loss, old_weight = progress.reported[phase]
@@ -222,10 +222,10 @@ def log_step(
 
 
 def report(run: Run, at_start: bool = False) -> None:
-    """Ends an epoch or segment: validates if due, judges the score, logs and saves.
+    """Ends an epoch, or a segment between two reports: validates if due, judges the score, logs and saves.
 
-    Within an epoch it has no other effect on training. at_start: before the first step, so that the initial score
-    counts as best if training does not improve it.
+    A report within an epoch has no other effect on training. at_start: whether this report precedes the first step; its
+    score then counts as the best until training improves it.
     """
     task, group, plan, progress = run.task, run.group, run.plan, run.progress
     if at_start:
@@ -241,7 +241,7 @@ def report(run: Run, at_start: bool = False) -> None:
         if validation:
             progress.task_state = after_validation(task, group, metrics, progress.task_state)
     except UserError:
-        if not at_start:  # an error in the task's metrics does not cost the steps since the last checkpoint
+        if not at_start:  # an error in the task's metrics must not lose the steps since the last checkpoint
             save(run)
             finish_saving(group, run.saver)
         raise

@@ -1,4 +1,4 @@
-"""The micro-batches of steps and evaluations, prefetched and agreed on by all processes."""
+"""Prefetches the micro-batches of steps and evaluations, and sums their weights over all processes."""
 
 import math
 import time
@@ -19,18 +19,18 @@ from trainer.parallel.strategy import Strategy
 
 
 class StopRequested(Exception):
-    """A process was asked to stop; all learn of it at the same step."""
+    """Raised on all processes at the same step after one of them was asked to stop."""
 
 
 class TimeIsUp(StopRequested):
-    """The run used up its `--max-minutes` by rank 0's clock."""
+    """Raised when the run has used up `--max-minutes` by rank 0's clock."""
 
 
 class Window(NamedTuple):
-    """The micro-batches of one optimizer step on this process.
+    """Accumulation window: the micro-batches of one optimizer step on this process.
 
-    weight: loss terms of this process's share of the global batch; with `--parts` a list over all parts, 0 for other
-    processes' parts. num_samples: of this share, without placeholders.
+    weight: number of loss terms in this process's share of the global batch; with `--parts` a list over all parts, 0
+    for parts of other processes. num_samples: samples of this process's share, without placeholders.
     """
 
     step: PlannedStep
@@ -40,10 +40,10 @@ class Window(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """Sums over processes about a window or batch.
+    """Values summed over all processes for one accumulation window or evaluation batch.
 
-    weight: loss terms. num_stop_requests: processes asked to stop. time_is_up, save: requests by rank 0's clock; 0 or
-    1.
+    weight: number of loss terms. num_stop_requests: number of processes asked to stop. time_is_up, save: 1 if rank 0's
+    clock ends the run or requests a checkpoint, else 0.
     """
 
     weight: float
@@ -65,10 +65,10 @@ def training_windows(
     log: RunLog | SilentLog,
     ahead: bool = False,
 ) -> Iterator[Window]:
-    """Yields this process's share of each remaining global batch of the epoch. micro_batch_sizes: by phase.
+    """Yields this process's share of each remaining global batch of the epoch.
 
-    ahead: for a later epoch; see `BatchLoader`. Raises UserError for a batch of a task's own order that is too large
-    for `--parts`.
+    micro_batch_sizes: maximum samples per forward, by phase. ahead: whether to prefetch a later epoch; see
+    `BatchLoader`. Raises UserError if a batch of `Task.order` is too large for `--parts`.
     """
     shards = strategy.shards
     planned, to_load = tee(
@@ -113,7 +113,7 @@ def _windows(
             weight = [0.0] * num_parts
             for (part, _), each in zip(shards, own, strict=True):
                 weight[part] = each.weight
-        if len(own) == 1:  # with several, the first would be on the device long before its use
+        if len(own) == 1:  # several micro-batches would occupy device memory long before their use
             own = [_uploaded(own[0], strategy)]
         yield Window(step, own, weight, sum(each.num_samples for each in own))
 
@@ -126,9 +126,9 @@ def _uploaded(batch: WeightedBatch, strategy: Strategy) -> WeightedBatch:
 def evaluation_batches(
     loader: BatchLoader, num_samples: int, batch_size: int, strategy: Strategy, ahead: bool = False
 ) -> Iterator[WeightedBatch]:
-    """Yields this process's batches of a data set; the same number on every process.
+    """Yields this process's batches of a data set; all processes get the same number of batches.
 
-    ahead: see `BatchLoader`.
+    ahead: whether to prefetch for a later evaluation; see `BatchLoader`.
     """
     of_shards = (evaluation_keys(num_samples, shard, batch_size) for shard in strategy.shards)
     own, to_load = tee(chain.from_iterable(zip(*of_shards, strict=True)))
@@ -145,12 +145,12 @@ def evaluation_batches(
 def agree_ahead(
     work: Iterable[T], group: Group, stop: StopRequest, clock: Callable[[], tuple[bool, bool]] | None = None
 ) -> Iterator[tuple[T, Agreed]]:
-    """Pairs each piece of work with the sums over all processes.
+    """Yields each accumulation window or evaluation batch with the values summed over all processes.
 
     clock: returns, on rank 0, whether time is up and whether a checkpoint is due. Raises StopRequested once any process
-    was asked to stop, TimeIsUp once time is up.
+    was asked to stop, and TimeIsUp once time is up.
 
-    The sum starts one piece ahead, so nobody waits for it; a request takes effect within two pieces.
+    The all-reduce starts one item ahead, so that processes need not wait. A stop request takes effect within two items.
     """
     waiting: tuple[T, Callable[[], Sequence[float]]] | None = None
     for piece in chain(work, (None,)):
