@@ -1,7 +1,7 @@
-"""Checks that an objective's sums over parts of a batch add up to those over the whole batch.
+"""Checks that an objective's sums over the parts of a batch add up to its sums over the whole batch.
 
-A mean instead of a sum violates this, and so does a loss that couples samples. Training would not fail, but depend on
-the number of devices and of samples per forward.
+The check finds losses that are means instead of sums, and losses that couple samples. With such a loss, results would
+depend on the number of devices and of samples per forward.
 """
 
 import time
@@ -25,23 +25,23 @@ from trainer.task import Task, validation_sets
 
 NUM_SAMPLES, NUM_PARTS = 4, 2
 SHARE_OF_START, LEAST_S = 0.04, 0.07
-"""Limit of a check: this share of the CPU seconds used so far, or this many seconds."""
+"""Limit of the check's CPU time: a fraction of the CPU time that the process has used, and a minimum in seconds."""
 MEAN, PERHAPS = (0.85, 1.15), (0.6, 1.9)
-"""Sums of parts over the whole times `NUM_PARTS` that indicate a mean, and that may hide one in a random forward."""
+"""Ranges of (sum over parts) / (`NUM_PARTS` * whole) that show a mean, and that may hide a mean in a random forward."""
 NUM_SEEDS, MOST_S = 16, 0.5
 SEEDS = range(2, 2 + NUM_SEEDS), range(2 + NUM_SEEDS, 2 + 2 * NUM_SEEDS)
-"""Random draws to average over, if the check still fits its limit."""
+"""Dropout seeds to average over, for the whole batch and for its parts, if that fits into MOST_S seconds."""
 CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3}
 CLOSE_IN_HALVES = 5e-2
-"""Relative rounding error allowed in sums."""
+"""Tolerances of sums, relative to their largest value: by parameter dtype, and for autocast and half precision."""
 ADVICE = (
     "return sums over the samples, with reduction='sum'; multiply a number that is not a sum over them, such as a "
     "penalty, by batch['weight'].sum()"
 )
 
 NUM_ROWS, MORE_IN_HALVES, LESS_TWICE = 16, 1.25, 1.6
-"""Rows tested of a joint loss. It looks like a mean if its halves together exceed it by the first factor, and it grows
-by less than the second when each sample is repeated; sums over compared rows exceed their halves, and double."""
+"""Samples for the check of a joint loss, and two factors. The loss looks like a mean if its halves together exceed it
+by the first factor, and if it grows by less than the second factor when each sample is repeated."""
 
 Sums = Mapping[str, Tensor]
 
@@ -49,11 +49,11 @@ Sums = Mapping[str, Tensor]
 def check_sums(
     task: Task, learner: Learner, strategy: Strategy, no_limit: bool = False, first_s: float = 0.0
 ) -> list[str]:
-    """Returns lines about sums that depend on how a batch is divided. Raises UserError for means and such shapes.
+    """Returns lines about sums that depend on how a batch is split. Raises UserError for means and for varying shapes.
 
-    Runs some samples of each phase, and of an evaluated data set, through the objective, as a whole and in halves.
-    Learns nothing and moves no generator. no_limit: also if forwards are slow. first_s: the slowest first forward of a
-    phase. All processes call it.
+    Runs a few samples of each phase and of an evaluated data set through the objective, as a whole and in halves,
+    without side effects. no_limit: whether to check slow forwards as well. first_s: CPU seconds of the slowest first
+    forward of a phase. Must be called by all processes.
     """
     objective, remarks = learner.objective, list[str]()
     if objective.coupled:
@@ -74,9 +74,9 @@ def check_sums(
 
 
 class _Clock:
-    """Limits a check's CPU time, which is independent of other load on the machine.
+    """Limits the check's CPU time, which does not depend on other load on the machine.
 
-    first_s: duration of a first forward. All processes ask; rank 0 decides for all.
+    first_s: CPU seconds of a first forward. All processes must call `allows`; rank 0 decides for all of them.
     """
 
     def __init__(self, group: Group, has_limit: bool, first_s: float) -> None:
@@ -85,11 +85,11 @@ class _Clock:
         self.of_forward = first_s / 2 if group.device.type == "cpu" else 0.0  # a GPU measures its own first forward
 
     def spent(self) -> float:
-        """Returns this process's seconds since the start."""
+        """Returns the CPU seconds that this process has used since the check began."""
         return time.process_time() - self._started
 
     def allows(self, num_forwards: int, limit_s: float = 0.0) -> bool:
-        """Returns whether this many forwards fit the limit. limit_s: of the whole check; 0 uses the default."""
+        """Returns whether `num_forwards` fit into the limit. limit_s: limit of the whole check; 0 uses the default."""
         most = limit_s or self._limit_s
         return self._group.on_main(lambda: not self._has_limit or self.spent() + num_forwards * self.of_forward < most)
 
@@ -97,7 +97,7 @@ class _Clock:
 def _batches(
     dataset: KeyedDataset, collate: Collate, num_samples: int, phase: int, strategy: Strategy
 ) -> Iterator[Batch]:
-    """Yields the first samples of a data set on the device: first half, whole, second half."""
+    """Yields batches of a data set's first samples on the device: their first half, all of them, their second half."""
     device, half = strategy.device, num_samples // NUM_PARTS
     for start, end in ((0, half), (0, 2 * half), (half, 2 * half)) if half else ():
         keys = SampleKeys(np.arange(start, end), 0, phase, few_lengths=device.type == "cuda")
@@ -107,7 +107,7 @@ def _batches(
 def _of_mode(
     where: str, learner: Learner, strategy: Strategy, batches: Iterator[Batch], clock: _Clock, phase: str | None
 ) -> list[str]:
-    """phase: of training; None evaluates."""
+    """Returns lines about the sums of one phase; phase None checks the evaluation."""
     first = next(batches, None) if clock.allows(2 * NUM_PARTS if phase is None else 1) else None
     if first is None:
         return []
@@ -132,7 +132,7 @@ def _of_mode(
             before = clock.spent()
             parts = [sums(first, 0)]
             clock.of_forward = clock.spent() - before
-            if not clock.allows(2 * NUM_PARTS - 1):  # of halves
+            if not clock.allows(2 * NUM_PARTS - 1):  # forwards of half the samples
                 return []
             whole, other = batches
             total = sums(whole, 0)
@@ -147,7 +147,7 @@ def _of_mode(
 
 
 def _joint_mean(where: str, num_samples: int, whole: Sums, parts: Sequence[Sums], twice: Sums) -> list[str]:
-    """Describes a joint loss that looks like a mean over rows; only its author can be sure."""
+    """Returns a line if a joint loss looks like a mean over samples, which only its author can confirm."""
     loss, double, in_halves = (float(sums["loss"]) for sums in (whole, twice, _added(parts)))
     if not (0 < MORE_IN_HALVES * loss < in_halves and double < LESS_TWICE * loss):
         return []
@@ -167,7 +167,7 @@ def _compared(
     sums: Callable[[Batch, int], Sums],
     clock: _Clock,
 ) -> list[str]:
-    """batches: the whole and its parts, for further forwards if they are random."""
+    """Returns a line if the parts do not add up to the whole. batches: the whole and its parts, to average dropout."""
     num_samples = len(batches[0]["weight"])
     for part in parts:
         _require_same_shapes(where, whole, part, num_samples)
@@ -196,7 +196,7 @@ def _compared(
 
 
 def _require_same_shapes(where: str, whole: Sums, part: Sums, num_samples: int) -> None:
-    """Raises UserError for names or shapes that depend on the batch."""
+    """Raises UserError if the names or shapes of sums depend on the batch."""
     for name, value in whole.items():
         if name not in part:
             raise UserError(f"{where}: returns {name!r} for some batches and not for others")
@@ -217,7 +217,7 @@ def _added(several: Sequence[Sums]) -> dict[str, Tensor]:
 
 
 def _means(whole: Sums, total: Sums, bounds: tuple[float, float]) -> list[str]:
-    """Names the sums whose parts add up to about `NUM_PARTS` times the whole."""
+    """Returns the names of sums whose parts add up to about `NUM_PARTS` times the whole."""
     sizes = {name: float(value.double().sum()) for name, value in whole.items()}
     least, most = bounds
     return [

@@ -1,4 +1,4 @@
-"""The model with its loss, and everything that an optimizer step reads or changes."""
+"""Runs the model with its loss, and holds everything that an optimizer step reads or changes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,12 +23,11 @@ from trainer.task import At, Objective, Outputs, Sums
 class Learner:
     """Runs forwards, backwards and updates of an objective.
 
-    objective: as built by the task. net: the objective in the run's precision. device: of both. max_grad_norm: 0
-    disables clipping.
+    objective: as built by the task. net: the objective in the run's precision. device: device of objective and net.
+    max_grad_norm: 0 disables clipping. where: the run's position, for the objective.
 
-    By phase, in training: nets (the net wrapped for the run's devices), params (trained parameters), optimizers.
-
-    where: the run's position, for the objective.
+    nets: for each phase in training, the net wrapped for the run's devices. params, optimizers: each phase's trained
+    parameters and optimizers.
     """
 
     objective: Objective
@@ -54,7 +53,7 @@ class Learner:
         return sum(p.numel() for p in self.objective.parameters())
 
     def set_trained(self, params: Mapping[str, Sequence[nn.Parameter]]) -> None:
-        """Sets the parameters trained by each phase; others get no gradients."""
+        """Sets the parameters that each phase trains; other parameters get no gradients."""
         self.params = {phase: list(own) for phase, own in params.items()}
         self._phase = ""
         self._shards = local_shards if any(is_sharded(p) for own in self.params.values() for p in own) else list
@@ -63,9 +62,9 @@ class Learner:
         self.enter(next(iter(params)))
 
     def enter(self, phase: str) -> nn.Module:
-        """Switches to a phase and returns its net; only this phase's parameters require gradients.
+        """Switches to a phase and returns its net; only the phase's parameters then require gradients.
 
-        Otherwise gradients left on another phase's parameters would enter that phase's next step.
+        Gradients of other phases' parameters would otherwise add to the next step of those phases.
         """
         if phase != self._phase:
             for parameter in self.params.get(self._phase, ()):
@@ -80,17 +79,17 @@ class Learner:
             net.train()
 
     def launching(self) -> AbstractContextManager[None]:
-        """Context of training in which kernels are launched."""
+        """Returns the context in which training launches its kernels."""
         return nullcontext()
 
     def release(self) -> bool:
-        """Frees device memory that only serves speed; returns whether there was any."""
+        """Frees device memory that only serves speed, such as CUDA graphs; returns whether there was any."""
         return False
 
     def accumulate_window(
         self, strategy: Strategy, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]
     ) -> Sums:
-        """Adds the gradient of loss * factor over a step's micro-batches; returns the sums of their samples.
+        """Accumulates the gradient of loss * factor over a step's micro-batches; returns the sums over their samples.
 
         key: the step's dropout key, for `Strategy.seed_dropout`.
         """
@@ -109,9 +108,9 @@ class Learner:
     def accumulate(
         self, strategy: Strategy, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool
     ) -> Sums:
-        """Adds the gradient of a micro-batch's loss * factor; returns the sums of its samples, with their graph.
+        """Accumulates the gradient of a micro-batch's loss * factor; returns the sums over its samples, not detached.
 
-        is_first, is_last: position in the step.
+        is_first, is_last: whether the micro-batch is the step's first or last one.
         """
         net, activity = self.enter(phase), strategy.group.activity
         batch, _, num_samples = micro_batch
@@ -128,7 +127,7 @@ class Learner:
         return sums
 
     def begin_evaluation(self) -> None:
-        """Runs before an evaluation's first forward, in eval mode with the weights to evaluate."""
+        """Called before an evaluation's first forward, in eval mode and with the weights to evaluate."""
 
     def evaluate(self, net: nn.Module, strategy: Strategy, batch: Batch) -> Outputs:
         """Evaluates a batch in eval mode. net: from `Strategy.evaluation_module`."""
@@ -138,16 +137,16 @@ class Learner:
     def update(self, phase: str, learning_rate: float, global_norm: Callable[[Tensor], Tensor]) -> StepOutcome:
         """Sets the learning rate and steps the phase's optimizers.
 
-        learning_rate: before each group's `lr_scale`. global_norm: see `Strategy.global_norm`.
+        learning_rate: rate to multiply by each group's `lr_scale`. global_norm: see `Strategy.global_norm`.
         """
-        # late, because a rescue saves the rate with the weights
+        # set just before the step, because a rescue before the step saves the rates with the previous step's weights
         for optimizer in self.optimizers[phase]:
             for group in optimizer.param_groups:
                 group["lr"] = self.precision.rate(learning_rate * group.get("lr_scale", 1.0))
         return self.apply_gradients(phase, global_norm)
 
     def apply_gradients(self, phase: str, global_norm: Callable[[Tensor], Tensor]) -> StepOutcome:
-        """Clips, steps the optimizers, and updates buffers and averages, once the learning rate is set."""
+        """Clips gradients, steps the optimizers at their current learning rates, and updates buffers and averages."""
         params = self.params[phase]
         outcome = self.precision.step(self.optimizers[phase], params, self.max_grad_norm, global_norm, self._shards)
         if self.buffers.is_active:

@@ -1,6 +1,6 @@
-"""Out of memory on the device: retries with smaller micro-batches for the same global batch.
+"""Handles out-of-memory errors of the device: retries a step with smaller micro-batches for the same global batch.
 
-The step rule is exact for any split of a global batch, so the run learns the same.
+Gradients are exact for any split of a global batch, so a smaller micro-batch does not change what the run learns.
 """
 
 import gc
@@ -32,14 +32,14 @@ from trainer.task import Task, training_streams
 T = TypeVar("T")
 
 OPTIMIZER = "the optimizer"
-"""The activity in which smaller micro-batches do not help, since their memory is free again by then."""
+"""Name of the optimizer-step activity, in which smaller micro-batches do not help: their memory is already freed."""
 MEMORY = "memory.json"
 _SIZE = integer(at_least=1)
 FORMAT = record({"device": text(), "asked_batch_size": _SIZE}, {"batch_size": optional(_SIZE)})
 OUT_OF_MEMORY = "Out of memory: continuing without CUDA graphs."
 _SINGLE = "with a single sample per forward"
 _OTHER_LACKS = re.compile(r"_STATUS_\w*ALLOC\w*_FAILED|CUDA (driver )?error: out of memory|Cuda failure.*out of memory")
-"""Out-of-memory messages of cuBLAS, cuDNN, the driver and NCCL, whose errors have no type of their own."""
+"""Matches out-of-memory messages of cuBLAS, cuDNN, the driver and NCCL, which have no error type for them."""
 
 
 def lacks_memory(error: RuntimeError) -> bool:
@@ -48,16 +48,16 @@ def lacks_memory(error: RuntimeError) -> bool:
 
 
 def free_memory() -> None:
-    """Frees reference cycles and torch's cached device memory."""
+    """Collects garbage and empties PyTorch's cache of device memory."""
     gc.collect()
     torch.cuda.empty_cache()  # no effect without a GPU
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A batch size known not to fit, for one kind of device and one requested batch size.
+    """Limit on samples per forward that earlier out-of-memory errors showed, for one kind of device and `--batch-size`.
 
-    batch_size: largest samples per device per forward left to try; None if nothing failed.
+    asked_batch_size: `--batch-size`. batch_size: most samples per device per forward; None if nothing failed.
     """
 
     device: str
@@ -65,9 +65,9 @@ class MemoryLimit:
     batch_size: int | None = None
 
     def remembered(self, folder: Path, say: Callable[[str], None] = lambda line: None) -> "MemoryLimit":
-        """Returns the limit recorded in the run directory if it matches this device and batch size, else this one.
+        """Returns the limit recorded in the run directory if it matches device and `--batch-size`, else this limit.
 
-        say: reports a damaged file.
+        say: called with a message if the file is damaged.
         """
         path = folder / MEMORY
         written = read_json(path, say)
@@ -79,7 +79,7 @@ class MemoryLimit:
         return replace(self, batch_size=written.get("batch_size")) if is_same else self
 
     def note(self) -> list[str]:
-        """Describes a limit from an earlier start, for the user."""
+        """Returns a line about a limit from an earlier start; empty without a limit."""
         if self.batch_size is None:
             return []
         return [
@@ -89,10 +89,10 @@ class MemoryLimit:
 
 
 class MemoryGuard:
-    """Keeps a run within device memory by splitting batches further.
+    """Keeps a run within device memory by splitting batches into smaller micro-batches.
 
-    splits: how each phase's global batches are split. limit: what is known not to fit. directory: where the limit is
-    recorded for the next start.
+    splits: current split of each phase's global batches. limit: limit found so far. directory: records the limit for
+    the next start.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class MemoryGuard:
         self._learner, self._strategy, self._directory = learner, strategy, directory
 
     def apply(self, limit: MemoryLimit) -> None:
-        """Applies a limit to the first phase, and to other phases in proportion."""
+        """Applies a limit to the first phase, and reduces the other phases' batch sizes in proportion."""
         self.limit, fits, asked = limit, limit.batch_size, self.splits[0].batch_size
         if fits is not None and fits < asked and not self._strategy.num_parts:
             self.splits = self._resized(lambda size: -(-size * fits // asked))
@@ -115,18 +115,18 @@ class MemoryGuard:
     # --- training ------------------------------------------------------------------------------------------------
 
     def fitting(self, phase: int, micro_batches: Sequence[WeightedBatch]) -> Sequence[WeightedBatch]:
-        """Splits micro-batches that were loaded before memory got short."""
+        """Splits micro-batches that were loaded before the limit was reduced."""
         return resplit(micro_batches, self.splits[phase].micro_batch_size)
 
     def require_hope(self, error: RuntimeError) -> None:
-        """Re-raises a step's error unless smaller micro-batches may help; UserError if the model is too large."""
+        """Re-raises a step's error unless memory ran out. Raises UserError if smaller micro-batches cannot help."""
         if not lacks_memory(error):
             raise error
         if self._strategy.group.activity.name == OPTIMIZER:
             raise self._hopeless("for the moments of the optimizer") from None
 
     def make_room(self, phase: int, say: Callable[[str], None]) -> None:
-        """Undoes a step that ran out of memory and reduces the micro-batches.
+        """Undoes a step that ran out of memory and halves the micro-batches.
 
         Raises RestartNeeded if other processes take part in the step, and UserError if a single sample does not fit.
         """
@@ -148,7 +148,7 @@ class MemoryGuard:
         say(f"{account[0].upper()}{account[1:]}: retrying with {change}; {sparing} avoids the failed attempt.")
 
     def _halve(self, phase: int) -> str:
-        """Halves samples per forward in all phases; describes the change to `phase`.
+        """Halves samples per forward in all phases; returns a description of the change to `phase`.
 
         Raises UserError if a single sample did not fit.
         """
@@ -169,12 +169,12 @@ class MemoryGuard:
         return tuple(split_batch(size_of(own.batch_size), 1, own.global_batch_size, *devices) for own in self.splits)
 
     def _remember(self) -> None:
-        """Records the limit for the next start, if this process holds the directory."""
+        """Records the limit for the next start, if this process holds the lock of the run directory."""
         if self._directory.is_held:
             self._directory.write_json(MEMORY, asdict(self.limit))
 
     def _hopeless(self, what: str, advice: str = "a smaller --batch-size cannot help") -> UserError:
-        """Builds the error for a model that is too large, with its memory without activations."""
+        """Returns the error for a model that is too large; states the model's memory without activations."""
         rank, world_size = self._strategy.group.rank, self._strategy.group.world_size
         where = f"rank {rank} of {world_size} is " if world_size > 1 else ""
         trained = {p for params in self._learner.params.values() for p in params}
@@ -194,7 +194,7 @@ class MemoryGuard:
 
     @contextmanager
     def refusing_lack(self, samples_per_forward: int, advice: str) -> Iterator[None]:
-        """Converts out-of-memory errors to UserError. advice: how to use fewer samples."""
+        """Converts out-of-memory errors to UserError. advice: which flag reduces the samples per forward."""
         try:
             yield
         except RuntimeError as error:
@@ -207,10 +207,10 @@ class MemoryGuard:
     # --- before the first step -----------------------------------------------------------------------------------
 
     def dry_run(self, task: Task, plan: Plan, say: Callable[[str], None]) -> None:
-        """Tries each phase's largest micro-batch before training; halves it until it fits on all processes.
+        """Tries each phase's largest micro-batch before training, and halves it until it fits on all processes.
 
-        Has no side effects. All processes call it. Raises UserError if a single sample does not fit. Skips models whose
-        forward runs collectives, where one process out of memory would block the others.
+        Must be called by all processes. Raises UserError if a single sample does not fit. Skips models whose forward
+        runs collectives, because a process that runs out of memory would block the others.
         """
         modules = self._learner.net.modules()
         if self._strategy.exchanges_in_forward or any(isinstance(module, nn.SyncBatchNorm) for module in modules):
@@ -222,7 +222,7 @@ class MemoryGuard:
             say(f"{before} samples per forward do not fit into memory: training with {change}.")
 
     def _first_too_large(self, task: Task, plan: Plan) -> int | None:
-        """Returns the first phase whose largest micro-batch does not fit on some process."""
+        """Returns the first phase whose largest micro-batch does not fit on some process, or None."""
         self._strategy.group.activity.enter("the dry run of the largest batch")
         with leaving_no_trace(self._learner.objective), self._strategy.keeping_generators():
             failures = [not self._fits(task, plan, phase) for phase in range(len(task.phases))]
@@ -242,11 +242,11 @@ class MemoryGuard:
         return fits
 
     def _forward_and_backward(self, task: Task, plan: Plan, phase: int) -> None:
-        """Runs forward and backward with gradients and moments in memory."""
+        """Runs forward and backward of a phase while gradients and optimizer states occupy memory."""
         name, learner = task.phases[phase], self._learner
         held = [torch.empty_like(p) for p in moments_of(learner.optimizers[name], only_to_come=True)]
-        last_epoch = max(0, plan.num_steps - 1) // plan.steps_per_epoch  # samples are largest by then, if they grow
-        if name in training_streams(task):  # finding its largest samples would read all of it
+        last_epoch = max(0, plan.num_steps - 1) // plan.steps_per_epoch  # if samples grow, they are largest at the end
+        if name in training_streams(task):  # finding the largest samples of the last epoch would read the whole stream
             last_epoch = 0
         index = task.largest_samples(name, last_epoch, self.splits[phase].micro_batch_size)
         keys = SampleKeys(index, last_epoch, phase, few_lengths=self._strategy.device.type == "cuda")
@@ -260,7 +260,7 @@ class MemoryGuard:
 
 
 def resplit(batches: Sequence[WeightedBatch], size: int) -> Sequence[WeightedBatch]:
-    """Splits micro-batches into ones of at most `size` samples."""
+    """Splits micro-batches into micro-batches of at most `size` samples."""
     return [part for batch in batches for part in _parts(batch, size)]
 
 

@@ -1,4 +1,4 @@
-"""Buffers and plain attributes of modules: copied, restored, compared."""
+"""Copies, restores and compares buffers and plain attributes of modules."""
 
 import copy
 import pickle
@@ -26,15 +26,15 @@ _LARGEST_OUTLINED = 2**12
 _PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _HOLDS_NOTHING = (type, FunctionType, ModuleType, nn.Module, Tensor)
-"""Types whose own state forwards are not expected to change, or that is compared elsewhere."""
+"""Types whose state a forward is not expected to change, or whose state is compared elsewhere."""
 
 ABSENT: Any = type("Absent", (), {"__slots__": ()})()
 """Stands for the value of a missing entry."""
 
 Entry = tuple[dict[str, Any], str]
-"""A dictionary, such as a module's attributes or buffers, and a key in it."""
+"""A dictionary, such as a module's attributes or buffers, and one of its keys."""
 Copies = dict[int, tuple[Any, Any]]
-"""id of an object -> (object, copy)."""
+"""Maps the id of an object to the pair of the object and its copy."""
 
 
 def is_plain(value: Any) -> bool:
@@ -43,11 +43,11 @@ def is_plain(value: Any) -> bool:
 
 
 def copied(value: Any, copies: Copies) -> Any:
-    """Copies a tensor, an array, or a container with its items; returns other values themselves.
+    """Copies a tensor, an array, or a container with its items; returns other values unchanged.
 
-    copies: earlier copies; new ones are added. Not copied: objects of other kinds, tensors with a gradient, which
-    belong to one forward, and lists of parameters (as in LSTMs), which whoever replaces parameters, such as fsdp, keeps
-    up to date.
+    copies: earlier copies, to which new copies are added. Not copied are objects of other types; tensors that require a
+    gradient, because they belong to one forward; and lists of parameters (as in LSTMs), because code that replaces
+    parameters, such as fsdp, also updates the lists.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -58,7 +58,7 @@ def copied(value: Any, copies: Copies) -> Any:
         if kind is list and any(isinstance(item, nn.Parameter) for item in value):
             return value
         twin = copy.copy(value)
-        copies[id(value)] = value, twin  # before its items, which may contain it
+        copies[id(value)] = value, twin  # before copying items, which may contain the container
         for name, item in value.items() if isinstance(value, dict) else enumerate(value) if kind is not set else ():
             twin[name] = copied(item, copies)
         return twin
@@ -78,7 +78,7 @@ def copied(value: Any, copies: Copies) -> Any:
 
 
 def contents(values: Iterable[Any]) -> Iterator[Any]:
-    """Yields every object among values and in their containers, once; no numbers or strings."""
+    """Yields once every object among values and in their containers, except numbers, strings and None."""
     waiting, seen = [*values], set[int]()
     while waiting:
         value = waiting.pop()
@@ -91,10 +91,9 @@ def contents(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def outline(module: nn.Module) -> dict[str, Any]:
-    """Summarises by name the addresses of a module's tensors, which parameters require gradients, and plain attributes.
+    """Summarises a module and its submodules: addresses of tensors, `requires_grad` of parameters, plain attributes.
 
-    Includes submodules. Equal outlines mean that nothing was replaced; in-place changes show only in numbers and
-    strings.
+    Equal outlines mean that no tensor and no attribute was replaced. In-place changes of tensors do not show.
     """
     found: dict[str, Any] = {name: (p.data_ptr(), p.requires_grad) for name, p in module.named_parameters()}
     found |= {name: outline_of(buffer) for name, buffer in module.named_buffers()}
@@ -104,9 +103,9 @@ def outline(module: nn.Module) -> dict[str, Any]:
 
 
 def outline_of(value: Any, most: int = _LARGEST_OUTLINED) -> Any:
-    """Summarises one value for `outline`; for an unknown object, its plain attributes.
+    """Summarises one value for `outline`; an unknown object by its id and its plain attributes.
 
-    most: limit on a container's items and an array's bytes.
+    most: maximum number of items of a container, and of bytes of an array, whose content is summarised.
     """
     if is_plain(value):
         return value
@@ -124,13 +123,13 @@ def outline_of(value: Any, most: int = _LARGEST_OUTLINED) -> Any:
 
 
 class References:
-    """Values of entries at one moment."""
+    """References to the values that entries have at one moment."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self.entries = [(owner, name, owner.get(name, ABSENT)) for owner, name in entries]
 
     def write(self, instead: Callable[[Any], Any] = lambda value: value) -> None:
-        """Writes the values back to the entries, each mapped by `instead`."""
+        """Writes the values back to the entries. instead: maps each value to the value to write."""
         for owner, name, value in self.entries:
             if value is ABSENT:
                 owner.pop(name, None)
@@ -139,7 +138,7 @@ class References:
 
 
 class State(References):
-    """Values of entries at one moment, with copies of all tensors, arrays and containers."""
+    """Values that entries have at one moment, with copies of all tensors, arrays and containers."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         super().__init__(entries)
@@ -155,7 +154,7 @@ class State(References):
         originals = {id(twin): original for original, twin in self.copies.values()}
         for original, twin in self.copies.values():
             if isinstance(original, Tensor):
-                original.data.copy_(twin)  # hidden from autograd, whose backward may be running
+                original.data.copy_(twin)  # .data hides the write from a running backward
             elif isinstance(original, np.ndarray):
                 original[...] = twin
             elif isinstance(original, dict):
@@ -169,7 +168,7 @@ class State(References):
 
 
 class WholeState(State):
-    """All state of a module and its submodules; `write` also removes entries added later."""
+    """Buffers and attributes of a module and its submodules; `write` also removes entries added since."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = [
@@ -189,12 +188,12 @@ class WholeState(State):
 
 
 def named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Lists a module and its submodules by path, except TorchScript modules, whose state is not in Python."""
+    """Returns (path, module) for a module and its submodules, except TorchScript modules, whose state is in C++."""
     return [each for each in module.named_modules() if not isinstance(each[1], ScriptModule)]
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Returns a module's attributes other than torch's own (parameters, buffers, submodules, hooks)."""
+    """Returns a module's attributes without those of `nn.Module` (parameters, buffers, submodules, hooks)."""
     return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
 
 
@@ -204,8 +203,8 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 class Change(NamedTuple):
     """A buffer or plain attribute that a forward replaced or changed.
 
-    path: its name within the whole module. before, now: values, ABSENT if missing; before with its old content.
-    in_place: `now` is the same tensor. is_seen: the change can be restored; False inside an object of an unknown kind.
+    path: name within the whole module. before, now: old and new value, or ABSENT. in_place: whether the forward changed
+    the old tensor. is_seen: whether the change can be undone; False for a change inside an object of unknown type.
     """
 
     module: nn.Module
@@ -225,9 +224,9 @@ class Change(NamedTuple):
 
 @contextmanager
 def leaving_no_trace(module: nn.Module) -> Iterator[Callable[[], list[Change]]]:
-    """Lets forwards work on copies of a module's state, and restores the state afterwards.
+    """Context in which forwards work on copies of a module's buffers and attributes; restores the originals on exit.
 
-    Yields a function that lists the changes so far. TorchScript buffers are restored in place.
+    Yields a function that returns the changes so far. TorchScript buffers are restored in place.
     """
     scripted = _Scripted(module)
     state = WholeState(module)
@@ -241,7 +240,7 @@ def leaving_no_trace(module: nn.Module) -> Iterator[Callable[[], list[Change]]]:
 
 
 class _Scripted:
-    """Buffers of TorchScript modules with copies; forwards cannot work on the copies."""
+    """Buffers of TorchScript modules, which forwards change in place, and copies to restore them from."""
 
     def __init__(self, module: nn.Module) -> None:
         self._found = [
@@ -252,7 +251,7 @@ class _Scripted:
         ]
 
     def changes(self) -> list[Change]:
-        """Lists changed buffers. Raises UserError for a replaced one."""
+        """Returns the changed buffers. Raises UserError if a forward replaced a buffer."""
         changed = []
         for path, module, name, buffer, copy_ in self._found:
             full = f"{path}.{name}" if path else name
@@ -272,12 +271,12 @@ class _Scripted:
 
 
 def buffers_of(module: nn.Module) -> dict[str, Any]:
-    """Returns a module's own buffers, mutable; for TorchScript, a copied dictionary of the same tensors."""
+    """Returns a module's own dictionary of buffers; for TorchScript, a new dictionary of the same tensors."""
     return dict(own_buffers(module).items()) if isinstance(module, ScriptModule) else own_buffers(module)
 
 
 class _Comparison:
-    """Compares the current state of modules, which hold copies, with an earlier state."""
+    """Compares modules that work on copies of an earlier state with this state."""
 
     def __init__(self, state: WholeState) -> None:
         self._state = state
@@ -337,13 +336,13 @@ class _Comparison:
 
 
 def _is_same_content(original: Any, copy_: Any) -> bool:
-    """Compares the bits of a copy and its original, if they can be read."""
+    """Returns whether a copy and its original have the same bits; True if the bits cannot be read."""
     if not isinstance(copy_, Tensor):
         return bool(original.tobytes() == copy_.tobytes())
     both = original.detach(), copy_.detach()
     if original.layout != torch.strided or original.is_quantized or original.is_meta or original.is_nested:
         return True
-    if copy_.numel() == 0:  # possibly with strides that no view of another type accepts
+    if copy_.numel() == 0:  # its strides may not allow a view as another dtype
         return original.shape == copy_.shape
     return torch.equal(*(each.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for each in both))
 
@@ -354,7 +353,7 @@ def version_of(value: Any) -> int:
 
 
 def _view(value: Any) -> Any:
-    """Returns an object's comparable state: its attributes, or a generator's position."""
+    """Returns the comparable state of an object: its attributes, or the position of a random number generator."""
     if isinstance(value, torch.Generator):
         return bytes(value.get_state().numpy())
     if isinstance(value, _GENERATORS):
@@ -365,7 +364,7 @@ def _view(value: Any) -> Any:
 
 
 def _is_same_view(before: Any, now: Any) -> bool:
-    """Compares two views of an object, without nested attributes; ignores added attributes, which may be caches."""
+    """Returns whether two results of `_view` agree; ignores added attributes, which may be caches."""
     if not isinstance(before, dict):
         return bool(before == now)
     return all(name in now and _is_same_value(before[name], now[name]) for name in before)
@@ -377,7 +376,7 @@ def _is_same_value(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Returns buffers that checkpoints hold, by name; a buffer with several names once."""
+    """Returns the buffers that checkpoints hold, by name; a buffer with several names appears once."""
     names = {
         f"{path}.{name}" if path else name
         for path, each in module.named_modules()

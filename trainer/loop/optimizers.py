@@ -1,4 +1,4 @@
-"""Builds optimizers, from the flags or by the task, and counts their moments."""
+"""Builds optimizers, from the flags or by the task, and counts the tensors in their states."""
 
 import inspect
 import math
@@ -24,7 +24,7 @@ OF_EVERY_GROUP = {"params", "weight_decay", "lr_scale"}
 def build_optimizers(
     learning: LearningFlags, task: Task, objective: Objective, phase: str, groups: Sequence[ParamGroup]
 ) -> list[Optimizer]:
-    """Builds a phase's optimizers, by the task or from the flags. Raises UserError for a mistake of the task.
+    """Builds a phase's optimizers, by `Task.build_optimizers` or from the flags. Raises UserError if the task errs.
 
     groups: the phase's `completed_groups`.
     """
@@ -51,9 +51,9 @@ def _refuse(task: Task, method: str, phase: str, problem: str | None) -> None:
 
 
 def completed_groups(task: Task, objective: Objective, phase: str, weight_decay: float) -> list[ParamGroup]:
-    """Returns the task's parameter groups with weight decay, without frozen parameters and empty groups.
+    """Returns the task's parameter groups with their weight decay, without frozen parameters and empty groups.
 
-    Call it before training switches `requires_grad` by phase. Raises UserError for an invalid group.
+    Must be called before training switches `requires_grad` by phase. Raises UserError for an invalid group.
     """
     sparse = set(sparse_parameters(objective))
     groups = [
@@ -83,7 +83,7 @@ def _problem_of_group(group: ParamGroup, sparse: Collection[Tensor]) -> str | No
 
 
 def _divided(groups: Sequence[ParamGroup], chosen: Collection[Tensor]) -> tuple[list[ParamGroup], list[ParamGroup]]:
-    """Splits the groups into chosen and other parameters, without empty groups."""
+    """Splits parameter groups into groups of chosen parameters and groups of the others, without empty groups."""
 
     def part(of_chosen: bool) -> list[ParamGroup]:
         parts = [group | {"params": [p for p in group["params"] if (p in chosen) == of_chosen]} for group in groups]
@@ -100,7 +100,7 @@ def by_flags(
 ) -> list[Optimizer]:
     """Builds the optimizers of `--optimizer`, with SparseAdam for the parameters in `sparse`.
 
-    hidden: parameters for Muon, with AdamW for the rest; ignored by other optimizers.
+    hidden: parameters that `--optimizer muon` trains with Muon; AdamW trains the other dense parameters.
     """
     rows, dense = _divided(groups, sparse)
     matrices, others = _divided(dense, hidden)
@@ -113,30 +113,30 @@ def by_flags(
         "muon": (torch.optim.AdamW, adam),
     }
     optimizer_type, settings = types[learning.optimizer]
-    # Fused optimizers reject SGD's sharded parameters and complex ones. An explicit fused=False would disable `foreach`
-    # too.
+    # Fused optimizers reject complex parameters, and fused SGD rejects sharded ones. An explicit fused=False would also
+    # disable `foreach`.
     params = [p for group in others for p in group["params"]]
     if all(p.is_floating_point() and not (learning.optimizer == "sgd" and is_sharded(p)) for p in params):
         settings = settings | {"fused": True}
     parts = [(others, optimizer_type, settings), (rows, torch.optim.SparseAdam, adam)]
     if matrices:
         momentum = _given(learning, "momentum")
-        # Updates as large as AdamW's, so that both can use one learning rate (Liu et al., 2025, arXiv:2502.16982,
-        # section 2).
+        # Makes Muon's updates as large as AdamW's, so that both can use one learning rate (Liu et al., 2025,
+        # arXiv:2502.16982, section 2).
         parts.insert(0, (matrices, torch.optim.Muon, momentum | {"adjust_lr_fn": "match_rms_adamw"}))
     return [without_compiler(kind)(part, lr=learning.lr, **its) for part, kind, its in parts if part]
 
 
 def _given(learning: LearningFlags, *names: str) -> dict[str, Any]:
-    """Returns the named flags that are set; others keep the optimizer's defaults."""
+    """Returns the values of the named flags that are set; for other flags the optimizer's default applies."""
     return {name: value for name in names if (value := getattr(learning, name)) is not None}
 
 
 def hidden_matrices(task: Task, model: nn.Module) -> set[Tensor]:
-    """Returns the parameters for Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon): inner matrices.
+    """Returns the parameters for Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon).
 
-    These are the matrices in the task's blocks; without blocks, all except embeddings and the last linear layer. Raises
-    UserError if there are none.
+    Muon trains the matrices in the task's blocks; without blocks, all matrices except embeddings and the last linear
+    layer. Raises UserError if there are no such matrices.
     """
     blocks = list(task.blocks(model))
     outer: list[nn.Module] = []
@@ -154,7 +154,7 @@ def hidden_matrices(task: Task, model: nn.Module) -> set[Tensor]:
 
 
 def _unknown_setting(learning: LearningFlags, optimizers: Sequence[Optimizer]) -> str | None:
-    """Returns an error for a group entry that torch would silently ignore."""
+    """Returns an error message for a group entry that PyTorch would silently ignore, or None."""
     known = OF_EVERY_GROUP.union(*(optimizer.defaults for optimizer in optimizers))
     unknown = [name for optimizer in optimizers for group in optimizer.param_groups for name in group.keys() - known]
     if unknown:
@@ -162,11 +162,11 @@ def _unknown_setting(learning: LearningFlags, optimizers: Sequence[Optimizer]) -
     return None
 
 
-# --- the task's own ----------------------------------------------------------------------------------------------
+# --- by the task -------------------------------------------------------------------------------------------------
 
 
 def _problem_of_own(own: Any, groups: Sequence[ParamGroup], lr: float) -> str | None:
-    """Returns an error for a result of `Task.build_optimizers` that does not fit these groups and learning rate."""
+    """Returns an error message if a result of `Task.build_optimizers` does not fit the groups and `lr`, or None."""
     if not isinstance(own, Sequence) or not all(isinstance(optimizer, Optimizer) for optimizer in own):
         return f"must return a list of torch.optim.Optimizer, or None to use --optimizer, not {type(own).__name__}"
     for optimizer in own:
@@ -193,28 +193,28 @@ def _problem_of_own(own: Any, groups: Sequence[ParamGroup], lr: float) -> str | 
     return None
 
 
-# --- torch's own -------------------------------------------------------------------------------------------------
+# --- PyTorch's optimizers ----------------------------------------------------------------------------------------
 
 
 def without_compiler(optimizer_type: type[torch.optim.Optimizer]) -> Any:
-    """Removes wrappers from an optimizer class that hide its methods from torch's compiler.
+    """Returns a subclass of an optimizer class, without the wrappers that hide its methods from torch.compile.
 
-    They import the compiler, the slowest part of a run's start. torch's other wrappers remain, so hooks and profilers
-    work. Pickles refer to torch's class.
+    The wrappers import torch.compile, the slowest part of a run's start. PyTorch's other wrappers remain, so hooks and
+    profilers work. Pickles refer to PyTorch's class.
     """
     names = ("add_param_group", "load_state_dict", "state_dict", "step", "zero_grad")
     members: dict[str, Any] = {name: inspect.unwrap(getattr(optimizer_type, name)) for name in names}
-    members["step"] = torch.no_grad()(members["step"])  # another duty of the wrapper
+    members["step"] = torch.no_grad()(members["step"])  # the removed wrapper also disabled gradients
     members["plain"] = optimizer_type
     members["__reduce__"] = lambda self: (object.__new__, (optimizer_type,), self.__getstate__())
     return type(optimizer_type.__name__, (optimizer_type,), members)
 
 
 class ZeroStartSGD(torch.optim.SGD):
-    """SGD with momentum initialised to zero.
+    """SGD with momentum buffers initialised to zero.
 
-    torch's fused kernels store the first gradient in uninitialised memory. If that step is skipped for a non-finite
-    gradient, the next one would read garbage as momentum.
+    PyTorch's fused kernels write the first gradient to an uninitialised buffer. If a non-finite gradient skips the
+    first step, the second step would read uninitialised memory as momentum.
     """
 
     @torch.no_grad()
@@ -230,15 +230,15 @@ _RECORDED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, ZeroStartSGD)
 
 
 def can_be_recorded(optimizer: Optimizer) -> bool:
-    """Returns whether a step consists only of kernels that read the learning rate and found_inf from memory."""
+    """Returns whether a CUDA graph can hold an optimizer's step: its kernels read learning rate and `found_inf`."""
     is_known = getattr(type(optimizer), "plain", type(optimizer)) in _RECORDED
     return is_known and reads_found_inf(optimizer) and not has_step_hooks(optimizer)
 
 
 def moments_of(optimizers: Sequence[Optimizer], only_to_come: bool = False) -> list[Tensor]:
-    """Lists each parameter once per moment of its size that the optimizers keep.
+    """Returns each parameter once for every tensor of its size that the optimizer states hold.
 
-    Unknown optimizers count as two moments, the usual maximum. only_to_come: omit those in memory already.
+    Unknown optimizers are assumed to hold two per parameter. only_to_come: skips parameters that already have a state.
     """
     return [
         p
@@ -253,4 +253,4 @@ def moments_of(optimizers: Sequence[Optimizer], only_to_come: bool = False) -> l
 def _num_moments(optimizer: Optimizer, group: ParamGroup) -> int:
     if isinstance(optimizer, torch.optim.SGD):
         return 1 if group["momentum"] else 0
-    return 1 if type(optimizer).__name__ == "Muon" else 2  # a class that torch 2.8 lacks
+    return 1 if type(optimizer).__name__ == "Muon" else 2  # by name, because torch 2.8 lacks the class

@@ -1,6 +1,6 @@
-"""Handles steps whose loss or gradient is not finite: `--on-nonfinite`.
+"""Stops the run or skips the step when a loss or gradient is not finite (`--on-nonfinite`).
 
-Such a step is not applied on any process (see `precision.py`).
+No process applies a step that is not finite (see `precision.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ NUM_SAMPLES_SHOWN = 8
 
 
 class StepOutcomes(Watch):
-    """Detects non-finite steps: raises UnfitState, or counts them as skipped.
+    """Detects non-finite steps, and raises UnfitState or counts the step as skipped.
 
-    phases: of the task. advice: flags that reduce divergence, for messages.
+    phases: the task's phases. advice: flags that reduce divergence, for messages.
 
-    CPU results are checked at once. GPU results are copied in groups, and a group is read when the next one is full.
-    That depends only on the number of steps, so all processes see the same records at the same step.
+    On the CPU each result is checked at once. On a GPU results are copied in groups of `GROUP_SIZE` steps, and a group
+    is read when the next group is full. So all processes see a result at the same step.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StepOutcomes(Watch):
             self._receive(log)
 
     def _receive(self, log: Log) -> None:
-        """Handles the pending group and sends the next one."""
+        """Handles the group of results that is being copied, and starts to copy the next group."""
         sent, alarms = self._sent, self._alarms()
         self._sent, self._new = self._new, []
         if self._sent:
@@ -69,7 +69,7 @@ class StepOutcomes(Watch):
                 self._deal_with(record, log)
 
     def _deal_with(self, record: StepRecord, log: Log) -> None:
-        """Ends the run, or counts a skipped step. All processes call it."""
+        """Raises UnfitState, or counts a skipped step. Must be called by all processes."""
         account, progress = self._describe(record), self._progress
         if self._on_nonfinite == "stop":
             raise self._divergence(account, is_first=record.number == 1)
@@ -81,7 +81,7 @@ class StepOutcomes(Watch):
         log.say(f"Skipped: {account}. Steps skipped so far: {progress.skipped_steps}.")
 
     def _describe(self, record: StepRecord) -> str:
-        """Describes the step, the failing loss and the samples. All processes call it."""
+        """Describes a non-finite step: its cause, rank and samples. Must be called by all processes."""
         step, world_size = record.planned, self._strategy.group.world_size
         own_loss_is_bad = torch.zeros(world_size, dtype=torch.float64)
         loss = record.result.sums.get("loss", torch.zeros(()))  # a process may have no part with samples
@@ -101,7 +101,7 @@ class StepOutcomes(Watch):
         )
 
     def _divergence(self, account: str, in_vain: str = "", is_first: bool = False) -> UnfitState:
-        """Builds the error that ends the run. in_vain: earlier attempts. is_first: no step has changed weights."""
+        """Returns the error that ends the run. in_vain: text on earlier skipped steps. is_first: for the first step."""
         skip = "" if in_vain else ", or skip such steps with --on-nonfinite skip"
         if is_first:
             return UnfitState(

@@ -1,8 +1,8 @@
-"""Steps with the global batch cut into parts, identical on any number of devices (`--parts`).
+"""Runs steps that are bit-identical on any number of devices, by cutting the global batch into parts (`--parts`).
 
-Each part's forward and backward results are kept separate and summed in one binary tree: part 0 with 1, 2 with 3, then
-pairs with pairs. A process has consecutive parts, a subtree, so the number of devices only decides where an addition
-happens; `Group.sum_in_tree` adds between processes.
+Gradients and sums of the parts are added in one binary tree: part 0 to part 1, part 2 to part 3, then pairs to pairs.
+A process runs consecutive parts, which form a subtree, so the number of devices only decides where an addition happens.
+`Group.sum_in_tree` adds between processes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,13 +29,13 @@ Grads = Sequence[Tensor | None]
 
 
 class TreeSum:
-    """Sums values as they come in a binary tree: neighbours, then neighbouring pairs, and so on.
+    """Sums a sequence of values in a binary tree: neighbours first, then neighbouring pairs, and so on.
 
-    waiting: (level, value) pairs, at most one for each level.
+    waiting: (level in the tree, partial sum) pairs, at most one per level.
     """
 
     def __init__(self, add: Callable[[Any, Any], Any] = Tensor.add_) -> None:
-        """add: returns the sum of two values; may change the first one."""
+        """add: returns the sum of two values; may change the first value in place."""
         self._add = add
         self.waiting: list[tuple[int, Any]] = []
 
@@ -55,7 +55,7 @@ class TreeSum:
 
 
 class PartsLearner(Learner):
-    """A learner whose micro-batches are parts with separate backwards. Skips parts without samples."""
+    """Learner for `--parts`: each micro-batch is a part with gradients of its own. Skips parts without samples."""
 
     buffers: "PartBuffers"
 
@@ -66,13 +66,13 @@ class PartsLearner(Learner):
     def accumulate(
         self, strategy: Strategy, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool
     ) -> Sums:
-        """Works like `Learner.accumulate`; returns all parts' sums with the last part, {} before."""
+        """Works like `Learner.accumulate`, but returns {} until the last part, and then the sums of all parts."""
         if is_first:
             self._rows: list[Sums] = []
             self._grads = TreeSum(add_grads)
         params, sums = self.params[phase], Sums()
         if micro_batch.num_samples > 0:
-            # starts without gradients and exchanges none
+            # is_first and is_last as for a part that starts without gradients and does not exchange them
             with self.buffers.of_part(micro_batch.num_samples) if self.buffers.is_active else nullcontext():
                 sums = super().accumulate(strategy, phase, micro_batch, factor, is_first=True, is_last=False)
             self._grads.add(take_grads(params))
@@ -85,7 +85,7 @@ class PartsLearner(Learner):
 
 
 def take_grads(params: Sequence[Tensor]) -> Grads:
-    """Returns a backward's gradients and clears them. Raises UserError for sparse ones."""
+    """Returns the parameters' gradients and sets `grad` to None. Raises UserError for sparse gradients."""
     grads = [parameter.grad for parameter in params]
     if any(grad is not None and grad.is_sparse for grad in grads):
         raise UserError(
@@ -99,7 +99,7 @@ def take_grads(params: Sequence[Tensor]) -> Grads:
 
 @torch.no_grad()
 def add_grads(own: Grads, its: Grads) -> Grads:
-    """Adds gradients in place; a missing one is taken from the other."""
+    """Adds two lists of gradients in place; where a list has None, the other list's gradient is returned."""
     both = [(one, other) for one, other in zip(own, its, strict=True) if one is not None and other is not None]
     if both:
         foreach_add_(*map(list, zip(*both, strict=True)))
@@ -107,7 +107,7 @@ def add_grads(own: Grads, its: Grads) -> Grads:
 
 
 def as_rows(parts: Sequence[Mapping[str, Tensor]]) -> Sums:
-    """Stacks sums by name as (parts, ...) tensors, with zeros for missing ones."""
+    """Stacks the sums of parts into (parts, ...) tensors by name; a sum that a part lacks counts as zero."""
     examples = {name: value for sums in parts for name, value in sums.items()}
     for name, example in examples.items():
         for sums in parts:
@@ -119,10 +119,10 @@ def as_rows(parts: Sequence[Mapping[str, Tensor]]) -> Sums:
 
 
 class PartBuffers(Buffers):
-    """Starts every part from the state before the step.
+    """Buffers for `--parts`: every part starts from the state before the step.
 
-    Running statistics then change by the mean over all parts, weighted by samples, and count the non-empty parts. Other
-    state that forwards change is taken from part 0.
+    Running statistics change by the mean over all parts, weighted by samples; their counters increase by the number of
+    parts with samples. Other state that forwards change is taken from part 0.
     """
 
     def keep(self) -> None:
@@ -131,7 +131,7 @@ class PartBuffers(Buffers):
 
     @contextmanager
     def of_part(self, num_samples: int) -> Iterator[None]:
-        """Wraps forward and backward of a part. num_samples: at least 1."""
+        """Context for forward and backward of a part. num_samples: samples of the part, at least 1."""
         is_further = self._num_parts > 0 and self.forward_state.is_active
         self._num_parts += 1
         with self.forward_state.once_more() if is_further else nullcontext():
@@ -159,9 +159,9 @@ class PartBuffers(Buffers):
 
 
 class PartTotals(Totals):
-    """Totals of each part on this process, (parts, ...) tensors, summed when read.
+    """Totals of each part on this process, as (parts, ...) tensors that are summed when read.
 
-    own: indices of these parts. rows: initial totals.
+    own: indices of this process's parts. rows: initial totals.
     """
 
     def __init__(self, own: Sequence[int], rows: Mapping[str, Tensor]) -> None:
@@ -170,9 +170,7 @@ class PartTotals(Totals):
         self._waiting: list[tuple[Sums, float]] = []
 
     def add(self, sums: Sums, weight: Any, applied: bool | Tensor = True) -> None:
-        """weight: a list over all parts of a step, with sums from `as_rows`; or one part's, with the other parts
-        following.
-        """
+        """Adds a step's sums from `as_rows` with the list of all parts' weights, or one part's sums and weight."""
         if isinstance(weight, list):
             weights = [weight[part] for part in self._own]
         else:
@@ -186,7 +184,7 @@ class PartTotals(Totals):
         super().add(sums, weights, applied if isinstance(applied, Tensor) else True)
 
     def _added(self, before: Tensor | None, parts: Tensor) -> Tensor:
-        """Adds one by one, so that reading in between, as a save does, changes no bit."""
+        """Adds values one by one, so that reading the totals in between, as a save does, changes no bit."""
         return sum(parts, torch.zeros_like(parts[0]) if before is None else before)
 
     def unreduced(self) -> dict[str, Tensor]:
@@ -196,17 +194,17 @@ class PartTotals(Totals):
         return {name: sum_of_neighbours(value) for name, value in self.rows(group).items()}
 
     def rows(self, group: Group) -> dict[str, Tensor]:
-        """Gathers the totals of all parts of all processes, (parts, ...). All processes call it."""
+        """Gathers the totals of all processes' parts, (parts, ...) by name. Must be called by all processes."""
         return {name: value.flatten(0, 1) for name, value in as_rows(group.gather(super().unreduced())).items()}
 
 
 def totals_maker(strategy: Strategy) -> Callable[[], Totals]:
-    """Returns a factory of empty totals that sum as this strategy does."""
+    """Returns a factory of empty totals that add values in the order of this strategy."""
     return partial(restored_totals, strategy, {}, {}) if strategy.num_parts else Totals
 
 
 def restored_totals(strategy: Strategy, total: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> Totals:
-    """Restores totals of a checkpoint; after a change of the number of parts, all of it counts as part 0's."""
+    """Restores totals from a checkpoint; if the number of parts has changed, part 0 gets the whole total."""
     if {len(value) for value in rows.values()} != {strategy.num_parts}:
         others = strategy.num_parts - 1
         rows = {name: torch.stack([value, *[torch.zeros_like(value)] * others]) for name, value in total.items()}

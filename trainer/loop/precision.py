@@ -1,4 +1,4 @@
-"""Number formats: parameter type, autocast, and the gradient scaler."""
+"""Number formats: the dtype of parameters, autocast, and the gradient scaler."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,16 +23,16 @@ M = TypeVar("M", bound=nn.Module)
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE_FLOOR = 1.0
-"""Minimum gradient scale; an overflow at the minimum is not the scale's fault."""
+"""Minimum of the gradient scale; an overflow at this scale counts as a non-finite step."""
 
 
 _is_sparse = attrgetter("is_sparse")
 _OF_PARTS = ("DTensor", "Sharding propagation", "placement")
-"""Fragments of torch's errors about operations unsupported for sharded tensors."""
+"""Fragments of PyTorch's error messages about operations that DTensors do not support."""
 
 
 class StepOutcome(NamedTuple):
-    """Result of clipping and stepping; the last fields of `StepResult`."""
+    """Result of an update: the fields of `StepResult` after `sums`."""
 
     grad_norm: Tensor
     applied: bool | Tensor
@@ -40,14 +40,14 @@ class StepOutcome(NamedTuple):
 
 
 class Precision:
-    """Number formats of a run, and the conversion of gradients to a step."""
+    """Number formats of a run, and the backward and update that depend on them."""
 
     def __init__(self, amp: str, dtype: torch.dtype, device: torch.device) -> None:
         self.amp = amp
         self.dtype = dtype
         self.autocast_dtype = AMP_DTYPES.get(amp)
         self._knows_at_once = queue_of(device).lag == 0
-        """Whether the host can read a result without waiting."""
+        """Whether the host can read a tensor without waiting for the device."""
         self.scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
 
     def __str__(self) -> str:
@@ -58,22 +58,22 @@ class Precision:
         return torch.autocast(device_type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
 
     def rate(self, learning_rate: float) -> float:
-        """Rounds a learning rate to float32 if it may be stored on a GPU."""
+        """Rounds a learning rate to float32 unless the device is a CPU or parameters are float64."""
         return learning_rate if self._knows_at_once or self.dtype == torch.float64 else c_float(learning_rate).value
 
     def backward(self, loss: Tensor, factor: float | Tensor) -> None:
-        """Adds the gradient of loss * factor. loss: a scalar. factor: a number, or a scalar on the loss's device.
+        """Accumulates the gradient of loss * factor.
 
-        Raises UserError for a loss without a gradient.
+        factor: a number, or a scalar tensor on the loss's device. Raises UserError if loss does not require a gradient.
         """
-        # Multiplying the loss, or a hook on its gradient, would take a hundredth of a 2 ms step.
+        # The factor is the initial gradient; multiplying the loss by it would take a hundredth of a 2 ms step.
         run_backward((loss,), (self.start(loss, factor),))
 
     def start(self, loss: Tensor, factor: float | Tensor) -> Tensor:
-        """Returns the initial gradient for the backward of loss * factor, scaled if gradients are.
+        """Returns the initial gradient for the backward of loss * factor, times the gradient scale.
 
-        It is NaN for a non-finite loss, so that the gradient exchange informs every process. Raises UserError for a
-        loss without a gradient.
+        The initial gradient is NaN if the loss is not finite, so that all processes see NaN after the gradient
+        exchange. Raises UserError if the loss does not require a gradient.
         """
         if not loss.requires_grad:
             raise UserError(
@@ -84,12 +84,12 @@ class Precision:
         if self._knows_at_once:
             coefficient = torch.full((), float(factor) if math.isfinite(loss.item()) else math.nan, dtype=dtype)
         else:
-            coefficient = (loss.detach().to(dtype) * 0).add_(factor)  # without waiting for the loss
+            coefficient = (loss.detach().to(dtype) * 0).add_(factor)  # the host does not wait for the loss
         coefficient = self.scaler.scale(coefficient)
         return coefficient if dtype == loss.dtype else coefficient.to(loss.dtype)
 
     def forget_unscaling(self) -> None:
-        """Marks gradients as not yet unscaled, after an update that failed before changing anything."""
+        """Marks gradients as still scaled, after an update that failed before it changed anything."""
         if self.scaler.is_enabled():
             self.scaler.update(self.scaler.get_scale())
 
@@ -101,13 +101,13 @@ class Precision:
         global_norm: Callable[[Tensor], Tensor] = lambda own: own,
         shards: Callable[[Sequence[Tensor]], list[Tensor]] = list,
     ) -> StepOutcome:
-        """Unscales, clips, steps and clears gradients. A non-finite norm leaves weights and moments unchanged.
+        """Unscales and clips gradients, steps the optimizers, and clears gradients; a non-finite norm skips the step.
 
-        params: all parameters trained; the norm covers their whole gradient. max_grad_norm: 0 disables clipping.
+        params: all parameters that the step trains, over which the norm is taken. max_grad_norm: 0 disables clipping.
         global_norm: see `Strategy.global_norm`. shards: `local_shards` if tensors are sharded.
 
-        A skipped step raises the alarm, unless lowering the gradient scale may help. On a GPU the host waits for the
-        norm only if an optimizer has no fused kernels, which skip by themselves, or a gradient is sparse.
+        A skipped step sets `alarm`, unless the gradient scale was lowered instead. Fused optimizers read `found_inf`
+        and skip the step on the GPU; the host waits for the norm only with other optimizers or sparse gradients.
         """
         is_scaled = self.scaler.is_enabled() and any(parameter.grad is not None for parameter in params)
         if is_scaled:
@@ -117,20 +117,18 @@ class Precision:
         if any(map(_is_sparse, grads)):
             grads = _coalesced_values(params)
         grads = shards(grads)
-        # of the whole, exchanged gradient, so every process decides the same
+        # the norm of the exchanged gradient, so that all processes make the same decision
         grad_norm = global_norm(gradient_norm(grads)) if grads else torch.zeros((), device=params[0].device)
         step = _step_on_host if self._knows_at_once else _step_on_device
         applied, alarm = step(optimizers, grads, grad_norm, max_grad_norm)
         if is_scaled:
             alarm = self._update_scale(grad_norm).logical_not() & alarm
-        for parameter in params:  # zero_grad without its profiling
+        for parameter in params:  # as zero_grad does, without its profiling
             parameter.grad = None
         return StepOutcome(grad_norm, applied, alarm)
 
     def _update_scale(self, grad_norm: Tensor) -> Tensor:
-        """Updates the scale; returns whether it decreased, which it does not at its minimum or if only the norm
-        overflowed.
-        """
+        """Updates the gradient scale; returns whether it decreased. It does not if only the norm overflowed."""
         one = torch.ones_like(grad_norm)
         before = self.scaler.scale(one)
         self.scaler.update()
@@ -139,14 +137,14 @@ class Precision:
 
 
 def gradient_norm(grads: list[Tensor]) -> Tensor:
-    """Returns the global norm, bit-equal to `nn.utils.get_total_norm` but without its grouping by device and type."""
+    """Returns the global norm, bit-equal to `nn.utils.get_total_norm`, which also groups by device and dtype."""
     return torch.linalg.vector_norm(torch.stack(foreach_norm(grads)))
 
 
 def _coalesced_values(params: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the gradients, coalesced if sparse; of sparse ones the values, (rows, columns), sharing memory.
+    """Returns all gradients; coalesces sparse gradients and returns views of their values, (rows, columns).
 
-    Uncoalesced rows may occur several times, and would change the norm.
+    An uncoalesced gradient may contain a row several times, which would change the norm.
     """
     grads = []
     for parameter in params:
@@ -161,8 +159,8 @@ def _coalesced_values(params: Sequence[Tensor]) -> list[Tensor]:
 def _step_on_host(
     optimizers: Sequence[torch.optim.Optimizer], grads: list[Tensor], grad_norm: Tensor, max_grad_norm: float
 ) -> tuple[bool, bool]:
-    """Clips and steps; returns whether the step was applied and whether it was skipped."""
-    norm = grad_norm.numpy()[()]  # in the gradient's own precision
+    """Clips gradients and steps the optimizers; returns whether the step was applied and whether it was skipped."""
+    norm = grad_norm.numpy()[()]  # keeps the dtype of the gradient
     if not math.isfinite(norm):
         return False, True
     factor = 1 / (norm + norm.dtype.type(1e-6)) * norm.dtype.type(max_grad_norm)
@@ -176,7 +174,7 @@ def _step_on_host(
 def _step_on_device(
     optimizers: Sequence[torch.optim.Optimizer], grads: list[Tensor], grad_norm: Tensor, max_grad_norm: float
 ) -> tuple[Tensor, Tensor]:
-    """Clips and steps without waiting for the norm, unless an optimizer cannot skip a step by itself."""
+    """Clips and steps without waiting for the norm, unless an optimizer does not support `found_inf`."""
     if max_grad_norm:
         foreach_mul_(grads, (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0))
     applied = grad_norm < torch.inf  # torch.isfinite of a norm, in one kernel instead of four
@@ -193,7 +191,7 @@ def _step_on_device(
 
 
 def take_step(optimizer: torch.optim.Optimizer) -> None:
-    """Steps an optimizer. Raises UserError if it cannot train here, which some reveal only now."""
+    """Steps an optimizer. Raises UserError if the optimizer needs a closure or does not support sharded parameters."""
     try:
         optimizer.step()
     except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -214,27 +212,27 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def choose_precision(flags: PrecisionFlags, device: torch.device) -> Precision:
-    """Resolves the precision flags for a device."""
+    """Returns the precision that the flags select for a device."""
     dtype = getattr(torch, flags.dtype)
     automatic = "off" if dtype == torch.float64 else half_precision(device)
     return Precision(automatic if flags.amp == "auto" else flags.amp, dtype, device)
 
 
 def of_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
-    """Converts a batch's floating-point tensors to a type, complex ones to its complex counterpart."""
+    """Converts a batch's floating-point tensors to a dtype, and complex tensors to the complex counterpart."""
     return {name: _in_dtype(tensor, dtype) for name, tensor in batch.items()}
 
 
 def module_in_dtype(module: M, dtype: torch.dtype) -> M:
-    """Converts a module's parameters and buffers in place; `Module.to` would drop imaginary parts."""
+    """Converts a module's parameters and buffers in place; keeps imaginary parts, which `Module.to` would drop."""
     convert_tensors(module, partial(_in_dtype, dtype=dtype))
     return module
 
 
 def with_dense_tensors(module: M) -> M:
-    """Copies parameters and buffers with gaps or shared memory, such as `weight[:, :4]`.
+    """Copies parameters and buffers that are not dense in memory, such as `weight[:, :4]` or an expanded tensor.
 
-    Fused optimizers would ignore gaps, and an expanded tensor cannot be loaded from a checkpoint.
+    Fused optimizers would ignore the gaps, and an expanded tensor cannot be loaded from a checkpoint.
     """
     for tensor in chain(module.parameters(), module.buffers()):
         if tensor.layout == torch.strided and torch.empty_like(tensor, device="meta").stride() != tensor.stride():
@@ -249,16 +247,16 @@ def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_precision(objective: nn.Module, precision: Precision) -> nn.Module:
-    """Wraps an objective in the run's precision; returns it unchanged if nothing is converted."""
+    """Wraps an objective in the run's precision; returns it unchanged for float32 without autocast."""
     if precision.dtype == torch.float32 and precision.autocast_dtype is None:
         return objective
     return PrecisionForward(objective, precision)
 
 
 class PrecisionForward(nn.Module):
-    """Converts batches for an objective, and runs it in autocast.
+    """Converts batches to the objective's dtype, and runs the objective in autocast.
 
-    Autocast is entered here and not outside, because DataParallel's threads do not inherit it.
+    The forward itself enters autocast, because DataParallel's threads do not inherit it.
     """
 
     def __init__(self, objective: nn.Module, precision: Precision) -> None:

@@ -1,4 +1,4 @@
-"""Measures each process's own time per step, and names slow ranks."""
+"""Measures how long each process computes per step, without waiting for others, and reports slow ranks."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -14,21 +14,21 @@ from trainer.parallel.devices import queue_of
 from trainer.parallel.group import Group
 
 OWN = ("data loading", "forward", "backward")
-"""Activities that do not wait for other processes."""
+"""Activities in which a process does not wait for other processes."""
 SENT = (*OWN, EXCHANGE)
 REPORT_EVERY = 100
 """Optimizer steps between reports."""
 NUM_REPORTS = 5
-"""Consecutive slow reports before a rank is named, so that brief interference is ignored."""
+"""Consecutive slow reports after which a rank is reported, so that a brief disturbance is ignored."""
 SLOW_FACTOR = 1.3
-"""A rank is slow if its own time exceeds this multiple of the median."""
+"""A rank is slow if its time exceeds this multiple of the median over all ranks."""
 
 
 class RankTimes(Watch):
-    """Shares every rank's times every REPORT_EVERY steps, without waiting for the exchange.
+    """Exchanges the times of all ranks every REPORT_EVERY steps, without waiting for the exchange.
 
-    On the CPU these are times of the training thread, on a GPU times between events on its stream, read when long past:
-    a GPU idle for lack of data counts as data loading. Evaluations between steps do not count.
+    On the CPU, times are those of the training thread. On a GPU, they are times between CUDA events, read many steps
+    later, so that a GPU that waits for data counts as data loading. Evaluations between steps do not count.
     """
 
     def __init__(self, group: Group) -> None:
@@ -70,7 +70,7 @@ class RankTimes(Watch):
         self._borders.append((name, self._queue.instant()))
 
     def _seconds(self, borders: Sequence[tuple[str, Any]]) -> list[float]:
-        """Returns seconds in the activities of SENT, in this rank's row of a flattened zero table."""
+        """Returns a flattened (ranks, SENT) table: seconds of this rank's activities in its row, 0 in other rows."""
         seconds = defaultdict[str, float](float)
         for (name, begin), (_, end) in pairwise(borders):
             seconds[name] += self._queue.seconds(begin, end)
@@ -103,10 +103,10 @@ class RankTimes(Watch):
 
 
 def slow_ranks(own: np.ndarray, factor: float) -> list[int]:
-    """Returns ranks whose total time exceeds factor times the median in every report.
+    """Returns the ranks whose total time exceeds factor times the median over ranks in every report.
 
-    own: (reports, ranks, activities) seconds. For an even number of ranks the median is the faster of the middle two,
-    so that the slower of two ranks is found.
+    own: (reports, ranks, activities) seconds. For an even number of ranks, the median is the smaller of the two middle
+    values, so that the slower of two ranks is found.
     """
     seconds = own.sum(2)
     usual = np.quantile(seconds, 0.5, axis=1, method="lower", keepdims=True)

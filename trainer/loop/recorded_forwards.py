@@ -1,4 +1,4 @@
-"""Evaluation forwards as CUDA graphs, one per signature."""
+"""Captures evaluation forwards as CUDA graphs, one per signature of the batch."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -22,14 +22,13 @@ from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Outputs, PerSample
 
 MOST_FORWARDS = 32
-"""Limit on kept graphs."""
+"""Maximum number of graphs kept for evaluation."""
 
 
 class RecordedForward(NamedTuple):
-    """A captured forward. inputs: buffers to fill before a replay. results: tensors that it writes. per_sample: names
-    of `PerSample` outputs.
+    """CUDA graph of a forward. inputs: tensors to fill before a replay. results: tensors that the graph writes.
 
-    reads: other tensors that it reads, kept alive.
+    per_sample: names of `PerSample` outputs. reads: other tensors that the graph reads, kept alive.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -40,9 +39,9 @@ class RecordedForward(NamedTuple):
 
 
 class RecordedForwards:
-    """Runs a signature once, captures it when it comes again, and replays it from then on.
+    """Runs forwards eagerly at a signature's first occurrence, captures a graph at the second, and then replays it.
 
-    problem: why forwards run without graphs from now on, or None.
+    problem: why all forwards run eagerly from now on, or None.
     """
 
     def __init__(self, objective: Objective, strategy: Strategy, recorder: Recorder) -> None:
@@ -54,7 +53,7 @@ class RecordedForwards:
         self._recordings.clear()
 
     def __call__(self, net: nn.Module, batch: Batch, account_of: Callable[[Exception], str]) -> Outputs:
-        """Evaluates a batch in host memory. account_of: explains why capture failed."""
+        """Evaluates a batch that is in host memory. account_of: turns the error of a failed capture into a reason."""
         key = signature(batch)
         recording = self._recordings.used(key)
         if recording is not None:
@@ -72,7 +71,7 @@ class RecordedForwards:
         return _replayed(recording, batch)
 
     def _recorded(self, net: nn.Module, batch: Batch) -> RecordedForward:
-        """Captures a forward after a dry run. Raises RuntimeError if it cannot be captured or replays differently."""
+        """Captures a forward after a dry run. Raises RuntimeError if the capture fails or the replay differs."""
         drawn = self._strategy.places_in_generators()
         with self._strategy.keeping_generators(), leaving_no_trace(self._objective) as changes:
             net(self._uploaded(batch))

@@ -18,19 +18,19 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 SUMMATIONS = 8
-"""Tolerance as a multiple of the difference between two replays, if these differ."""
+"""Tolerance of a comparison, as a multiple of the difference between replays of the same graph."""
 REPLAYS = 3
-"""Replays that measure that difference."""
+"""Number of replays that measure the difference between replays."""
 
 
 class CannotBeRecorded(RuntimeError):
-    """The reason why a function cannot be captured."""
+    """Raised with the reason why a function cannot be captured."""
 
 
 class Recorder:
     """Captures functions as CUDA graphs.
 
-    All graphs share one memory pool: a replay may overwrite what another graph has left there.
+    All graphs share one memory pool, so a replay may overwrite the results of other graphs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,10 +41,10 @@ class Recorder:
         self._broken: list[torch.cuda.CUDAGraph] = []
 
     def record(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Captures a call, which computes nothing; returns the graph and the function's result.
+        """Captures a call of the function without computing anything; returns the graph and the call's result.
 
-        Raises the function's exceptions, and RuntimeError for operations that cannot be captured. The device's
-        generator is then a new one, from which no earlier graph draws.
+        Raises the function's exceptions, and RuntimeError for operations that cannot be captured. After an exception,
+        earlier graphs no longer draw from the device's random number generator.
         """
         graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self._device.index]
         before = generator.clone_state()
@@ -61,8 +61,8 @@ class Recorder:
                     raise
                 graph.capture_end()
         except BaseException:
-            generator.graphsafe_set_state(before)  # one that a broken capture drew from stays in capture mode
-            # torch's allocators may take the pool to be in use, and may query the graph.
+            generator.graphsafe_set_state(before)  # the state used in a failed capture stays in capture mode
+            # PyTorch's allocators may treat the pool as still in use, and may query the graph.
             end_allocating(self._device, self._pool)
             self._broken.append(graph)
             self._pool = torch.cuda.graph_pool_handle()
@@ -72,9 +72,9 @@ class Recorder:
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Launches kernels on the capture stream; capturing is not allowed on the default stream.
+        """Context in which kernels run on the capture stream, because the default stream does not allow captures.
 
-        Autograd binds a parameter's gradient accumulation to the stream of its first forward.
+        Training enters it too: autograd accumulates a parameter's gradient on the stream of the first forward.
         """
         usual = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(usual)
@@ -86,13 +86,13 @@ class Recorder:
 
 
 def dry_run(function: Callable[[], T]) -> tuple[T, list[Tensor]]:
-    """Runs a function and returns its result and the existing tensors that it reads, which a graph needs alive.
+    """Runs a function; returns its result and the existing tensors that it reads, which a graph needs to stay alive.
 
-    Raises RuntimeError if the host would wait for a GPU, as far as torch can tell, or if something keeps a tensor that
-    every call creates; and the function's exceptions.
+    Raises the function's exceptions. Raises RuntimeError if the host waits for a GPU, as far as PyTorch detects that,
+    or if a tensor that every call creates is still referenced after the call.
     """
     result, reads, keeps = _rehearse_once(function)
-    if keeps:  # perhaps created once and reused
+    if keeps:  # perhaps a tensor that only the first call creates
         result, reads, keeps = _rehearse_once(function)
     if keeps:
         raise CannotBeRecorded(f"something keeps a tensor of shape {keeps[0]}, which replays would overwrite")
@@ -100,22 +100,22 @@ def dry_run(function: Callable[[], T]) -> tuple[T, list[Tensor]]:
 
 
 def _rehearse_once(function: Callable[[], T]) -> tuple[T, list[Tensor], list[tuple[int, ...]]]:
-    """Also returns the shapes of kept tensors."""
-    # backwards in this thread, where this mode sees their operators
+    """Runs a function once. Returns what `dry_run` returns, and the shapes of tensors that outlive the call."""
+    # single-threaded autograd, because the dispatch mode sees only operators of this thread
     with _refusing_waits(), torch.autograd.set_multithreading_enabled(False), _Reads() as reads:
         result = function()
     keeps = reads.kept(result)
     if keeps:
         gc.collect()
         keeps = reads.kept(result)
-    # Compiled code exposes its own temporaries, which are gone once nobody else holds them.
+    # Compiled code also shows its temporaries, which are freed once `found` no longer refers to them.
     found = [ref(tensor) for tensor in reads.found.values()]
     reads.found.clear()
     return result, [tensor for each in found if (tensor := each()) is not None], keeps
 
 
 class _Reads(TorchDispatchMode):
-    """Collects tensors that operators read but did not create. found: by memory address."""
+    """Collects the tensors that operators read but did not create. found: maps a memory address to its tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class _Reads(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Keeps compiled functions compiled; otherwise torch would never run them so again."""
+        """Tells PyTorch to keep running compiled functions as compiled, during and after this mode."""
         return True
 
     ignore_compile_internals = is_infra_mode
@@ -144,7 +144,7 @@ class _Reads(TorchDispatchMode):
         return result
 
     def kept(self, result: Any) -> list[tuple[int, ...]]:
-        """Returns shapes of tensors that operators created and that still exist outside the result."""
+        """Returns the shapes of tensors that operators created and that still exist outside of the result."""
         own = {each.untyped_storage().data_ptr() for each in _strided(getattr(result, "parts", result))}
         there = [tensor for each in self._outputs if (tensor := each()) is not None]
         return [tuple(each.shape) for each in there if each.untyped_storage().data_ptr() not in own]
@@ -159,7 +159,7 @@ def _strided(values: Any) -> list[Tensor]:
 def _refusing_waits() -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that detection is incomplete
+        warnings.simplefilter("ignore")  # PyTorch warns that the detection is incomplete
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -169,7 +169,7 @@ def _refusing_waits() -> Iterator[None]:
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Disables garbage collection, since capture must not free events or graphs."""
+    """Context without garbage collection, which must not free events or graphs during a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -180,9 +180,9 @@ def _without_collecting() -> Iterator[None]:
 
 
 class Recordings(OrderedDict[Any, R]):
-    """Graphs by signature; beyond `most` the least recently used one is dropped.
+    """Graphs by signature; above `most` graphs, the least recently used graph is dropped.
 
-    left_out: signatures without a graph, such as dropped ones, which would displace each other.
+    left_out: signatures that get no graph, such as dropped ones, because they would displace each other.
     """
 
     def __init__(self, most: int) -> None:
@@ -192,36 +192,36 @@ class Recordings(OrderedDict[Any, R]):
         self.left_out: set[Any] = set()
 
     def used(self, key: Any) -> R | None:
-        """Returns the graph of a signature and marks it as used, or None."""
+        """Returns the graph of a signature and marks it as recently used; None without a graph."""
         if key in self:
             self.move_to_end(key)
         return self.get(key)
 
     def is_wanted(self, key: Any) -> bool:
-        """Returns whether to capture a signature; not at its first occurrence, which loads its kernels."""
+        """Returns whether to capture a signature; False at its first occurrence, which loads the kernels."""
         is_new = key not in self._seen
         self._seen.add(key)
         return not is_new and key not in self.left_out
 
     def make_place(self) -> None:
-        """Makes room for one more graph."""
+        """Drops the least recently used graph if the maximum number of graphs is reached."""
         if len(self) >= self._most:
             self.left_out.add(self.popitem(last=False)[0])
 
 
 def signature(batch: Batch) -> tuple[Any, ...]:
-    """Returns names, shapes, layouts and types of a batch; replays vary only its content."""
+    """Returns a batch's names, shapes, strides and dtypes, which are the same in all replays of a graph."""
     return tuple((name, tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in batch.items())
 
 
 def fill(inputs: Mapping[str, Tensor], batch: Batch) -> None:
-    """Copies a host batch of the same signature into a graph's inputs, without waiting."""
+    """Copies a batch from host memory to the inputs of a graph of the same signature, asynchronously."""
     for name, tensor in batch.items():
         inputs[name].copy_(tensor, non_blocking=True)
 
 
 class Packed:
-    """Tensors concatenated by type, so that one kernel copies all of a type."""
+    """Tensors concatenated by dtype, so that one kernel copies all tensors of a dtype."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         by_type: dict[torch.dtype, list[str]] = {}
@@ -233,9 +233,9 @@ class Packed:
         ]
 
     def after(self, replay: Callable[[], None]) -> dict[str, Tensor]:
-        """Replays and returns copies of the tensors by name, in memory that no graph writes to.
+        """Calls `replay` and returns copies of the tensors by name, in memory that no graph writes to.
 
-        Allocates first: torch.OutOfMemoryError is raised before anything is done.
+        Allocates the copies first, so that torch.OutOfMemoryError is raised only before the replay.
         """
         copies = [torch.empty_like(part) for _, part in self.parts]
         replay()
@@ -252,11 +252,11 @@ def difference(
     replayed: Callable[[], Mapping[str, Tensor]],
     rounding: float,
 ) -> str | None:
-    """Returns the name of a value that differs from the expected one beyond rounding, or None.
+    """Returns the name of a value that differs from the expected value beyond rounding, or None.
 
-    replayed: recomputes the values with the same kernels; differences among replays show an open order of summation,
-    whereas values taken from the host change between launches but not between replays. rounding: tolerance for an open
-    order, relative to a tensor's largest value.
+    replayed: recomputes the values with the same kernels. Differences between replays come from nondeterministic sums,
+    and are tolerated; values that the host passes to kernels differ between launches but not between replays. rounding:
+    maximum tolerance, relative to a tensor's largest absolute value.
     """
     if expected.keys() != found.keys():
         return min(expected.keys() ^ found.keys())
@@ -278,12 +278,12 @@ def _numbers(value: Tensor) -> Tensor:
 
 
 def _largest_difference(one: Tensor, other: Tensor) -> Tensor:
-    """Returns the largest difference; NaN if only one of them is NaN."""
+    """Returns the largest absolute difference of two tensors; NaN where only one tensor is NaN."""
     one, other = _numbers(one), _numbers(other)
     is_same = (one == other) | (one.isnan() & other.isnan())
     return torch.where(is_same, 0, (one - other).abs()).max()
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Compares bit for bit, with NaN equal to NaN."""
+    """Returns whether two tensors are equal, with NaN equal to NaN."""
     return bool(((one == other) | ((one != one) & (other != other))).all())

@@ -1,8 +1,8 @@
-"""Saves the state after the last step when a run fails or loses a process, without the other processes.
+"""Saves the state after the last finished step when a run fails or loses a process.
 
-Runs no collectives, since others may be gone. Rank 0 saves, or, if it is gone, a process on its machine that took over
-the lock of the run directory. A process that lost the others in the middle of a step still has the previous step's
-state (Gupta et al., Just-In-Time Checkpointing, EuroSys 2024).
+The rescue runs no collectives, because other processes may be gone. Rank 0 saves; if rank 0 is gone, a process on the
+same machine takes over the lock of the run directory and saves. A process that loses the others in the middle of a step
+still holds the state after the previous step (Gupta et al., Just-In-Time Checkpointing, EuroSys 2024).
 """
 
 import threading
@@ -32,21 +32,21 @@ from trainer.parallel.devices import DeviceQueue
 from trainer.parallel.strategy import Strategy
 
 COPY_WITHIN_S = 15.0
-"""Seconds, out of the 30 s that a launcher waits after a process died."""
+"""Seconds for copying the state, out of the 30 s for which a launcher waits after a process has died."""
 LOCK_WITHIN_S = 20.0
 DRAINS_WITHIN_S = 2.0
-"""Seconds for the device to finish work that does not depend on other processes."""
+"""Seconds for which a rescue waits for the device to finish work that does not depend on other processes."""
 _one_at_a_time = threading.Lock()
 
 Mark = Callable[[], bool]
-"""Tells whether the device has reached a marked point."""
+"""Function that returns whether the device has reached a marked point of its queue."""
 
 
 @dataclass(eq=False)
 class AppliedStep:
-    """An applied step. progress: after the step. applied: marks its end on the device.
+    """A submitted step. progress: the run's progress after the step. applied: marks the end of the step on the device.
 
-    forward: marks the start of the next step; changes: where its optimizer starts to change weights.
+    forward: marks the start of the next step. changes: marks where the next step's optimizer starts to change weights.
     """
 
     progress: Progress
@@ -56,10 +56,10 @@ class AppliedStep:
 
 
 class LastStep(Watch):
-    """Finds the last optimizer step that the device has finished. Written by the training thread, read by any.
+    """Finds the last optimizer step that the device has finished. Any thread may call `find`.
 
-    On a GPU the host runs ahead, and enqueued steps may wait behind a collective that never ends, so every step marks
-    its position in the queue. first: optimizer steps done when training began.
+    On a GPU the host runs ahead, and submitted steps may wait for a collective that never ends. Every step therefore
+    marks its position in the device's queue. first: optimizer steps done when training began.
     """
 
     def __init__(self, queue: DeviceQueue) -> None:
@@ -88,7 +88,7 @@ class LastStep(Watch):
             self._steps.popleft()
 
     def find(self) -> tuple[AppliedStep, bool] | None:
-        """Returns the last finished step, and whether the next one's forward has started.
+        """Returns the last finished step, and whether the forward of the next step has started.
 
         Returns None before training, and while an optimizer changes weights.
         """
@@ -100,7 +100,7 @@ class LastStep(Watch):
 
 
 def _it_has_come() -> bool:
-    """The mark of a synchronous device."""
+    """Mark of a synchronous device, which has finished all work that was submitted."""
     return True
 
 
@@ -109,13 +109,13 @@ def _has_come(mark: Mark | None) -> bool:
 
 
 def rescue(run: Run, last: LastStep, end: Failure | UserError) -> None:
-    """Saves the state since the newest checkpoint if this process has it and is the one to save.
+    """Saves the state after the last finished step if no checkpoint holds it and this process is the one to save.
 
-    If other processes were lost and the directory advanced in this start, the failure's status becomes EXIT_RESTART;
-    otherwise a recurring failure would restart forever.
+    The failure's exit status becomes EXIT_RESTART if other processes were lost and this start has saved a newer
+    checkpoint than it resumed from. Requiring a newer checkpoint keeps a recurring failure from restarting forever.
     """
     if isinstance(end, Failure):
-        # Rank 0 has the UserError of rejected data itself; a user who exits at once does not wait.
+        # After bad input rank 0 saves, because of its own UserError. A user who exits at once does not wait for a save.
         is_left = end.status == EXIT_BAD_INPUT or not str(end)
     else:
         is_left = isinstance(end, DiskError | LockTaken | UnfitState)
@@ -128,7 +128,7 @@ def rescue(run: Run, last: LastStep, end: Failure | UserError) -> None:
             came_further = run.group.can_replace_rank0(lost or (), run.strategy.has_full_state) and _save_last_step(
                 run, last
             )
-        except (UserError, OSError, RuntimeError) as error:  # possibly of the device, which may have failed
+        except (UserError, OSError, RuntimeError) as error:  # a failed device raises RuntimeError
             why = error if isinstance(error, UserError) else reason(error)
             print_error(f"the state after the last optimizer step could not be saved: {why}")
         if isinstance(end, Failure):
@@ -137,7 +137,7 @@ def rescue(run: Run, last: LastStep, end: Failure | UserError) -> None:
 
 
 def _save_last_step(run: Run, last: LastStep) -> bool:
-    """Returns whether the newest checkpoint is newer than the one that this start resumed. Raises UserError."""
+    """Saves the last finished step; returns whether this start has saved any newer checkpoint. Raises UserError."""
     run.saver.end()  # completes a pending write
     directory, say = run.directory, run.log.say if run.group.is_main else to_stdout
     if not directory.is_held:
@@ -145,7 +145,7 @@ def _save_last_step(run: Run, last: LastStep) -> bool:
     num_saved = directory.entries[-1].step if directory.entries else 0
     copied = partial(_copied, run.learner, run.strategy, last, num_saved, run.model_outline, run.facts)
     state = _in_time(copied) if run.strategy.has_full_state else None
-    # The best checkpoint may have died with its writer.
+    # A best checkpoint that is not yet on disk is lost with its writer; the saved state must not refer to it.
     saved = newest_best(directory.entries)
     if state is not None and (state["best"] is None or (saved is not None and saved.value == state["best"]["value"])):
         directory.save(state)
@@ -158,7 +158,7 @@ def _save_last_step(run: Run, last: LastStep) -> bool:
 
 
 def _take_over(directory: RunDirectory) -> None:
-    """Raises UserError if other survivors hold the directory too long, or it is gone."""
+    """Locks the run directory. Raises UserError if another process holds it too long, or if it no longer exists."""
     deadline = time.monotonic() + LOCK_WITHIN_S
     while True:
         try:
@@ -170,7 +170,7 @@ def _take_over(directory: RunDirectory) -> None:
 
 
 def _in_time(copied: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Returns a copy of the state; None if there is none or copying takes too long."""
+    """Returns the result of `copied`; None if copying takes longer than `COPY_WITHIN_S`."""
     found: list[dict[str, Any] | None] = []
     errors: list[Exception] = []
 
@@ -180,7 +180,7 @@ def _in_time(copied: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | No
         except Exception as error:  # re-raised in the waiting thread
             errors.append(error)
 
-    # in another thread, because a GPU's driver may block forever
+    # in another thread, because the GPU driver may block forever
     thread = threading.Thread(target=attempt, name="rescue", daemon=True)
     thread.start()
     thread.join(COPY_WITHIN_S)
@@ -192,15 +192,15 @@ def _in_time(copied: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | No
 def _copied(
     learner: Learner, strategy: Strategy, last: LastStep, num_saved: int, outline: Outline, facts: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Copies the state after the last finished step if it is newer than `num_saved`, else returns None.
+    """Copies the state after the last finished step; returns None if it is saved already or changes during the copy.
 
-    outline, facts: see `Run`.
+    num_saved: steps of the newest checkpoint. outline, facts: `Run.model_outline` and `Run.facts`.
     """
     before = last.find()
     if before is None or before[0].progress.step <= num_saved or learner.ema.is_applied:
         return None
     step, is_in_next = before
-    # The training stream's remaining work waits for the lost process, and is void.
+    # Work that remains on the training stream waits for the lost process, and is discarded.
     with torch.no_grad(), last.queue.aside():
         if is_in_next:
             learner.buffers.undo()
@@ -208,9 +208,9 @@ def _copied(
         learner.ema.put_into(weights, strategy.full_weights)
         lacks_totals = last.queue.lag > 0 or (strategy.num_parts > 0 and strategy.group.world_size > 1)
         state = state_of(learner, weights, *_own(step.progress, lacks_totals)) | facts
-        # pinning memory may wait for the device
+        # unpinned, because pinning memory may wait for the device
         copied = snapshot(state, pinned=False)
-    # the training thread may have continued meanwhile
+    # the training thread may have changed the state during the copy
     is_whole = last.find() == before and not learner.ema.is_applied
     if not is_whole or diverged(learner.objective.model, copied["model"]):
         return None
@@ -219,9 +219,9 @@ def _copied(
 
 
 def _own(progress: Progress, lacks_totals: bool) -> tuple[Progress, dict[str, dict[str, Tensor]]]:
-    """Returns the progress restricted to this process's own totals, and these totals.
+    """Returns the progress with this process's totals in place of the totals of all processes, and these totals.
 
-    lacks_totals: they are unknown, because the device lags behind the host, or because samples are not counted by part.
+    lacks_totals: drops the totals, as on a GPU, which lags behind the host, or with `--parts` on several processes.
     """
     totals = {phase: {} if lacks_totals else own.unreduced() for phase, own in progress.totals.items()}
     samples = 0 if lacks_totals else progress.own_samples

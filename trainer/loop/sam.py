@@ -1,8 +1,8 @@
-"""Sharpness-aware minimisation: takes each step's gradient at weights that were first moved uphill.
+"""Sharpness-aware minimization (`--sam-rho`): takes each step's gradient at weights moved along a first gradient.
 
 Foret, Kleiner, Mobahi and Neyshabur, "Sharpness-Aware Minimization for Efficiently Improving Generalization", ICLR
-2021. Both gradients cover the whole global batch, with the same dropout, so the step does not depend on devices or
-accumulation, unlike the common form, which moves by each micro-batch's gradient.
+2021. Both gradients cover the whole global batch, with the same dropout masks. The step therefore does not depend on
+the number of devices or accumulation steps, unlike implementations that move weights by each micro-batch's gradient.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Sums
 
 LEAST_NORM = 1e-12
-"""Added to the first gradient's norm, as in the reference implementation."""
+"""Added to the norm of the first gradient before dividing by it, as in the reference implementation."""
 
 
 def refuse_sam(rho: float, objective: Objective, strategy: Strategy) -> None:
-    """Raises UserError for options that two gradients per step do not support. rho: 0 takes one gradient."""
+    """Raises UserError for options that do not support two gradients per step. rho: `--sam-rho`; 0 disables SAM."""
     others = {
         f"--parts {strategy.num_parts}": strategy.num_parts > 0,
         "--multi-gpu fsdp": strategy.exchanges_in_forward,
@@ -39,7 +39,7 @@ def refuse_sam(rho: float, objective: Objective, strategy: Strategy) -> None:
 
 @dataclass
 class SamLearner(Learner, Watch):
-    """A learner that takes the gradient `rho` uphill."""
+    """Learner for SAM. rho: distance by which weights move along the first gradient."""
 
     rho: float = field(kw_only=True)
 
@@ -49,7 +49,7 @@ class SamLearner(Learner, Watch):
     def accumulate_window(
         self, strategy: Strategy, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]
     ) -> Sums:
-        """Works like `Learner.accumulate_window`; sums and changed buffers are those at the unmoved weights."""
+        """Works like `Learner.accumulate_window`; sums and buffers come from the forwards with unmoved weights."""
         sums = super().accumulate_window(strategy, phase, window, factor, key)
         sums = {name: value.detach() for name, value in sums.items()}
         params = self.params[phase]
@@ -64,15 +64,15 @@ class SamLearner(Learner, Watch):
                 parameter.grad = None
             with self.buffers.left_alone() if self.buffers.is_active else nullcontext():
                 super().accumulate_window(strategy, phase, window, factor, key)
-        finally:  # so that a rescue finds the run's weights
+        finally:  # a rescue must find the unmoved weights
             foreach_copy_([parameter.data for parameter in moved], kept)
         return sums
 
     @torch.no_grad()
     def _move(self, params: list[Tensor], grads: list[Tensor]) -> None:
-        """Moves weights by `rho` along the gradient, regardless of its scale. Raises UserError for a sparse one.
+        """Moves weights by a distance of `rho` along the gradient. Raises UserError for sparse gradients.
 
-        A non-finite gradient makes weights NaN, and so the second gradient, which skips the step.
+        A non-finite gradient makes the moved weights and then the second gradient NaN, so the step is skipped.
         """
         if any(grad.is_sparse for grad in grads):
             raise UserError(

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of progress."""
+"""Learning rate schedules, as pure functions of the training progress."""
 
 import math
 from collections.abc import Callable
@@ -9,20 +9,20 @@ from trainer.loading.order import Position
 from trainer.loop.plan import Plan, PlannedStep
 
 WSD_DECAY_SHARE = 0.2
-"""Share of the run. A shorter decay ends worse, a longer one hardly better (Hägele et al., 2024, arXiv:2405.18392)."""
+"""Fraction of the run in which "wsd" decays; longer decays hardly improve (Hägele et al., 2024, arXiv:2405.18392)."""
 
 
 def lr_factor(progress: float, warmup: float, total: float, floor: float, schedule: str = "cosine") -> float:
-    """Returns the factor on the base learning rate: linear warm-up, then the schedule.
+    """Returns the factor on the peak learning rate: linear warm-up, then the schedule.
 
-    progress, warmup, total: in one unit, 0 <= progress <= total. floor: final factor, in [0, 1]; ignored by "constant".
-    "plateau" equals "constant" here: `LearningRate` lowers it.
+    progress, warmup, total: in the same unit, 0 <= progress <= total. floor: final factor in [0, 1], which "constant"
+    ignores. "plateau" equals "constant" in this function; `LearningRate` reduces the rate.
 
     "cosine" follows Loshchilov and Hutter, 2017, eq. 5. "wsd" (warm-up, stable, decay: Hu et al., 2024,
-    arXiv:2404.06395) decays as 1 - sqrt, which ends better than linear (Hägele et al., 2024, section 3).
+    arXiv:2404.06395) decays as 1 - sqrt, which ends better than a linear decay (Hägele et al., 2024, section 3).
 
-    The trainer evaluates it at the middle of each global batch, which is the mean over the batch up to curvature: the
-    first step is never 0, the last never the floor, and different batch sizes follow the same curve.
+    The trainer evaluates the schedule at the middle of each global batch, where it equals its mean over the batch up to
+    curvature. So the first factor is above 0, the last above the floor, and all batch sizes follow the same curve.
     """
     if progress < warmup:
         return progress / warmup
@@ -38,10 +38,10 @@ def lr_factor(progress: float, warmup: float, total: float, floor: float, schedu
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The learning rate of a run. peak, floor: per step. warmup, total: in units of `Plan.total`.
+    """Learning rate of a run. peak, floor: highest and final rate. warmup, total: lengths in units of `Plan.total`.
 
-    factor_of_step: a task's `lr_factor`, which replaces the schedule. num_steps: of the whole run, its second argument.
-    drop, patience: for "plateau".
+    factor_of_step: `Task.lr_factor`, which replaces the schedule. num_steps: optimizer steps of the whole run. drop,
+    patience: for "plateau", the factor of a reduction, and the evaluations without improvement before it.
     """
 
     peak: float
@@ -55,23 +55,23 @@ class LearningRate:
     patience: int = 0
 
     def of_step(self, step: PlannedStep, plan: Plan, position: Position, num_done: int, num_drops: int = 0) -> float:
-        """Returns the learning rate of the next step. num_done: optimizer steps done. Raises UserError as `at` does."""
+        """Returns the learning rate of the next step. num_done: optimizer steps done. num_drops: see `at`."""
         if self.factor_of_step is None:
             return self.at(step.progress, num_drops=num_drops)
-        # by position if measured in epochs, whatever the batch sizes were
+        # if the run's length is in epochs, counts steps as if batch sizes had not changed
         return self.at(step.progress, plan.steps_done(position) if plan.max_steps is None else num_done, num_drops)
 
     def drops_after(self, num_evaluations: int) -> bool:
-        """Returns whether an evaluation lowers the rate. num_evaluations: since the best one, including this one."""
+        """Returns whether "plateau" reduces the rate after `num_evaluations` evaluations without improvement."""
         return self.schedule == "plateau" and num_evaluations > 0 and num_evaluations % self.patience == 0
 
     def at(self, progress: float, step: int = 0, num_drops: int = 0) -> float:
-        """Returns the learning rate. progress: in units of `Plan.total`. step: optimizer steps done, for a task's own
-        factor.
+        """Returns the learning rate at a point of training. progress: training progress in units of `Plan.total`.
 
-        num_drops: reductions by "plateau" so far. Raises UserError for an invalid factor.
+        step: optimizer steps done, for `Task.lr_factor`. num_drops: reductions by "plateau" so far. Raises UserError if
+        `Task.lr_factor` returns an invalid factor.
         """
-        step = min(step, self.num_steps - 1)  # epochs may have more steps than the first one
+        step = min(step, self.num_steps - 1)  # later epochs may have more steps than the first epoch
         factor = self.factor_of_step(step, self.num_steps) if self.factor_of_step is not None else None
         if factor is None:
             factor = lr_factor(progress, self.warmup, self.total, self.floor / self.peak, self.schedule)
@@ -85,7 +85,7 @@ class LearningRate:
 
 
 def device_scaling_factor(rule: str, global_batch_size: int, one_device_batch_size: int) -> float:
-    """Returns the factor of `--scale-lr` on the learning rate.
+    """Returns the factor by which `--scale-lr` multiplies the learning rate.
 
     rule: "none"; "linear" (Goyal et al., 2017, section 2.1); "sqrt" (Krizhevsky, 2014, section 5).
     """

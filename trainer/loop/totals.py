@@ -1,4 +1,4 @@
-"""Running sums, kept on the device and divided once, when read; and outputs per sample, in order."""
+"""Collects sums on the device, and per-sample outputs in the order of the data set."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ from trainer.task import Objective, Outputs, PerSample, Sums
 
 HOST = torch.device("cpu")
 FOLD_EVERY = 64
-"""Additions between summations of the kept tensors: rare enough to cost nothing, and little memory."""
+"""Calls of `add` after which stored tensors are summed: rare enough to be fast, often enough to save memory."""
 
 
 class Totals:
-    """This process's share of sums, and of their weight, the number of loss terms.
+    """Sums over this process's samples, by name, and their weight, the number of loss terms.
 
-    A sum missing from a batch or a process counts as zero. Adding only stores tensors, so a step pays for neither
-    arithmetic nor a device wait.
+    A sum that a batch or a process lacks counts as zero. `add` only stores tensors, so most steps spend no time on
+    sums, and none waits for the device.
     """
 
     def __init__(self, sums: Mapping[str, Tensor] | None = None) -> None:
@@ -33,11 +33,11 @@ class Totals:
         self._applied: list[Tensor] = []
 
     def add(self, sums: Sums, weight: Any, applied: bool | Tensor = True) -> None:
-        """Adds sums by name, each of a fixed shape. weight: a float.
+        """Adds sums by name. weight: number of loss terms, a float.
 
-        applied: False, or a False tensor, ignores the sums of a step that was not applied (see `StepResult`).
+        applied: see `StepResult`; False, or a tensor of False, ignores the sums of a step that was not applied.
 
-        Raises UserError for a changed shape.
+        Raises UserError if the shape of a sum has changed.
         """
         for name, value in sums.items():
             if self._shapes.setdefault(name, value.shape) != value.shape:
@@ -67,25 +67,25 @@ class Totals:
         self._kept, self._weights, self._applied = [], [], []
 
     def _added(self, before: Tensor | None, parts: Tensor) -> Tensor:
-        """before: the sum so far, or None. parts: (n, ...) to add."""
+        """Returns before + the sum of parts along dim 0. before: the sum so far, or None. parts: (n, ...)."""
         added = parts.sum(0)
         return added if before is None else before + added
 
     def _stacked(self, name: str, zero: Tensor) -> Tensor:
         values = [sums.get(name, zero) for sums in self._kept]
-        if len({value.dtype for value in values}) > 1:  # torch may promote to a type too small for counts
+        if len({value.dtype for value in values}) > 1:  # type promotion may choose a dtype too small for counts
             values = [value.double() for value in values]
         return torch.stack(values)
 
     def unreduced(self) -> dict[str, Tensor]:
-        """Returns this process's sums, including "weight", on the CPU. Not collective."""
+        """Returns this process's sums, including "weight", on the CPU. Runs no collective."""
         self._fold()
         return {name: value.cpu() for name, value in self._sums.items()}
 
     def reduced(self, group: Group) -> dict[str, Tensor]:
         """Returns the sums over all processes, including "weight", in float64 on the CPU; {} if nothing was added.
 
-        Waits for the device. All processes call it. Raises UserError on all of them if shapes differ.
+        Waits for the device. Must be called by all processes. Raises UserError on all processes if shapes differ.
         """
         parts = self.unreduced()
         shapes = _common_shapes({name: tuple(parts[name].shape) for name in sorted(parts)}, group)
@@ -98,7 +98,7 @@ class Totals:
 
 
 def _common_shapes(own: dict[str, tuple[int, ...]], group: Group) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every sum that any process has, in one order on all. own: this process's, by sorted name."""
+    """Returns the shapes of all processes' sums, in the same order on each. own: this process's shapes, by name."""
     if group.agrees(own):
         return own
     shapes: dict[str, tuple[int, ...]] = {}
@@ -109,7 +109,7 @@ def _common_shapes(own: dict[str, tuple[int, ...]], group: Group) -> dict[str, t
 
 
 def require_sums(sums: object, objective: nn.Module, phase: str | None) -> None:
-    """Checks what a forward returned. Raises UserError. phase: of training; None in eval mode."""
+    """Raises UserError unless a forward returned a dict of sums. phase: the phase in training; None in eval mode."""
     if not isinstance(sums, dict):
         problem = f"must return a dict of tensors (sums), not a {type(sums).__name__}"
     elif other := [each for each in sums.items() if not isinstance(each[1], Tensor if phase else Tensor | PerSample)]:
@@ -132,7 +132,7 @@ def require_sums(sums: object, objective: nn.Module, phase: str | None) -> None:
 
 
 def forward_name(objective: nn.Module, phase: str | None) -> str:
-    """Names the forward of a training phase in messages; phase None means eval mode."""
+    """Returns the name for messages of an objective's forward in a training phase; phase None means eval mode."""
     name = type(objective).__name__
     if phase is None:
         return f"{name}.forward(batch) in eval mode"
@@ -142,7 +142,7 @@ def forward_name(objective: nn.Module, phase: str | None) -> str:
 
 
 def add_sums(sums: Sums, part: Mapping[str, Tensor]) -> None:
-    """Adds a micro-batch's sums in place, detached. Raises UserError for a changed shape."""
+    """Adds the detached sums of a micro-batch to `sums` in place. Raises UserError if a shape has changed."""
     for name, value in part.items():
         value = value.detach() if value.requires_grad else value
         if name in sums:
@@ -152,34 +152,34 @@ def add_sums(sums: Sums, part: Mapping[str, Tensor]) -> None:
 
 
 def share_of(reduced: Mapping[str, Tensor], group: Group) -> Totals:
-    """Turns reduced sums back into shares: rank 0 holds all, the others zeros."""
+    """Returns totals that add up over processes to the reduced sums: rank 0 gets the sums, other ranks get zeros."""
     share = 1 if group.is_main else 0
     return Totals({name: (value * share).to(group.device) for name, value in reduced.items()})
 
 
 def without_counting(sums: Sums) -> Sums:
-    """Replaces the sums of a placeholder batch by zeros.
+    """Replaces the sums of a placeholder batch with zeros.
 
-    Multiplying by zero would turn infinity into NaN, on all ranks.
+    Multiplying by zero instead would turn an infinite loss into NaN on all ranks.
     """
     return {name: torch.where(torch.zeros_like(value, dtype=torch.bool), value, 0) for name, value in sums.items()}
 
 
 MOST_IN_FLIGHT = 32
-"""Limit on batches whose outputs are being copied from a GPU; at the limit the host waits for the older half."""
+"""Maximum number of batches whose outputs are being copied from a GPU; then the host waits for the older half."""
 
 
 class PerSampleOutputs:
-    """Collects `PerSample` outputs of this process's samples; free if there are none."""
+    """Collects the `PerSample` outputs of this process's samples in host memory."""
 
     def __init__(self) -> None:
         self._index: list[Tensor] = []
         self._parts: list[dict[str, Tensor]] = []
-        self._arrived: list[torch.cuda.Event] = []  # one for each of the last batches
+        self._arrived: list[torch.cuda.Event] = []  # one for each batch still in pinned memory
         self._names: set[str] | None = None
 
     def add(self, index: Tensor, outputs: Outputs) -> None:
-        """Adds a batch's outputs. index: (B,) int64 in host memory, possibly a placeholder's.
+        """Adds the `PerSample` outputs of a batch. index: (B,) int64 in host memory, the samples of the batch.
 
         Raises UserError if the names differ from earlier batches.
         """
@@ -190,7 +190,7 @@ class PerSampleOutputs:
             raise UserError(f"PerSample {name!r}: the objective returned it for some batches only; return it for all")
         if found:
             self._index.append(index)
-            # A copy, since a slice would keep the whole tensor alive; asynchronous from a GPU.
+            # Copies, because a slice would keep a whole tensor alive; copies from a GPU are asynchronous.
             self._parts.append({k: values.to("cpu", non_blocking=True, copy=True) for k, values in found.items()})
             device = next(iter(found.values())).device
             if device != HOST:
@@ -199,19 +199,16 @@ class PerSampleOutputs:
                 self._land(MOST_IN_FLIGHT // 2)
 
     def _land(self, num: int) -> None:
-        """Moves the oldest copies from pinned to ordinary memory.
-
-        The GPU works on the others meanwhile.
-        """
+        """Moves the `num` oldest copies from pinned to pageable memory, while the GPU still works on newer batches."""
         self._arrived[num - 1].synchronize()
         landing = slice(len(self._parts) - len(self._arrived), len(self._parts) - len(self._arrived) + num)
         self._parts[landing] = [{k: values.clone() for k, values in part.items()} for part in self._parts[landing]]
         del self._arrived[:num]
 
     def gathered(self, group: Group, num_samples: int) -> dict[str, Tensor]:
-        """Gathers each output of the whole data set on rank 0, (num_samples, ...); empty on other ranks.
+        """Gathers each output for the whole data set on rank 0, (num_samples, ...) by name; {} on other ranks.
 
-        All processes call it. Raises UserError on all of them.
+        Must be called by all processes. Raises UserError on all of them if outputs are inconsistent.
         """
         names = {"PerSample outputs": sorted(self._names or ())}
         group.require_same(names, "the objective must return the same ones for all batches, on all ranks")
@@ -236,7 +233,7 @@ class PerSampleOutputs:
 
 
 def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenates outputs by name. Raises UserError if their rows differ in shape or type."""
+    """Concatenates outputs along dim 0 by name. Raises UserError if dtypes or the shapes of samples differ."""
     for name in parts[0]:
         kinds = {(tuple(part[name].shape[1:]), part[name].dtype) for part in parts}
         if len(kinds) > 1:
@@ -249,9 +246,9 @@ def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def in_order(shares: Sequence[tuple[Tensor, dict[str, Tensor]]], num_samples: int) -> dict[str, Tensor]:
-    """Sorts outputs by index, each sample once. shares: (index, outputs) of each process. Raises UserError.
+    """Sorts outputs by sample index, each sample once. shares: (index, outputs) of each process. Raises UserError.
 
-    A sample's first row counts; placeholders repeat samples later in the same process, or on a later process.
+    Only a sample's first output counts, because placeholder batches repeat samples, later or on a higher rank.
     """
     samples, first = np.unique(torch.cat([index for index, _ in shares]).numpy(), return_index=True)
     if len(samples) != num_samples:

@@ -1,4 +1,4 @@
-"""The protocol of observers of training, which do not take part in it, and the records they see."""
+"""Protocol for observers of training (`Watch`), and the records that they receive."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
@@ -14,16 +14,16 @@ Log = RunLog | SilentLog
 
 
 Place = Literal["forward", "update"]
-"""Points of a step: before its first forward, or with all gradients before the update."""
+"""Points of a step: "forward", before the first forward; "update", after all gradients and before the update."""
 
 
 class StepResult(NamedTuple):
     """Result of an optimizer step; tensors are on the device.
 
-    sums: of this process's samples; with `--parts` (parts, ...), one row per part if it has several. grad_norm: global,
-    before clipping. applied: whether the step changed anything, which a finite norm decides. alarm: whether to tell the
-    user that it did not; both are plain bools on the CPU, where the host need not wait. The last three agree on all
-    processes.
+    sums: sums over this process's samples; (parts, ...) with `--parts`. grad_norm: global gradient norm before
+    clipping. applied: whether the step changed anything, as it does if the norm is finite. alarm: whether to report a
+    skipped step. On the CPU `applied` and `alarm` are bools, because the host need not wait for them. All fields but
+    sums are equal on all processes.
     """
 
     sums: Sums
@@ -33,7 +33,7 @@ class StepResult(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """A step and its place. number: in the run, from 1. order: of its phase's samples."""
+    """A finished step. number: optimizer step of the run, from 1. order: the sample order of the step's phase."""
 
     number: int
     planned: PlannedStep
@@ -42,40 +42,40 @@ class StepRecord(NamedTuple):
 
 
 class Watch:
-    """Observes training; methods do nothing unless overridden.
+    """Base class of observers of training; its methods do nothing unless overridden.
 
-    All processes have the same watches and call them at the same steps, so watches may run collectives. log: for
+    All processes have the same watches and call them at the same steps, so watches may run collectives. log: receives
     messages to the user.
     """
 
     def remarks(self) -> Sequence[str]:
-        """Returns lines for the user before training."""
+        """Returns messages to show to the user before training."""
         return ()
 
     def begin(self, progress: Progress) -> None:
-        """Runs when training begins."""
+        """Called when training begins."""
 
     def resume(self) -> None:
-        """Runs before the first step, and before the first step after a `pause`."""
+        """Called before the first step, and before the first step after each `pause`."""
 
     def pause(self) -> None:
-        """Runs before a report."""
+        """Called before a report."""
 
     def at(self, place: Place) -> None:
-        """Runs at a point of a step, again if the step is retried after an out-of-memory error."""
+        """Called at a point of a step, and again if the step is retried after an out-of-memory error."""
 
     def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
-        """Runs after a step. progress: after it. record: None if no sample had a weight, so nothing changed."""
+        """Called after a step. progress: progress after the step. record: None if all samples had a weight of 0."""
 
     def settle(self, log: Log) -> None:
-        """Waits for the device, and reports on all steps so far."""
+        """Waits for the device, and reports on all finished steps."""
 
     def before_save(self, step: int, log: Log) -> None:
-        """Runs before a checkpoint. step: optimizer steps done."""
+        """Called before a checkpoint is saved. step: optimizer steps done."""
 
 
 class Remarks(Watch):
-    """Logs lines of an object that is not a watch. take: returns its new lines."""
+    """Watch that logs the messages of another object. take: returns the object's new messages."""
 
     def __init__(self, take: Callable[[], Sequence[str]]) -> None:
         self._take = take
@@ -89,6 +89,6 @@ class Remarks(Watch):
 
 
 def settle(watches: Sequence[Watch], log: Log) -> None:
-    """Waits for the device and lets all watches report on the steps so far."""
+    """Calls `settle` of all watches: waits for the device, and reports on all finished steps."""
     for watch in watches:
         watch.settle(log)
