@@ -1,6 +1,7 @@
 """Runs command lines: reads flags, calls the requested command, returns an exit status."""
 
 import atexit
+import dataclasses
 import faulthandler
 import functools
 import os
@@ -21,9 +22,9 @@ from trainer.commands.several import train_several
 from trainer.commands.train import train_in_directory
 from trainer.common.errors import UserError
 from trainer.common.process import open_missing, to_stderr
-from trainer.config import refuse
+from trainer.config import flag_name, refuse
 from trainer.failure.errors import EXIT_BAD_INPUT, EXIT_FINISHED, Failure, exit_at_once, print_refusal
-from trainer.flags import MultiDeviceFlags
+from trainer.flags import LearningFlags, MultiDeviceFlags
 from trainer.logs.background import some_are_left
 from trainer.logs.console import say
 from trainer.parallel.devices import keep_freed_memory
@@ -175,7 +176,16 @@ def run_command(flags: Flags, argv: Sequence[str], strategy: Strategy) -> int:
     elif flags.run.check_task:
         check_only(flags, task, strategy)
     elif flags.checkpoint.eval_only or not task.trains:
+        refuse([] if task.trains else _idle(flags))
         evaluate_only(flags, task, strategy)
     else:
+        refuse(_idle(flags) if task.fitted else [])
         return train_in_directory(flags, argv, task, strategy)
     return EXIT_FINISHED
+
+
+def _idle(flags: Flags) -> list[str]:
+    """Returns what is wrong with flags of learning that are given although nothing learns by steps."""
+    names = ["epochs", "max_steps", *(field.name for field in dataclasses.fields(LearningFlags))]
+    given = sorted(flags.given.intersection(map(flag_name, names)))
+    return [f"{name}: has no effect, because the other flags train nothing; leave it out" for name in given]

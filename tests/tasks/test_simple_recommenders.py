@@ -24,7 +24,8 @@ TWO = ["--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu"]
 def argv(request, tmp_path):
     task, model = request.param.split()
     data = write_catalogue(tmp_path / "data") if task == "kgat" else write_interactions(tmp_path / "data.txt")
-    more = ["--k-core", 0, "--maxlen", 6, "--epochs", 1, "--global-batch-size", 16] if task == "seqrec" else []
+    more = ["--k-core", 0, "--maxlen", 6, "--global-batch-size", 16] if task == "seqrec" else []
+    more += ["--epochs", 1] if model == "sasrec" else []
     return ["--task", task, "--model", model, "--data-dir", data, *more, "--num-threads", 1]
 
 
@@ -69,6 +70,14 @@ def test_two_processes_have_the_scores_of_one(argv, run_here, command, tmp_path)
 def test_settings_of_a_trained_model_are_refused(run_here):
     err = run_here("--task", "seqrec", "--model", "rules", "--hidden-units", "8", status=2).err
     assert "--hidden-units" in err and "--model" in err
+
+
+def test_flags_of_learning_are_refused(argv, run_here, tmp_path):
+    assert run_here(*argv, "--epochs", 5, "--lr", 0.1, "--save-dir", tmp_path / "run", status=2).err.splitlines() == [
+        f"error: {name}: has no effect, because the other flags train nothing; leave it out"
+        for name in ("--epochs", "--lr")
+    ]
+    assert not list((tmp_path / "run").glob("*.pth"))
 
 
 def test_what_needs_steps_is_refused(run_here, cache_dir, capsys):
