@@ -1,4 +1,4 @@
-"""nn.DataParallel: one process for several GPUs."""
+"""Trains with `nn.DataParallel`: one process for several GPUs (`--multi-gpu dp`)."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,9 +17,9 @@ from trainer.task import Outputs, PerSample
 
 
 class SummedReplicas(nn.DataParallel):
-    """An nn.DataParallel that adds the sums of its replicas and concatenates `PerSample` outputs.
+    """`nn.DataParallel` that adds the sums of its replicas and concatenates their `PerSample` outputs.
 
-    Raises a replica's exception unchanged, where nn.DataParallel would rewrite its text with a traceback.
+    A replica's exception is raised unchanged; `nn.DataParallel` would add a traceback to its text.
     """
 
     def parallel_apply(
@@ -41,7 +41,7 @@ class SummedReplicas(nn.DataParallel):
 def _result_or_error(replica: Callable[..., Outputs], *args: Any, **kwargs: Any) -> Outputs | BaseException:
     try:
         return replica(*args, **kwargs)
-    except BaseException as error:  # otherwise the replica's thread leaves no result
+    except BaseException as error:  # the threads of `nn.DataParallel` catch only Exception
         return error
 
 
@@ -54,7 +54,7 @@ def _together(name: str, parts: Sequence[Tensor | PerSample], device: int | torc
 
 
 class DataParallel(Strategy):
-    """Splits every micro-batch over several GPUs in one process."""
+    """Strategy that splits every micro-batch over several GPUs in one process."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__(Group(devices))
@@ -69,13 +69,13 @@ class DataParallel(Strategy):
         return SummedReplicas(net, device_ids=[device.index for device in self.devices])
 
     def to_device(self, batch: Batch) -> Batch:
-        return batch  # the wrapper scatters to the devices
+        return batch  # `nn.DataParallel` scatters it to the devices
 
     upload = to_device
 
 
 def start_data_parallel(devices: DeviceFlags, flags: MultiDeviceFlags) -> Strategy:
-    """Starts `--multi-gpu dp`, or falls back to one device."""
+    """Returns the strategy of `--multi-gpu dp`; with fewer than two GPUs, falls back to a single device."""
     ids = usable_gpus(devices.device, flags.gpu_ids)
     if not ids:
         to_stdout("DataParallel needs at least two GPUs and found none: training on the CPU.")

@@ -1,4 +1,4 @@
-"""Strategies with one process per device: their common base, and full replicas (`--multi-gpu ddp`)."""
+"""Strategies with one process per device: their base class, and full replicas (`--multi-gpu ddp`)."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,13 +26,13 @@ from trainer.task import Objective, sparse_parameters
 T = TypeVar("T")
 
 OVERLAP_BYTES = 4 * 2**20
-"""Parameter bytes above which DistributedDataParallel overlaps gradient exchange and backward; see docs/design.md."""
+"""Size of the parameters above which DistributedDataParallel overlaps exchange and backward; see docs/design.md."""
 
 
 class OverlappingExchange(WithoutCompiler, nn.parallel.DistributedDataParallel):
-    """A DistributedDataParallel that reports when a step's last backward starts to wait for other processes.
+    """DistributedDataParallel that reports when a step's last backward starts to wait for other processes.
 
-    before_exchange: called then. Does not import torch's compiler, the slowest part of a start.
+    before_exchange: called at this point. The class does not import torch.compile, the slowest part of a start.
     """
 
     before_exchange: Callable[[], None]
@@ -40,15 +40,15 @@ class OverlappingExchange(WithoutCompiler, nn.parallel.DistributedDataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().forward(*args, **kwargs)
         if self.require_backward_grad_sync and outputs["loss"].requires_grad:
-            # A callback queued this early runs before torch's, which waits for the last gradients.
+            # Queued before PyTorch's own callback, which waits for the last gradients, so that it runs first.
             outputs["loss"].register_hook(lambda _: after_first_gradients(self.before_exchange))
         return outputs
 
 
 class Distributed(Strategy):
-    """Base of strategies with one process per device; the others receive rank 0's state.
+    """Base class of strategies with one process per device; all processes start from rank 0's state.
 
-    name: shown to the user.
+    name: name of the strategy in messages.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Distributed(Strategy):
                 tensor.copy_(whole)
 
     def _refuse_others(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises UserError on all processes if tensors differ between ranks; gloo would abort on a size mismatch."""
+        """Raises UserError on all processes if names, shapes or dtypes differ between ranks, where gloo would abort."""
         own = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
         every = self.group.gather(own)
         for rank, others in enumerate(every):
@@ -108,28 +108,28 @@ class Distributed(Strategy):
         own = model.state_dict()
         for name, value in weights.items():
             own[name].copy_(self._own_part(self.from_main(value), own[name]))
-        model.load_state_dict(own)  # again, for hooks that derive state from the loaded one
+        model.load_state_dict(own)  # runs hooks that derive other state from the loaded state
 
     def _own_part(self, whole: Tensor, own: Tensor) -> Tensor:
         """Returns this process's shard of a full tensor, laid out like `own`."""
         return whole
 
     def own_moments(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        # Scalars, such as step counts, reached every process already.
+        # All processes already have the scalars, such as step counts.
         return map_tensors(state, lambda value: self.from_main(value) if value.dim() else value)
 
 
 class Replicated(Distributed):
-    """Keeps the whole model in every process and sums gradients over processes.
+    """Strategy that keeps the whole model in every process and sums gradients over processes.
 
-    A small model's gradients travel in one piece after the last backward (`FlatGradients`). For larger models
-    DistributedDataParallel overlaps the exchange with the backward; it divides by the number of processes, and waits
-    for every parameter unless `finds_unused`. Sparse gradients always travel after the backward: during it they may
-    share memory with a gradient still in use, which DistributedDataParallel divides.
+    The gradients of a small model are summed in one all-reduce after the last backward (`FlatGradients`). For a larger
+    model, DistributedDataParallel overlaps the exchange with the backward, divides by the number of processes, and
+    waits for every parameter unless `finds_unused`. Sparse gradients are always summed after the backward, in which
+    they may share memory with a gradient that is still in use.
 
-    Gradients of parts always travel in one piece, because their tree sums all of them.
+    With `--parts`, gradients are always summed together after the last backward, in a binary tree.
 
-    sync_bn: batch norm uses the samples of all processes.
+    sync_bn: whether batch norms use the samples of all processes.
     """
 
     name = "DistributedDataParallel"
@@ -167,7 +167,7 @@ class Replicated(Distributed):
         sparse = [p for p in net.parameters() if p in self._sparse and p.requires_grad]
         if not self.overlaps or all(p in self._sparse for p in net.parameters() if p.requires_grad):
             return net
-        for parameter in sparse:  # hidden from DistributedDataParallel, which exchanges what requires a gradient
+        for parameter in sparse:  # DistributedDataParallel exchanges only parameters that require a gradient
             parameter.requires_grad_(False)
         wrapped = OverlappingExchange(
             net,
@@ -176,14 +176,14 @@ class Replicated(Distributed):
             find_unused_parameters=self._finds_unused,
             init_sync=False,
         )
-        wrapped.broadcast_buffers = False  # fails for some types; evaluating and saving synchronise them
+        wrapped.broadcast_buffers = False  # it fails for some dtypes; evaluating and saving synchronise buffers
         for parameter in sparse:
             parameter.requires_grad_(True)
         wrapped.before_exchange = self.group.activity.wait_for_others
         return wrapped
 
     def build_buckets(self, net: nn.Module) -> None:
-        # Otherwise the next forward does, and waits for a rank that ran out of memory.
+        # Otherwise the next forward rebuilds the buckets, which may wait for a rank that has run out of memory.
         if isinstance(net, OverlappingExchange):
             with _naming_left_out():
                 rebuild_buckets(net)
@@ -212,7 +212,7 @@ class Replicated(Distributed):
 
 
 def _broadcast(values: Tensor) -> None:
-    """Broadcasts rank 0's contiguous tensor in place, as bytes because gloo lacks some types."""
+    """Broadcasts rank 0's contiguous tensor in place, as bytes, because gloo does not support all dtypes."""
     if values.numel():
         dist.broadcast(values.view(-1).view(torch.uint8), src=0)
 
@@ -223,7 +223,7 @@ def _described(kind: tuple[tuple[int, ...], str] | None) -> str:
 
 @contextmanager
 def _naming_left_out() -> Iterator[None]:
-    """Converts DistributedDataParallel's error about unused parameters of the previous forward to UserError."""
+    """Converts DistributedDataParallel's error about parameters that the previous forward did not use to UserError."""
     try:
         yield
     except RuntimeError as error:

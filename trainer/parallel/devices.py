@@ -1,4 +1,4 @@
-"""Devices: the ones a command line selects, host settings for them, and their work queues."""
+"""Selects devices, sets CPU threads and memory for them, and observes their work queues."""
 
 import ctypes
 import os
@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 GROUP_SIZE = 32
-"""Steps after which a GPU's results of a step have surely arrived on the host."""
+"""Number of steps after which a step's results have been copied from a GPU to the host without waiting."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's mallopt (malloc.h)."""
+"""Parameter numbers of glibc's `mallopt` (malloc.h)."""
 _LARGEST_MMAP_THRESHOLD = 2**25
 
 
 def usable_gpus(device: str, gpu_ids: Sequence[int] | None) -> list[int]:
-    """Returns the GPUs available to multi-device runs; none if they train on the CPU."""
+    """Returns the indices of the GPUs for a multi-device run; empty if the run trains on the CPU."""
     if device == "cpu" or not torch.cuda.is_available():
         return []
     return list(gpu_ids or range(torch.cuda.device_count()))
 
 
 def pick_device(name: str) -> torch.device:
-    """Converts `--device` to a device with an index."""
+    """Converts the value of `--device` to a `torch.device`, a GPU with its index."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     _, _, index = name.partition(":")
@@ -36,10 +36,10 @@ def pick_device(name: str) -> torch.device:
 def set_num_threads(
     requested: int | None, local_world_size: int, device: torch.device, takes_one: bool = False
 ) -> None:
-    """Sets this process's CPU threads. takes_one: default to one thread, as with a GPU.
+    """Sets the number of this process's CPU threads. takes_one: whether the default is one thread, as with a GPU.
 
-    One is enough with a GPU, where the host only launches kernels and makes batches: more would synchronise at every
-    small operation. torchrun sets OMP_NUM_THREADS=1 unless the user chose a value, which would leave cores idle.
+    With a GPU the host only launches kernels and makes batches, and several threads would synchronise at every small
+    operation. On the CPU the default replaces torchrun's OMP_NUM_THREADS=1, which would leave cores idle.
     """
     launcher_chose = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     user_chose = "OMP_NUM_THREADS" in os.environ and not launcher_chose
@@ -51,10 +51,10 @@ def set_num_threads(
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc reuse freed memory rather than return it to the kernel, which costs page faults in every step.
+    """Makes glibc keep freed memory for reuse; returning it to the kernel would cause page faults in every step.
 
-    Blocks over 32 MiB are still returned. The old setting cannot be read and restored, so this is for processes that
-    only train.
+    Blocks over 32 MiB are still returned. Call this function only in processes that just train, because the old
+    setting cannot be read and restored.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -68,10 +68,10 @@ def num_cores() -> int:
 
 
 def half_precision(device: torch.device) -> str:
-    """Returns the fast half precision of a device: "bf16", "fp16", or "off".
+    """Returns the half precision in which a device is fast: "bf16", "fp16", or "off" for none.
 
-    GPUs support bf16 from compute capability 8.0, fp16 before. A CPU without bf16 instructions is about ten times
-    slower in it than in float32.
+    GPUs are fast in bf16 from compute capability 8.0, and in fp16 below 8.0. A CPU without bf16 instructions is about
+    ten times slower in bf16 than in float32.
     """
     if device.type != "cuda":
         return "off"
@@ -79,19 +79,19 @@ def half_precision(device: torch.device) -> str:
 
 
 def numbers_at_once(device: torch.device) -> int:
-    """Returns a vector length for one operation: fits a CPU's cache, hides a GPU's launch cost."""
+    """Returns a number of elements per operation that fits into a CPU's cache, or hides a GPU's launch cost."""
     return 2**15 if device.type == "cpu" else 2**20
 
 
 def arithmetic_of(device: torch.device) -> str:
-    """Identifies a device's arithmetic: equal names compute equal bits."""
+    """Returns a name of a device's arithmetic; devices with equal names compute equal bits."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU with {torch.backends.cpu.get_cpu_capability()} and {torch.get_num_threads()} thread(s)"
 
 
 def device_label(device: torch.device) -> str:
-    """Names a device for the user."""
+    """Returns a device's name for messages."""
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
 
 
@@ -99,10 +99,10 @@ def device_label(device: torch.device) -> str:
 
 
 class DeviceQueue:
-    """Queue of a synchronous device, the CPU: all requested work is done.
+    """Work queue of a synchronous device (the CPU): work is complete as soon as it is submitted.
 
-    lag: steps after which the host can read a step's results without waiting. pins_memory: copies from pinned host
-    memory are asynchronous.
+    lag: number of steps after which the host can read a step's results without waiting. pins_memory: whether copies
+    from pinned host memory are asynchronous.
     """
 
     pins_memory = False
@@ -111,19 +111,19 @@ class DeviceQueue:
         self.lag = lag
 
     def mark(self) -> Callable[[], bool]:
-        """Marks the current point of the queue; the returned function tells whether the device has reached it."""
+        """Marks the current point of the queue; returns a function that tells whether the device has reached it."""
         return lambda: True
 
     def fetch(self, value: Tensor) -> Callable[[], Any]:
-        """Starts a copy to the host; the returned function waits for it and returns it as `Tensor.tolist`."""
+        """Starts a copy to the host; returns a function that waits for the copy and returns it as `Tensor.tolist()`."""
         return value.tolist
 
     def instant(self) -> Any:
-        """Records the current point of the queue, for `seconds`."""
+        """Returns the current point of the queue, for `seconds`."""
         return time.perf_counter()
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Returns the time between two instants; waits until the device has reached the later one."""
+        """Returns the seconds between two results of `instant`; waits until the device has reached the later one."""
         return float(end - start)
 
     def drain(self, within_s: float) -> None:
@@ -131,19 +131,19 @@ class DeviceQueue:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Issues this thread's work within so that it does not wait for earlier work."""
+        """Context in which the work that this thread submits does not wait for earlier work."""
         yield
 
 
 class CudaQueue(DeviceQueue):
-    """Queue of a GPU, observed by CUDA events."""
+    """Work queue of a GPU, observed with CUDA events."""
 
     pins_memory = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(GROUP_SIZE)
         self._device = device
-        self._stream: torch.cuda.Stream | None = None  # of the last mark
+        self._stream: torch.cuda.Stream | None = None  # stream of the last event
 
     def mark(self) -> Callable[[], bool]:
         return self._event().query
@@ -174,7 +174,7 @@ class CudaQueue(DeviceQueue):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        # The current device is per thread, and by default the first GPU, perhaps another job's.
+        # Each thread has its own current device, by default the first GPU, which may belong to another job.
         torch.cuda.set_device(self._device)
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             yield
@@ -187,7 +187,7 @@ class CudaQueue(DeviceQueue):
 
 
 def queue_of(device: torch.device) -> DeviceQueue:
-    """Returns the queue of a device."""
+    """Returns the work queue of a device."""
     if device.type == "cuda":
         return CudaQueue(device)
     return DeviceQueue(0 if device.type == "cpu" else GROUP_SIZE)

@@ -19,18 +19,18 @@ BY_HAND = (
 )
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 MOST = 10**6
-"""Largest accepted number of processes and restarts, and port."""
+"""Largest value accepted in any of the numeric variables."""
 _NUMBER = re.compile("[0-9]{1,20}")
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """This process's place among several.
+    """Rank of this process, and how its run's processes meet.
 
-    local_rank, local_world_size: among the processes of this machine; None if the launcher did not say. init_method:
-    "env://", an address or a file. attempt: restarts by the same launcher, whose store may still hold entries of
-    earlier attempts.
+    local_rank, local_world_size: rank and number of the run's processes on this machine; None if unknown. init_method:
+    "env://", an address or a file, as for `init_process_group`. attempt: number of restarts by the same launcher, whose
+    store may still hold entries of earlier attempts.
     """
 
     rank: int
@@ -47,21 +47,21 @@ class RankEnvironment:
 
     @property
     def tells_user(self) -> bool:
-        """Returns whether this process prints errors that concern all.
+        """Returns whether this process prints errors that all processes raise.
 
-        A launcher's ranks share a console, so one per machine prints; ranks started by hand have a terminal each.
+        With a launcher, ranks share a console, so one rank per machine prints. Ranks started by hand print all errors.
         """
         return self.local_rank in (None, 0)
 
     @property
     def meeting_place(self) -> str:
-        """Names the rendezvous in messages."""
+        """Returns the address of the rendezvous, for messages."""
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return address if self.init_method == "env://" else self.init_method
 
 
 def is_launched(environ: Mapping[str, str]) -> bool:
-    """Returns whether a launcher or the user has set this process's rank."""
+    """Returns whether environment variables give this process a rank, set by a launcher or by the user."""
     return any(name in environ for name in RANK_NAMES) or any(rank_variables(environ))
 
 
@@ -70,7 +70,7 @@ def read_rank_environment(
 ) -> tuple[RankEnvironment | None, list[str]]:
     """Reads the rank variables of torchrun, torch.distributed.launch, srun, mpirun or a hand-written script.
 
-    flags: None for a run of one process. Returns None if there are none, and one sentence for each problem.
+    flags: None for a run of one process. Returns (environment, error messages); without a rank, environment is None.
     """
     if flags is None or (flags.form is not None and not flags.form.has_processes):
         return None, one_process_problems(environ)
@@ -109,7 +109,7 @@ def read_rank_environment(
         problems.append(f"MASTER_PORT={numbers['MASTER_PORT']}: must be between 1 and 65535")
     if problems:
         return None, problems
-    # Several torchrun agents use a new store each time, and may count restarts differently.
+    # Several torchrun agents create a new store for each attempt, and may count restarts differently.
     is_one_agent = numbers.get("LOCAL_WORLD_SIZE") == numbers["WORLD_SIZE"]
     attempt = numbers.get(RESTARTS, 0) if is_one_agent else 0
     local = numbers.get("LOCAL_RANK"), numbers.get("LOCAL_WORLD_SIZE")
@@ -118,9 +118,9 @@ def read_rank_environment(
 
 
 def torchrun_agent() -> str | None:
-    """Identifies the torchrun agent that started this process; None without torchrun, or off Linux.
+    """Returns a unique name of the torchrun agent that started this process; None without torchrun or Linux.
 
-    Its run id is not unique: "none" by default, and reusable.
+    torchrun's run id is not unique: it is "none" by default, and may be used again.
     """
     agent = os.getppid()
     try:
@@ -136,7 +136,7 @@ def is_under_torchrun() -> bool:
 
 
 def one_process_problems(environ: Mapping[str, str]) -> list[str]:
-    """Returns a sentence if a launcher started several processes for a run of one."""
+    """Returns an error message if a launcher started several processes for a single-process run, in a list."""
     if "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1":
         return [
             f"WORLD_SIZE={environ['WORLD_SIZE']} is set, so a launcher started several processes, but this run is "
@@ -151,8 +151,8 @@ def one_process_problems(environ: Mapping[str, str]) -> list[str]:
 def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Returns RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of srun or mpirun.
 
-    Empty if the process is the only one, or has these variables already. Also returns a sentence if the launcher's
-    variables do not suffice. MASTER_ADDR and MASTER_PORT that are set take precedence.
+    Returns no variables for a single process, or if a rank is set already. Also returns a list with an error message if
+    the launcher's variables do not suffice. Existing values of MASTER_ADDR and MASTER_PORT take precedence.
     """
     if any(name in environ for name in RANK_NAMES):
         return {}, []
@@ -163,7 +163,7 @@ def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str
             _of_open_mpi,
             ("mpirun", "$OMPI_COMM_WORLD_RANK", "$OMPI_COMM_WORLD_SIZE", "$OMPI_COMM_WORLD_LOCAL_RANK"),
         ),
-        # MPICH's variables depend on its launcher, and name no address.
+        # MPICH's variables depend on its launcher, and do not include an address.
         ("PMI_SIZE", lambda _: {}, ("mpiexec", "$PMI_RANK", "$PMI_SIZE", "$MPI_LOCALRANKID")),
     ):
         if environ.get(size, "1") == "1":
@@ -182,7 +182,7 @@ def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str
 
 
 def _of_srun(environ: Mapping[str, str]) -> dict[str, str]:
-    """Reads srun's variables; its steps count from 0 within a job, and its first task runs on the first node."""
+    """Reads srun's variables. Rank 0 runs on the first node, and a job's steps are numbered from 0."""
     found = {
         "RANK": environ.get("SLURM_PROCID", ""),
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
@@ -194,7 +194,7 @@ def _of_srun(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
-    """Reads Open MPI's variables, which name no address; on a single machine it is 127.0.0.1."""
+    """Reads Open MPI's variables, which include no address; the address is 127.0.0.1 on a single machine."""
     found = {
         "RANK": environ.get("OMPI_COMM_WORLD_RANK", ""),
         "WORLD_SIZE": environ["OMPI_COMM_WORLD_SIZE"],
@@ -214,7 +214,5 @@ def first_host(nodes: str) -> str:
 
 
 def _port(job: str) -> str:
-    """Derives a port from 20000 to 29999 from the job: equal for all its processes, and mostly another for the next
-    job.
-    """
+    """Returns a port from 20000 to 29999, a hash of the job: equal for its processes, most likely new for each job."""
     return str(20000 + zlib.crc32(job.encode()) % 10000)

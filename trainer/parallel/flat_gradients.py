@@ -1,4 +1,4 @@
-"""Gradients exchanged after the backward: flat buffers, one per dtype, and sparse gradients by rows."""
+"""Sums gradients over processes after the backward: dense ones in flat buffers per dtype, sparse ones by rows."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,16 +8,16 @@ from torch import Tensor
 from trainer.common.torch_private import foreach_copy_
 
 NOTHING = -0.0
-"""Stands for a missing number in a sum and changes no other; adding 0.0 would turn -0.0 into 0.0."""
+"""Value of a missing gradient in a sum. Adding -0.0 changes no other number; adding 0.0 would turn -0.0 into 0.0."""
 
 
 class FlatGradients:
-    """The gradients of some parameters in flat buffers, one per dtype.
+    """Gradients of parameters in flat buffers, one buffer per dtype.
 
-    A process may lack some gradients. The number of processes that have each one follows the gradients in the buffer;
-    only a process that lacks one reads it, and so waits for its device.
+    A process may lack some gradients. The buffer also holds, for each gradient, the number of processes that have it.
+    Only a process that lacks a gradient reads these numbers, and so waits for its device.
 
-    flat: the buffers, of one dimension. All processes have the same parameters in the same order.
+    params: the same parameters in the same order on all processes. flat: the buffers, of one dimension each.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -38,7 +38,7 @@ class FlatGradients:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Copies gradients into the buffers, if necessary, and sets each `grad` to its view."""
+        """Copies gradients that are elsewhere into the buffers, and sets each `grad` to a view of its buffer."""
         copied = [
             (parameter, view)
             for parameter, view in zip(self._params, self.views, strict=True)
@@ -50,13 +50,13 @@ class FlatGradients:
             parameter.grad = view
 
     def attach(self, present: Sequence[bool]) -> None:
-        """Sets each `grad` to its view or to None. present: see the property."""
+        """Sets each `grad` to a view of its buffer, or to None. present: whether each parameter has a gradient."""
         for parameter, view, is_present in zip(self._params, self.views, present, strict=True):
             parameter.grad = view if is_present else None
 
     @torch.no_grad()
     def copy_out(self) -> None:
-        """Replaces each `grad` by a copy outside the buffers."""
+        """Replaces each `grad` with a copy outside of the buffers."""
         there = [(parameter, parameter.grad) for parameter in self._params if parameter.grad is not None]
         if there:
             copies = [torch.empty_like(grad) for _, grad in there]
@@ -65,9 +65,9 @@ class FlatGradients:
                 parameter.grad = copy
 
     def sum(self, sum_in_place: Callable[[Tensor], None]) -> None:
-        """Sums each `grad` over processes; None where no process has a gradient. All processes call it.
+        """Sums each `grad` over processes; a `grad` stays None if no process has one. Must be called by all processes.
 
-        sum_in_place: sums a real tensor over processes.
+        sum_in_place: sums a real-valued tensor over processes.
         """
         self.collect()
         for buffer in self._buffers:
@@ -76,10 +76,10 @@ class FlatGradients:
 
 @torch.no_grad()
 def sum_sparse(parameter: Tensor, sum_in_place: Callable[[Tensor], None], divisor: int) -> None:
-    """Sums a sparse gradient over processes and divides it; keeps the rows that any process has, None if there are
-    none.
+    """Sums a sparse gradient over processes and divides it by divisor. Must be called by all processes.
 
-    parameter: (rows, ...). sum_in_place: sums a sparse tensor over processes. All processes call it.
+    The result has the rows that any process has; `grad` becomes None if there are none. parameter: (rows, ...).
+    sum_in_place: sums a sparse tensor over processes.
     """
     if parameter.grad is None:
         no_rows = parameter.new_empty((1, 0), dtype=torch.int64), parameter.new_empty((0, *parameter.shape[1:]))
@@ -92,7 +92,7 @@ def sum_sparse(parameter: Tensor, sum_in_place: Callable[[Tensor], None], diviso
 
 
 class _Buffer:
-    """Gradients of parameters of one dtype, in order, followed by one count each."""
+    """Flat buffer of the gradients of one dtype, followed by one count per gradient."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = params
@@ -118,9 +118,9 @@ class _Buffer:
 
 
 def _laid_out_as(flat: Tensor, parameter: Tensor) -> Tensor:
-    """Views a flat tensor in the parameter's shape, and in its strides if they leave no gaps.
+    """Returns a view of a flat tensor in the parameter's shape, and with its strides if the parameter is dense.
 
-    Fused optimizers traverse a parameter and its gradient in memory order.
+    Fused optimizers traverse a parameter and its gradient in memory order, so their strides must agree.
     """
     if torch.empty_like(parameter).stride() == parameter.stride():
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())

@@ -1,8 +1,8 @@
-"""Fully sharded: each process keeps a shard of every parameter, gradient and optimizer moment.
+"""Trains with `torch.distributed.fsdp.fully_shard`: processes hold shards of parameters, gradients, optimizer states.
 
-Built on `torch.distributed.fsdp.fully_shard`. Each block of the model is a unit, and so is the rest. A unit's
-parameters are gathered for its forward and backward, and its gradients are reduced to shards, so a process holds at
-most a unit or two unsharded. This module is imported lazily, because it takes seconds.
+Each block of the model is a unit, and the rest of the model is one more unit. A unit's parameters are gathered for its
+forward and backward, and its gradients are reduce-scattered, so a process holds at most one or two unsharded units.
+This module is imported lazily, because the import takes seconds.
 """
 
 import weakref
@@ -33,13 +33,13 @@ T = TypeVar("T")
 
 
 class Sharded(Distributed):
-    """Shards every parameter along its first dimension, one process per device.
+    """Strategy that shards every parameter along its first dimension, with one process per device.
 
-    Optimizers train DTensors. Autocast and parameter types are the same as in other forms, so collectives use the
-    parameters' type.
+    Optimizers train DTensors. Autocast and parameter dtypes are the same as in other strategies, so collectives use the
+    dtype of the parameters.
 
-    shard_size: processes that share one copy of the model; a divisor of the number of processes, which is the default.
-    reshards: free a block's parameters between its forward and backward.
+    shard_size: number of processes that share one copy of the model; divides the number of processes, its default.
+    reshards: whether to free a block's gathered parameters between its forward and its backward.
     """
 
     name = "Fully sharded"
@@ -54,7 +54,7 @@ class Sharded(Distributed):
         shape = (self.shard_size,) if num_copies == 1 else (num_copies, self.shard_size)
         names = ("replicate", "shard")[-len(shape) :]
         self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-        for each in self._mesh.get_all_groups():  # their timeouts are not those of the default group
+        for each in self._mesh.get_all_groups():  # which do not take over the timeout of the default group
             set_timeout(each, self.device, timedelta(seconds=group.device_timeout_s))
         self._is_whole, self._reshards = False, reshards
 
@@ -71,30 +71,30 @@ class Sharded(Distributed):
         blocks: Callable[[nn.Module], Sequence[nn.Module]],
         complete: Callable[[Objective], None],
     ) -> Objective:
-        """Builds the model in rank 0's host memory, and on the meta device elsewhere if the task allows that.
+        """Builds the model in rank 0's host memory, and on other ranks on the meta device if the task allows that.
 
-        Units are broadcast and sharded one by one: no device, and no process except rank 0, ever holds the full model.
+        Units are broadcast and sharded one by one, so no device, and no process except rank 0, holds the full model.
         """
         objective = self._built(build, complete)
         its_blocks = list(blocks(objective.model))
-        # Not in `_built`, where rank 0 alone completes the model.
+        # Not in `_built`, where only rank 0 completes the model.
         self.group.together(lambda: refuse_what_cannot_be_cut(objective, its_blocks))
         objective.call_equally()
-        for helper in objective.helpers.values():  # replicated
+        for helper in objective.helpers.values():  # helpers are replicated, not sharded
             self._send(helper, nn.Module.named_parameters)
             self._send(helper, nn.Module.named_buffers)
         for unit in [*its_blocks, objective]:
             self._send(unit, nn.Module.named_parameters)
             fully_shard(unit, mesh=self._mesh, reshard_after_forward=self._frees(unit, objective))
         self._send(objective, nn.Module.named_buffers)
-        # Otherwise the first unit that runs would become the root, as in `Objective.start_evaluation`.
+        # Otherwise the first unit to run would become the root, for example in `Objective.start_evaluation`.
         make_outermost(objective)
         objective.register_forward_hook(self._free_after_evaluation)
         self._left_out = LeftOut(objective, its_blocks)
         return objective
 
     def _frees(self, unit: object, objective: object) -> bool:
-        """Returns whether a unit is freed after its forward; the root's backward follows at once."""
+        """Returns whether a unit's parameters are freed after its forward; the root's are not: its backward is next."""
         return self._reshards and unit is not objective
 
     def _built(self, build: Callable[[], Objective], complete: Callable[[Objective], None]) -> Objective:
@@ -109,7 +109,7 @@ class Sharded(Distributed):
         return built[0] if self.group.is_main else built_as_outline(build, outline)
 
     def _send(self, unit: nn.Module, tensors_of: Callable[..., Iterable[tuple[str, Tensor]]]) -> None:
-        """Broadcasts rank 0's parameters or buffers of a unit, except those sharded already.
+        """Broadcasts rank 0's parameters or buffers of a unit, except parameters that are already sharded.
 
         tensors_of: `nn.Module.named_parameters` or `nn.Module.named_buffers`.
         """
@@ -124,11 +124,11 @@ class Sharded(Distributed):
                 setattr(module, name, sent[own])
 
     def build_buckets(self, net: nn.Module) -> None:
-        """Clears what that backward left behind; there are no buckets."""
+        """Forgets which parameters the trial backward used; a sharded model has no buckets to arrange."""
         self._left_out.forget()
 
     def _free_after_evaluation(self, objective: nn.Module, *_: object) -> None:
-        """Reshards after an evaluation: without a backward the root would stay unsharded and miss weight updates."""
+        """Reshards after a forward without gradients; otherwise the root would stay unsharded and miss updates."""
         if not torch.is_grad_enabled() and not self._is_whole:
             for unit in _units(objective):
                 unit.reshard()
@@ -152,7 +152,7 @@ class Sharded(Distributed):
     # --- what a step needs -------------------------------------------------------------------------------------------
 
     def exchange(self, params: Sequence[Tensor]) -> None:
-        """Settles missing gradients; the others were reduced after each backward."""
+        """Removes gradients that no process has; all others have been reduced after each backward."""
         self._left_out.agree(params, self.group)
 
     def global_norm(self, own: Tensor) -> Tensor:
@@ -177,10 +177,10 @@ class Sharded(Distributed):
         if hooked:
             raise UserError(_hooked(f"a parameter of shape {tuple(hooked[0].shape)}"))
 
-    # --- a checkpoint and back ---------------------------------------------------------------------------------------
+    # --- saving and restoring ----------------------------------------------------------------------------------------
 
     def full_tensor(self, value: Tensor) -> Tensor:
-        """Gathers a tensor into rank 0's host memory; one at a time is unsharded on the devices."""
+        """Gathers a DTensor into rank 0's host memory; devices hold only one unsharded tensor at a time."""
         if not isinstance(value, DTensor):
             return value
         whole = value.full_tensor()
@@ -200,7 +200,7 @@ class Sharded(Distributed):
         return state | ({"state": moments} if "state" in state else {})
 
     def _own_moment(self, value: Tensor, parameter: Tensor) -> Tensor:
-        if value.dim() == 0:  # a step count, which every process has
+        if value.dim() == 0:  # all processes have the scalars, such as step counts
             return value
         whole = self.from_main(value)
         if value.shape == parameter.shape and isinstance(parameter, DTensor):
@@ -213,7 +213,7 @@ def _units(objective: nn.Module) -> list[FSDPModule]:
 
 
 def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module]) -> None:
-    """Raises UserError for a model that cannot be sharded."""
+    """Raises UserError if the objective's model cannot be sharded with these blocks."""
     if any(p.requires_grad for p in sparse_parameters(objective)):
         raise UserError(
             "--multi-gpu fsdp: does not support sparse gradients (nn.Embedding(sparse=True)); use --multi-gpu "
@@ -262,16 +262,16 @@ def _hooked(label: str) -> str:
 
 
 def meta_state_of(objective: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
-    """Lists (name, shape, dtype) of every parameter and buffer."""
+    """Returns (name, shape, dtype) of every parameter and buffer."""
     params = objective.named_parameters(remove_duplicate=False)
     buffers = objective.named_buffers(remove_duplicate=False)
     return [(name, value.shape, value.dtype) for name, value in [*params, *buffers]]
 
 
 def built_as_outline(build: Callable[[], Objective], outline: object) -> Objective:
-    """Builds a model on the meta device; with content if the task cannot do without.
+    """Builds an objective on the meta device, or on the CPU if the task needs the content of tensors.
 
-    outline: `meta_state_of` rank 0's model.
+    outline: result of `meta_state_of` for rank 0's objective.
     """
     try:
         with torch.device("meta"), _Made() as made:
@@ -280,13 +280,13 @@ def built_as_outline(build: Callable[[], Objective], outline: object) -> Objecti
         sent = {*map(id, objective.parameters()), *map(id, objective.buffers())}
         if meta_state_of(objective) == outline and all(id(value) in sent for value in made.without_content()):
             return objective
-    except Exception:  # the task needs content, for whatever reason
+    except Exception:  # the task needs content; any operation on meta tensors may fail
         pass
     return build()
 
 
 class _Made(TorchDispatchMode):
-    """Tracks every tensor created within, whether a module, an object or a closure keeps it."""
+    """Tracks every tensor created in this mode, whether a module, an object or a closure holds it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,13 +298,13 @@ class _Made(TorchDispatchMode):
         return result
 
     def without_content(self) -> list[Tensor]:
-        """Returns live tensors on the meta device."""
+        """Returns the tracked tensors that are on the meta device and still alive."""
         alive = (made() for made in self._made)
         return [value for value in alive if value is not None and value.is_meta]
 
 
 def _part_like(whole: Tensor, own: DTensor) -> DTensor:
-    """Shards a full tensor in the way of `own`, which has the same shape."""
+    """Shards a full tensor with the placements of `own`, a DTensor of the same shape."""
     mesh = own.device_mesh
     replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return replicated.redistribute(placements=own.placements)

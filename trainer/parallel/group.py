@@ -1,4 +1,4 @@
-"""The processes of a run and their host-side exchanges: the interface, and its single-process form."""
+"""Interface to the processes of a run and their exchanges, and its implementation for a single process."""
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,16 +25,16 @@ _FOUR_LIMBS = struct.Struct("<4H")
 
 
 class Group:
-    """The processes of a run, seen by one of them. This form has one process and exchanges nothing.
+    """The processes of a run, seen by one of them. This class has one process and exchanges nothing.
 
-    All processes call every exchanging method in the same order. These carry numbers and small objects over the host;
-    gradients travel only by `Strategy.exchange`.
+    All processes must call the exchanging methods in the same order. Most of these methods exchange numbers and small
+    objects in host memory; `Strategy.exchange` exchanges gradients.
 
-    devices: devices of this process; the first one is torch's current GPU. rank, world_size: as in torch.distributed.
-    local_world_size: processes of this run on this machine. is_launched: a launcher waits for this process's exit
-    status and restarts it with the others, so a step cannot be retried here. exits_with_signal: the launcher is the
-    trainer's own, for which a signal in the exit status is no failure. activity: what this process is doing. diagnosis:
-    explains failures once for all processes.
+    devices: devices of this process; the first one is PyTorch's current GPU. rank, world_size: as in torch.distributed.
+    local_world_size: number of the run's processes on this machine. is_launched: whether a launcher restarts this
+    process together with the others, so that a process cannot retry a step alone. exits_with_signal: whether the
+    launcher is the trainer's own, which does not count a signal in the exit status as a failure. activity: what this
+    process is doing. diagnosis: explains failures once for all processes.
     """
 
     rank: int = 0
@@ -49,13 +49,13 @@ class Group:
         self.diagnosis = Diagnosis(self.activity)
 
     def use(self, devices: Sequence[torch.device]) -> None:
-        """Sets this process's devices without initialising CUDA, so that processes may still be forked."""
+        """Sets this process's devices without initialising CUDA, so that the process can still fork workers."""
         self.devices = devices
         if devices and devices[0].type == "cuda":
             when_cuda_is_initialised(partial(torch.cuda.set_device, devices[0]))
 
     def check_devices(self) -> None:
-        """Raises UserError on all processes if their GPUs cannot train together. All call it; CUDA is initialised."""
+        """Raises UserError on all processes if two share a GPU under NCCL. Must be called by all; initialises CUDA."""
 
     @property
     def device(self) -> torch.device:
@@ -68,49 +68,49 @@ class Group:
         return self.rank == 0
 
     def describe_own(self) -> str:
-        """Names this process and its devices in messages."""
+        """Returns the name of this process and its devices, for messages."""
         return f"{own_name()}, {', '.join(map(device_label, self.devices))}"
 
     # --- exchanges ---------------------------------------------------------------------------------------------------
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sums a CPU tensor over processes, to the same bits on each."""
+        """Returns the sum of a CPU tensor over processes, with the same bits on each."""
         return values
 
     def start_sum(self, values: Sequence[float]) -> Callable[[], Sequence[float]]:
-        """Starts to sum a few numbers over processes; the returned function waits for the sum."""
+        """Starts to sum a few numbers over processes; returns a function that waits for the sums and returns them."""
         return lambda: values
 
     def start_sum_in_place(self, values: Tensor) -> Callable[[], None]:
-        """Starts to sum a device tensor over processes in place, alongside gradients.
+        """Starts to sum a device tensor over processes in place, with the backend of gradients.
 
-        The returned function waits for the sum.
+        Returns a function that waits for the sum.
         """
         return lambda: None
 
     def stack(self, values: Tensor) -> Tensor:
-        """Gathers a device tensor of equal shape from all processes: (world_size, ...), by rank."""
+        """Gathers a device tensor from all processes, (world_size, ...) by rank; shapes must be equal."""
         return values[None]
 
     def sum_in_tree(self, values: Tensor) -> None:
-        """Sums a contiguous device tensor over processes in place, by pairwise summation.
+        """Sums a contiguous device tensor over processes in place, in a binary tree.
 
-        Adds neighbours, then neighbouring pairs, and so on; the number of processes is a power of two.
+        Adds neighbouring ranks, then neighbouring pairs, and so on; the number of processes must be a power of two.
         """
 
     def barrier(self) -> None:
-        """Waits on the host for all processes, where otherwise devices would wait for each other in silence."""
+        """Waits on the host until all processes call this method; a device that waits could not report a timeout."""
 
     def gather(self, value: T) -> list[T]:
-        """Gathers a value from all processes, by rank, on every process."""
+        """Returns the values of all processes, by rank, on every process."""
         return [value]
 
     def gather_on_main(self, value: T) -> list[T]:
-        """Gathers a value from all processes, by rank, on rank 0; empty on the others."""
+        """Returns the values of all processes, by rank, on rank 0; an empty list on other ranks."""
         return [value]
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Calls a function on rank 0 only; every process gets its result or its UserError."""
+        """Calls a function on rank 0 only; every process returns its result or raises its UserError."""
         return function()
 
     def together(self, function: Callable[[], T]) -> T:
@@ -122,19 +122,19 @@ class Group:
         return result  # type: ignore[return-value]
 
     def agrees(self, value: object) -> bool:
-        """Returns whether all processes pass the same value, compared by a hash of its repr."""
+        """Returns whether all processes pass the same value; compares hashes of its `repr`."""
         if self.world_size == 1:
             return True
         limbs = _FOUR_LIMBS.unpack(blake2b(repr(value).encode(), digest_size=_FOUR_LIMBS.size).digest())
         numbers = [float(number) for h in limbs for number in (h, h * h)]
         sums = self.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
-        # n numbers are equal exactly if n times the sum of their squares is the square of their sum.
+        # n numbers are equal if and only if n times the sum of their squares is the square of their sum.
         return all(self.world_size * squares == total**2 for total, squares in zip(sums[::2], sums[1::2], strict=True))
 
     def require_same(self, facts: Mapping[str, Any], advice: str) -> None:
-        """Raises UserError on all processes if a rank's value for a name differs from rank 0's.
+        """Raises UserError on all processes if a value of this mapping differs between a rank and rank 0.
 
-        facts: plain values by name; names missing on either rank are ignored. advice: ends the message.
+        facts: plain values by name; a name that one of the two ranks lacks is ignored. advice: end of the message.
         """
         if not self.agrees(facts):
             refuse_differences(self.gather(dict(facts)), advice)
@@ -147,18 +147,18 @@ class Group:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def can_replace_rank0(self, lost: Sequence[int], has_state: bool) -> bool:
-        """Returns, after a failure, whether this process is rank 0 or survived it and can do its work.
+        """Returns, after a failure, whether this process is rank 0, or can save in place of rank 0, which has exited.
 
-        lost: ranks that exited or do not respond; those of this machine are killed, because a stopped process would
-        keep its locks. has_state: this process could do the work. Waits for rank 0 to exit if it is about to.
+        lost: ranks that have exited or do not respond; those on this machine are killed, because a stopped process
+        would keep its locks. has_state: whether this process holds the full state. May wait for rank 0 to exit.
         """
         return self.is_main
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Wraps all use of the devices: one process reports an error, and all end with Failure.
+        """Context for all use of the devices: one process prints an error, and all processes raise Failure.
 
-        The report comes before this process takes time to close, because the others wait for it.
+        The error is printed before this process closes, because closing may take time and other processes wait.
         """
         try:
             with self.diagnosis.explaining():
@@ -171,11 +171,11 @@ class Group:
             self.close()
 
     def close(self) -> None:
-        """Leaves the process group."""
+        """Leaves the process group, if there is one."""
 
 
 def require_shape(name: str, found: Sequence[int], expected: Sequence[int], where: str = "") -> None:
-    """Raises UserError if a sum's shape differs from the previous one, or between ranks."""
+    """Raises UserError if the shape of a sum differs between batches or ranks. name, where: for the message."""
     if found != expected:
         raise UserError(
             f"forward returned the sum {name!r} with shape {tuple(found)}{where}, and with shape {tuple(expected)} "
@@ -184,7 +184,7 @@ def require_shape(name: str, found: Sequence[int], expected: Sequence[int], wher
 
 
 def result_or_refusal(function: Callable[[], T]) -> tuple[T | None, UserError | None]:
-    """Returns (result, None), or (None, the UserError raised)."""
+    """Calls a function; returns (result, None), or (None, error) if it raises UserError."""
     try:
         return function(), None
     except UserError as error:

@@ -1,6 +1,6 @@
-"""Starts and supervises processes: the ranks of self-launched runs, and the runs of `--seeds`.
+"""Starts and supervises processes: the ranks of a run that is started without a launcher, and the runs of `--seeds`.
 
-The ranks of a run meet through a file and use the loopback interface: no port to choose, nothing listens publicly.
+Ranks meet through a file and use the loopback interface, so they need no port and accept no public connections.
 """
 
 import fcntl
@@ -31,16 +31,16 @@ from trainer.parallel.environment import RankEnvironment
 
 GRACE_PERIOD_S = 10
 SAVES_WITHIN_S = 30
-"""Seconds for surviving ranks to save and exit after a loss, the same as under torchrun."""
+"""Seconds for which surviving ranks may save and exit after another rank has failed, as under torchrun."""
 MOST_STARTS = 32
-"""Restart limit: more than log2 of any batch size, which each restart after an out-of-memory error halves."""
+"""Maximum number of starts: more than log2 of any batch size, which each out-of-memory error halves."""
 EXIT_UNGUARDED = 64
-"""Exit status of a script that would start its own run again, for want of a main guard (EX_USAGE)."""
+"""Exit status (EX_USAGE) of a script without a main guard, whose import would start its own run again."""
 PROCESS_NAME = "Lockstep"
 NEW_FOR_S = 10
-"""Minimum age in seconds of an abandoned folder; a younger one may be about to be locked."""
+"""Minimum age in seconds of a folder to remove; its launcher may not have locked a younger folder yet."""
 FOLDER = "lockstep-rendezvous-"
-"""Prefix of the temporary folders in which ranks meet."""
+"""Name prefix of the temporary folders for the ranks' rendezvous files."""
 STDOUT, STDERR = 1, 2
 
 
@@ -48,7 +48,7 @@ STDOUT, STDERR = 1, 2
 
 
 class Launcher:
-    """Starts processes, forwards stop signals to them, and outlives them all.
+    """Starts processes, forwards stop signals to them, and waits until all of them have exited.
 
     running: processes that have not exited. stop: whether this process was asked to stop.
     """
@@ -76,17 +76,17 @@ class Launcher:
     def start(
         self, function: Callable[[], int], variables: Mapping[str, str], stderr: Path | None = None
     ) -> SpawnProcess:
-        """Calls a function in a new process, which is asked to stop if this one dies.
+        """Calls a function in a new process, which receives SIGTERM if this process dies.
 
-        function: picklable; returns the exit status. variables: set in its environment. stderr: a file for standard
-        error; the process then has no terminal, and standard output is discarded.
+        function: picklable; returns the exit status. variables: environment variables to set. stderr: a file for
+        standard error; the process then has no terminal, and its standard output is discarded.
         """
         if stderr is not None:
             stderr.parent.mkdir(parents=True, exist_ok=True)
             stderr.touch()
         arguments = (function, variables, stderr)
         process = multiprocessing.get_context("spawn").Process(name=PROCESS_NAME, target=_call, args=arguments)
-        # Block signals until the new process can handle them; start Python's tracker first, which unblocks them.
+        # Block signals until the new process can handle them. Starting Python's resource tracker unblocks signals.
         resource_tracker.ensure_running()
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
@@ -100,7 +100,7 @@ class Launcher:
         return process
 
     def wait(self, timeout_s: float | None = None) -> dict[SpawnProcess, int]:
-        """Waits up to `timeout_s` for a process to exit; returns exit codes of those that have, -n after signal n."""
+        """Waits up to `timeout_s` for a process to exit; returns exit codes of exited processes, -n after signal n."""
         wait([process.sentinel for process in self.running], timeout_s)
         ended = {process: process.exitcode for process in self.running if process.exitcode is not None}
         self.running = [process for process in self.running if process not in ended]
@@ -112,7 +112,7 @@ class Launcher:
             process.join(max(0.0, deadline - time.monotonic()))
 
     def _pass_on(self, number: int) -> None:
-        # A terminal sent Ctrl-C to its whole group already; a second copy would mean "exit without saving".
+        # A terminal sends Ctrl-C to its whole process group; a second SIGINT would mean "exit without saving".
         group = os.getpgrp() if number == signal.SIGINT and sys.stdin is not None and sys.stdin.isatty() else None
         for process in self.running:
             _send(process, number, except_group=group)
@@ -131,11 +131,11 @@ def _send(process: SpawnProcess, number: int, except_group: int | None = None) -
 
 
 def _call(function: Callable[[], int], variables: Mapping[str, str], stderr: Path | None) -> None:
-    """Runs in the new process."""
+    """Main function of a new process."""
     exit_quickly()
     os.environ.update(variables)
     if stderr is not None:
-        os.setsid()  # detached from the terminal; its Ctrl-C is forwarded
+        os.setsid()  # detaches from the terminal; the launcher forwards Ctrl-C
         with open(os.devnull, "w") as nowhere, stderr.open("w") as file:
             os.dup2(nowhere.fileno(), STDOUT)
             os.dup2(file.fileno(), STDERR)
@@ -156,7 +156,7 @@ def _stop_with_parent() -> None:
 
 
 def imports_script_of_parent() -> bool:
-    """Returns whether a `Launcher` started this process, which is still importing its parent's script."""
+    """Returns whether a `Launcher` started this process and the process is still importing its parent's script."""
     process = multiprocessing.current_process()
     return process.name == PROCESS_NAME and getattr(process, "_inheriting", False)
 
@@ -165,18 +165,18 @@ def imports_script_of_parent() -> bool:
 
 
 def num_processes(flags: MultiDeviceFlags, device: str) -> int:
-    """Returns `--nproc`, by default one per selected GPU, or 1 on the CPU."""
+    """Returns the number of processes: `--nproc`, or by default one per selected GPU, or 1 on the CPU."""
     return flags.nproc or len(usable_gpus(device, flags.gpu_ids)) or 1
 
 
 def launch(
     run: Callable[[RankEnvironment], int], world_size: int, again: Callable[[RankEnvironment], int] | None = None
 ) -> int:
-    """Runs `run` in `world_size` new processes, and restarts all after EXIT_RESTART.
+    """Calls `run` in `world_size` new processes, and starts all of them again if one exits with EXIT_RESTART.
 
-    run: picklable; returns an exit status. again: replaces it in restarts, to resume from checkpoints; None without
-    checkpoints. Returns the first nonzero status, or 0; 128 + n for a process killed by signal n. Forwards stop
-    signals; if all processes then end well, or have nothing to save, returns 128 plus the signal's number.
+    run: picklable; returns an exit status. again: called in place of `run` in restarts, to resume from checkpoints;
+    None without checkpoints. Returns the first nonzero exit status, or 0; 128 + n for a process killed by signal n.
+    Forwards stop signals; after signal n, returns 128 + n if all processes succeed or there are no checkpoints.
     """
     for start in range(MOST_STARTS):
         status = _launch_once(again if start > 0 and again else run, world_size, again is not None)
@@ -187,13 +187,13 @@ def launch(
 
 @contextmanager
 def rendezvous_folder() -> Iterator[str]:
-    """Creates a temporary folder for the ranks' rendezvous file, and removes those of killed launchers.
+    """Context with a temporary folder for the ranks' rendezvous file; also removes folders of killed launchers.
 
-    Its users hold a lock on it (`in_use`), which the kernel releases however a process ends. Ranks hold it too, since
-    they may outlive their launcher while they save.
+    Processes that use the folder hold a lock on it (`in_use`), which the kernel releases when they end. Ranks lock the
+    folder too, because they may outlive their launcher while they save.
     """
     for stale in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
-        with suppress(OSError), in_use(stale, fcntl.LOCK_EX):  # another user's, or in use
+        with suppress(OSError), in_use(stale, fcntl.LOCK_EX):  # fails for folders in use or of another user
             if time.time() - stale.stat().st_mtime > NEW_FOR_S:
                 shutil.rmtree(stale)
     with tempfile.TemporaryDirectory(prefix=FOLDER) as folder, in_use(folder):
@@ -202,7 +202,7 @@ def rendezvous_folder() -> Iterator[str]:
 
 @contextmanager
 def in_use(folder: str | Path, how: int = fcntl.LOCK_SH) -> Iterator[None]:
-    """Locks a folder. Raises OSError if another process holds a conflicting lock."""
+    """Context that locks a folder. Raises OSError if another process holds a conflicting lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""Keeps collectives of a sharded run aligned when ranks skip blocks or lack gradients.
+"""Keeps the collectives of a sharded run aligned if ranks skip different blocks or lack gradients.
 
-Gathers and reductions are anonymous: torch pairs them across processes by order. A process that skipped one would
-receive data of other parameters.
+PyTorch matches collectives across processes by their order. A process that skipped a collective would receive data of
+other parameters.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +27,12 @@ from trainer.task import Objective
 
 
 class LeftOut:
-    """Makes every process gather the blocks in one order and reduce a gradient for every trained parameter.
+    """Makes every process gather the blocks in the same order and reduce a gradient for every trained parameter.
 
-    blocks: in execution order. When a forward reaches a block early, its input first passes through the skipped blocks:
-    to torch they ran, as the identity, without using their parameters. So they are gathered, freed and reduced along
-    with other processes. A parameter without a gradient is reduced as zeros, which `agree` removes if no process had
-    one.
+    blocks: in execution order. If a forward skips blocks, the input of the next block first passes through the hooks of
+    the skipped blocks, which do not change it. So the skipped blocks are gathered, freed and reduced as on other
+    processes. A parameter without a gradient is reduced as zeros; `agree` removes these zeros if no process had a
+    gradient.
     """
 
     def __init__(self, objective: Objective, blocks: Sequence[nn.Module]) -> None:
@@ -46,26 +46,26 @@ class LeftOut:
             catch_up = torch.compiler.disable(partial(self._catch_up, number))
             block.register_forward_pre_hook(catch_up, prepend=True, with_kwargs=True)
         objective.register_forward_pre_hook(self._begin, prepend=True)
-        objective.register_forward_hook(self._end, prepend=True)  # ahead of torch's hook, which sees its result
+        objective.register_forward_hook(self._end, prepend=True)  # before PyTorch's hook, which gets its result
         for unit in objective.modules():
             group = group_of_unit(unit) if isinstance(unit, FSDPModule) else None
-            if group is not None:  # units without parameters have none
+            if group is not None:  # units without parameters have no group
                 group.pre_backward = partial(self._gather, group.pre_backward)
                 group.post_backward = partial(self._reduce, group, group.post_backward)
 
     def forget(self) -> None:
-        """Clears notes of a backward outside a step."""
+        """Forgets which parameters had a gradient in previous backwards."""
         self._used.clear()
 
     def agree(self, params: Sequence[Tensor], group: Group) -> None:
-        """Agrees, after a step's last backward, which parameters have a gradient on any process.
+        """Removes, after a step's last backward, gradients of parameters that no process used.
 
-        Every process shares which ones it has; only one that lacks a gradient waits for the answer.
+        Every process sends which parameters it used; only a process that skipped one waits for the answer.
 
         params: parameters trained in the step.
         """
         own = [float(parameter in self._used) for parameter in params]
-        self._numbers = group.start_sum(own)  # kept, so that no gloo thread drops the last reference
+        self._numbers = group.start_sum(own)  # a gloo thread must not drop the last reference to the result
         if all(own):
             group.activity.enter(EXCHANGE)  # so that all ranks enter the same activities
         else:
@@ -83,13 +83,13 @@ class LeftOut:
 
     def _catch_up(self, number: int, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         calls = self._made_to_need_gradient[number]
-        if is_in_backward():  # recomputation, in reverse order of calls
+        if is_in_backward():  # activation checkpointing recomputes blocks in reverse order
             return _needing_gradient((args, kwargs)) if calls and calls.pop() else None
-        if not self._in_forward:  # the model was called directly, and runs all its blocks
+        if not self._in_forward:  # the model was called without the objective, and runs all of its blocks
             return None
         due = [*self._until(number), block]
         self._num_done += 1
-        # usually an argument of the call itself, which is quick to find
+        # usually a positional argument requires a gradient, which is quick to find
         has_gradient = any(map(_needs_gradient, args)) or any(map(_needs_gradient, tree_flatten((args, kwargs))[0]))
         needs = not has_gradient and torch.is_grad_enabled() and any(map(_is_trained, due))
         calls.append(needs)
@@ -107,7 +107,7 @@ class LeftOut:
         return None if loss is None else outputs | {"loss": passed}
 
     def _until(self, number: int) -> Iterator[nn.Module]:
-        """Yields the skipped blocks before block `number`."""
+        """Yields the blocks that the forward has skipped before block `number`."""
         while self._num_done % len(self._blocks) != number:
             yield self._blocks[self._num_done % len(self._blocks)]
             self._num_done += 1
@@ -144,15 +144,15 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _needing_gradient(values: Any) -> Any:
-    """Makes one of the values require a gradient: torch reduces a block when the backward reaches its input.
+    """Makes one of the values require a gradient, so that the backward reaches a block's input and reduces the block.
 
-    Otherwise torch would reduce the block at the end, with the root unit.
+    Otherwise PyTorch would reduce the block at the end of the backward, with the root unit.
     """
     return _replaced(values, lambda value: value.detach().requires_grad_()) or values
 
 
 def _passed_through(blocks: Sequence[Any], values: Any) -> Any:
-    """Passes one of the values through the blocks. Raises UserError if none can have a gradient."""
+    """Passes one of the values through the blocks' hooks. Raises UserError if no value can have a gradient."""
 
     def passed(value: Tensor) -> Tensor:
         for block in blocks:
@@ -171,7 +171,7 @@ def _passed_through(blocks: Sequence[Any], values: Any) -> Any:
 
 
 def _replaced(values: Any, function: Callable[[Tensor], Tensor]) -> Any | None:
-    """Replaces the first tensor that requires a gradient, else the first that could; None if there is none."""
+    """Replaces the first tensor that requires a gradient, or else the first floating-point tensor; None without one."""
     leaves, structure = tree_flatten(values)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     if not places:

@@ -1,4 +1,4 @@
-"""Optimizer states: converts them for a checkpoint, and loads them back."""
+"""Converts optimizer states for a checkpoint, and loads them from a checkpoint."""
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,23 +17,23 @@ from trainer.common.tensors import is_sharded, map_tensors
 
 TORCH_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.SparseAdam)
 OF_A_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
-"""State entries of these optimizers that have their parameter's shape."""
+"""State entries of TORCH_OPTIMIZERS that have the shape of their parameter."""
 
 CHANGED = "changed"
-"""Key in a saved group: names of settings that the optimizer changed itself, and so are part of its state."""
+"""Key in a saved parameter group: names of the settings that the optimizer itself has changed during training."""
 
 _initial: "WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]]" = WeakKeyDictionary()
 
 
 def remember_settings(optimizer: torch.optim.Optimizer) -> None:
-    """Records each group's settings before the first step, to detect later changes."""
+    """Records the settings of each parameter group before the first step, to detect later changes."""
     _initial[optimizer] = [deepcopy(_settings(group)) for group in optimizer.param_groups]
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns the optimizer's `state_dict`, `encoded`, with `CHANGED` in groups that have such settings.
+    """Returns the optimizer's `state_dict()`, `encoded`, with `CHANGED` in groups whose settings have changed.
 
-    Omits other settings that no file can hold; they come from the command line again.
+    Omits unchanged settings that no file can hold; a resume takes them from the command line.
     """
     state = dict(optimizer.state_dict())
     if "param_groups" in state:
@@ -48,7 +48,7 @@ def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _kept(group: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Selects the part of a group to save. before: its initial settings, if they may change."""
+    """Selects the entries of a parameter group to save. before: the group's initial settings, if recorded."""
     settings, known = _settings(group), before or {}
     changed = [
         name
@@ -56,7 +56,7 @@ def _kept(group: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[st
         if before is not None and (name not in known or not _same(value, known[name]))
     ]
     kept = {name: value for name, value in group.items() if name not in settings or name in changed or _is_plain(value)}
-    if isinstance(group.get("lr"), np.generic):  # from a factor computed by the task
+    if isinstance(group.get("lr"), np.generic):  # a task's `lr_factor` may return a NumPy number
         kept["lr"] = group["lr"].item()
     return kept | ({CHANGED: changed} if changed else {})
 
@@ -70,8 +70,8 @@ def load_states(
 ) -> None:
     """Loads the saved states of a phase's optimizers. Raises UserError if they do not fit.
 
-    saved: results of `state_of`. own_moments: selects this process's part of a state. dtype: of the parameters when
-    saved.
+    saved: results of `state_of`. own_moments: selects this process's shards of a state. dtype: dtype of the parameters
+    when the states were saved.
     """
     own = [optimizer.state_dict() for optimizer in optimizers]
     if _sizes(saved) != _sizes(own):
@@ -95,7 +95,7 @@ def load_states(
 
 
 def _with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Combines a saved state with this command line's settings, such as weight decay."""
+    """Returns a saved state with the current settings, such as weight decay, unless the optimizer changed them."""
     kept = (
         {name: group[name] for name in ("params", "lr", *group.get(CHANGED, ()))} for group in saved["param_groups"]
     )
@@ -104,10 +104,10 @@ def _with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[
 
 
 def _load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Loads a result of `state_of`. dtype: of the parameters when saved.
+    """Loads a result of `state_of`. dtype: dtype of the parameters when the state was saved.
 
     `Optimizer.load_state_dict` moves a parameter's tensors and numbers to its device, but corrupts other values: a
-    string becomes a generator, a deque loses its length. Those are set afterwards.
+    string becomes a generator, a deque loses its length. This function sets such values after that call.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     loaded: dict[str, Any] = {name: decoded(value) for name, value in state.items() if name != "state"}
@@ -127,10 +127,10 @@ def _load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], dtyp
 
 
 def _keep_types(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any], dtype: torch.dtype) -> None:
-    """Restores dtypes that `load_state_dict` converted to their parameters' dtype.
+    """Restores the dtypes of state tensors that `load_state_dict` converted to the dtype of their parameter.
 
-    dtype: of the parameters when saved. Tensors of that dtype take the parameters' current one; counters, masks and
-    moments in another precision keep theirs.
+    dtype: dtype of the parameters when the state was saved. Tensors of this dtype take the parameters' current dtype.
+    Other tensors, such as counters, masks and moments in another precision, keep their own dtype.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, kept in state.items():
@@ -143,7 +143,7 @@ def _keep_types(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any], dtyp
 # --- containers --------------------------------------------------------------------------------------------------
 
 _TYPE = "__type__"
-"""Key in a mapping that encodes another container type."""
+"""Key of the type name in a mapping that encodes another container type."""
 _MAPPINGS = {"OrderedDict": OrderedDict, "Counter": Counter}
 _FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, set)} | {"None": None}
 _SETS = {"set": set, "frozenset": frozenset}
@@ -153,7 +153,7 @@ _LEAVES = (bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.d
 def encoded(value: Any) -> Any:
     """Encodes containers and NumPy values as mappings, lists and tensors, which load without executing code.
 
-    `decoded` reverses it. Other values are returned unchanged, for the writer to refuse.
+    `decoded` reverses the encoding. Other values are returned unchanged; the writer of the checkpoint refuses them.
     """
     kind = type(value)
     if kind in (list, tuple):
@@ -170,7 +170,7 @@ def encoded(value: Any) -> Any:
     if kind is deque:
         return {_TYPE: "deque", "items": encoded(list(value)), "maxlen": value.maxlen}
     if kind is np.ndarray or isinstance(value, np.generic):
-        with suppress(TypeError):  # of strings, objects, dates
+        with suppress(TypeError):  # raised for arrays of strings, objects and dates
             return {
                 _TYPE: "number" if isinstance(value, np.generic) else "array",
                 "items": torch.from_numpy(np.array(value)),
@@ -179,7 +179,7 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """Reverses `encoded`. All processes call it, since each may hold a shard of an array."""
+    """Reverses `encoded`. Must be called by all processes, because each may hold a shard of an array."""
     if type(value) in (list, tuple):
         return type(value)(map(decoded, value))
     if type(value) is not dict:
@@ -199,7 +199,7 @@ def decoded(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Returns whether a file can hold the value."""
+    """Returns whether a checkpoint can hold the value."""
     value = encoded(value)
     if isinstance(value, dict):
         return all(map(_is_plain, [*value, *value.values()]))
@@ -219,7 +219,7 @@ def _is_loaded_by_torch(value: Any) -> bool:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a group's settings without the learning rate, which the schedule sets."""
+    """Returns the settings of a parameter group, without the learning rate, which the schedule sets."""
     return {name: value for name, value in group.items() if name not in ("params", "lr")}
 
 
@@ -230,17 +230,17 @@ def _same(one: Any, other: Any) -> bool:
         return torch.equal(one, other)
     try:
         return bool(np.all(one == other))
-    except (RuntimeError, ValueError):  # tensors in a list, arrays of different shapes: saving them is safe
+    except (RuntimeError, ValueError):  # lists of tensors, or arrays of different shapes, count as changed
         return False
 
 
 def _refuse_other_entries(
     phase: str, saved: Mapping[str, Any], own: Mapping[str, Any], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Raises UserError for a saved state that does not fit an optimizer.
+    """Raises UserError if a saved state does not fit an optimizer.
 
-    own: its current `state_dict`. Moments of torch's own optimizers must have their parameter's shape and the same
-    names throughout a group: torch would load others, and fail in the first step.
+    own: the optimizer's current `state_dict()`. State tensors of PyTorch's optimizers must have the shape of their
+    parameter, and equal names within a parameter group: PyTorch would load others, and fail in the first step.
     """
     advice = "start over with --fresh, or from the weights only: --init-from, in another --save-dir"
     missing = [name for name in own if name not in saved]
@@ -271,7 +271,7 @@ def _refuse_other_entries(
 
 
 def _lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Gives moments their parameter's strides, since fused optimizers traverse both in memory order."""
+    """Gives state tensors the strides of their parameter, because fused optimizers traverse both in memory order."""
     moments = {key: kept for key, kept in optimizer.state.items() if isinstance(key, Tensor) and not is_sharded(key)}
     for parameter, kept in moments.items():
         for name, value in kept.items():
@@ -281,5 +281,5 @@ def _lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _sizes(optimizers: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Counts the parameters in each group of each optimizer state."""
+    """Returns the number of parameters in each group of each optimizer state."""
     return [[len(group["params"]) for group in state.get("param_groups", ())] for state in optimizers]

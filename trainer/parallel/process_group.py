@@ -1,4 +1,4 @@
-"""A group of several processes on torch.distributed, one per device."""
+"""Group of several processes with one device each, on torch.distributed."""
 
 import faulthandler
 import os
@@ -33,20 +33,20 @@ MAIN_LEAVES_WITHIN_S = 20.0
 """Seconds for which other ranks wait for rank 0 to exit after a failure; below torchrun's 30 s."""
 
 MEETING_MARGIN_S = 3.0
-"""Extra seconds for torch's own timeouts, which explain themselves."""
+"""Extra seconds, so that PyTorch's own timeouts, whose errors name the cause, come first."""
 
 NCCL_PATIENCE, NCCL_MARGIN_S = 2, 60.0
-"""Timeout of NCCL's kernels: this multiple of `--dist-timeout-s`, plus seconds."""
+"""Timeout of NCCL's kernels: a multiple of `--dist-timeout-s`, and seconds to add."""
 
 Member = tuple[str, int, str]
-"""A process: its host, its id, and the scope of that id."""
+"""A process: its host name, its process id, and the namespace of the process id."""
 
 DIRECT_BYTES = 3 * 2**18
-"""Largest payload in bytes that `sum_gradients` exchanges directly; see benchmarks/exchange.py."""
+"""Most bytes that a process sends directly to all others, in place of a ring all-reduce; see benchmarks/exchange.py."""
 
 
 class ProcessGroup(Group):
-    """Several processes with one device each. Host exchanges use gloo, gradients use `backend`.
+    """Several processes with one device each. Exchanges in host memory use gloo; gradients use `backend`.
 
     backend: "gloo" or "nccl". hosts: host name of each rank.
     """
@@ -61,10 +61,10 @@ class ProcessGroup(Group):
         devices: DeviceFlags,
         facts: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Joins the other processes and selects this one's device.
+        """Joins the other processes and selects this process's device.
 
-        facts: plain values by name, such as flags, that must agree on all processes. Raises UserError on all processes
-        if some do not join or disagree.
+        facts: plain values by name, such as flags, that must be equal on all processes. Raises UserError on all
+        processes if some of them do not join, or if facts differ.
         """
         super().__init__()
         self.rank, self.world_size = environment.rank, environment.world_size
@@ -108,18 +108,18 @@ class ProcessGroup(Group):
         reports_lost_store = local_rank == 0 or rank == 1
         self.diagnosis = GroupDiagnosis(self.activity, monitor, rank, names, flags.dist_timeout_s, reports_lost_store)
         monitor.on_beat, monitor.on_loss = self.diagnosis.consider_others, self.diagnosis.consider_loss
-        faulthandler.enable(file=2)  # prints the stack of a hanging process that another one kills
+        faulthandler.enable(file=2)  # prints the stack of a hanging process when another process kills it
 
     @contextmanager
     def _told_once(self) -> Iterator[None]:
-        """Keeps a UserError raised by all processes on the one that prints it; raises Failure on the others."""
+        """Context that raises an error of all processes as UserError where it is printed, and elsewhere as Failure."""
         try:
             yield
         except UserError as error:
             raise error if self._tells_user else Failure(str(error), EXIT_BAD_INPUT) from None
 
     def _take_device(self, local_rank: int, gpus: Sequence[int]) -> None:
-        """Selects this process's device. Raises UserError on all processes."""
+        """Selects this process's device. Raises UserError on all processes if one of them has no device."""
         with self._failing_in_start_up():
             self.use([self.together(lambda: _rank_device(local_rank, gpus))])
 
@@ -130,7 +130,7 @@ class ProcessGroup(Group):
 
     @contextmanager
     def _failing_in_start_up(self) -> Iterator[None]:
-        """Wraps the first use of the device. Prints errors and raises Failure."""
+        """Context for the first use of the device: prints errors of the device and raises Failure."""
         try:
             yield
         except UserError:
@@ -141,14 +141,14 @@ class ProcessGroup(Group):
             raise Failure(problem) from None
 
     def _meet(self, environment: RankEnvironment, backend: str) -> tuple[dist.Store, list[Member]]:
-        """Joins the others. Raises UserError on every process if some do not join."""
+        """Joins the other processes. Raises UserError on every process if some processes do not join."""
         rank, world_size, timeout_s = self.rank, self.world_size, self._timeout_s
 
         def meet() -> tuple[dist.Store, list[Member]]:
             store = join(environment, timeout_s)
             timeout, limit = timedelta(seconds=timeout_s), timedelta(seconds=self.device_timeout_s)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-            # Separate groups, so that a step's few numbers never queue behind gradients or rank 0's slow work.
+            # Separate groups, so that a step's small all-reduce never waits for gradients or for work on rank 0.
             self._host_group = dist.new_group(backend="gloo", timeout=timeout)
             self._step_group = dist.new_group(backend="gloo", timeout=timeout)
             return store, self.gather((socket.gethostname(), os.getpid(), process_space()))
@@ -165,14 +165,14 @@ class ProcessGroup(Group):
     def device_timeout_s(self) -> float:
         """Timeout of collectives between devices, in seconds.
 
-        NCCL aborts a process on timeout without an explanation, so the ranks time out on the host before.
+        After its timeout NCCL aborts a process without naming the cause, so exchanges on the host time out earlier.
         """
         if self.backend != "nccl":
             return self._timeout_s
         return NCCL_PATIENCE * self._timeout_s + NCCL_MARGIN_S
 
     def _refuse_shared_gpus(self) -> None:
-        """Raises UserError if ranks share a GPU; NCCL would fail obscurely in its first collective."""
+        """Raises UserError if ranks share a GPU, with which NCCL's first collective would fail."""
         gpus = self.gather(str(torch.cuda.get_device_properties(self.device).uuid))
         sharing = first_sharing_ranks([*zip(self.hosts, gpus, strict=True)])
         if sharing:
@@ -204,7 +204,7 @@ class ProcessGroup(Group):
         return wait
 
     def barrier(self) -> None:
-        # Otherwise only the device waits, until NCCL's watchdog aborts it without a reason.
+        # Otherwise only the device would wait, until NCCL's watchdog aborts the process without naming the cause.
         if self.backend == "nccl":
             self.activity.enter(EXCHANGE)
             dist.barrier(group=self._step_group)
@@ -219,10 +219,10 @@ class ProcessGroup(Group):
         return wait
 
     def sum_gradients(self, values: Tensor) -> None:
-        """Sums a device tensor over processes in place, to the same bits on each.
+        """Sums a device tensor over processes in place, with the same bits on each.
 
-        On a GPU the host does not wait, unless the tensor is sparse. A small CPU tensor goes from each process to every
-        other: one message of latency, where a ring has 2 (world size - 1), each waking a thread on a busy core.
+        On a GPU the host does not wait, unless the tensor is sparse. Each process sends a small CPU tensor directly to
+        every other process, with the latency of one message; a ring all-reduce needs 2 (world_size - 1) messages.
         """
         if values.is_cpu and not values.is_sparse and self._is_small(values):
             values.copy_(reduce(torch.add, self._swapped([values] * self.world_size)))
@@ -241,7 +241,7 @@ class ProcessGroup(Group):
             sum_of_neighbours(self.stack(values), out=values)
         elif self._is_small(values):
             sum_of_neighbours(self._swapped([values] * self.world_size), out=values)
-        else:  # each process sums a slice: as many bytes as in a ring
+        else:  # each process sums a slice, which sends as many bytes as a ring
             slices = values.tensor_split(self.world_size)
             own = slices[self.rank]
             sum_of_neighbours(self._swapped(slices), out=own)
@@ -251,7 +251,7 @@ class ProcessGroup(Group):
         return values.nbytes * (self.world_size - 1) <= DIRECT_BYTES
 
     def _swapped(self, sent: Sequence[Tensor], into: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Exchanges tensors pairwise; returns what each rank sent to this one, including itself.
+        """Sends a tensor to each rank; returns the tensors that each rank, including this one, sent to this rank.
 
         sent: one tensor for each rank. into: receive buffers; by default new tensors like this rank's own.
         """
@@ -294,7 +294,7 @@ class ProcessGroup(Group):
     def can_replace_rank0(self, lost: Sequence[int], has_state: bool) -> bool:
         for rank in lost:
             self._neighbours.end(rank)
-        # A process that failed first keeps its connections while it waits, and rank 0 may be waiting for it.
+        # The process that failed first must not wait: rank 0 may be waiting for it to close its connections.
         may_wait = has_state and not self.diagnosis.failed_itself
         return self.is_main or (may_wait and self._neighbours.await_end(0, MAIN_LEAVES_WITHIN_S))
 
@@ -304,14 +304,14 @@ class ProcessGroup(Group):
         status = self.diagnosis.exit_status
         if status is None:
             with suppress(RuntimeError):
-                # This process may host the store, so it stays until all are done.
+                # This process may host the store, and so must not exit before all processes are done.
                 dist.barrier(group=self._host_group)
             dist.destroy_process_group()
-            # Dropping the last references ends the groups' threads, which would abort the process if they released a
-            # tensor during finalisation.
+            # Dropping the last references ends the groups' threads, which would abort the process if they freed a
+            # tensor while the interpreter shuts down.
             del self._host_group, self._step_group
             return
-        # With unfinished collectives on a GPU, neither this nor interpreter exit may return.
+        # With unfinished collectives on a GPU, destroying the group or exiting the interpreter may never return.
         closing = threading.Thread(target=dist.destroy_process_group, name="close", daemon=True)
         closing.start()
         closing.join(CLOSE_WITHIN_S)
@@ -320,9 +320,9 @@ class ProcessGroup(Group):
 
 
 def sum_of_neighbours(values: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
-    """Sums a power of two of tensors pairwise: neighbours, then neighbouring pairs, and so on.
+    """Sums tensors in a binary tree: neighbours, then neighbouring pairs, and so on.
 
-    out: receives the sum, and may be one of the inputs; ignored for a single tensor.
+    values: their number must be a power of two. out: receives the sum, and may be one of them; ignored for one tensor.
     """
     while len(values) > 2:
         values = [one + other for one, other in zip(values[::2], values[1::2], strict=True)]
@@ -330,7 +330,7 @@ def sum_of_neighbours(values: Sequence[Tensor] | Tensor, out: Tensor | None = No
 
 
 def first_sharing_ranks(gpus: Sequence[tuple[str, str]]) -> list[int]:
-    """Returns ranks that share the first shared GPU. gpus: (host, GPU id) of each rank."""
+    """Returns the ranks that use the first GPU with several ranks; empty without one. gpus: (host, GPU id) by rank."""
     ranks = [[rank for rank, other in enumerate(gpus) if other == gpu] for gpu in gpus]
     return next((sharing for sharing in ranks if len(sharing) > 1), [])
 
@@ -342,12 +342,12 @@ def _leave_group() -> None:
 
 
 def available_backends() -> list[str]:
-    """Returns which of "gloo" and "nccl" this build of torch supports."""
+    """Returns which of "gloo" and "nccl" this build of PyTorch supports."""
     return [name for name in ("gloo", "nccl") if dist.is_backend_available(name)]
 
 
 def _rank_device(local_rank: int, gpus: Sequence[int]) -> torch.device:
-    """Selects the local_rank-th GPU; the only one if the launcher shows each process just one."""
+    """Returns the GPU number local_rank of this process; a single visible GPU is used for any local rank."""
     if not gpus:
         return torch.device("cpu")
     index = local_rank if len(gpus) > 1 else 0

@@ -1,4 +1,4 @@
-"""Rendezvous of a run's processes: checks that each rank joins once, and that all were started alike."""
+"""Rendezvous of a run's processes: checks that each rank joins once, and that all ranks have the same flags."""
 
 import itertools
 import threading
@@ -16,16 +16,16 @@ from trainer.parallel.environment import RankEnvironment, is_under_torchrun
 T = TypeVar("T")
 
 MOST_NAMED = 8
-"""Facts or ranks named in one message."""
+"""Maximum number of differing values or of ranks that one message names."""
 ALIKE = "start all ranks with the same command, and each job with its own MASTER_PORT"
 SIZE = "WORLD_SIZE of rank 0"
 
 _runs = itertools.count()
-"""Counts runs in this process; equal in all processes of a run."""
+"""Counts the runs of this process; all processes of a run have the same count."""
 
 
 def join(environment: RankEnvironment, timeout_s: float) -> dist.Store:
-    """Returns the store that all processes of a run have joined, each with its own rank.
+    """Returns the store of a run, once all processes have joined, each with its own rank.
 
     Raises UserError for a duplicate rank or a WORLD_SIZE other than rank 0's; RuntimeError if not all join in time.
     """
@@ -33,9 +33,9 @@ def join(environment: RankEnvironment, timeout_s: float) -> dist.Store:
     rank, world_size, timeout = environment.rank, environment.world_size, timedelta(seconds=timeout_s)
     store, _, _ = next(dist.rendezvous(environment.init_method, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
-    # A store may outlive its processes; its entries must not reach a restarted attempt or their next run.
+    # A store may outlive a run's processes; later attempts and runs must not read its old entries.
     store = dist.PrefixStore(f"attempt {environment.attempt} run {next(_runs)}", store)
-    # torchrun assigns ranks uniquely, and after restarts of several agents entries of an earlier start remain.
+    # torchrun assigns unique ranks; if several agents restart, entries of an earlier attempt would look like claims.
     if not is_under_torchrun():
         _claim_rank(store, environment, deadline)
     return store
@@ -67,14 +67,14 @@ def _claim_rank(store: dist.Store, environment: RankEnvironment, deadline: float
 
 
 def _until(deadline: float) -> timedelta:
-    """Returns the time left, at least a second for entries that exist already."""
+    """Returns the time until the deadline, at least one second, in which existing entries can be read."""
     return timedelta(seconds=max(1.0, deadline - time.monotonic()))
 
 
 def within(limit_s: float, function: Callable[[], T]) -> T:
-    """Returns a function's result or raises its exception; RuntimeError after `limit_s`.
+    """Calls a function in a thread and returns its result or raises its exception; RuntimeError after `limit_s`.
 
-    On timeout the function continues in a daemon thread: not all of torch's waits respect their own limits.
+    After a timeout the daemon thread still runs: not all waits of PyTorch respect their own timeouts.
     """
     done: list[tuple[T | None, BaseException | None]] = []
 
@@ -96,9 +96,9 @@ def within(limit_s: float, function: Callable[[], T]) -> T:
 
 
 def refuse_differences(stated: Sequence[Mapping[str, Any]], advice: str) -> None:
-    """Raises UserError if a rank's value for a name differs from rank 0's.
+    """Raises UserError if a rank has another value under a name than rank 0.
 
-    stated: plain values by name, for each rank; names missing on either are ignored. advice: ends the message.
+    stated: plain values by name, for each rank; names that either rank lacks are ignored. advice: end of the message.
     """
     first, differing = stated[0], {}
     for rank, own in enumerate(stated):

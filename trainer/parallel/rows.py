@@ -1,4 +1,4 @@
-"""Gathers the rows of a step's samples from all processes, in the order of the global batch."""
+"""Gathers outputs for all samples of a step from all processes, in the order of the global batch (`trainer.gather`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
@@ -18,7 +18,7 @@ ALIKE = "the objective must return rows of the same names, shapes and types for 
 class Gathered(NamedTuple):
     """Result of `gather`.
 
-    rows: (n, ...), all samples of the step. own: (B,) int64, indices of this process's rows.
+    rows: (n, ...), rows of all samples of the step. own: (B,) int64, positions of this process's samples in `rows`.
     """
 
     rows: Tensor
@@ -26,7 +26,7 @@ class Gathered(NamedTuple):
 
 
 class _Forward:
-    """The running forward of a step, for `gather`: strategy, number of real samples, and forwards in the step."""
+    """State for `gather` of the running forward: strategy, number of real samples, and forwards in the step."""
 
     now: tuple[Strategy, int, int] | None = None
 
@@ -35,11 +35,11 @@ FORWARD = _Forward()
 
 
 def gather(rows: Tensor) -> Gathered:
-    """Gathers the rows of all samples of an optimizer step in a training forward, for a loss that couples them.
+    """Gathers the rows of all samples of an optimizer step in a training forward, for a loss that couples samples.
 
-    rows: (B, ...), one per sample of the batch. All processes call it equally often; each row receives gradients from
-    the losses of all processes. A process without samples adds no rows, and its loss does not count. In eval mode, or
-    without gradients, returns the batch's own rows.
+    rows: (B, ...), one row per sample of the batch. All processes must call this function equally often. Each row
+    receives gradients from the losses of all processes. A process without samples adds no rows, and its loss does not
+    count. In eval mode, or without gradients, the function returns the batch's own rows.
 
     Raises UserError in a step of several micro-batches, with `--parts`, and with `--multi-gpu dp`.
     """
@@ -60,13 +60,13 @@ def gather(rows: Tensor) -> Gathered:
         return Gathered(rows, own)
     if rows.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("trainer.gather runs a collective, which a captured CUDA graph would not repeat")
-    # Placeholders for missing samples repeat the first ones of the global batch.
+    # A placeholder batch repeats the first samples of the global batch.
     own = own if num_samples == 0 else own * group.world_size + group.rank
     return Gathered(_Gather.apply(rows, num_samples, group), own)
 
 
 def refuse_coupling(what: str, strategy: Strategy) -> None:
-    """Raises UserError for a strategy that cannot couple the samples of a step. what: names the cause."""
+    """Raises UserError if a strategy cannot couple the samples of a step. what: the cause, for the message."""
     if strategy.num_parts:
         raise UserError(f"--parts {strategy.num_parts}: {what} couples samples of different parts; leave --parts out")
     if strategy.num_replicas > 1:
@@ -90,10 +90,10 @@ class _Gather(torch.autograd.Function):
 
 
 def in_global_order(group: Group, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Gathers rows of all samples of a step, (n, ...) by name, without a graph. All processes call it.
+    """Gathers each named tensor's rows, (n, ...), for all samples of a step; results carry no autograd graph.
 
-    own: rows of this process's samples, in order; possibly empty. Raises UserError on all processes if names, shapes or
-    types differ. The host waits for the other processes, but for no device.
+    own: rows of this process's samples, in order; possibly empty. Must be called by all processes. Raises UserError on
+    all of them if names, shapes or dtypes differ. The host waits for other processes, but not for a device.
     """
     if group.world_size == 1:
         return own
@@ -102,7 +102,7 @@ def in_global_order(group: Group, own: Mapping[str, Tensor]) -> Mapping[str, Ten
     num_rows, total, squares = group.sum(torch.tensor([num_own, digest, digest**2])).tolist()
     if group.world_size * squares != total**2:  # not all digests are equal
         group.require_same({"rows of the objective": kinds}, ALIKE)
-    # In one message, as bytes because gloo lacks some types.
+    # One message for all tensors, as bytes, because gloo does not support all dtypes.
     flat = [value.detach().reshape(num_own, *value.shape[1:], 1).flatten(1).contiguous() for value in own.values()]
     packed = torch.cat([value.view(torch.uint8) for value in flat], dim=1)
     padded = packed.new_zeros(-(-num_rows // group.world_size), packed.shape[1])
@@ -117,7 +117,7 @@ def in_global_order(group: Group, own: Mapping[str, Tensor]) -> Mapping[str, Ten
 
 
 def kinds_of(rows: Mapping[str, Tensor]) -> dict[str, str]:
-    """Describes rows by name; equal for all batches of a step."""
+    """Returns shape and dtype of each named tensor's rows, which must be equal in all batches of a step."""
     return {name: f"{tuple(value.shape[1:])} of {value.dtype}" for name, value in rows.items()}
 
 
@@ -128,9 +128,9 @@ END, FAILED = "nothing more", "an error"
 
 
 def require_equal_exchanges(where: str, group: Group, forward: Callable[[], object]) -> None:
-    """Raises UserError on all processes if their forwards run collectives of different shapes.
+    """Raises UserError on all processes if their forwards run different collectives, with which PyTorch would abort.
 
-    torch would abort without a message. All processes call it; failing forwards are ignored. where: names the forward.
+    where: the forward's name in messages. Must be called by all processes; does nothing if a forward fails.
     """
     compared = _Compared(group)
     try:
@@ -153,11 +153,11 @@ def require_equal_exchanges(where: str, group: Group, forward: Callable[[], obje
 
 
 class _Differ(Exception):
-    """Another process runs a different collective next."""
+    """Raised if another process runs a different collective next."""
 
 
 class _Compared(TorchDispatchMode):
-    """Compares each collective across processes before it runs. told: their descriptions, by rank."""
+    """Compares each collective across processes before it runs. told: description of the collective by rank."""
 
     told: Sequence[str] = ()
 
@@ -166,7 +166,7 @@ class _Compared(TorchDispatchMode):
         self._group = group
 
     def tell(self, own: str) -> None:
-        """Raises _Differ where the others tell something else."""
+        """Sends the description of this process's next collective. Raises _Differ if another process's differs."""
         self.told = self._group.gather(own)
         if len(set(self.told)) > 1:
             raise _Differ

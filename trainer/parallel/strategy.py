@@ -1,4 +1,4 @@
-"""Strategies that spread a model over devices: the interface, and its single-process form."""
+"""Interface of strategies that spread a model over devices, and its implementation for a single process."""
 
 import random
 import struct
@@ -22,30 +22,29 @@ from trainer.task import Objective
 T = TypeVar("T")
 
 SMALLEST_UPLOAD, LARGEST_UPLOAD = 2**18, 2**26
-"""Range of batch bytes worth copying to a GPU ahead of use, during its computation."""
+"""Range of batch sizes in bytes for which copying to a GPU ahead of use is worthwhile."""
 COUNTED = ("index", "weight")
-"""Entries of a batch that the host reads."""
+"""Entries of a batch that the host reads, and which therefore stay in host memory."""
 _SIX_NUMBERS = struct.Struct("<6q")
 
 
 class Strategy:
     """Places the model, exchanges its gradients, and assembles its state for checkpoints.
 
-    This form is the identity: one process, whose devices each see the whole model. In a step the loop calls
-    `seed_dropout`, `to_device` and the wrapped module for each micro-batch, backwards within `gradient_sync`, and
-    `exchange` once after the last backward. Before `exchange`, a gradient covers this process's samples, or was reduced
-    during the backward; after it, the global batch, with the same bits on every process that has it.
+    This class is for one process, whose devices each hold the whole model, and exchanges nothing. In a step the loop
+    calls `seed_dropout`, `to_device` and the wrapped module for each micro-batch, runs backwards within
+    `gradient_sync`, and calls `exchange` once after the last backward. Before `exchange`, a gradient covers this
+    process's samples, or has been reduced during the backward. After `exchange`, it covers the global batch, with the
+    same bits on every process that has it.
 
     group: the processes of the run.
-    num_parts: parts into which every global batch is cut, whatever the devices; a multiple of the number of processes,
-        both powers of two; 0 for one share per process.
-    gradient_divisor: by which the exchange divides summed gradients; the loss is multiplied by it before.
-    overlaps: gradients travel during a step's last backward.
-    exchanges_in_forward: every forward runs collectives, so all processes must make equally many.
-    shard_size: consecutive ranks that share one copy of the parameters.
-    has_full_state: this process holds all that a checkpoint needs, and can save after others fail.
-    draws_on_host: forwards draw from host generators (Python, NumPy, or torch's with the model on a GPU), as layer
-        dropping or input masking may.
+    num_parts: value of `--parts`, a multiple of the number of processes; both are powers of two. 0 without `--parts`.
+    gradient_divisor: number by which the exchange divides summed gradients; the loss is multiplied by it beforehand.
+    overlaps: whether gradients are exchanged during a step's last backward.
+    exchanges_in_forward: whether forwards run collectives, so that all processes must run the same number of forwards.
+    shard_size: number of consecutive ranks that share one copy of the parameters.
+    has_full_state: whether this process holds the full state of a checkpoint, and can save after others fail.
+    draws_on_host: whether forwards draw from host generators (Python's, NumPy's, or PyTorch's with the model on a GPU).
     """
 
     gradient_divisor: int = 1
@@ -61,7 +60,7 @@ class Strategy:
 
     @property
     def devices(self) -> Sequence[torch.device]:
-        """Returns this process's devices. The model lives on the first one."""
+        """Returns this process's devices; the first one holds the model."""
         return self.group.devices
 
     @property
@@ -81,21 +80,21 @@ class Strategy:
 
     @property
     def device_kind(self) -> str:
-        """Names the kind of this process's devices."""
+        """Returns the name of the kind of this process's devices."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
 
     @property
     def shards(self) -> Sequence[tuple[int, int]]:
-        """Returns (shard, number of shards) pairs that this process computes of each global batch and data set.
+        """Returns this process's shares of each global batch and data set, as (share, number of shares) pairs.
 
-        They are consecutive, so that the summation tree of parts starts within a process.
+        With `--parts` the shares are consecutive, so that a process sums a subtree of the parts.
         """
         num_shards = self.num_parts or self.group.world_size
         num_own = num_shards // self.group.world_size
         return [(self.group.rank * num_own + own, num_shards) for own in range(num_own)]
 
     def describe(self) -> str:
-        """Describes the devices briefly. All processes call it."""
+        """Returns a short description of the devices. Must be called by all processes."""
         return ", ".join(map(device_label, self.devices))
 
     # --- the model ---------------------------------------------------------------------------------------------------
@@ -106,17 +105,17 @@ class Strategy:
         blocks: Callable[[nn.Module], Sequence[nn.Module]],
         complete: Callable[[Objective], None],
     ) -> Objective:
-        """Builds an objective, identical on every process, on its devices. All processes call it.
+        """Builds an objective on this process's devices, identical on every process. Must be called by all processes.
 
-        build: builds it on the CPU, identical everywhere. blocks: see `Task.blocks`. complete: loads what comes from
-        elsewhere. Raises UserError.
+        build: builds the objective on the CPU, identical on every process. blocks: see `Task.blocks`. complete: loads
+        weights or other content into it. Raises UserError.
         """
         objective = build().to(self.device)
         self.group.together(lambda: complete(objective))
         return objective
 
     def wrap(self, net: nn.Module) -> nn.Module:
-        """Wraps the module trained in a phase; only its trained parameters require gradients by now."""
+        """Wraps the module for a phase. At this point, only parameters that the phase trains may require gradients."""
         return net
 
     def evaluation_module(self, net: nn.Module) -> nn.Module:
@@ -124,9 +123,9 @@ class Strategy:
         return net
 
     def unsharded(self, objective: Objective) -> AbstractContextManager[None]:
-        """Gathers full parameters on every process, for reading without collectives. All processes enter it.
+        """Context in which every process holds the full parameters, for code that uses the model without collectives.
 
-        It serves code that computes with the model in its own ways.
+        Must be entered by all processes.
         """
         return nullcontext()
 
@@ -138,10 +137,10 @@ class Strategy:
         return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
     def upload(self, batch: Batch) -> Batch:
-        """Starts to copy a batch's large tensors to the device during its computation; see `to_device`.
+        """Starts to copy a batch to the device while the device computes. See `to_device`.
 
-        Kernels launched later wait for them. Skips entries that the host reads, batches too small to matter, and
-        batches so large that an early copy would take memory from the model.
+        Kernels launched later wait for the copies. Skips entries that the host reads, batches that are too small to
+        matter, and batches so large that an early copy would take memory from the model.
         """
         device = self.device
         if device.type != "cuda":
@@ -159,16 +158,16 @@ class Strategy:
             return batch
         current.wait_stream(self._uploads)
         for tensor in sent.values():
-            tensor.record_stream(current)  # keeps the memory from reuse before this stream is done
+            tensor.record_stream(current)  # keeps the memory from reuse until this stream is done
         return {name: sent.get(name, value) for name, value in batch.items()}
 
     def seed_dropout(self, *key: int, same_everywhere: bool = False) -> None:
-        """Seeds all generators from the key, this process and the device.
+        """Seeds all random number generators with a hash of the key, the rank and the device.
 
-        Seeds Python's and NumPy's only if `draws_on_host`, because they are slower to seed than torch's.
+        Python's and NumPy's generators are only seeded if `draws_on_host`, because seeding them is slow.
 
-        key: five numbers, the last one of a micro-batch; for a part, its global number replaces it and the process does
-        not count. same_everywhere: seed from the key only.
+        key: five numbers, of which the last is the micro-batch's number. With `--parts`, the part's global number
+        replaces it, and rank and device are left out. same_everywhere: leaves out rank and device.
         """
         if self.num_parts and not same_everywhere:
             key, same_everywhere = (*key[:-1], self.shards[key[-1]][0]), True
@@ -190,7 +189,7 @@ class Strategy:
 
     @contextmanager
     def keeping_generators(self) -> Iterator[None]:
-        """Restores all generators afterwards."""
+        """Context that restores the states of all random number generators on exit."""
         of_python, of_numpy = random.getstate(), np.random.get_state()
         try:
             with torch.random.fork_rng([device for device in self.devices if device.type == "cuda"]):
@@ -202,50 +201,50 @@ class Strategy:
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Wraps forward and backward of a wrapped module. enabled: exchange gradients in this backward."""
+        """Context for forward and backward of a wrapped module. enabled: whether the backward exchanges gradients."""
         return nullcontext()
 
     def exchange(self, params: Sequence[Tensor]) -> None:
-        """Exchanges gradients after a step's last backward, or waits for their arrival. All processes call it.
+        """Exchanges gradients after a step's last backward, or waits for an exchange that started in the backward.
 
-        params: all parameters trained in the step. Sets each `grad` to the gradient of the global batch, or None where
-        no process has one.
+        params: all parameters that the step trains. Sets each `grad` to the gradient of the global batch, or to None if
+        no process has a gradient. Must be called by all processes.
         """
 
     def flat_gradients(self, params: Sequence[Tensor]) -> FlatGradients:
-        """Returns a phase's flat gradient buffers, which `exchange` sums if it uses flat buffers."""
+        """Returns flat buffers for the gradients of params; if `exchange` uses flat buffers, it sums these buffers."""
         return FlatGradients(params)
 
     def build_buckets(self, net: nn.Module) -> None:
-        """Arranges buckets once, after a wrapped module's first backward, which is outside any step."""
+        """Rebuilds DistributedDataParallel's buckets, once, after the trial backward of a wrapped module."""
 
     def global_norm(self, own: Tensor) -> Tensor:
-        """Combines the norms of all processes' `local_shards` into the global norm. All processes call it."""
+        """Returns the global norm of gradients. own: norm of this process's shards. Must be called by all processes."""
         return own
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Raises UserError for an optimizer that cannot train this process's shards."""
+        """Raises UserError if an optimizer cannot train this process's shards."""
 
-    # --- a checkpoint and back ---------------------------------------------------------------------------------------
+    # --- saving and restoring ----------------------------------------------------------------------------------------
 
     def from_main(self, value: Tensor) -> Tensor:
-        """Broadcasts rank 0's value to this process's device, contiguous. Elsewhere only its shape and type matter."""
+        """Returns rank 0's value on this process's device, contiguous. On other ranks only shape and dtype are used."""
         return value
 
     def sync_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Broadcasts rank 0's tensors, such as buffers before evaluating and saving. All processes call it.
+        """Broadcasts rank 0's tensors in place, such as buffers before evaluating and saving.
 
-        tensors: by name. Raises UserError on all processes if names, shapes or types differ.
+        Must be called by all processes. Raises UserError on all of them if names, shapes or dtypes differ.
         """
 
     def load_on_main(self, function: Callable[[], T], large: Collection[str]) -> T:
-        """Works like `Group.on_main`, for checkpoints: other ranks get meta tensors for the entries in `large`."""
+        """Works like `Group.on_main`, but other ranks get meta tensors for the checkpoint entries named in `large`."""
         return self.group.on_main(function)
 
     def full_weights(self, model: nn.Module, instead: Mapping[Tensor, Tensor] | None = None) -> dict[str, Any]:
-        """Assembles a model's full state on rank 0. All processes call it.
+        """Returns a model's state dict with full tensors on rank 0. Must be called by all processes.
 
-        instead: replacements for some of its parameters.
+        instead: maps parameters to tensors that replace them in the result.
         """
         weights = model.state_dict(keep_vars=True)
         found: dict[Tensor, Tensor] = {}  # tied tensors stay tied
@@ -259,7 +258,7 @@ class Strategy:
     def full_state(
         self, objective: Objective, optimizers: Mapping[str, Sequence[torch.optim.Optimizer]]
     ) -> dict[str, Any]:
-        """Assembles weights and optimizer states on rank 0, without wrapper prefixes. All processes call it."""
+        """Returns full weights and optimizer states on rank 0, for a checkpoint. Must be called by all processes."""
         return {
             "model": self.full_weights(objective.model),
             "optimizers": {
@@ -269,15 +268,15 @@ class Strategy:
         }
 
     def full_tensor(self, value: Tensor) -> Tensor:
-        """Gathers a full tensor on rank 0. All processes call it."""
+        """Returns a full tensor on rank 0, gathered from shards. Must be called by all processes."""
         return value
 
     def own_moments(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Selects this process's part of an optimizer state in a `full_state`."""
+        """Returns this process's shards of a full optimizer state."""
         return state
 
     def load_weights(self, weights: Mapping[str, Tensor], model: nn.Module) -> None:
-        """Loads weights of a `full_state` that the model has; others stay unchanged. All processes call it."""
+        """Loads full weights by name; other weights of the model stay unchanged. Must be called by all processes."""
         model.load_state_dict(weights, strict=False)
 
     def load_moments(
@@ -286,16 +285,16 @@ class Strategy:
         optimizers: Mapping[str, Sequence[torch.optim.Optimizer]],
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Loads optimizer states of a `full_state`. Raises UserError if they do not fit.
+        """Loads the optimizer states of a `full_state`. Raises UserError if they do not fit.
 
-        dtype: of the parameters when it was saved.
+        state: lists of optimizer states by phase. dtype: dtype of the parameters when the states were saved.
         """
         for phase, several in optimizers.items():
             load_states(phase, several, state.get(phase, []), self.own_moments, dtype)
 
 
 class SingleDevice(Strategy):
-    """One process on one device."""
+    """Strategy for one process on one device."""
 
     def __init__(self, device: torch.device, num_parts: int = 0) -> None:
         super().__init__(Group([device]), num_parts)
