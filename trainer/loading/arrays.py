@@ -1,6 +1,6 @@
-"""Array operations common to NumPy and torch, for data on the host or on a device.
+"""Array operations that work on NumPy arrays and on tensors, for data on the host or on a device.
 
-On the host NumPy is used, which is faster for the few numbers of a batch; on a device torch.
+Data sets use NumPy on the host, because it is faster for the few numbers of a batch, and PyTorch on a device.
 """
 
 import sys
@@ -15,52 +15,52 @@ _OF_NUMPY = np.ndarray, np.generic
 
 
 def on_host(array: Array) -> bool:
-    """Returns whether an array is NumPy's rather than a tensor."""
+    """Returns whether an array is a NumPy array or scalar, not a tensor."""
     return isinstance(array, _OF_NUMPY)
 
 
 def namespace(array: Array) -> Any:
-    """Returns numpy or torch, for functions that both have, such as `where`, `stack` and `cos`."""
-    return np if on_host(array) else sys.modules["torch"]  # code on the host need not import torch
+    """Returns the module numpy or torch, for functions that both have, such as `where`, `stack` and `cos`."""
+    return np if on_host(array) else sys.modules["torch"]  # NumPy arrays must not cause an import of torch
 
 
 def cast(array: Array, name: Literal["bool", "int32", "int64", "float32", "float64"]) -> Array:
-    """Converts an array to a type; returns it unchanged if it has that type."""
+    """Converts an array to a dtype; returns it unchanged if it has this dtype."""
     return array.astype(name, copy=False) if on_host(array) else array.to(getattr(namespace(array), name))
 
 
 def rows(array: Array, index: Array) -> Array:
-    """Selects rows of an array (n, ...) at positions index (m,): (m, ...)."""
+    """Returns the rows of an array (n, ...) at the positions index (m,), as (m, ...)."""
     return array.take(index, axis=0) if on_host(array) else array.index_select(0, index)
 
 
 def arange_like(num: int, array: Array) -> Array:
-    """Returns 0 to num - 1 on the array's device, (num,) int64."""
+    """Returns the integers 0 to num - 1 on the device of an array, (num,) int64."""
     return np.arange(num) if on_host(array) else namespace(array).arange(num, device=array.device)
 
 
 def empty_beside(array: Array, shape: tuple[int, ...]) -> Array:
-    """Allocates an uninitialised array on another one's device, of its type."""
+    """Returns an uninitialised array with the device and dtype of another array."""
     return np.empty(shape, array.dtype) if on_host(array) else array.new_empty(shape)
 
 
 def take_along(array: Array, index: Array, axis: int) -> Array:
-    """Selects elements along an axis like `np.take_along_axis`, in the shape of index."""
+    """Returns elements along an axis, as `np.take_along_axis` does, in the shape of index."""
     return np.take_along_axis(array, index, axis) if on_host(array) else array.take_along_dim(index, axis)
 
 
 class Ragged:
-    """Ragged rows stored consecutively, gathered as a zero-padded matrix.
+    """Rows of different lengths, stored one after another in a flat array, and read as a zero-padded matrix.
 
-    is_real: (B, width) bool, True where an entry belongs to its row.
+    is_real: (B, width) bool, True for entries that are not padding.
     """
 
     def __init__(self, start: Array, length: Array, width: int) -> None:
-        """start, length: (B,) int64, each row's start and length. width: columns of the matrix."""
+        """start, length: (B,) int64, where each row starts in the flat array, and its length. width: matrix columns."""
         column = arange_like(width, start)
         self.is_real = column < length[:, None]
         self._position = (start[:, None] + column) * self.is_real
 
     def of(self, values: Array, ahead: int = 0) -> Array:
-        """Returns values[start + ahead : start + ahead + length] of each row, padded: (B, width)."""
+        """Returns values[start + ahead : start + ahead + length] for each row, padded with zeros to (B, width)."""
         return values.take(self._position + ahead if ahead else self._position) * self.is_real

@@ -1,7 +1,7 @@
-"""Batch orders for `Task.order`: length buckets, shards and others, instead of a permutation.
+"""Orders of batches that `Task.order` may return in place of a random permutation, such as length buckets or shards.
 
-All are pure functions with every sample in exactly one batch; only the last batch is short, except in `even_batches`.
-They ignore processes and devices, so a step has the same samples on any number of them.
+Each order is a pure function, and every sample is in exactly one batch. Only the last batch is smaller than the others,
+except in `even_batches`. Orders do not depend on the number of processes, so neither do the samples of a step.
 """
 
 import math
@@ -15,17 +15,17 @@ from trainer.loading.counter_random import random_bits
 from trainer.loading.order import EpochOrder
 
 BATCHES_PER_POOL = 100
-"""Enough that lengths within a batch differ little, few enough that each epoch mixes batches differently."""
+"""Large enough for similar lengths within a batch, small enough for different batches in each epoch."""
 
 
 def bucketed_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """Returns batches of samples of similar length, to reduce padding, mixed differently in each epoch.
+    """Returns batches of samples of similar length, to reduce padding; each epoch has different batches.
 
-    Cuts shuffled samples into pools of a hundred batches, sorts each pool by length, cuts it into batches, and shuffles
-    these; the short batch stays last.
+    Splits shuffled samples into pools of 100 batches, sorts each pool by length, splits it into batches, and shuffles
+    the batches; a batch with fewer samples stays last.
 
-    lengths: (n,), of each sample. batch_size: samples per optimizer step, over all devices, >= 1. Returns ceil(n /
-    batch_size) arrays, (batch_size,) int64, each sorted by length.
+    lengths: (n,), length of each sample. batch_size: samples per optimizer step, over all devices, >= 1. Returns
+    ceil(n / batch_size) arrays of sample indices, (batch_size,) int64, each sorted by length.
     """
     lengths = np.asarray(lengths)
     pools = _pools(lengths, batch_size, seed, epoch)
@@ -36,12 +36,12 @@ def bucketed_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed:
 
 
 def even_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """Returns batches of similar total length, of samples of similar length: many short ones or a few long ones.
+    """Returns batches of similar total length: each has many short samples or a few long samples.
 
-    Like `bucketed_batches`, but cuts each pool so that no batch is much longer in sum than batch_size average samples.
-    The number of batches may vary between epochs.
+    Works like `bucketed_batches`, but splits each pool so that no batch's total length is much above batch_size *
+    mean(lengths). The number of batches may vary between epochs.
 
-    lengths: above 0.
+    lengths: (n,), above 0.
     """
     lengths = np.asarray(lengths)
     most = batch_size * lengths.mean()
@@ -56,7 +56,7 @@ def even_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed: int
 
 
 def _pools(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """Cuts shuffled samples into pools of a hundred batches, each sorted by length."""
+    """Splits shuffled samples into pools of `BATCHES_PER_POOL` batches, each sorted by length."""
     order = EpochOrder(seed, epoch, 0, len(lengths)).take(0, len(lengths))
     pool_size = BATCHES_PER_POOL * batch_size
     pools = [order[start : start + pool_size] for start in range(0, len(order), pool_size)]
@@ -66,22 +66,22 @@ def _pools(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[
 def sharded_batches(
     shard_sizes: np.ndarray | Sequence[int], batch_size: int, seed: int, epoch: int
 ) -> "ShardedBatches":
-    """Returns batches that read a data set shard by shard: shards are shuffled, and samples within each.
+    """Returns batches that read a data set shard by shard, with shuffled shards and shuffled samples in each shard.
 
-    For files too large for memory together: a batch touches one shard, or the two at a border, and each shard is read
-    once per epoch. Samples of different shards rarely share a batch, so mix them when writing the files.
+    Use this order for files that do not fit into memory together: each shard is read once per epoch, and a batch has
+    samples of one shard or of consecutive shards. Shuffle samples before writing them to shards, because samples of
+    different shards rarely share a batch.
 
-    shard_sizes: samples of each shard, >= 0; shard k's samples follow those of shards 0 to k - 1. batch_size: samples
-    per optimizer step, over all devices, >= 1. Returns ceil(n / batch_size) arrays, (batch_size,) int64, created
-    lazily.
+    shard_sizes: number of samples in each shard, >= 0; sample indices count through the shards. batch_size: samples per
+    optimizer step, over all devices, >= 1. Returns ceil(n / batch_size) arrays, (batch_size,) int64, created lazily.
     """
     return ShardedBatches(np.asarray(shard_sizes, dtype=np.int64), batch_size, seed, epoch)
 
 
 class BatchesOnDemand(Sequence[np.ndarray]):
-    """The batches of an epoch, created lazily.
+    """Sequence of an epoch's batches, which are created when they are indexed.
 
-    num_samples: of all batches. batch_size: of each but the last, so sizes are known without creating them.
+    num_samples: samples in all batches together. batch_size: samples in each batch except the last.
     """
 
     def __init__(self, num_samples: int, batch_size: int) -> None:
@@ -103,12 +103,12 @@ class BatchesOnDemand(Sequence[np.ndarray]):
         return self._batch(range(len(self))[number])
 
     def _batch(self, number: int) -> np.ndarray:
-        """number: from 0 to len(self) - 1."""
+        """Creates a batch. number: from 0 to len(self) - 1."""
         raise NotImplementedError
 
 
 class ShardedBatches(BatchesOnDemand):
-    """The result of `sharded_batches`."""
+    """Result of `sharded_batches`."""
 
     def __init__(self, shard_sizes: np.ndarray, batch_size: int, seed: int, epoch: int) -> None:
         super().__init__(int(shard_sizes.sum()), batch_size)
@@ -118,8 +118,8 @@ class ShardedBatches(BatchesOnDemand):
         self._seeds = random_bits(seed, epoch, np.arange(num_shards), 1)[:, 0]
         self._sizes = shard_sizes
         self._first_samples = np.cumsum(shard_sizes) - shard_sizes
-        self._ends = np.cumsum(shard_sizes[self._shards])  # end of each shard of `_shards` in the epoch
-        self._order_of = lru_cache(maxsize=2)(self._shuffled)  # of the current shards
+        self._ends = np.cumsum(shard_sizes[self._shards])  # end of each shard in `_shards` within the epoch
+        self._order_of = lru_cache(maxsize=2)(self._shuffled)  # keeps the orders of the current shards
 
     def _batch(self, number: int) -> np.ndarray:
         start = number * self.batch_size
@@ -127,7 +127,7 @@ class ShardedBatches(BatchesOnDemand):
         first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
         parts = []
         for shard, end in zip(self._shards[first : last + 1], self._ends[first : last + 1], strict=True):
-            before = end - self._sizes[shard]  # samples of the epoch before this shard's
+            before = end - self._sizes[shard]  # samples of the epoch before this shard
             part = self._order_of(int(shard)).take(max(start - before, 0), min(stop, end) - before)
             parts.append(self._first_samples[shard] + part)
         return np.concatenate(parts)
@@ -137,7 +137,7 @@ class ShardedBatches(BatchesOnDemand):
 
 
 class ConsecutiveBatches(BatchesOnDemand):
-    """All samples in index order, for data sets whose samples change every epoch."""
+    """Batches of all samples in index order, for data sets whose samples change every epoch."""
 
     def _batch(self, number: int) -> np.ndarray:
         start = number * self.batch_size

@@ -1,4 +1,4 @@
-"""Batches, their weights, and how they are gathered from sample keys."""
+"""Types of batches and data sets, and a function that makes a batch from sample keys."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,10 +14,10 @@ Batch = dict[str, Tensor]
 
 
 class WeightedBatch(NamedTuple):
-    """A batch in host memory, weighted by its number of loss terms.
+    """A batch in host memory with its weight, the number of its loss terms.
 
-    num_samples: 0 for the placeholder of a process without samples. A real batch may weigh 0, for example without
-    labels, and still have a loss.
+    num_samples: number of samples, 0 for a placeholder batch of a process without samples. Other batches may have
+    weight 0 as well, for example without labels.
     """
 
     batch: Batch
@@ -26,7 +26,7 @@ class WeightedBatch(NamedTuple):
 
 
 def weighted(batch: Batch, is_placeholder: bool = False) -> WeightedBatch:
-    """Adds a batch's weight. Raises UserError for an invalid one."""
+    """Returns a batch with its weight. Raises UserError if the weight is negative or not finite."""
     of_samples = batch["weight"].tolist()
     weight = math.fsum(of_samples)
     if not 0 <= weight < math.inf:
@@ -35,7 +35,7 @@ def weighted(batch: Batch, is_placeholder: bool = False) -> WeightedBatch:
 
 
 class KeyedDataset(Protocol):
-    """A data set that gathers a whole batch at once."""
+    """Protocol of data sets that gather a whole batch at once."""
 
     def __len__(self) -> int: ...
 
@@ -46,7 +46,7 @@ Collate = Callable[[Any, SampleKeys], Batch]
 
 
 class PhaseDatasets:
-    """The data sets of all phases as one, so that one set of workers loads them."""
+    """Combines the data sets of all phases, so that one set of workers loads them all."""
 
     def __init__(self, datasets: Sequence[KeyedDataset]) -> None:
         self.datasets = datasets
@@ -59,7 +59,7 @@ class PhaseDatasets:
 
 
 def gathered(dataset: KeyedDataset, collate: Collate, keys: SampleKeys) -> Batch:
-    """Gathers the batch of some keys in this process."""
+    """Makes a batch from sample keys in this process; a placeholder batch gets weights of 0."""
     batch = collate(dataset.__getitems__(keys), keys)
     if keys.placeholder:
         batch["weight"] = torch.zeros_like(batch["weight"])

@@ -1,4 +1,4 @@
-"""Arrays that are built once, cached on disk, memory-mapped and shared by all processes of a machine."""
+"""Caches arrays on disk, memory-mapped and shared by all processes of a machine."""
 
 import fcntl
 import hashlib
@@ -15,20 +15,20 @@ from trainer.common.files import array_errors, flush_path, refusing_disk_errors
 Arrays = dict[str, np.ndarray]
 
 _NAMES = "names.txt"
-"""Lists the arrays of an entry, one per line."""
+"""Name of the file that lists the arrays of a cache entry, one per line."""
 
 
 def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arrays:
-    """Returns cached arrays, read-only and memory-mapped; builds them first if missing.
+    """Returns cached arrays, read-only and memory-mapped; builds them if the entry is missing or incomplete.
 
-    Among concurrent processes one builds and the others wait. A killed build leaves no complete entry: arrays are
-    written to a temporary folder, flushed, and the folder is renamed.
+    If several processes need an entry, one builds it and the others wait. A killed build leaves no incomplete entry:
+    arrays are written to a temporary folder, flushed, and the folder is renamed.
 
-    cache_dir: created if missing; on a disk shared by all processes of the machine. key: names content and format
-    version; a valid file name. build: returns arrays under names that are valid file names. Its exceptions pass
-    through.
+    cache_dir: a folder shared by all processes of the machine; created if missing. key: a valid file name that
+    identifies content and format version. build: returns arrays by name; names must be valid file names. Exceptions of
+    build are raised unchanged.
 
-    Rebuilds an incomplete entry. Raises UserError if the folder is not writable, is full, or holds an unreadable entry.
+    Raises UserError if the folder is not writable, the disk is full, or an entry is unreadable.
     """
     entry = cache_dir / key
     flag, advice = f"--cache-dir {cache_dir}", "choose a folder that can be written to and has room"
@@ -44,7 +44,7 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
                     _store(arrays, entry)
     try:
         with array_errors():
-            # as plain ndarrays, since indexing a memmap is microseconds slower
+            # np.asarray, because indexing a memmap takes microseconds longer than indexing an ndarray
             return {
                 name: np.asarray(np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False))
                 for name in _names(entry)
@@ -54,7 +54,7 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
 
 
 def cached_numbers(cache_dir: Path, key: str, build: Callable[[], Mapping[str, float]]) -> dict[str, float]:
-    """Caches numbers by name, in their order; see `cached_arrays`."""
+    """Returns cached numbers by name, in the order of build; see `cached_arrays`."""
 
     def arrays() -> Arrays:
         numbers = build()
@@ -65,12 +65,12 @@ def cached_numbers(cache_dir: Path, key: str, build: Callable[[], Mapping[str, f
 
 
 def key_of(name: str, *identity: object) -> str:
-    """Builds a cache key. name: kind of content. identity: everything it depends on, with a complete `repr`."""
+    """Returns a cache key. name: kind of content. identity: all that determines the content, with complete `repr`."""
     return f"{name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:16]}"
 
 
 def digest_of(*parts: np.ndarray | str) -> str:
-    """Hashes arrays, with types and shapes, and strings, equally on any machine."""
+    """Returns a hash of strings and of arrays, with their dtypes and shapes; the same on any machine."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, str):
@@ -82,7 +82,7 @@ def digest_of(*parts: np.ndarray | str) -> str:
 
 
 def array_of_texts(texts: Sequence[str]) -> np.ndarray:
-    """Encodes strings without line breaks as an array for the cache."""
+    """Encodes strings as an array for the cache; they must not contain line breaks."""
     return np.frombuffer("\n".join(texts).encode(), np.uint8)
 
 
@@ -105,7 +105,7 @@ def _is_complete(entry: Path) -> bool:
 
 def _store(arrays: Arrays, entry: Path) -> None:
     partial = entry.with_name(f"{entry.name}.partial")
-    # left by a killed build, since the lock is ours
+    # a folder left by a killed build, because this process holds the lock
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()
@@ -118,7 +118,7 @@ def _store(arrays: Arrays, entry: Path) -> None:
         flush_path(partial / _NAMES)
         flush_path(partial)
         if entry.exists():
-            shutil.rmtree(entry)  # processes with open files keep them
+            shutil.rmtree(entry)  # processes that have mapped its files keep their content
         partial.rename(entry)
         flush_path(entry.parent)
     finally:

@@ -1,13 +1,13 @@
 """Random numbers as a pure function of (seed, epoch, sample index, stream).
 
-A counter-based generator has no state: it hashes a counter. So a sample gets the same numbers in any process, worker or
-batch, before or after a resume. The hash is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable
-pseudorandom number generators", OOPSLA 2014).
+A counter-based generator has no state: it hashes a counter. A sample therefore gets the same numbers in any process,
+worker or batch, before and after a resume. The hash is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast
+splittable pseudorandom number generators", OOPSLA 2014).
 
-Streams separate draws for different purposes: give each purpose its own number.
+A stream number separates random numbers for different purposes; use a different stream for each purpose.
 
-For tensor indices the numbers are tensors on their device: words and uniform numbers have the same bits, normal ones
-agree within 1e-6, because devices round logarithms and cosines differently. So no decision may depend on a normal one.
+If the index is a tensor, so are the results, on the same device. Words and uniform numbers have the same bits as with
+NumPy. Normal numbers agree within 1e-6, because devices round differently; no decision may depend on them.
 """
 
 import math
@@ -17,17 +17,17 @@ import numpy as np
 from trainer.loading.arrays import Array, arange_like, cast, empty_beside, namespace, on_host
 
 GOLDEN = 0x9E3779B97F4A7C15
-"""2^64 / golden ratio, odd; its multiples are distinct, well-spread counters."""
+"""2^64 / golden ratio, rounded to an odd number; its multiples modulo 2^64 are distinct and well spread."""
 _MASK = 2**64 - 1
 _FLOAT_STEP = np.float32(2.0**-24)
-"""Every multiple of this in [0, 1] is exact in float32."""
+"""Step of uniform numbers; float32 represents every multiple of the step in [0, 1] exactly."""
 
 
 def random_bits(seed: int, epoch: int, index: Array, num: int, stream: int = 0) -> Array:
-    """Returns uniform 64-bit words, (len(index), num) uint64; for tensors int64 with the same bits.
+    """Returns uniform 64-bit words, (len(index), num) uint64; for a tensor index, int64 with the same bits.
 
-    seed, epoch, stream: integers; only their low 64 bits matter. index: (n,) integer sample ids. Row i depends only on
-    index[i].
+    seed, epoch, stream: integers, of which the low 64 bits are used. index: (n,) integer sample ids. Row i depends on
+    index[i] but on no other entry of index.
     """
     key = 0
     for part in (seed, epoch, stream):
@@ -44,14 +44,14 @@ def uniform(seed: int, epoch: int, index: Array, shape: tuple[int, ...], stream:
 
 
 def below(bits: Array, limit: Array) -> Array:
-    """Maps uniform words (B, n) to uniform integers 0 <= r < limit (B,), int64; bias at most limit / 2^64.
+    """Maps uniform words (B, n) to uniform integers 0 <= r < limit, (B, n) int64, with a bias of at most limit / 2^64.
 
-    limit: below 2^31.
+    limit: (B,), below 2^31.
     """
     limit = limit[:, None]
     if on_host(bits):
         return (bits % limit.astype(np.uint64)).astype(np.int64)
-    # torch lacks unsigned remainders, so reduce the upper half first.
+    # PyTorch has no unsigned remainder of 64-bit words, so take the remainder of the upper half first.
     return ((high_bits(bits, 32) % limit << 32) + (bits & 0xFFFFFFFF)) % limit
 
 
@@ -75,15 +75,15 @@ def normal(seed: int, epoch: int, index: Array, shape: tuple[int, ...], stream: 
 
 
 def _unit_interval(bits24: Array) -> Array:
-    # through int32, whose conversion to float32 is vectorised
+    # by way of int32, because the conversion from int32 to float32 is vectorised
     unit = cast(cast(bits24, "int32"), "float32")
     unit *= _FLOAT_STEP
     return unit
 
 
 def mix(x: Array) -> Array:
-    """Applies the finaliser of SplitMix64 to words in place."""
-    if on_host(x):  # few words, where calls dominate
+    """Applies the finaliser of SplitMix64 to words in place, and returns them."""
+    if on_host(x):  # without helper functions, whose calls dominate the time for few words
         x ^= x >> 30
         x *= 0xBF58476D1CE4E5B9
         x ^= x >> 27
@@ -99,9 +99,9 @@ def mix(x: Array) -> Array:
 
 
 def high_bits(words: Array, num: int) -> Array:
-    """Returns the upper num bits of words, from 0 to 2^num - 1."""
+    """Returns the upper `num` bits of 64-bit words, as numbers from 0 to 2^num - 1."""
     shifted = words >> 64 - num
-    return shifted if on_host(words) else shifted & (1 << num) - 1  # torch shifts are signed
+    return shifted if on_host(words) else shifted & (1 << num) - 1  # PyTorch's shifts are signed
 
 
 def _words(index: Array) -> Array:
@@ -113,7 +113,7 @@ def _word(value: int, beside: Array) -> int:
 
 
 def _mix_scalar(x: int) -> int:
-    """Applies the finaliser to one number; faster in Python integers than in an array of one."""
+    """Applies the finaliser of SplitMix64 to a Python integer, which is faster than an array with one element."""
     x &= _MASK
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK

@@ -1,4 +1,4 @@
-"""Data sets on a GPU, which draw their batches there."""
+"""Data sets that are moved to a GPU and make their batches on the GPU (`--data-on`)."""
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,20 +19,20 @@ from trainer.loading.workers import BatchLoader
 M = TypeVar("M", bound="Movable")
 
 MOST_TOGETHER, MOST_SAMPLES_TOGETHER = 32, 2**13
-"""Limits on batches, and samples, drawn by the same kernels."""
+"""Maximum numbers of batches and of samples that the same kernels make together."""
 
 
 class Movable:
-    """A data set that can be moved to a device; its arrays, also in dictionaries, become tensors there.
+    """Base class of data sets that can be moved to a device: array attributes, also in dictionaries, become tensors.
 
-    Subclasses promise that `__getitems__` works on tensors as on arrays: indexing by `self.here(keys.index)`, operators
-    and functions of trainer.loading.arrays, without waiting for a device.
+    A subclass must implement `__getitems__` for NumPy arrays and tensors alike, without waiting for a device: with
+    indexing by `self.here(keys.index)`, operators, and the functions of trainer.loading.arrays.
 
-    device: where it is; None on the host.
-    of_tensors: attributes are tensors on the host too, so it always computes with torch.
-    stays: attributes that stay on the host, such as lengths that determine padding.
-    rows_alike: a sample does not depend on the rest of its batch, in shape or values, nor on `SampleKeys.progress`;
-        several batches are then drawn together.
+    device: device of the data set; None on the host.
+    of_tensors: whether the attributes are tensors on the host as well.
+    stays: names of attributes that stay on the host, such as lengths that determine padding.
+    rows_alike: whether a sample is independent of the other samples in its batch and of `SampleKeys.progress`. If so,
+        several batches are made together.
     """
 
     device: torch.device | None = None
@@ -41,21 +41,21 @@ class Movable:
     rows_alike: ClassVar[bool] = False
 
     def here(self, values: np.ndarray) -> Array:
-        """Copies host values (such as indices, (n,) int64) to this data set's device asynchronously."""
+        """Copies host values, such as indices (n,) int64, to the data set's device asynchronously."""
         if self.device is None:
             return torch.from_numpy(values) if self.of_tensors else values
         return _pinned(torch.from_numpy(values), self.device).to(self.device, non_blocking=True)
 
     def weights(self, keys: SampleKeys) -> np.ndarray | None:
-        """Returns the number of loss terms of each sample, (n,) float32, from host data.
+        """Returns the number of loss terms of each sample, (n,) float32, computed from host data.
 
-        None, the default, uses the batch's "weight", for which the host waits if it is computed on a device.
+        By default returns None: the host then reads the batch's "weight", and waits if a device computes it.
         """
         return None
 
 
 def num_bytes(parts: Iterable[Movable]) -> int:
-    """Returns the device memory of data sets in bytes, counting shared arrays once."""
+    """Returns the device memory in bytes that data sets need; an array that they share counts once."""
     return sum({id(array): array.nbytes for part in parts for array in _arrays(part)}.values())
 
 
@@ -68,19 +68,19 @@ def _arrays(part: Any) -> Iterator[Array]:
 
 
 def _moving(part: Movable) -> dict[str, Any]:
-    """Returns the attributes of a part that move with it."""
+    """Returns the attributes of a data set that move to the device with it."""
     return {name: value for name, value in vars(part).items() if name not in part.stays and _is_moving(value)}
 
 
 def _is_moving(value: Any) -> bool:
     if isinstance(value, dict):
         return len(value) > 0 and all(map(_is_moving, value.values()))
-    is_array = isinstance(value, np.ndarray) and value.dtype.kind in "biuf"  # no strings
+    is_array = isinstance(value, np.ndarray) and value.dtype.kind in "biuf"  # numbers, not strings or objects
     return is_array or isinstance(value, Movable | Tensor)
 
 
 def moved(parts: Sequence[M], device: torch.device) -> list[M]:
-    """Copies data sets to a device, preserving sharing between them."""
+    """Returns copies of data sets on a device; arrays that they share are copied once."""
     found: dict[int, Any] = {}
 
     def copied(value: Any) -> Any:
@@ -91,7 +91,7 @@ def moved(parts: Sequence[M], device: torch.device) -> list[M]:
                 found[id(value)] = own = copy.copy(value)
                 vars(own).update({name: copied(each) for name, each in _moving(value).items()}, device=device)
             else:
-                # `tensor` does not warn about read-only memory maps
+                # torch.tensor, unlike torch.from_numpy, does not warn about read-only memory maps
                 is_tensor = isinstance(value, Tensor)
                 found[id(value)] = value.to(device) if is_tensor else torch.tensor(value, device=device)
         return found[id(value)]
@@ -100,14 +100,14 @@ def moved(parts: Sequence[M], device: torch.device) -> list[M]:
 
 
 class DeviceLoader(BatchLoader):
-    """Yields batches of data sets on a device, created there without host waits.
+    """Loader of data sets on a device, which makes batches on the device without host waits.
 
-    A batch's "index" and "weight" are on the host. Raises UserError if a first batch's weights differ from
+    A batch's "index" and "weight" are on the host. Raises UserError if the weights of a phase's first batch differ from
     `Movable.weights`.
     """
 
     def __init__(self, datasets: Sequence[Movable], collate: Collate, device: torch.device) -> None:
-        """datasets: of each phase, or one."""
+        """datasets: the data sets of all phases, or the data set of an evaluation."""
         self._datasets, self._collate, self._device = datasets, collate, device
         self._unchecked = set(range(len(datasets)))
 
@@ -120,7 +120,7 @@ class DeviceLoader(BatchLoader):
         return self._batch(replace(keys, few_lengths=True))
 
     def _drawn(self, keys: Sequence[SampleKeys]) -> Iterator[Batch]:
-        """Draws the batches of keys, in order; together within a phase and epoch if rows allow it."""
+        """Yields the batches of keys in order; makes batches of one phase and epoch together if `rows_alike`."""
         drawn: dict[int, Batch] = {}
         for position, key in enumerate(keys):
             if position not in drawn:

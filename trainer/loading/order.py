@@ -1,7 +1,7 @@
-"""Sample order as a pure function of (seed, epoch, phase, position).
+"""Order of samples as a pure function of (seed, epoch, phase, position).
 
 An epoch's order does not depend on the number of processes. Global batch k is a slice of the epoch's permutation, and
-process r of w takes every w-th sample of that slice.
+process r of w takes every w-th sample of the slice, starting at sample r.
 """
 
 import math
@@ -13,20 +13,20 @@ import numpy as np
 from trainer.loading.counter_random import GOLDEN, mix
 
 MOST_SORTED_SAMPLES = 2**20
-"""Largest data set whose order is sorted at once, in 0.1 s and 8 MiB."""
+"""Largest number of samples whose order is computed at once, by sorting, which takes 0.1 s and 8 MiB."""
 POSITIONS_AT_ONCE = 2**13
-"""Positions of a larger data set computed together, in 1 ms."""
+"""Number of positions in the order of a larger data set that are computed together, which takes 1 ms."""
 
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """A run's position, in units independent of batch size and device count.
+    """Position of a run, in units that do not depend on batch size or number of devices.
 
-    epoch: completed epochs. phase: index of the current phase. samples: used of this phase.
+    epoch: completed epochs. phase: index of the current phase. samples: samples of the current phase used so far.
 
-    With turns, phase is the current one, and samples counts the first phase, which defines the epoch. turn: steps done
-    in this turn. others: (epochs, samples of the current one) of each other phase's data since the start of training;
-    empty at first.
+    With `Task.turns`, samples counts samples of the first phase, which defines the epoch. turn: steps done in the
+    current turn. others: for each other phase, (passes over its data, samples used of the current pass); empty at
+    first.
     """
 
     epoch: int = 0
@@ -40,7 +40,7 @@ class Position:
         return self.phase == self.samples == self.turn == 0
 
     def of_phase(self, phase: int, in_turns: bool) -> tuple[int, int]:
-        """Returns a phase's completed epochs of its data, and samples used of the current one."""
+        """Returns the completed passes over a phase's data, and the samples used of the current pass."""
         if in_turns and phase > 0:
             return self.others[phase - 1] if self.others else (0, 0)
         return (self.epoch, self.samples) if in_turns or phase == self.phase else (self.epoch + (phase < self.phase), 0)
@@ -48,15 +48,15 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class SampleKeys:
-    """Identifies the samples of a micro-batch; all per-sample randomness derives from it.
+    """Identifies the samples of a micro-batch; random numbers for a sample depend only on its keys.
 
-    index: (n,) int64, positions within the data set.
-    epoch: from 0; part of the key of per-sample randomness (augmentation, negatives).
+    index: (n,) int64, indices within the data set.
+    epoch: epoch from 0, a key of per-sample random numbers (augmentation, negatives).
     phase: index of the task's phase.
-    placeholder: real samples that do not count, for a process without samples, since every process runs equally many
-        micro-batches.
-    progress: completed share of the run, in [0, 1), equal within a step; 0 in evaluation.
-    few_lengths: `padded_length` rounds up; set by loaders for a GPU.
+    placeholder: whether the samples do not count. A process without samples runs a placeholder batch, because every
+        process must run the same number of micro-batches.
+    progress: completed fraction of the run in [0, 1), equal for all samples of a step; 0 in evaluation.
+    few_lengths: whether `padded_length` rounds up to few lengths; set by loaders for a GPU.
     """
 
     index: np.ndarray
@@ -67,11 +67,11 @@ class SampleKeys:
     few_lengths: bool = False
 
     def padded_length(self, longest: int, step: int = 16) -> int:
-        """Returns the length to pad ragged samples to, at least `longest`.
+        """Returns the length to which samples of a batch are padded, at least `longest`.
 
-        On a CPU this is `longest`, since padding costs time. A GPU can replay steps of known shapes, so it gets few
-        lengths: multiples of `step` up to 16 steps, then eight per doubling, which lengthens samples of 8 steps or more
-        by at most an eighth. step: at least 1.
+        On a CPU the result is `longest`, because padding costs time. On a GPU the result is one of few lengths, because
+        steps of known shapes can be replayed: multiples of `step` up to 16 * step, then eight lengths per doubling.
+        Padding adds at most an eighth to lengths of 8 * step or more. step: at least 1.
         """
         if not self.few_lengths:
             return int(longest)
@@ -81,10 +81,10 @@ class SampleKeys:
 
 
 class EpochOrder:
-    """An epoch's sample order: a permutation of range(num_samples) determined by (seed, epoch, phase).
+    """Sample order of an epoch: a permutation of range(num_samples) determined by (seed, epoch, phase).
 
-    For data sets too large to sort quickly it is computed in pieces, so 10^10 samples take no more memory or start-up
-    time than 10^6.
+    For data sets that are too large to sort quickly, the permutation is computed in pieces, so 10^10 samples take no
+    more memory or start-up time than 10^6 samples.
     """
 
     def __init__(self, seed: int, epoch: int, phase: int, num_samples: int) -> None:
@@ -93,7 +93,7 @@ class EpochOrder:
         # the current piece of the order and its first position
         self._start, self._part = 0, np.empty(0, np.int64)
         if num_samples <= MOST_SORTED_SAMPLES:
-            # Sorting raw Philox output is stable across NumPy versions, unlike `Generator.permutation`.
+            # Unlike `Generator.permutation`, sorting Philox's raw output gives the same order in all versions of NumPy.
             random = np.random.Philox(key=self._key.generate_state(2, np.uint64))
             self._part = np.argsort(random.random_raw(num_samples), kind="stable")
 
@@ -101,12 +101,10 @@ class EpochOrder:
         return self._num_samples
 
     def take(self, start: int, stop: int) -> np.ndarray:
-        """Returns the samples at positions start to stop, (stop - start,) int64, read-only; 0 <= start <= stop <=
-        len(self).
-        """
+        """Returns the samples at positions start to stop - 1, (stop - start,) int64; callers must not modify them."""
         assert 0 <= start <= stop <= self._num_samples
         if not self._start <= start <= stop <= self._start + len(self._part):
-            # more than requested, since NumPy's call overhead dominates for a single batch
+            # computes more positions than requested, because NumPy's call overhead dominates for a single batch
             end = min(max(stop, start + POSITIONS_AT_ONCE), self._num_samples)
             round_keys = self._key.generate_state(NUM_ROUNDS, np.uint64)
             self._part = keyed_permutation(round_keys, self._num_samples, np.arange(start, end))
@@ -128,7 +126,7 @@ def split_global_batch(
     phase: int = 0,
     progress: float = 0.0,
 ) -> list[SampleKeys]:
-    """Splits a global batch into one process's micro-batches; equally many on every process.
+    """Returns one process's micro-batches of a global batch; all processes get the same number of micro-batches.
 
     samples: (m,) int64 with m >= 1, the whole global batch. shard: (rank, world_size). micro_batch_size: samples per
     forward of one process, >= 1. epoch, phase, progress: see `SampleKeys`.
@@ -137,7 +135,7 @@ def split_global_batch(
     own = samples[rank::world_size]
     num_parts = num_micro_batches(len(samples), world_size, micro_batch_size)
     parts = [own[i * micro_batch_size : (i + 1) * micro_batch_size] for i in range(num_parts)]
-    # Two samples if possible: batch norm rejects a single one, which has no variance.
+    # A placeholder has two samples if possible, because batch norm rejects a single sample, which has no variance.
     instead = samples[: min(2, micro_batch_size)]
     return [
         SampleKeys(part if len(part) else instead, epoch, phase, placeholder=len(part) == 0, progress=progress)
@@ -146,7 +144,7 @@ def split_global_batch(
 
 
 def evaluation_keys(num_samples: int, shard: tuple[int, int], batch_size: int) -> Iterator[SampleKeys]:
-    """Yields batches that count every sample once over all processes; equally many on every process."""
+    """Yields one process's batches of an evaluation, which counts every sample once; all get the same number."""
     step = batch_size * shard[1]
     for start in range(0, num_samples, step):
         samples = np.arange(start, min(start + step, num_samples))
@@ -155,33 +153,33 @@ def evaluation_keys(num_samples: int, shard: tuple[int, int], batch_size: int) -
 
 # --- a permutation computed piecewise ------------------------------------------------------------------------------
 
-# A Feistel network on a grid of nearly equal numbers of rows and columns with at least n cells, and cycle walking: a
-# cell beyond n passes the network again until it is below n (Black and Rogaway, "Ciphers with arbitrary finite
-# domains", CT-RSA 2002: the generalised Feistel cipher). A network is a bijection for any round function; this one is
-# SplitMix64 (see counter_random.py).
+# The permutation is a Feistel network on a nearly square grid with at least n cells, with cycle walking: a cell number
+# of n or more passes through the network again until it is below n (Black and Rogaway, "Ciphers with arbitrary finite
+# domains", CT-RSA 2002: the generalised Feistel cipher). A Feistel network is a bijection for any round function; the
+# round function here is SplitMix64 (see counter_random.py).
 
 NUM_ROUNDS = 16
-"""Rounds of a good permutation. Four look random for millions of samples, but a handful need twelve or more."""
+"""Rounds of the network. Four rounds look random for millions of samples, but a few samples need twelve or more."""
 
 
 def keyed_permutation(round_keys: np.ndarray, num_samples: int, positions: np.ndarray) -> np.ndarray:
-    """Returns the samples at some positions of a permutation of range(num_samples): (m,) int64.
+    """Returns the samples at given positions of a permutation of range(num_samples), (m,) int64.
 
-    round_keys: (NUM_ROUNDS,) uint64; any even number gives a permutation, if a worse one. positions: (m,) int64 in [0,
-    num_samples); 1 <= num_samples < 2^62. Time and memory are proportional to m only.
+    round_keys: (NUM_ROUNDS,) uint64; an even number of keys. positions: (m,) int64 in [0, num_samples), where
+    1 <= num_samples < 2^62. Time and memory are proportional to m and do not depend on num_samples.
     """
     cells = _network(round_keys, num_samples, positions.astype(np.uint64))
-    while len(outside := np.flatnonzero(cells >= num_samples)) > 0:  # fewer than rows
+    while len(outside := np.flatnonzero(cells >= num_samples)) > 0:  # fewer cells than the grid has rows
         cells[outside] = _network(round_keys, num_samples, cells[outside])
     return cells.view(np.int64)
 
 
 def _network(round_keys: np.ndarray, num_samples: int, cells: np.ndarray) -> np.ndarray:
-    """Permutes the cells of the smallest nearly square grid that holds the samples."""
+    """Permutes the cell numbers of the smallest nearly square grid with at least num_samples cells."""
     assert len(round_keys) % 2 == 0, "rows and columns are back in their places after an even number of rounds"
     num_rows = math.isqrt(num_samples - 1) + 1
     num_columns = -(-num_samples // num_rows)
-    # each round shifts `one` by a function of `other` and swaps them
+    # each round shifts `one` by a function of `other`, and then swaps them
     one, other = cells // num_columns, cells % num_columns
     size, other_size = num_rows, num_columns
     for key in round_keys:

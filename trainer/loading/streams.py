@@ -1,4 +1,4 @@
-"""Data without a length: streams of samples in their own order."""
+"""Streams of samples (`from_stream`): data without a length, read in their own order."""
 
 import copy
 import inspect
@@ -20,9 +20,9 @@ from trainer.loading.order import SampleKeys
 from trainer.loading.torch_datasets import KeyedItems, draws_put_back, seed_draws
 
 READ_AT_ONCE = 4096
-"""Samples whose random numbers are drawn together."""
+"""Number of samples whose random seeds are computed together."""
 STATE_EVERY_S, MOST_STATES = 1.0, 100
-"""Seconds between requests for a stream's state, and the maximum of states waiting for a checkpoint."""
+"""Minimum seconds between calls of a stream's `state_dict`, and the maximum number of states kept for checkpoints."""
 
 
 def from_stream(
@@ -39,18 +39,18 @@ def from_stream(
 
     Every process reads the whole stream and keeps the samples of its batches, so a step has the same samples on any
     number of devices. A resumed run reads the stream again from its start, unless the object that `make_iterator`
-    returns has `state_dict()` and `load_state_dict(state)` of plain values, which checkpoints then store.
+    returns has the methods `state_dict()` and `load_state_dict(state)`. Checkpoints then hold the state, which must
+    consist of plain values.
 
-    Random numbers that the stream draws for a sample from `random`, `numpy.random` and torch's default generator are a
-    function of (seed, epoch, number of the sample), as in `from_dataset`.
+    Random numbers that the stream draws for a sample from `random`, `numpy.random` and PyTorch's default generator are
+    a function of (seed, epoch, number of the sample), as in `from_dataset`.
 
-    make_iterator: starts the stream at its first sample; returns an iterator or an iterable. If it has a required
-        argument, it receives the epoch, from 0, and each epoch has its own stream; otherwise one stream continues
-        through all epochs.
-    samples_per_epoch: at least 1; for a validation set, its size.
+    make_iterator: returns an iterator or iterable that starts at the stream's first sample. A required argument
+        receives the epoch, from 0, and each epoch then has its own stream; otherwise one stream lasts for all epochs.
+    samples_per_epoch: samples per epoch, at least 1; for a validation set, its size.
     collate, seed, names: see `from_dataset`.
 
-    Raises UserError, also while making a batch if the stream ends too early.
+    Raises UserError for wrong arguments, and later if the stream ends too early.
     """
     if not callable(make_iterator):
         kind = type(make_iterator).__name__
@@ -64,7 +64,7 @@ def from_stream(
 
 
 class Place(NamedTuple):
-    """A point to restart a stream from: its epoch, the samples before, and the stream's own state."""
+    """Point from which a stream can restart: the epoch, the number of samples before it, and the stream's state."""
 
     epoch: int
     position: int
@@ -73,10 +73,10 @@ class Place(NamedTuple):
 
 @dataclass
 class _Reader:
-    """A running stream.
+    """An iterator over a stream, with the samples read from it.
 
-    begun_at, position: numbers of its first and its next sample. kept: read samples, by number, that this batch or
-    another part of its step may need. last: samples of the last batch. places: earlier restart points.
+    begun_at, position: numbers of its first and its next sample. kept: samples, by number, that the current batch or
+    another batch of the step may need. last: samples of the last batch. places: recorded restart points.
     """
 
     epoch: int
@@ -91,9 +91,9 @@ class _Reader:
     asked_at: float = 0.0
 
     def note_place(self) -> None:
-        """Records the stream's state, if it has one and was not asked recently. Raises UserError.
+        """Records the stream's state, if the stream has one and `STATE_EVERY_S` have passed. Raises UserError.
 
-        Before its first sample, the state may still be the end of an earlier epoch.
+        Skips the state before the first sample, which may still be the state at the end of an earlier epoch.
         """
         is_due = self.position > self.begun_at and time.monotonic() - self.asked_at >= STATE_EVERY_S
         if not (is_due and hasattr(self.source, "state_dict")):
@@ -107,20 +107,20 @@ class _Reader:
 
 @dataclass(eq=False)
 class KeyedStream(KeyedItems):
-    """Result of `from_stream`. One reader per phase moves forward, and restarts for earlier samples."""
+    """Result of `from_stream`. Each phase has a reader, which reads forward, and restarts for earlier samples."""
 
     make_iterator: Callable[..., Iterable[Any]]
     num_samples: int
 
-    # Cached properties, as each worker process has its own and need not see how others change.
+    # Cached properties, which checks for changed data sets skip, because each worker process has its own readers.
     @cached_property
     def readers(self) -> dict[int, _Reader]:
-        """Readers by phase."""
+        """Returns the readers by phase."""
         return {}
 
     @cached_property
     def begins(self) -> dict[int, Place]:
-        """Restart points by phase, other than the stream's start."""
+        """Returns restart points by phase, other than the stream's start."""
         return {}
 
     def __post_init__(self) -> None:
@@ -136,15 +136,15 @@ class KeyedStream(KeyedItems):
             return self.named(self._collated(items))
 
     def _place(self, epoch: int, samples: int) -> tuple[int, int]:
-        """Returns the epoch of the stream, and a sample's number in it."""
+        """Returns the epoch of the stream that holds a sample, and the sample's number in the stream."""
         return (epoch, samples) if self._by_epoch else (0, epoch * self.num_samples + samples)
 
     def _read(self, phase: int, epoch: int, numbers: list[int], is_placeholder: bool) -> list[Any]:
         reader, first = self.readers.get(phase), min(numbers)
         if reader is not None and (reader.epoch, reader.process) != (epoch, os.getpid()):
-            reader = None  # a forked worker must not share files
+            reader = None  # a forked worker must not share open files with its parent
         if reader is not None and first < reader.position and first not in reader.kept:
-            if is_placeholder:  # any samples will do, at no cost
+            if is_placeholder:  # samples of a placeholder batch do not count, so those of the last batch serve
                 return (reader.last * len(numbers))[: len(numbers)]
             reader = None
         if reader is None:
@@ -157,21 +157,22 @@ class KeyedStream(KeyedItems):
         return reader.last
 
     def _begun(self, phase: int, epoch: int, first: int) -> _Reader:
-        """Restarts the stream at the last possible point before a sample."""
+        """Restarts the stream at the last known restart point before a sample."""
         place = self.begins.get(phase)
         if place is None or place.epoch != epoch or place.position > first:
             place = Place(epoch, 0, None)
         seed_draws(*random_bits(self.seed, epoch, np.array([-1]), 3)[0].tolist())
         source: Any = self.make_iterator(epoch) if self._by_epoch else self.make_iterator()
         if place.state is not None:
-            # It would begin there in later epochs too, if they have the same one. Copies may share their attributes.
+            # A copy, because the source may be the same object in later epochs, which must not start at this state.
+            # Its attributes are copied too, because copies may share their dictionary.
             source = copy.copy(source)
             source.__dict__ = dict(vars(source))
             source.load_state_dict(place.state)
         return _Reader(epoch, place.position, source, iter(source), place.position)
 
     def _go_on(self, reader: _Reader, first: int, end: int) -> None:
-        """Reads up to a sample, keeping samples from the first one on. Raises UserError."""
+        """Reads samples up to number end - 1, and keeps those from number first on. Raises UserError at the end."""
         while reader.position < end:
             numbers = np.arange(reader.position, min(end, reader.position + READ_AT_ONCE))
             for seeds in random_bits(self.seed, reader.epoch, numbers, 3).tolist():
@@ -193,22 +194,22 @@ class KeyedStream(KeyedItems):
             f"lower samples_per_epoch{again}"
         )
 
-    # --- a checkpoint and back ---------------------------------------------------------------------------------------
+    # --- saving and restoring ----------------------------------------------------------------------------------------
 
     def place_before(self, phase: int, epoch: int, samples: int) -> Place | None:
-        """Returns the last known restart point before a sample of an epoch; None if the stream has no state."""
+        """Returns the last known restart point before a sample of an epoch, or None."""
         (own_epoch, position), reader = self._place(epoch, samples), self.readers.get(phase)
         known = [self.begins.get(phase), *(reader.places if reader is not None else ())]
         before = [each for each in known if each and each.epoch == own_epoch and each.position <= position]
         return before[-1] if before else None
 
     def begin_at(self, phase: int, place: Place) -> None:
-        """Restarts from a point of `place_before` for later batches."""
+        """Makes later batches start reading at a result of `place_before`."""
         self.begins[phase] = place
         self.readers.pop(phase, None)
 
     def num_read_again(self, phase: int, epoch: int, samples: int) -> int:
-        """Returns the samples to skip before a sample of an epoch."""
+        """Returns how many samples a resume must read again to reach a sample of an epoch."""
         place = self.place_before(phase, epoch, samples)
         return self._place(epoch, samples)[1] - (place.position if place else 0)
 
@@ -216,6 +217,6 @@ class KeyedStream(KeyedItems):
 def _takes_epoch(function: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # as for a class implemented in C
+    except ValueError:  # for example for a class implemented in C
         return False
     return any(each.default is each.empty and each.kind <= each.POSITIONAL_OR_KEYWORD for each in parameters)

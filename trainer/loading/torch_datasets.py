@@ -1,4 +1,4 @@
-"""Adapts torch.utils.data datasets to sample keys."""
+"""Adapts data sets of torch.utils.data to sample keys (`from_dataset`)."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,22 +29,22 @@ def from_dataset(
 
     Example: `from_dataset(CIFAR10(path, transform=transform), seed=self.seed, names=("image", "label"))`.
 
-    A TensorDataset, a Subset of one, or a dictionary of arrays or tensors of equal length gathers whole batches at
-    once, and can be placed on a GPU (`--data-on`).
+    A TensorDataset, a Subset of a TensorDataset, or a dictionary of arrays or tensors of equal length gathers whole
+    batches at once, and can be placed on a GPU (`--data-on`).
 
-    Random numbers that an item draws from `random`, `numpy.random` and torch's default generator, for example in its
-    transforms, are a function of (seed, epoch, index): the same in any batch, worker or process, before and after a
-    resume. These generators are restored afterwards. Other generators, such as a transform's own
-    `np.random.default_rng()` or one on a GPU, are not controlled, and their draws would differ.
+    Random numbers that an item draws from `random`, `numpy.random` and PyTorch's default generator, for example in its
+    transforms, are a function of (seed, epoch, index): they are the same in any batch, worker or process, before and
+    after a resume. The states of these generators are restored after each batch. Other generators, such as a
+    transform's own `np.random.default_rng()` or a generator on a GPU, are not seeded, so their numbers differ.
 
-    dataset: a map-style dataset; an IterableDataset is refused.
+    dataset: a map-style dataset, not an IterableDataset.
     collate: makes a batch from a list of items: a dictionary, a tuple or a single value, whose tensors and arrays have
-        the samples on dim 0. It must not draw random numbers, since other processes batch samples differently. Default:
-        torch's `default_collate`, as in a DataLoader.
-    seed: usually the task's.
-    names: for the parts of a tuple item, or for a single value; dictionaries and named tuples have names already.
+        the samples on dim 0. It must not draw random numbers, because other processes batch samples differently.
+        Default: PyTorch's `default_collate`, as in a DataLoader.
+    seed: usually the task's seed.
+    names: names for the parts of a tuple item, or for a single value; dictionaries and named tuples have names already.
 
-    Raises UserError, also when the first batch is made, for items that cannot become a dictionary of tensors.
+    Raises UserError if items cannot become a dictionary of tensors, at once or when the first batch is made.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, Mapping) and all(isinstance(name, str) for name in dataset):
@@ -62,7 +62,7 @@ def from_dataset(
 
 
 def require_keyed(dataset: Any, where: str) -> None:
-    """Raises UserError for a data set without `__getitems__(keys)`. where: names it in messages."""
+    """Raises UserError for a data set without `__getitems__(keys)`. where: name of the data set in messages."""
     if isinstance(dataset, IterableDataset):
         raise UserError(_iterable(where))
     if not is_keyed(dataset):
@@ -77,21 +77,21 @@ def require_keyed(dataset: Any, where: str) -> None:
 
 
 def is_keyed(dataset: Any) -> bool:
-    """Returns whether a data set takes sample keys."""
+    """Returns whether a data set has the method `__getitems__(keys)` for `SampleKeys`."""
     return hasattr(type(dataset), "__getitems__") and not _takes_lists(dataset)
 
 
 def _takes_lists(dataset: Any) -> bool:
-    """Returns whether `__getitems__` takes a list of indices and returns a list of items, as in torch's DataLoader.
+    """Returns whether `__getitems__` takes a list of indices and returns a list of items, as for PyTorch's DataLoader.
 
-    Such a data set also has `__getitem__`; others are not tried.
+    Calls `__getitems__` only if the data set also has `__getitem__`, as data sets for a DataLoader do.
     """
     if not hasattr(type(dataset), "__getitem__"):
         return False
     with draws_put_back():
         try:
             items = dataset.__getitems__([0])
-        except Exception:  # indices instead of keys may raise anything
+        except Exception:  # a data set that expects keys may raise anything for a list
             return False
     return isinstance(items, list) and len(items) == 1
 
@@ -105,7 +105,7 @@ def _iterable(where: str) -> str:
 
 @dataclass(eq=False)
 class KeyedItems:
-    """Makes batches with named parts from items. source: names their origin in messages."""
+    """Base class of data sets that make batches with named parts from items. source: name of the items in messages."""
 
     source: str
     collate: Callable[[list[Any]], Any]
@@ -124,7 +124,7 @@ class KeyedItems:
             ) from None
 
     def named(self, batch: Any) -> dict[str, Any]:
-        """Names the parts of a batch. Raises UserError for missing or duplicate names."""
+        """Returns the parts of a batch by name. Raises UserError if names are missing, or given although not needed."""
         where = f"{self.source.removesuffix(')')}, names={self.names})"
         own_names = batch if isinstance(batch, Mapping) else getattr(batch, "_fields", None)
         if own_names is not None and self.names is not None:
@@ -140,7 +140,7 @@ class KeyedItems:
 
 @dataclass(eq=False)
 class _DatasetItems(KeyedItems):
-    """The result of `from_dataset`."""
+    """Result of `from_dataset` for data sets that return one item at a time."""
 
     dataset: Any
 
@@ -158,7 +158,7 @@ class _DatasetItems(KeyedItems):
 
 
 class _KeyedTensors(Movable):
-    """Gathers rows of tensors, equal to collating items one by one."""
+    """Result of `from_dataset` for tensors: gathers rows, with the same result as collating single items."""
 
     of_tensors, rows_alike, stays = True, True, frozenset({"_weight"})
 
@@ -177,7 +177,7 @@ class _KeyedTensors(Movable):
 
 
 def _of_arrays(arrays: Mapping[str, Any]) -> _KeyedTensors:
-    """Wraps arrays of one length. Raises UserError for others."""
+    """Returns a data set of arrays by name. Raises UserError if they are no arrays, or of different lengths."""
     try:
         tensors = {name: torch.as_tensor(array) for name, array in arrays.items()}
         (length,) = {len(tensor) for tensor in tensors.values()}
@@ -190,7 +190,7 @@ def _of_arrays(arrays: Mapping[str, Any]) -> _KeyedTensors:
 
 
 def _tensors_of(dataset: Any) -> tuple[Tensor, ...] | None:
-    """Returns the tensors of a TensorDataset or of a Subset of one (copied rows); None for other data sets."""
+    """Returns the tensors of a TensorDataset, or copied rows for a Subset of a TensorDataset; None for others."""
     if type(dataset) is TensorDataset:
         return dataset.tensors
     whole = _tensors_of(dataset.dataset) if type(dataset) is Subset else None
@@ -198,15 +198,15 @@ def _tensors_of(dataset: Any) -> tuple[Tensor, ...] | None:
 
 
 def seed_draws(for_random: int, for_numpy: int, for_torch: int) -> None:
-    """Seeds the host generators from 64 random bits each."""
+    """Seeds Python's, NumPy's and PyTorch's host generators from 64 random bits each."""
     random.seed(for_random)
-    np.random.seed(for_numpy >> 32)  # its limit without an array, which is five times slower
-    torch.default_generator.manual_seed(for_torch)  # torch.manual_seed would visit every device: 130 us
+    np.random.seed(for_numpy >> 32)  # an integer seed has at most 32 bits; an array would be five times slower
+    torch.default_generator.manual_seed(for_torch)  # torch.manual_seed would seed every device, in 130 us
 
 
 @contextmanager
 def draws_put_back() -> Iterator[None]:
-    """Restores `random`, `numpy.random` and torch's default generator afterwards."""
+    """Context that restores the states of `random`, `numpy.random` and PyTorch's default generator on exit."""
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield

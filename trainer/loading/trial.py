@@ -15,35 +15,35 @@ from torch import Tensor
 from trainer.common.torch_private import num_writes
 
 NUM_BATCHES, BLOCK = 40, 8
-"""Batches in a trial, and in each of its blocks; the fastest block counts, except the first."""
+"""Number of batches in a trial, and in each block of batches; the fastest block counts, without the first block."""
 LEAST_S, LEAST_SHARE = 5e-4, 0.1
-"""Minimum time to make a batch, in seconds and as a share of a step; receiving one takes tenths of a ms."""
+"""Minimum times to make a batch for which workers pay off: in seconds, and as a share of the time of a step."""
 MOST_COMPARED, MOST_READ = 2**16, 2**24
-"""Limits in bytes: arrays compared by value, and other attributes that are read."""
+"""Limits in bytes: size of arrays that are compared by value, and of other attributes that are compared at all."""
 UNKNOWN = "unknown"
-"""Digest of an object that cannot be inspected, such as an open database."""
+"""Stands for the digest of an object that cannot be read, such as an open database."""
 TOLD = "at"
-"""A task's attribute for the run's position; it changes, but no batch depends on it."""
+"""Name of a task's attribute for the run's position, which changes but does not affect batches."""
 _NOT_ENTERED = (type, FunctionType, BuiltinFunctionType, ModuleType)
 
 
 class Trial:
-    """Measures the time to make a batch, and the time until the next request."""
+    """Measures the time to make a batch, and the time until the next batch is requested."""
 
     def __init__(self) -> None:
         self._times: list[tuple[float, float]] = []
         self.last: float | None = None
-        """When the last batch was made; None if the time until the next one does not count."""
+        """Time at which the last batch was made; None if the time until the next batch does not count."""
 
     def add(self, start: float, end: float) -> bool:
-        """Records the start and end of making a batch; returns whether the trial is over."""
+        """Records when the making of a batch started and ended; returns whether the trial is over."""
         if self.last is not None:
             self._times.append((end - start, start - self.last))
         self.last = end
         return len(self._times) == NUM_BATCHES
 
     def outcome(self) -> tuple[bool, str]:
-        """Returns whether workers save time, and the times in words. A GPU lagging behind the host does not show."""
+        """Returns whether workers save time, and the host's times as text; a GPU that lags behind does not show."""
         blocks = [self._times[start : start + BLOCK] for start in range(BLOCK, NUM_BATCHES, BLOCK)]
         made, between = min(([sum(part) / BLOCK for part in zip(*block, strict=True)] for block in blocks), key=sum)
         times = f"a batch takes {1e3 * made:.2g} ms to make and {1e3 * between:.2g} ms to learn from"
@@ -51,10 +51,10 @@ class Trial:
 
 
 def outline(roots: Iterable[Any]) -> dict[str, Any]:
-    """Returns a digest (or UNKNOWN) of each attribute of some objects, by names such as "Windows.cache".
+    """Returns a digest (or UNKNOWN) of each attribute of objects, by names such as "Windows.cache".
 
-    Equal outlines mean no change, except single numbers of large arrays. Reading from an open file or drawing from a
-    generator is a change.
+    Equal outlines mean that nothing has changed, except perhaps numbers in large arrays. Reading from an open file or
+    drawing from a random number generator counts as a change.
     """
     found: dict[str, Any] = {}
     for root in roots:
@@ -66,7 +66,7 @@ def outline(roots: Iterable[Any]) -> dict[str, Any]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Returns attributes by name, without TOLD and cached properties."""
+    """Returns an object's attributes by name, without `TOLD` and cached properties."""
     held, kind = getattr(value, "__dict__", {}), type(value)
     names = [name for name in held if name != TOLD and not isinstance(getattr(kind, name, None), cached_property)]
     return {name: held[name] for name in names}
@@ -90,7 +90,7 @@ def _digest(value: Any) -> bytes | str:
 
 
 class _Outliner(pickle.Pickler):
-    """Pickles an object, but tensors, functions and files by identity and state."""
+    """Pickles an object for its digest; writes tensors, functions and files as their identity and state."""
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -105,6 +105,6 @@ class _Outliner(pickle.Pickler):
         return id(value) if isinstance(value, _NOT_ENTERED) else None
 
     def reducer_override(self, value: Any) -> Any:
-        """Pickles all attributes of an object whose own `__getstate__` would omit some."""
+        """Pickles all attributes of an object, even if its `__getstate__` omits some of them."""
         own = type(value).__dict__.get("__getstate__")
         return NotImplemented if own is None else (type(value), (), dict(vars(value)))

@@ -1,4 +1,4 @@
-"""Makes batches in this process, or ahead of time in worker processes."""
+"""Makes batches, in this process or ahead of time in worker processes."""
 
 import ctypes
 import math
@@ -26,29 +26,29 @@ from trainer.loading.order import SampleKeys
 from trainer.loading.trial import UNKNOWN, Trial, outline
 
 PR_SET_PDEATHSIG = 1
-"""prctl(2): signal for a process whose parent exits."""
-# Loaded before any fork: a child would deadlock if another thread was loading a library at the fork.
+"""Option of prctl(2) that sets the signal for a process whose parent exits."""
+# Loaded before any fork, because a child deadlocks if another thread is loading a library during the fork.
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 SHARED_MEMORY = "/dev/shm"
 CAN_FORK = "fork" in multiprocessing.get_all_start_methods()
 
 Request = tuple[int, SampleKeys]
-"""(data set, keys): a request to a worker, answered by one batch."""
+"""Request to a worker for one batch: the number of the data set, and sample keys."""
 
 
 def shared_memory() -> float:
-    """Returns half of the free shared memory in bytes, for batches from workers; containers may have little."""
+    """Returns the bytes of shared memory that batches from workers may take, half of what is free."""
     try:
         return shutil.disk_usage(SHARED_MEMORY).free / 2
-    except OSError:  # located elsewhere on this system
+    except OSError:  # this system has no /dev/shm
         return math.inf
 
 
 class _NumberedBatches(Dataset[Batch | UserError]):
-    """Batches of several data sets as one dataset, in a worker.
+    """Dataset whose items are the batches of several data sets, for PyTorch's DataLoader.
 
-    Returns a UserError as an item, because torch would rewrite its text with a traceback; raises SystemExit as
-    RuntimeError, because torch would only report that the worker exited.
+    Returns a UserError as an item, because the DataLoader would add a traceback to its text. Raises SystemExit as
+    RuntimeError, because the DataLoader would only report that the worker exited.
     """
 
     def __init__(self) -> None:
@@ -67,12 +67,12 @@ class _NumberedBatches(Dataset[Batch | UserError]):
 
 
 class Workers:
-    """Makes the batches of loaders, in this process or in workers.
+    """Makes the batches of loaders, in this process or in worker processes.
 
-    num_workers: processes, started on first use or by `start`; 0: this process makes batches. for_gpu: pin batches, and
-    pad to few lengths; see `SampleKeys.padded_length`. on_trial: this process makes the first training batches; then
-    workers take over if that saves time, if they can share the data, and if batches in flight fit in `room` bytes of
-    shared memory; otherwise they are ended.
+    num_workers: number of worker processes, started on first use or by `start`; with 0, this process makes batches.
+    for_gpu: whether to pin batches and to pad them to few lengths (see `SampleKeys.padded_length`). on_trial: whether
+    this process makes the first training batches. After the trial, workers continue if they save time, can share the
+    data, and if their batches fit into `room` bytes of shared memory; otherwise they are ended.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class Workers:
         self._remarks: list[str] = []
         self._batches = _NumberedBatches()
         self._arriving: Iterator[Batch | UserError] = iter(())
-        # weak, since readers own their streams
-        self._streams: list[ref[BatchStream]] = []  # with requests left; the last one has priority
+        # weak references, because the readers of streams own them
+        self._streams: list[ref[BatchStream]] = []  # streams with requests left; the last stream has priority
         self._asked: deque[ref[BatchStream]] = deque()  # one entry per batch in flight
         self._at_start: dict[str, Any] | None = None
         self._processes: DataLoader[Batch | UserError] | None = None
@@ -99,19 +99,19 @@ class Workers:
                 worker_init_fn=_depend_on_the_trainer,
                 # forked workers start at once and share data; spawned ones import torch and copy it
                 multiprocessing_context="fork" if CAN_FORK else None,
-                # its own, since creating an iterator draws from it
+                # a generator of its own, because creating an iterator draws a random number
                 generator=torch.Generator(),
             )
 
     def add(self, dataset: KeyedDataset, collate: Collate) -> int:
-        """Registers a data set; returns its number for requests."""
+        """Registers a data set and its collate function; returns the data set's number for requests."""
         running = self._processes is not None and has_workers(self._processes)
         assert not running, "running workers would not see it"
         self._batches.sources.append((dataset, collate))
         return len(self._batches.sources) - 1
 
     def start(self) -> None:
-        """Starts workers now, before this process uses CUDA, after which a fork could break."""
+        """Starts workers. Must be called before this process initialises CUDA, which does not survive a fork."""
         if self._processes is None:
             return
         if CAN_FORK and torch.cuda.is_initialized():
@@ -121,9 +121,9 @@ class Workers:
         self._prime()
 
     def load(self, number: int, keys: Iterable[SampleKeys], trains: bool, ahead: bool) -> Iterator[Batch]:
-        """Yields the batches of some keys of a data set, in order.
+        """Returns an iterator over batches of a data set, in the order of keys.
 
-        trains: count them in a trial. ahead: let only idle workers start on them.
+        number: from `add`. trains: whether they count in a trial. ahead: whether only idle workers may start on them.
         """
         keys = map(self.completed, keys) if self._for_gpu else keys
         if self._processes is None:
@@ -131,13 +131,13 @@ class Workers:
         stream = BatchStream(self, ((number, key) for key in keys), trains)
         self._streams.insert(0 if ahead else len(self._streams), ref(stream))
         self._trial.last = None
-        is_busy = len(self._asked) >= (1 if ahead else self.num_workers)  # up to two batches each
+        is_busy = len(self._asked) >= (1 if ahead else self.num_workers)  # each worker has up to two requests
         if self._may_ask() and not is_busy:
             self._prime()
         return stream
 
     def next_of(self, stream: "BatchStream") -> Batch:
-        """Returns a stream's next batch. Raises StopIteration at the end, or the error of making it."""
+        """Returns a stream's next batch. Raises StopIteration at the end, or the error that making the batch raised."""
         own = ref(stream)
         while not stream.arrived and own in self._asked:
             self._receive()
@@ -146,7 +146,7 @@ class Workers:
             if isinstance(batch, Exception):
                 raise batch
             return batch
-        if self._processes is not None and not self.on_trial and own in self._streams:  # others had priority
+        if self._processes is not None and not self.on_trial and own in self._streams:  # other streams had priority
             self._streams.remove(own)
             self._streams.append(own)
             self._prime()
@@ -164,23 +164,23 @@ class Workers:
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._for_gpu else batch
 
     def take_remarks(self) -> Sequence[str]:
-        """Returns new lines for the user."""
+        """Returns messages for the user that are new since the last call."""
         remarks, self._remarks = self._remarks, []
         return remarks
 
     def completed(self, keys: SampleKeys) -> SampleKeys:
-        """Completes keys with settings for the device."""
+        """Returns sample keys with `few_lengths` set if batches are for a GPU."""
         return replace(keys, few_lengths=True) if self._for_gpu else keys
 
     def end(self) -> None:
-        """Ends workers after pending batches; this process makes the rest."""
+        """Ends workers after the pending batches; from then on this process makes batches."""
         while self._asked:
             self._receive()
         self.close()
         self._processes, self.num_workers, self.on_trial = None, 0, False
 
     def close(self) -> None:
-        """Kills workers, even hanging ones, for which interpreter exit would wait forever."""
+        """Kills workers, because the interpreter's exit would wait forever for a worker that hangs."""
         if self._processes is not None:
             kill_workers(self._processes)
 
@@ -190,7 +190,7 @@ class Workers:
         return self
 
     def __next__(self) -> Request:
-        """Returns the next request to workers; this object is their DataLoader's sampler."""
+        """Returns the next request for workers; `Workers` is the sampler of their DataLoader."""
         while self._streams and not self.on_trial:
             stream = self._streams[-1]()
             request = next(stream.requests, None) if stream is not None else None
@@ -201,7 +201,7 @@ class Workers:
         raise StopIteration
 
     def _prime(self) -> None:
-        """Restarts workers on the current requests, once pending batches have arrived."""
+        """Sends the current requests to workers, after all pending batches have arrived."""
         assert self._processes is not None
         while self._asked:
             self._receive()
@@ -209,7 +209,7 @@ class Workers:
         try:
             self._arriving = iter(self._processes)
         except BaseException:
-            for worker in set(multiprocessing.active_children()) - others:  # unknown to `close`
+            for worker in set(multiprocessing.active_children()) - others:  # which `close` does not know
                 worker.kill()
             raise
 
@@ -217,7 +217,7 @@ class Workers:
         stream = self._asked.popleft()()
         try:
             batch: Batch | Exception = next(self._arriving)
-        except Exception as error:  # raised when its turn comes
+        except Exception as error:  # `next_of` raises it in place of the batch
             batch = error
         if stream is not None:
             stream.arrived.append(batch)
@@ -234,7 +234,7 @@ class Workers:
             self._prime()
 
     def _may_ask(self) -> bool:
-        """Returns whether workers make batches; automatic ones are ended if they cannot share the data."""
+        """Returns whether workers make batches; `--num-workers auto` ends workers that cannot share the data."""
         if self._processes is None or self.on_trial:
             return False
         if self._at_start is None:
@@ -243,7 +243,7 @@ class Workers:
         changed = next((name for name in [*now, *before] if now.get(name) != before.get(name)), None)
         unknown = next((name for name, held in now.items() if held == UNKNOWN), None)
         if not self._is_auto:
-            self._at_start = None  # reported once
+            self._at_start = None  # reports a change only once
             if changed is not None:
                 self._remarks.append(f"Workers: {changed} changed after they started, which they do not see.")
         elif changed is not None:
@@ -253,7 +253,7 @@ class Workers:
         return self._processes is not None
 
     def _outline(self) -> dict[str, Any]:
-        """Outlines the data sets, and the tasks whose collate makes batches."""
+        """Returns the `outline` of all data sets, and of tasks whose method makes batches."""
         roots: dict[int, Any] = {}
         for dataset, collate in self._batches.sources:
             parts = dataset.datasets if isinstance(dataset, PhaseDatasets) else [dataset]
@@ -266,9 +266,9 @@ class Workers:
 
 
 class BatchStream(Iterator[Batch]):
-    """The batches of one call of `Workers.load`.
+    """Iterator over the batches of one call of `Workers.load`.
 
-    requests: not sent to workers yet. arrived: received batches, and errors in their place.
+    requests: requests that have not been sent to workers. arrived: received batches, or errors in place of batches.
     """
 
     def __init__(self, workers: Workers, requests: Iterator[Request], trains: bool) -> None:
@@ -280,7 +280,7 @@ class BatchStream(Iterator[Batch]):
 
 
 class BatchLoader:
-    """Yields the batches of a data set by keys. workers: default: this process."""
+    """Loader of a data set's batches by sample keys. workers: makes the batches; by default this process does."""
 
     def __init__(
         self, dataset: KeyedDataset, collate: Collate, workers: Workers | None = None, trains: bool = False
@@ -289,11 +289,11 @@ class BatchLoader:
         self._number = self._workers.add(dataset, collate)
 
     def __call__(self, keys: Iterable[SampleKeys], ahead: bool = False) -> Iterator[Batch]:
-        """ahead: wanted later, so only idle workers start on them."""
+        """Returns an iterator over batches. ahead: whether they are needed later, so that only idle workers start."""
         return self._workers.load(self._number, keys, self._trains, ahead)
 
     def one(self, keys: SampleKeys) -> Batch:
-        """Gathers a single batch in this process."""
+        """Makes a single batch in this process."""
         return gathered(self._dataset, self._collate, self._workers.completed(keys))
 
     def close(self) -> None:
@@ -301,17 +301,17 @@ class BatchLoader:
 
 
 def _depend_on_the_trainer(worker_id: int) -> None:
-    # A terminal sends Ctrl-C to the whole process group; the trainer decides when workers end.
+    # A terminal sends Ctrl-C to the whole process group, but only the trainer decides when workers end.
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
-    # torch checks only every five seconds, between batches. A forked worker holds the trainer's connections, so until
-    # it exits no other rank notices that the trainer was killed.
+    # PyTorch checks for a dead parent only every five seconds, between batches. A forked worker holds the trainer's
+    # connections, so until it exits no other rank notices that the trainer was killed.
     if _prctl is not None:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     Queue._on_queue_feeder_error = staticmethod(_leave)  # type: ignore[attr-defined]
 
 
 def _leave(error: Exception, batch: object) -> None:
-    """Ends a worker that cannot send a batch (no file descriptors, TMPDIR too long), which the trainer notices."""
+    """Ends a worker that cannot send a batch, for example without file descriptors; the trainer notices the exit."""
     traceback.print_exception(error)
     os._exit(1)
