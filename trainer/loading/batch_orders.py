@@ -72,8 +72,8 @@ def sharded_batches(
     samples of one shard or of consecutive shards. Shuffle samples before writing them to shards, because samples of
     different shards rarely share a batch.
 
-    shard_sizes: number of samples in each shard, >= 0; sample indices count through the shards. batch_size: samples per
-    optimizer step, over all devices, >= 1. Returns ceil(n / batch_size) arrays, (batch_size,) int64, created lazily.
+    shard_sizes: samples in each shard, >= 0; samples are numbered from shard 0 through all shards. batch_size: samples
+    per optimizer step, over all devices, >= 1. Returns ceil(n / batch_size) lazily created arrays, (batch_size,) int64.
     """
     return ShardedBatches(np.asarray(shard_sizes, dtype=np.int64), batch_size, seed, epoch)
 

@@ -105,7 +105,7 @@ def _is_complete(entry: Path) -> bool:
 
 def _store(arrays: Arrays, entry: Path) -> None:
     partial = entry.with_name(f"{entry.name}.partial")
-    # a folder left by a killed build, because this process holds the lock
+    # left by a killed build, because only this process holds the lock
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()

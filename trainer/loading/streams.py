@@ -91,7 +91,7 @@ class _Reader:
     asked_at: float = 0.0
 
     def note_place(self) -> None:
-        """Records the stream's state, if the stream has one and `STATE_EVERY_S` have passed. Raises UserError.
+        """Records the stream's state if the stream has one and `STATE_EVERY_S` seconds have passed. Raises UserError.
 
         Skips the state before the first sample, which may still be the state at the end of an earlier epoch.
         """
@@ -144,7 +144,7 @@ class KeyedStream(KeyedItems):
         if reader is not None and (reader.epoch, reader.process) != (epoch, os.getpid()):
             reader = None  # a forked worker must not share open files with its parent
         if reader is not None and first < reader.position and first not in reader.kept:
-            if is_placeholder:  # samples of a placeholder batch do not count, so those of the last batch serve
+            if is_placeholder:  # samples of a placeholder batch do not count, so the last batch's samples will do
                 return (reader.last * len(numbers))[: len(numbers)]
             reader = None
         if reader is None:
@@ -172,7 +172,7 @@ class KeyedStream(KeyedItems):
         return _Reader(epoch, place.position, source, iter(source), place.position)
 
     def _go_on(self, reader: _Reader, first: int, end: int) -> None:
-        """Reads samples up to number end - 1, and keeps those from number first on. Raises UserError at the end."""
+        """Reads samples up to number end - 1, keeps those from number first. Raises UserError if the stream ends."""
         while reader.position < end:
             numbers = np.arange(reader.position, min(end, reader.position + READ_AT_ONCE))
             for seeds in random_bits(self.seed, reader.epoch, numbers, 3).tolist():

@@ -177,7 +177,7 @@ class _KeyedTensors(Movable):
 
 
 def _of_arrays(arrays: Mapping[str, Any]) -> _KeyedTensors:
-    """Returns a data set of arrays by name. Raises UserError if they are no arrays, or of different lengths."""
+    """Returns a data set of arrays by name. Raises UserError if they are not arrays of equal length."""
     try:
         tensors = {name: torch.as_tensor(array) for name, array in arrays.items()}
         (length,) = {len(tensor) for tensor in tensors.values()}

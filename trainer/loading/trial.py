@@ -19,7 +19,7 @@ NUM_BATCHES, BLOCK = 40, 8
 LEAST_S, LEAST_SHARE = 5e-4, 0.1
 """Minimum times to make a batch for which workers pay off: in seconds, and as a share of the time of a step."""
 MOST_COMPARED, MOST_READ = 2**16, 2**24
-"""Limits in bytes: size of arrays that are compared by value, and of other attributes that are compared at all."""
+"""Largest size in bytes of arrays that are compared by value, and of other attributes that are compared at all."""
 UNKNOWN = "unknown"
 """Stands for the digest of an object that cannot be read, such as an open database."""
 TOLD = "at"
@@ -43,7 +43,7 @@ class Trial:
         return len(self._times) == NUM_BATCHES
 
     def outcome(self) -> tuple[bool, str]:
-        """Returns whether workers save time, and the host's times as text; a GPU that lags behind does not show."""
+        """Returns whether workers save time, and the host's times as text; a GPU that lags behind is not measured."""
         blocks = [self._times[start : start + BLOCK] for start in range(BLOCK, NUM_BATCHES, BLOCK)]
         made, between = min(([sum(part) / BLOCK for part in zip(*block, strict=True)] for block in blocks), key=sum)
         times = f"a batch takes {1e3 * made:.2g} ms to make and {1e3 * between:.2g} ms to learn from"

@@ -37,7 +37,7 @@ Request = tuple[int, SampleKeys]
 
 
 def shared_memory() -> float:
-    """Returns the bytes of shared memory that batches from workers may take, half of what is free."""
+    """Returns half of the free shared memory in bytes, the limit for batches from workers."""
     try:
         return shutil.disk_usage(SHARED_MEMORY).free / 2
     except OSError:  # this system has no /dev/shm
@@ -111,7 +111,7 @@ class Workers:
         return len(self._batches.sources) - 1
 
     def start(self) -> None:
-        """Starts workers. Must be called before this process initialises CUDA, which does not survive a fork."""
+        """Starts workers. Call this method before the process initialises CUDA, which does not survive a fork."""
         if self._processes is None:
             return
         if CAN_FORK and torch.cuda.is_initialized():
@@ -123,7 +123,7 @@ class Workers:
     def load(self, number: int, keys: Iterable[SampleKeys], trains: bool, ahead: bool) -> Iterator[Batch]:
         """Returns an iterator over batches of a data set, in the order of keys.
 
-        number: from `add`. trains: whether they count in a trial. ahead: whether only idle workers may start on them.
+        number: from `add`. trains: whether batches count in a trial. ahead: whether only idle workers may start.
         """
         keys = map(self.completed, keys) if self._for_gpu else keys
         if self._processes is None:

@@ -34,11 +34,11 @@ BACKEND = "inductor"
 _NO_GRADIENT_OF_GRADIENTS = ("donated buffer", "does not currently support double backward")
 """Fragments of PyTorch's error messages about second derivatives of compiled code."""
 _MOST_VERSIONS = 64
-"""Recompilation limit beyond which PyTorch runs a function eagerly; it counts all blocks as one function."""
+"""Recompilation limit beyond which PyTorch runs a function eagerly; PyTorch counts all blocks as one function."""
 
 
 def prepare_blocks(flags: BlockFlags, task: Task, objective: Objective) -> None:
-    """Applies `--grad-checkpointing` and `--compile` before training. Raises UserError without blocks to recompute."""
+    """Applies `--grad-checkpointing` and `--compile` to a model. Raises UserError if there is no block to recompute."""
     blocks = task.blocks(objective.model)
     if flags.grad_checkpointing:
         if not blocks:
@@ -67,7 +67,7 @@ def recompute(blocks: Sequence[nn.Module]) -> None:
 
 
 def settle_recomputed(objective: nn.Module, changes: Iterable[Change]) -> None:
-    """Limits the copies of each recomputed block to the buffers and attributes that its forward changes.
+    """Makes each recomputed block copy only the buffers and attributes that its forward changes.
 
     changes: made by trial forwards in the whole objective. Raises UserError for a change that cannot be undone.
     """

@@ -36,7 +36,7 @@ class Buffers:
     def __init__(self, model: nn.Module) -> None:
         norms = [module for module in model.modules() if getattr(module, "track_running_stats", False)]
         buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
-        # One flat copy for each dtype, because launching a GPU copy takes as long as copying a small tensor.
+        # Copied as one flat tensor of each kind, because every copy of a small tensor on a GPU costs a kernel launch.
         self._statistics = FlatTensors([buffer for buffer in buffers if buffer.is_floating_point()])
         counters = FlatTensors([buffer for buffer in buffers if not buffer.is_floating_point()])
         self._kinds = [kind for kind in (self._statistics, counters) if kind]
@@ -47,7 +47,7 @@ class Buffers:
         self._pending: tuple[Tensor, Callable[[], None]] | None = None
 
     def learn(self, changes: Iterable[Change], model: nn.Module, group: Group) -> None:
-        """Registers changes that a trial forward made. Must be called by all processes. Raises UserError."""
+        """Registers changes that a trial forward made. All processes must call this method. Raises UserError."""
         self.forward_state.learn(changes)
         self.forward_state.settle(model, group)
         self.is_active = self.is_active or self.forward_state.is_active
@@ -59,7 +59,7 @@ class Buffers:
         self.forward_state.keep()
 
     def of_samples(self, num_samples: int) -> AbstractContextManager[None]:
-        """Returns a context for a micro-batch, which restores running statistics after a placeholder (num_samples 0).
+        """Returns a context for forward and backward of num_samples samples; with 0, restores running statistics.
 
         Counters such as `num_batches_tracked` still advance, so that they agree on all processes.
         """
@@ -78,8 +78,8 @@ class Buffers:
     def start_agreement(self, group: Group) -> None:
         """Starts the all-reduce of the statistics' changes after a step's last forward; `agree` waits for it.
 
-        The all-reduce overlaps with the backward, which does not read running statistics in train mode. Must be called
-        by all processes; at least one has samples.
+        The all-reduce overlaps with the backward, which does not read running statistics in train mode. All processes
+        must call this method, at least one of them with samples.
         """
         if group.world_size == 1 or not self._statistics:
             return
@@ -91,7 +91,7 @@ class Buffers:
     def agree(self, strategy: Strategy) -> None:
         """Applies the statistics' mean change over all processes, weighted by samples, after the last backward.
 
-        Must be called by all processes. Raises UserError if a persistent buffer changed its shape.
+        All processes must call this method. Raises UserError if a persistent buffer changed its shape.
         """
         self.forward_state.agree(strategy)
         if self._pending is None:
@@ -103,9 +103,9 @@ class Buffers:
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
-        """Context for further forwards of a step after `agree`, whose changes of state are undone on exit.
+        """Context for further forwards of a step after `agree`; undoes their changes of state on exit.
 
-        Must be entered by all processes.
+        All processes must enter this context.
         """
         before, num_samples = [kind.flattened() for kind in self._kinds], self._num_samples
         with self.forward_state.unchanged():
@@ -122,7 +122,7 @@ class Buffers:
         self.forward_state.undo()
 
     def undo_unless(self, applied: bool | Tensor) -> None:
-        """Restores the state before a step unless the step was applied. applied: see `StepResult`."""
+        """Restores buffers and attributes to their values before a step, unless applied. applied: see `StepResult`."""
         if isinstance(applied, Tensor):
             for kind in self._kinds:
                 kind.set(torch.where(applied, kind.flattened(), kind.kept))
@@ -132,7 +132,7 @@ class Buffers:
 
 
 class FlatTensors:
-    """Tensors read and written as one flat tensor. kept: a flat copy of their values at the last `keep`."""
+    """Reads and writes several tensors as one flat tensor. kept: their values at the last `keep`."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._flat = [tensor.detach().view(-1) for tensor in tensors]
@@ -161,13 +161,13 @@ Kind = tuple[torch.Size, torch.dtype]
 class ForwardState:
     """Buffers and plain attributes that forwards change; most models have none.
 
-    Trial forwards find three kinds of such state (`learn`).
+    `learn` registers three kinds of state that a trial forward has changed.
 
     Shared buffers are persistent or changed in place. Each process updates them with its own samples, and after the
-    step all processes copy rank 0's, as in DistributedDataParallel. Saving and evaluating synchronise buffers as well,
-    and so change nothing.
+    step all processes copy rank 0's buffers, as in DistributedDataParallel. Saving and evaluating synchronise buffers
+    too, and therefore do not change these buffers.
 
-    Local buffers are non-persistent and replaced by forwards, such as masks. Each process has its own.
+    Local buffers are non-persistent and replaced by forwards, such as masks; each process has its own buffers.
 
     Attributes differ between processes, and checkpoints do not hold them.
     """
@@ -221,9 +221,9 @@ class ForwardState:
                 self._local[change.path] = entry
 
     def settle(self, model: nn.Module, group: Group) -> None:
-        """Makes a buffer that is shared on one process shared on all, in the same order.
+        """Makes the shared buffers, and their order, the same on all processes.
 
-        Trial forwards that skip layers at random differ between processes. Must be called by all processes.
+        Forwards that skip layers at random may change different buffers. All processes must call this method.
         """
         kinds = {path: kind for own in group.gather(self._kinds) for path, kind in own.items()}
         for path in kinds.keys() - self._shared.keys():
@@ -274,8 +274,8 @@ class ForwardState:
     def unchanged(self) -> Iterator[None]:
         """Context in which a placeholder batch runs forward and backward on copies of the state.
 
-        Numbers and strings keep their new values, so that counters agree across processes. Local buffers keep theirs
-        too, because they may depend on a counter.
+        Numbers and strings keep their new values, so that counters agree across processes. Local buffers also keep
+        their new values, because they may depend on a counter.
         """
         state = State([*self._shared.values(), *self._attributes])
         state.write(instead=state.copy_of)
@@ -292,9 +292,9 @@ class ForwardState:
                 owner[name] = value
 
     def agree(self, strategy: Strategy) -> None:
-        """Copies rank 0's shared buffers to all processes, after the last backward, which may still read the old ones.
+        """Copies rank 0's shared buffers to all processes, after the last backward, which may read their old values.
 
-        Must be called by all processes. Raises UserError if a persistent buffer changed its shape.
+        All processes must call this method. Raises UserError if a persistent buffer changed its shape.
         """
         for known in self._persistent:
             path, buffers, name, last, shape = known
@@ -321,7 +321,7 @@ class ForwardState:
 
     @contextmanager
     def once_more(self) -> Iterator[None]:
-        """Context in which another part of a step starts from the state before the step; its changes are undone."""
+        """Context in which another part of a step starts from the state before the step; undoes the part's changes."""
         state, local = State([*self._shared.values(), *self._attributes]), References(self._local.values())
         self.undo()
         try:
@@ -333,7 +333,7 @@ class ForwardState:
     def undo_unless(self, applied: Tensor) -> None:
         """Restores tensors to their values before a step unless it was applied. applied: a bool tensor on the device.
 
-        The host does not know `applied`, so numbers and strings, and local buffers, which may depend on them, are kept.
+        The host does not know `applied`, so it keeps numbers, strings, and local buffers, which may depend on numbers.
         """
         for owner, name, before in self._before.entries:
             now, copy = owner.get(name), self._before.copy_of(before)
@@ -346,7 +346,7 @@ class ForwardState:
     # --- saving and restoring ----------------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Tensor]:
-        """Returns the changed non-persistent buffers that a checkpoint holds: the ones with a constant shape."""
+        """Returns, for a checkpoint, the non-persistent buffers that forwards change but do not resize."""
         return {
             path: owner[name].detach()
             for path, (owner, name) in self._saved.items()
@@ -354,7 +354,7 @@ class ForwardState:
         }
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Loads a result of `saved`; skips buffers whose shape has changed, for example with a flag."""
+        """Loads a result of `saved`; skips buffers whose shape has changed, for example because of a flag."""
         own = self.saved()
         for path, value in saved.items():
             if path in own and own[path].shape == value.shape:

@@ -32,9 +32,9 @@ Outline = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     """Copies the run's state and starts to write the copy in the background; `finish_saving` waits for the write.
 
-    value: the monitored metric; None without validation. Must be called by all processes. Raises UserError if the model
-    differs between processes, or if the previous checkpoint could not be written. A full disk is only reported, and the
-    next save retries.
+    value: the monitored metric; None without validation. All processes must call this function. Raises UserError if the
+    model differs between processes, or if the previous checkpoint could not be written. A full disk is only reported,
+    and the next save retries.
     """
     strategy, learner, progress = run.strategy, run.learner, run.progress
     for watch in run.watches:
@@ -67,9 +67,9 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
 
 
 def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progress, learning_rate: float) -> None:
-    """Checks after a phase's first step that its state can be saved, without a write. Raises UnfitState if not.
+    """Raises UnfitState if the state after a phase's first step cannot be saved; writes nothing.
 
-    outline: the model's tensors as built. learning_rate: `--lr`. Must be called by all processes.
+    outline: the model's tensors as built. learning_rate: `--lr`. All processes must call this function.
     """
     group.activity.enter("saving")
 
@@ -101,7 +101,7 @@ def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progr
 def refuse_another_model(weights: Mapping[str, Tensor], outline: Outline, step: int) -> None:
     """Raises UnfitState if tensors have been added, removed or reshaped since the model was built.
 
-    No resume could load them. outline: the model's tensors as built. step: optimizer steps done.
+    A resume could not load such a model. outline: the model's tensors as built. step: optimizer steps done.
     """
     now = {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}
     name = next((name for name in {**outline, **now} if outline.get(name) != now.get(name)), None)
@@ -128,7 +128,7 @@ def report_saving(saver: BackgroundSaver, log: RunLog | SilentLog) -> None:
 
 
 def finish_saving(group: Group, saver: BackgroundSaver) -> None:
-    """Waits until all checkpoints are on disk. Must be called by all processes. Raises UserError if a write fails."""
+    """Waits until all checkpoints are on disk; raises UserError if a write fails. All processes must call this."""
     group.on_main(saver.finish)
 
 
@@ -195,7 +195,7 @@ def refuse_non_finite(
 def restore_progress(learner: Learner, strategy: Strategy, state: Mapping[str, Any]) -> Progress:
     """Restores progress, optimizer states and buffers from a checkpoint whose weights are already loaded.
 
-    Must be called by all processes. Raises UserError if optimizer states do not fit.
+    All processes must call this function. Raises UserError if optimizer states do not fit.
     """
     learner.buffers.forward_state.restore(state.get("other_buffers", {}))
     dtype = getattr(torch, state["config"]["--dtype"])

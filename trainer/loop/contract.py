@@ -177,7 +177,7 @@ def check_same_parameters(objective: nn.Module, group: Group, where: str) -> Non
 
 
 def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) -> tuple[bool, float]:
-    """Runs a trial forward and backward of a phase without side effects. Must be called by all processes.
+    """Runs a trial forward and backward of a phase without side effects. All processes must call this function.
 
     Returns whether the forward itself runs collectives, and the forward's CPU time in seconds. example: a batch with
     weights of 0. Raises UserError if the objective breaks the contract of `Objective`.
@@ -219,9 +219,9 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
 
 
 def check_exchanges(learner: Learner, strategy: Strategy, phase: str, order: SampleOrder, example: Batch) -> None:
-    """Raises UserError if a forward's collectives depend on the process's number of samples in an uneven step.
+    """Raises UserError if a forward's collectives depend on the process's number of samples, and these numbers differ.
 
-    Must be called by all processes.
+    All processes must call this function.
     """
     size, group = len(example["weight"]), strategy.group
     if size == 1 or strategy.exchanges_in_forward or not any(each % group.world_size for each in order.step_sizes):
@@ -238,7 +238,7 @@ def check_single_samples(
 ) -> None:
     """Raises UserError if a training forward would get a single sample, which a batch norm of the model refuses.
 
-    BatchNorm2d accepts a single sample with several pixels. Must be called by all processes.
+    BatchNorm2d accepts a single sample with several pixels. All processes must call this function.
     """
     if not any(isinstance(module, BATCH_NORMS) for module in learner.objective.modules()):
         return
@@ -274,7 +274,7 @@ def leaves_a_single_sample(strategy: Strategy, global_batch_size: int, micro_bat
 
 @contextmanager
 def _leaving_no_trace(learner: Learner, net: nn.Module, strategy: Strategy) -> Iterator[Callable[[], list[Change]]]:
-    """Context in train mode that restores state on exit and clears gradients. Yields a function that lists changes."""
+    """Context for trial forwards in train mode, without side effects. Yields a function that returns their changes."""
     net.train()
     with leaving_no_trace(learner.objective) as changes, strategy.keeping_generators():
         yield changes

@@ -15,14 +15,14 @@ from trainer.common.torch_private import foreach_add_, foreach_mul_, foreach_sub
 
 
 class ExponentialMovingAverage:
-    """Exponential moving average of a model's parameters; decay 0 disables the average and stores nothing.
+    """Exponential moving average of a model's parameters; with decay 0, nothing is averaged or stored.
 
     Each step updates the average of its phase's parameters. After n updates of the phase the decay is min(decay,
     (1 + n) / (10 + n)), so that short runs do not evaluate their initial weights (the `num_updates` rule of
     TensorFlow's ExponentialMovingAverage).
 
-    Some optimizers, such as schedule-free optimizers (Defazio et al., 2024, arXiv:2405.15682), keep an average
-    themselves. Their average is then computed on demand from their states.
+    If an optimizer keeps an average itself, as schedule-free optimizers do (Defazio et al., 2024, arXiv:2405.15682),
+    this class uses the optimizer's average, computed on demand from its state.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -46,7 +46,7 @@ class ExponentialMovingAverage:
         self._averaging = []
 
     def leave_to(self, optimizers: Sequence[Optimizer]) -> None:
-        """Uses the averages of optimizers that keep one. Raises UserError if `decay` or another phase conflicts."""
+        """Uses averages that optimizers keep. Raises UserError if decay is above 0, or if two share a parameter."""
         self._averaging = [optimizer for optimizer in optimizers if keeps_average(optimizer)]
         params = _params_of(self._averaging)
         if self._averaging and self.decay > 0:
@@ -72,8 +72,8 @@ class ExponentialMovingAverage:
                 get_ema_multi_avg_fn(min(self.decay, (1 + updates) / (10 + updates)))(average, own, updates)
                 self._updates[phase] = updates + 1
             return
-        # The host does not know `applied`, so the device counts. The count changes in place, so that a rescue reads the
-        # count after the last finished step.
+        # The host does not know `applied`, so the number of updates is a device tensor. It changes in place, so that a
+        # rescue reads the number after the last finished step.
         if not isinstance(updates, Tensor):
             updates = self._updates[phase] = torch.full((), updates, dtype=torch.float64, device=applied.device)
         weight = applied * (1 - ((1 + updates) / (10 + updates)).clamp(max=self.decay))
@@ -129,7 +129,7 @@ class ExponentialMovingAverage:
 
 
 def keeps_average(optimizer: Optimizer) -> bool:
-    """Returns whether an optimizer has `eval()`, which averages its parameters, and `train()`, which reverts them."""
+    """Returns whether an optimizer has `eval()`, which averages its parameters, and `train()`, which restores them."""
     return all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
 
 

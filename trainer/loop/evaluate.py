@@ -111,7 +111,7 @@ def after_validation(
 def training_metrics(task: Task, group: Group, totals: Mapping[str, Totals]) -> dict[str, float]:
     """Computes metrics such as "train/loss" over the steps since the last report.
 
-    totals: sums by phase. Must be called by all processes.
+    totals: sums by phase. All processes must call this function.
     """
     reduced = {phase: totals[phase].reduced(group) for phase in task.phases}
     is_own = type(task).summarise_training is not Task.summarise_training
@@ -149,7 +149,7 @@ def start_evaluation(objective: Objective, precision: Precision, strategy: Strat
 def log_pictures(run: Run, sums: Mapping[str, Sums]) -> None:
     """Logs the task's pictures of finished evaluations, which rank 0 draws.
 
-    sums: results of `evaluate` by data set. Must be called by all processes.
+    sums: results of `evaluate` by data set. All processes must call this function.
     """
     task, learner, strategy = run.task, run.learner, run.strategy
     has_examples = type(task).example_pictures is not Task.example_pictures

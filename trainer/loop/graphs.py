@@ -50,7 +50,7 @@ ROUNDING, ROUNDING_OF_HALVES = 1e-4, 2e-2
 _LACK = "no memory for a graph"
 _SPARSE = "gradients of sparse embeddings change size in every step"
 REHEARSING = "__torch_dispatch__"
-"""Name of the function of dry runs that tracebacks show below the user's line."""
+"""Name of the dispatch function of dry runs, which tracebacks show below the user's line of code."""
 _OF_STEP = {"params", "lr"}
 """Entries of parameter groups whose changes do not invalidate a graph."""
 LEAST_GAIN = 1.1
@@ -58,9 +58,9 @@ LEAST_GAIN = 1.1
 
 
 class Recording(NamedTuple):
-    """CUDA graph of a piece of a step. inputs: tensors to fill before a replay. results: tensors that it writes.
+    """CUDA graph of a piece of a step. inputs: tensors to fill before a replay. results: tensors that the graph writes.
 
-    present: which parameters have a gradient after a replay. reads: other tensors that it reads, kept alive.
+    present: which parameters have a gradient after a replay. reads: other tensors that the graph reads, kept alive.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -183,7 +183,7 @@ class GraphedLearner(Learner, Watch):
     def resume(self) -> None:
         """Drops all graphs if a tensor moved or a constant changed.
 
-        At an epoch's start, schedules each phase's next graph, and all graphs of the previous epoch, for verification.
+        At an epoch's start, also marks each phase's next graph, and graphs of the previous epoch, for verification.
         """
         if self._progress.position.at_epoch_start:
             self._due |= {*self.params, *self._untried}
@@ -206,7 +206,7 @@ class GraphedLearner(Learner, Watch):
             self.settle(log)
 
     def settle(self, log: Log) -> None:
-        """Logs each new line once, with its ranks unless all ranks have it. Must be called by all processes."""
+        """Logs each new message once, and names its ranks unless all have it. All processes must call this method."""
         group = self.strategy.group
         of_ranks = [self._lines] if group.agrees(self._lines) else group.gather(self._lines)
         for line in dict.fromkeys(chain(*of_ranks)):
@@ -243,7 +243,7 @@ class GraphedLearner(Learner, Watch):
             sums = super(GraphedLearner, self).accumulate(strategy, phase, micro_batch, factor, is_first, is_last)
             if any(
                 p.grad is not None and p.grad.is_sparse for p in self.params[phase]
-            ):  # of F.embedding(sparse=True), which no module announces
+            ):  # from F.embedding(sparse=True), which `sparse_parameters` cannot find
                 self._give_up(phase, _SPARSE)
             else:
                 gradients.collect()
@@ -478,7 +478,7 @@ class GraphedLearner(Learner, Watch):
         return [group for optimizer in self.optimizers[phase] for group in optimizer.param_groups]
 
     def _may_replace(self, key: Key, phase: str) -> bool:
-        """Returns whether an update may replace module tensors. An optimizer that does, does so in its first steps."""
+        """Returns whether an update may replace module tensors, as an optimizer does in its first steps or never."""
         self._num_looks[key] += 1
         is_own = type(self.objective).after_step is not Objective.after_step
         return is_own or (self._obstacle_of_update(phase) is not None and self._num_looks[key] < 5)
@@ -502,7 +502,7 @@ class GraphedLearner(Learner, Watch):
         self._gradients[phase] = None
 
     def _forget(self) -> None:
-        """Drops all graphs. After a failed capture they would draw from a random number generator that nobody seeds."""
+        """Drops all graphs, because after a failed capture they would draw random numbers from a stale generator."""
         self._recordings.clear()
         self._forwards.clear()
 
@@ -536,7 +536,7 @@ class GraphedLearner(Learner, Watch):
         return f"{reason(error)} ({Path(own[-1].filename).name}, line {own[-1].lineno})"
 
     def _obstacle(self, phase: str) -> str | None:
-        """Returns why a phase cannot be captured, as far as known before its first step; else None."""
+        """Returns why a phase cannot be captured, if a reason is known before its first step; else None."""
         strategy, state = self.strategy, self.buffers.forward_state
         of_forwards = self._obstacle_of_forwards()
         if of_forwards is not None:
@@ -555,7 +555,7 @@ class GraphedLearner(Learner, Watch):
         return f"forwards change {changed[0]}, which a graph would not" if changed else None
 
     def _obstacle_of_update(self, phase: str) -> str | None:
-        """Returns why a phase's weight update cannot be captured, or None. Its forward and backward may still be."""
+        """Returns why a weight update cannot be captured, or None; forward and backward may be captured anyway."""
         if type(self.objective).after_step is not Objective.after_step:
             return f"{type(self.objective).__name__} has its own after_step"
         for optimizer in self.optimizers[phase]:

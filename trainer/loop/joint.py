@@ -27,7 +27,7 @@ from trainer.task import Objective, Outputs, Rows, Sums
 
 
 def refuse_joint(objective: Objective, strategy: Strategy, compiles: bool) -> None:
-    """Raises UserError if the objective has a joint loss and an option that joint losses do not support is set."""
+    """Raises UserError if the objective has a joint loss and the run has an option that joint losses do not support."""
     if not objective.is_joint:
         return
     name = f"{type(objective).__name__}.joint_loss"
@@ -125,7 +125,7 @@ class JointLearner(Learner, Watch):
         key: tuple[int, ...],
         parts: Sequence[Rows],
     ) -> Callable[[Rows], Sums]:
-        """Returns a function from each forward's outputs, in order, to a loss with gradients of joint loss * factor.
+        """Returns a function of each forward's outputs, in order; its loss has the gradients of joint loss * factor.
 
         parts: outputs of each micro-batch. num_samples: samples of each micro-batch that count. The last loss also has
         the gradients of parameters that the joint loss uses directly; only the last result holds the step's sums.
@@ -156,7 +156,7 @@ class JointLearner(Learner, Watch):
         return of_forward
 
     def _gradients(self, phase: str, rows: Rows, factor: float) -> tuple[Sums, Rows, list[tuple[Tensor, Tensor]]]:
-        """Returns the joint sums, and gradients of loss * factor for the outputs and for parameters used directly."""
+        """Returns the joint sums, and the gradients of loss * factor by outputs and by directly used parameters."""
         leaves = {name: value for name, value in rows.items() if value.is_floating_point() or value.is_complex()}
         for leaf in leaves.values():
             leaf.requires_grad_()
@@ -174,7 +174,7 @@ class JointLearner(Learner, Watch):
 
 
 class _Known(torch.autograd.Function):
-    """Value whose backward returns precomputed gradients of tensors and ignores the incoming gradient."""
+    """Function that returns a given value and, in its backward, precomputed gradients of the input tensors."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *tensors: Tensor) -> Tensor:

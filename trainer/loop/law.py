@@ -49,11 +49,11 @@ Sums = Mapping[str, Tensor]
 def check_sums(
     task: Task, learner: Learner, strategy: Strategy, no_limit: bool = False, first_s: float = 0.0
 ) -> list[str]:
-    """Returns lines about sums that depend on how a batch is split. Raises UserError for means and for varying shapes.
+    """Returns messages about sums that depend on how a batch is split. Raises UserError for means and varying shapes.
 
     Runs a few samples of each phase and of an evaluated data set through the objective, as a whole and in halves,
     without side effects. no_limit: whether to check slow forwards as well. first_s: CPU seconds of the slowest first
-    forward of a phase. Must be called by all processes.
+    forward of a phase. All processes must call this function.
     """
     objective, remarks = learner.objective, list[str]()
     if objective.coupled:
@@ -107,7 +107,7 @@ def _batches(
 def _of_mode(
     where: str, learner: Learner, strategy: Strategy, batches: Iterator[Batch], clock: _Clock, phase: str | None
 ) -> list[str]:
-    """Returns lines about the sums of one phase; phase None checks the evaluation."""
+    """Returns messages about the sums of a phase, or of the evaluation if phase is None."""
     first = next(batches, None) if clock.allows(2 * NUM_PARTS if phase is None else 1) else None
     if first is None:
         return []
@@ -116,7 +116,7 @@ def _of_mode(
 
     def sums(batch: Batch, seed: int) -> dict[str, Tensor]:
         strategy.seed_dropout(0, 0, 0, seed, 0, same_everywhere=True)
-        own = {name: tensor.clone() for name, tensor in batch.items()}  # a forward may change them
+        own = {name: tensor.clone() for name, tensor in batch.items()}  # a forward may change its batch
         outputs = learner.net(own) if phase is None else learner.net(own, phase)
         require_sums(outputs, objective, phase)
         return {name: value.detach() for name, value in outputs.items() if isinstance(value, Tensor)}
@@ -125,7 +125,7 @@ def _of_mode(
         with leaving_no_trace(objective), strategy.keeping_generators(), torch.set_grad_enabled(phase is not None):
             objective.train(phase is not None)
             for module in objective.modules():
-                if isinstance(module, BATCH_NORMS):  # couples samples by design
+                if isinstance(module, BATCH_NORMS):  # batch norm couples samples by design
                     module.eval()
             if phase is None:
                 start_evaluation(objective, learner.precision, strategy)
@@ -147,7 +147,7 @@ def _of_mode(
 
 
 def _joint_mean(where: str, num_samples: int, whole: Sums, parts: Sequence[Sums], twice: Sums) -> list[str]:
-    """Returns a line if a joint loss looks like a mean over samples, which only its author can confirm."""
+    """Returns a message if a joint loss looks like a mean over samples; only its author can be sure."""
     loss, double, in_halves = (float(sums["loss"]) for sums in (whole, twice, _added(parts)))
     if not (0 < MORE_IN_HALVES * loss < in_halves and double < LESS_TWICE * loss):
         return []
@@ -167,7 +167,7 @@ def _compared(
     sums: Callable[[Batch, int], Sums],
     clock: _Clock,
 ) -> list[str]:
-    """Returns a line if the parts do not add up to the whole. batches: the whole and its parts, to average dropout."""
+    """Returns a message if parts do not add up to the whole. batches: whole and parts, to repeat random forwards."""
     num_samples = len(batches[0]["weight"])
     for part in parts:
         _require_same_shapes(where, whole, part, num_samples)
@@ -177,7 +177,7 @@ def _compared(
     if not differ and not found:
         return []
     again = sums(batches[0], 1)
-    if any(not torch.equal(value, again.get(name, value)) for name, value in whole.items()):  # random
+    if any(not torch.equal(value, again.get(name, value)) for name, value in whole.items()):  # the forward is random
         if not found or not clock.allows(2 * NUM_PARTS * NUM_SEEDS, MOST_S):
             return []
         drawn = [_added([sums(batch, seed) for seed in SEEDS[i > 0]]) for i, batch in enumerate(batches)]

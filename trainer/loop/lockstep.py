@@ -18,7 +18,7 @@ from trainer.parallel.devices import arithmetic_of, numbers_at_once, queue_of
 from trainer.parallel.strategy import Strategy
 
 MOST_NAMED = 4
-"""Maximum number of ranks listed in a message as holding one value; more are only counted."""
+"""Maximum number of ranks with equal values that a message lists; of a larger group it states only the size."""
 _BLOCK_FACTOR = 0x5851F42D4C957F2D
 """Multiplier between blocks of words. Any odd number works; this is Knuth's multiplier modulo 2^64."""
 
@@ -74,7 +74,7 @@ def _blocks(tensors: Iterable[Tensor], most: int) -> Iterator[Tensor]:
 
 
 class Account(NamedTuple):
-    """Describes one process's model after fingerprints differ.
+    """Description of one process's model, gathered if fingerprints differ.
 
     member: the process. kind: its kind of device; equal kinds compute equal bits. hashes: the hash of each tensor.
     changed: names of buffers replaced or written to since training began.
@@ -91,7 +91,7 @@ class Lockstep(Watch):
 
     every: optimizer steps between comparisons; 0 disables them. A GPU's fingerprint is compared some steps later, so
     that the host need not wait. If fingerprints differ, all processes raise UnfitState with the tensors and ranks that
-    differ; devices of different kinds cause a message instead.
+    differ; on devices of different kinds, they log a message instead.
     """
 
     def __init__(self, objective: nn.Module, strategy: Strategy, every: int) -> None:

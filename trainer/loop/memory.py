@@ -39,7 +39,7 @@ FORMAT = record({"device": text(), "asked_batch_size": _SIZE}, {"batch_size": op
 OUT_OF_MEMORY = "Out of memory: continuing without CUDA graphs."
 _SINGLE = "with a single sample per forward"
 _OTHER_LACKS = re.compile(r"_STATUS_\w*ALLOC\w*_FAILED|CUDA (driver )?error: out of memory|Cuda failure.*out of memory")
-"""Matches out-of-memory messages of cuBLAS, cuDNN, the driver and NCCL, which have no error type for them."""
+"""Matches out-of-memory messages of cuBLAS, cuDNN, the driver and NCCL, which have no exception type of their own."""
 
 
 def lacks_memory(error: RuntimeError) -> bool:
@@ -79,7 +79,7 @@ class MemoryLimit:
         return replace(self, batch_size=written.get("batch_size")) if is_same else self
 
     def note(self) -> list[str]:
-        """Returns a line about a limit from an earlier start; empty without a limit."""
+        """Returns a message about a limit from an earlier start, in a list; without a limit, an empty list."""
         if self.batch_size is None:
             return []
         return [
@@ -209,8 +209,8 @@ class MemoryGuard:
     def dry_run(self, task: Task, plan: Plan, say: Callable[[str], None]) -> None:
         """Tries each phase's largest micro-batch before training, and halves it until it fits on all processes.
 
-        Must be called by all processes. Raises UserError if a single sample does not fit. Skips models whose forward
-        runs collectives, because a process that runs out of memory would block the others.
+        All processes must call this method. Raises UserError if a single sample does not fit. Skips models whose
+        forward runs collectives, because a process that runs out of memory would block the others.
         """
         modules = self._learner.net.modules()
         if self._strategy.exchanges_in_forward or any(isinstance(module, nn.SyncBatchNorm) for module in modules):

@@ -111,7 +111,7 @@ def outline_of(value: Any, most: int = _LARGEST_OUTLINED) -> Any:
         return value
     if isinstance(value, Tensor):
         return value.data_ptr() if value.layout == torch.strided else id(value)
-    if isinstance(value, nn.Module):  # not a submodule
+    if isinstance(value, nn.Module):  # held by an attribute, not a submodule
         return [outline_of(tensor) for tensor in chain(value.parameters(), value.buffers())]
     if isinstance(value, _CONTAINERS_AND_TUPLES) and len(value) <= most:
         items = chain(*value.items()) if isinstance(value, dict) else value
@@ -123,7 +123,7 @@ def outline_of(value: Any, most: int = _LARGEST_OUTLINED) -> Any:
 
 
 class References:
-    """References to the values that entries have at one moment."""
+    """Values of dictionary entries at one moment, by reference."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self.entries = [(owner, name, owner.get(name, ABSENT)) for owner, name in entries]
@@ -138,7 +138,7 @@ class References:
 
 
 class State(References):
-    """Values that entries have at one moment, with copies of all tensors, arrays and containers."""
+    """Values of dictionary entries at one moment, with copies of all tensors, arrays and containers."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         super().__init__(entries)
@@ -183,7 +183,7 @@ class WholeState(State):
         for _, each, attributes, _ in self.modules:
             for name in own_attributes(each).keys() - attributes.keys():
                 del vars(each)[name]
-            own_buffers(each).clear()  # to restore their order
+            own_buffers(each).clear()  # so that writing restores their order
         super().write(instead)
 
 
@@ -276,7 +276,7 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
 
 
 class _Comparison:
-    """Compares modules that work on copies of an earlier state with this state."""
+    """Finds what forwards have changed in modules that work on copies of their state."""
 
     def __init__(self, state: WholeState) -> None:
         self._state = state

@@ -24,9 +24,9 @@ OF_EVERY_GROUP = {"params", "weight_decay", "lr_scale"}
 def build_optimizers(
     learning: LearningFlags, task: Task, objective: Objective, phase: str, groups: Sequence[ParamGroup]
 ) -> list[Optimizer]:
-    """Builds a phase's optimizers, by `Task.build_optimizers` or from the flags. Raises UserError if the task errs.
+    """Builds a phase's optimizers, by `Task.build_optimizers` or from the flags.
 
-    groups: the phase's `completed_groups`.
+    groups: the phase's `completed_groups`. Raises UserError for a mistake of the task.
     """
     own = task.build_optimizers(phase, [dict(group) for group in groups], learning.lr)
     if own is not None:
@@ -53,7 +53,7 @@ def _refuse(task: Task, method: str, phase: str, problem: str | None) -> None:
 def completed_groups(task: Task, objective: Objective, phase: str, weight_decay: float) -> list[ParamGroup]:
     """Returns the task's parameter groups with their weight decay, without frozen parameters and empty groups.
 
-    Must be called before training switches `requires_grad` by phase. Raises UserError for an invalid group.
+    Call this function before training switches `requires_grad` by phase. Raises UserError for an invalid group.
     """
     sparse = set(sparse_parameters(objective))
     groups = [
@@ -200,7 +200,7 @@ def without_compiler(optimizer_type: type[torch.optim.Optimizer]) -> Any:
     """Returns a subclass of an optimizer class, without the wrappers that hide its methods from torch.compile.
 
     The wrappers import torch.compile, the slowest part of a run's start. PyTorch's other wrappers remain, so hooks and
-    profilers work. Pickles refer to PyTorch's class.
+    profilers work. A pickled optimizer refers to PyTorch's class.
     """
     names = ("add_param_group", "load_state_dict", "state_dict", "step", "zero_grad")
     members: dict[str, Any] = {name: inspect.unwrap(getattr(optimizer_type, name)) for name in names}
@@ -238,7 +238,7 @@ def can_be_recorded(optimizer: Optimizer) -> bool:
 def moments_of(optimizers: Sequence[Optimizer], only_to_come: bool = False) -> list[Tensor]:
     """Returns each parameter once for every tensor of its size that the optimizer states hold.
 
-    Unknown optimizers are assumed to hold two per parameter. only_to_come: skips parameters that already have a state.
+    An unknown optimizer counts two tensors per parameter. only_to_come: skips parameters that already have a state.
     """
     return [
         p

@@ -69,7 +69,7 @@ class StepOutcomes(Watch):
                 self._deal_with(record, log)
 
     def _deal_with(self, record: StepRecord, log: Log) -> None:
-        """Raises UnfitState, or counts a skipped step. Must be called by all processes."""
+        """Raises UnfitState, or counts a skipped step. All processes must call this method."""
         account, progress = self._describe(record), self._progress
         if self._on_nonfinite == "stop":
             raise self._divergence(account, is_first=record.number == 1)
@@ -81,7 +81,7 @@ class StepOutcomes(Watch):
         log.say(f"Skipped: {account}. Steps skipped so far: {progress.skipped_steps}.")
 
     def _describe(self, record: StepRecord) -> str:
-        """Describes a non-finite step: its cause, rank and samples. Must be called by all processes."""
+        """Describes a non-finite step: its cause, rank and samples. All processes must call this method."""
         step, world_size = record.planned, self._strategy.group.world_size
         own_loss_is_bad = torch.zeros(world_size, dtype=torch.float64)
         loss = record.result.sums.get("loss", torch.zeros(()))  # a process may have no part with samples
@@ -101,7 +101,7 @@ class StepOutcomes(Watch):
         )
 
     def _divergence(self, account: str, in_vain: str = "", is_first: bool = False) -> UnfitState:
-        """Returns the error that ends the run. in_vain: text on earlier skipped steps. is_first: for the first step."""
+        """Returns the error that ends the run. in_vain: text on skipped steps. is_first: whether the step is step 1."""
         skip = "" if in_vain else ", or skip such steps with --on-nonfinite skip"
         if is_first:
             return UnfitState(

@@ -194,7 +194,7 @@ class PartTotals(Totals):
         return {name: sum_of_neighbours(value) for name, value in self.rows(group).items()}
 
     def rows(self, group: Group) -> dict[str, Tensor]:
-        """Gathers the totals of all processes' parts, (parts, ...) by name. Must be called by all processes."""
+        """Gathers the totals of all processes' parts, (parts, ...) by name. All processes must call this method."""
         return {name: value.flatten(0, 1) for name, value in as_rows(group.gather(super().unreduced())).items()}
 
 

@@ -140,7 +140,7 @@ class PlannedStep(NamedTuple):
 class Plan:
     """Schedule of a run's steps, reports and validations.
 
-    epochs, max_steps: length of the run; one is None. Models fitted without steps have 0 epochs. orders: the sample
+    epochs, max_steps: length of the run; one is None. A model that is fitted without steps has 0 epochs. orders: sample
     order of each phase. turns: optimizer steps of each phase before the next phase's turn; empty if phases follow one
     another. eval_every, eval_every_steps: interval between validations; both None without a validation set.
     """
@@ -201,7 +201,7 @@ class Plan:
         return self.eval_every_steps is not None and num_steps % self.eval_every_steps == 0
 
     def logs_after(self, num_steps: int, step: PlannedStep, interval: int) -> bool:
-        """Returns whether to log a run's step `num_steps`: one per `interval`; with turns, one of each phase."""
+        """Returns whether to log optimizer step `num_steps`: one step per `interval`; with turns, one of each phase."""
         is_last_of_turn = step.after.turn == 0
         return num_steps >= interval and num_steps % interval < (sum(self.turns) or 1) and is_last_of_turn
 
@@ -252,7 +252,7 @@ class Plan:
             consumed = 0
 
     def _in_turns(self, position: Position) -> Iterator[PlannedStep]:
-        """Yields the steps of alternating phases until the first phase's data are used up; others finish their turns.
+        """Yields steps of alternating phases until the first phase's data are used up and the others' turns are done.
 
         The other phases cycle through their own data, and use the learning rate of the first phase's preceding step.
         """
@@ -279,8 +279,8 @@ class Plan:
 class BatchSplit:
     """Split of a global batch over devices and forwards.
 
-    batch_size: maximum samples per device per forward. micro_batch_size: the same per process (a DataParallel process
-    has several devices). grad_accum_steps: forwards per step. global_batch_size: samples per step over all devices.
+    batch_size, micro_batch_size: maximum samples per forward on a device, and in a process (of DataParallel, several
+    devices). grad_accum_steps: forwards per step. global_batch_size: samples per step over all devices.
     """
 
     batch_size: int
@@ -297,7 +297,7 @@ def split_batch(
     world_size: int,
     num_parts: int = 0,
 ) -> BatchSplit:
-    """Computes the split of a global batch from the batch flags. num_parts: `--parts`; 0 without it.
+    """Computes the split of a global batch from the batch flags. num_parts: value of `--parts`, or 0.
 
     Given `global_batch_size`, `batch_size` is the maximum per device, and the number of accumulation steps follows.
     Gradients are exact even if devices get different numbers of samples.

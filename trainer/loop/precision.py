@@ -128,7 +128,7 @@ class Precision:
         return StepOutcome(grad_norm, applied, alarm)
 
     def _update_scale(self, grad_norm: Tensor) -> Tensor:
-        """Updates the gradient scale; returns whether it decreased. It does not if only the norm overflowed."""
+        """Updates the gradient scale; returns whether it decreased, which it does not if only the norm overflowed."""
         one = torch.ones_like(grad_norm)
         before = self.scaler.scale(one)
         self.scaler.update()

@@ -54,7 +54,7 @@ class Progress(SavedProgress):
         self.own_samples += own_samples
 
     def where(self, plan: Plan, group: Group, phase: str = "", progress: float | None = None) -> At:
-        """Describes the run's position to a task. progress: a step's, in units of `Plan.total`; None for this point."""
+        """Describes the run's position to a task. progress: `PlannedStep.progress`; None means the current position."""
         is_in_epochs, position = plan.max_steps is None, self.position
         step = plan.steps_done(position) if is_in_epochs else self.step  # as if batch sizes had not changed
         if progress is None:

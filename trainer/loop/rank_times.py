@@ -17,9 +17,9 @@ OWN = ("data loading", "forward", "backward")
 """Activities in which a process does not wait for other processes."""
 SENT = (*OWN, EXCHANGE)
 REPORT_EVERY = 100
-"""Optimizer steps between reports."""
+"""Number of optimizer steps in an interval over which times are compared."""
 NUM_REPORTS = 5
-"""Consecutive slow reports after which a rank is reported, so that a brief disturbance is ignored."""
+"""Number of consecutive slow intervals before a rank is reported, so that a brief disturbance is ignored."""
 SLOW_FACTOR = 1.3
 """A rank is slow if its time exceeds this multiple of the median over all ranks."""
 

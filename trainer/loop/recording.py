@@ -74,7 +74,7 @@ class Recorder:
     def launching(self) -> Iterator[None]:
         """Context in which kernels run on the capture stream, because the default stream does not allow captures.
 
-        Training enters it too: autograd accumulates a parameter's gradient on the stream of the first forward.
+        Training also runs in this context, because autograd accumulates gradients on the stream of the first forward.
         """
         usual = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(usual)
@@ -278,7 +278,7 @@ def _numbers(value: Tensor) -> Tensor:
 
 
 def _largest_difference(one: Tensor, other: Tensor) -> Tensor:
-    """Returns the largest absolute difference of two tensors; NaN where only one tensor is NaN."""
+    """Returns the largest absolute difference of two tensors; NaN if an element is NaN in only one of them."""
     one, other = _numbers(one), _numbers(other)
     is_same = (one == other) | (one.isnan() & other.isnan())
     return torch.where(is_same, 0, (one - other).abs()).max()

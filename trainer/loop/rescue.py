@@ -137,7 +137,7 @@ def rescue(run: Run, last: LastStep, end: Failure | UserError) -> None:
 
 
 def _save_last_step(run: Run, last: LastStep) -> bool:
-    """Saves the last finished step; returns whether this start has saved any newer checkpoint. Raises UserError."""
+    """Saves the last finished step; returns whether this start saved a newer checkpoint than it resumed from."""
     run.saver.end()  # completes a pending write
     directory, say = run.directory, run.log.say if run.group.is_main else to_stdout
     if not directory.is_held:

@@ -85,7 +85,7 @@ class Totals:
     def reduced(self, group: Group) -> dict[str, Tensor]:
         """Returns the sums over all processes, including "weight", in float64 on the CPU; {} if nothing was added.
 
-        Waits for the device. Must be called by all processes. Raises UserError on all processes if shapes differ.
+        Waits for the device. All processes must call this method. Raises UserError on all processes if shapes differ.
         """
         parts = self.unreduced()
         shapes = _common_shapes({name: tuple(parts[name].shape) for name in sorted(parts)}, group)
@@ -132,7 +132,7 @@ def require_sums(sums: object, objective: nn.Module, phase: str | None) -> None:
 
 
 def forward_name(objective: nn.Module, phase: str | None) -> str:
-    """Returns the name for messages of an objective's forward in a training phase; phase None means eval mode."""
+    """Returns how messages name an objective's forward in a training phase, or in eval mode if phase is None."""
     name = type(objective).__name__
     if phase is None:
         return f"{name}.forward(batch) in eval mode"
@@ -208,7 +208,7 @@ class PerSampleOutputs:
     def gathered(self, group: Group, num_samples: int) -> dict[str, Tensor]:
         """Gathers each output for the whole data set on rank 0, (num_samples, ...) by name; {} on other ranks.
 
-        Must be called by all processes. Raises UserError on all of them if outputs are inconsistent.
+        All processes must call this method. Raises UserError on all of them if outputs are inconsistent.
         """
         names = {"PerSample outputs": sorted(self._names or ())}
         group.require_same(names, "the objective must return the same ones for all batches, on all ranks")

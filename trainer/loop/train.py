@@ -77,7 +77,7 @@ def train_epoch(run: Run) -> None:
     def clock() -> tuple[bool, bool]:
         """Returns whether the time of `--max-minutes` is up, and whether a checkpoint is due."""
         since_save, lock = progress.seconds_since_reading, run.directory.lock
-        is_lost = lock is not None and lock.is_lost  # to another process; the next save then ends this run
+        is_lost = lock is not None and lock.is_lost  # another process has it; the next save ends this run
         saves = is_lost or 0 < 60 * run.saving.save_every_minutes <= since_save
         return 0 < 60 * run.settings.max_minutes <= progress.train_seconds + since_save, saves
 

@@ -32,7 +32,7 @@ OVERLAP_BYTES = 4 * 2**20
 class OverlappingExchange(WithoutCompiler, nn.parallel.DistributedDataParallel):
     """DistributedDataParallel that reports when a step's last backward starts to wait for other processes.
 
-    before_exchange: called at this point. The class does not import torch.compile, the slowest part of a start.
+    before_exchange: function to call. The class does not import torch.compile, the slowest part of a run's start.
     """
 
     before_exchange: Callable[[], None]
@@ -124,8 +124,8 @@ class Replicated(Distributed):
 
     The gradients of a small model are summed in one all-reduce after the last backward (`FlatGradients`). For a larger
     model, DistributedDataParallel overlaps the exchange with the backward, divides by the number of processes, and
-    waits for every parameter unless `finds_unused`. Sparse gradients are always summed after the backward, in which
-    they may share memory with a gradient that is still in use.
+    waits for every parameter unless `finds_unused`. Sparse gradients are always summed after the backward, because
+    during the backward they may share memory with a gradient that is still in use.
 
     With `--parts`, gradients are always summed together after the last backward, in a binary tree.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 GROUP_SIZE = 32
-"""Number of steps after which a step's results have been copied from a GPU to the host without waiting."""
+"""Number of steps after which the host can read a step's results from a GPU without waiting."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameter numbers of glibc's `mallopt` (malloc.h)."""
 _LARGEST_MMAP_THRESHOLD = 2**25
@@ -79,7 +79,7 @@ def half_precision(device: torch.device) -> str:
 
 
 def numbers_at_once(device: torch.device) -> int:
-    """Returns a number of elements per operation that fits into a CPU's cache, or hides a GPU's launch cost."""
+    """Returns a number of elements per operation: few enough for a CPU's cache, enough to hide a GPU's launch cost."""
     return 2**15 if device.type == "cpu" else 2**20
 
 
@@ -119,7 +119,7 @@ class DeviceQueue:
         return value.tolist
 
     def instant(self) -> Any:
-        """Returns the current point of the queue, for `seconds`."""
+        """Returns a timestamp of the current point of the queue, for `seconds`."""
         return time.perf_counter()
 
     def seconds(self, start: Any, end: Any) -> float:

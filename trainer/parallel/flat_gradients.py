@@ -65,9 +65,9 @@ class FlatGradients:
                 parameter.grad = copy
 
     def sum(self, sum_in_place: Callable[[Tensor], None]) -> None:
-        """Sums each `grad` over processes; a `grad` stays None if no process has one. Must be called by all processes.
+        """Sums each `grad` over processes; a `grad` stays None if no process has a gradient.
 
-        sum_in_place: sums a real-valued tensor over processes.
+        sum_in_place: sums a real-valued tensor over processes. All processes must call this method.
         """
         self.collect()
         for buffer in self._buffers:
@@ -76,7 +76,7 @@ class FlatGradients:
 
 @torch.no_grad()
 def sum_sparse(parameter: Tensor, sum_in_place: Callable[[Tensor], None], divisor: int) -> None:
-    """Sums a sparse gradient over processes and divides it by divisor. Must be called by all processes.
+    """Sums a sparse gradient over processes and divides it by divisor. All processes must call this function.
 
     The result has the rows that any process has; `grad` becomes None if there are none. parameter: (rows, ...).
     sum_in_place: sums a sparse tensor over processes.

@@ -55,7 +55,7 @@ class Group:
             when_cuda_is_initialised(partial(torch.cuda.set_device, devices[0]))
 
     def check_devices(self) -> None:
-        """Raises UserError on all processes if two share a GPU under NCCL. Must be called by all; initialises CUDA."""
+        """Initialises CUDA. Raises UserError on all processes if two share a GPU under NCCL. All must call it."""
 
     @property
     def device(self) -> torch.device:
@@ -132,7 +132,7 @@ class Group:
         return all(self.world_size * squares == total**2 for total, squares in zip(sums[::2], sums[1::2], strict=True))
 
     def require_same(self, facts: Mapping[str, Any], advice: str) -> None:
-        """Raises UserError on all processes if a value of this mapping differs between a rank and rank 0.
+        """Raises UserError on all processes if a value differs between a rank and rank 0.
 
         facts: plain values by name; a name that one of the two ranks lacks is ignored. advice: end of the message.
         """

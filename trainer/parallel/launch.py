@@ -86,7 +86,7 @@ class Launcher:
             stderr.touch()
         arguments = (function, variables, stderr)
         process = multiprocessing.get_context("spawn").Process(name=PROCESS_NAME, target=_call, args=arguments)
-        # Block signals until the new process can handle them. Starting Python's resource tracker unblocks signals.
+        # Block signals until the new process handles them; first start Python's resource tracker, which unblocks them.
         resource_tracker.ensure_running()
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:

@@ -60,7 +60,7 @@ class LeftOut:
     def agree(self, params: Sequence[Tensor], group: Group) -> None:
         """Removes, after a step's last backward, gradients of parameters that no process used.
 
-        Every process sends which parameters it used; only a process that skipped one waits for the answer.
+        Every process sends which parameters it used; only a process that left one unused waits for the answer.
 
         params: parameters trained in the step.
         """

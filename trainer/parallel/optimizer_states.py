@@ -166,7 +166,7 @@ def encoded(value: Any) -> Any:
         factory = next(name for name, made in _FACTORIES.items() if made is value.default_factory)
         return {_TYPE: "defaultdict", "items": encoded(dict(value)), "factory": factory}
     if kind in _SETS.values():
-        return {_TYPE: kind.__name__, "items": encoded(sorted(value, key=repr))}  # set order differs between starts
+        return {_TYPE: kind.__name__, "items": encoded(sorted(value, key=repr))}  # a set's order differs between starts
     if kind is deque:
         return {_TYPE: "deque", "items": encoded(list(value)), "maxlen": value.maxlen}
     if kind is np.ndarray or isinstance(value, np.generic):
@@ -179,7 +179,7 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """Reverses `encoded`. Must be called by all processes, because each may hold a shard of an array."""
+    """Reverses `encoded`. All processes must call this function, because each may hold a shard of an array."""
     if type(value) in (list, tuple):
         return type(value)(map(decoded, value))
     if type(value) is not dict:

@@ -112,7 +112,7 @@ class ProcessGroup(Group):
 
     @contextmanager
     def _told_once(self) -> Iterator[None]:
-        """Context that raises an error of all processes as UserError where it is printed, and elsewhere as Failure."""
+        """Context for errors on all processes: the process that prints one raises UserError, the others Failure."""
         try:
             yield
         except UserError as error:
@@ -135,7 +135,7 @@ class ProcessGroup(Group):
             yield
         except UserError:
             raise
-        except Exception as error:  # from CUDA, or because another process left after such an error
+        except Exception as error:  # an error of CUDA, or of a collective after another process failed
             problem = f"rank {self.rank} of {self.world_size} failed in start-up: {reason(error)}"
             print_error(problem)
             raise Failure(problem) from None
@@ -347,7 +347,7 @@ def available_backends() -> list[str]:
 
 
 def _rank_device(local_rank: int, gpus: Sequence[int]) -> torch.device:
-    """Returns the GPU number local_rank of this process; a single visible GPU is used for any local rank."""
+    """Returns this process's GPU: the one at index local_rank, or the only GPU that the launcher shows the process."""
     if not gpus:
         return torch.device("cpu")
     index = local_rank if len(gpus) > 1 else 0

@@ -72,9 +72,9 @@ def _until(deadline: float) -> timedelta:
 
 
 def within(limit_s: float, function: Callable[[], T]) -> T:
-    """Calls a function in a thread and returns its result or raises its exception; RuntimeError after `limit_s`.
+    """Returns a function's result or raises its exception, or raises RuntimeError after `limit_s` seconds.
 
-    After a timeout the daemon thread still runs: not all waits of PyTorch respect their own timeouts.
+    Runs the function in a daemon thread, which survives the timeout: some waits of PyTorch ignore their own timeouts.
     """
     done: list[tuple[T | None, BaseException | None]] = []
 
@@ -96,7 +96,7 @@ def within(limit_s: float, function: Callable[[], T]) -> T:
 
 
 def refuse_differences(stated: Sequence[Mapping[str, Any]], advice: str) -> None:
-    """Raises UserError if a rank has another value under a name than rank 0.
+    """Raises UserError if a rank's value differs from rank 0's value of the same name.
 
     stated: plain values by name, for each rank; names that either rank lacks are ignored. advice: end of the message.
     """

@@ -92,8 +92,8 @@ class _Gather(torch.autograd.Function):
 def in_global_order(group: Group, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Gathers each named tensor's rows, (n, ...), for all samples of a step; results carry no autograd graph.
 
-    own: rows of this process's samples, in order; possibly empty. Must be called by all processes. Raises UserError on
-    all of them if names, shapes or dtypes differ. The host waits for other processes, but not for a device.
+    own: rows of this process's samples, in order; possibly empty. All processes must call this function. Raises
+    UserError on all of them if names, shapes or dtypes differ. The host waits for other processes, not for a device.
     """
     if group.world_size == 1:
         return own
@@ -130,7 +130,7 @@ END, FAILED = "nothing more", "an error"
 def require_equal_exchanges(where: str, group: Group, forward: Callable[[], object]) -> None:
     """Raises UserError on all processes if their forwards run different collectives, with which PyTorch would abort.
 
-    where: the forward's name in messages. Must be called by all processes; does nothing if a forward fails.
+    where: the forward's name in messages. All processes must call this function. A forward that fails is ignored.
     """
     compared = _Compared(group)
     try:

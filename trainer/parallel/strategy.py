@@ -94,7 +94,7 @@ class Strategy:
         return [(self.group.rank * num_own + own, num_shards) for own in range(num_own)]
 
     def describe(self) -> str:
-        """Returns a short description of the devices. Must be called by all processes."""
+        """Returns a short description of the devices. All processes must call this method."""
         return ", ".join(map(device_label, self.devices))
 
     # --- the model ---------------------------------------------------------------------------------------------------
@@ -105,10 +105,10 @@ class Strategy:
         blocks: Callable[[nn.Module], Sequence[nn.Module]],
         complete: Callable[[Objective], None],
     ) -> Objective:
-        """Builds an objective on this process's devices, identical on every process. Must be called by all processes.
+        """Builds an objective on this process's devices, identical on every process.
 
         build: builds the objective on the CPU, identical on every process. blocks: see `Task.blocks`. complete: loads
-        weights or other content into it. Raises UserError.
+        weights into the objective. All processes must call this method. Raises UserError.
         """
         objective = build().to(self.device)
         self.group.together(lambda: complete(objective))
@@ -125,7 +125,7 @@ class Strategy:
     def unsharded(self, objective: Objective) -> AbstractContextManager[None]:
         """Context in which every process holds the full parameters, for code that uses the model without collectives.
 
-        Must be entered by all processes.
+        All processes must enter this context.
         """
         return nullcontext()
 
@@ -208,7 +208,7 @@ class Strategy:
         """Exchanges gradients after a step's last backward, or waits for an exchange that started in the backward.
 
         params: all parameters that the step trains. Sets each `grad` to the gradient of the global batch, or to None if
-        no process has a gradient. Must be called by all processes.
+        no process has a gradient. All processes must call this method.
         """
 
     def flat_gradients(self, params: Sequence[Tensor]) -> FlatGradients:
@@ -219,7 +219,7 @@ class Strategy:
         """Rebuilds DistributedDataParallel's buckets, once, after the trial backward of a wrapped module."""
 
     def global_norm(self, own: Tensor) -> Tensor:
-        """Returns the global norm of gradients. own: norm of this process's shards. Must be called by all processes."""
+        """Returns the global norm of gradients. own: norm of this process's shards. All processes must call this."""
         return own
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -234,7 +234,7 @@ class Strategy:
     def sync_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Broadcasts rank 0's tensors in place, such as buffers before evaluating and saving.
 
-        Must be called by all processes. Raises UserError on all of them if names, shapes or dtypes differ.
+        All processes must call this method. Raises UserError on all of them if names, shapes or dtypes differ.
         """
 
     def load_on_main(self, function: Callable[[], T], large: Collection[str]) -> T:
@@ -242,7 +242,7 @@ class Strategy:
         return self.group.on_main(function)
 
     def full_weights(self, model: nn.Module, instead: Mapping[Tensor, Tensor] | None = None) -> dict[str, Any]:
-        """Returns a model's state dict with full tensors on rank 0. Must be called by all processes.
+        """Returns a model's state dict with full tensors on rank 0. All processes must call this method.
 
         instead: maps parameters to tensors that replace them in the result.
         """
@@ -258,7 +258,7 @@ class Strategy:
     def full_state(
         self, objective: Objective, optimizers: Mapping[str, Sequence[torch.optim.Optimizer]]
     ) -> dict[str, Any]:
-        """Returns full weights and optimizer states on rank 0, for a checkpoint. Must be called by all processes."""
+        """Returns full weights and optimizer states on rank 0, for checkpoints. All processes must call this method."""
         return {
             "model": self.full_weights(objective.model),
             "optimizers": {
@@ -268,7 +268,7 @@ class Strategy:
         }
 
     def full_tensor(self, value: Tensor) -> Tensor:
-        """Returns a full tensor on rank 0, gathered from shards. Must be called by all processes."""
+        """Returns a full tensor on rank 0, gathered from shards. All processes must call this method."""
         return value
 
     def own_moments(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -276,7 +276,7 @@ class Strategy:
         return state
 
     def load_weights(self, weights: Mapping[str, Tensor], model: nn.Module) -> None:
-        """Loads full weights by name; other weights of the model stay unchanged. Must be called by all processes."""
+        """Loads full weights by name; other weights of the model stay the same. All processes must call this method."""
         model.load_state_dict(weights, strict=False)
 
     def load_moments(
