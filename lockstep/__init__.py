@@ -1,6 +1,6 @@
-"""All names for task files and scripts: `from lockstep import Task`, in a clone or an installed package.
+"""Public names for task files and scripts, such as `from lockstep import Task`, in a clone or an installed package.
 
-In a clone it re-exports its neighbours; installed, it contains them.
+In a clone this package imports the names from the neighbouring packages; installed, it contains those packages.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,15 +1,15 @@
-"""Trains by `lockstep --help`, measures by `lockstep profile --help`; the same as `python -m lockstep`."""
+"""The command `lockstep`, also started as `python -m lockstep`: trains, or measures with `lockstep profile`."""
 
 import gc
 import sys
 
 
 def main() -> int:
-    """Runs the command line of this process; returns the exit status."""
-    gc.disable()  # imports are never freed, so collecting would only scan them repeatedly
+    """Runs this process's command line and returns the exit status."""
+    gc.disable()  # imported objects are never freed, so scanning them repeatedly would only take time
     from tasks import TASKS
 
-    sys.argv[0] = "lockstep"  # in `--help`, however this was started
+    sys.argv[0] = "lockstep"  # the name that `--help` shows
     if sys.argv[1:2] == ["profile"]:
         from trainer.profiling.cli import main as measure
 

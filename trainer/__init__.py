@@ -1,7 +1,7 @@
-"""The trainer's public names, imported lazily.
+"""Public names of the trainer, each imported from its module on first use.
 
-Task files need `Task`, `Objective`, `FlagGroup` and `flag`; scripts `fit`, `load` and `SavedRun`; loggers `Logger`,
-`LoggedRun` and `Record`.
+Task files use `Task`, `Objective`, `FlagGroup` and `flag`. Scripts use `fit`, `load` and `SavedRun`. Loggers use
+`Logger`, `LoggedRun` and `Record`.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
-"""Training from Python: takes a task's class and settings, returns metrics and a trained model.
+"""Trains from Python: `fit` takes a task's class and settings and returns metrics and the run.
 
-Flags and run directory are those of the command line, handled by the same code.
+The settings are the flags of the command line, and the run directory has the same format.
 """
 
 import json
@@ -46,7 +46,7 @@ from trainer.script import Outputs, Script, predicted, task_of
 from trainer.task import Task
 
 LOADS_WITHIN_S = 60.0
-"""Seconds to wait for another thread's `load`; its training would take longer."""
+"""Seconds that `load` waits for another thread's `load` or `fit` before it raises UserError."""
 NOT_OF_ONE_RUN = (
     "task",
     "eval_only",
@@ -54,7 +54,7 @@ NOT_OF_ONE_RUN = (
     "print_config",
     *(field.name for group in (SeveralFlags, PredictFlags, ExportFlags) for field in fields(group)),
 )
-"""Flags that request anything other than training one run."""
+"""Fields of flags that request something other than training one run; `fit` refuses them."""
 _calls = count()
 _rank: "_Rank | None" = None
 _in_use = threading.Lock()
@@ -63,9 +63,9 @@ ONE_RUN = "fit trains one run of the class that it is given; leave it out"
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run directory to read; attributes reflect its current content.
+    """A run directory; every attribute reads the current content of its files.
 
-    task: the trained class, for `load`; None uses the run's task.
+    task: the task's class, for `load`; None: the class that the run names.
     """
 
     path: Path
@@ -73,22 +73,22 @@ class SavedRun:
 
     @property
     def state(self) -> str | None:
-        """The state in state.json, such as "finished", "preempted" or "paused"; None without one."""
+        """State in state.json, such as "finished", "preempted" or "paused"; None if the file does not exist."""
         return read_state(self.path)
 
     @property
     def results(self) -> dict[str, Any]:
-        """Content of results.json; {} before the end."""
+        """Content of results.json; {} until the run has finished."""
         return read_json(self.path / RESULTS)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics in results.json, by names such as "test/loss"; {} before the end."""
+        """Metrics in results.json by name, such as "test/loss"; {} until the run has finished."""
         return with_nan(self.results.get("metrics", {}))
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """Records of metrics.jsonl in training order; "event" names their kind."""
+        """Records of metrics.jsonl in training order; the entry "event" names a record's kind."""
         path, records = self.path / METRICS, []
         for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
             with suppress(ValueError):  # the last line may be half-written
@@ -96,15 +96,15 @@ class SavedRun:
         return records
 
     def load(self) -> nn.Module:
-        """Loads the trained model; see `trainer.load`."""
+        """Loads the run's trained model; see `trainer.load`."""
         return load(self.path, self.task)
 
     def predict(self, dataset: Any, outputs: Outputs | None = None, batch_size: int = 256) -> Tensor:
-        """Predicts each item of a data set with the trained model: (n, ...), on the CPU, in order.
+        """Returns the trained model's outputs for the items of a data set, in order, as a CPU tensor (n, ...).
 
-        For runs of `fit(model, ...)`. dataset: as for `fit`; trailing parts of its items may be missing. outputs:
-        outputs(model, batch) returns (B, ...); default: the model applied to a batch's first part. batch_size: samples
-        per forward, in eval mode, on a GPU if there is one. Raises UserError.
+        For runs of `fit(model, ...)`, in eval mode, on a GPU if there is one. dataset: as for `fit`; its items may lack
+        trailing parts, such as labels. outputs: a function of the model and a batch that returns (B, ...); default: the
+        model applied to the batch's first part. batch_size: samples per forward. Raises UserError.
         """
         if self.task is None or not issubclass(self.task, Script):
             raise UserError(f"{self.path}: predict is for a run that fit made of a model; use --predict")
@@ -112,60 +112,60 @@ class SavedRun:
 
 
 class Fitted(NamedTuple):
-    """Result of `fit`. metrics: see `SavedRun.metrics`; {} for a stopped run."""
+    """Result of `fit`. metrics: as `SavedRun.metrics`; {} if the run stopped early."""
 
     metrics: dict[str, float]
     run: SavedRun
 
 
 def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) -> Fitted:
-    """Trains as the command line does: resumes an unfinished run in `save_dir`, and returns a finished one.
+    """Trains as the command line does: resumes an unfinished run in `save_dir`; returns a finished run unchanged.
 
-    With a task:
+    Train a task:
 
         metrics, run = trainer.fit(Spirals, save_dir="runs/spirals", epochs=40, hidden_units=64)
         model = run.load()
 
-    task: its class, wherever it is defined, or a value of `--task` such as "har". settings: flags by field name, of the
-    trainer and of `task.Config`. A switch is True or False, a list a list or tuple; None keeps a flag's default, or for
-    a task's flag the value of the run in `save_dir`.
+    task: a subclass of `Task`, or a value of `--task` such as "har". settings: flags of the trainer and of
+    `task.Config`, by field name. A switch takes True or False; a flag with several values takes a list or tuple. None
+    leaves a flag out: the run in `save_dir` then determines a task's flag, otherwise its default.
 
-    With a script's model, data and loss, fit(model, train, loss, *, val, test, names, collate, optimizer):
+    Train a model on a script's data with its loss, fit(model, train, loss, *, val, test, names, collate, optimizer):
 
         def loss(model, batch):
             return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
         metrics, run = trainer.fit(Net(), train, loss, val=val, names=("x", "y"), epochs=10, lr=1e-3)
 
-    model: is copied, and stays unchanged. train, val, test: torch data sets, or DataLoaders, of which data set,
-    batch_size, drop_last, num_workers and collate_fn are used. loss: returns a number for each sample, (B,), or a
-    dictionary of such rows with "loss" among them; the others are metrics. A part "weight" of the data is the number of
-    loss terms of each sample, by which sums are divided. names, collate: see `from_dataset`. optimizer: a name for
-    `--optimizer`, a class, or a functools.partial of one without lr.
+    model: `fit` trains a copy. train, val, test: torch data sets or DataLoaders; a DataLoader provides its data set,
+    batch_size, drop_last, num_workers and collate_fn. loss: returns one number per sample, (B,), or a dictionary of
+    such tensors; "loss" is trained, the others are metrics. A part "weight" of the data is each sample's number of loss
+    terms, by which sums are divided. names, collate: see `from_dataset`. optimizer: a value of `--optimizer`, a class,
+    or a functools.partial of a class without lr.
 
-    Processes started by a launcher all call it and train together. Without a launcher, `multi_gpu="ddp"` starts
-    processes, which import the class, or run the script again up to this call.
+    Under a launcher such as torchrun, all processes call `fit` and train together. Without a launcher,
+    `multi_gpu="ddp"` starts processes, which import the task's class or run the script again up to this call.
 
-    An interrupt during training saves and returns the run with the state "preempted" and no metrics; a second one, or
-    one before training, raises KeyboardInterrupt at once. `max_minutes` likewise gives "paused". Changes to the
-    process, such as signal handlers and random states, are restored.
+    Ctrl-C during training saves the run and returns it with the state "preempted" and no metrics; a second Ctrl-C, or
+    one before training, raises KeyboardInterrupt at once. `max_minutes` gives the state "paused" and no metrics. Signal
+    handlers, random number generators and other changed process state are restored.
 
-    Raises UserError with all errors in the settings or other input, and the task's own exceptions; with several
-    processes, Failure in those whose code did not fail.
+    Raises UserError with all errors in the settings, or the task's own exceptions. If one of several processes fails,
+    the other processes raise Failure.
     """
     if imports_script_of_parent():
-        sys.exit(EXIT_UNGUARDED)  # the parent explains
+        sys.exit(EXIT_UNGUARDED)  # the parent prints the reason
     try:
         task_type, number = _task_of(task, script, settings), next(_calls)
         argv, problems, several_devices = _command_line(task_type, settings)
         if _rank is not None and number == _rank.number:
             sys.exit(
                 run_process(_rank.argv, True, _rank.environment, task_type)
-            )  # what follows is for the first process
+            )  # only the first process runs the rest of the script
         flags, environment = read_command_line(argv, several_devices, task_type=task_type, problems=problems)
         run = SavedRun(flags.checkpoint.save_dir, task_type)
         if _rank is not None:
-            return Fitted(_metrics_at_end(run), run)  # trained before
+            return Fitted(_metrics_at_end(run), run)  # an earlier call of the script, already trained
         _refuse_other_than_one_run(flags)
         if starts_processes(flags.multi, environment):
             return _fit_in_processes(flags.multi, flags.devices.device, argv, run, number)
@@ -177,17 +177,17 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
     except LeftAtOnce:
         end = KeyboardInterrupt()  # a second interrupt
     try:
-        raise end  # raised here, so that a task's exception keeps its cause
+        raise end  # raised outside the except blocks, so that a task's exception keeps its cause
     finally:
-        del end  # it would keep this frame, and so the run, alive
+        del end  # a reference from the exception's own frame would keep the run in memory
 
 
 def load(run_directory: str | Path, task: type[Task] | None = None) -> nn.Module:
-    """Loads a run's trained model: the task's plain module with the best weights, in eval mode on the CPU.
+    """Loads a run's trained model: an nn.Module with the best weights, in eval mode on the CPU.
 
-    These are the weights used for scoring: of the best epoch, or the last without validation, averaged with
-    `ema_decay`. task: the class; None uses the run's task, if it comes with the trainer or is defined in this process:
-    files named by a run are not executed. Raises UserError.
+    The best weights are those of the best epoch, or of the last epoch without validation, averaged with `ema_decay`.
+    task: the task's class; None: the class that the run names, which must be a workload or defined in this process,
+    since `load` executes no file that a run names. Raises UserError.
     """
     try:
         with process_restored(wait_s=LOADS_WITHIN_S):
@@ -198,7 +198,7 @@ def load(run_directory: str | Path, task: type[Task] | None = None) -> nn.Module
 
 
 def _task_of(task: Any, script: Sequence[Any], settings: dict[str, Any]) -> type[Task]:
-    """Returns the task class for the first argument of `fit`; removes a script's own parameters from settings."""
+    """Returns the task class for the first argument of `fit`; removes arguments that are not flags from `settings`."""
     if isinstance(task, nn.Module):
         if len(script) != 2:
             raise UserError("fit(model, train, loss): a model needs training data and a loss")
@@ -210,7 +210,7 @@ def _task_of(task: Any, script: Sequence[Any], settings: dict[str, Any]) -> type
 
 
 def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[str], list[str], bool]:
-    """Returns the equivalent command line, problems found already, and whether it needs main_multi_gpu.py."""
+    """Returns the equivalent command line, the problems in the settings, and whether they request several devices."""
     if not (isinstance(task, type) and issubclass(task, Task)):
         raise UserError(f"fit: {task!r}: must be a class derived from trainer.Task, the name of one, or a model")
     given = {name: value for name, value in settings.items() if value is not None}
@@ -225,7 +225,7 @@ def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[s
 
 
 def _refuse_other_than_one_run(flags: Flags) -> None:
-    """Raises UserError for requests in a config file."""
+    """Raises UserError if a config file requests something other than training one run."""
     groups = (flags.several, flags.prediction, flags.exporting)
     found = [field.name for group in groups for field in fields(group) if getattr(group, field.name) != field.default]
     found += ["eval_only"] * flags.checkpoint.eval_only
@@ -235,14 +235,14 @@ def _refuse_other_than_one_run(flags: Flags) -> None:
 def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | None, run: SavedRun) -> Fitted:
     with process_restored():
         strategy = start_strategy(flags, environment)
-        strategy.group.diagnosis.prints = environment is not None  # with several processes one of them prints
+        strategy.group.diagnosis.prints = environment is not None  # a single process raises instead
         with strategy.group.in_use():
             run_command(flags, argv, strategy)
             return Fitted(strategy.group.on_main(lambda: _metrics_at_end(run)), run)
 
 
 def _fit_in_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str], run: SavedRun, number: int) -> Fitted:
-    """Raises UserError if other processes cannot run the task or refuse to train; Failure if they fail."""
+    """Trains in new processes. Raises UserError if these cannot import the task or refuse to train; or Failure."""
     task, form = run.task, f"multi_gpu {multi.multi_gpu}"
     assert task is not None
     if issubclass(task, Script):
@@ -270,7 +270,7 @@ def _run_script_again(multi: MultiDeviceFlags, device: str, argv: Sequence[str],
             f"multi_gpu {multi.multi_gpu}: a notebook or a prompt cannot be run once per rank; put the code into "
             f"train.py and run: torchrun --standalone --nproc_per_node={num_processes(multi, device)} train.py"
         )
-    sys.modules["__main__"] = ModuleType("__main__")  # otherwise new processes would import it as a module, too
+    sys.modules["__main__"] = ModuleType("__main__")  # otherwise new processes would also import the script as a module
     try:
         run_rank = partial(_run_as_rank, file, None if spec is None else spec.name, number)
         return start_processes(multi, device, argv, run_rank)
@@ -279,7 +279,7 @@ def _run_script_again(multi: MultiDeviceFlags, device: str, argv: Sequence[str],
 
 
 class _Rank(NamedTuple):
-    """This process's part as a rank of another process's run: the number of the `fit` call, and the rank."""
+    """Rank that this process has in the run of its parent. number: index of the `fit` call that trains, from 0."""
 
     number: int
     argv: Sequence[str]
@@ -289,7 +289,7 @@ class _Rank(NamedTuple):
 def _run_as_rank(
     file: str, module: str | None, number: int, argv: Sequence[str], several_devices: bool, environment: RankEnvironment
 ) -> int:
-    """Reruns a script up to the given call of `fit`, in a session without the terminal's Ctrl-C."""
+    """Reruns a script up to its `fit` call with index `number`, in a session that Ctrl-C does not reach."""
     global _rank
     os.setsid()
     _rank = _Rank(number, argv, environment)
@@ -302,10 +302,10 @@ def _run_as_rank(
 
 
 def _ended(status: int, form: str, run: SavedRun) -> Fitted:
-    """Interprets the exit status of started processes. Raises Failure for a failure."""
+    """Returns the result of processes that ended with a status. Raises UserError, Failure or KeyboardInterrupt."""
     if status == EXIT_BAD_INPUT:
         raise UserError(f"{form}: the processes that it started refused to train; see standard error")
-    # other ends, such as SIGKILL, may leave an earlier start's state
+    # after an end such as SIGKILL, state.json may still hold the state of an earlier start
     was_stopped = status - 128 in STOP_SIGNALS and run.state == "preempted"
     if status == 128 + signal.SIGINT and not was_stopped:
         raise KeyboardInterrupt
@@ -315,14 +315,14 @@ def _ended(status: int, form: str, run: SavedRun) -> Fitted:
 
 
 def _metrics_at_end(run: SavedRun) -> dict[str, float]:
-    """Returns no metrics for a run out of time, whose directory holds those of a shorter one."""
+    """Returns a finished run's metrics; {} for a stopped run, whose results.json may be of an earlier, shorter run."""
     return run.metrics if run.state == "finished" else {}
 
 
 def _is_importable(task: type[Task]) -> bool:
     try:
         pickle.dumps(task)
-    except (pickle.PicklingError, AttributeError):  # defined in a function, or redefined since
+    except (pickle.PicklingError, AttributeError):  # the class is defined in a function, or has been redefined
         return False
     return source_file(task) is not None
 
@@ -330,10 +330,10 @@ def _is_importable(task: type[Task]) -> bool:
 def _main_in_own_session(
     argv: Sequence[str], several_devices: bool, environment: RankEnvironment, task_type: type[Task]
 ) -> int:
-    """Calls `run_process` in its own session: Ctrl-C is sent to the whole group and forwarded by the parent, and two
-    would end it at once.
+    """Calls `run_process` in a session that Ctrl-C does not reach.
 
-    A notebook server sends it to the group as a terminal does.
+    A terminal or notebook server sends Ctrl-C to the whole process group, and the parent forwards it. Two signals would
+    end the process at once, without a save.
     """
     os.setsid()
     return run_process(argv, several_devices, environment, task_type)
@@ -350,16 +350,16 @@ _STATES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (random.getstate, random.setstate),
     (np.random.get_state, np.random.set_state),
 )
-"""(getter, setter) pairs of global state."""
+"""(getter, setter) pairs of process state that a run changes."""
 _SWITCHES = ((torch.utils.deterministic, "fill_uninitialized_memory"), (torch.backends.cudnn, "benchmark"))
 
 
 @contextmanager
 def process_restored(wait_s: float = 0.0) -> Iterator[None]:
-    """Restores process state after a run; within it, default dtype, device and gradient mode are those of a new
-    process.
+    """Restores process state at its end; inside, default dtype, device and gradient mode are those of a new process.
 
-    Raises UserError if another thread stays within it for longer than `wait_s`, since both would share random numbers.
+    Raises UserError if another thread is inside for longer than `wait_s` seconds, since both would draw from the same
+    random number generators.
     """
     if not _in_use.acquire(timeout=wait_s):
         raise UserError("this process is already training, and can train one run at a time; start another process")
@@ -377,14 +377,14 @@ def process_restored(wait_s: float = 0.0) -> Iterator[None]:
         afterwards.enter_context(torch.random.fork_rng(range(torch.cuda.device_count()) if uses_gpus else ()))
         afterwards.enter_context(handlers_restored())
         torch.set_default_dtype(torch.float32)
-        afterwards.enter_context(torch.inference_mode(False))  # enables gradients, also within torch.no_grad()
+        afterwards.enter_context(torch.inference_mode(False))  # enables gradients, also in torch.no_grad()
         if torch.get_default_device().type != "cpu":  # a device context slows every operation
             afterwards.enter_context(torch.device("cpu"))
         yield
 
 
 def _tf32_of_cudnn() -> list[tuple[Any, str]]:
-    """Returns the TF32 switches: torch's old one, or torch 2.9's where they differ and the old one cannot be read."""
+    """Returns cuDNN's TF32 switch, or torch 2.9's two switches if they differ, since the common one then raises."""
     cudnn: Any = torch.backends.cudnn
     try:
         _ = cudnn.allow_tf32
@@ -394,6 +394,6 @@ def _tf32_of_cudnn() -> list[tuple[Any, str]]:
 
 
 def _make_current(gpu: int) -> None:
-    """Sets torch's current GPU; does nothing if this process has not used any, which would initialise CUDA."""
+    """Sets torch's current GPU; does nothing if CUDA is not initialised, because setting a GPU would initialise it."""
     if torch.cuda.is_initialized():
         torch.cuda.set_device(gpu)

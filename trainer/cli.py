@@ -1,4 +1,4 @@
-"""Runs command lines: reads flags, calls the requested command, returns an exit status."""
+"""Runs command lines: reads the flags, runs the requested command, returns an exit status."""
 
 import atexit
 import dataclasses
@@ -35,7 +35,7 @@ from trainer.registry import Registry, hand_in
 from trainer.task import Task
 
 TOLD_WITHIN_S = 3.0
-"""Seconds that other ranks wait for one to print an error: torchrun kills all ranks when one exits."""
+"""Seconds that a rank leaves another one to print an error: torchrun kills all ranks when one exits."""
 
 
 def run_process(
@@ -45,9 +45,9 @@ def run_process(
     task_type: type[Task] | None = None,
     tasks: Registry | None = None,
 ) -> int:
-    """Runs `main` for a process with no other purpose; abandoned loggers do not delay its exit.
+    """Runs `main` in a process that does nothing else; loggers that no longer respond do not delay its exit.
 
-    After a crash of a library (such as a segmentation fault) standard error shows the stack.
+    If a library crashes, for example with a segmentation fault, the Python stack is printed to standard error.
     """
     if sys.stderr is not None:
         faulthandler.enable(file=2)
@@ -56,8 +56,8 @@ def run_process(
     if some_are_left():
         exit_at_once(status)
     if status != EXIT_FINISHED:
-        # After a failure threads may still wait in C++ for other processes; one returning during interpreter
-        # finalisation would abort the process.
+        # After a failure, threads may still wait in C++ for other processes. A thread that returned while the
+        # interpreter finalises would abort the process.
         atexit._run_exitfuncs()
         exit_at_once(status)
     return status
@@ -70,13 +70,13 @@ def main(
     task_type: type[Task] | None = None,
     tasks: Registry | None = None,
 ) -> int:
-    """Runs one command line; returns the exit status.
+    """Runs one command line and returns the exit status.
 
-    environment, task_type: see `read_command_line`. tasks: the workloads of `--task`; None keeps the current ones.
+    environment, task_type: see `read_command_line`. tasks: workloads of `--task`; None keeps the current ones.
 
-    Exit status: 0: finished. 1: an unexpected failure, here or in another process. 2: an error in the command line, the
-    data or the run directory. 128 + n: one process, or a self-launched group, stopped by signal n with everything
-    saved; under another launcher the process returns 0, because launchers take anything else for a failure.
+    Exit status: 0: finished. 1: an unexpected failure, in this or another process. 2: an error in the command line, the
+    data or the run directory. 128 + n: stopped by signal n after saving; under torchrun a stopped process returns 0,
+    because launchers treat other statuses as failures.
     """
     if tasks is not None:
         hand_in(tasks)
@@ -115,10 +115,10 @@ def read_command_line(
 ) -> tuple[Flags, RankEnvironment | None]:
     """Returns the flags, and this process's rank environment.
 
-    environment: of a process started by `start_processes`; otherwise read from environment variables. task_type: the
-    class of `--task`, if the caller has it. problems: found already.
+    environment: the rank environment of a process started by `start_processes`; None: read from environment variables.
+    task_type: the class of `--task`, if the caller has it. problems: problems that the caller has found.
 
-    Raises UserError with all problems; Failure if another process prints them.
+    Raises UserError with all problems, or Failure if another process prints them.
     """
     flags, found = parse(argv, several_devices, task_type=task_type)
     problems = [*problems, *found]
@@ -137,28 +137,28 @@ def read_command_line(
 def starts_processes(
     multi: MultiDeviceFlags | None, environment: RankEnvironment | None
 ) -> TypeGuard[MultiDeviceFlags]:
-    """Returns whether this process must spawn the ranks itself."""
+    """Returns whether this process must start the ranks, because no launcher has."""
     return multi is not None and multi.has_processes and environment is None
 
 
 def start_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str], run: Callable[..., int]) -> int:
-    """Trains in new processes; returns the exit status.
+    """Trains in new processes, one per rank, and returns the exit status.
 
     argv: the whole command line. run: `run_process`, or a picklable function with the same positional arguments.
     """
     world_size = num_processes(multi, device)
     if world_size == 1 and multi.nproc is None:
         say("One process, because this machine shows at most one device; --nproc N starts more.")
-    # a restart must not move aside what it resumes
+    # --fresh must not apply again, or a restart would move the run that it resumes
     again = [*argv, "--fresh=false"]
     start, start_again = (functools.partial(run, arguments, True) for arguments in (list(argv), again))
     return launch(start, world_size, start_again)
 
 
 def run_command(flags: Flags, argv: Sequence[str], strategy: Strategy) -> int:
-    """Trains, evaluates, predicts or exports; returns the exit status. Raises UserError."""
+    """Trains, evaluates, predicts or exports, and returns the exit status. Raises UserError."""
     set_up_torch(flags, strategy.group)
-    if strategy.group.is_main and flags.prediction.predict is None:  # which prints its table to standard output
+    if strategy.group.is_main and flags.prediction.predict is None:  # --predict may print its table to standard output
         for remark in flags.from_run.remarks:
             say(remark)
     if flags.prediction.predict is not None:

@@ -1,4 +1,4 @@
-"""Converts between dataclasses and command-line flags; reports all problems of a command line at once."""
+"""Converts between dataclasses and command-line flags, and reports all problems of a command line together."""
 
 import argparse
 import dataclasses
@@ -19,21 +19,21 @@ from trainer.common.errors import UserError, shortened
 from trainer.common.validation import checked_path, checked_text, expanded
 
 LARGEST = 2**63 - 1
-"""Largest integer of a flag (int64)."""
+"""Largest integer that a flag accepts (int64)."""
 _LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
 class FlagGroup:
-    """Base of dataclasses whose fields are flags.
+    """Base class of dataclasses whose fields are command-line flags.
 
-    The first line of the docstring is the heading in `--help`; the rest is printed below it.
+    The first line of a subclass's docstring is its heading in `--help`; `--help-all` prints the rest below the heading.
     """
 
     recorded: ClassVar[bool] = True
-    """Whether a run records these flags; False if they do not describe it but request an action."""
+    """Whether a run records these flags; False for flags that request an action instead of describing the run."""
 
     def problems(self) -> list[str]:
-        """Returns problems between these values, one sentence each."""
+        """Returns one sentence for each contradiction between the group's values."""
         return []
 
 
@@ -53,20 +53,20 @@ def flag(
 ) -> Any:
     """Defines a dataclass field that is a command-line flag.
 
-    help: `--help` shows its text up to the first ";", `--help-all` the whole.
-    common: shown in `--help`, which also shows every flag of a group that has no common one.
-    hidden: neither shown in `--help-all` nor recorded.
-    local: may differ between the processes of a run, since it does not affect learning, such as where a machine keeps
-        its data; other flags must agree.
-    from_record: what happens to the recorded value when another command line names a run's record. "ignored" suits
-        flags about how a run was started; "refused" suits files with code (FILE:CLASS), or to write or start from,
-        since somebody else may have made the record.
-    excludes: fields that must not be given together with it, unless one of the two is None, False or 0. Over a lower
-        layer, such as a file under the command line, each displaces the other.
-    displaces: fields of lower layers that a changed value displaces, unless their `needs` name that value; both may be
-        given together.
-    needs: maps another field, such as "model", to the values that use this flag; None for any value but its default.
-    limits: at_least, above, at_most, below; for numbers.
+    help: `--help` shows the text up to the first ";", `--help-all` the whole text.
+    common: `--help` shows the flag; in a group without common flags `--help` shows every flag.
+    hidden: the flag is neither shown in `--help-all` nor recorded.
+    local: the flag may differ between the processes of a run, since it does not affect learning, such as a data folder.
+        All other flags must agree.
+    from_record: whether a recorded value is taken, ignored or refused when `--config` names a run's config.json. Use
+        "ignored" for flags about how a run was started, and "refused" for files that are executed (FILE:CLASS), written
+        or loaded, since the config.json may come from somebody else.
+    excludes: fields that must not be given together with this flag, unless one of the two is None, False or 0. A value
+        on the command line overrides an excluded value from a file.
+    displaces: fields whose values from a file are dropped when the command line changes this flag, unless their `needs`
+        list the new value. Both flags may be given together.
+    needs: maps another field, such as "model", to its values that use this flag; None: every value except the default.
+    limits: at_least, above, at_most, below: bounds of a number.
     """
     assert limits.keys() <= _LIMITS.keys()
     about = {
@@ -77,32 +77,32 @@ def flag(
 
 
 def flag_name(field_name: str) -> str:
-    """Returns a field's flag: save_dir -> --save-dir."""
+    """Returns the flag of a field: save_dir -> --save-dir."""
     return "--" + field_name.replace("_", "-")
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """Suggests a known name similar to an unknown one, ignoring leading dashes."""
+    """Suggests the known name most similar to an unknown name; leading dashes do not count."""
     by_core = {other.lstrip("-"): other for other in known}
     found = difflib.get_close_matches(name.lstrip("-"), by_core, n=1)
     return f"did you mean {by_core[found[0]]}?" if found else "see --help"
 
 
 def shown(value: Any) -> str:
-    """Formats a flag's value as typed."""
+    """Formats a flag's value as it is typed on a command line."""
     if value is None:
         return "(none)"
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 def flags_without(group: FlagGroup, needed: str, fields: Iterable[str]) -> list[str]:
-    """Returns a sentence for each given field that has no effect without another flag."""
+    """Returns a sentence for each of the fields that was given although it has no effect without the flag `needed`."""
     unused = given_flags(group, fields)
     return [f"{given}: does nothing without {needed}; add it, or leave this out" for given in unused]
 
 
 def given_flags(group: FlagGroup, fields: Iterable[str]) -> list[str]:
-    """Returns the fields that differ from their defaults, as typed on a command line."""
+    """Returns the flags whose values differ from their defaults, as typed on a command line."""
     values = {name: getattr(group, name) for name in fields}
     return [
         flag_name(name) if value is True else f"{flag_name(name)} {shown(value)}"
@@ -112,10 +112,10 @@ def given_flags(group: FlagGroup, fields: Iterable[str]) -> list[str]:
 
 
 class Option:
-    """A dataclass field as a flag.
+    """A dataclass field as a command-line flag.
 
-    name: a switch that is on by default gets a --no- flag. type: of the value, or of a list's items. words: allowed in
-    place of a number.
+    name: the flag; a switch that is on by default gets a --no- flag. type: type of the value, or of a list's items.
+    words: strings accepted in place of a number, such as "auto".
     """
 
     help: str
@@ -149,26 +149,26 @@ class Option:
 
     @property
     def text(self) -> str:
-        """The help without `without_value`."""
+        """Help text without its final "(default: ...)"."""
         return self.help.partition(" (default: ")[0]
 
     @property
     def without_value(self) -> str:
-        """The default behaviour described at the end of the help, for a flag without a default value."""
+        """Text of the help's final "(default: ...)", which describes the behaviour without a value, or ""."""
         return self.help.partition(" (default: ")[2].removesuffix(")")
 
     @property
     def is_of_launcher(self) -> bool:
-        """Returns whether a launcher sets it per process, so that files and Python cannot."""
+        """Whether only a launcher sets this flag, for each process; config files and `fit` do not accept it."""
         return self.hidden and self.local
 
     @property
     def adds_up(self) -> bool:
-        """Returns whether repeating it adds values (lists of files or strings) rather than replaces them."""
+        """Whether repeating the flag adds values instead of replacing them, as for lists of files or strings."""
         return self.is_list and self.type in (Path, str)
 
     def to_plain(self, value: Any) -> Any:
-        """Converts a value for JSON, TOML and checkpoints; a switch becomes whether it is given."""
+        """Converts a value for JSON, TOML and checkpoints; for a switch, returns whether it was given."""
         if self.is_switch:
             return value != self.default
         if isinstance(value, tuple):
@@ -179,7 +179,7 @@ class Option:
         return self.checked(value) != self.default if self.is_switch else self.checked(value)
 
     def checked(self, value: Any) -> Any:
-        """Validates a value from outside the command line. Raises ValueError with the requirement."""
+        """Validates a value from a file or from Python. Raises ValueError with the requirement."""
         if self.is_switch:
             if not isinstance(value, bool):
                 raise ValueError("must be true or false")
@@ -192,7 +192,7 @@ class Option:
             raise ValueError("must be a list")
         if not value and self.default != ():
             raise ValueError("must have at least one value")
-        if self.type is str:  # such as names that are numbers
+        if self.type is str:  # accepts names that are written as numbers
             value = [str(part) if type(part) is int else part for part in value]
         return tuple(map(self._checked_one, value))
 
@@ -205,13 +205,13 @@ class Option:
         return self._parse_one(str(value))
 
     def is_for_users_alone(self, value: Any) -> bool:
-        """Returns whether a value must not come from a record; see `flag`."""
+        """Returns whether only the user may give this value, never a run's config.json; see `flag`."""
         texts = value if isinstance(value, tuple) else (value,)
         named = any(isinstance(text, Path) or (isinstance(text, str) and ":" in text) for text in texts)
         return self.from_record == "refused" and named
 
     def as_typed(self, value: Any) -> str:
-        """Formats a non-default value as typed in a shell."""
+        """Formats a value that differs from the default as it is typed in a shell."""
         if self.is_switch:
             return self.name
         return f"{self.name} {shlex.join(map(str, value if isinstance(value, tuple) else (value,)))}"
@@ -225,8 +225,8 @@ class Option:
         return [f"{self.name}={text}" for text in (values if self.adds_up else [",".join(map(str, values))])]
 
     def parse(self, given: Any) -> Any:
-        """Parses the words of the command line. Raises ValueError with a complete message."""
-        # lists are separated by commas, spaces or both; file names may contain commas
+        """Parses the flag's words from the command line. Raises ValueError with a complete message."""
+        # values are separated by commas, spaces or both; files only by spaces, since file names may contain commas
         texts = [given]
         if self.is_list:
             texts = given if self.type is Path else re.split(",?\n|,", "\n".join(given))
@@ -252,7 +252,7 @@ class Option:
             raise ValueError(f"must be {self._kind}")
         if self.type is Path:
             path = checked_path(text)
-            return path if path == self.default else expanded(path)  # a default keeps its recorded form
+            return path if path == self.default else expanded(path)  # a default is recorded as written
         if self.type not in (int, float):
             return checked_text(text)
         if text in self.words:
@@ -278,7 +278,7 @@ class Option:
 
 
 def options(*group_types: type) -> dict[str, Option]:
-    """Returns the flags of groups by field name."""
+    """Returns the options of groups by field name."""
     return {field: option for group_type in group_types for field, option in _options_of(group_type).items()}
 
 
@@ -289,7 +289,7 @@ def _options_of(group_type: type) -> dict[str, Option]:
 
 
 def flag_values(*groups: Any, with_local: bool = True) -> dict[str, Any]:
-    """Returns every flag's JSON-compatible value. with_local: include flags marked `local`."""
+    """Returns the values of all visible flags, in JSON types, by flag. with_local: include flags marked `local`."""
     return {
         option.name: option.to_plain(getattr(group, field))
         for group in groups
@@ -299,9 +299,9 @@ def flag_values(*groups: Any, with_local: bool = True) -> dict[str, Any]:
 
 
 def group_from_values(group_type: type, values: Mapping[str, Any]) -> Any:
-    """Reverses `flag_values` for one group; missing flags get their defaults.
+    """Builds a group from the result of `flag_values`; missing flags get their defaults.
 
-    values: of this and perhaps other groups. Raises ValueError for a value that the flag rejects.
+    values: by flag; flags of other groups are ignored. Raises ValueError for a value that its flag rejects.
     """
     given = {field: option for field, option in options(group_type).items() if option.name in values}
     return group_type(
@@ -310,9 +310,9 @@ def group_from_values(group_type: type, values: Mapping[str, Any]) -> Any:
 
 
 def checked_defaults(group_types: Sequence[type], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Validates new defaults for flags of the groups, by field name.
+    """Validates new default values for flags of the groups, by field name.
 
-    Raises TypeError for an unknown field, ValueError for a value that the flag rejects.
+    Raises TypeError for an unknown field and ValueError for a value that its flag rejects.
     """
     known = options(*group_types)
     defaults = with_new_names(defaults, known)
@@ -323,7 +323,7 @@ def checked_defaults(group_types: Sequence[type], defaults: Mapping[str, Any]) -
 
 
 def with_new_names(settings: Mapping[str, Any], known: Mapping[str, Option]) -> dict[str, Any]:
-    """Returns settings by field name; accepts a switch's older name: `test=False` -> `no_test=True`."""
+    """Returns settings by field name, with the older names of switches replaced: `test=False` -> `no_test=True`."""
     renamed = {}
     for name, value in settings.items():
         is_old = name not in known and f"no_{name}" in known and isinstance(value, bool)
@@ -341,9 +341,9 @@ def _stated(option: Option, value: Any, convert: Callable[[Any], Any]) -> Any:
 def arguments_of(
     group_types: Sequence[type], settings: Mapping[str, Any], elsewhere: Mapping[str, str] = {}
 ) -> tuple[list[str], list[str]]:
-    """Converts settings by field name to a command line, and returns problems found on the way.
+    """Converts settings by field name to a command line; returns the command line and the problems found.
 
-    A switch is True or False like its field, a list also a tuple or range; None keeps a flag's default. elsewhere: see
+    A switch takes True or False; a list may also be a tuple or range; None leaves the flag out. elsewhere: see
     `parse_flags`.
     """
     known = options(*group_types)
@@ -373,15 +373,15 @@ def parse_flags(
     elsewhere: Mapping[str, str] = {},
     stated: Collection[str] = (),
 ) -> tuple[list[Any], list[str]]:
-    """Builds one object per group from the command line.
+    """Parses a command line into one object per group, and returns the objects and all problems.
 
-    command: precedes the flags of a program with several commands; `--help` shows it.
-    defaults: override the fields' own defaults, by field name; see `checked_defaults`.
-    elsewhere: flags of another program, with the message for users who give them to this one.
-    stated: fields of `defaults` that the user has written, perhaps as the flag's own default.
+    command: name of the command that precedes the flags, for a program with several commands; `--help` shows it.
+    defaults: values by field name that replace the fields' own defaults; see `checked_defaults`.
+    elsewhere: messages by flag, for flags that only another program accepts.
+    stated: fields of `defaults` that the user has written, even if the value equals the field's own default.
 
-    Returns the objects and all problems. A flag with a problem keeps its default in the objects, so that further
-    problems can be found. `--help` and `--help-all` print and exit with status 0.
+    A flag with a problem keeps its default in the objects, so that further problems can be found. `--help` and
+    `--help-all` print the help and exit with status 0.
     """
     shows_all = "--help-all" in names_given(argv)
     parser = build_parser(group_types, description, epilog, defaults, command, shows_all)
@@ -394,7 +394,7 @@ def parse_flags(
         for group_type in group_types
     ]
     for field, option in options(*group_types).items():
-        # An invalid default would be recorded, and rejected then; paths are checked where they are read.
+        # A run could record an invalid default but not read it back. Paths are checked when they are opened.
         if field not in values and option.type is not Path:
             try:
                 option.from_plain(option.to_plain(option.default))
@@ -405,7 +405,7 @@ def parse_flags(
 
 
 def _conflicts(groups: Sequence[FlagGroup], values: Mapping[str, Any], stated: Collection[str]) -> list[str]:
-    """Returns a sentence for each pair of exclusive flags, and for each flag unused by its companion's value."""
+    """Returns a sentence for each pair of flags that exclude each other and for each flag without effect."""
     known = options(*map(type, groups))
     others = {field for field, option in known.items() if values.get(field, option.default) != option.default}
     given = {
@@ -437,7 +437,7 @@ def _own_problems(group: Any) -> Sequence[str]:
 def values_given(
     group_types: Sequence[type], argv: Sequence[str], parser: argparse.ArgumentParser | None = None
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Returns the values given by field name, problems, and words that no flag accepts."""
+    """Returns the given values by field name, the problems, and the words that no flag accepts."""
     parser = parser or build_parser(group_types, "")
     parsed, unknown = parser.parse_known_args(_with_dashes(argv))
     values, problems = {}, []
@@ -458,12 +458,12 @@ def build_parser(
     command: str = "",
     shows_all: bool = True,
 ) -> argparse.ArgumentParser:
-    """Builds an argparse parser of the groups' flags. Values stay strings, validated together later.
+    """Builds an argparse parser for the groups' flags; it returns values as strings, without validating them.
 
     Groups with the same heading share a section of the help.
 
-    defaults: shown by `--help` instead of the fields' own, by field name. command: see `parse_flags`. shows_all: show
-    every flag with its whole text, or only common ones on a line each.
+    defaults: values by field name that `--help` shows instead of the fields' own defaults. command: see `parse_flags`.
+    shows_all: show every flag with its whole help; otherwise one line for each common flag.
     """
     parser = argparse.ArgumentParser(
         usage=" ".join(["%(prog)s", *([command] if command else []), "[flags]"]),
@@ -485,7 +485,7 @@ def build_parser(
         known = options(group_type)
         chosen = [option for option in known.values() if option.common] or list(known.values())
         for field, option in known.items():
-            # a flag without a value must not end parsing and hide other problems
+            # a flag without its value must not stop parsing, which would hide other problems
             how: dict[str, Any] = {"nargs": "?", "const": "true" if option.is_switch else ""}
             if option.is_list:
                 how = {"nargs": "*", "action": "extend" if option.adds_up else "store"}
@@ -502,7 +502,7 @@ def build_parser(
 
 
 def described(group_type: type) -> tuple[str, str]:
-    """Returns a group's heading and the text below it."""
+    """Returns a group's heading in the help, and the text below the heading."""
     heading, _, text = inspect.cleandoc(group_type.__doc__ or group_type.__name__).partition("\n")
     return heading.rstrip("."), text.strip()
 
@@ -511,7 +511,7 @@ def _help_text(option: Option, default: Any, is_whole: bool) -> str:
     text, without = option.text, option.without_value
     if option.is_switch:
         without = "true" if default != option.default else ""
-    elif default is not None and default != "":  # a value replaces the description of having none
+    elif default is not None and default != "":  # a default value replaces the description
         without = shown(default)
     if is_whole:
         return f"{text} (default: {without})" if without else text
@@ -520,7 +520,7 @@ def _help_text(option: Option, default: Any, is_whole: bool) -> str:
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows required values, though the parser treats them as optional, and no value for switches."""
+    """Help formatter that shows a value for every flag except switches, although argparse treats values as optional."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28)
@@ -538,7 +538,7 @@ def _with_dashes(argv: Sequence[str]) -> list[str]:
 
 
 def names_given(argv: Sequence[str]) -> set[str]:
-    """Returns the flags on a command line, spelled with dashes."""
+    """Returns the names of the flags on a command line, with dashes instead of underscores."""
     return {token.partition("=")[0] for token in _with_dashes(argv) if token.startswith("--")}
 
 
@@ -551,7 +551,7 @@ def _unknown_problems(
             name = token.partition("=")[0]
             unknown = f"no such flag; {hint(name, parser._option_string_actions)}"
             found.append(f"{token}: {elsewhere.get(name, unknown)}")
-        elif not previous.startswith("-"):  # else the value of an unknown flag
+        elif not previous.startswith("-"):  # otherwise the token is the value of an unknown flag
             found.append(f"{token}: not expected here; every setting is a flag, see --help")
     return found
 

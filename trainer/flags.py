@@ -1,4 +1,4 @@
-"""All flags of the trainer, grouped as in `--help`. Tasks define their own in `Config`."""
+"""All flags of the trainer, grouped as in `--help`. A task defines its own flags in `Task.Config`."""
 
 import os
 import re
@@ -16,13 +16,13 @@ from trainer.config import FlagGroup, flag, flag_name, shown
 
 DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lockstep"
 MOST_SAMPLES = 2**31 - 1
-"""Largest batch size; products of larger numbers exceed array indices."""
+"""Largest batch size; products of larger batch sizes would overflow int64."""
 MOST_THREADS = 1024
-"""Most threads of a process; starting far more fails silently."""
+"""Largest number of threads per process; starting far more threads fails silently."""
 MOST_PROCESSES = 1024
-"""Most processes of a machine."""
+"""Largest number of processes per machine."""
 LOGGERS = ("wandb", "mlflow")
-"""Names that `--logger` accepts besides a file and class."""
+"""Names that `--logger` accepts, besides FILE:CLASS."""
 RETIRED = {
     "--hang-timeout-s": "was removed: --dist-timeout-s is the only time limit; leave it out",
     "--straggler-factor": "was removed: a rank is slow above 1.3 times the median; leave it out",
@@ -31,14 +31,14 @@ RETIRED = {
     "--job-id": "was removed: a lock that is not renewed is taken over automatically; leave it out",
     "--unreadable": "was renamed to --on-bad, with drop instead of skip",
 }
-"""Messages for retired flags. Files and records that contain one are read without it."""
+"""Messages for retired flags. Config files and checkpoints that contain a retired flag are read without it."""
 Schedule = Literal["cosine", "linear", "constant", "wsd", "plateau"]
 
 
 ADAM = {"optimizer": ("adamw", "adam", "muon")}
 FSDP = {"multi_gpu": forms.SHARDING}
 NOT_WITH_A_USE = ("fresh", "init_from", "init_from_partial", "eval_only")
-"""Flags excluded where weights are used without training."""
+"""Fields that exclude `--predict`, `--sample` and `--export`, which use weights without training."""
 
 
 @dataclass
@@ -493,7 +493,7 @@ class MultiDeviceFlags(FlagGroup):
 
 @dataclass
 class TrainerFlags:
-    """The flags of every task by group; `multi` only in multi-device programs."""
+    """Values of the trainer's flags, one attribute per group; `multi` is None in single-device programs."""
 
     run: RunFlags
     batch: BatchFlags
@@ -513,4 +513,4 @@ GROUPS: dict[str, type[FlagGroup]] = {
     field.name: (get_args(field.type) or (field.type,))[0] for field in fields(TrainerFlags)
 }
 TRAINER_GROUPS = tuple(GROUPS.values())
-"""Groups in the order of `--help`, with multi-device flags last."""
+"""Groups of flags in the order of `--help`; multi-device flags come last."""

@@ -1,4 +1,4 @@
-"""The workloads of a program, found by the value of `--task` or by class."""
+"""Finds a workload's class by the value of `--task`, and the value of `--task` by class."""
 
 import importlib
 import importlib.util
@@ -11,14 +11,14 @@ from trainer.common.validation import find_class
 from trainer.task import Task
 
 Registry = Mapping[str, "str | type[Task]"]
-"""Maps names for `--task` to "module:Class", imported on use, or classes; the first is the default."""
+"""Maps names for `--task` to classes, or to "module:Class" strings imported on use; the first entry is the default."""
 
 PACKAGE = __name__.rpartition("trainer.")[0] + "tasks"
-"""Package beside the trainer whose TASKS are the default workloads."""
+"""Package next to the trainer whose TASKS are the default workloads."""
 SCRIPT = "ScriptOfFit"
-"""Class that `trainer.fit` creates from a model, data and a loss; only the calling script has them."""
+"""Name of the class that `trainer.fit` creates from a model, data and a loss; only the calling script can create it."""
 IN_NO_FILE = "__main__"
-"""Stands for the file of a class without one."""
+"""Replaces the file name of a class that is not defined in a file."""
 
 _handed_in: Registry | None = None
 
@@ -26,8 +26,8 @@ _handed_in: Registry | None = None
 def hand_in(tasks: Registry) -> None:
     """Sets the workloads of this process.
 
-    Unloads the packages that contain them until one is chosen, because a user's task may have packages of the same
-    name.
+    Also unloads the packages that contain the workloads, because a user's task file may import its own package with the
+    same name.
     """
     global _handed_in
     _handed_in = tasks
@@ -38,9 +38,9 @@ def hand_in(tasks: Registry) -> None:
 
 
 def workloads() -> Registry:
-    """Returns the workloads set by the program, by default those of PACKAGE, as for scripts and notebooks.
+    """Returns the workloads set by `hand_in`; without a call of it, as in scripts, the workloads of PACKAGE.
 
-    That package is imported lazily, and only from beside the trainer, since a user's package may have its name.
+    PACKAGE is imported only from the folder that contains the trainer, since a user's package may have the same name.
     """
     if _handed_in is not None:
         return _handed_in
@@ -52,7 +52,7 @@ def workloads() -> Registry:
 
 
 def default_task() -> str:
-    """Returns the first workload's name; "" if there are none."""
+    """Returns the name of the first workload; "" if there are no workloads."""
     return next(iter(workloads()), "")
 
 
@@ -73,9 +73,9 @@ def find_task(name: str) -> type[Task]:
 
 
 def name_of(task_type: type[Task]) -> str:
-    """Returns the value of `--task` for a class, with the absolute path of its file.
+    """Returns the value of `--task` for a class: a workload's name, or its file's absolute path and its name.
 
-    A class without a file, as in a notebook, is "__main__:ClassName", found only by this process.
+    A class of a notebook is named "__main__:ClassName", which only this process can find.
     """
     place = f"{task_type.__module__}:{task_type.__qualname__}"
     for name, entry in workloads().items():
@@ -85,15 +85,15 @@ def name_of(task_type: type[Task]) -> str:
 
 
 def source_file(task_type: type[Task]) -> Path | None:
-    """Returns the file that defines a class; None for notebook cells and prompts."""
+    """Returns the file that defines a class; None for a class defined in a notebook or at a prompt."""
     file = getattr(sys.modules.get(task_type.__module__), "__file__", None)
     return Path(file).resolve() if file is not None and Path(file).is_file() else None
 
 
 def known_task(name: str) -> type[Task] | None:
-    """Returns the class named by a run, if it is a workload or defined in this process.
+    """Returns the class that a run names, if it is a workload or defined in this process; otherwise None.
 
-    Files named by a run are not executed, since somebody else may have made it. Raises UserError for a script's class.
+    No file is executed, since the run may come from somebody else. Raises UserError for a class made by `trainer.fit`.
     """
     _refuse_script(name)
     return find_task(name) if name in workloads() else _defined_task(name)
@@ -109,9 +109,9 @@ def _refuse_script(name: str) -> None:
 
 
 def _defined_task(name: str) -> type[Task] | None:
-    """Returns the latest class defined in this process for a value of `--task`.
+    """Returns the class of a `--task` value that was defined last in this process; None if there is none.
 
-    Importing its file again would run it again, and it may be the calling script.
+    Does not import the class's file, which may be the calling script and would run again.
     """
     file, _, class_name = name.rpartition(":")
     whole = name if file == IN_NO_FILE else f"{Path(file).resolve()}:{class_name}"
@@ -125,9 +125,9 @@ def _defined_task(name: str) -> type[Task] | None:
 
 
 def is_same_task(one: str, other: str) -> bool:
-    """Returns whether two values of `--task` name the same task; folders do not count.
+    """Returns whether two values of `--task` name the same task; the folder of a file does not count.
 
-    A notebook's class may have moved into a file since, or out of one.
+    A notebook's class matches a class of the same name in any file, since it may have been moved to the file.
     """
     file, _, class_name = without_folder(one).rpartition(":")
     other_file, _, other_class = without_folder(other).rpartition(":")
@@ -135,6 +135,6 @@ def is_same_task(one: str, other: str) -> bool:
 
 
 def without_folder(name: str) -> str:
-    """Returns a value of `--task` without its file's folder, equal on all machines."""
+    """Returns a value of `--task` without the folder of its file, which may differ between machines."""
     file, colon, class_name = name.rpartition(":")
     return f"{Path(file).name}{colon}{class_name}"

@@ -1,4 +1,4 @@
-"""Makes a task of a script's model, data and loss; see `trainer.fit`."""
+"""Builds a task from a script's model, data and loss; see `trainer.fit`."""
 
 import copy
 import hashlib
@@ -37,7 +37,7 @@ class ScriptFlags(FlagGroup):
 
 @dataclass(frozen=True)
 class Job:
-    """Arguments of `trainer.fit`. sources: data by split. remarks: which settings were taken from the DataLoaders."""
+    """Arguments of `trainer.fit`. sources: data by split. remarks: sentences on settings taken from DataLoaders."""
 
     model: nn.Module
     loss: Loss
@@ -49,7 +49,7 @@ class Job:
 
 
 class Script(Task):
-    """A job as a task; `task_of` makes a subclass for each job."""
+    """Task of a `Job`; `task_of` creates a subclass for each job."""
 
     Config = ScriptFlags
     job: ClassVar[Job]
@@ -83,7 +83,7 @@ class Script(Task):
 
 
 class Rows(Objective):
-    """A model with a loss that returns a number for each sample."""
+    """Objective of a model and a loss function that returns one number per sample."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__(model)
@@ -97,7 +97,7 @@ class Rows(Objective):
         return {name: self._sum(name, value, len(batch["weight"])) for name, value in rows.items()}
 
     def _sum(self, name: str, row: object, num_samples: int) -> Tensor:
-        """Sums a row. Raises UserError unless it has one number for each sample; a mean has not."""
+        """Sums a loss or metric over samples. Raises UserError unless `row` is a tensor with one number per sample."""
         if isinstance(row, Tensor) and row.shape == (num_samples,):
             return row.sum()
         what = f"shape {tuple(row.shape)}" if isinstance(row, Tensor) else f"a {type(row).__name__}"
@@ -109,10 +109,10 @@ class Rows(Objective):
 
 
 def task_of(model: nn.Module, train: Any, loss: Loss, settings: dict[str, Any]) -> type[Script]:
-    """Makes a task class of the arguments of `trainer.fit`.
+    """Creates a task class from the arguments of `trainer.fit`.
 
-    settings: keyword arguments of `fit`. Removes those that are not flags, and adds flags that loaders and the
-    optimizer set, unless they are given. Raises UserError.
+    settings: keyword arguments of `fit`; changed in place: arguments that are not flags are removed, and flags that
+    DataLoaders or the optimizer determine are added unless they are given. Raises UserError.
     """
     names, collate, optimizer = (settings.pop(name, None) for name in ("names", "collate", "optimizer"))
     others = {split: settings.pop(split, None) for split in ("val", "test")}
@@ -125,7 +125,7 @@ def task_of(model: nn.Module, train: Any, loss: Loss, settings: dict[str, Any]) 
     remarks = [_taken(name, source, settings) for name, source in sources.items() if isinstance(source, DataLoader)]
     try:
         own = copy.deepcopy(model).cpu()
-    except Exception as error:  # whatever a module of the user's raises
+    except Exception as error:  # a user's module may raise anything
         raise UserError(f"fit: the model cannot be copied ({type(error).__name__}: {error}); build it again") from None
     function = loss.func if isinstance(loss, partial) else loss
     settings["loss"] = _identity(function)
@@ -134,7 +134,7 @@ def task_of(model: nn.Module, train: Any, loss: Loss, settings: dict[str, Any]) 
 
 
 def _identity(function: Any) -> str:
-    """Returns a function's qualified name, with a digest of its source if that can be read."""
+    """Returns a function's qualified name, followed by a digest of its source code if that can be read."""
     named = function if hasattr(function, "__qualname__") else type(function)
     try:
         source = inspect.getsource(named)
@@ -147,7 +147,7 @@ def _identity(function: Any) -> str:
 def predicted(
     task_type: type[Script], model: nn.Module, dataset: Any, outputs: Outputs | None, batch_size: int
 ) -> Tensor:
-    """Returns a trained model's output for each item, as `SavedRun.predict` does."""
+    """Returns a trained model's output for each item of a data set; see `SavedRun.predict`."""
     job, device = task_type.job, pick_device("auto")
     dataset, collate = _items(dataset)
     if not is_keyed(dataset):
@@ -170,14 +170,14 @@ def predicted(
 
 
 def _items(source: Any) -> tuple[Any, Any]:
-    """Returns a DataLoader's data set (or the source itself) and its collate_fn, unless that is `default_collate`."""
+    """Returns a DataLoader's data set and collate_fn (None for `default_collate`), or another source and None."""
     if not isinstance(source, DataLoader):
         return source, None
     return source.dataset, None if source.collate_fn is default_collate else source.collate_fn
 
 
 def _taken(name: str, loader: DataLoader[Any], settings: dict[str, Any]) -> str:
-    """Adds the flags that a loader sets, and returns a remark that names them. Raises UserError."""
+    """Adds the flags that a DataLoader determines to `settings`; returns a sentence on them. Raises UserError."""
     _refuse_settings(name, loader)
     flags, order = {"eval_batch_size": loader.batch_size}, ""
     if name == "train":
@@ -190,11 +190,11 @@ def _taken(name: str, loader: DataLoader[Any], settings: dict[str, Any]) -> str:
 
 
 def _refuse_settings(name: str, loader: DataLoader[Any]) -> None:
-    """Raises UserError for settings of a DataLoader that the trainer, which orders samples itself, cannot keep."""
+    """Raises UserError if a DataLoader determines the order of samples, which only the trainer may do."""
     sampler, found = loader.sampler, []
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
-        return  # refused by from_dataset
+        return  # from_dataset refuses it
     is_random = isinstance(sampler, RandomSampler) and not sampler.replacement and len(dataset) == sampler.num_samples
     if type(sampler) is not SequentialSampler and not is_random:
         found.append(f"the sampler {type(sampler).__name__}")
@@ -212,7 +212,7 @@ def _refuse_settings(name: str, loader: DataLoader[Any]) -> None:
 
 
 def _builder(optimizer: Any, settings: dict[str, Any]) -> Callable[..., torch.optim.Optimizer] | None:
-    """Returns a function of parameter groups and lr, or None if a flag names the optimizer. Raises UserError."""
+    """Returns a function that builds the optimizer of `fit`; None if a flag names the optimizer. Raises UserError."""
     if optimizer is None or isinstance(optimizer, str):
         settings |= {} if optimizer is None else {"optimizer": optimizer}
         return None

@@ -1,4 +1,4 @@
-"""The contract of a workload, all that the loop knows about it."""
+"""Defines the interface between the training loop and a workload: `Task` and `Objective`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,20 +25,20 @@ ProgressBar = Callable[[Iterable[Any], str], Iterable[Any]]
 
 
 class PerSample(NamedTuple):
-    """Output per sample of an objective in eval mode, for metrics that do not add up: AUC, F1, BLEU.
+    """Per-sample output of an objective in eval mode, for metrics that are not sums over samples: AUC, F1, BLEU.
 
-    values: (B, ...), one row per sample, of the same row shape in all batches; any type.
+    values: (B, ...) of any dtype, one entry per sample; all batches have the same shape beyond dim 0.
     """
 
     values: Tensor
 
 
 class Exported(NamedTuple):
-    """A module for `--export`, with one call of it.
+    """A module for `--export`, with example inputs and their output.
 
-    inputs: by name and in the order of its forward's arguments. expected: the trained model's output: tensors, or
-    tuples, lists or dictionaries of them. lengths: dynamic dimensions by input; dimensions that differ between the
-    calls of several batches, such as the number of samples, are dynamic anyway.
+    inputs: by name, in the order of the forward's arguments. expected: the trained model's output for `inputs`:
+    tensors, or tuples, lists or dictionaries of tensors. lengths: dynamic dimensions by input; dimensions that differ
+    between batches, such as the number of samples, are always dynamic.
     """
 
     program: nn.Module
@@ -48,10 +48,10 @@ class Exported(NamedTuple):
 
 
 class Baseline(NamedTuple):
-    """A simple method's scores on a run's data.
+    """Scores of a simple method on a run's data.
 
-    metrics: by the names of the run's, such as "val/ndcg@10". flags: of the task, to train it by a command line; empty
-    if it is not a model of the task.
+    metrics: by the run's names, such as "val/ndcg@10". flags: the task's flags that train this method on the command
+    line; "" if no flags do.
     """
 
     metrics: Mapping[str, float]
@@ -64,12 +64,12 @@ class NoFlags(FlagGroup):
 
 
 class At(NamedTuple):
-    """The run's position, available to a task as `at`.
+    """A run's position, which the task's methods read as `self.at`.
 
-    step, num_steps: optimizer steps done, over all phases, and in the whole run. epoch: the current one, from 0.
-    progress: completed share of the run, from 0 to 1; in a step, at its middle. phase: of the step; "" between steps.
-    split: the data set being evaluated, such as "val"; "train" in a step and for training metrics. state: last result
-    of `Task.after_validation`.
+    step: completed optimizer steps, over all phases. num_steps: optimizer steps of the whole run. epoch: current epoch,
+    from 0. progress: completed share of the run, from 0 to 1; within a step, the share at the step's middle. phase: the
+    current step's phase; "" between steps. split: the data set being evaluated, such as "val"; "train" within a step
+    and for training metrics. state: last result of `Task.after_validation`.
     """
 
     step: int = 0
@@ -84,7 +84,7 @@ class At(NamedTuple):
 
 
 Outputs = Mapping[str, Tensor | PerSample]
-"""An objective's results by name; in train mode `Sums`."""
+"""Results of an objective by name; `Sums` in train mode."""
 Picture = np.ndarray
 """An image for TensorBoard: (height, width, 3) uint8 RGB."""
 
@@ -92,37 +92,37 @@ Picture = np.ndarray
 class Objective(SeesConversions):
     """A model together with its loss.
 
-    `model` owns every parameter and persistent buffer, so a checkpoint's `model` entry loads into the plain model
-    without any trainer.
+    `model` owns every parameter and persistent buffer, so the entry `model` of a checkpoint is the state dict of an
+    ordinary nn.Module.
 
-    In train mode `forward(batch, phase)` returns sums over the batch's samples, including "loss"; in eval mode
-    `forward(batch)` returns addable statistics, and `PerSample` for what does not add up. A sum has any shape without a
-    batch dimension.
+    In train mode `forward(batch, phase)` returns sums over the batch's samples, including "loss". In eval mode
+    `forward(batch)` returns sums, and `PerSample` for metrics that are not sums over samples. A sum is a tensor of any
+    shape without a batch dimension.
 
-    A loss that couples all samples of a step defines `outputs` and `joint_loss` instead of `forward`.
+    For a loss that couples all samples of a step, define `outputs` and `joint_loss` instead of `forward`.
 
-    `helpers` are modules that are neither trained nor saved, such as a teacher or a feature network of a loss. They
-    follow the model's device and type, and stay frozen in eval mode. Checkpoints hold a digest of each.
+    `helpers` are modules that are neither trained nor saved, such as a teacher or a loss's feature network. They move
+    to the model's device and dtype, and stay frozen in eval mode. A checkpoint contains a digest of each helper.
     """
 
     model: nn.Module
     helpers: Mapping[str, nn.Module] = {}
     same_masks: ClassVar[bool] = False
-    """Whether dropout draws the same numbers in all micro-batches and on all devices of a step.
+    """Whether dropout uses the same random numbers in all micro-batches and on all devices of a step.
 
-    For a model that computes the same whole, such as all nodes of a graph, for any part of the global batch.
+    Set it for a model that computes the same whole, such as all nodes of a graph, in every micro-batch.
     """
     coupled: ClassVar[bool] = False
-    """Whether the loss couples the samples of a batch on purpose, as a contrastive loss does.
+    """Whether the loss couples the samples of a micro-batch on purpose, as a contrastive loss does.
 
-    It then depends on the samples per forward, and the check that parts of a batch add up is skipped. A `joint_loss`
-    does not depend on them and does not need this.
+    Such a loss depends on the micro-batch size, so the check that the losses of two halves of a batch add up is
+    skipped. A `joint_loss` does not depend on the micro-batch size and leaves this False.
     """
 
     def __init__(self, model: nn.Module, helpers: Mapping[str, nn.Module] | None = None) -> None:
         super().__init__()
         self.model = model
-        # not as submodules, which would be saved, trained and exchanged
+        # a dictionary hides them from nn.Module, which would save, train and synchronise submodules
         self.helpers = {name: helper.eval().requires_grad_(False) for name, helper in (helpers or {}).items()}
 
     def also_converted(self) -> Iterable[nn.Module]:
@@ -133,23 +133,23 @@ class Objective(SeesConversions):
 
     @property
     def is_joint(self) -> bool:
-        """Returns whether the loss covers all rows of a step."""
+        """Whether the objective defines `joint_loss`, a loss over all samples of a step."""
         return type(self).joint_loss is not Objective.joint_loss
 
     def outputs(self, batch: Batch, phase: str = "train") -> Rows:
-        """Returns what `joint_loss` needs of each sample: tensors (B, ...) by name, of the same row shape in all
+        """Returns the inputs of `joint_loss`: tensors (B, ...) by name, with the same shape beyond dim 0 in all
         batches.
 
-        With several micro-batches per step each is computed twice, with the same dropout.
+        With several micro-batches per step, it is called twice for each of them, with the same dropout.
         """
         raise self._lacks_methods()
 
     def joint_loss(self, rows: Rows, phase: str = "train") -> Sums:
-        """Returns sums over the rows of a whole step, of all micro-batches on all devices, including "loss".
+        """Returns sums over all samples of a step, from all micro-batches on all devices, including "loss".
 
-        rows: (n, ...) each, in the order of the global batch. The trainer divides the loss by the step's weight. It may
-        use parameters of `model`; every process computes it with the same random numbers. In eval mode it gets the rows
-        of one batch of one process, and may return `PerSample` too.
+        rows: results of `outputs` for the n samples, (n, ...) each, in the order of the global batch. The trainer
+        divides the loss by the step's weight. The method may use parameters of `model`; every process draws the same
+        random numbers. In eval mode `rows` are of one batch on one process, and `PerSample` results are allowed.
         """
         raise self._lacks_methods()
 
@@ -158,33 +158,33 @@ class Objective(SeesConversions):
         return UserError(f"{name}: must have forward(batch, phase), {account}; see Objective in trainer/task.py")
 
     def after_step(self, phase: str, at: At) -> None:
-        """Runs after each optimizer step, for example to move a teacher's weights towards the student's.
+        """Called after each optimizer step, for example to move a teacher's weights towards the student's.
 
         at: the completed step; a method may omit this argument.
 
-        Called on every process, without gradients, after the phase's parameters changed; on a GPU also after a step
-        that was skipped for a non-finite loss or gradient and changed nothing.
+        Every process calls it, without gradients. On a GPU it is also called after a step that changed nothing because
+        its loss or gradient was not finite.
         """
 
     def start_evaluation(self) -> None:
-        """Computes what all batches of an evaluation share, such as all nodes of a graph, and keeps it in buffers.
+        """Computes buffers that all batches of an evaluation share, such as embeddings of all nodes.
 
-        Called in eval mode before the first batch, without gradients, in the run's precision and with the weights to
-        evaluate, on every process; also before `Task.predictions`. `Task.example_pictures` may call it.
+        Every process calls it before the first batch of an evaluation and before `Task.predictions`, in eval mode,
+        without gradients, in the run's precision, with the weights to evaluate. `Task.example_pictures` may call it.
         """
 
     def call_equally(self) -> None:
-        """Makes the number of model calls per batch independent of its samples. Raises UserError if that is impossible.
+        """Makes the number of model calls per batch independent of the batch's samples. Raises UserError if impossible.
 
-        Called under `--multi-gpu fsdp`, where each call runs collectives, so every process must make it. Objectives
-        that split their batches by size or content stop that, or refuse.
+        Called under `--multi-gpu fsdp`, where each model call runs collectives, so all processes must make equal
+        numbers of calls. An objective that splits batches by size or content must stop splitting, or raise.
         """
 
 
 class Task(ABC):
     """One workload: its data, its model with loss, its metrics.
 
-    Example of a whole task, in a file sides.py, trained by `python main.py --task sides.py:Sides --num-points 500`:
+    Example: a complete task in a file sides.py, trained by `python main.py --task sides.py:Sides --num-points 500`:
 
         from dataclasses import dataclass
 
@@ -234,40 +234,40 @@ class Task(ABC):
     """
 
     Config: ClassVar[type] = NoFlags
-    """A dataclass of `trainer.config.flag` fields, each a command-line flag. Default: none."""
+    """Dataclass of the task's command-line flags, each field made by `trainer.config.flag`. Default: no flags."""
     monitor: tuple[str, Literal["max", "min"]] = ("val/loss", "min")
     """The validation metric that defines "best", such as ("val/accuracy", "max") or ("val/far/loss", "min")."""
     phases: tuple[str, ...] = ("train",)
-    """Parts of training, each with its own data, loss, parameters and optimizers; may depend on the config.
+    """Names of the training phases, each with its own data, loss, parameters and optimizers; may depend on the config.
 
-    They follow one another within an epoch, unless `turns` says otherwise.
+    An epoch trains the phases one after another, unless `turns` alternates them.
     """
     turns: tuple[int, ...] = ()
-    """Optimizer steps of each phase before the next one's turn, such as (1, 1); empty: whole phases in turn.
+    """Optimizer steps of each phase before the next phase's turn, such as (1, 1); empty: phases do not alternate.
 
-    The first phase's data define the epoch; the others cycle through theirs, with their own epochs.
+    An epoch then ends with the first phase's data; the other phases cycle through their data in epochs of their own.
     """
     defaults: ClassVar[Mapping[str, Any]] = {}
-    """Defaults of the trainer's flags for this task, by field name: {"lr": 3e-4, "drop_last": True}."""
+    """This task's defaults for flags of the trainer, by field name: {"lr": 3e-4, "drop_last": True}."""
     examples: ClassVar[Sequence[str]] = ()
-    """Flags that `--help` shows as commands, without `--task`: ("--data-dir log.csv --save-dir checkpoints/log",)."""
+    """Flags of example commands in `--help`, without `--task`: ("--data-dir log.csv --save-dir checkpoints/log",)."""
     predict_flags: ClassVar[tuple[str, ...]] = ()
-    """Fields of `Config` that `--predict` accepts again, such as the location of data or the content of its table."""
+    """Fields of `Config` that `--predict` accepts, such as a data folder or the content of the output table."""
     hold_out_flags: ClassVar[tuple[str, ...]] = ()
-    """Fields of `Config` that choose the validation set; their flags exclude `--folds`, which chooses it too."""
+    """Fields of `Config` that choose the validation set; `--folds` also chooses it, and excludes their flags."""
     headline: tuple[str, ...] = ()
-    """Metrics that the console shows, without their split: ("loss", "ndcg@10"). Empty: all.
+    """Metrics that the console shows, without the split's name: ("loss", "ndcg@10"). Empty: all metrics.
 
-    Files and TensorBoard get all metrics.
+    Log files and TensorBoard contain all metrics.
     """
     trains: bool = True
-    """Whether this config has anything to train; if not, the command scores as with `--eval-only`."""
+    """Whether this config trains a model; if False, the command evaluates as with `--eval-only`."""
     fitted: bool = False
-    """Whether `initialise` computes the whole model, for example by counting: it is scored and saved without steps."""
+    """Whether `initialise` computes the whole model, for example by counting; the run then evaluates and saves it."""
     at: At = At()
-    """The run's position, for methods the run calls; not for `collate` and data sets, which are ahead of it."""
+    """The run's position; not for `collate` and data sets, which prepare batches ahead of it."""
     data_facts: Mapping[str, Any] | None = None
-    """Result of `describe_data` for a trained run used without its training data; None in training."""
+    """Result of `describe_data` from a checkpoint that is used without its training data; None during training."""
 
     def __init__(self, config: Any, seed: int, cache_dir: Path) -> None:
         self.config = config
@@ -276,7 +276,7 @@ class Task(ABC):
 
     @property
     def cache_dir(self) -> Path:
-        """The folder of `--cache-dir`. Raises UserError if it is in the home of a user without one."""
+        """Folder of `--cache-dir`. Raises UserError if "~" in it cannot be resolved."""
         try:
             return expanded(self._cache_dir)
         except ValueError as error:
@@ -284,155 +284,154 @@ class Task(ABC):
 
     @abstractmethod
     def splits(self) -> Mapping[str, KeyedDataset]:
-        """Returns the data sets "train", "test", and for validation "val", any number of "val/NAME", or both.
+        """Returns data sets by name: "train", "test", and for validation "val", any number of "val/NAME", or both.
 
-        Without a validation set the last weights count as the best. Without a test set a run's scores are its best
-        validation scores. May raise UserError. Called several times: cache the result.
+        Without a validation set the last weights count as the best. Without a test set the run reports its best
+        validation scores. Called several times, so cache the result. May raise UserError.
         """
 
     @abstractmethod
     def build_objective(self) -> Objective:
         """Builds a freshly initialised model with its loss, on the CPU, in float32.
 
-        It must not need the data, so that a trained model can be used without them; see `initialise`, and `data_facts`
-        for a model whose size depends on them.
+        It must not read the data, so that a trained model can be used without the data. See `initialise`, and
+        `data_facts` for a model whose size depends on the data.
         """
 
     def describe_data(self) -> Mapping[str, Any]:
-        """Returns what a trained model needs to know of its training data besides weights, such as an alphabet; plain
-        values.
+        """Returns facts on the training data that a trained model needs, such as an alphabet; plain values.
 
-        Stored in every checkpoint. When one is used without the data, `data_facts` is set to it before
-        `build_objective` and `new_data`; a run does not resume with data of different facts. Called after `splits`.
+        Every checkpoint contains the result. When a checkpoint is used without the data, `data_facts` is set to the
+        result before `build_objective` and `new_data` are called. A run does not resume on data with different facts.
+        Called after `splits`.
         """
         return {}
 
     def data_digest(self) -> str | None:
-        """Returns a digest that changes with the training or held-out data; None, the default, if unknown.
+        """Returns a digest of the training and held-out data; None, the default, if unknown.
 
-        A run that resumes or is scored with a different digest says so. Called after `splits` on every process;
-        processes with different digests do not train, so hash contents, not paths or times.
+        A run that resumes or is evaluated on data with another digest prints a warning. Every process calls it after
+        `splits`. Processes with different digests do not train, so hash contents, not paths or times.
         """
         return None
 
     def remarks(self) -> Sequence[str]:
-        """Returns sentences for the user about the data, such as dropped or suspicious samples; default: none.
+        """Returns sentences about the data for the user, for example on dropped or suspicious samples; default: none.
 
-        Shown at the start of a run, after `splits`; with `--predict` after `new_data`.
+        Printed at the start of a run, after `splits`; with `--predict`, after `new_data`.
         """
         return ()
 
     def other_work(self) -> str | None:
-        """Does what the flags request instead of training, such as writing data to a file, and returns a description.
+        """Performs other work than training that flags request, such as writing data, and returns a description.
 
-        None, the default: nothing is requested. Called on rank 0 only. May raise UserError.
+        Returns None, the default, if the flags request no such work. Called on rank 0 only. May raise UserError.
         """
         return None
 
     def initialise(self, objective: Objective) -> None:
-        """Initialises a new model from elsewhere: statistics of the training data, a trained part.
+        """Initialises a new model from statistics of the training data or from pretrained parts.
 
-        The raw objective is on its device. Not called if a checkpoint provides all weights. May raise UserError.
+        objective: unwrapped, on its device. Not called if a checkpoint provides all weights. May raise UserError.
         """
 
     def check_weights(self, objective: Objective) -> None:
-        """Raises UserError if the model's weights, for example of a checkpoint, do not fit the data.
+        """Raises UserError if the model's weights, for example from a checkpoint, do not fit the data.
 
-        Called on every process with the raw objective on its device, before training and before `--eval-only`, once it
-        has its initial weights.
+        Every process calls it with the unwrapped objective on its device, before training or `--eval-only` evaluation,
+        when the objective has its initial weights.
         """
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Converts reduced sums (float64, CPU) to metrics. The trainer adds "weight", the number of loss terms.
 
-        Default: each scalar sum divided by the weight, a mean.
+        Default: the mean of each scalar sum, that is, the sum divided by the weight.
 
-        Gets the statistics of eval mode, and those of train mode unless `summarise_training` is overridden. `PerSample`
-        results arrive as one CPU tensor (n, ...), each sample of the data set once, ordered by index. Called on rank 0
-        only, whose metrics all ranks use. `at.split` names the data set.
+        sums: results of the objective in eval mode; also in train mode unless `summarise_training` is overridden. A
+        `PerSample` result is one CPU tensor (n, ...) with each sample of the data set once, ordered by index. Called on
+        rank 0 only; all ranks use the result. `at.split` names the data set.
         """
         return means_of(sums)
 
     def summarise_training(self, sums: dict[str, Tensor], phase: str) -> dict[str, float]:
-        """Converts a phase's reduced sums in train mode to metrics.
+        """Converts a training phase's reduced sums to metrics.
 
-        Default: `summarise` for a single phase; otherwise the means of scalar sums.
+        Default: `summarise` for a task with one phase; otherwise the means of scalar sums.
         """
         return self.summarise(sums) if len(self.phases) == 1 else means_of(sums)
 
     def details(self, sums: dict[str, Tensor]) -> dict[str, Any]:
-        """Returns final results for results.json besides metrics, such as a confusion matrix; plain values.
+        """Returns further final results for results.json, such as a confusion matrix, as plain values.
 
-        With several validation sets (`--no-test`) each has its own entry there, by name.
+        With `--no-test` and several validation sets, results.json has one entry per validation set.
         """
         return {}
 
     def pictures(self, sums: dict[str, Tensor]) -> Mapping[str, Picture]:
-        """Returns images for TensorBoard by name, from the sums that `summarise` gets.
+        """Returns images for TensorBoard by name, drawn from the arguments of `summarise`.
 
         Called on rank 0 only, after each validation and for the test.
         """
         return {}
 
     def example_pictures(self, objective: Objective, batch: Batch) -> Mapping[str, Picture]:
-        """Returns images of a few samples for TensorBoard by name, the same samples each time.
+        """Returns images of a few samples for TensorBoard by name; all calls get the same samples.
 
-        Called on rank 0 only, after each validation and for the test, with the raw objective in eval mode, without
-        gradients, with that evaluation's weights and precision. batch: from `collate`, on the objective's device.
+        Called on rank 0 only, after each validation and for the test, without gradients, with the evaluation's weights
+        and precision. objective: unwrapped, in eval mode. batch: from `collate`, on the objective's device.
         """
         return {}
 
     def shipped_weights(self) -> Path | None:
-        """Returns a checkpoint that comes with the task, for users with little data; default: none.
+        """Returns the path of a pretrained checkpoint that comes with the task; default: None.
 
-        A new run starts with its weights unless a flag names others; weights it lacks stay initialised. `--predict`,
-        `--export` and `--eval-only` use it unless `--save-dir` is given and holds a run.
+        A new run starts from these weights unless a flag names others; parameters that the checkpoint lacks keep their
+        initialisation. `--predict`, `--export` and `--eval-only` use this checkpoint unless `--save-dir` names a run.
         """
         return None
 
     def new_data(self, path: Path) -> KeyedDataset:
-        """Reads a user's file for `--predict`: unlabelled samples, which `collate` makes into batches.
+        """Reads the file of `--predict`: returns a data set of unlabelled samples, which `collate` can batch.
 
-        Must not need the training data. Raises UserError for a problem with the file. Default: this task cannot label
-        new data.
+        Must not read the training data. Raises UserError if the file is invalid; by default always.
         """
         name = type(self).__name__
         raise UserError(f"--predict {path}: {name}, the task of this run, has no `new_data`: it cannot label files")
 
     def sample(self) -> Mapping[str, Sequence[Any]] | bytes | None:
-        """Returns a sample file for `new_data`, written by `--sample`: CSV columns by name, or bytes; None for none."""
+        """Returns the content of an example file for `--predict`: CSV columns by name, or bytes; None: no example."""
         return None
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """Returns the columns of the `--predict` table by name, with one value per sample.
 
-        Called with the raw objective in eval mode, without gradients, in the command line's precision. batch: of
-        `new_data`, from `collate`, on the objective's device. Every batch has the same columns.
+        Called with the unwrapped objective in eval mode, without gradients, in the precision of `--amp`. batch: samples
+        of `new_data`, from `collate`, on the objective's device. All batches must have the same columns.
         """
         raise NotImplementedError(f"{type(self).__name__} has new_data, and must have predictions too")
 
     def exported(self, objective: Objective, batch: Batch) -> Exported | None:
-        """Returns the module that `--export` writes, with one call: the model, or an equivalent that can be exported.
+        """Returns the module that `--export` writes, with example inputs: the model, or an exportable equivalent.
 
-        Called for several evaluation batches, with the raw objective in eval mode, without gradients, after
-        `start_evaluation`; the first program is used. batch: from `collate`, on the objective's device.
+        Called for several evaluation batches with the unwrapped objective in eval mode, without gradients, after
+        `start_evaluation`; the module of the first call is exported. batch: from `collate`, on the objective's device.
 
-        None, the default: the objective's `model`, as its forward calls it.
+        Returns None, the default, to export the objective's `model` with the inputs that the objective passes to it.
         """
         return None
 
     def baselines(self) -> Mapping[str, Baseline]:
-        """Returns scores of simple methods by name, which a useful model should beat; default: none.
+        """Returns the scores of simple methods that a useful model should beat, by name; default: none.
 
-        They are shown, saved and plotted beside the run's, unless `--no-baselines` is given. Called on rank 0 only,
-        before training; should take seconds.
+        The scores are shown, saved and plotted together with the run's scores. Called on rank 0 only, before training,
+        unless `--no-baselines` is given; should take seconds.
         """
         return {}
 
     def fold_flags(self, num_folds: int) -> list[list[str]]:
-        """Returns, for `--folds`, flags that hold each fold out of the training data as the validation set.
+        """Returns each fold's flags for `--folds`, which hold the fold out of the training data for validation.
 
-        Each fold's runs get them in addition to their other flags. May raise UserError. Default: no folds.
+        A fold's runs get these flags in addition to their other flags. May raise UserError, as the default does.
         """
         raise UserError(
             f"--folds {num_folds}: this task's data cannot be split into folds; leave it out (for your own task define "
@@ -440,53 +439,53 @@ class Task(ABC):
         )
 
     def ensemble(self, objectives: Sequence[Objective]) -> Objective | None:
-        """Returns, for `--seeds`, an evaluation-only objective that scores the mean prediction of trained objectives.
+        """Returns an objective, for evaluation only, that scores the mean prediction of the runs of `--seeds`.
 
-        None, the default: no ensemble.
+        Returns None, the default, if the task has no ensemble.
         """
         return None
 
     def training_data(self, phase: str) -> KeyedDataset:
-        """Returns a phase's training data; default: the data set "train"."""
+        """Returns the training data of a phase; default: the data set "train"."""
         return self.splits()["train"]
 
     def num_samples(self, phase: str) -> int:
-        """Returns the samples per epoch of a phase; from more data each epoch takes a random subset."""
+        """Returns a phase's number of samples per epoch; if the data set has more, each epoch uses a random subset."""
         return len(self.training_data(phase))
 
     def batch_size(self, phase: str, batch_size: int) -> int:
-        """Returns the samples per device per forward of a phase. batch_size: of the command line, the default.
+        """Returns a phase's samples per device per forward. batch_size: `--batch-size`, the default.
 
-        Accumulation and devices multiply it equally in all phases; a phase with twice `--batch-size` also has twice
-        `--global-batch-size`, so `--scale-lr` has one factor for all.
+        A phase with twice `--batch-size` also has twice `--global-batch-size`, so one factor of `--scale-lr` fits all
+        phases.
         """
         return batch_size
 
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray] | None:
-        """Returns the samples of each optimizer step of an epoch, int64 arrays; a pure function of its arguments and
-        `seed`.
+        """Returns the sample indices of each optimizer step of an epoch, int64 arrays.
 
-        epoch: of the phase's own data, from 0. Batches may differ in size, but every epoch must have `num_samples`
-        samples. None, the default: a permutation of all data in batches of global_batch_size. A lazy sequence gives the
-        size of all but the last batch as `batch_size`.
+        The result must be a pure function of the arguments and `seed`. epoch: epoch of the phase's own data, from 0.
+        Batches may differ in size, but every epoch must have `num_samples` samples. A lazy sequence has an attribute
+        `batch_size`, the size of all batches but the last. None, the default: a random permutation of the data in
+        batches of global_batch_size.
         """
         return None
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """Returns samples of the phase that form the largest batch of at most `count` samples: (count,) int64.
+        """Returns sample indices of a phase's largest batch of at most `count` samples: (count,) int64.
 
-        epoch: as in `order`. Those of the last epoch are tried before training, to see whether they fit in memory.
-        Default: any samples, assuming all are equally large; only then does cuDNN benchmark its algorithms and compute
-        attention, which it plans for every new shape.
+        epoch: as in `order`. Before training, the trainer runs the largest batch of the last epoch to see whether it
+        fits in memory. Default: any samples, assuming that all have the same size; only with this default does cuDNN
+        benchmark algorithms and compute attention, since it would plan again for every new shape.
         """
         return np.arange(min(count, self.num_samples(phase)))
 
     def collate(self, samples: Any, keys: SampleKeys) -> Batch:
-        """Makes a batch from the result of `__getitems__(keys)`; every tensor has the samples on dim 0.
+        """Builds a batch from the result of `__getitems__(keys)`; dim 0 of every tensor is the sample.
 
-        Must contain "index" (sample ids, int64) and "weight" (loss terms of each sample, float32). Pad ragged samples
-        to `keys.padded_length`. Default: the arrays and tensors of a dictionary, with weight 1 unless "weight" is among
-        them.
+        The batch must contain "index" (`keys.index`, int64) and "weight" (each sample's number of loss terms, float32).
+        Pad samples of different lengths to `keys.padded_length`. Default: `samples` must be a dictionary of arrays and
+        tensors; "weight" is 1 unless the dictionary contains it.
         """
         if not isinstance(samples, Mapping):
             raise UserError(
@@ -502,15 +501,15 @@ class Task(ABC):
         return batch
 
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
-        """Returns the parameters that a phase trains, in groups; frozen ones (`requires_grad_(False)`) are skipped.
+        """Returns the parameters that a phase trains, in groups; the trainer skips parameters without `requires_grad`.
 
-        A group without "weight_decay" gets that of the command line.
+        A group without "weight_decay" uses `--weight-decay`.
 
-        A group may have other settings of its optimizer, such as "betas", and "lr_scale", at least 0: a factor on the
-        learning rate of every step; 0 freezes. Not "lr", which the schedule sets. A resumed run takes settings from
-        here, not from its checkpoint. Parameters of sparse embeddings must not decay.
+        A group may set other options of its optimizer, such as "betas", and "lr_scale": a factor of at least 0 on the
+        learning rate. It must not set "lr", which the schedule computes. A resumed run uses these settings, not its
+        checkpoint's. Parameters with sparse gradients must have weight decay 0.
 
-        Default: biases and normalisation gains (fewer than two dimensions) are not decayed.
+        Default: parameters with fewer than two dimensions (biases, gains of normalisation) have weight decay 0.
         """
         trained = [p for p in objective.parameters() if p.requires_grad]
         matrices = [p for p in trained if p.dim() >= 2]
@@ -520,70 +519,70 @@ class Task(ABC):
     def build_optimizers(
         self, phase: str, groups: list[ParamGroup], lr: float
     ) -> Sequence[torch.optim.Optimizer] | None:
-        """Returns the optimizers of a phase, which together train each parameter of its groups once.
+        """Returns the optimizers of a phase; each parameter of the phase's groups belongs to exactly one of them.
 
-        groups: from `param_groups`, each with its "weight_decay"; may be split, with "lr_scale" kept. lr: `--lr`, to be
-        passed on unchanged, since the schedule sets every group's rate before each step.
+        groups: from `param_groups`, each with "weight_decay"; a group may be split if both parts keep "lr_scale". lr:
+        `--lr`; pass it on unchanged, since the schedule sets each group's learning rate before each step.
 
-        None, the default: `--optimizer`, with SparseAdam for sparse embeddings.
+        Returns None, the default, to use `--optimizer`, with SparseAdam for sparse embeddings.
         """
         return None
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Returns the repeated blocks of the objective's `model`, in execution order; default: none.
+        """Returns the repeated blocks of the model, such as its transformer layers, in execution order; default: none.
 
-        Each is a submodule that a forward calls as a whole, as `block(x)`. They share no modules or parameters.
+        The model's forward calls each block as a whole, as `block(x)`. Blocks share no modules or parameters.
         """
         return ()
 
     def lr_factor(self, step: int, total: int) -> float | None:
-        """Returns the factor on `--lr` at an optimizer step, at least 0, including warm-up.
+        """Returns the factor on `--lr` at an optimizer step, at least 0; it includes warm-up.
 
-        step: optimizer steps done, over all phases. total: of the whole run, if all epochs are as long as the first;
-        later steps use the last one's factor. Must depend only on these and `at`, for resumed runs to learn the same.
+        step: completed optimizer steps, over all phases. total: steps of the run if all epochs are as long as the
+        first; later steps use the last factor. The result may depend only on `step`, `total` and `at`.
 
-        None, the default: `--schedule`, the warm-up and `--min-lr`.
+        Returns None, the default, to use `--schedule`, the flags for warm-up and `--min-lr`.
         """
         return None
 
     def after_validation(self, metrics: Mapping[str, float], state: dict[str, Any]) -> Mapping[str, Any]:
-        """Makes decisions from validation scores; its result becomes `at.state`.
+        """Updates the task's own state from validation scores; the result becomes `at.state`.
 
-        metrics: of all validation sets, and of training since the last report. state: its last result, {} at first;
-        plain values by name, stored in every checkpoint. Called on rank 0 only.
+        metrics: metrics of all validation sets, and of training since the last report. state: the last result, {}
+        before the first validation. Every checkpoint contains the result, plain values by name. Called on rank 0 only.
         """
         return state
 
     def on_epoch_start(self, objective: Objective, epoch: int, progress: ProgressBar) -> None:
-        """Computes persistent buffers of the model before an epoch.
+        """Updates persistent buffers of the model before an epoch.
 
-        Called on every process with the raw objective on its device, without gradients, in the run's precision; the
-        results must agree. Not called again when a run resumes within an epoch. progress: `progress(items, "what")`
-        iterates with a console bar.
+        Every process calls it with the unwrapped objective on its device, without gradients, in the run's precision;
+        all processes must compute the same buffers. Not called when a run resumes within an epoch. progress:
+        `progress(items, "what")` iterates over items with a progress bar.
         """
 
 
 def validation_sets(splits: Iterable[str]) -> list[str]:
-    """Returns the validation sets among the names of `Task.splits`, "val" and "val/NAME", sorted.
+    """Returns the names of validation sets ("val" and "val/NAME") among the names of `Task.splits`, sorted.
 
-    Sorted so that all processes use one order.
+    Sorting gives all processes the same order.
     """
     return sorted(name for name in splits if name.partition("/")[0] == "val")
 
 
 def training_streams(task: Task) -> dict[str, KeyedStream]:
-    """Returns the training streams by phase."""
+    """Returns the training data that are streams, by phase."""
     datasets = {phase: task.training_data(phase) for phase in task.phases}
     return {phase: dataset for phase, dataset in datasets.items() if isinstance(dataset, KeyedStream)}
 
 
 def means_of(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns each reduced scalar sum divided by the weight."""
+    """Returns each scalar sum divided by the total weight."""
     numbers = {name: value for name, value in sums.items() if name != "weight" and value.dim() == 0}
     return {name: float(value / sums["weight"]) for name, value in numbers.items()}
 
 
 def sparse_parameters(module: nn.Module) -> list[Tensor]:
-    """Returns parameters with sparse gradients, those of embeddings built with sparse=True."""
+    """Returns the parameters with sparse gradients: weights of embeddings built with sparse=True."""
     embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse]
     return [embedding.weight for embedding in embeddings]

@@ -1,4 +1,4 @@
-"""Background saving: copies the state in memory, and writes the copy in a thread."""
+"""Saves checkpoints in the background: copies a state in memory, and writes the copy in a thread."""
 
 import threading
 from collections import defaultdict
@@ -15,14 +15,14 @@ THREAD_NAME = "save"
 
 
 def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None, pinned: bool = True) -> dict[str, Any]:
-    """Copies every tensor of a state into host memory; tensors shared under two names stay shared.
+    """Copies a state with every tensor in host memory; tensors shared under two names stay shared.
 
-    NumPy scalars become Python's: a task may compute them unnoticed (`np.float64` is a float), and a file with one
-    could not be read without executing code.
+    NumPy scalars become Python scalars: a task may compute one unnoticed (`np.float64` is a float), and torch could not
+    load a file with one under `weights_only=True`.
 
-    reusable: an older snapshot, whose memory is reused, which is several times faster than fresh memory. From a GPU all
-    copies are asynchronous, into pinned memory, with one wait; without enough pinned memory, or with pinned=False,
-    into pageable memory, which takes longer.
+    reusable: an older snapshot, whose memory is reused, which is several times faster than new memory. Copies from a
+    GPU are asynchronous, into pinned memory, with one wait for all of them. pinned: False uses pageable memory, which
+    is slower; so does a system without enough pinned memory.
     """
     buffers = defaultdict(list)
     for buffer in tensors_of(reusable):
@@ -66,12 +66,12 @@ def state_bytes(state: Any) -> int:
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """Identifies tensors that can reuse each other's memory."""
+    """Returns a key that is equal for tensors that can reuse each other's memory."""
     return tensor.dtype, tensor.shape, tensor.stride() if tensor.layout == torch.strided else None
 
 
 class NoRoom(DiskError):
-    """A checkpoint did not fit on disk; existing files are intact. problem: the message without advice."""
+    """Raised if a checkpoint does not fit on disk; existing files are intact. problem: the message without advice."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}; free some space and run the same command again, or choose another folder")
@@ -79,37 +79,37 @@ class NoRoom(DiskError):
 
 
 class BackgroundSaver:
-    """Copies states and writes them one at a time. Used on rank 0, by its main thread.
+    """Copies states and writes them one at a time. Used by the main thread of rank 0.
 
-    write: writes one state; raises UserError, NoRoom if the disk is full.
+    write: writes one state; raises UserError, or NoRoom if the disk is full.
 
-    A copy that does not fit stays in memory until the next one; one of the best weights until it is written or
-    superseded. So a checkpoint on disk never refers to a missing best one. (The other best ones of `--keep-best` are
-    not kept in memory.)
+    A copy that does not fit on disk stays in memory until the next copy. A copy of the best weights stays until it is
+    written or better weights replace it, so a checkpoint on disk never refers to missing best weights. Further
+    checkpoints of `--keep-best` are not kept in memory.
     """
 
     def __init__(self, write: Callable[[dict[str, Any]], object]) -> None:
         self._write_state = write
         self._thread: threading.Thread | None = None
         self._unsaved: list[dict[str, Any]] = []
-        """Unwritten copies, oldest first; immutable."""
+        """Copies to write, oldest first; their content does not change."""
         self._reusable: dict[str, Any] | None = None
         """The state written last, whose memory the next copy reuses."""
         self._error: BaseException | None = None
         self._no_room: NoRoom | None = None
 
     def start(self, state: dict[str, Any]) -> None:
-        """Copies the state and starts to write it. Call `wait` first."""
+        """Copies the state and starts to write the copy. Call `wait` first."""
         assert self._thread is None
         copy = snapshot(state, self._reusable)
         self._reusable = None
         self._unsaved = [old for old in self._unsaved if old["is_best"] and not copy["is_best"]] + [copy]
-        # Not a daemon: interpreter exit waits for the write, as for any file.
+        # not a daemon, so that the interpreter waits for the write before it exits
         self._thread = threading.Thread(target=self._write_in_thread, name=THREAD_NAME)
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits for the current write. Raises its error, except for a full disk."""
+        """Waits for the current write. Raises the write's error unless the disk was full."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -118,13 +118,13 @@ class BackgroundSaver:
             raise error
 
     def finish(self) -> None:
-        """Waits until everything is on disk. Raises UserError if that fails, also for a full disk."""
+        """Waits until all copies are on disk. Raises UserError if a write fails or the disk is full."""
         self.wait()
         self._no_room = None
         self._write()
 
     def end(self) -> str | None:
-        """Completes the current write, however the run ended. Returns an error message for the user, or None."""
+        """Completes the current write at the end of a run or after its failure. Returns an error message, or None."""
         try:
             self.wait()
         except Exception as error:
@@ -132,7 +132,7 @@ class BackgroundSaver:
         return self._no_room.problem if self._no_room is not None else None
 
     def take_refusal(self) -> str | None:
-        """Returns a message once after every write that met a full disk."""
+        """Returns a message if the last write met a full disk, once for each such write; otherwise None."""
         no_room, self._no_room = self._no_room, None
         return f"{no_room.problem}; training continues and retries at the next save" if no_room else None
 

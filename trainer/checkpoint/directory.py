@@ -1,8 +1,8 @@
-"""The run directory: saves and loads checkpoints; never fewer than one good checkpoint.
+"""Saves and loads the checkpoints of a run directory, and never deletes the last intact checkpoint.
 
-A checkpoint is written to a temporary file and flushed; its checksum and position enter `manifest.json`, which is
-flushed and renamed; only then is the file renamed into place. Killed at any point, the directory holds either the old
-state or the new one.
+A checkpoint is written to a temporary file and flushed to disk. Then `manifest.json`, with the checkpoint's checksum
+and position, is replaced and flushed, and the file gets its final name. If the process is killed at any point, the
+directory contains either the old state or the new one.
 """
 
 import itertools
@@ -44,10 +44,10 @@ METRICS = "metrics.jsonl"
 
 
 class RunDirectory:
-    """Owns `--save-dir` while it is locked. Used on rank 0 only.
+    """The folder `--save-dir` of a run, which this process locks. Used on rank 0 only.
 
-    entries: its checkpoints, oldest first. earlier_attempt: config.json of an earlier attempt of the same job,
-    restarted by torchrun.
+    entries: the run's checkpoints, oldest first. earlier_attempt: config.json of an earlier attempt of this job, if
+    torchrun restarted the job.
     """
 
     def __init__(self, path: Path, retention: Retention, say: Callable[[str], None]) -> None:
@@ -59,14 +59,14 @@ class RunDirectory:
         self.lock: Lock | None = None
         self._reader = CheckpointReader(path, say)
         self._lost: list[str] = []
-        """Evidence of lost checkpoints, if no usable one is left."""
+        """Sentences about lost checkpoints, if the directory contains no usable checkpoint."""
 
     # --- opening ---------------------------------------------------------------------------------------------
 
     def acquire(self, agents: Sequence[str] = (), creates: bool = True) -> None:
-        """Creates, locks and repairs the directory. Raises UserError if it cannot be used.
+        """Creates, locks and repairs the directory. Raises UserError if that fails.
 
-        agents: the torchrun agents of this job. If one of them started the previous attempt too, the lock of a missing
+        agents: the torchrun agents of this job; if one of them also started the previous attempt, the lock of a lost
         node is taken over. creates: False for the directory of a running job, which must exist.
         """
         with refusing_disk_errors(f"--save-dir {self.path}", "choose a folder that can be written to"):
@@ -100,12 +100,12 @@ class RunDirectory:
             self.lock = None
 
     def write_json(self, name: str, content: Any) -> None:
-        """Replaces a JSON file atomically and durably. Raises UserError on disk errors, LockTaken."""
+        """Replaces a JSON file atomically and durably. Raises UserError on disk errors, or LockTaken."""
         with refusing_disk_errors(f"--save-dir {self.path}: cannot write {name}"):
             self.writer.replace_text(self.path / name, as_json(content))
 
     def delete(self, name: str) -> None:
-        """Deletes a file if it exists. Raises UserError on disk errors, LockTaken."""
+        """Deletes a file if it exists. Raises UserError on disk errors, or LockTaken."""
         with refusing_disk_errors(f"--save-dir {self.path}: cannot delete {name}"):
             self.writer.delete(self.path / name)
 
@@ -139,13 +139,13 @@ class RunDirectory:
 
     @property
     def has_checkpoint(self) -> bool:
-        """Returns whether there is a checkpoint or evidence of one, which `load_newest` reports."""
+        """Whether the directory contains a checkpoint, or signs of a lost one, which `load_newest` reports."""
         return bool(self.entries or self._lost)
 
     def load_newest(self) -> dict[str, Any]:
-        """Loads the newest intact checkpoint; reports newer damaged ones and renames them.
+        """Loads the newest intact checkpoint; reports and renames damaged checkpoints that are newer.
 
-        Raises UserError if there is none, without changing anything.
+        Raises UserError, without changing files, if no checkpoint is intact.
         """
         damaged: list[Entry] = []
         for entry in reversed(self.entries):
@@ -171,16 +171,16 @@ class RunDirectory:
     # --- saving ----------------------------------------------------------------------------------------------
 
     def save(self, state: dict[str, Any]) -> Path:
-        """Writes a checkpoint and updates `last`, and `best` if it is the best.
+        """Writes a checkpoint and updates `last.pth`, and `best.pth` if the checkpoint is the best.
 
-        Raises UserError on disk errors, NoRoom for a full disk, LockTaken if another process took over; existing files
-        stay.
+        Raises UserError on disk errors, NoRoom for a full disk, or LockTaken if another process took over; existing
+        files stay.
         """
         path = unused_path(self.path, Position(**state["position"]))
         temporary = self.writer.temporary(path)
         needed = state_bytes(state)
         try:
-            # The rest of a nearly full disk is for the logs.
+            # leaves the remaining space of a nearly full disk to the logs
             if shutil.disk_usage(self.path).free < needed:
                 raise OSError(ENOSPC, os.strerror(ENOSPC))
             self._flush_metrics()
@@ -200,41 +200,41 @@ class RunDirectory:
         return path
 
     def mark_final(self) -> None:
-        """Points `final` to the newest checkpoint and flushes metrics, at the end of a run. Raises UserError."""
+        """Links `final.pth` to the newest checkpoint and flushes metrics, at the end of a run. Raises UserError."""
         with refusing_disk_errors(f"--save-dir {self.path}", "check the file system and run the same command again"):
             update_links(self.path, self.entries, is_finished=True, writer=self.writer)
             self._flush_metrics()
 
     def forget_values(self) -> None:
-        """Clears scores and best marks of all checkpoints, when another run replaces this one."""
+        """Clears the scores and best marks of all checkpoints, for another run that continues in this directory."""
         for entry in self.entries:
             entry.value, entry.best = None, False
 
     def forget_later_values(self, state: Mapping[str, Any]) -> None:
-        """Clears scores and best marks newer than a checkpoint that the run goes back to."""
+        """Clears the scores and best marks of checkpoints later than `state`, from which the run resumes."""
         now, best = (state["step"], Position(**state["position"])), state["best"] or {"step": -1}
         for entry in self.entries:
             if (entry.step, entry.position) > now or (entry.best and entry.step > best["step"]):
                 entry.value, entry.best = None, False
 
     def _flush_metrics(self) -> None:
-        """Flushes metrics before their checkpoint, so that a power loss cannot lose them alone."""
+        """Flushes metrics to disk before their checkpoint is written, so that a power loss cannot lose metrics only."""
         metrics = self.path / METRICS
         if metrics.exists():
             flush_path(metrics)
 
     def _forget_attempt(self, temporary: Path) -> None:
-        """Deletes a failed temporary file. Raises LockTaken if another process took over, perhaps the cause."""
+        """Deletes the temporary file of a failed save. Raises LockTaken if another process took over."""
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
             self.writer.require()
             if not self.entries:
-                # It may name the missing checkpoint, which the next start would look for.
+                # the manifest may list the failed checkpoint, which the next start would report as missing
                 self.writer.delete(self.path / MANIFEST)
 
     @property
     def _inherited_source(self) -> str | None:
-        """Returns the newest checkpoint's source, unless it lies in this directory, to which a run may go back."""
+        """Source of the newest checkpoint; None if the source is in this directory."""
         source = self.entries[-1].source if self.entries else None
         return None if source is None or Path(source).parent == self.path.resolve() else source
 
@@ -256,10 +256,10 @@ class RunDirectory:
         try:
             try:
                 self._update_links()
-            finally:  # eviction frees the space that copies may need
+            finally:  # eviction frees space, which copies in place of links may need
                 self.entries = evict(self.path, self.entries, self._retention, self._reader.is_intact, self.writer)
         except OSError as error:
-            # without space for copies, links wait until the next save or start
+            # without space for copies, the next save or start updates the links
             if error.errno not in DISK_FULL:
                 raise DiskError(f"--save-dir {self.path}: cannot be tidied after a save: {error.strerror}") from None
 
@@ -272,13 +272,12 @@ def _size(num_bytes: int) -> str:
 
 
 def claim_temporary_files(folder: Path, writer: Writer) -> None:
-    """Renames temporary files, so that a previous holder still alive cannot complete them; see
-    `trainer.checkpoint.lock`.
+    """Renames temporary files, so that a previous lock holder cannot complete them; see `trainer.checkpoint.lock`.
 
-    Keeps checkpoints, since one in the manifest is complete. Raises OSError.
+    Deletes temporary files other than checkpoints; these may be complete and in the manifest. Raises OSError.
     """
     for path in folder.glob("*.tmp"):
-        with suppress(FileNotFoundError):  # just renamed
+        with suppress(FileNotFoundError):  # another process has just renamed it
             if path.name.startswith("checkpoint_"):
                 writer.rename(path, writer.temporary(path))
             else:
@@ -286,13 +285,13 @@ def claim_temporary_files(folder: Path, writer: Writer) -> None:
 
 
 def find_checkpoints(folder: Path, say: Callable[[str], None]) -> tuple[list[Entry], list[str]]:
-    """Finds checkpoints, oldest first, also under temporary names; if there are none, evidence of lost ones.
+    """Finds checkpoints, also under temporary names, oldest first; if there are none, sentences about lost ones.
 
     Changes nothing. say: reports damage. Raises OSError.
     """
     listed = read_manifest(folder / MANIFEST, say)
     best = newest_best(listed)
-    # other missing files were evicted; these two never are
+    # the newest and the best checkpoint are never evicted, so a missing file is lost
     missing = [entry for entry in listed if entry in (listed[-1], best) and not (folder / entry.file).is_file()]
     if missing:
         files = _files_under_other_names(folder)
@@ -309,7 +308,7 @@ def find_checkpoints(folder: Path, say: Callable[[str], None]) -> tuple[list[Ent
 
 
 def put_in_place(folder: Path, entries: Sequence[Entry], say: Callable[[str], None], writer: Writer) -> None:
-    """Renames checkpoints found under other names. Raises OSError."""
+    """Gives checkpoints found under other names their proper names. Raises OSError."""
     for entry in entries:
         if re.fullmatch(CHECKPOINT_NAME, entry.file):
             continue
@@ -322,7 +321,7 @@ def put_in_place(folder: Path, entries: Sequence[Entry], say: Callable[[str], No
 
 
 def set_aside(path: Path, writer: Writer) -> None:
-    """Renames a damaged checkpoint and deletes its links. Raises OSError, LockTaken."""
+    """Renames a damaged checkpoint to .damaged and deletes its links. Raises OSError, or LockTaken."""
     for name in LINKS:
         link_to = path.with_name(name)
         if link_to.exists() and link_to.samefile(path):
@@ -331,20 +330,20 @@ def set_aside(path: Path, writer: Writer) -> None:
 
 
 def _files_under_other_names(folder: Path) -> dict[str, str]:
-    """Maps sha256 to links that outlived their checkpoint, and to files that were killed before their rename."""
+    """Maps sha256 to names of links, and of checkpoints whose process was killed before it renamed them."""
     found = {}
     for path in [*(folder / name for name in LINKS), *sorted(folder.glob("checkpoint_*.tmp"))]:
-        with suppress(FileNotFoundError):  # no such link, or just renamed by a running job
+        with suppress(FileNotFoundError):  # no such link, or a running job has just renamed it
             found[size_and_sum(path)["sha256"]] = path.name
     return found
 
 
 def _entries_from_files(folder: Path, say: Callable[[str], None]) -> tuple[list[Entry], list[str]]:
-    """Rebuilds a lost manifest from checkpoint files; returns (entries, lost files)."""
+    """Rebuilds the entries of a lost manifest from checkpoint files; returns (entries, sentences about damage)."""
     files: dict[int, Path] = {}
     for path in [*sorted(folder.glob("checkpoint_*.pth")), *(folder / name for name in LINKS)]:
         if path.is_file():
-            files.setdefault(path.stat().st_ino, path)  # the first of several names of one file
+            files.setdefault(path.stat().st_ino, path)  # keeps the first of several names of a file
     entries: dict[str, Entry] = {}
     lost: list[str] = []
     for path in files.values():

@@ -1,4 +1,4 @@
-"""Checkpoint files: written durably, verified when read, never executing code."""
+"""Writes checkpoint files durably, and verifies and reads them without executing code."""
 
 import hashlib
 import os
@@ -33,21 +33,21 @@ from trainer.common.tensors import map_tensors
 from trainer.common.torch_private import sparse_parts
 
 FOLDER_ATTRIBUTE = 0x10
-"""Flag in an archive member's `external_attr`."""
+"""Bit in a zip member's `external_attr` that marks a folder."""
 MOST_BEYOND = 16 << 20
-"""Bytes by which tensors may exceed their file, for views of shared memory."""
+"""Bytes by which a file's tensors may exceed twice its size, for views of shared memory."""
 
 
 class NewerFormat(UserError):
-    """The checkpoint has a newer format than this trainer reads."""
+    """Raised if a checkpoint has a newer format than this trainer reads."""
 
 
 def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified: bool = False) -> dict[str, Any]:
-    """Loads a checkpoint's tensors and plain values without executing code; upgrades older formats.
+    """Loads a checkpoint without executing code, and upgrades it from older formats.
 
-    label: names the file in messages. only_weights: its `model` entry suffices, or a bare state dict. verified: its
-    sha256 was checked, so members need no check. Raises UserError for a damaged, incomplete or foreign file;
-    NewerFormat; DiskError if it cannot be read.
+    label: name of the file in messages. only_weights: accept a file with only the entry `model`, or a plain state dict.
+    verified: the caller has checked the file's sha256. Raises UserError for a damaged, incomplete or foreign file,
+    NewerFormat, or DiskError if the file cannot be read.
     """
     with refusing_disk_errors(label):
         require_regular(path)
@@ -92,7 +92,7 @@ def _load(path: Path, label: str, verified: bool) -> Any:
                 _refuse_changed_bits(path, file)
             file.seek(0)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about the pickle version of a file to be rejected
+                warnings.simplefilter("ignore")  # about pickle versions of damaged files
                 state = torch.load(file, map_location="cpu", weights_only=True)
             _refuse_more_than_its_file(state, path.stat().st_size)
         except Exception as error:  # arbitrary bytes can raise anything in a reader
@@ -101,7 +101,7 @@ def _load(path: Path, label: str, verified: bool) -> Any:
 
 
 def _refusal_of(error: Exception) -> str:
-    """Explains why a file could not be read, omitting torch's advice to disable the protection."""
+    """Explains why a file could not be read, without torch's advice to load it with `weights_only=False`."""
     text = str(error)
     if isinstance(error, pickle.UnpicklingError):
         is_code = any(word in text for word in ("Unsupported global", "Unsupported class", "GLOBAL"))
@@ -116,9 +116,9 @@ def _refusal_of(error: Exception) -> str:
 
 
 def _refuse_more_than_its_file(state: Any, num_bytes: int) -> None:
-    """Raises ValueError if the content has more parts or numbers than its file has bytes.
+    """Raises ValueError if a loaded state has more parts or tensor bytes than its file's size allows.
 
-    Tensors can repeat content without limit by strides of 0, and lists can contain each other.
+    A small file could otherwise exhaust memory: tensors can have strides of 0, and lists can contain each other.
     """
     waiting: list[Any] = [state]
     seen: set[Any] = set()
@@ -145,7 +145,7 @@ def _refuse_more_than_its_file(state: Any, num_bytes: int) -> None:
 
 
 def _dense_parts(value: Tensor) -> list[Tensor]:
-    """Returns the dense tensors of which a tensor consists; empty for kinds that `format.tensor` rejects."""
+    """Returns the dense tensors that make up a tensor; [] for layouts that `format.tensor` rejects."""
     if value.is_meta or value.is_nested:
         return []
     if value.layout == torch.sparse_coo:
@@ -154,9 +154,9 @@ def _dense_parts(value: Tensor) -> list[Tensor]:
 
 
 def read_settings(path: Path) -> tuple[str, dict[str, Any]] | None:
-    """Reads a checkpoint's `--task` and flags without loading tensors; None if it has none.
+    """Reads a checkpoint's `--task` and flags without loading tensors; None if the file has none.
 
-    Verifies nothing; `read_checkpoint` does when the checkpoint is used.
+    Verifies no checksum; `read_checkpoint` verifies the file when it is used.
     """
     try:
         require_regular(path)
@@ -181,7 +181,7 @@ def _are_weights(value: object) -> bool:
 def _refuse_changed_bits(path: Path, file: IO[bytes]) -> None:
     """Verifies the manifest's sha256, if known, and the CRC32 of each archive member.
 
-    torch.load checks neither. Raises zipfile's errors.
+    torch.load checks neither. Raises zipfile.BadZipFile.
     """
     known = {}
     with suppress(DiskError):
@@ -189,7 +189,7 @@ def _refuse_changed_bits(path: Path, file: IO[bytes]) -> None:
     if path.name in known and size_and_sum(path)["sha256"] != known[path.name]:
         raise zipfile.BadZipFile(f"its sha256 is not the one in {path.parent / MANIFEST}")
     if not zipfile.is_zipfile(file):
-        return  # not written by today's torch; torch.load decides
+        return  # torch.load reads or rejects files that are not zip archives
     with zipfile.ZipFile(file) as archive:
         has_checksums = any(part.CRC for part in archive.infolist())  # torch can be configured to omit them
         damaged = archive.testzip() if has_checksums else None
@@ -198,7 +198,7 @@ def _refuse_changed_bits(path: Path, file: IO[bytes]) -> None:
 
 
 def _refuse_odd_archive(file: IO[bytes]) -> None:
-    """Rejects archives that torch never writes, whatever their checksums. Raises zipfile's errors."""
+    """Raises zipfile.BadZipFile for archives that torch.save never writes."""
     if not zipfile.is_zipfile(file):
         return  # torch.load decides
     with zipfile.ZipFile(file) as archive:
@@ -212,21 +212,21 @@ def _refuse_odd_archive(file: IO[bytes]) -> None:
 
 
 def write_checkpoint(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Writes a checkpoint in the current format, flushed to disk; returns its `size_and_sum`.
+    """Writes a checkpoint in the current format and flushes it to disk; returns its `size_and_sum`.
 
-    Raises OSError, RuntimeError; UserError, without writing, for a state that could not be read again.
+    Raises OSError or RuntimeError; UserError, before writing, for a state that could not be read again.
     """
     state = {**state, "format_version": FORMAT_VERSION}
     wrong = error_of_saving(state)
     if wrong is not None:
         raise UnfitState(f"{path.parent}: nothing was saved, because it could not be read again: {wrong}")
-    # Given a path, torch would hold the GIL while writing, and block training.
+    # Given a path instead of a file, torch.save holds the GIL while it writes, which would block training.
     with path.open("wb") as file:
         hashed = _HashedFile(file)
         try:
-            torch.save(state, hashed)  # type: ignore[arg-type]  # it only calls these methods
+            torch.save(state, hashed)  # type: ignore[arg-type]  # calls only these methods
         except RuntimeError as error:
-            if isinstance(error.__context__, OSError):  # the file system's error, which torch omits
+            if isinstance(error.__context__, OSError):  # the file system's error, which torch's message omits
                 raise error.__context__ from None
             raise
         file.flush()
@@ -235,7 +235,7 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 class _HashedFile:
-    """A file that computes its sha256 while it is written, to avoid reading it again."""
+    """File wrapper that computes the sha256 of the content while writing."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -250,7 +250,7 @@ class _HashedFile:
 
 
 def size_and_sum(path: Path) -> dict[str, Any]:
-    """Returns {"bytes", "sha256"} of a file. Raises OSError."""
+    """Returns a file's size and digest: {"bytes": int, "sha256": str}. Raises OSError."""
 
     def read() -> dict[str, Any]:
         with path.open("rb") as file:
@@ -263,17 +263,17 @@ def size_and_sum(path: Path) -> dict[str, Any]:
 
 
 def error_of_saving(state: Mapping[str, Any], resumable: bool = True) -> str | None:
-    """Returns why a state could not be read again, naming an entry; None if it could.
+    """Returns a message if a saved state could not be read again, with the entry at fault; otherwise None.
 
-    resumable: require all entries; otherwise check only existing ones.
+    resumable: require all entries of a checkpoint; otherwise check only the entries in `state`.
 
-    Tests the reader itself on the state without tensor content, then `schema_error_of_checkpoint`.
+    Saves and loads the state with empty tensors, then calls `schema_error_of_checkpoint`.
     """
     return _unreadable(state) or schema_error_of_checkpoint(state, resumable)
 
 
 def error_of_model(weights: Mapping[str, Any]) -> str | None:
-    """Returns why a model's state dict could not be read again, or None. weights: values of any kind."""
+    """Returns a message if a saved state dict could not be read again; otherwise None. weights: values of any type."""
     return _unreadable(weights) or first_schema_error([by_name(dense_tensor)], weights)
 
 
@@ -287,7 +287,7 @@ def _unreadable(state: Mapping[str, Any]) -> str | None:
         parts = named or {f"[{index}]": item for index, item in enumerate(value)}
         refused = next((part for part, item in parts.items() if not _comes_back(item)), None)
         if refused is None:
-            break  # caused by a mapping's key, or by the container itself
+            break  # a key, or the container itself, cannot be read
         name, value = name + refused, parts[refused]
     kind = type(value)
     whose = f"{kind.__module__}.{kind.__qualname__}"
@@ -295,11 +295,11 @@ def _unreadable(state: Mapping[str, Any]) -> str | None:
 
 
 def meta_state_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces each ordinary tensor of a state, on any device, by an empty one."""
+    """Copies a state with an empty tensor in place of each ordinary tensor."""
     empty: dict[torch.dtype, Tensor] = {}
 
     def outlined(value: Tensor) -> Tensor:
-        is_ordinary = type(value) in (Tensor, torch.nn.Parameter) or hasattr(value, "to_local")  # or a shard of one
+        is_ordinary = type(value) in (Tensor, torch.nn.Parameter) or hasattr(value, "to_local")  # a DTensor
         if not is_ordinary or value.is_meta or value.is_nested or value.is_quantized or value.layout != torch.strided:
             return value
         return empty.setdefault(value.dtype, torch.empty(0, dtype=value.dtype))
@@ -323,19 +323,19 @@ def _comes_back(value: Any) -> bool:
 
 
 class CheckpointReader:
-    """Reads the checkpoints of a folder if they match its manifest.
+    """Reads checkpoints of a folder and compares their checksums with the manifest.
 
-    say: reports damage. Checksums are cached until a file changes.
+    say: reports damage. A file whose checksum matched is not hashed again until it changes.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self._folder = folder
         self._say = say
         self._verified: dict[str, tuple[str, int, int]] = {}
-        """File -> its stamp when its checksum last matched."""
+        """Maps a file's name to its `stamp` when its checksum last matched."""
 
     def read(self, entry: Entry) -> dict[str, Any] | None:
-        """Reads a checkpoint; None if it is damaged. Raises NewerFormat, and DiskError if it cannot be read."""
+        """Reads a checkpoint; None if it is damaged. Raises NewerFormat, or DiskError if the file cannot be read."""
         path = self._folder / entry.file
         try:
             with refusing_disk_errors(f"--save-dir {self._folder}: cannot read {entry.file}", IF_UNREADABLE):
@@ -357,7 +357,7 @@ class CheckpointReader:
             return False
 
     def trust(self, entry: Entry) -> None:
-        """Notes that a file was just written with this checksum."""
+        """Records that the file, as it is now, matches the entry's checksum."""
         self._verified[entry.file] = stamp(self._folder / entry.file)
 
     def _damage(self, entry: Entry) -> str | None:

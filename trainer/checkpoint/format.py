@@ -1,6 +1,6 @@
-"""Schema of checkpoints, manifest.json and config.json: declares each entry once, with its kind and range.
+"""Schema of checkpoints, manifest.json and config.json: declares each entry once, with its type and range.
 
-A kind validates a value read from a file: its type, its range, and the entries of a mapping.
+A `Kind` is a function that validates a value read from a file: its type, its range, and the entries of a mapping.
 """
 
 import math
@@ -16,24 +16,24 @@ from torch import Tensor
 from trainer.loading.order import Position
 
 FORMAT_VERSION = 3
-"""Format of checkpoints written by this trainer; version 1 has no such entry.
+"""Format version of checkpoints that this trainer writes; files of version 1 have no entry `format_version`.
 
-Increment it when an entry is added or changes its meaning: older trainers then reject newer files, and entries missing
-from older files get a default (`Saved.since`).
+Increment it when an entry is added or changes its meaning: older trainers then reject newer files, and entries that
+older files lack get a default (`Saved.since`).
 """
 RUN_ID = "[0-9a-f]{12}"
 
 # --- kinds -----------------------------------------------------------------------------------------------------
 
 Kind = Callable[[str, Any], None]
-"""Validates an entry, given its name and value. Raises ValueError that names both and the requirement."""
+"""Validates an entry, given its name and value. Raises ValueError with the name, the value and the requirement."""
 
 MOST_SHOWN = 60
-"""Characters of a value in a message."""
+"""Largest number of characters of a value that a message shows."""
 
 
 def integer(at_least: int = 0, at_most: int = 2**63 - 1) -> Kind:
-    """Requires an integer within limits, by default those of int64."""
+    """Requires an integer between two limits; by default non-negative and within int64."""
 
     def require(name: str, value: Any) -> None:
         limits = f"at least {at_least}" if at_most == 2**63 - 1 else f"from {at_least} to {at_most}"
@@ -44,12 +44,12 @@ def integer(at_least: int = 0, at_most: int = 2**63 - 1) -> Kind:
 
 
 def number(at_least: float = -math.inf, above: float = -math.inf, finite: bool = True) -> Kind:
-    """Requires a number. finite: reject infinity and NaN."""
+    """Requires a number within limits. finite: reject infinity and NaN."""
 
     def require(name: str, value: Any) -> None:
         if type(value) not in (int, float):
             raise wrong(name, value, "must be a number")
-        if finite and not (abs(value) < 2.0**1023 and value >= at_least and value > above):  # NaN fails all of these
+        if finite and not (abs(value) < 2.0**1023 and value >= at_least and value > above):  # False for NaN
             limits = [f"at least {at_least:g}"] * (at_least > -math.inf) + [f"above {above:g}"] * (above > -math.inf)
             raise wrong(name, value, ", ".join(["must be a finite number", *limits]))
 
@@ -57,7 +57,7 @@ def number(at_least: float = -math.inf, above: float = -math.inf, finite: bool =
 
 
 def text(pattern: str = "(?s).*") -> Kind:
-    """Requires a string. pattern: must match all of it."""
+    """Requires a string. pattern: regular expression that must match the whole string."""
 
     def require(name: str, value: Any) -> None:
         if not isinstance(value, str) or re.fullmatch(pattern, value) is None:
@@ -73,12 +73,12 @@ def truth(name: str, value: Any) -> None:
 
 
 def optional(kind: Kind) -> Kind:
-    """Allows None too."""
+    """Requires None or a value of the kind."""
     return lambda name, value: kind(name, value) if value is not None else None
 
 
 def either(*kinds: Kind) -> Kind:
-    """Requires one of several kinds; errors refer to the first."""
+    """Requires that a value satisfies one of several kinds; the error is the first kind's."""
 
     def require(name: str, value: Any) -> None:
         refusals = []
@@ -93,7 +93,7 @@ def either(*kinds: Kind) -> Kind:
 
 
 def each(kind: Kind, length: int | None = None) -> Kind:
-    """Requires a list or tuple. length: number of values; None for any."""
+    """Requires a list or tuple whose items satisfy the kind. length: number of items; None: any number."""
 
     def require(name: str, value: Any) -> None:
         if not isinstance(value, list | tuple) or length not in (None, len(value)):
@@ -105,7 +105,7 @@ def each(kind: Kind, length: int | None = None) -> Kind:
 
 
 def by_name(kind: Kind) -> Kind:
-    """Requires a mapping with string keys."""
+    """Requires a mapping with string keys, whose values satisfy the kind."""
 
     def require(name: str, value: Any) -> None:
         for key, item in _mapping(name, value).items():
@@ -117,7 +117,7 @@ def by_name(kind: Kind) -> Kind:
 
 
 def record(needed: Mapping[str, Kind], others: Mapping[str, Kind] | None = None, closed: bool = False) -> Kind:
-    """Requires a mapping with entries of given kinds. others: optional entries. closed: reject unknown entries."""
+    """Requires a mapping with entries of the given kinds. others: optional entries. closed: reject unknown entries."""
     known = {**needed, **(others or {})}
 
     def require(name: str, value: Any) -> None:
@@ -136,7 +136,7 @@ def record(needed: Mapping[str, Kind], others: Mapping[str, Kind] | None = None,
 
 
 def plain(name: str, value: Any) -> None:
-    """Requires a value as returned by `trainer.common.files.plain`."""
+    """Requires a plain value, as `trainer.common.files.plain` returns it."""
     if isinstance(value, list | tuple):
         each(plain)(name, value)
     elif isinstance(value, dict):
@@ -149,7 +149,7 @@ def plain(name: str, value: Any) -> None:
 
 
 def anything(name: str, value: Any) -> None:
-    """Requires tensors within a value to be loadable; allows anything else."""
+    """Requires that all tensors in a value can be saved and loaded; accepts all other values."""
     if isinstance(value, Tensor):
         tensor(name, value)
     elif isinstance(value, dict):
@@ -160,7 +160,7 @@ def anything(name: str, value: Any) -> None:
 
 
 def tensor(name: str, value: Any) -> None:
-    """Requires a tensor with its own memory, dense or COO."""
+    """Requires a tensor that can be saved: strided or sparse COO, and not on the meta device."""
     if not isinstance(value, Tensor):
         raise wrong(name, value, "must be a tensor")
     if value.is_meta:
@@ -179,7 +179,7 @@ def dense_tensor(name: str, value: Any) -> None:
 
 
 def tensor_of_numbers(name: str, value: Any) -> None:
-    """Requires a dense tensor without NaN. `not_finite` checks infinities, since it knows which are masks."""
+    """Requires a dense tensor without NaN. Infinities are accepted, since masks contain them; see `not_finite`."""
     dense_tensor(name, value)
     real = _real(value)
     if real is not None and bool(real.sum().isnan()) and bool(real.isnan().any()):
@@ -187,10 +187,10 @@ def tensor_of_numbers(name: str, value: Any) -> None:
 
 
 def not_finite(tensors: Mapping[str, Tensor], may_be_infinite: Container[str] = ()) -> list[str]:
-    """Lists tensors that hold NaN or disallowed infinities."""
+    """Returns the names of tensors that contain NaN or infinity. may_be_infinite: names that may contain infinity."""
     reals = {name: real for name, value in tensors.items() if (real := _real(value)) is not None}
-    # A sum reads faster than an element-wise check, and suffices unless it overflows.
-    is_finite = defaultdict(list)  # by device: gathered parts are on the host, buffers on a GPU
+    # a sum is faster than an element-wise check, which follows only if a sum is not finite
+    is_finite = defaultdict(list)  # by device, since gathered shards are on the CPU and buffers on a GPU
     for real in reals.values():
         is_finite[real.device].append(torch.isfinite(real.sum()))
     if all(bool(torch.stack(each).all()) for each in is_finite.values()):
@@ -203,9 +203,9 @@ def not_finite(tensors: Mapping[str, Tensor], may_be_infinite: Container[str] = 
 
 
 def _real(value: Tensor) -> Tensor | None:
-    """Views a dense tensor in a type that torch can sum; None for types without NaN and infinity.
+    """Returns a dense tensor's values in a dtype that torch can sum; None for dtypes without NaN and infinity.
 
-    Raises RuntimeError for four-bit types.
+    Raises RuntimeError for four-bit dtypes.
     """
     if value.is_complex():
         value = torch.view_as_real(value.resolve_conj())
@@ -221,16 +221,16 @@ def _mapping(name: str, value: Any) -> Mapping[Any, Any]:
 
 
 def wrong(name: str, value: Any, what: str) -> ValueError:
-    """Builds a kind's ValueError."""
+    """Builds the ValueError that a kind raises."""
     return ValueError(f"{name} {brief(value)}: {what}")
 
 
 def brief(value: Any) -> str:
-    """Describes any value briefly."""
+    """Describes a value in at most about MOST_SHOWN characters."""
     if isinstance(value, Tensor):
         return f"of {value.dtype} {tuple(value.shape)}"
     if isinstance(value, str | bytes | bytearray):
-        value = value[: MOST_SHOWN + 1]  # a message shows no more
+        value = value[: MOST_SHOWN + 1]  # no more is shown
     try:
         shown = repr(value)
     except (ValueError, RecursionError):  # huge integers, recursive lists
@@ -239,7 +239,7 @@ def brief(value: Any) -> str:
 
 
 def first_schema_error(kinds: Iterable[Kind], value: Any) -> str | None:
-    """Returns the first error of a value read from a file; None if it satisfies all kinds."""
+    """Returns the first error of a value read from a file; None if the value satisfies all kinds."""
     try:
         for kind in kinds:
             kind("", value)
@@ -261,11 +261,11 @@ def _as_it_is(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Saved:
-    """Declares an entry of a checkpoint, or of a mapping in one.
+    """Declares an entry of a checkpoint, or of a mapping in a checkpoint.
 
-    is_optional: may be absent. since: first format version that has it; older files get the default. is_large: only
-    rank 0 reads its tensors, and others receive them while loading. name: in the file, if the dataclass field has
-    another name. read: converts the file's value for the field.
+    is_optional: the entry may be absent. since: first format version with the entry; older files get `default`.
+    is_large: rank 0 reads the tensors, and sends them to other ranks when they are loaded into the model. name: name in
+    the file, if it differs from the dataclass field's. read: converts the file's value to the field's.
     """
 
     kind: Kind
@@ -278,7 +278,7 @@ class Saved:
 
 
 def saved(kind: Kind, default: Any = MISSING, *, make: Any = MISSING, **more: Any) -> Any:
-    """Declares a saved dataclass field. make: default factory, for containers. more: see `Saved`."""
+    """Declares a dataclass field that checkpoints contain. make: default factory. more: attributes of `Saved`."""
     value = default if make is MISSING else make()
     return field(
         default=default, default_factory=make, metadata={"saved": Saved(kind, default=_plain_entry(value), **more)}
@@ -286,13 +286,13 @@ def saved(kind: Kind, default: Any = MISSING, *, make: Any = MISSING, **more: An
 
 
 def saved_fields(kept: Any) -> dict[str, tuple[str, Saved]]:
-    """Maps entry names to (field name, declaration) for a dataclass's `saved` fields."""
+    """Maps the entry names of a dataclass's `saved` fields to (field name, declaration)."""
     found = [(own.name, own.metadata["saved"]) for own in fields(kept) if "saved" in own.metadata]
     return {its.name or name: (name, its) for name, its in found}
 
 
 def record_of_fields(kept: Any) -> Kind:
-    """Requires a mapping of exactly the `saved` fields of a dataclass."""
+    """Requires a mapping with exactly the entries of a dataclass's `saved` fields."""
     return record({name: its.kind for name, (_, its) in saved_fields(kept).items()}, closed=True)
 
 
@@ -302,9 +302,9 @@ def _plain_entry(value: Any) -> Any:
 
 @dataclass
 class Best:
-    """The best validation score so far.
+    """Best validation score of a run so far.
 
-    epoch, step: completed epochs and optimizer steps at that score.
+    epoch, step: completed epochs and optimizer steps when the score was reached.
     """
 
     epoch: int = saved(_COUNT)
@@ -320,18 +320,18 @@ _POSITION = record(
 
 @dataclass
 class SavedProgress:
-    """A run's progress as saved in checkpoints. Each field declares its entry, kind and default.
+    """Progress of a run as stored in checkpoints. Each field declares its entry, kind and default.
 
-    evaluations_since_best: for early stopping.
-    last_report: optimizer steps at the last report, which every epoch end and evaluation makes.
-    train_seconds: wall time of training, evaluation and saving over all starts, up to the last `read_clock`, which
-        every save calls.
-    reported: by phase, loss and weight of the totals already logged, over all processes.
-    samples: covered by the totals of all processes.
-    misses_samples: True if lost processes took some of the samples since the last report.
-    skipped_steps: optimizer steps skipped as not finite.
-    skipped_in_a_row: the last skipped step, and how many in a row.
-    rate_drops: reductions of the learning rate by `--schedule plateau`.
+    evaluations_since_best: evaluations since the best score, for early stopping.
+    last_report: completed optimizer steps at the last report of metrics; every evaluation and epoch end makes a report.
+    train_seconds: seconds of training, evaluation and saving over all starts, up to the last `read_clock`, which every
+        save calls.
+    reported: (loss, weight) by phase of the totals already logged, over all processes.
+    samples: number of samples that the totals of all processes cover.
+    misses_samples: whether totals of samples since the last report were lost with a process.
+    skipped_steps: optimizer steps skipped because a loss or gradient was not finite.
+    skipped_in_a_row: the last skipped step, and the number of consecutive skipped steps up to it.
+    rate_drops: number of times that `--schedule plateau` has lowered the learning rate.
     task_state: last result of `Task.after_validation`.
     """
 
@@ -361,12 +361,12 @@ def read_progress(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _optimizer(name: str, value: Any) -> None:
-    """Requires an optimizer state with parameters numbered from 0, and no state of others.
+    """Requires an optimizer's state dict with parameters numbered from 0, and state for these parameters only.
 
-    State outside parameters has names. Values are unchecked: NaN or a step of -1 may mean "not yet".
+    State with a string key belongs to no parameter. Values are not checked: NaN or a step of -1 may mean "not yet".
     """
     _OF_OPTIMIZER(name, value)
-    anything(name, value)  # includes custom entries
+    anything(name, value)  # also checks tensors in custom entries
     numbers = [parameter for group in value["param_groups"] for parameter in group["params"]]
     if numbers != list(range(len(numbers))):
         raise wrong(f"{name}.param_groups", numbers, f"must number its parameters from 0 to {len(numbers) - 1}")
@@ -391,7 +391,7 @@ _CONFIG: Mapping[str, Kind] = {
     "--epochs": optional(_SIZE), "--max-steps": optional(_SIZE), "--seed": _COUNT,
     "--resume-from": optional(text()), "--optimizer": text(), "--dtype": text("float32|float64"), "--drop-last": truth,
 }  # fmt: skip
-"""Flags that the trainer itself reads back."""
+"""Flags that the trainer reads from checkpoints, in addition to passing them on."""
 _CODE = {
     "commit": optional(text()), "changed": optional(truth), "task_file": optional(text()),
     "task_sha256": optional(text()),
@@ -411,7 +411,7 @@ FACTS: Mapping[str, Saved] = {
     "helpers": Saved(by_name(text()), is_optional=True),
     "run_id": Saved(text(RUN_ID)),
 }
-"""Provenance of a run, stored in checkpoints and config.json."""
+"""Entries on the origin of a run, in checkpoints and config.json."""
 
 ENTRIES: Mapping[str, Saved] = {
     "model": Saved(WEIGHTS, is_large=True),
@@ -430,7 +430,7 @@ ENTRIES: Mapping[str, Saved] = {
     **{entry: its for entry, (_, its) in saved_fields(SavedProgress).items()},
     **FACTS,
 }
-"""Entries of a checkpoint besides `format_version`, explained in QUICK_REFERENCE.md, "A checkpoint"."""
+"""All entries of a checkpoint except `format_version`; QUICK_REFERENCE.md, "A checkpoint", explains them."""
 LARGE = tuple(name for name, entry in ENTRIES.items() if entry.is_large)
 
 
@@ -442,14 +442,14 @@ def brought_up_to_date(state: Mapping[str, Any], entries: Mapping[str, Saved] = 
     version = state.get("format_version", 1)
     integer(at_least=1)("format_version", version)
     lacking = {name: its.default for name, its in entries.items() if name not in state and version < its.since}
-    held = {name: value for name, value in state.items() if name != "checksum"}  # an entry of version 1
+    held = {name: value for name, value in state.items() if name != "checksum"}  # only version 1 has this entry
     return {**held, **lacking, "format_version": max(version, FORMAT_VERSION)}
 
 
 def schema_error_of_checkpoint(state: Mapping[str, Any], resumable: bool) -> str | None:
-    """Returns a checkpoint's schema error, naming the entry; None if valid.
+    """Returns a checkpoint's first schema error, with the entry's name; None if the checkpoint is valid.
 
-    resumable: require what a resume needs; otherwise check only existing entries.
+    resumable: require all entries that resuming needs; otherwise check only the entries in `state`.
     """
     if resumable:
         return first_schema_error([_record_of(ENTRIES), _equally_many_phases, _position_in_epoch], state)
@@ -458,7 +458,7 @@ def schema_error_of_checkpoint(state: Mapping[str, Any], resumable: bool) -> str
 
 
 def schema_error_of_config(content: dict[str, Any]) -> str | None:
-    """Returns config.json's schema error; None if valid."""
+    """Returns the first schema error of a config.json; None if it is valid."""
     others = {"torchrun_agents": each(text()), "command_line": each(text())}
     return first_schema_error([_record_of(FACTS, others), _equally_many_phases], content)
 
@@ -480,7 +480,7 @@ def _equally_many_phases(name: str, facts: Mapping[str, Any]) -> None:
 
 
 def _position_in_epoch(name: str, state: Mapping[str, Any]) -> None:
-    """Rejects positions beyond the end of an epoch, where no sample order is defined."""
+    """Raises ValueError for a position beyond the end of an epoch, where no sample order is defined."""
     position, sizes = state["position"], state["phase_sizes"]
     if position["phase"] >= len(sizes):
         raise wrong("position.phase", position["phase"], f"must be below {len(sizes)}, the number of phases")

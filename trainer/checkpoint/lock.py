@@ -1,14 +1,15 @@
-"""Locks a run directory for one process at a time, also on file systems shared by several machines.
+"""Locks a run directory for one process, also on file systems that several machines share.
 
-On one machine the kernel's lock on `lock.held` decides; it ends with its process, however that dies. Some network file
-systems do not share it with other machines. There `lock` decides: it names the holder, who renews its timestamp. Where
-the kernel cannot tell, `lock` is watched for `STALE_S` by the watcher's own clock, and taken over if not renewed.
+On one machine, the kernel's lock on the file `lock.held` decides; it ends with its process. Some network file systems
+do not share kernel locks between machines. There the file `lock` decides: it names the holder, which renews the file's
+timestamp. A process that finds another machine's `lock` takes it over if the timestamp does not change for `STALE_S`
+seconds.
 
-A frozen holder may wake up, and must not write beside the new one (fencing). All files are written under unique
-temporary names, and a holder reads `lock` again before renaming one. A new holder first writes its name into `lock`,
-then deletes other holders' temporary files, so an old holder frozen between reading and renaming finds nothing to
-rename. A holder also reads `lock` before it deletes a file: frozen just then, it deletes at most that one file, which
-it no longer needed.
+An old holder that was suspended may wake up, and must not write while the new holder does (fencing). Files are written
+under temporary names with the holder's token, and a holder reads `lock` again before it renames a file. A new holder
+first writes its name into `lock`, then renames or deletes temporary files, so an old holder suspended between reading
+and renaming finds no file to rename. A holder also reads `lock` before it deletes a file; suspended just then, it
+deletes at most that file.
 """
 
 import fcntl
@@ -32,13 +33,13 @@ LOCK, KERNEL_LOCK = "lock", "lock.held"
 
 RENEW_S = 5.0
 STALE_S = 60.0
-"""Age in seconds at which a lock that is not renewed is taken over."""
+"""Seconds without renewal after which a lock is taken over."""
 _LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Content of `lock`. machine: scope in which the kernel's locks are visible. token: unique."""
+    """Content of the file `lock`. machine: where the kernel's locks are visible. token: unique identifier."""
 
     who: str
     machine: str = ""
@@ -49,18 +50,18 @@ class Holder:
 
 
 class Writer:
-    """Renames complete files into place and deletes files, in a folder that nobody else uses."""
+    """Renames and deletes files in a folder that no other process uses."""
 
     def temporary(self, path: Path) -> Path:
-        """Returns the name of a file until it is complete."""
+        """Returns the temporary name under which a file is written."""
         return path.with_suffix(".tmp")
 
     def rename(self, temporary: Path, path: Path) -> None:
-        """Renames a complete file into place. Raises OSError."""
+        """Gives a complete file its final name. Raises OSError."""
         temporary.rename(path)
 
     def require(self) -> None:
-        """Raises OSError, or LockTaken, if this process may no longer change the folder."""
+        """Raises LockTaken or OSError if this process may not change the folder."""
 
     def delete(self, path: Path) -> None:
         self.require()
@@ -74,11 +75,11 @@ class Writer:
 
 
 class LockTaken(UserError):
-    """Another process took over the directory; this one must not write to it any more."""
+    """Raised if another process has taken over the directory, so this process must not write to it."""
 
 
 class Lock(Writer):
-    """A folder's lock while this process holds it."""
+    """Lock of a folder, held by this process."""
 
     def __init__(self, folder: Path, file: IO[str], holder: Holder) -> None:
         self._path = folder / LOCK
@@ -86,10 +87,10 @@ class Lock(Writer):
         self._holder = holder
         self._released = threading.Event()
         self.is_lost = False
-        """Whether another process was found to have taken over."""
+        """Whether `require` has found that another process took over."""
 
     def begin(self) -> None:
-        """Writes the holder's name and starts to renew it."""
+        """Writes the holder into `lock` and starts a thread that renews its timestamp."""
         temporary = self.temporary(self._path)
         temporary.write_text(str(self._holder), encoding="utf-8")
         temporary.rename(self._path)
@@ -99,7 +100,7 @@ class Lock(Writer):
         return path.with_suffix(f".{self._holder.token}.tmp")
 
     def rename(self, temporary: Path, path: Path) -> None:
-        """Raises OSError, or LockTaken."""
+        """Gives a complete file its final name. Raises OSError or LockTaken."""
         self.require()
         try:
             temporary.rename(path)
@@ -108,10 +109,10 @@ class Lock(Writer):
             raise
 
     def require(self) -> None:
-        """Raises LockTaken if another process took over, OSError if that is unknown."""
+        """Raises LockTaken if another process took over, or OSError if `lock` cannot be read."""
         holder = _read(self._path)
         if holder.token != self._holder.token:
-            self._path.parent.stat()  # raises if the folder was deleted, rather than taken over
+            self._path.parent.stat()  # raises FileNotFoundError if the folder was deleted
             self.is_lost = True
             raise LockTaken(
                 f"--save-dir {self._path.parent}: was taken over by {holder.who or 'another process'} while this "
@@ -119,7 +120,7 @@ class Lock(Writer):
             )
 
     def release(self) -> None:
-        """Empties `lock`, unless another process owns it or the disk fails, and releases the kernel's lock."""
+        """Releases the kernel's lock, and empties `lock` unless another process took over or the disk fails."""
         self._released.set()
         with (
             suppress(LockTaken, OSError),
@@ -130,7 +131,7 @@ class Lock(Writer):
 
     def _renew(self) -> None:
         while not self._released.wait(RENEW_S):
-            # Updates only the timestamp, so another process's content is kept.
+            # updates only the timestamp, so that another process's content stays
             with suppress(OSError):
                 try:
                     self.require()
@@ -140,15 +141,15 @@ class Lock(Writer):
 
 
 def take_lock(folder: Path, take_over: bool = False, say: Callable[[str], None] = lambda line: None) -> Lock:
-    """Takes the lock until release or process exit; may wait for `STALE_S`.
+    """Takes a folder's lock until `release` or process exit; may wait for `STALE_S` seconds.
 
-    take_over: do not wait for a holder that is not known to be alive. say: called before waiting.
+    take_over: take the lock without waiting unless the holder is known to be alive. say: prints a line before a wait.
 
-    Raises UserError if another process holds it, OSError on file system errors.
+    Raises UserError if another process holds the lock, or OSError on file system errors.
     """
     with ExitStack() as unless_taken:
         if (folder / KERNEL_LOCK).exists():
-            require_regular(folder / KERNEL_LOCK)  # opening a pipe would block forever
+            require_regular(folder / KERNEL_LOCK)  # opening a named pipe would block forever
         file = (folder / KERNEL_LOCK).open("a")
         unless_taken.callback(_close, file)
         left_by = _read(folder / LOCK)
@@ -172,7 +173,7 @@ def take_lock(folder: Path, take_over: bool = False, say: Callable[[str], None] 
 
 
 def _close(file: IO[str]) -> None:
-    with suppress(OSError):  # on a network file system; must not hide the reason for closing
+    with suppress(OSError):  # network file systems may fail to close, which must not hide an earlier error
         file.close()
 
 
@@ -186,7 +187,7 @@ def _is_renewed(path: Path) -> bool:
     while time.monotonic() < until:
         time.sleep(_LOOK_S)
         if _stamp(path) != first:
-            return _read(path).who != ""  # it may have been released
+            return _read(path).who != ""  # a change may also be a release
     return False
 
 
@@ -197,7 +198,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _read(path: Path) -> Holder:
-    """Reads a holder; an empty one if the file is empty, invalid or missing. Raises other OSErrors."""
+    """Reads the holder; `Holder("")` if the file is empty, invalid or missing. Raises other OSErrors."""
     try:
         who, *lines = read_whole(path, MOST_RECORD).decode(errors="replace").splitlines() or [""]
     except FileNotFoundError:
@@ -205,11 +206,11 @@ def _read(path: Path) -> Holder:
     said = dict(line.split(" ", 1) for line in lines if " " in line)
     if not re.fullmatch(r"process \d+ on \S+", who):
         return Holder("")
-    # A truncated lock has no machine; use the host, so that nobody waits for a dead process.
+    # A truncated lock has no machine. The host name replaces it, so that no process waits for a dead holder.
     machine = said.get("machine") or (_machine(path.parent) if who.endswith(f" on {socket.gethostname()}") else "")
     return Holder(who, machine, said.get("token", ""))
 
 
 def _machine(folder: Path) -> str:
-    """Identifies this boot of the kernel and the mounted file system; the host if the system does not tell."""
+    """Returns an identifier of the kernel's boot, or of the host if that is unknown, and of the mounted file system."""
     return f"{boot_of_kernel()}:{folder.stat().st_dev}"

@@ -1,6 +1,6 @@
-"""The manifest of a run directory's checkpoints: lists them without opening them, evicts old ones, updates links.
+"""Manifest of a run directory: lists checkpoints without opening them, evicts old checkpoints, updates links.
 
-Also reads and writes the other small JSON files, each replaced atomically.
+Also reads the other JSON files of a run directory, each of which is replaced atomically.
 """
 
 import itertools
@@ -45,7 +45,7 @@ State = Literal["running", "finished", "preempted", "paused", "refused", "failed
 
 
 def read_json(path: Path, say: Callable[[str], None] = lambda line: None, most: int = MOST_RECORD) -> dict[str, Any]:
-    """Reads a JSON object; {} if the file is missing or damaged. say: reports damage.
+    """Reads a JSON object from a file; {} if the file is missing or damaged. say: reports damage.
 
     most: size limit in bytes. Raises DiskError if an existing file cannot be read.
     """
@@ -65,18 +65,18 @@ def read_json(path: Path, say: Callable[[str], None] = lambda line: None, most: 
 
 
 def as_json(content: Any) -> str:
-    """Encodes a JSON file's content."""
+    """Encodes content as JSON text; NaN becomes null."""
     return json.dumps(without_nan(content), indent=2, allow_nan=False) + "\n"
 
 
 def read_state(folder: Path) -> State | None:
-    """Returns the state in a run directory's state.json; None if missing or damaged."""
+    """Returns the state in a run directory's state.json; None if the file is missing or damaged."""
     state = read_json(folder / STATE).get("state")
     return state if state in get_args(State) else None
 
 
 def read_config(folder: Path, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Reads a run directory's config.json; {} if missing or invalid.
+    """Reads a run directory's config.json; {} if the file is missing or invalid.
 
     say: reports damage.
     """
@@ -96,8 +96,8 @@ def read_config(folder: Path, say: Callable[[str], None] = lambda line: None) ->
 class Entry:
     """A checkpoint listed in the manifest.
 
-    value: the monitored metric; None without validation. best: whether it was the best so far when saved. source:
-    absolute path of the `--resume-from` that it descends from.
+    value: the monitored metric; None without validation. best: whether the value was the best so far when saved.
+    source: absolute path of the last `--resume-from` checkpoint before this one.
     """
 
     file: str = saved(text(CHECKPOINT_NAME))
@@ -115,7 +115,7 @@ class Entry:
     def of(
         cls, state: Mapping[str, Any], file: str, size_and_checksum: Mapping[str, Any], inherited: str | None = None
     ) -> "Entry":
-        """Creates the entry of a checkpoint. inherited: its source, unless its own start names one."""
+        """Creates the entry of a checkpoint. inherited: source, if this start has no `--resume-from`."""
         position = {name: state["position"][name] for name in ("epoch", "phase", "samples")}
         verdict = {"value": state["value"], "best": state["is_best"]}
         given = state["config"]["--resume-from"]
@@ -128,19 +128,19 @@ class Entry:
 
 
 def schema_error_of_manifest(content: Any) -> str | None:
-    """Returns manifest.json's schema error; None if valid."""
+    """Returns the first schema error of a manifest.json; None if it is valid."""
     return first_schema_error([record({"checkpoints": each(record_of_fields(Entry))}), _one_entry_a_file], content)
 
 
 def _one_entry_a_file(name: str, content: Mapping[str, Any]) -> None:
-    """Rejects two entries of one file, since evicting one would delete the other's file."""
+    """Raises ValueError for two entries with the same file, since evicting one would delete the file of both."""
     files = [entry["file"] for entry in content["checkpoints"]]
     if len(set(files)) < len(files):
         raise ValueError("checkpoints: names a file twice")
 
 
 def read_manifest(path: Path, say: Callable[[str], None] = lambda line: None) -> list[Entry]:
-    """Returns the manifest's entries, oldest first; empty if missing or invalid.
+    """Returns the entries of a manifest, oldest first; [] if the file is missing or invalid.
 
     say: reports damage. Raises DiskError.
     """
@@ -155,15 +155,15 @@ def read_manifest(path: Path, say: Callable[[str], None] = lambda line: None) ->
 
 
 def write_manifest(path: Path, entries: Sequence[Entry], writer: Writer) -> None:
-    """Replaces the manifest atomically and durably. Raises OSError, LockTaken."""
+    """Replaces the manifest atomically and durably. Raises OSError or LockTaken."""
     content = {"checkpoints": [asdict(entry) for entry in entries]}
     writer.replace_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def best_first(entries: Sequence[Entry], mode: Literal["max", "min"]) -> list[Entry]:
-    """Sorts entries with a value, best first, starting with best.pth's; the earlier first on ties.
+    """Returns the entries with a value, best first and, among equals, oldest first; best.pth's entry comes first.
 
-    entries: oldest first. mode: which value is best.
+    entries: oldest first. mode: whether the largest ("max") or smallest ("min") value is best.
     """
     best, sign = newest_best(entries), 1 if mode == "min" else -1
     judged = [e for e in entries if e is best or (e.value is not None and not math.isnan(e.value))]
@@ -171,12 +171,12 @@ def best_first(entries: Sequence[Entry], mode: Literal["max", "min"]) -> list[En
 
 
 def newest_best(entries: Sequence[Entry]) -> Entry | None:
-    """Returns the best checkpoint; None before any validation. entries: oldest first."""
+    """Returns the entry of the best checkpoint; None before the first validation. entries: oldest first."""
     return next((entry for entry in reversed(entries) if entry.best), None)
 
 
 def unused_path(folder: Path, position: Position) -> Path:
-    """Returns an unused checkpoint name; a run that went back never overwrites a file."""
+    """Returns an unused path for a checkpoint; a run that resumed from an earlier checkpoint overwrites no file."""
     name = f"checkpoint_{position.epoch}"
     if not position.at_epoch_start:
         name += f"_{position.phase}_{position.samples}" + (f"_{position.turn}" if position.turn else "")
@@ -189,7 +189,7 @@ def unused_path(folder: Path, position: Position) -> Path:
 
 
 def update_links(folder: Path, entries: Sequence[Entry], is_finished: bool, writer: Writer) -> None:
-    """Points last.pth, best.pth and, if finished, final.pth to their checkpoints. Raises OSError."""
+    """Links last.pth, best.pth and, if the run is finished, final.pth to their checkpoints. Raises OSError."""
     newest = entries[-1] if entries else None
     for name, entry in zip(LINKS, (newest, newest_best(entries), newest if is_finished else None), strict=True):
         if entry is not None:
@@ -197,7 +197,7 @@ def update_links(folder: Path, entries: Sequence[Entry], is_finished: bool, writ
 
 
 def link(name: Path, file: Path, writer: Writer) -> None:
-    """Creates a hard link, or a copy where the file system has no links. Raises OSError."""
+    """Creates a hard link, or a copy if the file system has no hard links. Raises OSError."""
     if name.exists() and name.samefile(file):
         return
     temporary = writer.temporary(name.with_suffix(".link.pth"))
@@ -214,7 +214,7 @@ def link(name: Path, file: Path, writer: Writer) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Rule for keeping checkpoints: the newest (0: all) and the best. mode: which value is best."""
+    """Numbers of newest (0: all) and best checkpoints to keep. mode: "max" or "min", the best value."""
 
     newest: int
     best: int = 1
@@ -222,17 +222,17 @@ class Retention:
 
 
 def retention_of(flags: CheckpointFlags, task: Task) -> Retention:
-    """Returns the retention for a run of this task."""
+    """Returns the `Retention` that a task's run has with these flags."""
     return Retention(flags.keep_checkpoints, flags.keep_best, mode=task.monitor[1])
 
 
 def evict(
     folder: Path, entries: Sequence[Entry], retention: Retention, is_intact: Callable[[Entry], bool], writer: Writer
 ) -> list[Entry]:
-    """Deletes checkpoints that need not be kept; returns the others. entries: oldest first.
+    """Deletes checkpoints that `retention` does not keep; returns the entries of the others. entries: oldest first.
 
-    Counts only intact files as kept, so damage to newer or better ones never costs the last good one. The manifest
-    drops deleted files at the next save; an entry without a file is ignored. Raises OSError, LockTaken.
+    Only intact files count as kept, so the last intact checkpoint is never deleted. The manifest lists deleted files
+    until the next save; readers ignore entries without a file. Raises OSError or LockTaken.
     """
     if retention.newest == 0:
         return list(entries)
@@ -242,12 +242,12 @@ def evict(
     for entry in gone:
         writer.delete(folder / entry.file)
     if gone:
-        flush_path(folder)  # otherwise a power loss could restore files that no manifest lists
+        flush_path(folder)  # otherwise files could reappear after a power loss
     return [entry for entry in entries if entry in kept]
 
 
 def _first_intact(entries: Sequence[Entry], num: int, is_intact: Callable[[Entry], bool]) -> list[Entry]:
-    """Returns the first entries, damaged ones included, up to `num` intact ones."""
+    """Returns the first entries up to the `num`-th intact one, including damaged ones before it."""
     found: list[Entry] = []
     for entry in entries:
         if num == 0:

@@ -1,4 +1,4 @@
-"""Finds the weights of a run to use, and compares weights with a model."""
+"""Finds a run's weights, and compares weights with a model."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -20,10 +20,10 @@ from trainer.loading.order import Position
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run's checkpoint. label: names its weights (plural) in messages. folder: its location.
+    """Checkpoint of a run. label: noun in the plural for its weights in messages. folder: the checkpoint's folder.
 
-    comes_with_task: pretrained weights shipped with the task, valid despite other flags and data. remarks: notes for
-    the user on the choice of weights.
+    comes_with_task: whether these are the task's pretrained weights, which fit other flags and data. remarks: sentences
+    for the user on the choice of weights.
     """
 
     label: str
@@ -34,7 +34,7 @@ class TrainedRun:
 
 
 def find_weights(folder: Path, files: Mapping[str, Path | None], say: Callable[[str], None]) -> TrainedRun:
-    """Loads the first given checkpoint file, else the run directory's best weights. files: paths by flag.
+    """Loads the first of `files`, paths by flag, that is not None, otherwise the best weights of the run in `folder`.
 
     Raises UserError.
     """
@@ -49,9 +49,9 @@ def find_weights(folder: Path, files: Mapping[str, Path | None], say: Callable[[
 
 
 def load_best_weights(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Loads a run directory's best intact checkpoint; the newest without validation.
+    """Loads the best intact checkpoint of a run directory, or the newest one of a run without validation.
 
-    Takes no lock and changes nothing. say: reports damage. Raises UserError.
+    Takes no lock and changes no file. say: reports damage. Raises UserError.
     """
     entries = _entries(folder, say)
     reader = CheckpointReader(folder, say)
@@ -71,10 +71,9 @@ def runs_within(folder: Path) -> list[Path]:
 
 
 def find_settings(folder: Path, of_best: bool) -> tuple[str, dict[str, Any]] | None:
-    """Reads the settings in a run directory's newest or best checkpoint; None if there is none.
+    """Reads `--task` and flags from a run directory's newest or best checkpoint; None without a readable checkpoint.
 
-    Takes no lock, changes nothing and reads no tensors: every process calls it at its start. Damage is reported
-    elsewhere.
+    Takes no lock, changes no file and reads no tensors, since every process calls it. Reports no damage.
     """
     with suppress(OSError):
         entries = read_manifest(folder / MANIFEST)
@@ -88,12 +87,12 @@ def find_settings(folder: Path, of_best: bool) -> tuple[str, dict[str, Any]] | N
 
 
 def _best_first(entries: Sequence[Entry]) -> list[Entry]:
-    """Sorts checkpoints in the order to try them: the best, then from the newest on."""
+    """Returns checkpoints in the order to try them: the best ones, then the others, newest first."""
     return sorted(reversed(entries), key=lambda entry: not entry.best)
 
 
 def holds_run(folder: Path, say: Callable[[str], None]) -> bool:
-    """Returns whether a folder holds a checkpoint, even a damaged one. say: reports damage. Raises UserError."""
+    """Returns whether a folder contains a checkpoint, even a damaged one. say: reports damage. Raises UserError."""
     return bool(_entries(folder, say))
 
 
@@ -104,10 +103,10 @@ def _entries(folder: Path, say: Callable[[str], None]) -> list[Entry]:
 
 @dataclass(frozen=True)
 class WeightComparison:
-    """Weights compared with a model's, including buffers.
+    """Comparison of a file's weights with a model's parameters and buffers.
 
-    fitting: loadable weights by the model's names. missing: names only in the model. unknown: names only in the
-    weights. unlike: messages for mismatched shapes, or types that torch cannot convert, by name.
+    fitting: weights that the model can load, by the model's names. missing: names only in the model. unknown: names
+    only in the weights. unlike: by name, messages about different shapes or dtypes that torch cannot convert.
     """
 
     fitting: dict[str, Tensor]
@@ -123,7 +122,7 @@ class WeightComparison:
 
 
 def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> WeightComparison:
-    """Compares names, shapes and types; ignores a prefix common to all weights."""
+    """Compares weights with a model's by name, shape and dtype; ignores a prefix common to all weights."""
     own = model.state_dict()
     found = _without_prefix(weights, own)
     unlike = {
@@ -138,7 +137,7 @@ def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> WeightComparison
 
 
 def _difference(name: str, value: Tensor, own: Tensor) -> str | None:
-    """Returns why a model tensor cannot take a value; None if it can."""
+    """Returns a message if a model's tensor cannot be set to `value`; otherwise None."""
     if own.shape != value.shape:
         return f"{name} has shape {tuple(value.shape)}, not {tuple(own.shape)}"
     if own.dtype == value.dtype:
@@ -151,7 +150,7 @@ def _difference(name: str, value: Tensor, own: Tensor) -> str | None:
 
 
 def _without_prefix(weights: Mapping[str, Tensor], known: Collection[str]) -> dict[str, Tensor]:
-    """Strips a wrapper's prefix such as "module." or "model." common to all weights."""
+    """Removes a prefix common to all names, such as "module." or "model.", that a wrapper module added."""
     first = next(iter(weights), "")
     prefixes = ["", *accumulate(f"{part}." for part in first.split(".")[:-1])]
     shared = [prefix for prefix in prefixes if all(name.startswith(prefix) for name in weights)]

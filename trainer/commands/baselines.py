@@ -1,4 +1,4 @@
-"""Baselines: scores of simple methods on a run's data, computed before it and shown after it."""
+"""Baselines: scores of simple methods on a run's data, computed before training and shown at its end."""
 
 import math
 import shlex
@@ -15,9 +15,9 @@ from trainer.task import Baseline, Task
 def find_baselines(
     task: Task, group: Group, given: RunFlags, log: RunLog | SilentLog, num_steps: int
 ) -> dict[str, Baseline]:
-    """Scores simple methods; returns them best on validation first, with the metrics that tables show, and logs them.
+    """Scores simple methods and logs the scores; returns those to show, best method on validation first.
 
-    All processes call it; rank 0 computes. num_steps: of the run.
+    All processes call it; rank 0 computes the scores. num_steps: optimizer steps of the run.
     """
     if given.no_baselines or task.fitted or type(task).baselines is Task.baselines:
         return {}
@@ -48,10 +48,10 @@ def beside_baselines(
     baselines: Mapping[str, Baseline], task: str, monitor: tuple[str, str], metrics: dict[str, float],
     best: float | None, folder: Path,
 ) -> list[str]:  # fmt: skip
-    """Returns a table of a run and its baselines, and a note if the best baseline wins on validation.
+    """Returns lines: a table of a run and its baselines, and a note if the best baseline is as good on validation.
 
-    baselines: from `find_baselines`. monitor: the validation metric and its mode. metrics: of the run, as tables show.
-    best: the run's best validation score, if any. folder: of the run.
+    baselines: from `find_baselines`. task: value of `--task`. monitor: `Task.monitor`. metrics: the run's metrics to
+    show. best: the run's best validation score; None without validation. folder: the run's.
     """
     if not baselines:
         return []

@@ -1,4 +1,4 @@
-"""Builds a run from a command line, at its start or where it resumes."""
+"""Builds a run from a command line, new or resumed."""
 
 import os
 import random
@@ -93,7 +93,7 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def start_strategy(flags: Flags, environment: RankEnvironment | None) -> Strategy:
-    """Creates the strategy for this process's devices. Raises UserError."""
+    """Creates the `Strategy` for this process's devices. Raises UserError."""
     num_parts = flags.batch.parts
     if flags.multi is None:
         return SingleDevice(pick_device(flags.devices.device), num_parts)
@@ -109,10 +109,10 @@ def start_strategy(flags: Flags, environment: RankEnvironment | None) -> Strateg
 
 
 def facts_of_start(flags: Flags) -> dict[str, Any]:
-    """Returns facts that all processes of a run must share, as far as known without the data."""
+    """Returns facts, known before the data are read, that must be equal in all processes of a run."""
     assert flags.task_type is not None
     run_id = read_config(flags.checkpoint.save_dir).get("run_id")
-    # on a shared disk another machine's writes may not be visible yet
+    # detects a shared disk that does not show another machine's writes yet
     run = {f"the run in --save-dir, seen on {socket.gethostname()}": run_id} if run_id is not None else {}
     return {
         "--task": without_folder(flags.run.task),
@@ -124,34 +124,34 @@ def facts_of_start(flags: Flags) -> dict[str, Any]:
 
 
 def set_up_torch(flags: Flags, group: Group) -> None:
-    """Configures threads, determinism and GPU libraries for this process."""
+    """Configures torch's threads, determinism and GPU libraries in this process."""
     assert flags.task_type is not None
-    # With --parts independent of the number of processes, since more threads sum in another order.
+    # With --parts, the number of threads must not depend on the number of processes: it changes the order of sums.
     set_num_threads(flags.devices.num_threads, group.local_world_size, group.device, takes_one=flags.batch.parts > 0)
     if flags.batch.parts and group.device.type == "cpu":
         group.require_same({"--num-threads": torch.get_num_threads()}, "--parts needs the same number on all ranks")
     is_gpu = group.device.type == "cuda"
     is_deterministic = flags.precision.deterministic or not is_gpu or flags.batch.parts > 0
     if is_deterministic:
-        # torch.use_deterministic_algorithms(True) without importing the compiler, which takes seconds.
+        # Like torch.use_deterministic_algorithms(True), but does not import the compiler, which takes seconds.
         torch.set_deterministic_debug_mode("error" if flags.precision.deterministic else "warn")
-        # Filling fresh memory with NaN finds bugs in kernels, but costs a pass over all tensors in every step.
+        # Filling new memory with NaN finds bugs in kernels, but writes every tensor once more in every step.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if is_gpu:
-        # In every run, since it is read once per process, and a later run may be deterministic.
+        # Set in every run: cuBLAS reads it once per process, and a later run in this process may be deterministic.
         os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
-        # Benchmarking pays only for recurring shapes, and may choose other algorithms next time.
+        # Benchmarking saves time only if shapes recur, and may choose different algorithms in the next run.
         is_one_shape = flags.task_type.largest_samples is Task.largest_samples
         torch.backends.cudnn.benchmark = is_one_shape and not is_deterministic
-        # cuDNN plans attention for each new shape, which takes longer than many steps; other backends do not.
+        # cuDNN plans attention for each new shape, which takes as long as many steps; other backends do not plan.
         torch.backends.cuda.enable_cudnn_sdp(is_one_shape)
-        torch.backends.cudnn.allow_tf32 = False  # full float32, as in matrix products
+        torch.backends.cudnn.allow_tf32 = False  # full float32 precision, as in matrix products
 
 
 def build_task(flags: Flags) -> Task:
     """Creates the task with its data. Raises UserError."""
     assert flags.task_type is not None
-    # so that a task splitting its data by an unseeded generator does so equally everywhere and always
+    # a task that splits its data by a global generator then does so equally in all processes and runs
     random.seed(flags.run.seed)
     np.random.seed(flags.run.seed % 2**32)
     torch.manual_seed(flags.run.seed)
@@ -173,7 +173,7 @@ def build_task(flags: Flags) -> Task:
 
 
 def _new_task(flags: Flags) -> Task:
-    """Creates the task. Raises UserError if it reads a config field that is not its own."""
+    """Creates the task. Raises UserError if the task reads a config field that it does not define."""
     assert flags.task_type is not None
     try:
         return flags.task_type(flags.task, flags.run.seed, flags.run.cache_dir)
@@ -189,7 +189,7 @@ def _new_task(flags: Flags) -> Task:
 
 @contextmanager
 def refusing_sizes(what: str, advice: str) -> Iterator[None]:
-    """Converts errors of torch and NumPy about tensors larger than memory to UserError."""
+    """Converts errors of torch and NumPy about arrays larger than memory to UserError."""
     try:
         yield
     except UserError:
@@ -204,9 +204,9 @@ def refusing_sizes(what: str, advice: str) -> Iterator[None]:
 def build_run(
     flags: Flags, task: Task, strategy: Strategy, directory: RunDirectory, loading: Loading | None = None
 ) -> tuple[Run, list[str]]:
-    """Builds a run at its start or where it resumes, with notes for the user; writes nothing.
+    """Builds a run, new or resumed; returns the run and notes for the user. Writes no files.
 
-    loading: from `start_loading`. All processes call it; a UserError is raised on all.
+    loading: from `start_loading`. All processes call it, and all raise UserError if one does.
     """
     given = flags.checkpoint
     state = strategy.load_on_main(lambda: choose_start(directory, given), LARGE)
@@ -248,9 +248,9 @@ def open_run(
     agents: Sequence[str] = (),
     loggers: Sequence[BackgroundLogger] = (),
 ) -> None:
-    """Claims the directory for this run and opens its log: the last step before training.
+    """Prepares the run directory for this run and opens its log, just before training.
 
-    agents: the torchrun agents of this job. loggers: user loggers, on rank 0 only.
+    agents: the torchrun agents of this job. loggers: the user's loggers; empty except on rank 0.
     """
     given, strategy, directory = flags.checkpoint, run.strategy, run.directory
     facts = {"command_line": list(argv), "torchrun_agents": list(agents), **run.facts}
@@ -269,7 +269,7 @@ def open_run(
     strategy.group.on_main(open_on_main)
     for line in [*describe_run(run, flags), *notes]:
         run.log.say(line)
-    if strategy.device.type == "cuda" and not run.is_complete:  # the host has no such limit
+    if strategy.device.type == "cuda" and not run.is_complete:  # on the CPU, memory is not a fixed limit
         run.memory.dry_run(run.task, run.plan, run.log.say)
     source, step = given.resume_from, run.progress.step
     if source is not None and strategy.group.on_main(
@@ -285,14 +285,14 @@ def open_run(
 
 
 def size_of_checkpoint(learner: Learner) -> int:
-    """Returns the bytes of weights, their average, and optimizer moments."""
+    """Returns the size in bytes of the weights, their moving average, and the optimizer state."""
     weights = sum(value.nbytes for value in learner.objective.state_dict().values())
     moments = sum(p.nbytes for several in learner.optimizers.values() for p in moments_of(several))
     return weights * (2 if learner.ema.enabled else 1) + moments
 
 
 def describe_run(run: Run, flags: Flags) -> list[str]:
-    """Returns the lines printed at the start of every run."""
+    """Returns the lines that every run prints at its start."""
     task, strategy, batches, num_workers = run.task, run.strategy, run.memory.splits, run.workers.num_workers
     world_size, num_devices = strategy.group.world_size, strategy.num_devices
     places = [f"Devices: {strategy.describe()}."]
@@ -339,10 +339,10 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
 def prepare_training(
     flags: Flags, task: Task, learner: Learner, strategy: Strategy, orders: Sequence[SampleOrder], memory: MemoryGuard
 ) -> float:
-    """Wraps the model for the run's devices in each phase, and builds the optimizers.
+    """Wraps the model for the run's devices and builds the optimizers, for each phase.
 
-    All processes call it with identical weights. orders: of each phase. Returns the processor time of the slowest first
-    forward in seconds. Raises UserError if the task breaks its contract.
+    All processes call it with identical weights. orders: one per phase. Returns the CPU time of the slowest first
+    forward, in seconds. Raises UserError if a method of the task returns an invalid result.
     """
     check_same_parameters(learner.objective, strategy.group, f"--task {flags.run.task}")
     with strategy.unsharded(learner.objective):
@@ -354,7 +354,7 @@ def prepare_training(
         phase: completed_groups(task, learner.objective, phase, flags.learning.weight_decay) for phase in task.phases
     }
     learner.set_trained({phase: [p for group in own for p in group["params"]] for phase, own in groups.items()})
-    for phase in task.phases:  # before any forward, so that out-of-memory messages can count moments
+    for phase in task.phases:  # before any forward, so that out-of-memory messages include optimizer state
         learner.optimizers[phase] = build_optimizers(flags.learning, task, learner.objective, phase, groups[phase])
         strategy.check_optimizers(learner.optimizers[phase])
     learner.ema.leave_to([optimizer for several in learner.optimizers.values() for optimizer in several])
@@ -384,16 +384,16 @@ def assemble_run(
     is_new: bool = False,
     loading: Loading | None = None,
 ) -> Run:
-    """Assembles a run with fresh weights and a silent log; writes nothing. loading: from `start_loading`.
+    """Assembles a run with newly initialised weights and no log; writes no files. loading: from `start_loading`.
 
-    directory: of a run that trains. before: the facts of the checkpoint to resume, or of an attempt that saved none.
-    is_new: nothing is resumed, so the task initialises the model.
+    directory: run directory, if the run trains. before: facts of the checkpoint to resume, or of an earlier attempt
+    without a checkpoint. is_new: whether the task initialises the model, because no checkpoint is resumed.
     """
     workers, loaders = loading or start_loading(flags, task, strategy, trains=False)
     facts = start_facts(flags, task, strategy)
     batches, facts["lr_factor"] = arrange_batches(flags, facts["config"], facts["batch_sizes"], strategy, before)
     plan = build_plan(flags, task, batches)
-    task.at = Progress().where(plan, strategy.group)  # for task methods called before the first step
+    task.at = Progress().where(plan, strategy.group)  # for methods of the task that are called before the first step
     learning_rate = build_learning_rate(flags, task, plan, facts["lr_factor"])
     facts["global_batch_sizes"] = [split.global_batch_size for split in batches]
     facts["phase_sizes"] = plan.phase_sizes
@@ -433,7 +433,7 @@ def assemble_run(
 
 
 def start_facts(flags: Flags, task: Task, strategy: Strategy) -> dict[str, Any]:
-    """Collects the facts of this start for checkpoints. Raises UserError if processes have different data."""
+    """Collects facts about this start for checkpoints. Raises UserError if processes have different data."""
     data_facts, digest = strategy.group.together(lambda: (facts_of_data(task), digest_of_data(task)))
     sizes = {f"data set {name!r}": len(dataset) for name, dataset in task.splits().items()}
     sizes |= {f"training data of phase {phase!r}": len(task.training_data(phase)) for phase in task.phases}
@@ -450,7 +450,7 @@ def start_facts(flags: Flags, task: Task, strategy: Strategy) -> dict[str, Any]:
 
 
 def build_watches(flags: Flags, task: Task, learner: Learner, strategy: Strategy, learning_rate: float) -> list[Watch]:
-    """Creates the run's watches; on one process only step outcomes. learning_rate: its peak."""
+    """Creates the observers (`Watch`) of a run's steps. learning_rate: peak learning rate."""
     advice = f"lower --lr {learning_rate:g}, lengthen --warmup-epochs, lower --max-grad-norm {learner.max_grad_norm:g}"
     watches: list[Watch] = []
     if flags.multi is not None and strategy.group.world_size > 1:
@@ -461,7 +461,7 @@ def build_watches(flags: Flags, task: Task, learner: Learner, strategy: Strategy
 
 
 def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) -> Learner:
-    """Builds the model with its loss on this process's device, initialised identically on every process."""
+    """Builds the model with its loss on this process's device, with equal initial weights on every process."""
     precision, rho = choose_precision(flags.precision, strategy.device), flags.learning.sam_rho
 
     def build() -> Objective:
@@ -506,7 +506,7 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
 
 
 def example_batch(task: Task, phase: int, size: int, for_gpu: bool = False) -> Batch:
-    """Makes a checked placeholder batch of a phase with up to `size` samples."""
+    """Builds a batch of a phase with up to `size` samples and weights of 0, to try a forward; checks the batch."""
     dataset = task.training_data(task.phases[phase])
     index = np.arange(min(size, len(dataset)))
     keys = SampleKeys(index, epoch=0, phase=phase, placeholder=True, few_lengths=for_gpu)

@@ -1,4 +1,4 @@
-"""Settings files: reads TOML or a run's record, and writes `--print-config`."""
+"""Reads settings from TOML files or a run's config.json, and formats settings for `--print-config`."""
 
 import json
 import textwrap
@@ -13,14 +13,14 @@ from trainer.flags import RETIRED, MultiDeviceFlags
 
 LINE_LENGTH = 120
 PRESETS = Path(__file__).resolve().parents[2]
-"""Parent of configs/, so that `--config configs/...` works from any folder."""
+"""Folder that contains configs/, so that `--config configs/...` works in any working directory."""
 
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """Settings from TOML or JSON, by flag such as "--batch-size".
+    """Settings in a TOML or JSON file, by flag such as "--batch-size".
 
-    flag: the flag that named the file. is_record: written by a run, perhaps somebody else's; see `trainer.config.flag`.
+    flag: the flag that named the file. is_record: whether a run, perhaps somebody else's, wrote it; see `config.flag`.
     """
 
     path: Path
@@ -32,9 +32,9 @@ class ConfigFile:
         return f"{self.flag} {self.path}"
 
     def values(self, known: Mapping[str, Option], all_known: bool) -> tuple[dict[str, Any], list[str]]:
-        """Converts and validates the settings; returns values by field, and problems with the rest.
+        """Converts and validates the settings; returns the valid values by field, and problems.
 
-        known: flags by field name. all_known: no others exist.
+        known: flags by field name. all_known: whether a flag that is not in `known` is a problem.
         """
         fields = {option.name: field for field, option in known.items() if not option.is_of_launcher}
         values, problems = {}, []
@@ -54,7 +54,7 @@ class ConfigFile:
         return values, problems
 
     def of_several_devices(self) -> list[str]:
-        """Returns its flags that only multi-device runs have."""
+        """Returns the settings of this file that only multi-device runs have."""
         known = {option.name: option for option in options(MultiDeviceFlags).values() if not option.hidden}
         return [
             name if value is True else f"{name} {shown(value)}"
@@ -64,7 +64,7 @@ class ConfigFile:
 
 
 def read_config_files(paths: Iterable[Path]) -> tuple[list[ConfigFile], list[str]]:
-    """Reads the files; returns those readable, and problems with the others."""
+    """Reads settings files; returns the readable files, and problems with the others."""
     files, problems = [], []
     for path in paths:
         try:
@@ -75,7 +75,7 @@ def read_config_files(paths: Iterable[Path]) -> tuple[list[ConfigFile], list[str
 
 
 def _settings_in(path: Path) -> Mapping[str, Any]:
-    import tomllib  # lazily, for starts without files
+    import tomllib  # only starts with a file need it
 
     path = PRESETS / path if path.parts[:1] == ("configs",) and not path.exists() else path
     try:
@@ -90,7 +90,7 @@ def _settings_in(path: Path) -> Mapping[str, Any]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"is not valid TOML: {error}") from None
         try:
-            repr(stated)  # fails for huge hexadecimal numbers, as would every message about them
+            repr(stated)  # raises ValueError for huge hexadecimal numbers, which no message could show
         except ValueError:
             raise ValueError("holds a number with thousands of digits") from None
         return stated
@@ -105,7 +105,7 @@ def _settings_in(path: Path) -> Mapping[str, Any]:
 
 
 def _by_flag(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Normalises keys to flags. Raises ValueError for tables and duplicate settings."""
+    """Converts keys to flags, such as batch_size to --batch-size. Raises ValueError for tables and duplicates."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(one, dict) for one in value)):
@@ -118,7 +118,7 @@ def _by_flag(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_origins(problem: str, origins: Mapping[str, ConfigFile]) -> str:
-    """Appends the files or runs from which a message's flags came. origins: by flag."""
+    """Appends to a message the files or runs that set the flags in the message. origins: by flag."""
     words = {word.strip(",.:;()'\"") for word in problem.split()}
     named = [
         f"{name} is {'set in' if file.flag == '--config' else 'of the run in'} {file.path}"
@@ -129,7 +129,7 @@ def with_origins(problem: str, origins: Mapping[str, ConfigFile]) -> str:
 
 
 def as_toml(groups: Sequence[FlagGroup]) -> str:
-    """Formats every setting of the groups with its help as TOML for `--config`; unset ones as comments."""
+    """Formats all settings with their help as TOML for `--config`; settings without a value become comments."""
     lines = ["# For --config; paths are relative to the folder where the command runs."]
     for group in groups:
         lines += ["", "", f"# --- {described(type(group))[0]} ---"]
@@ -147,5 +147,5 @@ def _key(name: str) -> str:
 
 
 def _as_toml(value: Any) -> str:
-    """Formats a flag's value as TOML, which equals JSON except for one control character."""
+    """Formats a flag's value as TOML; for such values JSON is TOML, except for one control character."""
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""Scores at the end of training or on request, of one run or of an ensemble."""
+"""Evaluates a run at the end of training, a trained run, or an ensemble of runs."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -34,17 +34,16 @@ from trainer.parallel.strategy import SingleDevice, Strategy
 from trainer.task import Baseline, Sums, Task
 
 SCORES = "scores.jsonl"
-"""Scores of a folder evaluated without training, one JSON line each time."""
+"""File in `--save-dir` to which each evaluation without training appends a JSON line."""
 
 
 def score(run: Run, no_test: bool, baselines: Mapping[str, Baseline] | None = None) -> None:
-    """Ends a run: scores it and writes results.json. Raises StopRequested if asked to stop meanwhile.
+    """Evaluates a run at its end and writes results.json. Raises StopRequested if the run is asked to stop.
 
-    Scores the test set with the best weights. Without a test set it reports the best validation scores, or training
-    scores without validation, which are not recomputed.
+    Evaluates the test set with the best weights. Without a test set, reports the best validation scores again, or the
+    training scores if there is no validation set.
 
-    no_test: score the validation sets with the last weights, as the same settings without validation would. baselines:
-    from `find_baselines`.
+    no_test: evaluate the validation sets with the last weights instead. baselines: from `find_baselines`.
     """
     progress, has_validation = run.progress, run.plan.has_validation
     progress.read_clock()
@@ -97,7 +96,7 @@ def score(run: Run, no_test: bool, baselines: Mapping[str, Baseline] | None = No
             },
         )
 
-    run.group.on_main(write_results)  # last, since it marks the run as complete
+    run.group.on_main(write_results)  # the last action, since results.json marks the run as complete
 
 
 def _best_weights(directory: RunDirectory) -> dict[str, Any]:
@@ -108,14 +107,14 @@ def _best_weights(directory: RunDirectory) -> dict[str, Any]:
 
 
 def better_can_be_scored(directory: RunDirectory, results: Mapping[str, Any]) -> bool:
-    """Returns whether the test set was scored without the best weights, which are readable again."""
+    """Returns whether results.json is of other weights than the best, although the best can be read now."""
     weights = results.get("weights")
     missed = isinstance(weights, dict) and weights.get("is_best") is False and results.get("scored") == "test"
     return missed and directory.load_best() is not None
 
 
 def evaluate_only(flags: Flags, task: Task, strategy: Strategy) -> None:
-    """Runs `--eval-only`: prints validation and test scores, and appends them to SCORES. Raises UserError."""
+    """Runs `--eval-only`: prints validation and test scores, and appends them to scores.jsonl. Raises UserError."""
     given = flags.checkpoint
     files = {"--resume-from": given.resume_from, "--init-from": given.init_from}
     trained = strategy.load_on_main(lambda: find_run(flags, files, task.shipped_weights(), say), LARGE)
@@ -153,7 +152,7 @@ def evaluate_only(flags: Flags, task: Task, strategy: Strategy) -> None:
 
 
 def _kept(folder: Path, scored: Mapping[str, Any]) -> str:
-    """Appends a line to SCORES; returns a sentence about it, or about a disk error."""
+    """Appends a line to scores.jsonl; returns a sentence that names the file, or a disk error."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / SCORES).open("a", encoding="utf-8") as file:
@@ -164,7 +163,7 @@ def _kept(folder: Path, scored: Mapping[str, Any]) -> str:
 
 
 def check_only(flags: Flags, task: Task, strategy: Strategy) -> None:
-    """Runs `--check-task`: checks a new model in float64, including slow forwards. Raises UserError."""
+    """Runs `--check-task`: checks a new model's sums in float64, without a time limit. Raises UserError."""
     if task.fitted:
         raise UserError(
             "--check-task: with these flags the model is fitted, so there is no loss to check; leave it out"
@@ -190,10 +189,9 @@ def check_only(flags: Flags, task: Task, strategy: Strategy) -> None:
 def ensemble_metrics(
     flags: Flags, task: Task, directories: Sequence[Path], stop: StopRequest
 ) -> dict[str, float] | None:
-    """Returns test metrics of the task's ensemble of runs, each with its best weights.
+    """Returns the test metrics of an ensemble of runs with their best weights; None if the task has no ensemble.
 
-    None if the task has no ensemble. Raises UserError for a run without weights, StopRequested if asked to stop
-    meanwhile.
+    Raises UserError for a run without weights, or StopRequested if asked to stop.
     """
     device = pick_device(flags.devices.device)
     if flags.multi is not None and flags.multi.gpu_ids is not None and device.type == "cuda":
@@ -202,7 +200,7 @@ def ensemble_metrics(
     set_up_torch(flags, strategy.group)
     dtype, hint = getattr(torch, flags.precision.dtype), "give the flags that it was trained with"
     found = ((load_best_weights(directory, say)["model"], str(directory)) for directory in directories)
-    # on the CPU, since there may be many
+    # on the CPU, since the models may not all fit on a GPU
     ensemble = task.ensemble([trained_objective(task, weights, CPU, dtype, name, hint) for weights, name in found])
     if ensemble is None:
         return None

@@ -1,6 +1,6 @@
-"""`--export`: a finished run's model as a program that runs without this trainer.
+"""Runs `--export`: writes a trained model as a program of torch.export, which runs without this trainer.
 
-Traced from a few real batches, and kept only if the reloaded program gives the model's outputs.
+The program is traced on batches of real data, and written only if its outputs agree with the model's.
 """
 
 import inspect
@@ -30,25 +30,25 @@ from trainer.parallel.strategy import Strategy
 from trainer.task import Exported, Objective, Task, validation_sets
 
 ABOUT = "about.json"
-"""Entry of a .pt2 archive that describes the program."""
+"""Extra file in the .pt2 archive with a description of the program."""
 _BATCH_SIZES = (4, 3, 2, 1)
-"""Batch sizes for tracing and checking; dimensions that differ between them become dynamic."""
+"""Sizes of the batches to trace and check; dimensions that differ between these batches become dynamic."""
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
-"""Tolerance, relative to an output's largest value."""
+"""Largest accepted difference between program and model, relative to an output's largest value."""
 
 Answer = Callable[[Exported], Sequence[Tensor]]
-"""Calls a reloaded program; returns its outputs."""
+"""Calls a loaded program with the inputs of an `Exported` and returns the program's outputs."""
 
 
 @torch.no_grad()
 def export_model(flags: Flags, strategy: Strategy) -> None:
-    """Runs `--export`. Raises UserError without writing, also if the program's outputs differ."""
+    """Runs `--export`. Raises UserError, before writing, if the export fails or the program's outputs differ."""
     path = flags.exporting.export
     assert path is not None
     run, task = find_trained(flags, say)
     for remark in run.remarks:
         say(remark)
-    task.data_facts = None  # it is used with its data
+    task.data_facts = None  # the task reads its data here
     dtype = choose_precision(flags.precision, strategy.device).dtype
     objective = trained_objective(task, run.state["model"], strategy.device, dtype).eval()
     objective.start_evaluation()
@@ -72,9 +72,9 @@ def export_model(flags: Flags, strategy: Strategy) -> None:
 
 
 def example_batches(task: Task) -> Iterator[Batch]:
-    """Yields fixed random samples of a validation or test set in contiguous batches.
+    """Yields batches of fixed random samples from a validation, test or training set, as contiguous tensors.
 
-    Programs assume the memory layout of their example.
+    An exported program assumes the memory layout of the inputs it was traced with.
     """
     splits = task.splits()
     dataset = splits[next(iter(validation_sets(splits)), "test" if "test" in splits else "train")]
@@ -87,7 +87,7 @@ def example_batches(task: Task) -> Iterator[Batch]:
 
 
 def recorded_call(task: Task, objective: Objective, batch: Batch) -> Exported:
-    """Records the call that the objective's forward makes of its model. Raises UserError if it makes none."""
+    """Records the first call of `model` in the objective's forward. Raises UserError if there is none."""
     model, calls = objective.model, []
 
     def record(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
@@ -106,7 +106,7 @@ def recorded_call(task: Task, objective: Objective, batch: Batch) -> Exported:
 
 
 def traced(calls: Sequence[Exported]) -> ExportedProgram:
-    """Exports the first call's program, with dimensions dynamic that differ between calls."""
+    """Exports the module of the first call; dimensions that differ between calls become dynamic."""
     first, others = calls[0], AdditionalInputs()
     for call in calls[1:]:
         others.add(*_arguments(call))
@@ -119,13 +119,13 @@ def traced(calls: Sequence[Exported]) -> ExportedProgram:
 
 
 def _arguments(call: Exported) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Splits inputs into positional arguments, as far as the signature allows, and keyword arguments."""
+    """Splits inputs into positional and keyword arguments of the module's forward."""
     bound = inspect.BoundArguments(inspect.signature(call.program.forward), dict(call.inputs))
     return bound.args, bound.kwargs
 
 
 def shapes(program: ExportedProgram) -> dict[str, str]:
-    """Returns the input shapes of a program, such as "(?, 9, 128)"; ? is dynamic."""
+    """Returns a program's input shapes by name, such as "(?, 9, 128)"; "?" is a dynamic dimension."""
     values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
     inputs = {str(name): values.get(str(name)) for name in program.graph_signature.user_inputs}
     sizes = {
@@ -137,7 +137,7 @@ def shapes(program: ExportedProgram) -> dict[str, str]:
 
 
 def as_pt2(program: ExportedProgram, about: Mapping[str, Any]) -> tuple[bytes, Answer]:
-    """Returns the content of a .pt2, and a function that calls the program in it."""
+    """Returns the content of a .pt2 file, and a function that calls the program loaded from this content."""
     file = io.BytesIO()
     torch.export.save(program, file, extra_files={ABOUT: json.dumps(about)})
     file.seek(0)
@@ -152,7 +152,7 @@ def as_pt2(program: ExportedProgram, about: Mapping[str, Any]) -> tuple[bytes, A
 
 @contextmanager
 def _refusing_failures(what: str) -> Iterator[None]:
-    """Converts any exception of torch to UserError, and mutes torch's internal warnings."""
+    """Converts any exception to UserError, and silences torch's warnings."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -166,7 +166,7 @@ def _refusing_failures(what: str) -> Iterator[None]:
 
 
 def largest_difference(call: Exported, found: Sequence[Tensor]) -> float:
-    """Returns the largest difference relative to each output's largest finite value; infinite if shapes, infinities or
+    """Returns the largest difference, relative to an output's largest finite value; infinity if shapes, infinities or
     NaNs differ.
     """
     expected, largest = _tensors(call.expected), 0.0

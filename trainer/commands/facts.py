@@ -1,4 +1,4 @@
-"""Facts recorded in checkpoints for later comparison: environment, data and code of a run."""
+"""Collects facts about a run's environment, data and code, which checkpoints record for later comparison."""
 
 import hashlib
 import os
@@ -29,7 +29,7 @@ PACKAGES = ("trainer", "tasks", "models", "data")
 
 
 def describe_environment(strategy: Strategy) -> dict[str, Any]:
-    """Returns everything besides the flags that bit-equality depends on."""
+    """Returns all facts, except flags, on which bit-identical results depend."""
     return {
         "world_size": strategy.group.world_size,
         "num_devices": strategy.num_devices,
@@ -44,7 +44,7 @@ def describe_environment(strategy: Strategy) -> dict[str, Any]:
 
 
 def facts_of_data(task: Task) -> dict[str, Any]:
-    """Returns `describe_data` as values for checkpoints and config.json. Raises UserError."""
+    """Returns the result of `Task.describe_data` as plain values. Raises UserError if that is impossible."""
     told: Any = task.describe_data()
     try:
         if not isinstance(told, Mapping) or not all(isinstance(name, str) for name in told):
@@ -60,7 +60,7 @@ def facts_of_data(task: Task) -> dict[str, Any]:
 
 
 def digest_of_data(task: Task) -> str | None:
-    """Returns the task's `data_digest` as a string. Raises UserError."""
+    """Returns the result of `Task.data_digest` as a string, or None. Raises UserError for other types."""
     digest: Any = task.data_digest()
     if isinstance(digest, bytes | bytearray):
         return digest.hex()
@@ -70,7 +70,7 @@ def digest_of_data(task: Task) -> str | None:
 
 
 def facts_of_helpers(helpers: Mapping[str, nn.Module], group: Group) -> dict[str, dict[str, str]]:
-    """Returns the digest of each helper, if there are any. All processes call it. Raises UserError."""
+    """Returns {"helpers": digests by name}, or {} without helpers. All processes call it. Raises UserError."""
     digests = {name: digest_of(helper) for name, helper in helpers.items()}
     facts = {f"the digest of the helper {name}": digest for name, digest in digests.items()}
     group.require_same(facts, "build_objective must make the same helpers on all ranks")
@@ -78,10 +78,10 @@ def facts_of_helpers(helpers: Mapping[str, nn.Module], group: Group) -> dict[str
 
 
 def identify_code(task_type: type[Task]) -> dict[str, Any]:
-    """Identifies the trainer's commit and the task's file; None where unknown.
+    """Identifies the trainer's commit and the task's file; unknown entries are None.
 
-    commit: of the trainer's repository. changed: whether tracked files differ from it. task_file, task_sha256: of the
-    task's module.
+    commit: commit of the trainer's repository. changed: whether tracked files differ from the commit. task_file,
+    task_sha256: name and digest of the task's file.
     """
     commit, changed = read_git(Path(__file__).resolve().parent)
     file = source_file(task_type)
@@ -90,7 +90,7 @@ def identify_code(task_type: type[Task]) -> dict[str, Any]:
 
 
 def code_digests(task_type: type[Task]) -> dict[str, str]:
-    """Returns the sha256 of the trainer's code and of the task's file, if readable."""
+    """Returns the sha256 of the trainer's code and of the task's file, without unreadable ones."""
     root, file = Path(__file__).resolve().parents[2], source_file(task_type)
     own = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
     found = {"the code of the trainer": _sha256(own), "the task's file": _sha256([file] if file else [])}
@@ -98,11 +98,11 @@ def code_digests(task_type: type[Task]) -> dict[str, str]:
 
 
 def _sha256(files: Sequence[Path]) -> str | None:
-    """Hashes the concatenated files; None if there are none, or one cannot be read."""
+    """Returns the sha256 of the concatenated files; None for no files or an unreadable file."""
     digest = hashlib.sha256()
     try:
         for file in files:
-            digest.update(file.read_bytes().replace(b"from lockstep.", b"from "))  # same digest for an installed copy
+            digest.update(file.read_bytes().replace(b"from lockstep.", b"from "))  # as in an installed copy
     except OSError:
         return None
     return digest.hexdigest() if files else None
@@ -110,9 +110,9 @@ def _sha256(files: Sequence[Path]) -> str | None:
 
 @cache  # imported code does not change within a process
 def read_git(folder: Path) -> tuple[str | None, bool | None]:
-    """Returns the commit of a folder's repository, and whether tracked files differ from it. Takes no lock."""
+    """Returns the commit of a folder's repository, and whether tracked files differ from it; None if unknown."""
     command = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
-    # variables set by another repository's hook would point git there
+    # variables that a hook of another repository has set would direct git to that repository
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment["GIT_OPTIONAL_LOCKS"] = "0"
     try:

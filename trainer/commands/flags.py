@@ -1,4 +1,4 @@
-"""A whole command line as one typed object."""
+"""The flags of a whole command line as one typed object."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +21,9 @@ from trainer.task import Task
 
 @dataclass(frozen=True)
 class FromRun:
-    """Flags taken from the run that is resumed or used, unless they are defaults.
+    """Flags that differ from their defaults in the run that a command resumes or uses.
 
-    path: its folder or checkpoint. values: flags with values.
+    path: the run's folder or checkpoint. values: pairs of flag and value.
     """
 
     path: Path = Path()
@@ -41,27 +41,27 @@ class FromRun:
 
 @dataclass
 class Flags(TrainerFlags):
-    """A whole command line, group by group."""
+    """Flags of a whole command line: groups of the trainer, and the task's own flags."""
 
     task: Any
     task_type: type[Task] | None
     tool: Any = None
-    """Flags of a program other than training."""
+    """Flags of a program other than training, such as the profiler."""
     origins: Mapping[str, ConfigFile] = dataclasses.field(default_factory=dict, compare=False)
-    """File or run that a value came from, by flag."""
+    """Files or runs that set values, by flag."""
     given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
-    """Flags given by the command line or a file, even if equal to the default."""
+    """Flags given on the command line or in a file, even with their default value."""
     from_run: FromRun = dataclasses.field(default_factory=FromRun, compare=False)
     left_out: Sequence[str] = dataclasses.field(default=(), compare=False)
-    """A line for each task default or file setting without effect on this command line."""
+    """A line for each task default or file setting that a flag of the command line makes ineffective."""
 
     def refusal(self, problem: str) -> UserError:
-        """Builds a UserError for a problem found in the data, naming the origins of flags."""
+        """Builds a UserError for a problem, with the files or runs that set the flags in the message."""
         return UserError(with_origins(problem, self.origins))
 
     @contextmanager
     def telling_origins(self) -> Iterator[None]:
-        """Adds the origins of flags to any UserError."""
+        """Appends to any UserError the files or runs that set the flags in its message."""
         try:
             yield
         except UserError as error:
@@ -70,7 +70,7 @@ class Flags(TrainerFlags):
             raise UserError(told) from None
 
     def values(self) -> dict[str, Any]:
-        """Returns every flag of a training run by name, as JSON-compatible values."""
+        """Returns the values of all recorded flags, in JSON types, by flag."""
         return flag_values(*self._groups) | (recorded_values(self.task) if self.task is not None else {})
 
     def values_alike(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Flags(TrainerFlags):
 
 
 def recorded_values(of_task: FlagGroup) -> dict[str, Any]:
-    """Returns `flag_values` of a task's flags, with absolute paths."""
+    """Returns the values of a task's flags, in JSON types, by flag, with absolute paths."""
     values = flag_values(of_task)
     for field, option in options(type(of_task)).items():
         value = getattr(of_task, field)
@@ -97,7 +97,7 @@ def recorded_values(of_task: FlagGroup) -> dict[str, Any]:
 
 
 def contradictions(flags: Flags) -> list[str]:
-    """Returns problems between flags of different groups."""
+    """Returns a sentence for each contradiction between flags of different groups."""
     found = []
     warmup, epochs = flags.learning.warmup_epochs, flags.run.epochs
     if warmup is not None and epochs is not None and warmup > epochs:
@@ -139,7 +139,7 @@ def _contradictions_of_devices(flags: Flags, multi: MultiDeviceFlags) -> list[st
 
 
 def _contradictions_of_several(flags: Flags) -> list[str]:
-    """Returns problems with `--seeds` and `--folds`."""
+    """Returns a sentence for each flag that contradicts `--seeds` or `--folds`."""
     several, given = flags.several, flags.checkpoint
     if not several.wanted:
         return []

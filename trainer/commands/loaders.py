@@ -1,4 +1,4 @@
-"""Chooses where batches are made: in this process, in workers, or on the GPU."""
+"""Creates batch loaders, which build batches in this process, in worker processes, or on the GPU."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -20,17 +20,17 @@ from trainer.task import Task, training_streams
 
 Loading = tuple[Workers, dict[str, BatchLoader]]
 LARGEST_SHARE = 1 / 4
-"""Share of a GPU's free memory; larger data stay on the host unless requested otherwise."""
+"""Largest share of a GPU's free memory that `--data-on auto` uses for data."""
 SURELY_FITS = 2**30
-"""Bytes below which data are expected to fit on the GPU, before it is initialised."""
+"""Bytes of data that are assumed to fit on any GPU, for decisions before CUDA is initialised."""
 MOST_WORKERS = 8
-"""Limit of `--num-workers auto`: enough for 1.3 ms steps if a batch takes 10 ms to make."""
+"""Most workers that `--num-workers auto` starts: enough for steps of 1.3 ms if building a batch takes 10 ms."""
 
 
 def start_loading(flags: Flags, task: Task, strategy: Strategy, trains: bool) -> Loading:
-    """Forks workers before CUDA is initialised, and creates the host loaders of all data sets.
+    """Creates the CPU loaders of all data sets, and forks workers before CUDA is initialised.
 
-    trains: whether steps follow. All processes call it. Raises UserError for GPUs that cannot train together.
+    trains: whether training steps follow. All processes call it. Raises UserError for GPUs that cannot train together.
     """
     workers = build_workers(flags.run, task, strategy.group, trains)
     loaders = build_loaders(task, workers)
@@ -44,7 +44,7 @@ def start_loading(flags: Flags, task: Task, strategy: Strategy, trains: bool) ->
 
 
 def build_workers(given: RunFlags, task: Task, group: Group, trains: bool) -> Workers:
-    """Creates the workers of `--num-workers`. trains: whether steps follow, for a trial to measure."""
+    """Creates the workers of `--num-workers`. trains: whether training steps follow, as "auto" requires."""
     for_gpu = group.device.type == "cuda"
     if given.num_workers != "auto":
         return Workers(given.num_workers, for_gpu)
@@ -52,14 +52,14 @@ def build_workers(given: RunFlags, task: Task, group: Group, trains: bool) -> Wo
     movable = [each for each in training if isinstance(each, Movable)]
     moves = len(movable) == len(training) and given.data_on != "host" and num_bytes(movable) <= SURELY_FITS
     spare = num_cores() // group.local_world_size - 1
-    # on a CPU training needs the cores itself
-    takes_workers = for_gpu and trains and not moves and not training_streams(task)  # each worker would read all
+    # training on the CPU needs all cores
+    takes_workers = for_gpu and trains and not moves and not training_streams(task)  # each worker reads all
     num_workers = max(0, min(MOST_WORKERS, spare)) if takes_workers else 0
     return Workers(num_workers, for_gpu, on_trial=num_workers > 0, room=shared_memory() / group.local_world_size)
 
 
 def build_loaders(task: Task, workers: Workers) -> dict[str, BatchLoader]:
-    """Creates the host loaders of all data sets."""
+    """Creates the CPU loaders of all data sets, by split."""
     return {
         name: BatchLoader(PhaseDatasets(datasets), task.collate, workers, trains=name == "train")
         for name, datasets in data_by_loader(task).items()
@@ -67,9 +67,9 @@ def build_loaders(task: Task, workers: Workers) -> dict[str, BatchLoader]:
 
 
 def loaders_on_device(task: Task, data_on: str, group: Group) -> dict[str, BatchLoader]:
-    """Moves data sets to this process's device; returns their loaders. All processes call it.
+    """Moves data sets to this process's GPU; returns loaders of the moved data sets. All processes call it.
 
-    data_on: `--data-on`. Raises UserError if it cannot be satisfied.
+    data_on: value of `--data-on`. Raises UserError if "device" is impossible.
     """
     if data_on == "host" or group.device.type != "cuda":
         return {}
@@ -91,7 +91,7 @@ def loaders_on_device(task: Task, data_on: str, group: Group) -> dict[str, Batch
 
 
 def data_by_loader(task: Task) -> dict[str, list[KeyedDataset]]:
-    """Returns the data sets of each loader: all phases for "train", one for each other split."""
+    """Returns the data sets of each loader: one per phase for "train", and a single one for every other split."""
     evaluated = {name: [dataset] for name, dataset in task.splits().items() if name != "train"}
     return {"train": [task.training_data(phase) for phase in task.phases], **evaluated}
 
@@ -105,7 +105,7 @@ def _require_memory(needed: int, free: int, device: torch.device) -> None:
 
 
 def where_data_are(task: Task, loaders: Mapping[str, BatchLoader], data_on: str, device: torch.device) -> list[str]:
-    """Returns a line about data on a GPU, if it applies."""
+    """Returns a line that says which data are on the GPU, if any, or why not."""
     there = [name for name, loader in loaders.items() if isinstance(loader, DeviceLoader)]
     parts: Any = [each for own in data_by_loader(task).values() for each in own if isinstance(each, Movable)]
     if there:
@@ -120,7 +120,7 @@ def where_data_are(task: Task, loaders: Mapping[str, BatchLoader], data_on: str,
 def remarks_on_streams(
     task: Task, turns: Sequence[int], position: Position, world_size: int, num_workers: int
 ) -> list[str]:
-    """Returns lines about the cost of training on streams."""
+    """Returns lines about what each process reads of a stream, and reads again when the run resumes."""
     lines = []
     for phase, dataset in training_streams(task).items():
         index = task.phases.index(phase)

@@ -1,4 +1,4 @@
-"""Parses a command line, and the files that it names, into flags."""
+"""Parses a command line and its config files into `Flags`."""
 
 import dataclasses
 import os
@@ -40,10 +40,10 @@ def parse(
     command: str = "",
     task_type: type[Task] | None = None,
 ) -> tuple[Flags, list[str]]:
-    """Returns the flags and all problems with them.
+    """Parses a command line; returns the flags and all problems.
 
-    tool: flags of a program other than training; its fields come first. about: that program's description and examples
-    for `--help`. command: the word before its flags, if any. task_type: the class of `--task`, found by name if None.
+    tool: flags of a program other than training, first in `--help`. about: description and examples of that program for
+    `--help`. command: the command before the flags, if any. task_type: class of `--task`; None: found by name.
     """
     without_help = [word for word in argv if word not in HELP]
     given, _, _ = values_given(TRAINER_GROUPS, without_help)
@@ -93,7 +93,7 @@ def parse(
 
 
 def examples_of(task_name: str, task_type: type[Task] | None, several_devices: bool) -> str:
-    """The commands at the end of `--help`, one a line."""
+    """Returns the example commands at the end of `--help`, one per line."""
     task = [] if task_name == default_task() else [f"--task {task_name}"]
     flags_of_task = () if task_type is None else task_type.examples
     commands = (
@@ -105,9 +105,9 @@ def examples_of(task_name: str, task_type: type[Task] | None, several_devices: b
 
 
 def _flags_of_others(argv: Sequence[str], group_types: Sequence[type], task_name: str) -> dict[str, str]:
-    """Returns problems with retired flags, multi-device flags and other workloads' flags, by name.
+    """Returns messages by flag, for flags that are retired, of multi-device programs, or of other workloads.
 
-    Imports other workloads only for a flag that nothing else has.
+    Imports other workloads only if the command line has an unknown flag.
     """
     said = dict(RETIRED)
     if MultiDeviceFlags not in group_types:
@@ -123,9 +123,9 @@ def _flags_of_others(argv: Sequence[str], group_types: Sequence[type], task_name
 def _choose_task(
     asked: "Layers", record: ConfigFile | None, task_type: type[Task] | None
 ) -> tuple[str, type[Task] | None, list[str]]:
-    """Returns the task's name, its class if found, and problems. task_type: the class, if the caller has it.
+    """Returns the task's name, its class or None, and problems. task_type: the class, if the caller has it.
 
-    Imports no code named by a record.
+    Imports no file that a run's record names.
     """
     name, source = asked.values.get("task"), asked.origins.get("task")
     if name is None and record is not None:
@@ -146,14 +146,14 @@ def _take_from_run(
     task_name: str,
     task_type: type[Task] | None,
 ) -> FromRun:
-    """Adds flags decided by the run that is resumed or used, and returns them.
+    """Adds flags that the run to resume or use determines to `layers`, and returns them.
 
-    They choose its data and model: `--task`, that task's flags and `--seed`, unless given. A run used without its data
-    takes them from its weights' checkpoint (`recorded_task`). Invalid values are skipped, since reading the whole
-    checkpoint reports damage or falls back to an older one.
+    These flags choose data and model: `--task`, the task's flags and `--seed`, unless the command gives them. With
+    `--predict` or `--export` they are read later, from the checkpoint in use (`recorded_task`). Invalid values are
+    skipped; reading the whole checkpoint later reports damage.
     """
     if not is_same_task(task_name, record.settings["--task"]):
-        return FromRun()  # another task cannot resume it, which is refused later
+        return FromRun()  # a later check refuses to resume another task's run
     known = {"task": options(RunFlags)["task"]}
     taken = {} if "task" in asked or task_name == default_task() else {"task": task_name}
     several = asked.get("seeds", 1) > 1 or asked.get("folds", 0) > 0
@@ -173,7 +173,7 @@ def _take_from_run(
 
 
 def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[type]) -> dict[str, Any]:
-    """Returns a task's defaults for the trainer's flags. Raises UserError for an error in its class."""
+    """Returns a task's defaults for the trainer's flags, by field. Raises UserError for an error in its class."""
     name = task_type.__name__
     if not dataclasses.is_dataclass(task_type.Config):
         raise UserError(f"--task {task_name}: {name}.Config must be a dataclass of its flags")
@@ -186,7 +186,7 @@ def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[ty
         raise UserError(f"--task {task_name}: its flags {names} are flags of the trainer; rename those fields")
     if missing := ", ".join(sorted(task_type.__abstractmethods__)):
         raise UserError(f"--task {task_name}: {name} must define {missing}; see Task in trainer/task.py")
-    # one folder per task, since tasks cannot resume each other's runs
+    # one folder per task, since a task cannot resume another task's run
     file = task_name.rpartition(":")[0]
     own_name = Path(file).stem.strip("_") if name == SCRIPT else name
     folder = CheckpointFlags.save_dir / (task_name if task_name in workloads() else own_name)
@@ -202,10 +202,10 @@ def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[ty
 
 
 class Layers:
-    """Default values in layers: a task's defaults, then files; later layers override earlier ones.
+    """Default values from several layers: a task's defaults, then files. Later layers override earlier ones.
 
-    values: by field. origins: file or record of a value by field, or None. left_out: lines about values without effect
-    in a higher layer.
+    values: values by field. origins: file or record of a value by field; None for a task's default. left_out: lines
+    about values that a later layer makes ineffective.
     """
 
     def __init__(self, group_types: Sequence[type]) -> None:
@@ -220,7 +220,7 @@ class Layers:
         self.origins.update(dict.fromkeys(values, origin))
 
     def add_file(self, file: ConfigFile, all_known: bool) -> list[str]:
-        """Adds a file; returns its problems. all_known: the groups contain all flags."""
+        """Adds a file's settings; returns problems. all_known: whether the groups contain all flags."""
         settable = {**options(MultiDeviceFlags), **self._known}
         for field in options(ConfigFlags):
             settable.pop(field, None)
@@ -248,9 +248,7 @@ class Layers:
                     self.left_out.append(f"Left out: {without.as_typed(lower)}, which {choice} does not use.")
 
     def take_out_what_users_alone_name(self, but_for: Collection[str]) -> list[str]:
-        """Drops values that a record must not set (see `flag`); returns what the user has to add. but_for: fields to
-        keep.
-        """
+        """Drops values that a record must not set (see `flag`), and returns messages. but_for: fields to keep."""
         found = []
         for field, option in self._known.items():
             origin = self.origins.get(field)
@@ -265,14 +263,14 @@ class Layers:
         return found
 
     def origins_of_flags(self, argv: Sequence[str]) -> dict[str, ConfigFile]:
-        """Returns the origin of each flag's value, unless the command line gives it."""
+        """Returns the file or record that set a value, by flag, for flags that the command line does not give."""
         stated = names_given(argv)
         named = {option.name: self.origins.get(field) for field, option in self._known.items()}
         return {name: origin for name, origin in named.items() if origin is not None and name not in stated}
 
 
 def names_several_devices(argv: Sequence[str]) -> bool:
-    """Returns whether a command line, its config files or a launcher ask for several devices; `--help` counts too."""
+    """Returns whether a command line, its config files or a launcher request several devices; `--help` counts too."""
     own = {flag_name(field) for field in options(MultiDeviceFlags)} | HELP
     if own & {*names_given(argv), *argv} or one_process_problems(os.environ):
         return True

@@ -1,4 +1,4 @@
-"""Derives a run's batches, steps and learning rate from flags."""
+"""Derives a run's batch sizes, optimizer steps and learning rate from flags."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -26,10 +26,10 @@ BATCH_FLAGS = ("--batch-size", "--grad-accum-steps", "--global-batch-size", "--s
 def arrange_batches(
     flags: Flags, values: Mapping[str, Any], sizes: Sequence[int], strategy: Strategy, before: Mapping[str, Any] | None
 ) -> tuple[tuple[BatchSplit, ...], float]:
-    """Returns each phase's batch split, and the factor of `--scale-lr`.
+    """Returns each phase's `BatchSplit`, and the learning rate factor of `--scale-lr`.
 
-    sizes: samples per device per forward in each phase. A resumed run with unchanged batch flags keeps its global
-    batches and factor on any devices. Raises UserError for batches that `--parts` cannot split.
+    sizes: samples per device per forward, by phase. before: facts of the run to resume; with the same batch flags its
+    global batch sizes and factor stay. Raises UserError for batches that `--parts` cannot split.
     """
     batch, devices = flags.batch, (strategy.num_devices, strategy.group.world_size, strategy.num_parts)
     if strategy.num_parts:
@@ -58,7 +58,7 @@ def arrange_batches(
 
 
 def build_plan(flags: Flags, task: Task, batches: Sequence[BatchSplit]) -> Plan:
-    """Builds the run's plan. Raises UserError if `--drop-last` drops all of a data set."""
+    """Builds the run's `Plan`. Raises UserError if `--drop-last` drops all samples of a data set."""
     given, has_validation = flags.run, bool(validation_sets(task.splits()))
     return Plan(
         0 if task.fitted else given.epochs,
@@ -71,7 +71,7 @@ def build_plan(flags: Flags, task: Task, batches: Sequence[BatchSplit]) -> Plan:
 
 
 def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) -> SampleOrder:
-    """Builds the sample order of a phase. Raises UserError."""
+    """Builds the order of a phase's samples. Raises UserError."""
     name = task.phases[phase]
     num_samples = task.num_samples(name)
     batches = lru_cache(EPOCHS_KEPT)(lambda epoch: task.order(name, epoch, global_batch_size))
@@ -92,7 +92,7 @@ def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) ->
 
 
 def build_learning_rate(flags: Flags, task: Task, plan: Plan, factor: float) -> LearningRate:
-    """Builds the learning rate schedule. Raises UserError for a warm-up beyond the run, or a floor above the peak."""
+    """Builds the learning rate schedule. Raises UserError if warm-up exceeds the run, or `--min-lr` the peak rate."""
     learning = flags.learning
     peak = learning.lr * factor
     if learning.min_lr > peak * (1 + 1e-9) and not flags.checkpoint.eval_only:
@@ -113,7 +113,7 @@ def build_learning_rate(flags: Flags, task: Task, plan: Plan, factor: float) -> 
 
 
 def build_warmup(flags: Flags, plan: Plan) -> float:
-    """Returns the warm-up in the schedule's unit. Raises UserError if it is longer than the run."""
+    """Returns the length of warm-up in the schedule's unit, epochs or steps. Raises UserError if it exceeds the run."""
     epochs, num_steps = flags.learning.warmup_epochs, flags.learning.warmup_steps
     per_epoch: float = plan.steps_per_epoch
     if epochs is None and num_steps is None:
@@ -132,6 +132,6 @@ def build_warmup(flags: Flags, plan: Plan) -> float:
         )
     if plan.max_steps is not None:
         return length
-    if len(plan.orders) == 1:  # whose short last batch counts as a step too
+    if len(plan.orders) == 1:  # its last, smaller batch is a step too
         per_epoch = plan.samples_per_epoch / plan.orders[0].global_batch_size
     return length / per_epoch

@@ -1,4 +1,4 @@
-"""`--predict`: a finished run labels new data as a table, without the training data or the run's flags."""
+"""Runs `--predict`: writes a table of a trained model's predictions for new data, without the training data."""
 
 import csv
 import io
@@ -30,11 +30,11 @@ from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Task
 
 Table = Iterator[Mapping[str, Sequence[Any]]]
-"""A table in consecutive pieces, mapping column names to equally many values."""
+"""Iterator over a table's rows in groups; a group maps column names to values, one per row."""
 
 
 def label_new_data(flags: Flags, strategy: Strategy) -> None:
-    """Runs `--predict`; prints only the table to standard output unless `--output` is given. Raises UserError."""
+    """Runs `--predict`. Without `--output`, standard output contains only the table. Raises UserError."""
     path, output = flags.prediction.predict, flags.prediction.output
     assert path is not None
     run, task = find_trained(flags, to_stderr)
@@ -50,7 +50,7 @@ def label_new_data(flags: Flags, strategy: Strategy) -> None:
     objective = trained_objective(task, run.state["model"], strategy.device, precision.dtype)
     batch_size = flags.batch.eval_batch_size or flags.batch.batch_size
     table = label_samples(task, objective, dataset, strategy, precision, batch_size)
-    # a bar and a table on one terminal would overwrite each other
+    # a progress bar and a table on one terminal would overwrite each other
     silent = not sys.stderr.isatty() or (output is None and sys.stdout.isatty())
     with tqdm(total=len(dataset), unit=" lines", leave=False, dynamic_ncols=True, disable=silent) as bar:
         if output is None:
@@ -78,7 +78,7 @@ def _refuse_to_harm(output: Path, run: TrainedRun, task: Task) -> None:
 def label_samples(
     task: Task, objective: Objective, dataset: KeyedDataset, strategy: Strategy, precision: Precision, batch_size: int
 ) -> Table:
-    """Yields the task's predictions for a data set in order, batch by batch. objective: on the strategy's device."""
+    """Yields the predictions for a data set batch by batch, in order. objective: on the strategy's device."""
     objective.eval()
     with precision.autocast(strategy.device.type):
         objective.start_evaluation()
@@ -96,7 +96,7 @@ def label_samples(
 def _write_table(
     table: Table, file: IO[str], bar: "tqdm[Any]", shown: Callable[[Any], Any] = lambda value: value
 ) -> None:
-    """shown: converts a value or column name for output."""
+    """Writes a table as CSV. shown: converts a value or column name for output."""
     writer = csv.writer(file, lineterminator="\n")
     for i, columns in enumerate(table):
         if i == 0:
@@ -107,15 +107,15 @@ def _write_table(
 
 
 def _print_table(table: Table, bar: "tqdm[Any]") -> None:
-    with outlived("stdout"):  # a reader such as `head` may close early
-        # a terminal would obey control characters
+    with outlived("stdout"):  # a reader such as `head` may close standard output early
+        # replaces control characters, which a terminal would execute
         shown = [lambda value: printable(value) if isinstance(value, str) else value] * sys.stdout.isatty()
         _write_table(table, sys.stdout, bar, *shown)
         sys.stdout.flush()
 
 
 def write_sample(task: Task, path: Path) -> None:
-    """Runs `--sample`: writes an example file for `--predict`. Raises UserError."""
+    """Runs `--sample`: writes an example file for `--predict`. Raises UserError if the task has none."""
     content = task.sample()
     if content is None or path.exists():
         problem = f"{type(task).__name__}, the task, has no sample" if content is None else "exists; name a new file"
@@ -129,11 +129,11 @@ def write_sample(task: Task, path: Path) -> None:
 
 def write_output(path: Path, content: str | bytes, flag: str = "--output") -> None:
     """Writes the file named by a flag atomically. Raises UserError on disk errors."""
-    path = path.resolve()  # replaces the target of a link, not the link
+    path = path.resolve()  # replaces the target of a symbolic link, not the link
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with (
         refusing_disk_errors(f"{flag} {path}: cannot be written", "name another file"),
         written_as_a_whole(path, temporary, binary=True) as file,
     ):
-        # file names may hold bytes that are not text
+        # file names may contain bytes that are not valid text
         file.write(content if isinstance(content, bytes) else content.encode(errors="backslashreplace"))

@@ -1,4 +1,4 @@
-"""Chooses where a run starts (fresh, its directory's checkpoint, or a file) and compares it with what has changed."""
+"""Chooses the checkpoint that a run resumes from, if any, and compares the checkpoint with the run."""
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping
@@ -19,20 +19,20 @@ from trainer.registry import is_same_task
 from trainer.task import Task
 
 START_FLAGS = {option.name for option in options(CheckpointFlags).values() if option.from_record != "taken"}
-"""Flags that say how a run was started, not what it learns."""
+"""Flags about how a run was started, which do not affect what it learns."""
 _SHOWN_WIDTH = 60
 _CHANGED = "Changed since the checkpoint"
 
 
 def starts_over(directory: RunDirectory, given: CheckpointFlags) -> bool:
-    """Returns whether `--fresh` applies; not again in a command that torchrun restarts."""
+    """Returns whether `--fresh` applies; it does not apply again when torchrun restarts a job."""
     return given.fresh and directory.earlier_attempt is None
 
 
 def choose_start(directory: RunDirectory, given: CheckpointFlags) -> dict[str, Any] | None:
-    """Returns the checkpoint to resume, or None. Raises UserError.
+    """Returns the checkpoint to resume; None to start a new run. Raises UserError.
 
-    `--resume-from` applies once: if the newest checkpoint descends from it, the run resumes there.
+    `--resume-from` applies once: later starts resume from the newest checkpoint of the run that it began.
     """
     source = given.resume_from
     if starts_over(directory, given):
@@ -43,7 +43,7 @@ def choose_start(directory: RunDirectory, given: CheckpointFlags) -> dict[str, A
         return directory.load_newest()
     state = read_checkpoint(source, f"--resume-from {source}")
     if brings_another_run(directory, source):
-        state.pop("run_id", None)  # from now on another run's
+        state.pop("run_id", None)  # the run gets an id of its own
         directory.forget_values()
     else:
         directory.forget_later_values(state)
@@ -55,31 +55,31 @@ def _has_taken_over(directory: RunDirectory, source: Path) -> bool:
 
 
 def brings_another_run(directory: RunDirectory, source: Path | None) -> bool:
-    """Returns whether `--resume-from` names a foreign checkpoint, from which nothing in the directory descends yet."""
+    """Returns whether `--resume-from` names a checkpoint of another directory for the first time."""
     if source is None or _has_taken_over(directory, source):
         return False
     return source.resolve().parent != directory.path.resolve()
 
 
 def choose_run_id(directory: RunDirectory, given: CheckpointFlags, state: Mapping[str, Any] | None) -> str:
-    """Returns the run's id for loggers: of the checkpoint to resume, of the directory, or a new one.
+    """Returns the run's id for loggers: the id in the checkpoint to resume or in config.json, or a new id.
 
-    state: from `choose_start`; takes precedence, since config.json may be damaged or lost.
+    state: checkpoint from `choose_start`; it takes precedence, since config.json may be damaged or lost.
     """
     recorded = {} if starts_over(directory, given) else read_config(directory.path)
     for facts in (state or {}, recorded):
         if "run_id" in facts:
             return str(facts["run_id"])
-    return secrets.token_hex(6)  # not seeded, since equal seeds must not give equal ids
+    return secrets.token_hex(6)  # not seeded, since runs with equal seeds need different ids
 
 
 def take_best_beside(
     source: Path, best: Best | None, directory: RunDirectory, run_id: str
 ) -> tuple[float | None, bool, bool]:
-    """Copies the best checkpoint next to `--resume-from` into the directory, unless `source` is the best.
+    """Copies best.pth from the folder of the `--resume-from` checkpoint, `source`, unless `source` is the best.
 
-    Returns the monitored metric of `source`, whether it was the best so far, and whether the directory will have the
-    best.
+    Returns the monitored metric of `source`, whether this was the best so far, and whether the best checkpoint is
+    known.
     """
     state = read_checkpoint(source, f"--resume-from {source}")
     value, is_best = state["value"], state["is_best"]
@@ -96,9 +96,9 @@ def take_best_beside(
 def resume(
     changes: "Changes", plan: Plan, progress: Progress, is_complete: bool, forget_values: Callable[[], None]
 ) -> list[str]:
-    """Adapts restored progress to this start's data; returns notes for the user. Raises UserError.
+    """Adapts a resumed run's progress to changed data; returns notes for the user. Raises UserError.
 
-    forget_values: clears the directory's scores of checkpoints.
+    forget_values: clears the scores of the directory's checkpoints.
     """
     then, now, notes = changes.then["phase_sizes"], plan.phase_sizes, []
     if not is_complete:
@@ -121,9 +121,9 @@ def resume(
 
 
 class Changes:
-    """Differences between a checkpoint and the run that loads it.
+    """Differences between a checkpoint and the run that loads the checkpoint.
 
-    then: the checkpoint. now: the run's facts. flags: changed flags, (then, now) by name.
+    then: the checkpoint. now: facts of the run. flags: (then, now) values of changed flags.
     """
 
     def __init__(self, then: Mapping[str, Any], now: Mapping[str, Any], task: Task) -> None:
@@ -131,16 +131,16 @@ class Changes:
         self.flags = changed_flags(then.get("config", {}), now["config"])
         self._task = task
         num_parts = then.get("config", {}).get("--parts", 0)
-        self._in_parts = bool(0 < num_parts == now["config"]["--parts"])  # independent of the devices
+        self._in_parts = bool(0 < num_parts == now["config"]["--parts"])  # results do not depend on the devices
 
     def undo_hint(self, otherwise: str = "use the flags that it was trained with") -> str:
-        """Returns advice for a changed model or data: undo the task's changed flags. otherwise: without any."""
+        """Returns advice to undo changes of the task's flags. otherwise: the advice if no such flag changed."""
         names = [name for name in flag_values(self._task.config) if name in self.flags]
         own = [f"{name} (was {shown(self.flags[name][0])})" for name in names]
         return f"undo the change to {', '.join(own)}" if own else otherwise
 
     def refuse_another_run(self) -> None:
-        """Raises UserError if no run with these flags can resume the checkpoint, whatever its weights."""
+        """Raises UserError if the task, `--optimizer`, number of phases or data facts differ from the checkpoint's."""
         task, optimizer, num_phases = self.now["task"], self.now["config"]["--optimizer"], len(self._task.phases)
         if not is_same_task(self.then["task"], task):
             raise UserError(f"--task {task}: the checkpoint is of {self.then['task']}; choose another --save-dir")
@@ -157,7 +157,7 @@ class Changes:
         self.refuse_other_data("the checkpoint", to_train=True)
 
     def refuse_other_threads(self) -> None:
-        """Raises UserError if the CPU thread count changed, on which bit-equality with `--parts` depends."""
+        """Raises UserError if the number of CPU threads changed under `--parts`, whose bit-equality depends on it."""
         then, now = self.then["environment"], self.now["environment"]
         before, threads = then.get("num_threads_per_rank"), now["num_threads_per_rank"]
         if self._in_parts and now["device_type"] == then.get("device_type") == "cpu" and before != threads:
@@ -174,9 +174,9 @@ class Changes:
             )
 
     def refuse_other_data(self, source: str, to_train: bool = False) -> None:
-        """Raises UserError if the task's data facts differ from those the weights were trained on.
+        """Raises UserError if the task's data facts differ from the checkpoint's.
 
-        source: names the weights in messages. to_train: facts that only the new data have count too.
+        source: noun for the weights in messages. to_train: facts that only the run has also count as a difference.
         """
         then, now = self.then.get("data_facts", {}), self.now["data_facts"]
         for name in sorted(then.keys() | now.keys() if to_train else then.keys()):
@@ -187,13 +187,13 @@ class Changes:
                 )
 
     def _advice_on_data(self, to_train: bool = True) -> str:
-        """Returns advice for different data; starting over helps only if the flags are the same."""
+        """Returns advice for different data; it suggests `--fresh` only if no flag of the task changed."""
         hint = self.undo_hint("")
         otherwise = "choose another --save-dir" if hint else "start over with --fresh"
         return (hint or "use the same data") + (f", or {otherwise}" if to_train else "")
 
     def refuse_other_epochs(self) -> NoReturn:
-        """Raises UserError for a checkpoint within an epoch whose number of samples has changed."""
+        """Raises UserError, because a checkpoint is within an epoch and the number of samples per epoch has changed."""
         then, now = self.then["phase_sizes"], self.now["phase_sizes"]
         wholes = [" and ".join(map(str, facts["global_batch_sizes"])) for facts in (self.then, self.now)]
         if "--drop-last" in self.flags:
@@ -210,19 +210,19 @@ class Changes:
 
     @property
     def scores_differ(self) -> bool:
-        """Returns whether the data changed, so that scores are not comparable with the previous best.
+        """Whether the data changed, so that new scores are not comparable with the best score.
 
-        Compares the task's digests, or without a digest the numbers of samples.
+        Compares digests of the data; without digests, the numbers of samples.
         """
         digests = self.then.get("data_digest"), self.now.get("data_digest")
         if None not in digests:
             return digests[0] != digests[1]
-        drops = self.then["config"]["--drop-last"] or self.now["config"]["--drop-last"]  # drops some of the same
+        drops = self.then["config"]["--drop-last"] or self.now["config"]["--drop-last"]  # changes the numbers only
         return not drops and self.then["phase_sizes"] != self.now["phase_sizes"]
 
     @property
     def notes_on_data(self) -> list[str]:
-        """Notes data changes that `refuse_other_data` does not check."""
+        """A note if the digest of the data changed; `refuse_other_data` compares only the data facts."""
         then, now = self.then.get("data_digest"), self.now.get("data_digest")
         if None in (then, now) or then == now:
             return []
@@ -233,7 +233,7 @@ class Changes:
 
     @property
     def notes_on_scoring(self) -> list[str]:
-        """Notes task flags, or a seed, that differ from those of the scored weights."""
+        """Notes on flags of the task, and `--seed`, that differ from the checkpoint's."""
         return self._notes_on_flags({"--seed", *flag_values(self._task.config)})
 
     def _notes_on_flags(self, names: set[str]) -> list[str]:
@@ -270,7 +270,7 @@ def _beginning(value: Any) -> str:
 
 
 def code_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Lists the differences of two results of `identify_code`, where both are known."""
+    """Returns the differences between two results of `identify_code`; unknown entries do not count."""
     differing = {name for name in now if None not in (then[name], now[name]) and then[name] != now[name]}
     changes = []
     if "commit" in differing:
@@ -284,8 +284,8 @@ def code_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def changed_flags(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns flags whose values differ between two starts, except start flags: (then, now)."""
-    if then.get("--no-amp") is True:  # recorded by earlier versions for `--amp off`
+    """Returns the (then, now) values of flags that differ between two starts; START_FLAGS do not count."""
+    if then.get("--no-amp") is True:  # earlier versions recorded `--amp off` this way
         then = {**then, "--amp": "off"}
     changed = {
         name: (then[name], value)
@@ -298,18 +298,18 @@ def changed_flags(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
 
 
 def _is_same(then: Any, now: Any) -> bool:
-    """Compares values as shown: JSON turns tuples to lists, and older records have relative paths."""
+    """Compares formatted values, since JSON has no tuples; a relative path equals its absolute path."""
     is_path = isinstance(then, str) and isinstance(now, str) and Path(now).is_absolute()
     return shown(then) == shown(now) or (is_path and Path(then).absolute() == Path(now))
 
 
 def changed_since_last_start(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns the `changed_flags` of a run directory and a command line that make it another run."""
+    """Returns `changed_flags` between a run directory's config.json and new flags, without `--max-minutes`."""
     changed = changed_flags(read_config(folder).get("config", {}), config)
-    changed.pop("--max-minutes", None)  # limits a run, without making it another
+    changed.pop("--max-minutes", None)  # does not change what a run learns
     return changed
 
 
 def differences(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """Formats changed flags as old values; "" if there are none."""
+    """Formats changed flags, such as "--lr 0.1 instead of 0.2", old value first; "" for no change."""
     return ", ".join(f"{name} {shown(then)} instead of {shown(now)}" for name, (then, now) in changed.items())

@@ -1,6 +1,6 @@
-"""`--seeds` and `--folds`: trains several runs and summarises them.
+"""Runs `--seeds` and `--folds`: trains several runs and summarises their metrics.
 
-Each is an ordinary command line with its own folder, so it can be resumed and repeated by hand.
+Each run is an ordinary command line with its own folder, so a user can also resume or repeat it alone.
 """
 
 import functools
@@ -40,16 +40,16 @@ SUMMARY = "summary.json"
 POLL_INTERVAL_S = 0.5
 
 RunAlone = Callable[[Sequence[str]], int]
-"""Runs a command line and returns its exit status; picklable."""
+"""Picklable function that runs a command line and returns its exit status."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One of several runs, with what its folder tells without starting it.
+    """One of several runs; its properties read the run's folder.
 
-    name: its folder within the common one, such as "fold-1/seed-0". fold: from 1; None without folds. hold_out: its
-    flags that choose the held-out data. config: all its flags, as in config.json. run: trains it and returns the exit
-    status; picklable.
+    name: the run's folder within `--save-dir`, such as "fold-1/seed-0". fold: from 1; None without folds. hold_out:
+    flags that choose the held-out data. config: all flags, as in config.json. run: picklable function that trains the
+    run and returns the exit status.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Job:
 
     @property
     def stderr(self) -> Path:
-        """Path of the error output, next to the run's folder, which may be missing."""
+        """Path of the process's error output, next to the run's folder; the file may not exist."""
         return self.directory.with_name(f"{self.directory.name}.stderr")
 
     def num_done(self, in_steps: bool) -> int:
@@ -73,12 +73,12 @@ class Job:
 
     @property
     def changed(self) -> dict[str, tuple[Any, Any]]:
-        """Returns flags that differ from the run's last start: (then, now)."""
+        """(then, now) values of flags that differ from the run's last start."""
         return changed_since_last_start(self.directory, self.config)
 
     @property
     def is_finished(self) -> bool:
-        """Returns whether it is finished with these flags; with others the run itself decides."""
+        """Whether the run is finished with the same flags; a run with changed flags decides when it starts."""
         return bool(read_json(self.directory / RESULTS)) and not self.changed
 
     def refuse_another_run(self) -> None:
@@ -112,10 +112,10 @@ class Job:
 
 
 def plan_jobs(flags: Flags, argv: Sequence[str], folds: Sequence[Sequence[str]], run_alone: RunAlone) -> list[Job]:
-    """Returns all runs, fold by fold. Raises UserError for a command line that a run would refuse.
+    """Returns all runs, fold by fold. Raises UserError if the command line of a run is invalid.
 
-    argv: the whole command line; each run's flags are appended, since the last occurrence counts. folds: flags that
-    hold out each fold; empty without folds.
+    argv: the whole command line; a run's own flags are appended, and override earlier ones. folds: each fold's flags
+    that hold it out; empty without folds.
     """
     several, first_seed = flags.several, flags.run.seed
     numbered: list[tuple[int | None, Sequence[str]]] = [*enumerate(folds, start=1)]
@@ -128,7 +128,7 @@ def plan_jobs(flags: Flags, argv: Sequence[str], folds: Sequence[Sequence[str]],
             own_argv = [*argv, *own, *["--no-test"] * (fold is not None)]
             own_flags, problems = parse(own_argv, flags.multi is not None)
             refuse(problems)
-            # through JSON, which has no tuples
+            # as config.json stores it, with lists instead of tuples
             config = json.loads(json.dumps(own_flags.values()))
             run = functools.partial(run_alone, own_argv)
             jobs.append(Job(name, directory, seed, fold, hold_out, config, run))
@@ -137,7 +137,7 @@ def plan_jobs(flags: Flags, argv: Sequence[str], folds: Sequence[Sequence[str]],
 
 @dataclass(frozen=True)
 class Slots:
-    """Execution slots. variables: environment variables of each. flags: added to every run."""
+    """Places for runs at the same time. variables: environment variables of each place. flags: added to every run."""
 
     variables: Sequence[Mapping[str, str]]
     flags: Sequence[str]
@@ -145,7 +145,7 @@ class Slots:
 
 
 def choose_slots(devices: DeviceFlags, multi: MultiDeviceFlags | None) -> Slots:
-    """Chooses one slot per GPU unless `--device` names one, several on the CPU, or one for multi-device runs."""
+    """Chooses one place per GPU, several on the CPU, or a single one for `--device cuda:N` or multi-device runs."""
     if multi is not None:
         return Slots([{}], [], "one after the other, each on all its devices")
     if pick_device(devices.device).type == "cpu":
@@ -166,10 +166,10 @@ def choose_slots(devices: DeviceFlags, multi: MultiDeviceFlags | None) -> Slots:
 def run_jobs(
     launcher: Launcher, jobs: Sequence[Job], slots: Sequence[Mapping[str, str]]
 ) -> Iterator[tuple[list[Job], list[tuple[Job, int]]]]:
-    """Runs all jobs; after a failure or stop request, starts no more.
+    """Runs all jobs; after a failure or a stop request, starts no further job.
 
-    slots: environment variables of each. Yields, a few times a second, the running jobs, and (job, exit status) of
-    those that ended since.
+    slots: environment variables of each place. Yields twice a second the running jobs, and (job, exit status) of the
+    jobs that have ended since.
     """
     waiting, free = deque(jobs), list(slots)
     running: dict[SpawnProcess, tuple[Job, Mapping[str, str]]] = {}
@@ -190,10 +190,10 @@ def run_jobs(
 
 
 def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int:
-    """Trains unfinished runs; returns the exit status. Raises UserError."""
+    """Trains the unfinished runs of `--seeds` or `--folds`; returns the exit status. Raises UserError."""
     for remark in flags.from_run.remarks:
         say(remark)
-    # before any run starts, so that a data error appears once, and all runs find the data in the cache
+    # before any run starts, so that a data error is reported once, and all runs find the data in the cache
     task = build_task(flags)
     several, save_dir = flags.several, flags.checkpoint.save_dir
     if not task.trains:
@@ -219,7 +219,7 @@ def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int
 
 @dataclass
 class SeveralRuns:
-    """The runs of one command, in a locked `--save-dir`."""
+    """The runs of one command, in a `--save-dir` that this process has locked."""
 
     flags: Flags
     task: Task
@@ -263,14 +263,14 @@ class SeveralRuns:
         return 0
 
     def _train(self, unfinished: list[Job], launcher: Launcher, table: SummaryTable) -> list[tuple[Job, int]]:
-        """Removes runs from `unfinished` as they finish; returns failed ones with exit statuses."""
+        """Trains runs and removes finished ones from `unfinished`; returns failed runs with their exit statuses."""
         self.directory.delete(SUMMARY)
         failures = []
         in_steps = self.flags.run.max_steps is not None
         length = self.flags.run.max_steps or self.flags.run.epochs or 0
 
         def num_done() -> int:
-            # Early stopping may end a run sooner; its whole length counts as done.
+            # a finished run counts in full, even if it stopped early
             num_ended = len(self.jobs) - len(unfinished)
             return num_ended * length + sum(job.num_done(in_steps) for job in unfinished)
 
@@ -292,7 +292,7 @@ class SeveralRuns:
     def _summary(self, stop: StopRequest) -> dict[str, Any]:
         """Builds the content of summary.json.
 
-        Only runs that differ by seed alone form an ensemble, which is scored on the test set.
+        Runs that differ only in their seeds form an ensemble, which is evaluated on the test set.
         """
         summary = summarise_runs([job.entry() for job in self.jobs])
         before = read_json(self.flags.checkpoint.save_dir / SUMMARY)

@@ -1,7 +1,6 @@
-"""Trains in a run directory: builds or resumes the run, trains, scores, and records how it ended.
+"""Trains in a run directory: builds or resumes a run, trains and evaluates it, and records how it ended.
 
-state.json tells apart a stop with everything saved, a user error and a crash, for which launchers such as torchrun
-return the same exit status.
+state.json distinguishes a stop after saving, a user error and a crash, for which torchrun returns the same exit status.
 """
 
 import os
@@ -40,10 +39,10 @@ from trainer.task import Task
 
 
 def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: Strategy) -> int:
-    """Trains in `--save-dir`; returns the exit status. Raises UserError.
+    """Trains in `--save-dir` and returns the exit status. Raises UserError.
 
-    The status is 0 when finished, paused by `--max-minutes`, or stopped under a launcher that takes anything else for a
-    failure, and 128 + n when stopped by signal n.
+    The status is 0 if the run is finished or paused by `--max-minutes`, and 128 + n if stopped by signal n; under a
+    launcher such as torchrun, which treats other statuses as failures, a stopped run also returns 0.
     """
     directory = RunDirectory(flags.checkpoint.save_dir, retention_of(flags.checkpoint, task), say)
     loggers: list[BackgroundLogger] = []
@@ -52,7 +51,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
     advice = "earlier checkpoints are intact; free some space and run the same command again"
     refusing_full_disk = partial(refusing_disk_errors, f"--save-dir {directory.path}", advice, DISK_FULL)
     loading = start_loading(flags, task, strategy, trains=True)
-    # also around closing, which flushes log lines that a full disk held back
+    # a full disk may also stop run.close, which writes the last log lines
     with refusing_full_disk(), ExitStack() as at_the_end:
         at_the_end.callback(loading[0].close)
         at_the_end.callback(directory.release)
@@ -70,14 +69,14 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
                 state.run = run
                 state.enter("paused", message)
                 return EXIT_FINISHED
-            # closing takes time, so it comes after error reports, for which others wait
+            # closing takes time, so it comes after error reports, for which other processes wait
             at_the_end.callback(run.close)
             open_run(run, notes, flags, argv, agents, loggers)
             baselines = find_baselines(task, strategy.group, flags.run, run.log, run.plan.num_steps)
-            run.watches.insert(0, state.last_step)  # before those that run collectives and may lose a process
+            run.watches.insert(0, state.last_step)  # before watches whose collectives may fail
             run.stop.install()
             strategy.group.diagnosis.flags_signals = True
-            state.run = run  # only now, since before there is no step to rescue
+            state.run = run  # from here on there are steps to save after a failure
             state.enter("running")
             try:
                 with run.learner.launching():
@@ -97,13 +96,14 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
                 return EXIT_FINISHED
             run.log.say("Stopped as asked; everything is saved. The same command resumes from here.")
             if len(agents) > 1:
-                # When a node joins, one agent signals first; to the others a clean exit would mean the end of the job.
+                # When a node joins, one agent stops its processes first. For the other agents an exit with status 0
+                # would end the job, so their processes wait for their own signal.
                 run.stop.await_own()
             return run.stop.exit_status if strategy.group.exits_with_signal else EXIT_FINISHED
 
 
 def _is_finished(run: Run, flags: Flags) -> bool:
-    """Returns whether nothing is left to do, including wanted test scores, and prints so."""
+    """Returns whether the run is trained and evaluated as requested; if so, prints that it is finished."""
     progress, path = run.progress, run.directory.path
     if not run.is_complete:
         return False
@@ -131,16 +131,16 @@ def _is_finished(run: Run, flags: Flags) -> bool:
 
 
 def _closing_lines(folder: Path, task: Task, task_name: str, progress: Progress) -> list[str]:
-    """Returns where the run is, its best epoch, and the next commands. task_name: the value of `--task`."""
+    """Returns lines that name the run's folder, the best epoch and next commands. task_name: value of `--task`."""
     best, epochs = progress.best, ""
     if best is not None and best.epoch:
         epochs = f"; its best epoch is {best.epoch} of {progress.position.epoch}, {task.monitor[0]} {best.value:.4f}"
     command = f"python main.py --save-dir {shlex.quote(str(folder))}"
-    command += f" --task {shlex.quote(task_name)}" * (":" in task_name)  # which a record must not name
+    command += f" --task {shlex.quote(task_name)}" * (":" in task_name)  # a run's record must not name a file
     predicts = type(task).new_data is not Task.new_data
     uses = f"{command} --predict FILE (or --eval-only)" if predicts else f"{command} --eval-only"
     curves = f"curves by tensorboard --logdir {shlex.quote(str(folder))}"
-    is_script = task_name.endswith(f":{SCRIPT}")  # no command can load its model
+    is_script = task_name.endswith(f":{SCRIPT}")  # no command can load a script's model
     return [f"The run is in {folder}{epochs}.", f"Next: {curves if is_script else f'{uses}; {curves}'}"]
 
 
@@ -153,7 +153,7 @@ def _time_is_up(minutes: float, progress: Progress) -> str:
 
 
 class RunState:
-    """Writes state.json of a locked run directory. last_step: to be added to the run's watches."""
+    """Writes state.json of a locked run directory. last_step: a `Watch`, which the caller adds to the run's watches."""
 
     def __init__(self, directory: RunDirectory, strategy: Strategy) -> None:
         self._directory = directory
@@ -162,13 +162,13 @@ class RunState:
         self.last_step = LastStep(queue_of(strategy.device))
 
     def enter(self, state: State, message: str | None = None) -> None:
-        """Records a state, except that "finished" stays. All processes call it. Raises UserError on disk errors."""
+        """Records a state; "finished" is never overwritten. All processes call it. Raises UserError on disk errors."""
         self._strategy.group.on_main(lambda: self._write(state, message))
 
     def record_failure(self, error: BaseException) -> None:
-        """Rescues the last steps and records the reason, as far as the disk allows.
+        """Saves the last steps after a failure, if possible, and records the failure.
 
-        Does nothing without a run.
+        Writes nothing if the directory is not locked or contains no run.
         """
         known = isinstance(error, UserError | Failure)
         status = EXIT_BAD_INPUT if isinstance(error, UserError) else getattr(error, "status", None) if known else None
@@ -185,7 +185,7 @@ class RunState:
         newest = directory.entries[-1].step if directory.entries else 0
         if is_stop and run is not None and newest >= run.progress.step:
             state, run.stop.signal_number = "preempted", signal.SIGINT
-        # other ends, such as the second Ctrl-C, have no message
+        # errors that are not explained, such as a second Ctrl-C, have no message
         message = str(error) or None if known and state != "preempted" else None
         with suppress(UserError):
             if run is not None or directory.has_checkpoint or (directory.path / CONFIG).exists():
@@ -195,7 +195,7 @@ class RunState:
                 directory.write_json(MEMORY, dict(error.memory_limit))
 
     def fail(self, failure: Failure) -> None:
-        """Records that another process failed while this one hangs; called from another thread."""
+        """Records the failure of another process while the main thread hangs; called in another thread."""
         if self.run is not None:
             self.run.saver.end()  # completes a pending write
         self.record_failure(failure)
@@ -223,14 +223,14 @@ class RunState:
 
 @contextmanager
 def recorded(directory: RunDirectory, strategy: Strategy) -> Iterator[RunState]:
-    """Records any exception that ends the use of a locked directory."""
+    """Records any exception that leaves the context in state.json of the locked directory."""
     state = RunState(directory, strategy)
     strategy.group.diagnosis.before_forced_end(state.fail)
     try:
         with strategy.group.diagnosis.explaining():
             yield state
     except KeyboardInterrupt:
-        raise  # before training began nothing has changed
-    except BaseException as error:  # also the second Ctrl-C, which does not wait for a save
+        raise  # raised only before training, when nothing has changed
+    except BaseException as error:  # includes a second Ctrl-C, which ends the run without a save
         state.record_failure(error)
         raise

@@ -1,4 +1,4 @@
-"""Loads weights into a model, for training, scoring, prediction, ensembles and `--init-from`."""
+"""Loads weights into models, and rebuilds the task and model of a trained run."""
 
 import shlex
 from collections.abc import Callable, Collection, Mapping
@@ -39,9 +39,9 @@ CPU = torch.device("cpu")
 def restore_weights(
     model: nn.Module, weights: Mapping[str, Tensor], strategy: Strategy, source: str, hint: str
 ) -> None:
-    """Loads all weights of a model. All processes that have the model call it.
+    """Loads all weights of a model. All processes with the model call it.
 
-    source: names the weights in messages. hint: advice in the UserError raised for weights that do not fit.
+    source: noun for the weights in messages. hint: advice in the UserError that is raised if weights do not fit.
     """
     comparison = compare(model, weights)
     differences = comparison.differences
@@ -55,7 +55,7 @@ def restore_weights(
 def restore_what_fits(
     model: nn.Module, weights: Mapping[str, Tensor], strategy: Strategy, source: str
 ) -> WeightComparison:
-    """Loads the weights that fit, and returns the comparison. Raises UserError if none fit."""
+    """Loads the weights that fit the model, and returns the comparison. Raises UserError if none fit."""
     comparison = compare(model, weights)
     if not comparison.fitting:
         if comparison.unlike:
@@ -72,13 +72,13 @@ def restore_what_fits(
 
 
 def use_weights(learner: Learner, weights: Mapping[str, Tensor], strategy: Strategy, source: str, hint: str) -> None:
-    """Loads a checkpoint's weights for scoring, averaged already if at all. See `restore_weights`."""
+    """Loads a checkpoint's weights for evaluation; they include any averaging. See `restore_weights`."""
     restore_weights(learner.objective.model, weights, strategy, source, hint)
     learner.ema.restart()
 
 
 def resume_weights(learner: Learner, state: Mapping[str, Any], strategy: Strategy, hint: str) -> None:
-    """Loads a checkpoint's weights and their average for further training."""
+    """Loads a checkpoint's weights, and their moving average, to resume training."""
     model, source = learner.objective.model, "the checkpoint"
     restore_weights(model, state["model"], strategy, source, hint)
     learner.ema.restore(state)
@@ -87,9 +87,9 @@ def resume_weights(learner: Learner, state: Mapping[str, Any], strategy: Strateg
 
 
 def initialise(learner: Learner, given: CheckpointFlags, shipped: Path | None, strategy: Strategy) -> list[str]:
-    """Starts with fresh weights, or with a file's; returns notes for the user.
+    """Loads the initial weights of a new run, if flags or the task name a file; returns notes for the user.
 
-    shipped: `Task.shipped_weights`. Raises UserError if they do not fit.
+    shipped: result of `Task.shipped_weights`. Raises UserError if weights do not fit.
     """
     model, notes = learner.objective.model, []
     if given.init_from is not None:
@@ -150,9 +150,9 @@ def _first(names: Collection[str]) -> str:
 def find_run(
     flags: Flags, files: Mapping[str, Path | None], shipped: Path | None, say: Callable[[str], None]
 ) -> TrainedRun:
-    """Returns `find_weights`, or a task's shipped weights unless `--save-dir` is given and holds a run.
+    """Returns the run of `find_weights`, or the task's pretrained weights unless `--save-dir` is given and holds a run.
 
-    So the content of a default folder does not matter. say: reports damage. Raises UserError.
+    For a task with pretrained weights, a run in the default folder is not used. say: reports damage. Raises UserError.
     """
     folder, has_run = flags.checkpoint.save_dir, True
     uses_shipped = shipped is not None and all(path is None for path in files.values())
@@ -171,9 +171,9 @@ def find_run(
 
 
 def find_record(asked: Mapping[str, Any]) -> ConfigFile | None:
-    """Returns the flags in the checkpoint of the run that is resumed or used; None without one.
+    """Returns the flags in the checkpoint of the run to resume or use; None without such a checkpoint.
 
-    asked: given flags of the trainer, by field; without "save_dir" no folder is read.
+    asked: values of the trainer's given flags, by field; without "save_dir" no run directory is read.
     """
     file, folder = asked.get("resume_from"), asked.get("save_dir")
     is_used = any(asked.get(field) for field in ("eval_only", "predict", "export"))
@@ -191,12 +191,12 @@ def find_record(asked: Mapping[str, Any]) -> ConfigFile | None:
 
 
 def ships_weights(task_type: type[Task]) -> bool:
-    """Returns whether a task may come with weights."""
+    """Returns whether a task class overrides `shipped_weights`."""
     return task_type.shipped_weights is not Task.shipped_weights
 
 
 def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, overrides: Mapping[str, Any] = {}) -> Task:
-    """Recreates the task with the seed and flags of a run, except for `overrides`.
+    """Creates the task with a run's seed and flags. overrides: values by flag that replace the run's.
 
     Raises UserError.
     """
@@ -210,7 +210,7 @@ def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, overr
 
 
 def find_trained(flags: Flags, say: Callable[[str], None]) -> tuple[TrainedRun, Task]:
-    """Returns the run for `--predict` or `--export`, and its task. say: see `find_run`. Raises UserError."""
+    """Returns the run that `--predict` or `--export` uses, and its task. say: reports damage. Raises UserError."""
     assert flags.task_type is not None
     shipped = flags.task_type(flags.task, flags.run.seed, flags.run.cache_dir).shipped_weights()
     run = find_run(flags, {"--resume-from": flags.checkpoint.resume_from}, shipped, say)
@@ -218,9 +218,9 @@ def find_trained(flags: Flags, say: Callable[[str], None]) -> tuple[TrainedRun, 
 
 
 def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
-    """Recreates a run's task from its checkpoint's record.
+    """Creates a run's task from the seed and flags in the run's checkpoint.
 
-    The command line may repeat the run's flags but not contradict them, except `Task.predict_flags`. Raises UserError.
+    The command line may repeat the run's flags, but may change only `Task.predict_flags`. Raises UserError.
     """
     if not ("task" in run.state and "config" in run.state):
         reason = "holds weights without their task; give a run's checkpoint"
@@ -250,16 +250,16 @@ def trained_objective(
     source: str = "the checkpoint",
     hint: str = "the task's code, or the data that it reads, has changed since",
 ) -> Objective:
-    """Builds a task's objective with given weights. source, hint: see `restore_weights`. Raises UserError."""
+    """Builds a task's objective and loads weights. source, hint: see `restore_weights`. Raises UserError."""
     objective = module_in_dtype(task.build_objective(), dtype).to(device)
     restore_weights(objective.model, weights, SingleDevice(device), source, hint)
     return objective
 
 
 def trained_model(folder: Path, task_type: type[Task] | None) -> nn.Module:
-    """Loads a run directory's model with its best weights, in eval mode on the CPU.
+    """Loads the model of a run directory with the best weights, in eval mode on the CPU.
 
-    task_type: its class; None uses the run's task. Changes nothing in the folder. Raises UserError.
+    task_type: the task's class; None: the class that the run names. Changes no file of the run. Raises UserError.
     """
     run = find_weights(folder, {}, to_stderr)
     task_type = task_type or known_task(run.state["task"])
@@ -272,7 +272,7 @@ def trained_model(folder: Path, task_type: type[Task] | None) -> nn.Module:
 
 
 def model_of(run: TrainedRun, task_type: type[Task]) -> nn.Module:
-    """Builds a run's model with its weights, in eval mode on the CPU. task_type: its class. Raises UserError."""
+    """Builds a run's model with its weights, in eval mode on the CPU. task_type: the task's class. Raises UserError."""
     config = run.state["config"]
     task = recorded_task(run, task_type, group_from_values(RunFlags, config).cache_dir)
     dtype = getattr(torch, group_from_values(PrecisionFlags, config).dtype)

@@ -1,4 +1,4 @@
-"""Errors, files and checks of values for all other packages of the trainer."""
+"""Functions for all packages of the trainer: errors, files, tensors, validation of values."""
 
 __version__ = "0.2.0"
-"""Version of the project, in the package metadata, checkpoints and config.json."""
+"""Version of the project, as in the package metadata, checkpoints and config.json."""

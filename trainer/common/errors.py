@@ -1,19 +1,19 @@
-"""Exceptions shown to the user without a traceback, and one-line texts of all others."""
+"""Exceptions that are printed without a traceback, and one-line descriptions of other exceptions."""
 
 MOST_OF_LINE = 1500
-"""Characters of a line that is printed; files may hold longer ones."""
+"""Largest number of characters of a printed line."""
 MOST_OF_VALUE = 200
-"""Characters of a value quoted in a message."""
+"""Largest number of characters of a value in a message."""
 
 
 def printable(text: str) -> str:
-    r"""Escapes control characters, which a terminal would obey, as \\x1b."""
+    r"""Escapes control characters, which a terminal would execute: ESC becomes \\x1b."""
     return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def shown_line(text: str) -> str:
-    """Makes a line safe to print: escapes it (`printable`) and cuts out its middle beyond MOST_OF_LINE."""
-    for _ in range(2):  # escaping may lengthen it several times
+    """Makes a line safe to print: escapes control characters, and removes the middle of a line above MOST_OF_LINE."""
+    for _ in range(2):  # escaping may make the line several times longer
         if len(text) > MOST_OF_LINE:
             text = f"{text[: MOST_OF_LINE // 2]} ... {text[-MOST_OF_LINE // 3 :]}"
         text = printable(text)
@@ -21,24 +21,24 @@ def shown_line(text: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """Truncates a value for a message."""
+    """Truncates a value for a message to MOST_OF_VALUE characters."""
     return text if len(text) <= MOST_OF_VALUE else f"{text[:MOST_OF_VALUE]}... ({len(text)} characters)"
 
 
 class UserError(ValueError):
-    """A mistake in the user's input; the message names the value, the reason and the flag to change."""
+    """Raised for mistakes in the user's input; the message names the value, the reason and the flag to change."""
 
 
 BadInput = UserError
-"""Former name of `UserError`, kept for user tasks."""
+"""Former name of `UserError`, for task files that use it."""
 
 
 class UnfitState(UserError):
-    """The run cannot be saved: it diverged, its ranks drifted apart, or the checkpoint could not be resumed."""
+    """Raised if a run's state must not be saved: it is not finite, differs between ranks, or could not be resumed."""
 
 
 class DiskError(UserError):
-    """The file system refused a read or a write, so the content of a file is unknown."""
+    """Raised if the file system fails to read or write a file, whose content is then unknown."""
 
 
 def message(error: BaseException | None) -> str:
@@ -53,7 +53,7 @@ def reason(error: BaseException) -> str:
     """Describes an exception in one printable line."""
     text = message(error)
     lines = [line for line in text.splitlines() if line.strip()] or [""]
-    if "Original Traceback" in text:  # from a data-loading worker: the last line names the cause
+    if "Original Traceback" in text:  # from a DataLoader worker: the last line names the cause
         return shown_line(lines[-1].strip())
     told = lines[0]
     if "Last error:" in lines[1:-1]:  # from NCCL: the next line names the cause

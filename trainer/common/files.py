@@ -1,4 +1,4 @@
-"""Bounded reads, atomic writes, and conversion of values to plain JSON without NaN."""
+"""Reads files up to a size limit, writes files atomically, and converts values to plain JSON without NaN."""
 
 import errno
 import io
@@ -16,29 +16,29 @@ from trainer.common.errors import DiskError, UserError, shortened
 T = TypeVar("T")
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""errno of a full disk, an exhausted quota, or a file over the size limit."""
+"""Values of errno for a full disk, an exhausted quota, and a file above the size limit."""
 
 READ_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
-"""errno of disk and network errors that may pass when a read is retried."""
+"""Values of errno for disk and network errors that may not recur when a read is retried."""
 NO_FILE = (errno.EISDIR, errno.EINVAL, errno.EFBIG)
-"""errno with which `read_whole` rejects something that is not a readable file."""
+"""Values of errno with which `read_whole` rejects a path that is not a regular file, or too large a file."""
 READ_AGAIN_AFTER_S = (0.1, 1.0)
-"""Seconds before the second and the third attempt to read."""
+"""Seconds to wait before the second and before the third attempt to read."""
 
 FOLDER_GONE = "the folder was deleted with its content"
 
 MOST_LINE = 1 << 20
-"""Longest line of text that is read, in characters."""
+"""Largest number of characters of a line that is read."""
 MOST_RECORD = 64 << 20
-"""Largest small file (settings, a run's record, an alphabet), in bytes."""
+"""Largest size in bytes of files such as settings, a run's record or an alphabet."""
 MOST_WHOLE = 1 << 30
-"""Largest data file that is read into memory at once, in bytes after decompression."""
+"""Largest size in bytes, after decompression, of a data file that is read into memory as a whole."""
 
 _BLOCK = 1 << 20
 
 
 def read_again(read: Callable[[], T]) -> T:
-    """Calls `read`, and retries after a disk error. Raises OSError if all attempts fail."""
+    """Calls `read` up to three times while it raises one of READ_ERRORS. Raises OSError."""
     for wait_s in READ_AGAIN_AFTER_S:
         try:
             return read()
@@ -50,7 +50,7 @@ def read_again(read: Callable[[], T]) -> T:
 
 
 class _NotedFile(io.FileIO):
-    """A raw file that remembers its last OSError, which a reading library may swallow."""
+    """Raw file that stores its last OSError, because a library that reads from it may suppress the error."""
 
     error: OSError | None = None
 
@@ -70,7 +70,7 @@ class _NotedFile(io.FileIO):
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file for buffered reading. Raises the OSError of a failing disk even if a library swallowed it."""
+    """Opens a file for buffered reading. Raises the OSError of a failed read even if a library suppressed it."""
     with _NotedFile(path) as noted, io.BufferedReader(noted, _BLOCK) as file:
         try:
             yield file
@@ -81,9 +81,9 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def array_errors() -> Iterator[None]:
-    """Converts errors of numpy.load, and of reading its result, to a ValueError of one line.
+    """Converts exceptions of numpy.load, and of reading its result, to ValueError with a one-line message.
 
-    OSError and UserError pass through.
+    OSError and UserError are not converted.
     """
     try:
         yield
@@ -94,9 +94,9 @@ def array_errors() -> Iterator[None]:
 
 
 def read_whole(path: Path, most: int) -> bytes:
-    """Reads a file of at most `most` bytes. Raises OSError for a larger one, a device, or a pipe.
+    """Reads a file of at most `most` bytes. Raises OSError for a larger file, a device or a pipe.
 
-    Process substitution of a shell, `<(...)`, is allowed.
+    Accepts the pipe of a shell's process substitution, `<(...)`.
     """
 
     def read() -> bytes:
@@ -108,9 +108,9 @@ def read_whole(path: Path, most: int) -> bytes:
 
 
 def read_at_most(file: IO[bytes], most: int) -> bytes:
-    """Reads the rest of a file; raises OSError as soon as it exceeds `most` bytes."""
+    """Reads the rest of an open file. Raises OSError once the rest exceeds `most` bytes."""
     parts, left = [], most
-    while part := file.read(_BLOCK):  # a single read would allocate `most` bytes
+    while part := file.read(_BLOCK):  # reading all at once would allocate `most` bytes
         left -= len(part)
         if left < 0:
             raise OSError(errno.EFBIG, f"is larger than {_size(most)}, the limit for such a file")
@@ -119,7 +119,7 @@ def read_at_most(file: IO[bytes], most: int) -> bytes:
 
 
 def require_regular(path: Path) -> None:
-    """Raises OSError for a directory, a device, a socket, or a pipe that no shell made."""
+    """Raises OSError for a directory, a device, a socket, or a pipe except a shell's process substitution."""
     mode = path.stat().st_mode
     if stat_of.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -129,7 +129,7 @@ def require_regular(path: Path) -> None:
 
 
 def lines_of(text: IO[str]) -> Iterator[str]:
-    """Yields the lines of a text with any line ending. Raises OSError for one longer than MOST_LINE."""
+    """Yields the lines of a text file. Raises OSError for a line of more than MOST_LINE characters."""
     while line := text.readline(MOST_LINE + 1):
         if len(line) > MOST_LINE:
             raise OSError(errno.EFBIG, f"has a line of more than {MOST_LINE:,} characters")
@@ -144,7 +144,7 @@ def _size(num_bytes: int) -> str:
 def refusing_disk_errors(what: str, advice: str = "", numbers: Container[int] | None = None) -> Iterator[None]:
     """Converts OSError to DiskError, a UserError.
 
-    what: the flag with its value, and the failed action. numbers: the errno values to convert; None: all.
+    what: the flag with its value, and the failed action. numbers: values of errno to convert; None: all.
     """
     try:
         yield
@@ -155,7 +155,7 @@ def refusing_disk_errors(what: str, advice: str = "", numbers: Container[int] | 
 
 
 def flush_path(path: Path) -> None:
-    """Flushes a file's content, or a folder's renames, to disk (fsync).
+    """Flushes a file's content, or the names in a folder, to disk (fsync).
 
     Ignores file systems that cannot flush folders.
     """
@@ -180,9 +180,9 @@ def replace_text(path: Path, text: str) -> None:
 def written_as_a_whole(
     path: Path, temporary: Path, binary: bool = False, rename: Callable[[Path, Path], object] = Path.rename
 ) -> Iterator[IO[Any]]:
-    """Opens `temporary` for writing, and renames it to `path` once its content is on disk; an error changes nothing.
+    """Opens `temporary` for writing, and renames it to `path` when its content is on disk; an error leaves `path`.
 
-    temporary: a path in the same folder. binary: False for UTF-8 text. rename: moves temporary to path. Raises OSError.
+    temporary: a path in the same folder. binary: False for UTF-8 text. rename: renames the file. Raises OSError.
     """
     try:
         as_text: dict[str, Any] = {} if binary else {"encoding": "utf-8", "newline": ""}
@@ -197,16 +197,16 @@ def written_as_a_whole(
 
 
 def stamp(path: Path) -> tuple[str, int, int]:
-    """Identifies a file's version: path, size in bytes, modification time in ns."""
+    """Returns a key that changes with a file's content: path, size in bytes, modification time in ns."""
     status = os.stat(path)
     return str(path), status.st_size, status.st_mtime_ns
 
 
 def plain(value: Any, name: str = "it") -> Any:
-    """Copies a value into None, bools, numbers, strings, lists, tuples, and dicts keyed by strings or integers.
+    """Converts a value to None, bool, numbers, strings, lists, tuples, and dicts with strings or integers as keys.
 
-    Arrays and tensors become lists, sets sorted lists. name: what a message calls the value. Raises ValueError for any
-    other type, naming the entry.
+    Arrays and tensors become lists, and sets become sorted lists. name: noun for the value in messages. Raises
+    ValueError, with the entry's name, for any other type.
     """
     if isinstance(value, str):
         return str.__str__(value)
@@ -237,7 +237,7 @@ def _key(key: Any, name: str) -> Any:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Compares two plain values; NaN equals NaN, and a tuple a list."""
+    """Returns whether two plain values are equal; NaN equals NaN, and a tuple equals a list with equal items."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(alike(value, other[name]) for name, value in one.items())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -246,7 +246,7 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def without_nan(value: Any) -> Any:
-    """Copies a nested value with None in place of NaN and infinity."""
+    """Copies a nested value, with None in place of NaN and infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -256,5 +256,5 @@ def without_nan(value: Any) -> Any:
 
 
 def with_nan(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Reverses `without_nan` for metrics by name; None becomes NaN."""
+    """Copies metrics by name, with NaN in place of None."""
     return {name: math.nan if value is None else value for name, value in metrics.items()}

@@ -1,4 +1,4 @@
-"""Forms of multi-device training (`--multi-gpu`) and what each supports."""
+"""Strategies of multi-device training (values of `--multi-gpu`), and the features that each supports."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,11 +8,11 @@ FormName = Literal["dp", "ddp", "fsdp"]
 
 @dataclass(frozen=True)
 class Form:
-    """Capabilities of a form of multi-device training.
+    """Features of a strategy of multi-device training.
 
-    has_processes: one process per device, which a launcher may have started. can_compile: supports `--compile`. shards:
-    each process holds only a shard of each parameter, so Muon cannot orthogonalise whole matrices. takes_sync_bn:
-    supports synchronized batch norm. takes_unused: large models with unused parameters need `--find-unused-parameters`.
+    has_processes: runs one process per device, which a launcher may start. can_compile: supports `--compile`. shards:
+    each process has only a shard of each parameter, so `--optimizer muon` is not supported. takes_sync_bn: supports
+    `--sync-bn`. takes_unused: supports `--find-unused-parameters`.
     """
 
     name: FormName
@@ -43,4 +43,4 @@ PER_PROCESS = tuple(form.name for form in FORMS.values() if form.has_processes)
 SHARDING = tuple(form.name for form in FORMS.values() if form.shards)
 TAKING_UNUSED = tuple(form.name for form in FORMS.values() if form.takes_unused)
 USUAL: FormName = "ddp"
-"""The form that messages recommend, and the default of the Python API."""
+"""Strategy that messages recommend, and that `fit` uses under a launcher by default."""

@@ -1,4 +1,4 @@
-"""This process: its name for messages, and console output that survives a closed terminal."""
+"""Names this process for messages, and prints lines even after the terminal has closed."""
 
 import os
 import socket
@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 def own_name() -> str:
-    """Returns the process id and host, for messages."""
+    """Returns the id and host of this process, for messages."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def boot_of_kernel() -> str:
-    """Returns an id shared by all containers on a machine until it reboots; the host name where the kernel has none."""
+    """Returns an id that all containers on a machine share until it reboots; the host name if the kernel has no id."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -22,20 +22,20 @@ def boot_of_kernel() -> str:
 
 
 def to_stdout(line: str) -> None:
-    """Prints a line and flushes it."""
+    """Prints a line to standard output and flushes it."""
     with outlived("stdout"):
         print(line, flush=True)
 
 
 def to_stderr(line: str) -> None:
-    """Prints a line to stderr and flushes it."""
+    """Prints a line to standard error and flushes it."""
     with outlived("stderr"):
         print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def outlived(name: str) -> Iterator[None]:
-    """Swallows OSErrors of sys.stdout or sys.stderr (`name`), which is replaced by /dev/null after the first."""
+    """Suppresses an OSError of sys.stdout or sys.stderr (`name`), and replaces the stream by /dev/null."""
     try:
         yield
     except OSError:
@@ -43,7 +43,7 @@ def outlived(name: str) -> Iterator[None]:
 
 
 def open_missing() -> None:
-    """Replaces streams closed before start, as by `>&-`; otherwise the next file opened would take their number."""
+    """Opens /dev/null for streams closed at start, as by `>&-`; otherwise the next file would get their descriptor."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             _to_nowhere(name)

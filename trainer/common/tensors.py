@@ -1,4 +1,4 @@
-"""Tensors nested in states, sharded tensors, and tensors on the meta device."""
+"""Functions on nested tensors, sharded tensors and meta tensors."""
 
 import copy
 from collections import Counter, OrderedDict
@@ -12,26 +12,26 @@ from torch import Tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Returns whether a tensor is a DTensor, of which this process holds a shard."""
-    return hasattr(tensor, "to_local")  # importing DTensor takes seconds
+    """Returns whether a tensor is a DTensor."""
+    return hasattr(tensor, "to_local")  # isinstance would import DTensor, which takes seconds
 
 
 def local_shards(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns this process's shards (possibly empty) of sharded tensors, and other tensors as they are; no copies."""
+    """Returns this process's shard of each DTensor, possibly empty, and other tensors unchanged, without copies."""
     return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
 
 
 def empty_like(value: Tensor, device: torch.device) -> Tensor:
-    """Allocates an uninitialised tensor of the same shape and type."""
+    """Allocates an uninitialised tensor of the same shape and dtype on a device."""
     return torch.empty(value.shape, dtype=value.dtype, device=device)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Copies nested mappings, lists and tuples, applying `function` to each tensor."""
+    """Copies nested dicts, lists and tuples with `function` applied to tensors; converts NumPy scalars to Python's."""
     if isinstance(value, Tensor):
         return function(value)
     if type(value) in (dict, OrderedDict, Counter):
-        replaced = copy.copy(value)  # state dicts have attributes
+        replaced = copy.copy(value)  # keeps the attributes of state dicts
         for name, item in value.items():
             replaced[name] = map_tensors(item, function)
         return replaced
@@ -41,9 +41,9 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def with_shapes_of(large: Collection[str], loaded: Any) -> Any:
-    """Replaces tensors in the entries named by `large` with meta tensors; keeps scalars.
+    """Copies a checkpoint with meta tensors in place of the tensors in some entries; scalar tensors stay.
 
-    loaded: a checkpoint's entries, or a dataclass that holds them.
+    large: names of these entries. loaded: a checkpoint's entries, or a dataclass with dicts of entries.
     """
     if is_dataclass(loaded) and not isinstance(loaded, type):
         parts = {field.name: with_shapes_of(large, getattr(loaded, field.name)) for field in fields(loaded)}

@@ -1,6 +1,6 @@
-"""All private torch names that the project uses, each with a fallback if torch may drop it.
+"""All private names of torch that the project uses, with a fallback for each name that torch may remove.
 
-A fallback learns the same, but may be slower, use more memory, or report less.
+With a fallback a run learns the same, but it may be slower, use more memory or report less.
 """
 
 import importlib
@@ -24,24 +24,24 @@ COMPILER = "torch._dynamo"
 foreach_norm, foreach_sub, foreach_mul_, foreach_add_ = (
     torch._foreach_norm, torch._foreach_sub, torch._foreach_mul_, torch._foreach_add_,
 )  # fmt: skip
-foreach_copy_: Callable[..., Any] = torch._foreach_copy_  # also for parameters without a gradient
+foreach_copy_: Callable[..., Any] = torch._foreach_copy_  # accepts parameters without a gradient
 BATCH_NORMS: Any = nn.modules.batchnorm._BatchNorm
 NOT_PERSISTENT = "_non_persistent_buffers_set"
-"""A module's attribute: the names of its non-persistent buffers."""
+"""Attribute of a module with the names of its non-persistent buffers."""
 
 
 def num_writes(tensor: Tensor) -> int:
-    """Returns a tensor's version counter, which each in-place write increments."""
+    """Returns a tensor's version counter, which every in-place operation increments."""
     return tensor._version
 
 
 def sparse_parts(tensor: Tensor) -> list[Tensor]:
-    """Returns the indices and values of a sparse tensor without coalescing."""
+    """Returns the indices and values of a sparse tensor without coalescing it."""
     return [tensor._indices(), tensor._values()]
 
 
 def own_buffers(module: nn.Module) -> dict[str, Any]:
-    """Returns a module's own buffers by name, mutable."""
+    """Returns a module's mutable dictionary of its own buffers."""
     return module._buffers
 
 
@@ -64,7 +64,7 @@ def has_hooks(parameter: Tensor) -> bool:
 
 
 def hooked_module(module: nn.Module) -> str | None:
-    """Returns the path of a submodule with forward or backward hooks, "" for `module`. Fallback: None."""
+    """Returns the path of the first submodule with hooks, "" for `module` itself, or None. Fallback: None."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooked = (path for path, each in module.named_modules() if any(getattr(each, name, None) for name in names))
     return next(hooked, None)
@@ -74,14 +74,14 @@ def hooked_module(module: nn.Module) -> str | None:
 
 
 class SeesConversions(nn.Module):
-    """A module that is told after `to`, `double` and the like."""
+    """Module with a method that is called after `to`, `double` and similar conversions."""
 
     def also_converted(self) -> Iterable[nn.Module]:
-        """Returns other modules, not submodules, to convert along with this one."""
+        """Returns modules other than submodules that are converted together with this module."""
         return ()
 
     def after_conversion(self) -> None:
-        """Runs after parameters and buffers have their new type and device."""
+        """Called when parameters and buffers have their new dtype and device."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SeesConversions":
         super()._apply(fn, recurse)
@@ -102,19 +102,17 @@ run_backward: Callable[..., None] = partial(
     getattr(torch.autograd.graph, "_engine_run_backward", _run_backward),
     keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True, accumulate_grad=True,
 )  # fmt: skip
-"""Equals torch.autograd.backward for two tuples, without importing sympy for its checks."""
+"""Equals torch.autograd.backward for two tuples, but does not import sympy."""
 
 
 def is_in_backward() -> bool:
-    """Returns whether this thread runs a backward pass, as during recomputation of a checkpointed block. Fallback:
-    False.
-    """
+    """Returns whether this thread is in a backward pass, also in activation recomputation. Fallback: False."""
     number = getattr(torch._C, "_current_graph_task_id", None)
     return number is not None and number() != -1
 
 
 def after_first_gradients(callback: Callable[[], None]) -> None:
-    """Queues a callback of the running backward pass, ahead of those queued later. Fallback: calls it now."""
+    """Queues a callback for the end of the backward pass, before callbacks queued later. Fallback: calls it now."""
     engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
     if hasattr(engine, "queue_callback"):
         engine.queue_callback(callback)
@@ -123,12 +121,12 @@ def after_first_gradients(callback: Callable[[], None]) -> None:
 
 
 def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether an optimizer skips steps by found_inf in its kernels, as fused ones do. Fallback: False."""
+    """Returns whether an optimizer itself skips steps with found_inf, as fused ones do. Fallback: False."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether an optimizer has step hooks, its own or global ones. Fallback: False."""
+    """Returns whether step hooks, its own or global ones, apply to an optimizer. Fallback: False."""
     own = [getattr(optimizer, f"_optimizer_step_{place}_hooks", None) for place in ("pre", "post")]
     module = sys.modules.get(torch.optim.Optimizer.__module__)
     of_all = [getattr(module, f"_global_optimizer_{place}_hooks", None) for place in ("pre", "post")]
@@ -139,7 +137,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def when_cuda_is_initialised(callback: Callable[[], None]) -> None:
-    """Calls a function once CUDA is initialised. Fallback: calls it now, which initialises CUDA."""
+    """Calls a function as soon as CUDA is initialised. Fallback: calls it now, which initialises CUDA."""
     getattr(torch.cuda, "_lazy_call", lambda call: call())(callback)
 
 
@@ -149,8 +147,8 @@ def when_cuda_is_initialised(callback: Callable[[], None]) -> None:
 def end_allocating(device: torch.device, pool: Any) -> None:
     """Ends allocation to a CUDA graph's memory pool after a failed capture.
 
-    Until then torch cannot return memory to the GPU. Fallback: allocation is not ended. Newer versions of torch end it
-    themselves and raise.
+    Until then torch cannot return memory to the GPU. Newer versions of torch end it in the failed capture, and this
+    call then raises an error that is suppressed. Fallback: does nothing.
     """
     with suppress(AttributeError, RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
@@ -160,17 +158,17 @@ def end_allocating(device: torch.device, pool: Any) -> None:
 
 
 def num_exchanges(group: Any) -> int:
-    """Returns the number of collectives started in a process group. Fallback: 0; collectives in a forward go unseen."""
+    """Returns the number of collectives started in a process group. Fallback: 0, so collectives are not detected."""
     try:
         return int(group._get_sequence_number_for_group())
-    except (AttributeError, RuntimeError):  # the backend does not count
+    except (AttributeError, RuntimeError):  # the backend has no counter
         return 0
 
 
 def set_timeout(group: Any, device: torch.device, limit: timedelta) -> None:
-    """Sets the timeout of an existing process group. Fallback: the timeout is unchanged.
+    """Sets the timeout of an existing process group. Fallback: the timeout stays.
 
-    Tries the public method first, which torch 2.8 lacks.
+    Uses the public method if torch has it; torch 2.8 does not.
     """
     if hasattr(group, "set_timeout"):
         group.set_timeout(limit)
@@ -180,14 +178,14 @@ def set_timeout(group: Any, device: torch.device, limit: timedelta) -> None:
 
 
 def rebuild_buckets(net: Any) -> None:
-    """Rebuilds the gradient buckets of a DistributedDataParallel. Fallback: its next forward does."""
+    """Rebuilds the gradient buckets of a DistributedDataParallel. Fallback: the next forward rebuilds them."""
     rebuild = getattr(net.reducer, "_rebuild_buckets", None)
     if rebuild is not None:
         rebuild()
 
 
 def raise_for_ended_worker() -> None:
-    """Raises RuntimeError if a data-loading worker was killed. Fallback: torch raises at the next batch."""
+    """Raises RuntimeError if a DataLoader worker was killed. Fallback: torch raises it at the next batch."""
     with suppress(AttributeError, ImportError):
         importlib.import_module("torch.utils.data._utils.signal_handling")._error_if_any_worker_fails()
 
@@ -198,7 +196,7 @@ def has_workers(loader: Any) -> bool:
 
 
 def kill_workers(loader: Any) -> None:
-    """Kills a DataLoader's persistent workers, even hanging ones. Fallback: torch ends them at exit."""
+    """Kills a DataLoader's persistent workers, even if they hang. Fallback: torch ends them at exit."""
     iterator = getattr(loader, "_iterator", None)
     with suppress(AttributeError):
         iterator._shutdown_workers()  # type: ignore[union-attr]
@@ -210,23 +208,23 @@ def kill_workers(loader: Any) -> None:
 
 
 def make_outermost(unit: nn.Module) -> None:
-    """Marks a unit as the root. Fallback: the first unit that runs becomes the root."""
+    """Makes a fully_shard module the FSDP root. Fallback: the first module whose forward runs becomes the root."""
     with suppress(AttributeError):
         unit._get_fsdp_state()._lazy_init()  # type: ignore[operator]
 
 
 def group_of_unit(unit: Any) -> Any | None:
-    """Returns the parameter group that a unit gathers and reduces. Fallback: None; gradients stay as torch has them."""
+    """Returns the FSDP parameter group of a fully_shard module. Fallback: None; torch reduces gradients as usual."""
     return getattr(unit._get_fsdp_state(), "_fsdp_param_group", None) if hasattr(unit, "_get_fsdp_state") else None
 
 
 def unsharded(parameter: Any) -> Tensor | None:
-    """Returns the gathered tensor of a parameter of `group_of_unit`, or None."""
+    """Returns the all-gathered tensor of an FSDP parameter of `group_of_unit`, or None."""
     return getattr(parameter, "_unsharded_param", None)
 
 
 def pass_through(unit: Any, value: Tensor) -> Tensor:
-    """Returns the value after the unit gathered and freed its parameters. Fallback: the value itself."""
+    """Runs a fully_shard module's all-gather and reshard without its forward; returns `value`. Fallback: neither."""
     state: Any = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
     if not (hasattr(state, "_pre_forward") and hasattr(state, "_post_forward")):
         return value
@@ -238,13 +236,13 @@ def pass_through(unit: Any, value: Tensor) -> Tensor:
 
 
 def set_up_compiler(most_versions: int) -> type[Exception]:
-    """Imports the compiler (seconds) and sets how many versions it keeps of a module. Returns its base exception.
+    """Imports the compiler, which takes seconds, and sets its recompile limit. Returns its base exception.
 
-    Fallback: torch's default limits, and compiler errors are not recognised.
+    Fallback: torch's default limit, and an exception class that the compiler never raises.
     """
     with suppress(AttributeError, ImportError):
         settings = importlib.import_module(f"{COMPILER}.config")
-        settings.specialize_float = True  # type: ignore[attr-defined]  # a model's numbers are not sizes
+        settings.specialize_float = True  # type: ignore[attr-defined]  # compiles floats as constants
         settings.recompile_limit = max(most_versions, settings.recompile_limit)  # type: ignore[attr-defined]
     try:
         return importlib.import_module(f"{COMPILER}.exc").TorchDynamoException
@@ -253,12 +251,12 @@ def set_up_compiler(most_versions: int) -> type[Exception]:
 
 
 def scan(step: Callable[[Any, Any], tuple[Any, Any]], start: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, Tensor]:
-    """Returns (last state, outputs) of step(state, inputs at one time) -> (state, output); dim 0 is time.
+    """Applies step(state, inputs at one time) -> (state, output) over dim 0; returns (last state, stacked outputs).
 
-    Exports for any length. Fallback: a loop, which exports for the example's length only.
+    torch.export can export it for any length. Fallback: a loop, which exports for the example's length only.
     """
     try:
-        from torch._higher_order_ops import scan as of_torch  # imports the compiler
+        from torch._higher_order_ops import scan as of_torch  # this imports the compiler
     except ImportError:
         outputs = []
         for now in zip(*inputs, strict=True):
@@ -269,9 +267,9 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], start: Any, inputs: tuple[
 
 
 class WithoutCompiler:
-    """Base of a DistributedDataParallel: does not import the compiler until something else has.
+    """Base class of a DistributedDataParallel that does not import the compiler.
 
-    torch's class looks up a compiler setting when constructed, and notifies the compiler in each forward.
+    torch's class reads a compiler setting when constructed, and calls the compiler in each forward.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -285,7 +283,7 @@ class WithoutCompiler:
 
 
 class _StandIn:
-    """A module stand-in with some known attributes; any other attribute imports the module."""
+    """Replacement for a module, with some known attributes; reading any other attribute imports the module."""
 
     def __init__(self, module: str, **known: Any) -> None:
         self.__dict__.update(known)
@@ -297,9 +295,9 @@ class _StandIn:
 
 @contextmanager
 def default_settings_of_compiler() -> Iterator[None]:
-    """Answers torch's compiler lookups for DistributedDataParallel with defaults, without importing the compiler.
+    """Gives DistributedDataParallel the compiler's default settings without importing the compiler.
 
-    Fallback: any other lookup imports it.
+    Fallback: reading any other attribute imports the compiler.
     """
     if COMPILER in sys.modules:
         yield
@@ -310,5 +308,5 @@ def default_settings_of_compiler() -> Iterator[None]:
     try:
         yield
     finally:
-        if vars(torch)["_dynamo"] is stand_in:  # and no other thread imported it
-            del vars(torch)["_dynamo"]  # torch imports the module lazily
+        if vars(torch)["_dynamo"] is stand_in:  # unless another thread has imported it
+            del vars(torch)["_dynamo"]  # torch then imports the module on its next use

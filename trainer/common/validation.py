@@ -1,4 +1,4 @@
-"""Validates strings, paths and classes given by the user."""
+"""Validates strings, paths and classes that the user gives."""
 
 import importlib.util
 import os
@@ -15,11 +15,11 @@ from trainer.common.errors import UserError
 from trainer.common.files import refusing_disk_errors
 
 _put_first: list[str] = []
-"""Folders that `find_class` inserted at the front of `sys.path`."""
+"""Folders that `find_class` has inserted at the front of `sys.path`."""
 
 
 def checked_path(text: str) -> Path:
-    """Returns the path, existing or not. Raises ValueError if the system cannot look it up."""
+    """Returns the path of a string, existing or not. Raises ValueError for a path that cannot be accessed."""
     if any(not character.isprintable() and character != "\t" for character in checked_text(text)):
         raise ValueError("must not have control characters in its name")
     try:
@@ -32,7 +32,7 @@ def checked_path(text: str) -> Path:
 
 
 def expanded(path: Path) -> Path:
-    """Expands a leading ~. Raises ValueError for an unknown user."""
+    """Expands a leading ~. Raises ValueError for a user without a home folder."""
     try:
         return path.expanduser()
     except RuntimeError:
@@ -41,13 +41,13 @@ def expanded(path: Path) -> Path:
 
 
 def absolute(path: Path) -> Path:
-    """Makes a path absolute, following `..` as the system does."""
-    plain = os.path.abspath(path)  # wrong for `..` after a symbolic link
+    """Makes a path absolute; resolves `..` only where this leads to the same file as in the system."""
+    plain = os.path.abspath(path)  # may name another file if `..` follows a symbolic link
     return Path(plain) if os.path.realpath(plain) == os.path.realpath(path) else path.absolute()
 
 
 def checked_text(text: str) -> str:
-    """Returns the text. Raises ValueError if it is not valid UTF-8 or holds a NUL byte."""
+    """Returns the text. Raises ValueError if it is not valid UTF-8 or contains a NUL byte."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -60,8 +60,7 @@ def checked_text(text: str) -> str:
 def find_class(value: str, flag: str, base: type, comes_first: bool) -> type[Any]:
     """Imports a subclass of `base` from path/to/file.py:ClassName. Raises UserError.
 
-    comes_first: insert the file's folder at the front of sys.path, ahead of the trainer's packages; otherwise append
-    it.
+    comes_first: insert the file's folder at the front of sys.path, before the trainer's packages; otherwise append it.
     """
     path, class_name = split_name(value, flag)
     found = getattr(_import_file(path, f"{flag} {value}", comes_first), class_name, None)
@@ -75,7 +74,7 @@ def find_class(value: str, flag: str, base: type, comes_first: bool) -> type[Any
 def split_name(value: str, flag: str) -> tuple[Path, str]:
     """Splits path/to/file.py:ClassName and checks that the file exists, without importing it. Raises UserError."""
     file, colon, class_name = value.rpartition(":")
-    if not colon or not class_name.isidentifier():  # nested classes have no flag
+    if not colon or not class_name.isidentifier():  # nested classes are not supported
         raise UserError(f"{flag} {value}: must be path/to/file.py:ClassName")
     path = Path(file)
     with refusing_disk_errors(f"{flag} {value}"):
@@ -86,7 +85,7 @@ def split_name(value: str, flag: str) -> tuple[Path, str]:
 
 
 def _import_file(path: Path, given: str, comes_first: bool) -> ModuleType:
-    """Imports a file as a module, without replacing another module of the same name."""
+    """Imports a file as a module; does not replace another module of the same name."""
     path = path.resolve()
     folder = str(path.parent)
     if comes_first and sys.path[:1] != [folder]:
@@ -102,7 +101,7 @@ def _import_file(path: Path, given: str, comes_first: bool) -> ModuleType:
 
 
 def _module_name(path: Path) -> str:
-    """Returns the name under which Python would import the file, else one made of its full path."""
+    """Returns the module name under which Python finds the file, otherwise a name made of the file's full path."""
     with suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(path.stem)
         if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path:
@@ -124,9 +123,9 @@ def _execute(path: Path, name: str) -> ModuleType:
 
 @contextmanager
 def without_folders_of_classes() -> Iterator[None]:
-    """Removes the folders inserted by `find_class` from `sys.path` temporarily.
+    """Temporarily removes the folders that `find_class` inserted from the front of `sys.path`.
 
-    Processes started meanwhile import the trainer and its libraries before user files can shadow them.
+    In processes started meanwhile, the user's files cannot shadow modules of the trainer and its libraries.
     """
     path = list(sys.path)
     for folder in _put_first:
