@@ -1,6 +1,6 @@
 """Array operations that work on NumPy arrays and on tensors, for data on the host or on a device.
 
-Data sets use NumPy on the host, because it is faster for the few numbers of a batch, and PyTorch on a device.
+Data sets use NumPy on the host, where NumPy is faster for the few numbers of a batch, and PyTorch on a device.
 """
 
 import sys
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 Array = Any
-"""A NumPy array or a tensor. Both support operators, indexing, `shape` and methods such as `sum(axis=0)`."""
+"""A NumPy array or a tensor; both support operators, indexing, `shape` and methods such as `sum(axis=0)`."""
 
 _OF_NUMPY = np.ndarray, np.generic
 
@@ -56,7 +56,7 @@ class Ragged:
     """
 
     def __init__(self, start: Array, length: Array, width: int) -> None:
-        """start, length: (B,) int64, where each row starts in the flat array, and its length. width: matrix columns."""
+        """start, length: (B,) int64, start and length of each row in the flat array. width: columns of the matrix."""
         column = arange_like(width, start)
         self.is_real = column < length[:, None]
         self._position = (start[:, None] + column) * self.is_real

@@ -15,7 +15,7 @@ from trainer.loading.counter_random import random_bits
 from trainer.loading.order import EpochOrder
 
 BATCHES_PER_POOL = 100
-"""Large enough for similar lengths within a batch, small enough for different batches in each epoch."""
+"""Batches in a pool: enough for similar lengths within a batch, few enough for different batches in each epoch."""
 
 
 def bucketed_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:

@@ -22,7 +22,7 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
     """Returns cached arrays, read-only and memory-mapped; builds them if the entry is missing or incomplete.
 
     If several processes need an entry, one builds it and the others wait. A killed build leaves no incomplete entry:
-    arrays are written to a temporary folder, flushed, and the folder is renamed.
+    arrays are written to a temporary folder and flushed, and then the folder is renamed.
 
     cache_dir: a folder shared by all processes of the machine; created if missing. key: a valid file name that
     identifies content and format version. build: returns arrays by name; names must be valid file names. Exceptions of
@@ -82,7 +82,7 @@ def digest_of(*parts: np.ndarray | str) -> str:
 
 
 def array_of_texts(texts: Sequence[str]) -> np.ndarray:
-    """Encodes strings as an array for the cache; they must not contain line breaks."""
+    """Encodes strings, which must not contain line breaks, as an array for the cache."""
     return np.frombuffer("\n".join(texts).encode(), np.uint8)
 
 

@@ -7,7 +7,7 @@ splittable pseudorandom number generators", OOPSLA 2014).
 A stream number separates random numbers for different purposes; use a different stream for each purpose.
 
 If the index is a tensor, so are the results, on the same device. Words and uniform numbers have the same bits as with
-NumPy. Normal numbers agree within 1e-6, because devices round differently; no decision may depend on them.
+NumPy. Normal numbers agree within 1e-6, because devices round differently; do not base decisions on normal numbers.
 """
 
 import math
@@ -20,7 +20,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 """2^64 / golden ratio, rounded to an odd number; its multiples modulo 2^64 are distinct and well spread."""
 _MASK = 2**64 - 1
 _FLOAT_STEP = np.float32(2.0**-24)
-"""Step of uniform numbers; float32 represents every multiple of the step in [0, 1] exactly."""
+"""Distance between neighbouring uniform numbers; float32 represents its multiples in [0, 1] exactly."""
 
 
 def random_bits(seed: int, epoch: int, index: Array, num: int, stream: int = 0) -> Array:

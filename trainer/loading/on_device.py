@@ -25,14 +25,14 @@ MOST_TOGETHER, MOST_SAMPLES_TOGETHER = 32, 2**13
 class Movable:
     """Base class of data sets that can be moved to a device: array attributes, also in dictionaries, become tensors.
 
-    A subclass must implement `__getitems__` for NumPy arrays and tensors alike, without waiting for a device: with
-    indexing by `self.here(keys.index)`, operators, and the functions of trainer.loading.arrays.
+    A subclass must implement `__getitems__` with indexing by `self.here(keys.index)`, operators, and the functions of
+    trainer.loading.arrays, so that it works on NumPy arrays and on tensors, and never waits for a device.
 
-    device: device of the data set; None on the host.
+    device: device of the data set, or None on the host.
     of_tensors: whether the attributes are tensors on the host as well.
     stays: names of attributes that stay on the host, such as lengths that determine padding.
-    rows_alike: whether a sample is independent of the other samples in its batch and of `SampleKeys.progress`. If so,
-        several batches are made together.
+    rows_alike: whether a sample is independent of the other samples in its batch and of `SampleKeys.progress`, so that
+        several batches can be made together.
     """
 
     device: torch.device | None = None
@@ -49,7 +49,7 @@ class Movable:
     def weights(self, keys: SampleKeys) -> np.ndarray | None:
         """Returns the number of loss terms of each sample, (n,) float32, computed from host data.
 
-        By default returns None: the host then reads the batch's "weight", and waits if a device computes it.
+        Returns None by default; the host then reads the batch's "weight", and waits if a device computes the weight.
         """
         return None
 

@@ -24,9 +24,8 @@ class Position:
 
     epoch: completed epochs. phase: index of the current phase. samples: samples of the current phase used so far.
 
-    With `Task.turns`, samples counts samples of the first phase, which defines the epoch. turn: steps done in the
-    current turn. others: for each other phase, (passes over its data, samples used of the current pass); empty at
-    first.
+    With `Task.turns`, `samples` counts only the first phase, which defines the epoch. turn: steps done in the current
+    turn. others: for each other phase, (passes over its data, samples used of the current pass); empty at first.
     """
 
     epoch: int = 0
@@ -144,7 +143,7 @@ def split_global_batch(
 
 
 def evaluation_keys(num_samples: int, shard: tuple[int, int], batch_size: int) -> Iterator[SampleKeys]:
-    """Yields one process's batches of an evaluation, which counts every sample once; all get the same number."""
+    """Yields a process's batches of an evaluation; processes get the same number, and each sample counts once."""
     step = batch_size * shard[1]
     for start in range(0, num_samples, step):
         samples = np.arange(start, min(start + step, num_samples))
@@ -159,7 +158,7 @@ def evaluation_keys(num_samples: int, shard: tuple[int, int], batch_size: int) -
 # round function here is SplitMix64 (see counter_random.py).
 
 NUM_ROUNDS = 16
-"""Rounds of the network. Four rounds look random for millions of samples, but a few samples need twelve or more."""
+"""Rounds of the Feistel network. Four look random for millions of samples, but a few samples need twelve or more."""
 
 
 def keyed_permutation(round_keys: np.ndarray, num_samples: int, positions: np.ndarray) -> np.ndarray:

@@ -172,7 +172,7 @@ class KeyedStream(KeyedItems):
         return _Reader(epoch, place.position, source, iter(source), place.position)
 
     def _go_on(self, reader: _Reader, first: int, end: int) -> None:
-        """Reads samples up to number end - 1, keeps those from number first. Raises UserError if the stream ends."""
+        """Reads the stream up to sample end - 1; keeps samples from first on. Raises UserError if the stream ends."""
         while reader.position < end:
             numbers = np.arange(reader.position, min(end, reader.position + READ_AT_ONCE))
             for seeds in random_bits(self.seed, reader.epoch, numbers, 3).tolist():
@@ -204,7 +204,7 @@ class KeyedStream(KeyedItems):
         return before[-1] if before else None
 
     def begin_at(self, phase: int, place: Place) -> None:
-        """Makes later batches start reading at a result of `place_before`."""
+        """Sets the restart point for later batches. place: a result of `place_before`."""
         self.begins[phase] = place
         self.readers.pop(phase, None)
 

@@ -34,12 +34,12 @@ def from_dataset(
 
     Random numbers that an item draws from `random`, `numpy.random` and PyTorch's default generator, for example in its
     transforms, are a function of (seed, epoch, index): they are the same in any batch, worker or process, before and
-    after a resume. The states of these generators are restored after each batch. Other generators, such as a
+    after a resume. The states of the three generators are restored after each batch. Other generators, such as a
     transform's own `np.random.default_rng()` or a generator on a GPU, are not seeded, so their numbers differ.
 
     dataset: a map-style dataset, not an IterableDataset.
     collate: makes a batch from a list of items: a dictionary, a tuple or a single value, whose tensors and arrays have
-        the samples on dim 0. It must not draw random numbers, because other processes batch samples differently.
+        the samples on dim 0. `collate` must not draw random numbers, because processes batch samples differently.
         Default: PyTorch's `default_collate`, as in a DataLoader.
     seed: usually the task's seed.
     names: names for the parts of a tuple item, or for a single value; dictionaries and named tuples have names already.
@@ -177,7 +177,7 @@ class _KeyedTensors(Movable):
 
 
 def _of_arrays(arrays: Mapping[str, Any]) -> _KeyedTensors:
-    """Returns a data set of arrays by name. Raises UserError if they are not arrays of equal length."""
+    """Returns a data set of arrays by name. Raises UserError for values that are not arrays of equal length."""
     try:
         tensors = {name: torch.as_tensor(array) for name, array in arrays.items()}
         (length,) = {len(tensor) for tensor in tensors.values()}
@@ -190,7 +190,7 @@ def _of_arrays(arrays: Mapping[str, Any]) -> _KeyedTensors:
 
 
 def _tensors_of(dataset: Any) -> tuple[Tensor, ...] | None:
-    """Returns the tensors of a TensorDataset, or copied rows for a Subset of a TensorDataset; None for others."""
+    """Returns the tensors of a TensorDataset, or copied rows for a Subset of a TensorDataset, or else None."""
     if type(dataset) is TensorDataset:
         return dataset.tensors
     whole = _tensors_of(dataset.dataset) if type(dataset) is Subset else None

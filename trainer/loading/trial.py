@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer.common.torch_private import num_writes
 
 NUM_BATCHES, BLOCK = 40, 8
-"""Number of batches in a trial, and in each block of batches; the fastest block counts, without the first block."""
+"""Number of batches in a trial, and in a block; the result of a trial is its fastest block after the first block."""
 LEAST_S, LEAST_SHARE = 5e-4, 0.1
 """Minimum times to make a batch for which workers pay off: in seconds, and as a share of the time of a step."""
 MOST_COMPARED, MOST_READ = 2**16, 2**24
@@ -33,7 +33,7 @@ class Trial:
     def __init__(self) -> None:
         self._times: list[tuple[float, float]] = []
         self.last: float | None = None
-        """Time at which the last batch was made; None if the time until the next batch does not count."""
+        """Time at which the last batch was made, or None if the time until the next batch does not count."""
 
     def add(self, start: float, end: float) -> bool:
         """Records when the making of a batch started and ended; returns whether the trial is over."""

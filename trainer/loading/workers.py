@@ -137,7 +137,7 @@ class Workers:
         return stream
 
     def next_of(self, stream: "BatchStream") -> Batch:
-        """Returns a stream's next batch. Raises StopIteration at the end, or the error that making the batch raised."""
+        """Returns a stream's next batch. Raises StopIteration at the stream's end, and any error in making a batch."""
         own = ref(stream)
         while not stream.arrived and own in self._asked:
             self._receive()
@@ -190,7 +190,7 @@ class Workers:
         return self
 
     def __next__(self) -> Request:
-        """Returns the next request for workers; `Workers` is the sampler of their DataLoader."""
+        """Returns the next request for workers, because `Workers` is the sampler of their DataLoader."""
         while self._streams and not self.on_trial:
             stream = self._streams[-1]()
             request = next(stream.requests, None) if stream is not None else None
@@ -234,7 +234,7 @@ class Workers:
             self._prime()
 
     def _may_ask(self) -> bool:
-        """Returns whether workers make batches; `--num-workers auto` ends workers that cannot share the data."""
+        """Returns whether workers make batches; ends workers of `--num-workers auto` that cannot share the data."""
         if self._processes is None or self.on_trial:
             return False
         if self._at_start is None:
@@ -289,7 +289,7 @@ class BatchLoader:
         self._number = self._workers.add(dataset, collate)
 
     def __call__(self, keys: Iterable[SampleKeys], ahead: bool = False) -> Iterator[Batch]:
-        """Returns an iterator over batches. ahead: whether they are needed later, so that only idle workers start."""
+        """Returns an iterator over batches. ahead: whether only idle workers may start on the batches."""
         return self._workers.load(self._number, keys, self._trains, ahead)
 
     def one(self, keys: SampleKeys) -> Batch:

@@ -34,7 +34,7 @@ BACKEND = "inductor"
 _NO_GRADIENT_OF_GRADIENTS = ("donated buffer", "does not currently support double backward")
 """Fragments of PyTorch's error messages about second derivatives of compiled code."""
 _MOST_VERSIONS = 64
-"""Recompilation limit beyond which PyTorch runs a function eagerly; PyTorch counts all blocks as one function."""
+"""Recompilation limit beyond which PyTorch runs a function eagerly; all blocks count as one function."""
 
 
 def prepare_blocks(flags: BlockFlags, task: Task, objective: Objective) -> None:
@@ -69,7 +69,7 @@ def recompute(blocks: Sequence[nn.Module]) -> None:
 def settle_recomputed(objective: nn.Module, changes: Iterable[Change]) -> None:
     """Makes each recomputed block copy only the buffers and attributes that its forward changes.
 
-    changes: made by trial forwards in the whole objective. Raises UserError for a change that cannot be undone.
+    changes: found by trial forwards in the whole objective. Raises UserError if a change cannot be undone.
     """
     changes = list(changes)
     for prefix, block in objective.named_modules():
@@ -92,7 +92,7 @@ def _not_alike(what: str, why: str) -> UserError:
 
 
 class _Recomputed(nn.Module):
-    """First base class of a recomputed block; each block gets a class of its own.
+    """Additional first base class of recomputed blocks; each block gets a subclass of its own.
 
     The class overrides `__call__`, so that recomputation includes hooks and compiled code. Setting `forward` on the
     instance instead would fail in DataParallel, whose replicas would call the original block's method.
@@ -101,7 +101,7 @@ class _Recomputed(nn.Module):
     path: ClassVar[str] = ""
     """The block's name in the objective's `named_modules()`."""
     changing: ClassVar[set[tuple[str, str]] | None]
-    """Buffers and attributes that the block's forward changes, as (submodule path, name); None until known."""
+    """Buffers and attributes that the block's forward changes, as (submodule path, name), or None if unknown."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -125,7 +125,7 @@ class _AsFound(AbstractContextManager[None]):
     def __init__(self, block: _Recomputed) -> None:
         self._block, changing = block, type(block).changing
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """Pairs of a module's attributes or buffers and their shallow copy."""
+        """Pairs of a dictionary, a module's attributes or buffers, and its shallow copy."""
         if changing is None:
             self._found: State = WholeState(block)
         else:
@@ -178,7 +178,7 @@ class _AsFound(AbstractContextManager[None]):
 
 
 def compile_units(units: Sequence[nn.Module]) -> None:
-    """Sets up modules to be compiled, with dynamic shapes, at their next call.
+    """Marks modules for compilation with dynamic shapes at their next call.
 
     All sizes are symbolic, so the compiled code depends only on the first call. A resumed run makes the same first call
     as an uninterrupted run, and so computes the same results.

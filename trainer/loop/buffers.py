@@ -25,7 +25,7 @@ from trainer.parallel.strategy import Strategy
 
 
 class Buffers:
-    """Running statistics of batch norms, synchronised over processes after each step and restored if it is skipped.
+    """Running statistics of batch norms, synchronised over processes after each step and restored after skipped steps.
 
     A forward updates running statistics before the gradients are known to be finite, and a NaN in the statistics would
     be permanent. After each step the statistics are equal on all processes, so a checkpoint can follow any step.
@@ -59,9 +59,9 @@ class Buffers:
         self.forward_state.keep()
 
     def of_samples(self, num_samples: int) -> AbstractContextManager[None]:
-        """Returns a context for forward and backward of num_samples samples; with 0, restores running statistics.
+        """Returns a context for forward and backward of a micro-batch; restores running statistics if num_samples is 0.
 
-        Counters such as `num_batches_tracked` still advance, so that they agree on all processes.
+        Counters such as `num_batches_tracked` advance in any case, so that they agree on all processes.
         """
         self._num_samples += num_samples
         return nullcontext() if num_samples > 0 else self._unchanged()
@@ -76,7 +76,7 @@ class Buffers:
             self._statistics.set(before)
 
     def start_agreement(self, group: Group) -> None:
-        """Starts the all-reduce of the statistics' changes after a step's last forward; `agree` waits for it.
+        """Starts the all-reduce of the statistics' changes after a step's last forward, for which `agree` waits.
 
         The all-reduce overlaps with the backward, which does not read running statistics in train mode. All processes
         must call this method, at least one of them with samples.
@@ -122,7 +122,7 @@ class Buffers:
         self.forward_state.undo()
 
     def undo_unless(self, applied: bool | Tensor) -> None:
-        """Restores buffers and attributes to their values before a step, unless applied. applied: see `StepResult`."""
+        """Restores buffers and attributes as they were before a step, unless `applied`. applied: see `StepResult`."""
         if isinstance(applied, Tensor):
             for kind in self._kinds:
                 kind.set(torch.where(applied, kind.flattened(), kind.kept))
@@ -164,12 +164,12 @@ class ForwardState:
     `learn` registers three kinds of state that a trial forward has changed.
 
     Shared buffers are persistent or changed in place. Each process updates them with its own samples, and after the
-    step all processes copy rank 0's buffers, as in DistributedDataParallel. Saving and evaluating synchronise buffers
-    too, and therefore do not change these buffers.
+    step all processes copy rank 0's buffers, as in DistributedDataParallel. Saving and evaluating also synchronise
+    buffers, and therefore do not change shared buffers.
 
     Local buffers are non-persistent and replaced by forwards, such as masks; each process has its own buffers.
 
-    Attributes differ between processes, and checkpoints do not hold them.
+    Attributes may differ between processes, and are not saved in checkpoints.
     """
 
     def __init__(self, model: nn.Module, without: Iterable[nn.Module]) -> None:
@@ -185,7 +185,7 @@ class ForwardState:
             if name not in names_not_persistent(module)
         ]
         self.changes: dict[tuple[int, str], Change] = {}
-        """Changes that trial forwards made, by (module id, name); a value is replaced by its type."""
+        """Changes that trial forwards made, by (module id, name), with each value's type in place of the value."""
         self._shared: dict[str, Entry] = {}
         self._kinds: dict[str, Kind] = {}
         self._local: dict[str, Entry] = {}

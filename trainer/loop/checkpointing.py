@@ -30,11 +30,11 @@ Outline = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
-    """Copies the run's state and starts to write the copy in the background; `finish_saving` waits for the write.
+    """Copies the run's state and starts to write the copy in the background (see `finish_saving`).
 
-    value: the monitored metric; None without validation. All processes must call this function. Raises UserError if the
-    model differs between processes, or if the previous checkpoint could not be written. A full disk is only reported,
-    and the next save retries.
+    value: the monitored metric, or None without validation. All processes must call this function. Raises UserError if
+    the model differs between processes, or if the previous checkpoint could not be written. A full disk is only
+    reported, and the next save retries.
     """
     strategy, learner, progress = run.strategy, run.learner, run.progress
     for watch in run.watches:
@@ -69,7 +69,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
 def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progress, learning_rate: float) -> None:
     """Raises UnfitState if the state after a phase's first step cannot be saved; writes nothing.
 
-    outline: the model's tensors as built. learning_rate: `--lr`. All processes must call this function.
+    outline: tensors of the newly built model. learning_rate: value of `--lr`. All processes must call this function.
     """
     group.activity.enter("saving")
 
@@ -101,7 +101,7 @@ def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progr
 def refuse_another_model(weights: Mapping[str, Tensor], outline: Outline, step: int) -> None:
     """Raises UnfitState if tensors have been added, removed or reshaped since the model was built.
 
-    A resume could not load such a model. outline: the model's tensors as built. step: optimizer steps done.
+    A resume could not load the changed model. outline: tensors of the newly built model. step: optimizer steps done.
     """
     now = {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}
     name = next((name for name in {**outline, **now} if outline.get(name) != now.get(name)), None)
@@ -128,7 +128,7 @@ def report_saving(saver: BackgroundSaver, log: RunLog | SilentLog) -> None:
 
 
 def finish_saving(group: Group, saver: BackgroundSaver) -> None:
-    """Waits until all checkpoints are on disk; raises UserError if a write fails. All processes must call this."""
+    """Waits until all checkpoints are on disk. All processes must call this function. Raises UserError on failure."""
     group.on_main(saver.finish)
 
 
@@ -172,7 +172,7 @@ def diverged(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
 def refuse_non_finite(
     learner: Learner, weights: Mapping[str, Tensor], progress: Progress, learning_rate: float
 ) -> None:
-    """Raises UnfitState if a weight is not finite or a buffer contains NaN. learning_rate: `--lr`, for the message."""
+    """Raises UnfitState if a weight is not finite or a buffer contains NaN. learning_rate: value of `--lr`."""
     model = learner.objective.model
     bad = diverged(model, weights)
     if not bad:

@@ -219,7 +219,7 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
 
 
 def check_exchanges(learner: Learner, strategy: Strategy, phase: str, order: SampleOrder, example: Batch) -> None:
-    """Raises UserError if a forward's collectives depend on the process's number of samples, and these numbers differ.
+    """Raises UserError if a forward's collectives depend on the number of samples, which differs between processes.
 
     All processes must call this function.
     """
@@ -274,7 +274,7 @@ def leaves_a_single_sample(strategy: Strategy, global_batch_size: int, micro_bat
 
 @contextmanager
 def _leaving_no_trace(learner: Learner, net: nn.Module, strategy: Strategy) -> Iterator[Callable[[], list[Change]]]:
-    """Context for trial forwards in train mode, without side effects. Yields a function that returns their changes."""
+    """Context for trial forwards in train mode; undoes their changes on exit. Yields a function that returns these."""
     net.train()
     with leaving_no_trace(learner.objective) as changes, strategy.keeping_generators():
         yield changes
@@ -298,7 +298,7 @@ def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float
 
 
 def monitored(task: Task, metrics: Mapping[str, float]) -> float:
-    """Returns the value of the metric that `Task.monitor` names. Raises UserError if there is no such metric."""
+    """Returns the value of the metric that `Task.monitor` names. Raises UserError if this metric does not exist."""
     name, _ = task.monitor
     if printable(name) not in metrics:
         raise UserError(f"{type(task).__name__}.monitor: there is no metric {name!r} among {', '.join(metrics)}")

@@ -46,7 +46,7 @@ class ExponentialMovingAverage:
         self._averaging = []
 
     def leave_to(self, optimizers: Sequence[Optimizer]) -> None:
-        """Uses averages that optimizers keep. Raises UserError if decay is above 0, or if two share a parameter."""
+        """Uses averages that optimizers keep. Raises UserError if decay > 0, or if two optimizers share a parameter."""
         self._averaging = [optimizer for optimizer in optimizers if keeps_average(optimizer)]
         params = _params_of(self._averaging)
         if self._averaging and self.decay > 0:
@@ -114,7 +114,7 @@ class ExponentialMovingAverage:
     ) -> None:
         """Stores the averaged weights as `model` (to deploy) and the raw weights as `training_model` (to resume).
 
-        full_weights: `Strategy.full_weights`, which must be called by all processes.
+        full_weights: see `Strategy.full_weights`, which all processes must call.
         """
         if self.enabled:
             state["training_model"] = state["model"]
@@ -122,7 +122,7 @@ class ExponentialMovingAverage:
             state["average_updates"] = {phase: int(updates) for phase, updates in self._updates.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restarts the average from the averaged weights of a checkpoint, which the model holds at this point."""
+        """Restarts the average from a checkpoint's averaged weights, which have just been loaded into the model."""
         if self.enabled:
             self.restart()
             self._updates = dict(state.get("average_updates", {}))

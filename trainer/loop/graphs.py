@@ -46,7 +46,7 @@ MOST_GRAPHS = 64
 LEAST_FREE = 1 / 16
 """Fraction of the GPU's memory that must be free to capture further graphs."""
 ROUNDING, ROUNDING_OF_HALVES = 1e-4, 2e-2
-"""Tolerances for nondeterministic kernels, relative to a tensor's largest value: without and with autocast."""
+"""Tolerances for nondeterministic kernels, relative to a tensor's largest absolute value: without and with autocast."""
 _LACK = "no memory for a graph"
 _SPARSE = "gradients of sparse embeddings change size in every step"
 REHEARSING = "__torch_dispatch__"
@@ -285,7 +285,7 @@ class GraphedLearner(Learner, Watch):
         factor: float,
         launch: Callable[[], Sums],
     ) -> Sums:
-        """Runs a micro-batch eagerly, then its graph from the same state; only the eager run counts.
+        """Runs a micro-batch eagerly, and then replays its graph from the same state; only the eager results count.
 
         Captures the graph if there is none. If the results differ, the phase continues without graphs.
         """
@@ -478,7 +478,7 @@ class GraphedLearner(Learner, Watch):
         return [group for optimizer in self.optimizers[phase] for group in optimizer.param_groups]
 
     def _may_replace(self, key: Key, phase: str) -> bool:
-        """Returns whether an update may replace module tensors, as an optimizer does in its first steps or never."""
+        """Returns whether an update may replace tensors of modules; optimizers do so in their first steps or never."""
         self._num_looks[key] += 1
         is_own = type(self.objective).after_step is not Objective.after_step
         return is_own or (self._obstacle_of_update(phase) is not None and self._num_looks[key] < 5)
@@ -486,7 +486,7 @@ class GraphedLearner(Learner, Watch):
     # --- what is not recorded -----------------------------------------------------------------------------------------
 
     def _gradients_of(self, phase: str) -> Gradients | None:
-        """Returns a phase's flat gradients; None if the phase runs without graphs."""
+        """Returns a phase's flat gradients, or None if the phase runs without graphs."""
         if phase not in self._gradients:
             params, is_recorded = self.params[phase], self._obstacle(phase) is None
             gradients = Gradients(params, self.strategy.flat_gradients(params)) if is_recorded else None
@@ -502,7 +502,7 @@ class GraphedLearner(Learner, Watch):
         self._gradients[phase] = None
 
     def _forget(self) -> None:
-        """Drops all graphs, because after a failed capture they would draw random numbers from a stale generator."""
+        """Drops all graphs; after a failed capture, replays would draw random numbers from a stale generator."""
         self._recordings.clear()
         self._forwards.clear()
 

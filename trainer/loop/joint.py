@@ -1,8 +1,8 @@
 """Computes a loss over the outputs of all samples of a step, on all devices (`Objective.joint_loss`).
 
 Uses gradient caching (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", RepL4NLP
-2021). Forwards under `no_grad` compute the outputs, and the joint loss computes its gradients with respect to them.
-Second forwards with the same random numbers backpropagate these gradients to the parameters. So memory holds the
+2021). First, forwards under `no_grad` compute the outputs. The gradients of the joint loss with respect to the outputs
+are then backpropagated to the parameters by second forwards with the same random numbers, so that memory holds the
 autograd graph of only one micro-batch at a time. With one micro-batch per device, a step runs each forward only once.
 """
 
@@ -41,7 +41,7 @@ def refuse_joint(objective: Objective, strategy: Strategy, compiles: bool) -> No
 class JointForward(nn.Module):
     """Wraps an objective with a joint loss for training.
 
-    use: maps the outputs of a training forward to its result; None computes the joint loss of these outputs alone.
+    use: maps the outputs of a training forward to its result, or None to compute the joint loss of the outputs alone.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -125,7 +125,7 @@ class JointLearner(Learner, Watch):
         key: tuple[int, ...],
         parts: Sequence[Rows],
     ) -> Callable[[Rows], Sums]:
-        """Returns a function of each forward's outputs, in order; its loss has the gradients of joint loss * factor.
+        """Returns a function that maps each forward's outputs, in order, to a loss with the joint loss's gradients.
 
         parts: outputs of each micro-batch. num_samples: samples of each micro-batch that count. The last loss also has
         the gradients of parameters that the joint loss uses directly; only the last result holds the step's sums.
@@ -156,7 +156,7 @@ class JointLearner(Learner, Watch):
         return of_forward
 
     def _gradients(self, phase: str, rows: Rows, factor: float) -> tuple[Sums, Rows, list[tuple[Tensor, Tensor]]]:
-        """Returns the joint sums, and the gradients of loss * factor by outputs and by directly used parameters."""
+        """Returns the joint loss's sums, and gradients of loss * factor with respect to outputs and parameters."""
         leaves = {name: value for name, value in rows.items() if value.is_floating_point() or value.is_complex()}
         for leaf in leaves.values():
             leaf.requires_grad_()

@@ -1,7 +1,7 @@
 """Checks that an objective's sums over the parts of a batch add up to its sums over the whole batch.
 
-The check finds losses that are means instead of sums, and losses that couple samples. With such a loss, results would
-depend on the number of devices and of samples per forward.
+The check finds losses that are means instead of sums, and losses that couple samples. Results of both kinds of losses
+would depend on the number of devices and of samples per forward.
 """
 
 import time
@@ -27,7 +27,7 @@ NUM_SAMPLES, NUM_PARTS = 4, 2
 SHARE_OF_START, LEAST_S = 0.04, 0.07
 """Limit of the check's CPU time: a fraction of the CPU time that the process has used, and a minimum in seconds."""
 MEAN, PERHAPS = (0.85, 1.15), (0.6, 1.9)
-"""Ranges of (sum over parts) / (`NUM_PARTS` * whole) that show a mean, and that may hide a mean in a random forward."""
+"""Ranges of (parts' sum) / (`NUM_PARTS` * batch's sum) that show a mean, or that may hide a mean in random forwards."""
 NUM_SEEDS, MOST_S = 16, 0.5
 SEEDS = range(2, 2 + NUM_SEEDS), range(2 + NUM_SEEDS, 2 + 2 * NUM_SEEDS)
 """Dropout seeds to average over, for the whole batch and for its parts, if that fits into MOST_S seconds."""
@@ -40,8 +40,8 @@ ADVICE = (
 )
 
 NUM_ROWS, MORE_IN_HALVES, LESS_TWICE = 16, 1.25, 1.6
-"""Samples for the check of a joint loss, and two factors. The loss looks like a mean if its halves together exceed it
-by the first factor, and if it grows by less than the second factor when each sample is repeated."""
+"""Number of samples in the check of a joint loss, and two factors. A joint loss looks like a mean if its halves add up
+to more than the first factor times the loss, and if it grows by less than the second factor for doubled samples."""
 
 Sums = Mapping[str, Tensor]
 
@@ -52,7 +52,7 @@ def check_sums(
     """Returns messages about sums that depend on how a batch is split. Raises UserError for means and varying shapes.
 
     Runs a few samples of each phase and of an evaluated data set through the objective, as a whole and in halves,
-    without side effects. no_limit: whether to check slow forwards as well. first_s: CPU seconds of the slowest first
+    without side effects. no_limit: whether to check slow forwards as well. first_s: CPU time of the slowest first
     forward of a phase. All processes must call this function.
     """
     objective, remarks = learner.objective, list[str]()

@@ -64,7 +64,7 @@ class Learner:
     def enter(self, phase: str) -> nn.Module:
         """Switches to a phase and returns its net; only the phase's parameters then require gradients.
 
-        Gradients of other phases' parameters would otherwise add to the next step of those phases.
+        Otherwise a phase's backward would leave gradients on parameters of other phases for their next steps.
         """
         if phase != self._phase:
             for parameter in self.params.get(self._phase, ()):
@@ -108,7 +108,7 @@ class Learner:
     def accumulate(
         self, strategy: Strategy, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool
     ) -> Sums:
-        """Accumulates the gradient of a micro-batch's loss * factor; returns the sums over its samples, with graph.
+        """Accumulates the gradient of a micro-batch's loss * factor; returns the sums over its samples, undetached.
 
         is_first, is_last: whether the micro-batch is the step's first or last one.
         """

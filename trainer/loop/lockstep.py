@@ -20,7 +20,7 @@ from trainer.parallel.strategy import Strategy
 MOST_NAMED = 4
 """Maximum number of ranks with equal values that a message lists; of a larger group it states only the size."""
 _BLOCK_FACTOR = 0x5851F42D4C957F2D
-"""Multiplier between blocks of words. Any odd number works; this is Knuth's multiplier modulo 2^64."""
+"""Multiplier between blocks of words: Knuth's multiplier modulo 2^64, although any odd number works."""
 
 
 class Fingerprint:
@@ -76,7 +76,7 @@ def _blocks(tensors: Iterable[Tensor], most: int) -> Iterator[Tensor]:
 class Account(NamedTuple):
     """Description of one process's model, gathered if fingerprints differ.
 
-    member: the process. kind: its kind of device; equal kinds compute equal bits. hashes: the hash of each tensor.
+    member: name of the process. kind: kind of device; equal kinds compute equal bits. hashes: hash of each tensor.
     changed: names of buffers replaced or written to since training began.
     """
 

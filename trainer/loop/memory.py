@@ -57,7 +57,7 @@ def free_memory() -> None:
 class MemoryLimit:
     """Limit on samples per forward that earlier out-of-memory errors showed, for one kind of device and `--batch-size`.
 
-    asked_batch_size: `--batch-size`. batch_size: most samples per device per forward; None if nothing failed.
+    asked_batch_size: value of `--batch-size`. batch_size: most samples per forward on a device, or None if unlimited.
     """
 
     device: str

@@ -45,8 +45,8 @@ def is_plain(value: Any) -> bool:
 def copied(value: Any, copies: Copies) -> Any:
     """Copies a tensor, an array, or a container with its items; returns other values unchanged.
 
-    copies: earlier copies, to which new copies are added. Not copied are objects of other types; tensors that require a
-    gradient, because they belong to one forward; and lists of parameters (as in LSTMs), because code that replaces
+    copies: earlier copies, to which new copies are added. Tensors that require a gradient are not copied, because they
+    belong to one forward. Lists of parameters (as in LSTMs) are not copied either, because code that replaces
     parameters, such as fsdp, also updates the lists.
     """
     kind = type(value)
@@ -168,7 +168,7 @@ class State(References):
 
 
 class WholeState(State):
-    """Buffers and attributes of a module and its submodules; `write` also removes entries added since."""
+    """Buffers and attributes of a module and its submodules, where `write` also removes entries added since."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = [
@@ -204,7 +204,7 @@ class Change(NamedTuple):
     """A buffer or plain attribute that a forward replaced or changed.
 
     path: name within the whole module. before, now: old and new value, or ABSENT. in_place: whether the forward changed
-    the old tensor. is_seen: whether the change can be undone; False for a change inside an object of unknown type.
+    the old tensor. is_seen: whether the change can be undone, unlike a change inside an object of unknown type.
     """
 
     module: nn.Module
@@ -336,7 +336,7 @@ class _Comparison:
 
 
 def _is_same_content(original: Any, copy_: Any) -> bool:
-    """Returns whether a copy and its original have the same bits; True if the bits cannot be read."""
+    """Returns whether a copy and its original have the same bits, or cannot be compared."""
     if not isinstance(copy_, Tensor):
         return bool(original.tobytes() == copy_.tobytes())
     both = original.detach(), copy_.detach()

@@ -100,7 +100,7 @@ def by_flags(
 ) -> list[Optimizer]:
     """Builds the optimizers of `--optimizer`, with SparseAdam for the parameters in `sparse`.
 
-    hidden: parameters that `--optimizer muon` trains with Muon; AdamW trains the other dense parameters.
+    hidden: parameters that `--optimizer muon` trains with Muon, while AdamW trains the other dense parameters.
     """
     rows, dense = _divided(groups, sparse)
     matrices, others = _divided(dense, hidden)
@@ -136,7 +136,7 @@ def hidden_matrices(task: Task, model: nn.Module) -> set[Tensor]:
     """Returns the parameters for Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon).
 
     Muon trains the matrices in the task's blocks; without blocks, all matrices except embeddings and the last linear
-    layer. Raises UserError if there are no such matrices.
+    layer. Raises UserError if there are no matrices for Muon.
     """
     blocks = list(task.blocks(model))
     outer: list[nn.Module] = []
@@ -238,7 +238,7 @@ def can_be_recorded(optimizer: Optimizer) -> bool:
 def moments_of(optimizers: Sequence[Optimizer], only_to_come: bool = False) -> list[Tensor]:
     """Returns each parameter once for every tensor of its size that the optimizer states hold.
 
-    An unknown optimizer counts two tensors per parameter. only_to_come: skips parameters that already have a state.
+    An unknown optimizer is assumed to hold two tensors per parameter. only_to_come: skips parameters with a state.
     """
     return [
         p

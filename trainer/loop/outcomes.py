@@ -24,7 +24,7 @@ class StepOutcomes(Watch):
     phases: the task's phases. advice: flags that reduce divergence, for messages.
 
     On the CPU each result is checked at once. On a GPU results are copied in groups of `GROUP_SIZE` steps, and a group
-    is read when the next group is full. So all processes see a result at the same step.
+    is read when the next group is full, so that all processes see a result at the same step.
     """
 
     def __init__(

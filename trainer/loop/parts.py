@@ -46,7 +46,7 @@ class TreeSum:
         self.waiting.append((level, value))
 
     def total(self) -> Any | None:
-        """Returns the sum of all values; None without any."""
+        """Returns the sum of all values, or None without any value."""
         values = [value for _, value in self.waiting]
         while len(values) > 1:
             last = values.pop()
@@ -122,7 +122,7 @@ class PartBuffers(Buffers):
     """Buffers for `--parts`: every part starts from the state before the step.
 
     Running statistics change by the mean over all parts, weighted by samples; their counters increase by the number of
-    parts with samples. Other state that forwards change is taken from part 0.
+    parts with samples. All other state that forwards change is taken from part 0.
     """
 
     def keep(self) -> None:

@@ -13,7 +13,7 @@ from trainer.common.errors import UserError
 from trainer.loading.order import EpochOrder, Position
 
 EPOCHS_KEPT = 2
-"""Epochs whose sample order is kept in memory, because prefetching may reach into a phase's next epoch."""
+"""Number of epochs whose sample order is kept in memory, because prefetching may reach into the next epoch."""
 
 
 @dataclass
@@ -187,7 +187,7 @@ class Plan:
         return (num_epochs if self.max_steps is None else num_steps) >= self.total
 
     def validates_after(self, num_epochs: int, num_steps: int) -> bool:
-        """Returns whether the report after these epochs or steps validates: at each interval and at the run's end."""
+        """Returns whether a report after `num_epochs` or `num_steps` validates: at each interval and at the end."""
         if not self.has_validation:
             return False
         if self.is_through(num_epochs, num_steps):
@@ -215,7 +215,7 @@ class Plan:
         return position.epoch + self.consumed(position) / self.samples_per_epoch
 
     def steps_done(self, position: Position) -> int:
-        """Returns the optimizer steps up to a position, as if all had used the current global batch size."""
+        """Returns the number of optimizer steps up to a position, as if all steps used the current batch size."""
         order = self.orders[0 if self.turns else position.phase]
         steps = position.epoch * self.steps_per_epoch + order.steps_before(position.epoch, position.samples)
         if not self.turns:
@@ -279,8 +279,9 @@ class Plan:
 class BatchSplit:
     """Split of a global batch over devices and forwards.
 
-    batch_size, micro_batch_size: maximum samples per forward on a device, and in a process (of DataParallel, several
-    devices). grad_accum_steps: forwards per step. global_batch_size: samples per step over all devices.
+    batch_size: maximum samples per forward on a device. micro_batch_size: maximum samples per forward in a process,
+    which has several devices with DataParallel. grad_accum_steps: forwards per optimizer step. global_batch_size:
+    samples per optimizer step over all devices.
     """
 
     batch_size: int

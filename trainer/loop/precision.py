@@ -104,7 +104,7 @@ class Precision:
         """Unscales and clips gradients, steps the optimizers, and clears gradients; a non-finite norm skips the step.
 
         params: all parameters that the step trains, over which the norm is taken. max_grad_norm: 0 disables clipping.
-        global_norm: see `Strategy.global_norm`. shards: `local_shards` if tensors are sharded.
+        global_norm: see `Strategy.global_norm`. shards: returns this process's shards of gradients.
 
         A skipped step sets `alarm`, unless the gradient scale was lowered instead. Fused optimizers read `found_inf`
         and skip the step on the GPU; the host waits for the norm only with other optimizers or sparse gradients.

@@ -15,11 +15,11 @@ from trainer.task import At
 
 @dataclass
 class Progress(SavedProgress):
-    """A run's progress in this process: the fields that checkpoints hold, and fields that they do not hold.
+    """A run's progress in this process: fields that checkpoints hold (`SavedProgress`), and further fields.
 
     last_save: optimizer steps done at the last checkpoint. totals: sums by phase over this process's samples since the
-    last report. own_samples: how many of `samples` these totals cover. new_totals: creates empty totals. clock:
-    `time.monotonic()` at the last update of `train_seconds`; None before training.
+    last report. own_samples: how many of `samples` the totals cover. new_totals: creates empty totals. clock: value of
+    `time.monotonic()` at the last update of `train_seconds`, or None before training.
     """
 
     last_save: int = 0
@@ -47,14 +47,14 @@ class Progress(SavedProgress):
         self.misses_samples = False
 
     def advance(self, position: Position, samples: int = 0, own_samples: int = 0) -> None:
-        """Advances by one optimizer step. samples, own_samples: the step's samples on all processes and on this one."""
+        """Advances by one optimizer step. samples, own_samples: the step's samples on all and on this process."""
         self.position = position
         self.step += 1
         self.samples += samples
         self.own_samples += own_samples
 
     def where(self, plan: Plan, group: Group, phase: str = "", progress: float | None = None) -> At:
-        """Describes the run's position to a task. progress: `PlannedStep.progress`; None means the current position."""
+        """Describes the run's position to a task. progress: as in `PlannedStep`, or None for the current position."""
         is_in_epochs, position = plan.max_steps is None, self.position
         step = plan.steps_done(position) if is_in_epochs else self.step  # as if batch sizes had not changed
         if progress is None:

@@ -27,8 +27,8 @@ SLOW_FACTOR = 1.3
 class RankTimes(Watch):
     """Exchanges the times of all ranks every REPORT_EVERY steps, without waiting for the exchange.
 
-    On the CPU, times are those of the training thread. On a GPU, they are times between CUDA events, read many steps
-    later, so that a GPU that waits for data counts as data loading. Evaluations between steps do not count.
+    On the CPU, the training thread is timed. On a GPU, times are measured between CUDA events and read many steps
+    later; time in which the GPU waits for data counts as data loading. Evaluations between steps do not count.
     """
 
     def __init__(self, group: Group) -> None:
@@ -70,7 +70,7 @@ class RankTimes(Watch):
         self._borders.append((name, self._queue.instant()))
 
     def _seconds(self, borders: Sequence[tuple[str, Any]]) -> list[float]:
-        """Returns a flattened (ranks, SENT) table: seconds of this rank's activities in its row, 0 in other rows."""
+        """Returns a flattened table (ranks, activities): this rank's row holds its seconds, other rows hold zeros."""
         seconds = defaultdict[str, float](float)
         for (name, begin), (_, end) in pairwise(borders):
             seconds[name] += self._queue.seconds(begin, end)
@@ -79,7 +79,7 @@ class RankTimes(Watch):
         return table.ravel().tolist()
 
     def judge(self, times: np.ndarray) -> list[str]:
-        """Returns a line for each newly slow rank. times: (ranks, SENT) seconds since the last report."""
+        """Returns a message about each rank that has become slow. times: (ranks, SENT) seconds in this interval."""
         self._reports.append(times)
         reports = np.stack(self._reports)
         slow = [rank for rank in slow_ranks(reports[..., : len(OWN)], SLOW_FACTOR) if rank not in self._named]

@@ -192,13 +192,13 @@ class Recordings(OrderedDict[Any, R]):
         self.left_out: set[Any] = set()
 
     def used(self, key: Any) -> R | None:
-        """Returns the graph of a signature and marks it as recently used; None without a graph."""
+        """Returns the graph of a signature and marks it as recently used, or returns None."""
         if key in self:
             self.move_to_end(key)
         return self.get(key)
 
     def is_wanted(self, key: Any) -> bool:
-        """Returns whether to capture a signature; False at its first occurrence, which loads the kernels."""
+        """Returns whether to capture a signature; its first occurrence, which loads kernels, always runs eagerly."""
         is_new = key not in self._seen
         self._seen.add(key)
         return not is_new and key not in self.left_out
@@ -278,7 +278,7 @@ def _numbers(value: Tensor) -> Tensor:
 
 
 def _largest_difference(one: Tensor, other: Tensor) -> Tensor:
-    """Returns the largest absolute difference of two tensors; NaN if an element is NaN in only one of them."""
+    """Returns the largest absolute difference of two tensors, or NaN if an element is NaN in only one of them."""
     one, other = _numbers(one), _numbers(other)
     is_same = (one == other) | (one.isnan() & other.isnan())
     return torch.where(is_same, 0, (one - other).abs()).max()

@@ -44,7 +44,7 @@ Mark = Callable[[], bool]
 
 @dataclass(eq=False)
 class AppliedStep:
-    """A submitted step. progress: the run's progress after the step. applied: marks the end of the step on the device.
+    """A step that the host has submitted. progress: progress after the step. applied: marks its end on the device.
 
     forward: marks the start of the next step. changes: marks where the next step's optimizer starts to change weights.
     """
@@ -158,7 +158,7 @@ def _save_last_step(run: Run, last: LastStep) -> bool:
 
 
 def _take_over(directory: RunDirectory) -> None:
-    """Locks the run directory. Raises UserError if another process holds it too long, or if it no longer exists."""
+    """Locks the run directory. Raises UserError if another process holds the lock too long, or the folder is gone."""
     deadline = time.monotonic() + LOCK_WITHIN_S
     while True:
         try:
@@ -170,7 +170,7 @@ def _take_over(directory: RunDirectory) -> None:
 
 
 def _in_time(copied: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Returns the result of `copied`; None if copying takes longer than `COPY_WITHIN_S`."""
+    """Returns the result of `copied`, or None if copying takes longer than `COPY_WITHIN_S`."""
     found: list[dict[str, Any] | None] = []
     errors: list[Exception] = []
 
@@ -194,7 +194,7 @@ def _copied(
 ) -> dict[str, Any] | None:
     """Copies the state after the last finished step; returns None if it is saved already or changes during the copy.
 
-    num_saved: steps of the newest checkpoint. outline, facts: `Run.model_outline` and `Run.facts`.
+    num_saved: steps of the newest checkpoint. outline, facts: see `Run.model_outline` and `Run.facts`.
     """
     before = last.find()
     if before is None or before[0].progress.step <= num_saved or learner.ema.is_applied:
@@ -221,7 +221,7 @@ def _copied(
 def _own(progress: Progress, lacks_totals: bool) -> tuple[Progress, dict[str, dict[str, Tensor]]]:
     """Returns the progress with this process's totals in place of the totals of all processes, and these totals.
 
-    lacks_totals: drops the totals, as on a GPU, which lags behind the host, or with `--parts` on several processes.
+    lacks_totals: whether to drop the totals, as on a GPU, which lags behind the host, or for parts of several ranks.
     """
     totals = {phase: {} if lacks_totals else own.unreduced() for phase, own in progress.totals.items()}
     samples = 0 if lacks_totals else progress.own_samples

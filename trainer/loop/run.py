@@ -33,7 +33,7 @@ class Run:
     memory: splits each phase's global batches to fit device memory.
     directory, saver: used on rank 0 only.
     facts: checkpoint entries for the next start (flags, versions, batch sizes).
-    model_outline: dtype and shape of each saved weight and buffer, as built.
+    model_outline: dtype and shape of each saved weight and buffer of the newly built model.
     prepared: batches that idle workers prefetch, by validation set; "train" holds the next epoch's windows.
     tried_saving: phases whose state has been checked by `try_saving`.
     patience: evaluations without improvement after which training stops; 0 disables early stopping.

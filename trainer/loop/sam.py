@@ -22,11 +22,11 @@ from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Sums
 
 LEAST_NORM = 1e-12
-"""Added to the norm of the first gradient before dividing by it, as in the reference implementation."""
+"""Constant added to the norm by which the first gradient is divided, as in the reference implementation."""
 
 
 def refuse_sam(rho: float, objective: Objective, strategy: Strategy) -> None:
-    """Raises UserError for options that do not support two gradients per step. rho: `--sam-rho`; 0 disables SAM."""
+    """Raises UserError for options that do not support two gradients per step. rho: value of `--sam-rho`, or 0."""
     others = {
         f"--parts {strategy.num_parts}": strategy.num_parts > 0,
         "--multi-gpu fsdp": strategy.exchanges_in_forward,

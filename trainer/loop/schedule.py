@@ -16,13 +16,13 @@ def lr_factor(progress: float, warmup: float, total: float, floor: float, schedu
     """Returns the factor on the peak learning rate: linear warm-up, then the schedule.
 
     progress, warmup, total: in the same unit, 0 <= progress <= total. floor: final factor in [0, 1], which "constant"
-    ignores. "plateau" equals "constant" in this function; `LearningRate` reduces the rate.
+    ignores. "plateau" equals "constant" in this function, because only `LearningRate` reduces the rate.
 
     "cosine" follows Loshchilov and Hutter, 2017, eq. 5. "wsd" (warm-up, stable, decay: Hu et al., 2024,
     arXiv:2404.06395) decays as 1 - sqrt, which ends better than a linear decay (Hägele et al., 2024, section 3).
 
     The trainer evaluates the schedule at the middle of each global batch, where it equals its mean over the batch up to
-    curvature. So the first factor is above 0, the last above the floor, and all batch sizes follow the same curve.
+    curvature. Hence the first factor is above 0, the last above the floor, and all batch sizes follow the same curve.
     """
     if progress < warmup:
         return progress / warmup
@@ -40,7 +40,7 @@ def lr_factor(progress: float, warmup: float, total: float, floor: float, schedu
 class LearningRate:
     """Learning rate of a run. peak, floor: highest and final rate. warmup, total: lengths in units of `Plan.total`.
 
-    factor_of_step: `Task.lr_factor`, which replaces the schedule. num_steps: optimizer steps of the whole run. drop,
+    factor_of_step: see `Task.lr_factor`, which replaces the schedule. num_steps: optimizer steps of the run. drop,
     patience: for "plateau", the factor of a reduction, and the evaluations without improvement before it.
     """
 

@@ -35,7 +35,7 @@ class Totals:
     def add(self, sums: Sums, weight: Any, applied: bool | Tensor = True) -> None:
         """Adds sums by name. weight: number of loss terms, a float.
 
-        applied: see `StepResult`; False, or a tensor of False, ignores the sums of a step that was not applied.
+        applied: False, or a tensor of False, to ignore the sums of a step that was not applied (see `StepResult`).
 
         Raises UserError if the shape of a sum has changed.
         """
@@ -85,7 +85,7 @@ class Totals:
     def reduced(self, group: Group) -> dict[str, Tensor]:
         """Returns the sums over all processes, including "weight", in float64 on the CPU; {} if nothing was added.
 
-        Waits for the device. All processes must call this method. Raises UserError on all processes if shapes differ.
+        Waits for the device. All processes must call this method. All raise UserError if the shape of a sum differs.
         """
         parts = self.unreduced()
         shapes = _common_shapes({name: tuple(parts[name].shape) for name in sorted(parts)}, group)
@@ -109,7 +109,7 @@ def _common_shapes(own: dict[str, tuple[int, ...]], group: Group) -> dict[str, t
 
 
 def require_sums(sums: object, objective: nn.Module, phase: str | None) -> None:
-    """Raises UserError unless a forward returned a dict of sums. phase: the phase in training; None in eval mode."""
+    """Raises UserError unless a forward returned a dict of sums. phase: the phase in training, or None in eval mode."""
     if not isinstance(sums, dict):
         problem = f"must return a dict of tensors (sums), not a {type(sums).__name__}"
     elif other := [each for each in sums.items() if not isinstance(each[1], Tensor if phase else Tensor | PerSample)]:

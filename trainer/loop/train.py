@@ -66,7 +66,7 @@ def train(run: Run) -> None:
 def train_epoch(run: Run) -> None:
     """Trains the rest of the current epoch, or of the run: one optimizer step per global batch.
 
-    A report due within the epoch comes just before the next step, so that a run stopped earlier makes it on resuming.
+    A report due within the epoch comes just before the next step, so that a run stopped before it reports on resuming.
     """
     progress, plan = run.progress, run.plan
     if progress.position.at_epoch_start:
@@ -159,10 +159,10 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
 
 
 def saves_after_step(progress: Progress, plan: Plan, interval: int, clock_asks: bool) -> bool:
-    """Returns whether a checkpoint is due after the last step; false if a report within the epoch saves anyway.
+    """Returns whether a checkpoint is due after the last step and no report within the epoch is about to save one.
 
     At an epoch's end a run may save twice: before a long validation, and with its score. interval: steps between saves,
-    or 0. clock_asks: rank 0's clock requests a checkpoint; ignored until two steps after the last checkpoint.
+    or 0. clock_asks: whether rank 0's clock requests a save, ignored for two steps after a save.
     """
     num_steps = progress.step
     is_due = (clock_asks and num_steps > progress.last_save + 2) or (interval > 0 and num_steps % interval == 0)

@@ -33,7 +33,7 @@ class StepResult(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """A finished step. number: optimizer step of the run, from 1. order: the sample order of the step's phase."""
+    """Record of a finished step. number: optimizer step of the run, from 1. order: sample order of the step's phase."""
 
     number: int
     planned: PlannedStep
@@ -65,7 +65,7 @@ class Watch:
         """Called at a point of a step, and again if the step is retried after an out-of-memory error."""
 
     def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
-        """Called after a step. progress: progress after the step. record: None if all samples had a weight of 0."""
+        """Called after a step. progress: progress after the step. record: the step, or None if its weight is 0."""
 
     def settle(self, log: Log) -> None:
         """Waits for the device, and reports on all finished steps."""

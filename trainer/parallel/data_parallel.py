@@ -19,7 +19,7 @@ from trainer.task import Outputs, PerSample
 class SummedReplicas(nn.DataParallel):
     """`nn.DataParallel` that adds the sums of its replicas and concatenates their `PerSample` outputs.
 
-    A replica's exception is raised unchanged; `nn.DataParallel` would add a traceback to its text.
+    A replica's exception is raised unchanged, without the traceback that `nn.DataParallel` would add to its text.
     """
 
     def parallel_apply(

@@ -26,7 +26,7 @@ from trainer.task import Objective, sparse_parameters
 T = TypeVar("T")
 
 OVERLAP_BYTES = 4 * 2**20
-"""Size of the parameters above which DistributedDataParallel overlaps exchange and backward; see docs/design.md."""
+"""Bytes of parameters above which DistributedDataParallel overlaps exchange and backward; see docs/design.md."""
 
 
 class OverlappingExchange(WithoutCompiler, nn.parallel.DistributedDataParallel):
@@ -74,7 +74,7 @@ class Distributed(Strategy):
                 tensor.copy_(whole)
 
     def _refuse_others(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises UserError on all processes if names, shapes or dtypes differ between ranks, where gloo would abort."""
+        """Raises UserError on all processes if names, shapes or dtypes differ between ranks; gloo would abort."""
         own = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
         every = self.group.gather(own)
         for rank, others in enumerate(every):
@@ -223,7 +223,7 @@ def _described(kind: tuple[tuple[int, ...], str] | None) -> str:
 
 @contextmanager
 def _naming_left_out() -> Iterator[None]:
-    """Converts DistributedDataParallel's error about parameters that the previous forward did not use to UserError."""
+    """Raises UserError in place of DistributedDataParallel's error about parameters unused in the previous forward."""
     try:
         yield
     except RuntimeError as error:

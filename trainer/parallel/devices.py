@@ -1,4 +1,4 @@
-"""Selects devices, sets CPU threads and memory for them, and observes their work queues."""
+"""Selects devices, configures CPU threads and host memory, and observes the devices' work queues."""
 
 import ctypes
 import os
@@ -84,7 +84,7 @@ def numbers_at_once(device: torch.device) -> int:
 
 
 def arithmetic_of(device: torch.device) -> str:
-    """Returns a name of a device's arithmetic; devices with equal names compute equal bits."""
+    """Returns a name for a device's arithmetic, so that devices with equal names compute equal bits."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU with {torch.backends.cpu.get_cpu_capability()} and {torch.get_num_threads()} thread(s)"

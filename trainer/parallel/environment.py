@@ -26,9 +26,9 @@ NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Rank of this process, and how its run's processes meet.
+    """Rank of this process, and rendezvous of the run's processes.
 
-    local_rank, local_world_size: rank and number of the run's processes on this machine; None if unknown. init_method:
+    local_rank, local_world_size: rank and number of the run's processes on this machine, or None. init_method:
     "env://", an address or a file, as for `init_process_group`. attempt: number of restarts by the same launcher, whose
     store may still hold entries of earlier attempts.
     """
@@ -70,7 +70,7 @@ def read_rank_environment(
 ) -> tuple[RankEnvironment | None, list[str]]:
     """Reads the rank variables of torchrun, torch.distributed.launch, srun, mpirun or a hand-written script.
 
-    flags: None for a run of one process. Returns (environment, error messages); without a rank, environment is None.
+    flags: multi-device flags, or None for a run of one process. Returns (environment or None, error messages).
     """
     if flags is None or (flags.form is not None and not flags.form.has_processes):
         return None, one_process_problems(environ)
@@ -118,7 +118,7 @@ def read_rank_environment(
 
 
 def torchrun_agent() -> str | None:
-    """Returns a unique name of the torchrun agent that started this process; None without torchrun or Linux.
+    """Returns a unique name of the torchrun agent that started this process, or None without torchrun or Linux.
 
     torchrun's run id is not unique: it is "none" by default, and may be used again.
     """
@@ -214,5 +214,5 @@ def first_host(nodes: str) -> str:
 
 
 def _port(job: str) -> str:
-    """Returns a port from 20000 to 29999, a hash of the job: equal for its processes, most likely new for each job."""
+    """Returns a port from 20000 to 29999, derived from the job, so that jobs most likely use different ports."""
     return str(20000 + zlib.crc32(job.encode()) % 10000)

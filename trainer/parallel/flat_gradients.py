@@ -15,7 +15,7 @@ class FlatGradients:
     """Gradients of parameters in flat buffers, one buffer per dtype.
 
     A process may lack some gradients. The buffer also holds, for each gradient, the number of processes that have it.
-    Only a process that lacks a gradient reads these numbers, and so waits for its device.
+    Only a process that lacks a gradient reads the numbers, and so waits for its device.
 
     params: the same parameters in the same order on all processes. flat: the buffers, of one dimension each.
     """
@@ -78,7 +78,7 @@ class FlatGradients:
 def sum_sparse(parameter: Tensor, sum_in_place: Callable[[Tensor], None], divisor: int) -> None:
     """Sums a sparse gradient over processes and divides it by divisor. All processes must call this function.
 
-    The result has the rows that any process has; `grad` becomes None if there are none. parameter: (rows, ...).
+    The sum has the rows that any process has, and becomes None if no process has a row. parameter: (rows, ...).
     sum_in_place: sums a sparse tensor over processes.
     """
     if parameter.grad is None:

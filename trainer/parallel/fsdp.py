@@ -1,4 +1,4 @@
-"""Trains with `torch.distributed.fsdp.fully_shard`: processes hold shards of parameters, gradients, optimizer states.
+"""Trains with `torch.distributed.fsdp.fully_shard`, which shards parameters, gradients and optimizer states.
 
 Each block of the model is a unit, and the rest of the model is one more unit. A unit's parameters are gathered for its
 forward and backward, and its gradients are reduce-scattered, so a process holds at most one or two unsharded units.
@@ -38,8 +38,8 @@ class Sharded(Distributed):
     Optimizers train DTensors. Autocast and parameter dtypes are the same as in other strategies, so collectives use the
     dtype of the parameters.
 
-    shard_size: number of processes that share one copy of the model; divides the number of processes, its default.
-    reshards: whether to free a block's gathered parameters between its forward and its backward.
+    shard_size: number of processes that share one copy of the model, a divisor of the number of processes; by default
+    all. reshards: whether to free a block's gathered parameters between its forward and its backward.
     """
 
     name = "Fully sharded"
@@ -128,7 +128,7 @@ class Sharded(Distributed):
         self._left_out.forget()
 
     def _free_after_evaluation(self, objective: nn.Module, *_: object) -> None:
-        """Reshards after a forward without gradients; otherwise the root would stay unsharded and miss updates."""
+        """Reshards after a forward without gradients; else the root would stay unsharded and miss weight updates."""
         if not torch.is_grad_enabled() and not self._is_whole:
             for unit in _units(objective):
                 unit.reshard()

@@ -25,10 +25,10 @@ _FOUR_LIMBS = struct.Struct("<4H")
 
 
 class Group:
-    """The processes of a run, seen by one of them. This class has one process and exchanges nothing.
+    """The processes of a run, as one of them sees the others. This class has one process and exchanges nothing.
 
     All processes must call the exchanging methods in the same order. Most of these methods exchange numbers and small
-    objects in host memory; `Strategy.exchange` exchanges gradients.
+    objects in host memory, while `Strategy.exchange` exchanges gradients.
 
     devices: devices of this process; the first one is PyTorch's current GPU. rank, world_size: as in torch.distributed.
     local_world_size: number of the run's processes on this machine. is_launched: whether a launcher restarts this
@@ -55,7 +55,7 @@ class Group:
             when_cuda_is_initialised(partial(torch.cuda.set_device, devices[0]))
 
     def check_devices(self) -> None:
-        """Initialises CUDA. Raises UserError on all processes if two share a GPU under NCCL. All must call it."""
+        """Initialises CUDA. Raises UserError if two processes share a GPU under NCCL. All processes must call this."""
 
     @property
     def device(self) -> torch.device:
@@ -99,7 +99,7 @@ class Group:
         """
 
     def barrier(self) -> None:
-        """Waits on the host until all processes call this method; a device that waits could not report a timeout."""
+        """Waits on the host until all processes call this method, because devices could not report a timeout."""
 
     def gather(self, value: T) -> list[T]:
         """Returns the values of all processes, by rank, on every process."""
@@ -141,7 +141,7 @@ class Group:
 
     @property
     def num_exchanges(self) -> int:
-        """Returns the number of device collectives so far, including those inside a forward."""
+        """Returns the number of device collectives so far, including collectives inside a forward."""
         return 0
 
     # --- the end -----------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class Group:
     def can_replace_rank0(self, lost: Sequence[int], has_state: bool) -> bool:
         """Returns, after a failure, whether this process is rank 0, or can save in place of rank 0, which has exited.
 
-        lost: ranks that have exited or do not respond; those on this machine are killed, because a stopped process
+        lost: ranks that have exited or do not respond; lost ranks on this machine are killed, because a stopped process
         would keep its locks. has_state: whether this process holds the full state. May wait for rank 0 to exit.
         """
         return self.is_main

@@ -165,7 +165,7 @@ def imports_script_of_parent() -> bool:
 
 
 def num_processes(flags: MultiDeviceFlags, device: str) -> int:
-    """Returns the number of processes: `--nproc`, or by default one per selected GPU, or 1 on the CPU."""
+    """Returns the number of processes to start, by default one per selected GPU, or 1 on the CPU."""
     return flags.nproc or len(usable_gpus(device, flags.gpu_ids)) or 1
 
 
@@ -174,7 +174,7 @@ def launch(
 ) -> int:
     """Calls `run` in `world_size` new processes, and starts all of them again if one exits with EXIT_RESTART.
 
-    run: picklable; returns an exit status. again: called in place of `run` in restarts, to resume from checkpoints;
+    run: picklable; returns an exit status. again: called in place of `run` in restarts, to resume from checkpoints, or
     None without checkpoints. Returns the first nonzero exit status, or 0; 128 + n for a process killed by signal n.
     Forwards stop signals; after signal n, returns 128 + n if all processes succeed or there are no checkpoints.
     """

@@ -30,9 +30,8 @@ class LeftOut:
     """Makes every process gather the blocks in the same order and reduce a gradient for every trained parameter.
 
     blocks: in execution order. If a forward skips blocks, the input of the next block first passes through the hooks of
-    the skipped blocks, which do not change it. So the skipped blocks are gathered, freed and reduced as on other
-    processes. A parameter without a gradient is reduced as zeros; `agree` removes these zeros if no process had a
-    gradient.
+    the skipped blocks, which do not change the input. The hooks gather, free and reduce the skipped blocks as on other
+    processes. A parameter without a gradient is reduced as zeros, which `agree` removes if no process had a gradient.
     """
 
     def __init__(self, objective: Objective, blocks: Sequence[nn.Module]) -> None:
@@ -60,7 +59,7 @@ class LeftOut:
     def agree(self, params: Sequence[Tensor], group: Group) -> None:
         """Removes, after a step's last backward, gradients of parameters that no process used.
 
-        Every process sends which parameters it used; only a process that left one unused waits for the answer.
+        Every process sends which parameters it used; only a process that left one unused waits for the result.
 
         params: parameters trained in the step.
         """
@@ -146,7 +145,7 @@ def _needs_gradient(value: Any) -> bool:
 def _needing_gradient(values: Any) -> Any:
     """Makes one of the values require a gradient, so that the backward reaches a block's input and reduces the block.
 
-    Otherwise PyTorch would reduce the block at the end of the backward, with the root unit.
+    Without such a value, PyTorch would reduce the block at the end of the backward, together with the root unit.
     """
     return _replaced(values, lambda value: value.detach().requires_grad_()) or values
 
@@ -171,7 +170,7 @@ def _passed_through(blocks: Sequence[Any], values: Any) -> Any:
 
 
 def _replaced(values: Any, function: Callable[[Tensor], Tensor]) -> Any | None:
-    """Replaces the first tensor that requires a gradient, or else the first floating-point tensor; None without one."""
+    """Replaces the first tensor that requires a gradient, else the first floating-point tensor; may return None."""
     leaves, structure = tree_flatten(values)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     if not places:

@@ -68,7 +68,7 @@ def load_states(
     own_moments: Callable[[dict[str, Any], torch.optim.Optimizer], dict[str, Any]],
     dtype: torch.dtype,
 ) -> None:
-    """Loads the saved states of a phase's optimizers. Raises UserError if they do not fit.
+    """Loads the saved states of a phase's optimizers. Raises UserError if a state does not fit its optimizer.
 
     saved: results of `state_of`. own_moments: selects this process's shards of a state. dtype: dtype of the parameters
     when the states were saved.
@@ -107,7 +107,7 @@ def _load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], dtyp
     """Loads a result of `state_of`. dtype: dtype of the parameters when the state was saved.
 
     `Optimizer.load_state_dict` moves a parameter's tensors and numbers to its device, but corrupts other values: a
-    string becomes a generator, a deque loses its length. This function sets such values after that call.
+    string becomes a generator, a deque loses its length. This function therefore sets other values itself.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     loaded: dict[str, Any] = {name: decoded(value) for name, value in state.items() if name != "state"}
@@ -240,7 +240,7 @@ def _refuse_other_entries(
     """Raises UserError if a saved state does not fit an optimizer.
 
     own: the optimizer's current `state_dict()`. State tensors of PyTorch's optimizers must have the shape of their
-    parameter, and equal names within a parameter group: PyTorch would load others, and fail in the first step.
+    parameter, and equal names within a parameter group; otherwise the first step after the resume would fail.
     """
     advice = "start over with --fresh, or from the weights only: --init-from, in another --save-dir"
     missing = [name for name in own if name not in saved]

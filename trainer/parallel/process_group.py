@@ -33,7 +33,7 @@ MAIN_LEAVES_WITHIN_S = 20.0
 """Seconds for which other ranks wait for rank 0 to exit after a failure; below torchrun's 30 s."""
 
 MEETING_MARGIN_S = 3.0
-"""Extra seconds, so that PyTorch's own timeouts, whose errors name the cause, come first."""
+"""Seconds added to a timeout, so that PyTorch's own timeouts, whose errors name the cause, come first."""
 
 NCCL_PATIENCE, NCCL_MARGIN_S = 2, 60.0
 """Timeout of NCCL's kernels: a multiple of `--dist-timeout-s`, and seconds to add."""
@@ -172,7 +172,7 @@ class ProcessGroup(Group):
         return NCCL_PATIENCE * self._timeout_s + NCCL_MARGIN_S
 
     def _refuse_shared_gpus(self) -> None:
-        """Raises UserError if ranks share a GPU, with which NCCL's first collective would fail."""
+        """Raises UserError if ranks share a GPU; NCCL's first collective would fail without naming the cause."""
         gpus = self.gather(str(torch.cuda.get_device_properties(self.device).uuid))
         sharing = first_sharing_ranks([*zip(self.hosts, gpus, strict=True)])
         if sharing:
@@ -221,8 +221,8 @@ class ProcessGroup(Group):
     def sum_gradients(self, values: Tensor) -> None:
         """Sums a device tensor over processes in place, with the same bits on each.
 
-        On a GPU the host does not wait, unless the tensor is sparse. Each process sends a small CPU tensor directly to
-        every other process, with the latency of one message; a ring all-reduce needs 2 (world_size - 1) messages.
+        On a GPU the host does not wait for the sum, unless the tensor is sparse. A process sends a small CPU tensor
+        directly to all others, with the latency of one message; a ring all-reduce takes 2 (world_size - 1) messages.
         """
         if values.is_cpu and not values.is_sparse and self._is_small(values):
             values.copy_(reduce(torch.add, self._swapped([values] * self.world_size)))

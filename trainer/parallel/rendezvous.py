@@ -27,7 +27,7 @@ _runs = itertools.count()
 def join(environment: RankEnvironment, timeout_s: float) -> dist.Store:
     """Returns the store of a run, once all processes have joined, each with its own rank.
 
-    Raises UserError for a duplicate rank or a WORLD_SIZE other than rank 0's; RuntimeError if not all join in time.
+    Raises UserError for a duplicate rank or a WORLD_SIZE other than rank 0's, and RuntimeError if a rank does not join.
     """
     deadline = time.monotonic() + timeout_s
     rank, world_size, timeout = environment.rank, environment.world_size, timedelta(seconds=timeout_s)

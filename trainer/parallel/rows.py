@@ -37,9 +37,9 @@ FORWARD = _Forward()
 def gather(rows: Tensor) -> Gathered:
     """Gathers the rows of all samples of an optimizer step in a training forward, for a loss that couples samples.
 
-    rows: (B, ...), one row per sample of the batch. All processes must call this function equally often. Each row
-    receives gradients from the losses of all processes. A process without samples adds no rows, and its loss does not
-    count. In eval mode, or without gradients, the function returns the batch's own rows.
+    rows: (B, ...), one row per sample of the batch. All processes must call this function the same number of
+    times. Each row receives gradients from the losses of all processes. A process without samples adds no rows, and its
+    loss does not count. In eval mode, or without gradients, the function returns the batch's own rows.
 
     Raises UserError in a step of several micro-batches, with `--parts`, and with `--multi-gpu dp`.
     """
@@ -166,7 +166,7 @@ class _Compared(TorchDispatchMode):
         self._group = group
 
     def tell(self, own: str) -> None:
-        """Sends the description of this process's next collective. Raises _Differ if another process's differs."""
+        """Sends a description of this process's next collective. Raises _Differ if a process sends another one."""
         self.told = self._group.gather(own)
         if len(set(self.told)) > 1:
             raise _Differ

@@ -34,8 +34,8 @@ class Strategy:
     This class is for one process, whose devices each hold the whole model, and exchanges nothing. In a step the loop
     calls `seed_dropout`, `to_device` and the wrapped module for each micro-batch, runs backwards within
     `gradient_sync`, and calls `exchange` once after the last backward. Before `exchange`, a gradient covers this
-    process's samples, or has been reduced during the backward. After `exchange`, it covers the global batch, with the
-    same bits on every process that has it.
+    process's samples, or has been reduced during the backward. After `exchange`, a gradient covers the global batch,
+    with the same bits on every process that has a gradient.
 
     group: the processes of the run.
     num_parts: value of `--parts`, a multiple of the number of processes; both are powers of two. 0 without `--parts`.
@@ -115,11 +115,11 @@ class Strategy:
         return objective
 
     def wrap(self, net: nn.Module) -> nn.Module:
-        """Wraps the module for a phase. At this point, only parameters that the phase trains may require gradients."""
+        """Wraps the module for a phase, when only parameters that the phase trains require gradients."""
         return net
 
     def evaluation_module(self, net: nn.Module) -> nn.Module:
-        """Returns the module for evaluation: without gradient hooks, but on all devices of this process."""
+        """Returns the module for evaluations, which has no gradient hooks and uses all devices of this process."""
         return net
 
     def unsharded(self, objective: Objective) -> AbstractContextManager[None]:
@@ -219,7 +219,7 @@ class Strategy:
         """Rebuilds DistributedDataParallel's buckets, once, after the trial backward of a wrapped module."""
 
     def global_norm(self, own: Tensor) -> Tensor:
-        """Returns the global norm of gradients. own: norm of this process's shards. All processes must call this."""
+        """Combines all processes' norms of shards into the global norm. All processes must call this method."""
         return own
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -285,7 +285,7 @@ class Strategy:
         optimizers: Mapping[str, Sequence[torch.optim.Optimizer]],
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Loads the optimizer states of a `full_state`. Raises UserError if they do not fit.
+        """Loads the optimizer states of a `full_state`. Raises UserError if a state does not fit its optimizer.
 
         state: lists of optimizer states by phase. dtype: dtype of the parameters when the states were saved.
         """
