@@ -39,7 +39,7 @@ class Position:
         return self.phase == self.samples == self.turn == 0
 
     def of_phase(self, phase: int, in_turns: bool) -> tuple[int, int]:
-        """Returns the completed passes over a phase's data, and the samples used of the current pass."""
+        """Returns the number of completed passes over a phase's data, and of samples used in the current pass."""
         if in_turns and phase > 0:
             return self.others[phase - 1] if self.others else (0, 0)
         return (self.epoch, self.samples) if in_turns or phase == self.phase else (self.epoch + (phase < self.phase), 0)

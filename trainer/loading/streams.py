@@ -115,7 +115,7 @@ class KeyedStream(KeyedItems):
     # Cached properties, which checks for changed data sets skip, because each worker process has its own readers.
     @cached_property
     def readers(self) -> dict[int, _Reader]:
-        """Returns the readers by phase."""
+        """Returns the stream's readers by phase."""
         return {}
 
     @cached_property
@@ -172,7 +172,7 @@ class KeyedStream(KeyedItems):
         return _Reader(epoch, place.position, source, iter(source), place.position)
 
     def _go_on(self, reader: _Reader, first: int, end: int) -> None:
-        """Reads the stream up to sample end - 1; keeps samples from first on. Raises UserError if the stream ends."""
+        """Reads samples below number `end` and keeps them from `first` on. Raises UserError if the stream ends."""
         while reader.position < end:
             numbers = np.arange(reader.position, min(end, reader.position + READ_AT_ONCE))
             for seeds in random_bits(self.seed, reader.epoch, numbers, 3).tolist():

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer.common.torch_private import num_writes
 
 NUM_BATCHES, BLOCK = 40, 8
-"""Number of batches in a trial, and in a block; the result of a trial is its fastest block after the first block."""
+"""Number of batches in a trial, and in each of its blocks, of which the fastest one after the first block counts."""
 LEAST_S, LEAST_SHARE = 5e-4, 0.1
 """Minimum times to make a batch for which workers pay off: in seconds, and as a share of the time of a step."""
 MOST_COMPARED, MOST_READ = 2**16, 2**24

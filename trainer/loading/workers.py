@@ -71,8 +71,8 @@ class Workers:
 
     num_workers: number of worker processes, started on first use or by `start`; with 0, this process makes batches.
     for_gpu: whether to pin batches and to pad them to few lengths (see `SampleKeys.padded_length`). on_trial: whether
-    this process makes the first training batches. After the trial, workers continue if they save time, can share the
-    data, and if their batches fit into `room` bytes of shared memory; otherwise they are ended.
+    this process makes the first training batches. After the trial, workers continue if they save time and can share the
+    data, and if their batches fit into `room` bytes of shared memory; otherwise the workers are ended.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Workers:
         return stream
 
     def next_of(self, stream: "BatchStream") -> Batch:
-        """Returns a stream's next batch. Raises StopIteration at the stream's end, and any error in making a batch."""
+        """Returns a stream's next batch. Raises StopIteration at the stream's end, or the error in making the batch."""
         own = ref(stream)
         while not stream.arrived and own in self._asked:
             self._receive()

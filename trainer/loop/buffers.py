@@ -221,9 +221,9 @@ class ForwardState:
                 self._local[change.path] = entry
 
     def settle(self, model: nn.Module, group: Group) -> None:
-        """Makes the shared buffers, and their order, the same on all processes.
+        """Makes the shared buffers, and their order, the same on all processes, which must all call this method.
 
-        Forwards that skip layers at random may change different buffers. All processes must call this method.
+        Forwards that skip layers at random may change different buffers on different processes.
         """
         kinds = {path: kind for own in group.gather(self._kinds) for path, kind in own.items()}
         for path in kinds.keys() - self._shared.keys():
@@ -274,8 +274,8 @@ class ForwardState:
     def unchanged(self) -> Iterator[None]:
         """Context in which a placeholder batch runs forward and backward on copies of the state.
 
-        Numbers and strings keep their new values, so that counters agree across processes. Local buffers also keep
-        their new values, because they may depend on a counter.
+        Numbers and strings keep their new values, so that counters agree across processes. Local buffers keep their
+        new values, because they may depend on a counter.
         """
         state = State([*self._shared.values(), *self._attributes])
         state.write(instead=state.copy_of)
@@ -331,7 +331,7 @@ class ForwardState:
             local.write()
 
     def undo_unless(self, applied: Tensor) -> None:
-        """Restores tensors to their values before a step unless it was applied. applied: a bool tensor on the device.
+        """Restores tensors to their values before a step, unless applied. applied: a bool tensor on the device.
 
         The host does not know `applied`, so it keeps numbers, strings, and local buffers, which may depend on numbers.
         """

@@ -183,7 +183,7 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
     weights of 0. Raises UserError if the objective breaks the contract of `Objective`.
 
     DistributedDataParallel rebuilds its buckets after its first backward, which changes the order of summation. Without
-    a trial, the first step of a resumed run would therefore differ from an uninterrupted run.
+    a trial, the first step after a resume would add gradients in another order than an uninterrupted run.
     """
     net, objective = learner.enter(phase), learner.objective
     with _leaving_no_trace(learner, net, strategy) as changes:
@@ -274,7 +274,7 @@ def leaves_a_single_sample(strategy: Strategy, global_batch_size: int, micro_bat
 
 @contextmanager
 def _leaving_no_trace(learner: Learner, net: nn.Module, strategy: Strategy) -> Iterator[Callable[[], list[Change]]]:
-    """Context for trial forwards in train mode; undoes their changes on exit. Yields a function that returns these."""
+    """Context for trial forwards in train mode; undoes their changes. Yields a function that returns the changes."""
     net.train()
     with leaving_no_trace(learner.objective) as changes, strategy.keeping_generators():
         yield changes

@@ -206,7 +206,7 @@ class GraphedLearner(Learner, Watch):
             self.settle(log)
 
     def settle(self, log: Log) -> None:
-        """Logs each new message once, and names its ranks unless all have it. All processes must call this method."""
+        """Logs each new message once, with its ranks unless all ranks sent it. All processes must call this method."""
         group = self.strategy.group
         of_ranks = [self._lines] if group.agrees(self._lines) else group.gather(self._lines)
         for line in dict.fromkeys(chain(*of_ranks)):
@@ -287,7 +287,7 @@ class GraphedLearner(Learner, Watch):
     ) -> Sums:
         """Runs a micro-batch eagerly, and then replays its graph from the same state; only the eager results count.
 
-        Captures the graph if there is none. If the results differ, the phase continues without graphs.
+        Captures a graph if the signature has none. If eager and replayed results differ, the phase stops using graphs.
         """
         recording = self._recordings.get(key)
         gradients.attach()

@@ -30,7 +30,7 @@ MEAN, PERHAPS = (0.85, 1.15), (0.6, 1.9)
 """Ranges of (parts' sum) / (`NUM_PARTS` * batch's sum) that show a mean, or that may hide a mean in random forwards."""
 NUM_SEEDS, MOST_S = 16, 0.5
 SEEDS = range(2, 2 + NUM_SEEDS), range(2 + NUM_SEEDS, 2 + 2 * NUM_SEEDS)
-"""Dropout seeds to average over, for the whole batch and for its parts, if that fits into MOST_S seconds."""
+"""Random seeds over which sums are averaged, for the whole batch and for its parts, if MOST_S seconds suffice."""
 CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3}
 CLOSE_IN_HALVES = 5e-2
 """Tolerances of sums, relative to their largest value: by parameter dtype, and for autocast and half precision."""
@@ -40,7 +40,7 @@ ADVICE = (
 )
 
 NUM_ROWS, MORE_IN_HALVES, LESS_TWICE = 16, 1.25, 1.6
-"""Number of samples in the check of a joint loss, and two factors. A joint loss looks like a mean if its halves add up
+"""Number of samples and two factors for the check of a joint loss. A joint loss looks like a mean if its halves add up
 to more than the first factor times the loss, and if it grows by less than the second factor for doubled samples."""
 
 Sums = Mapping[str, Tensor]
@@ -49,10 +49,10 @@ Sums = Mapping[str, Tensor]
 def check_sums(
     task: Task, learner: Learner, strategy: Strategy, no_limit: bool = False, first_s: float = 0.0
 ) -> list[str]:
-    """Returns messages about sums that depend on how a batch is split. Raises UserError for means and varying shapes.
+    """Returns messages about sums that depend on how a batch is split. Raises UserError if a sum is a mean.
 
     Runs a few samples of each phase and of an evaluated data set through the objective, as a whole and in halves,
-    without side effects. no_limit: whether to check slow forwards as well. first_s: CPU time of the slowest first
+    without side effects. no_limit: whether to check slow forwards as well. first_s: seconds of the slowest first
     forward of a phase. All processes must call this function.
     """
     objective, remarks = learner.objective, list[str]()
@@ -76,7 +76,7 @@ def check_sums(
 class _Clock:
     """Limits the check's CPU time, which does not depend on other load on the machine.
 
-    first_s: CPU seconds of a first forward. All processes must call `allows`; rank 0 decides for all of them.
+    first_s: seconds of a first forward. All processes must call `allows`; rank 0 decides for all of them.
     """
 
     def __init__(self, group: Group, has_limit: bool, first_s: float) -> None:
@@ -89,7 +89,7 @@ class _Clock:
         return time.process_time() - self._started
 
     def allows(self, num_forwards: int, limit_s: float = 0.0) -> bool:
-        """Returns whether `num_forwards` fit into the limit. limit_s: limit of the whole check; 0 uses the default."""
+        """Returns whether there is time for `num_forwards` forwards. limit_s: limit of the check, 0 for the default."""
         most = limit_s or self._limit_s
         return self._group.on_main(lambda: not self._has_limit or self.spent() + num_forwards * self.of_forward < most)
 

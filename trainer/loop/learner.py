@@ -108,7 +108,7 @@ class Learner:
     def accumulate(
         self, strategy: Strategy, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool
     ) -> Sums:
-        """Accumulates the gradient of a micro-batch's loss * factor; returns the sums over its samples, undetached.
+        """Accumulates the gradient of a micro-batch's loss * factor; returns its sums with their autograd graph.
 
         is_first, is_last: whether the micro-batch is the step's first or last one.
         """

@@ -20,7 +20,7 @@ from trainer.parallel.strategy import Strategy
 MOST_NAMED = 4
 """Maximum number of ranks with equal values that a message lists; of a larger group it states only the size."""
 _BLOCK_FACTOR = 0x5851F42D4C957F2D
-"""Multiplier between blocks of words: Knuth's multiplier modulo 2^64, although any odd number works."""
+"""Multiplier between blocks of words. Any odd number works; this number is Knuth's multiplier modulo 2^64."""
 
 
 class Fingerprint:
@@ -183,7 +183,7 @@ class Lockstep(Watch):
         }  # fmt: skip
 
     def _sides(self, hashes: Sequence[int]) -> list[list[int]]:
-        """Groups the ranks that hold the same shard by hash, smallest group first; empty if all hashes agree."""
+        """Returns the ranks of a shard grouped by hash, smallest group first, or an empty list if all hashes agree."""
         for part in range(self._strategy.shard_size):
             ranks = range(part, len(hashes), self._strategy.shard_size)
             if len({hashes[rank] for rank in ranks}) > 1:

@@ -260,7 +260,7 @@ class MemoryGuard:
 
 
 def resplit(batches: Sequence[WeightedBatch], size: int) -> Sequence[WeightedBatch]:
-    """Splits micro-batches into micro-batches of at most `size` samples."""
+    """Splits micro-batches into smaller micro-batches of at most `size` samples."""
     return [part for batch in batches for part in _parts(batch, size)]
 
 

@@ -93,7 +93,7 @@ def contents(values: Iterable[Any]) -> Iterator[Any]:
 def outline(module: nn.Module) -> dict[str, Any]:
     """Summarises a module and its submodules: addresses of tensors, `requires_grad` of parameters, plain attributes.
 
-    Equal outlines mean that no tensor and no attribute was replaced. In-place changes of tensors do not show.
+    Equal outlines mean that no tensor and no attribute was replaced. In-place changes of tensors leave outlines equal.
     """
     found: dict[str, Any] = {name: (p.data_ptr(), p.requires_grad) for name, p in module.named_parameters()}
     found |= {name: outline_of(buffer) for name, buffer in module.named_buffers()}
@@ -103,7 +103,7 @@ def outline(module: nn.Module) -> dict[str, Any]:
 
 
 def outline_of(value: Any, most: int = _LARGEST_OUTLINED) -> Any:
-    """Summarises one value for `outline`; an unknown object by its id and its plain attributes.
+    """Summarises one value for `outline`; an object of unknown type is summarised by its id and plain attributes.
 
     most: maximum number of items of a container, and of bytes of an array, whose content is summarised.
     """

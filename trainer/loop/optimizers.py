@@ -154,7 +154,7 @@ def hidden_matrices(task: Task, model: nn.Module) -> set[Tensor]:
 
 
 def _unknown_setting(learning: LearningFlags, optimizers: Sequence[Optimizer]) -> str | None:
-    """Returns an error message for a group entry that PyTorch would silently ignore, or None."""
+    """Returns an error message if PyTorch would silently ignore an entry of a parameter group, or else None."""
     known = OF_EVERY_GROUP.union(*(optimizer.defaults for optimizer in optimizers))
     unknown = [name for optimizer in optimizers for group in optimizer.param_groups for name in group.keys() - known]
     if unknown:
@@ -166,7 +166,7 @@ def _unknown_setting(learning: LearningFlags, optimizers: Sequence[Optimizer]) -
 
 
 def _problem_of_own(own: Any, groups: Sequence[ParamGroup], lr: float) -> str | None:
-    """Returns an error message if a result of `Task.build_optimizers` does not fit the groups and `lr`, or None."""
+    """Returns an error message if a result of `Task.build_optimizers` does not fit groups and `lr`, or else None."""
     if not isinstance(own, Sequence) or not all(isinstance(optimizer, Optimizer) for optimizer in own):
         return f"must return a list of torch.optim.Optimizer, or None to use --optimizer, not {type(own).__name__}"
     for optimizer in own:

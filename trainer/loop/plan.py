@@ -195,7 +195,7 @@ class Plan:
         return num_epochs % self.eval_every == 0 if self.eval_every is not None else self.reports_after(num_steps)
 
     def reports_after(self, num_steps: int) -> bool:
-        """Returns whether a report follows `num_steps` optimizer steps, even in the middle of an epoch."""
+        """Returns whether a report is due after `num_steps` optimizer steps, possibly in the middle of an epoch."""
         if self.max_steps is not None and num_steps >= self.max_steps:
             return True
         return self.eval_every_steps is not None and num_steps % self.eval_every_steps == 0

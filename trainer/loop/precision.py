@@ -232,7 +232,7 @@ def module_in_dtype(module: M, dtype: torch.dtype) -> M:
 def with_dense_tensors(module: M) -> M:
     """Copies parameters and buffers that are not dense in memory, such as `weight[:, :4]` or an expanded tensor.
 
-    Fused optimizers would ignore the gaps, and an expanded tensor cannot be loaded from a checkpoint.
+    Fused optimizers would ignore gaps in memory, and an expanded tensor cannot be loaded from a checkpoint.
     """
     for tensor in chain(module.parameters(), module.buffers()):
         if tensor.layout == torch.strided and torch.empty_like(tensor, device="meta").stride() != tensor.stride():

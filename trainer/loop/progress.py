@@ -47,7 +47,7 @@ class Progress(SavedProgress):
         self.misses_samples = False
 
     def advance(self, position: Position, samples: int = 0, own_samples: int = 0) -> None:
-        """Advances by one optimizer step. samples, own_samples: the step's samples on all and on this process."""
+        """Advances by one optimizer step. samples, own_samples: the step's samples on all processes and on this one."""
         self.position = position
         self.step += 1
         self.samples += samples

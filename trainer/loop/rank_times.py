@@ -1,4 +1,4 @@
-"""Measures how long each process computes per step, without waiting for others, and reports slow ranks."""
+"""Measures the time per step in which a process does not wait for other processes, and reports slow ranks."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence

@@ -24,7 +24,7 @@ REPLAYS = 3
 
 
 class CannotBeRecorded(RuntimeError):
-    """Raised with the reason why a function cannot be captured."""
+    """Raised if a function cannot be captured, with the reason as its message."""
 
 
 class Recorder:
@@ -125,7 +125,7 @@ class _Reads(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Tells PyTorch to keep running compiled functions as compiled, during and after this mode."""
+        """Makes PyTorch run compiled functions in compiled form, both in this mode and afterwards."""
         return True
 
     ignore_compile_internals = is_infra_mode
@@ -182,7 +182,7 @@ def _without_collecting() -> Iterator[None]:
 class Recordings(OrderedDict[Any, R]):
     """Graphs by signature; above `most` graphs, the least recently used graph is dropped.
 
-    left_out: signatures that get no graph, such as dropped ones, because they would displace each other.
+    left_out: signatures that get no graph any more, because memory was short or because their graph was dropped.
     """
 
     def __init__(self, most: int) -> None:

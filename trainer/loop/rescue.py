@@ -109,7 +109,7 @@ def _has_come(mark: Mark | None) -> bool:
 
 
 def rescue(run: Run, last: LastStep, end: Failure | UserError) -> None:
-    """Saves the state after the last finished step if no checkpoint holds it and this process is the one to save.
+    """Saves the state after the last finished step, if no checkpoint holds the state and this process may save.
 
     The failure's exit status becomes EXIT_RESTART if other processes were lost and this start has saved a newer
     checkpoint than it resumed from. Requiring a newer checkpoint keeps a recurring failure from restarting forever.
@@ -219,7 +219,7 @@ def _copied(
 
 
 def _own(progress: Progress, lacks_totals: bool) -> tuple[Progress, dict[str, dict[str, Tensor]]]:
-    """Returns the progress with this process's totals in place of the totals of all processes, and these totals.
+    """Returns the progress and the totals, both restricted to the samples of this process.
 
     lacks_totals: whether to drop the totals, as on a GPU, which lags behind the host, or for parts of several ranks.
     """

@@ -9,7 +9,7 @@ from trainer.loading.order import Position
 from trainer.loop.plan import Plan, PlannedStep
 
 WSD_DECAY_SHARE = 0.2
-"""Fraction of the run in which "wsd" decays; longer decays hardly improve (Hägele et al., 2024, arXiv:2405.18392)."""
+"""Fraction of the run in which "wsd" decays; a longer decay helps little (Hägele et al., 2024, arXiv:2405.18392)."""
 
 
 def lr_factor(progress: float, warmup: float, total: float, floor: float, schedule: str = "cosine") -> float:
@@ -22,7 +22,7 @@ def lr_factor(progress: float, warmup: float, total: float, floor: float, schedu
     arXiv:2404.06395) decays as 1 - sqrt, which ends better than a linear decay (Hägele et al., 2024, section 3).
 
     The trainer evaluates the schedule at the middle of each global batch, where it equals its mean over the batch up to
-    curvature. Hence the first factor is above 0, the last above the floor, and all batch sizes follow the same curve.
+    curvature. The first factor is thus above 0, the last one above the floor, and all batch sizes follow one curve.
     """
     if progress < warmup:
         return progress / warmup

@@ -85,7 +85,7 @@ class Totals:
     def reduced(self, group: Group) -> dict[str, Tensor]:
         """Returns the sums over all processes, including "weight", in float64 on the CPU; {} if nothing was added.
 
-        Waits for the device. All processes must call this method. All raise UserError if the shape of a sum differs.
+        Waits for the device. All processes must call this method, and raise UserError if the shapes of a sum differ.
         """
         parts = self.unreduced()
         shapes = _common_shapes({name: tuple(parts[name].shape) for name in sorted(parts)}, group)
@@ -160,13 +160,13 @@ def share_of(reduced: Mapping[str, Tensor], group: Group) -> Totals:
 def without_counting(sums: Sums) -> Sums:
     """Replaces the sums of a placeholder batch with zeros.
 
-    Multiplying by zero instead would turn an infinite loss into NaN on all ranks.
+    Multiplying the sums by zero would turn an infinite loss into NaN on all ranks.
     """
     return {name: torch.where(torch.zeros_like(value, dtype=torch.bool), value, 0) for name, value in sums.items()}
 
 
 MOST_IN_FLIGHT = 32
-"""Maximum number of batches whose outputs are being copied from a GPU; then the host waits for the older half."""
+"""Maximum number of batches in transfer from a GPU to the host, at which the host waits for the older half."""
 
 
 class PerSampleOutputs:
@@ -181,7 +181,7 @@ class PerSampleOutputs:
     def add(self, index: Tensor, outputs: Outputs) -> None:
         """Adds the `PerSample` outputs of a batch. index: (B,) int64 in host memory, the samples of the batch.
 
-        Raises UserError if the names differ from earlier batches.
+        Raises UserError if the names differ from the names in earlier batches.
         """
         found = {name: value.values for name, value in outputs.items() if isinstance(value, PerSample)}
         self._names = set(found) if self._names is None else self._names
@@ -208,7 +208,7 @@ class PerSampleOutputs:
     def gathered(self, group: Group, num_samples: int) -> dict[str, Tensor]:
         """Gathers each output for the whole data set on rank 0, (num_samples, ...) by name; {} on other ranks.
 
-        All processes must call this method. Raises UserError on all of them if outputs are inconsistent.
+        All processes must call this method. All processes raise UserError if outputs are inconsistent.
         """
         names = {"PerSample outputs": sorted(self._names or ())}
         group.require_same(names, "the objective must return the same ones for all batches, on all ranks")
@@ -248,7 +248,7 @@ def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 def in_order(shares: Sequence[tuple[Tensor, dict[str, Tensor]]], num_samples: int) -> dict[str, Tensor]:
     """Sorts outputs by sample index, each sample once. shares: (index, outputs) of each process. Raises UserError.
 
-    Only a sample's first output counts, because placeholder batches repeat samples, later or on a higher rank.
+    Only the first output of a sample counts, because placeholder batches, which come later, repeat samples.
     """
     samples, first = np.unique(torch.cat([index for index, _ in shares]).numpy(), return_index=True)
     if len(samples) != num_samples:

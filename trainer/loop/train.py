@@ -66,7 +66,7 @@ def train(run: Run) -> None:
 def train_epoch(run: Run) -> None:
     """Trains the rest of the current epoch, or of the run: one optimizer step per global batch.
 
-    A report due within the epoch comes just before the next step, so that a run stopped before it reports on resuming.
+    A report due within the epoch precedes the next step; a run that stops in between makes the report when it resumes.
     """
     progress, plan = run.progress, run.plan
     if progress.position.at_epoch_start:
@@ -224,8 +224,8 @@ def log_step(
 def report(run: Run, at_start: bool = False) -> None:
     """Ends an epoch, or a segment between two reports: validates if due, judges the score, logs and saves.
 
-    A report within an epoch has no other effect on training. at_start: whether this report precedes the first step; its
-    score then counts as the best until training improves it.
+    A report within an epoch does not otherwise affect training. at_start: whether this report precedes the first step,
+    so that its score counts as the best until training improves it.
     """
     task, group, plan, progress = run.task, run.group, run.plan, run.progress
     if at_start:

@@ -74,7 +74,7 @@ class Distributed(Strategy):
                 tensor.copy_(whole)
 
     def _refuse_others(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises UserError on all processes if names, shapes or dtypes differ between ranks; gloo would abort."""
+        """Raises UserError on all processes if names, shapes or dtypes differ between ranks; gloo would crash."""
         own = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
         every = self.group.gather(own)
         for rank, others in enumerate(every):

@@ -119,7 +119,7 @@ class DeviceQueue:
         return value.tolist
 
     def instant(self) -> Any:
-        """Returns a timestamp of the current point of the queue, for `seconds`."""
+        """Returns a timestamp of the current point of the queue, to pass to `seconds`."""
         return time.perf_counter()
 
     def seconds(self, start: Any, end: Any) -> float:

@@ -19,7 +19,7 @@ BY_HAND = (
 )
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 MOST = 10**6
-"""Largest value accepted in any of the numeric variables."""
+"""Largest accepted value of a numeric environment variable."""
 _NUMBER = re.compile("[0-9]{1,20}")
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 

@@ -150,7 +150,7 @@ class Group:
         """Returns, after a failure, whether this process is rank 0, or can save in place of rank 0, which has exited.
 
         lost: ranks that have exited or do not respond; lost ranks on this machine are killed, because a stopped process
-        would keep its locks. has_state: whether this process holds the full state. May wait for rank 0 to exit.
+        would keep its locks. has_state: whether this process holds the full state. May wait until rank 0 exits.
         """
         return self.is_main
 

@@ -145,7 +145,7 @@ def _needs_gradient(value: Any) -> bool:
 def _needing_gradient(values: Any) -> Any:
     """Makes one of the values require a gradient, so that the backward reaches a block's input and reduces the block.
 
-    Without such a value, PyTorch would reduce the block at the end of the backward, together with the root unit.
+    Without a gradient for its input, PyTorch would reduce the block at the end of the backward, with the root unit.
     """
     return _replaced(values, lambda value: value.detach().requires_grad_()) or values
 
@@ -170,7 +170,7 @@ def _passed_through(blocks: Sequence[Any], values: Any) -> Any:
 
 
 def _replaced(values: Any, function: Callable[[Tensor], Tensor]) -> Any | None:
-    """Replaces the first tensor that requires a gradient, else the first floating-point tensor; may return None."""
+    """Applies function to the first tensor that requires a gradient, else to a floating-point tensor, else to none."""
     leaves, structure = tree_flatten(values)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     if not places:

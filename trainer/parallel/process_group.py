@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 CLOSE_WITHIN_S = 5.0
 MAIN_LEAVES_WITHIN_S = 20.0
-"""Seconds for which other ranks wait for rank 0 to exit after a failure; below torchrun's 30 s."""
+"""Seconds for which other ranks wait for rank 0 to exit after a failure, less than torchrun's timeout of 30 s."""
 
 MEETING_MARGIN_S = 3.0
 """Seconds added to a timeout, so that PyTorch's own timeouts, whose errors name the cause, come first."""
@@ -112,7 +112,7 @@ class ProcessGroup(Group):
 
     @contextmanager
     def _told_once(self) -> Iterator[None]:
-        """Context for errors on all processes: the process that prints one raises UserError, the others Failure."""
+        """Context that turns a UserError of all processes into Failure, except on the process that prints the error."""
         try:
             yield
         except UserError as error:
@@ -172,7 +172,7 @@ class ProcessGroup(Group):
         return NCCL_PATIENCE * self._timeout_s + NCCL_MARGIN_S
 
     def _refuse_shared_gpus(self) -> None:
-        """Raises UserError if ranks share a GPU; NCCL's first collective would fail without naming the cause."""
+        """Raises UserError if ranks share a GPU, because a collective of NCCL would fail without naming the cause."""
         gpus = self.gather(str(torch.cuda.get_device_properties(self.device).uuid))
         sharing = first_sharing_ranks([*zip(self.hosts, gpus, strict=True)])
         if sharing:

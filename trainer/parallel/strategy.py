@@ -80,7 +80,7 @@ class Strategy:
 
     @property
     def device_kind(self) -> str:
-        """Returns the name of the kind of this process's devices."""
+        """Returns the model name of this process's GPU, or the type of another device."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
 
     @property
@@ -166,8 +166,8 @@ class Strategy:
 
         Python's and NumPy's generators are only seeded if `draws_on_host`, because seeding them is slow.
 
-        key: five numbers, of which the last is the micro-batch's number. With `--parts`, the part's global number
-        replaces it, and rank and device are left out. same_everywhere: leaves out rank and device.
+        key: five numbers, of which the last is the micro-batch's number. With `--parts`, the last number becomes the
+        part's global number, and rank and device are left out. same_everywhere: leaves out rank and device.
         """
         if self.num_parts and not same_everywhere:
             key, same_everywhere = (*key[:-1], self.shards[key[-1]][0]), True
@@ -219,7 +219,7 @@ class Strategy:
         """Rebuilds DistributedDataParallel's buckets, once, after the trial backward of a wrapped module."""
 
     def global_norm(self, own: Tensor) -> Tensor:
-        """Combines all processes' norms of shards into the global norm. All processes must call this method."""
+        """Combines the norms of all processes' shards into the global norm. All processes must call this method."""
         return own
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -228,13 +228,13 @@ class Strategy:
     # --- saving and restoring ----------------------------------------------------------------------------------------
 
     def from_main(self, value: Tensor) -> Tensor:
-        """Returns rank 0's value on this process's device, contiguous. On other ranks only shape and dtype are used."""
+        """Returns a contiguous copy of rank 0's value on this device. Other ranks pass a tensor like it."""
         return value
 
     def sync_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Broadcasts rank 0's tensors in place, such as buffers before evaluating and saving.
 
-        All processes must call this method. Raises UserError on all of them if names, shapes or dtypes differ.
+        All processes must call this method. All processes raise UserError if names, shapes or dtypes differ.
         """
 
     def load_on_main(self, function: Callable[[], T], large: Collection[str]) -> T:
