@@ -1,4 +1,4 @@
-"""Explains why a run failed, in one message that one process prints."""
+"""Explains why a run failed, in a message that a single process prints."""
 
 import re
 import threading
@@ -26,18 +26,18 @@ from trainer.failure.signals import LeftAtOnce
 
 RESUMES = "the same command resumes from the last checkpoint"
 GAVE_UP = "Application timeout caused pair closure"
-"""gloo's message when a single message timed out."""
+"""Part of gloo's error after a timeout."""
 _WORKER_KILLED = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([^.]+)")
-"""torch's error about a killed data-loading worker; it may be raised anywhere in the training thread."""
+"""Matches torch's error about a killed DataLoader worker, which a signal handler may raise at any time."""
 _WORKER_ENDS_S = 1.0
-"""Seconds within which a data-loading worker that broke a connection by exiting is reaped."""
+"""Seconds to wait for torch to notice that a DataLoader worker exited, after the connection to it broke."""
 
 
 def _killed_worker(error: BaseException) -> re.Match[str] | None:
-    """Matches the process id and the signal of a killed data-loading worker, if an exception comes from its death.
+    """Matches the process id and the signal of a killed DataLoader worker; None if `error` has another cause.
 
-    The connection breaks a moment before torch notices the death. Asking torch also keeps its SIGCHLD handler from
-    raising in the midst of the report.
+    The connection breaks shortly before torch notices that the worker died. Asking torch here also prevents its SIGCHLD
+    handler from raising while the failure is reported.
     """
     told = f"{message(error)} {message(error.__cause__)}"
     is_broken = isinstance(error, ConnectionError | EOFError | FileNotFoundError)
@@ -54,12 +54,12 @@ def _killed_worker(error: BaseException) -> re.Match[str] | None:
 
 @dataclass
 class Diagnosis:
-    """Explains the failures of a run with one process.
+    """Explains the failures of a run with a single process.
 
-    activity: what this process is doing. exit_status: set once it failed among several processes. has_checkpoints:
-    whether the same command can resume after a process is lost, which messages then say. prints: print messages here,
-    rather than leave them to the caller's exception. flags_signals: whether Ctrl-C only sets a flag by now, so that a
-    KeyboardInterrupt comes from the task's code.
+    activity: current activity of this process. exit_status: status after a failure among several processes.
+    has_checkpoints: whether messages say that the same command resumes. prints: whether to print messages or leave them
+    to the exception. flags_signals: whether Ctrl-C only sets a flag, so that a KeyboardInterrupt comes from the task's
+    code.
     """
 
     activity: CurrentActivity
@@ -70,10 +70,10 @@ class Diagnosis:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Explains any exception within to the user, once, and ends all processes.
+        """Context manager that explains an exception to the user once and ends all processes.
 
-        UserError (on rank 0 also another rank's) and the user's Ctrl-C pass through. Everything else, including
-        SystemExit from the task, becomes a Failure with the exception as its cause.
+        UserError and the user's Ctrl-C pass through; rank 0 also raises another rank's UserError. Any other exception,
+        including SystemExit from the task, becomes a Failure with the exception as its cause.
         """
         try:
             yield
@@ -84,7 +84,7 @@ class Diagnosis:
             raise explained from error if explained is not error else None
 
     def explain(self, error: BaseException) -> BaseException:
-        """Prints an explanation and returns the exception to raise instead; see `explaining`."""
+        """Prints an explanation of an exception and returns the exception to raise in its place; see `explaining`."""
         if isinstance(error, UserError) or self._is_of_user(error):
             return error
         failure = self._own_failure(error)
@@ -99,7 +99,7 @@ class Diagnosis:
         if isinstance(error, UserError):
             return Failure(str(error), EXIT_BAD_INPUT)
         if self._is_of_user(error):
-            return Failure("")  # nothing to print
+            return Failure("")  # the user knows the reason
         if isinstance(error, RestartNeeded):
             return Failure(f"{self._prefix}is {error}", EXIT_RESTART, error.memory_limit)
         if isinstance(error, KeyboardInterrupt):
@@ -116,21 +116,21 @@ class Diagnosis:
         return ""
 
     def _print(self, failure: Failure, error: BaseException) -> None:
-        """Prints this process's failure, with the traceback if it is a defect."""
+        """Prints a failure, with the traceback unless its cause is another process or a known condition."""
         is_defect = failure.status == EXIT_FAILED and failure.lost is None
         print_error(str(failure), error if is_defect else None)
 
     def before_forced_end(self, record: Callable[[Failure], None]) -> None:
-        """Sets `record`, called just before this process is killed because it hangs after another one failed."""
+        """Sets a function that is called before this process is killed, if it hangs after another process failed."""
 
 
 @dataclass
 class GroupDiagnosis(Diagnosis):
-    """Explains the failures of a run with several processes: one reports, and all end with its report.
+    """Explains the failures of a run with several processes: one process reports, and all end with its report.
 
-    members: a description of each rank's process. limit_s: timeout of waiting for others, `--dist-timeout-s`.
-    reports_lost_store: whether this process prints when the ranks cannot agree who does. failed_itself: this process
-    failed, rather than missed another one.
+    members: a description of each rank's process. limit_s: `--dist-timeout-s`, seconds to wait for another rank.
+    reports_lost_store: whether this process prints if the ranks cannot agree on a reporter, because the store is lost.
+    failed_itself: whether this process failed, and not another one.
     """
 
     monitor: HeartbeatMonitor
@@ -146,7 +146,7 @@ class GroupDiagnosis(Diagnosis):
 
     def before_forced_end(self, record: Callable[[Failure], None]) -> None:
         def conclude(failure: Failure) -> None:
-            if failure.status == EXIT_BAD_INPUT and self.rank == 0:  # its training thread would have printed it
+            if failure.status == EXIT_BAD_INPUT and self.rank == 0:  # the hanging main thread cannot print it
                 print_refusal(UserError(str(failure)))
             record(failure)
 
@@ -154,7 +154,7 @@ class GroupDiagnosis(Diagnosis):
 
     def explain(self, error: BaseException) -> BaseException:
         self.monitor.may_force_end = False
-        # Collectives raise these when another process failed (and reported it) or is missing.
+        # Collectives raise these errors if another process is lost, or has failed and reported its failure.
         is_of_gloo = isinstance(error, RuntimeError) and ("/gloo/" in str(error) or GAVE_UP in str(error))
         is_of_another = isinstance(error, dist.DistError) or is_of_gloo
         if is_of_another:
@@ -173,19 +173,19 @@ class GroupDiagnosis(Diagnosis):
         if is_own:
             self._print(reported, error)
         self.exit_status = reported.status
-        # The reporting process has printed the message, except a UserError, which rank 0 prints.
+        # The reporting process has printed the message; only a UserError is left to rank 0.
         return UserError(str(reported)) if reported.status == EXIT_BAD_INPUT and self.rank == 0 else reported
 
     def consider_others(self, silent_s: float) -> None:
-        """Reports the next rank after a long silence, and ends this process through the monitor.
+        """Reports the loss of the next rank if it sent no heartbeat for too long; the monitor then ends this process.
 
-        The training thread would not notice while it waits for a GPU whose kernels wait for other ranks.
+        The training thread does not notice the loss while it waits for a GPU whose kernels wait for other ranks.
         """
         if silent_s > self.limit_s + 2 * BEAT_S:
             self._report_missed(lambda: self._loss(silent_s, "silence"))
 
     def consider_loss(self) -> None:
-        """Reports a process of this machine that exited unnoticed by any collective."""
+        """Reports that a process of this machine has exited, if no collective has noticed it."""
         self._report_missed(lambda: self._loss(None, "a process has ended"))
 
     def _report_missed(self, compose: Callable[[], Failure]) -> None:
@@ -196,7 +196,7 @@ class GroupDiagnosis(Diagnosis):
 
         if not self._has_missed:
             self._has_missed = True
-            # In a thread of its own, because the monitor's has to answer the ping.
+            # In its own thread, because the monitor's thread must answer pings.
             threading.Thread(target=report, name="missed", daemon=True).start()
 
     @property
@@ -204,7 +204,7 @@ class GroupDiagnosis(Diagnosis):
         return f"{self._name(self.rank)} "
 
     def _loss(self, waited_s: float | None, error: str) -> Failure:
-        """Describes the loss of other ranks after pinging them all; see `diagnose`."""
+        """Pings all ranks and describes which are lost; see `diagnose`."""
         heartbeats = self.monitor.ping()
         return Failure(self.diagnose(waited_s, error, heartbeats), lost=self._silent(heartbeats))
 
@@ -213,10 +213,10 @@ class GroupDiagnosis(Diagnosis):
         return [rank for rank in range(len(self.members)) if rank not in answers]
 
     def diagnose(self, waited_s: float | None, error: str, heartbeats: Mapping[int, Heartbeat]) -> str:
-        """Returns one sentence about ranks that are gone, stopped or late after a failed collective.
+        """Returns a sentence that names the ranks that are lost, stopped or late after a failed collective.
 
-        waited_s: how long this process waited for the others; None if the connection broke. error: the library's
-        message. heartbeats: the last one of each rank, after a ping.
+        waited_s: seconds that this process waited for other ranks; None if the connection broke. error: the library's
+        message. heartbeats: each rank's last heartbeat, after a ping.
         """
         answers = {rank: beat for rank, beat in heartbeats.items() if beat.answers_ping}
         silent = self._silent(heartbeats)
@@ -224,7 +224,7 @@ class GroupDiagnosis(Diagnosis):
         late = {rank: beat for rank, beat in answers.items() if beat.number == least}
         if silent:
             accounts = [self._account_of_silent(rank, waited_s, heartbeats.get(rank)) for rank in silent]
-        elif waited_s is None or self.rank in late:  # no other rank is behind: the ranks run different collectives
+        elif waited_s is None or self.rank in late:  # no rank is behind: the ranks run different collectives
             what = "lost the connection to another rank" if waited_s is None else "timed out"
             ahead = "".join(
                 f", {self._name(rank)} in {beat.activity}" for rank, beat in answers.items() if beat.number > least
@@ -241,7 +241,7 @@ class GroupDiagnosis(Diagnosis):
         return "; ".join([*accounts, f"rank {self.rank} waited {waited_s:.0f} s for it in {self.activity}{limit}"])
 
     def diagnose_lost_store(self, waited_s: float | None) -> str:
-        """Returns one sentence for a lost store, which rank 0 hosted unless the launcher does."""
+        """Returns a sentence on the loss of the rendezvous store, which rank 0's process hosts without a launcher."""
         lost = f"{self._account_of_silent(0, waited_s)}, and with it the heartbeats of the others"
         return "; ".join([lost, f"rank {self.rank} was in {self.activity}", *[RESUMES] * self.has_checkpoints])
 

@@ -1,4 +1,4 @@
-"""Exit statuses and exceptions of runs that fail, and how they are printed."""
+"""Exit statuses and exceptions of failed runs, and functions that print errors."""
 
 import os
 import signal
@@ -11,21 +11,21 @@ from trainer.common.errors import UserError, shown_line
 from trainer.common.process import to_stderr
 
 MOST_LINES = 400
-"""Longest printed traceback, in lines."""
+"""Largest number of lines of a printed traceback."""
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_RESTART = 75
-"""Exit status of a run that can resume in new processes, after a memory error or a lost rank (EX_TEMPFAIL)."""
+"""Exit status (EX_TEMPFAIL) of a run that new processes can resume after an out-of-memory error or a lost rank."""
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-"""Exit status when the task's code raised KeyboardInterrupt; the same as after Ctrl-C."""
+"""Exit status after Ctrl-C, or if the task's code raised KeyboardInterrupt."""
 
 
 class Failure(Exception):
-    """The end of a run by a defect, or because another process failed. The message has been printed already.
+    """Raised when a run ends because of a defect or another process. The message has already been printed.
 
-    status: the exit status. memory_limit: plain values for the next start, after an out-of-memory error. lost: ranks
-    that exited or do not respond, if other processes were missed.
+    status: the exit status. memory_limit: after an out-of-memory error, batch limits for the next start, as plain
+    values. lost: ranks that exited or do not respond; None if this process failed itself.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Failure(Exception):
 
 
 class RestartNeeded(Exception):
-    """An out-of-memory error in a step shared with other processes. memory_limit: see `Failure`."""
+    """Raised after an out-of-memory error in a step that other processes take part in. memory_limit: see `Failure`."""
 
     def __init__(self, message: str, memory_limit: Mapping[str, Any]) -> None:
         super().__init__(message)
@@ -50,13 +50,13 @@ class RestartNeeded(Exception):
 
 
 def print_refusal(refusal: UserError) -> None:
-    """Prints what the user has to change, one error per line."""
+    """Prints the errors of a UserError, one per line."""
     for line in str(refusal).split("\n"):
         print_error(line)
 
 
 def print_error(message: str, cause: BaseException | None = None) -> None:
-    """Prints an error after its cause's traceback, in one write, since several processes may print."""
+    """Prints the traceback of `cause` and an error in a single write, since several processes may print."""
     trace = "".join(traceback.format_exception(cause)).split("\n")[:-1] if cause is not None else []
     if len(trace) > MOST_LINES:
         trace[MOST_LINES // 2 : -MOST_LINES // 2] = [f"... {len(trace) - MOST_LINES} lines ..."]
@@ -68,5 +68,5 @@ def exit_at_once(status: int) -> NoReturn:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:  # whatever flushing raised
+    finally:  # also if a flush raises
         os._exit(status)

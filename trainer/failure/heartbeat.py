@@ -1,6 +1,6 @@
-"""Heartbeats: each process's activity and liveness, so that others can explain a failure or a delay.
+"""Sends heartbeats with each process's current activity, so that other processes can explain a failure or a delay.
 
-They travel through the rendezvous store, which works when collectives do not.
+Heartbeats use the rendezvous store, which works even when collectives do not.
 """
 
 import itertools
@@ -34,11 +34,11 @@ ABORTS_WITHIN_S = 0.5
 
 
 class CurrentActivity:
-    """State of the training thread, read by the heartbeat thread; plain attributes, to cost a step nothing.
+    """Current activity of the training thread, which the heartbeat thread reads.
 
-    step: the current optimizer step, from 1; 0 before the first. name: a noun, such as "forward". since: entry time on
-    the monotonic clock. number: activities entered so far; all ranks enter the same sequence, so the lowest number is
-    the late one.
+    step: current optimizer step, from 1; 0 before the first step. name: noun, such as "forward". since: start of the
+    activity, by time.monotonic(). number: activities entered so far; all ranks enter the same sequence of activities,
+    so a rank with the lowest number is late.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class CurrentActivity:
         self.since = time.monotonic()
         self.number = 0
         self.on_border: Callable[[str], None] | None = None
-        """Called when an activity starts, and when this process starts to wait for others within a backward."""
+        """Called with the name of each new activity, and with EXCHANGE when a backward pass waits for other ranks."""
 
     def enter(self, name: str) -> None:
         self.name = name
@@ -57,7 +57,7 @@ class CurrentActivity:
             self.on_border(name)
 
     def wait_for_others(self) -> None:
-        """Marks that the rest of a backward pass waits for other ranks."""
+        """Reports to `on_border` that the rest of the backward pass waits for other ranks."""
         if self.on_border is not None:
             self.on_border(EXCHANGE)
 
@@ -67,9 +67,10 @@ class CurrentActivity:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A rank's activity when it was sent. activity, number: see `CurrentActivity`. seconds: time in that activity.
+    """Message with a rank's current activity.
 
-    sent: Unix time in seconds. answers_ping: sent after a `HeartbeatMonitor.ping`.
+    activity, number: see `CurrentActivity`. seconds: time since the activity began. sent: Unix time in seconds.
+    answers_ping: whether it was sent after a `HeartbeatMonitor.ping`.
     """
 
     activity: str
@@ -80,9 +81,9 @@ class Heartbeat:
 
 
 class HeartbeatMonitor:
-    """Sends heartbeats about the training thread from a thread of its own, and answers pings.
+    """Thread that sends heartbeats with the training thread's activity, and answers pings.
 
-    Ends the process when the run failed elsewhere and the training thread does not notice.
+    Ends the process if the run has failed in another process and the training thread does not notice.
     """
 
     def __init__(
@@ -94,14 +95,14 @@ class HeartbeatMonitor:
         self._neighbours = neighbours
         self._closed = threading.Event()
         self.may_force_end = True
-        """Whether the process may be killed; False while it does what all others wait for, and while it exits."""
+        """Whether the monitor may end this process; False during exit, and during work that all ranks wait for."""
         self.before_forced_end: Callable[[Failure], None] = lambda failure: None
-        """Called before this process is killed because its training thread does not notice a failure."""
+        """Called before the monitor ends this process, because its training thread has not noticed a failure."""
         self.on_beat: Callable[[float], None] = lambda silent_s: None
-        """Called at each beat with the seconds since the next rank, which this one watches, last sent a heartbeat."""
+        """Called at each heartbeat with the seconds since the next rank, which this rank watches, last sent one."""
         self.on_loss: Callable[[], None] = lambda: None
-        """Called while a process of this machine is gone that nobody reports, as when all others wait for a GPU."""
-        self._send_heartbeat(is_pinged=False)  # at once, so that an early exit is seen too
+        """Called while no rank reports that a process of this machine has exited, for example if all wait for a GPU."""
+        self._send_heartbeat(is_pinged=False)  # at once, so that other ranks also notice an early exit
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -110,19 +111,19 @@ class HeartbeatMonitor:
         self._thread.join(ANSWER_WITHIN_S)
 
     def report_end(self, compose: Callable[[], Failure]) -> tuple[Failure, bool] | None:
-        """Agrees on one report of why the run ends; returns it, and whether this process composed it as the first.
+        """Agrees with all ranks on a report of why the run ends; returns it, and whether this process composed it.
 
-        Returns None if the process that hosts the store is gone or does not answer.
+        compose: builds the report, if this process is the first. Returns None if the store does not respond.
         """
         reports: list[tuple[Failure, bool]] = []
-        # The store of a stopped host never answers, so the wait needs a limit.
+        # a store whose host process is suspended never responds, so the wait needs a limit
         thread = threading.Thread(target=self._agree, args=(compose, reports), name="report", daemon=True)
         thread.start()
         thread.join(REPORT_WITHIN_S)
         return reports[0] if reports else None
 
     def ping(self) -> dict[int, Heartbeat]:
-        """Returns the last heartbeat of each rank, once all answered, are known to be gone, or the time is up."""
+        """Returns each rank's last heartbeat; waits up to ANSWER_WITHIN_S for ranks that have not exited to answer."""
         self._store.set(PING, "now")
         deadline = time.monotonic() + ANSWER_WITHIN_S
         while True:
@@ -152,7 +153,7 @@ class HeartbeatMonitor:
     def _run(self) -> None:
         ticks_since_end = ticks_since_loss = silent_beats = 0
         seen = b""
-        with suppress(Exception):  # a lost store says nothing; its process is missed elsewhere
+        with suppress(Exception):  # an error means that the store is lost; other code notices its process
             for tick in itertools.count():
                 if self._closed.wait(TICK_S):
                     self._store.set(f"closed {self._rank}", "")
@@ -181,9 +182,7 @@ class HeartbeatMonitor:
         return any(not self._store.check([f"closed {rank}"]) for rank in gone)
 
     def _heartbeat_of_next(self) -> bytes:
-        """Returns the next rank's heartbeat; before its first and after its last a new value, so that it never looks
-        silent.
-        """
+        """Returns the next rank's last heartbeat; a new value before its first one and after it closed."""
         rank = (self._rank + 1) % self._world_size
         is_there = self._store.check([f"heartbeat {rank}"]) and not self._store.check([f"closed {rank}"])
         return self._store.get(f"heartbeat {rank}") if is_there else str(time.monotonic()).encode()
@@ -198,7 +197,7 @@ class HeartbeatMonitor:
 
 
 def process_space() -> str:
-    """Identifies the scope of process ids: this boot of the kernel and the pid namespace."""
+    """Returns an identifier of the scope of process ids: the kernel's boot and the pid namespace."""
     try:
         return f"{boot_of_kernel()}:{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
@@ -206,9 +205,9 @@ def process_space() -> str:
 
 
 class Neighbours:
-    """Handles (pidfds) of other processes of this machine, so that a reused process id is never mistaken for one.
+    """Handles (pidfds) of processes on this machine, by rank; unlike process ids, they are never reused.
 
-    processes: rank -> process id in this `process_space`. Off Linux there are no handles, and no process is known.
+    processes: maps ranks to process ids in this `process_space`. On systems other than Linux no process is known.
     """
 
     def __init__(self, processes: Mapping[int, int]) -> None:
@@ -218,11 +217,11 @@ class Neighbours:
                 self._descriptors[rank] = os.pidfd_open(process)
 
     def is_gone(self, rank: int) -> bool:
-        """Returns whether the process is known to have exited, and so released its locks."""
+        """Returns whether the rank's process is known to have exited, which also released its locks."""
         return self.await_end(rank, 0.0)
 
     def await_end(self, rank: int, timeout_s: float) -> bool:
-        """Waits for the process to exit; False if it is unknown here, or still runs after `timeout_s`."""
+        """Waits for a rank's process to exit; returns False for an unknown process, and after `timeout_s` seconds."""
         if rank not in self._descriptors:
             return False
         poll = select.poll()
@@ -230,9 +229,9 @@ class Neighbours:
         return bool(poll.poll(1000 * timeout_s))
 
     def end(self, rank: int) -> None:
-        """Kills the process if it still runs; ignores unknown ones.
+        """Kills a rank's process if it still runs; does nothing for an unknown process.
 
-        Sends SIGABRT, at which a hanging process prints its stack, then SIGKILL, which ends a stopped one too.
+        Sends SIGABRT, on which a hanging process prints its stack, then SIGKILL, which also ends a suspended process.
         """
         for number in (signal.SIGABRT, signal.SIGKILL):
             if rank in self._descriptors and not self.is_gone(rank):

@@ -1,4 +1,4 @@
-"""Stop requests: a signal sets a flag, which travels with the next step's collective to all ranks."""
+"""Handles stop signals: a signal sets a flag, which the next step's collective sends to all ranks."""
 
 import atexit
 import gc
@@ -14,24 +14,24 @@ from typing import Any, NoReturn
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 AGENT_ASKS_WITHIN_S = 10.0
-"""Seconds for a torchrun agent to notice new nodes and signal its processes (default `--monitor-interval`: 0.1 s)."""
+"""Seconds to wait for a torchrun agent to notice new nodes and signal its processes."""
 ONE_CTRL_C_S = 0.5
-"""Seconds within which a second SIGINT counts as the same Ctrl-C, sent by terminal and launcher."""
+"""Seconds within which a second SIGINT counts as the same Ctrl-C, since terminal and launcher may both send one."""
 
 
 class LeftAtOnce(SystemExit):
-    """Exit by a signal without saving, such as the second Ctrl-C; the user knows why."""
+    """Raised to exit after a signal without saving, for example after a second Ctrl-C."""
 
 
 def leave_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """Handles a signal by exiting without saving."""
+    """Signal handler that exits without saving."""
     raise LeftAtOnce(128 + number)
 
 
 class StopRequest:
-    """Handler of the stop signals. A second Ctrl-C exits without saving.
+    """Handler of the stop signals, true once a signal has arrived. A second Ctrl-C exits without saving.
 
-    pass_on: called with the number of each signal.
+    pass_on: called with each signal's number.
     """
 
     def __init__(self, pass_on: Callable[[int], None] | None = None) -> None:
@@ -41,9 +41,9 @@ class StopRequest:
         self._asked_at = -math.inf
 
     def install(self) -> None:
-        """Installs the handler, except for ignored signals (as SIGHUP under nohup).
+        """Installs the handler, except for signals that are ignored, such as SIGHUP under nohup.
 
-        Does nothing outside the main thread, where Python cannot handle signals.
+        Does nothing in other threads than the main thread, in which alone Python handles signals.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -63,7 +63,7 @@ class StopRequest:
         return 128 + self.signal_number if self.signal_number is not None else 0
 
     def await_own(self) -> None:
-        """Waits until this process was signalled itself, for at most AGENT_ASKS_WITHIN_S."""
+        """Waits until this process receives a signal, for at most AGENT_ASKS_WITHIN_S seconds."""
         deadline = time.monotonic() + AGENT_ASKS_WITHIN_S
         while not self and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -80,7 +80,7 @@ class StopRequest:
 
 @contextmanager
 def handlers_restored() -> Iterator[None]:
-    """Restores signal handlers afterwards, for a process that outlives a `StopRequest`."""
+    """Context manager that restores the handlers of the stop signals at its end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -93,7 +93,7 @@ def handlers_restored() -> Iterator[None]:
 
 
 def exit_quickly() -> None:
-    """Speeds up the exit by up to 1 s: garbage collection skips all objects that exist."""
+    """Speeds up this process's exit by up to 1 s: garbage collection at exit skips all objects."""
     gc.freeze()
     gc.enable()
     atexit.register(gc.freeze)

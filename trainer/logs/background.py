@@ -1,4 +1,4 @@
-"""Runs user loggers in threads, so that they can neither slow nor end a run."""
+"""Runs the user's loggers in threads, so that they can neither slow down nor end a run."""
 
 import threading
 import time
@@ -13,15 +13,15 @@ from trainer.logs.services import SERVICES
 from trainer.task import Picture
 
 MAX_WAITING = 500
-"""Queue limit of a logger, minutes of calls at a run's usual pace."""
+"""Most calls that a logger's queue holds; a run makes as many calls in minutes."""
 END_WITHIN_S = 15.0
-"""Seconds for loggers to end; half of the 30 s that schedulers usually grant, the other half is for saving."""
+"""Seconds for loggers to end: half of the 30 s that schedulers usually grant after SIGTERM; saving needs the rest."""
 SILENT_WAIT_S = 1.0
 THREAD_NAME = "logger of the user's own"
 
 
 def build_loggers(values: Sequence[str]) -> list["BackgroundLogger"]:
-    """Creates the loggers of `--logger`. Raises UserError for one that cannot be imported or created."""
+    """Creates the loggers of `--logger`. Raises UserError if a logger cannot be imported or created."""
     loggers = []
     for value in values:
         logger_type = SERVICES.get(value) or find_class(value, "--logger", Logger, comes_first=False)
@@ -35,19 +35,19 @@ def build_loggers(values: Sequence[str]) -> list["BackgroundLogger"]:
 
 
 class BackgroundLogger(Logger):
-    """Forwards calls to a logger in a thread and returns at once.
+    """Logger that forwards calls to another logger in a thread, without waiting for them.
 
-    At MAX_WAITING queued calls the oldest is dropped. The first exception ends logging, since the logger's state is
-    then unknown.
+    A full queue drops its oldest call. After the logger's first exception no call is forwarded, since the logger's
+    state is unknown.
 
-    logger: the user's. name: for messages.
+    logger: the user's logger. name: its name in messages.
     """
 
     def __init__(self, logger: Logger, name: str) -> None:
         self.name, self._logger = name, logger
         self._waiting: deque[tuple[str, tuple[object, ...]]] = deque()
         self._changed = threading.Condition()
-        """Guards the state shared by both threads: queued calls, and how logging ends."""
+        """Guards the attributes that both threads use: queued calls, and the state at the end."""
         self._num_dropped = 0
         self._end_state: str | None = None
         self._has_failed = self._is_abandoned = False
@@ -58,7 +58,7 @@ class BackgroundLogger(Logger):
         return [self._notes.popleft() for _ in range(len(self._notes))]
 
     def start(self, run: LoggedRun) -> None:
-        # a daemon, so that interpreter exit does not wait for it
+        # a daemon, so that the interpreter does not wait for it at exit
         self._thread = threading.Thread(target=self._work, args=(run,), name=THREAD_NAME, daemon=True)
         self._thread.start()
 
@@ -66,25 +66,25 @@ class BackgroundLogger(Logger):
         self._put("say", line)
 
     def metrics(self, record: Record) -> None:
-        # copies here and below, since user code may change them before the thread reads them
+        # copied, here and below, since the task may change the content before the thread reads it
         self._put("metrics", replace(record, values=dict(record.values)))
 
     def pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
         self._put("pictures", step, {name: picture.copy() for name, picture in pictures.items()})
 
     def ask_to_end(self, state: str) -> None:
-        """Requests the logger's `end` after all queued calls, without waiting."""
+        """Queues the logger's `end` after all other calls, without waiting for it."""
         with self._changed:
             self._end_state = state
             self._changed.notify()
 
     def await_end(self, deadline: float) -> bool:
-        """Waits for the end until a deadline of time.monotonic(); returns whether it came."""
+        """Waits for the logger's `end` until `deadline`, by time.monotonic(); returns whether the thread has ended."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
     def leave(self) -> None:
-        """Abandons the thread if it is still running, and notes what was not logged."""
+        """Abandons the thread if it still runs, and adds notes on calls that were not forwarded."""
         with self._changed:
             num_missed = len(self._waiting)
             self._waiting.clear()
@@ -120,7 +120,7 @@ class BackgroundLogger(Logger):
                 if method == "end" or self._is_abandoned:
                     return
                 method, arguments = self._next()
-        except BaseException as error:  # never a reason to end a run
+        except BaseException as error:  # a logger must not end a run
             with self._changed:
                 self._has_failed = True
                 self._waiting.clear()
@@ -146,7 +146,7 @@ def end_all(loggers: Sequence[BackgroundLogger], state: str, say: Callable[[str]
 
 
 def some_are_left() -> bool:
-    """Returns whether a logger thread was abandoned, which may block interpreter exit."""
+    """Returns whether an abandoned logger's thread still runs, which may block the interpreter's exit."""
     return any(thread.name == THREAD_NAME for thread in threading.enumerate())
 
 

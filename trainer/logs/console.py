@@ -1,4 +1,4 @@
-"""Lines, tables and progress bars on the console."""
+"""Prints lines, tables and progress bars on the console."""
 
 import sys
 import threading
@@ -10,8 +10,8 @@ from tqdm import tqdm
 
 from trainer.common.process import outlived
 
-# tqdm's default lock is a semaphore in shared memory, which a killed process leaves behind. An existing lock of other
-# users stays.
+# tqdm's default lock is a semaphore in shared memory, which a killed process leaves behind. A lock that other code has
+# already set stays.
 if not hasattr(tqdm, "_lock"):
     tqdm.set_lock(threading.RLock())
 
@@ -23,39 +23,39 @@ SECONDS = "train_seconds"
 
 
 def say(line: str) -> None:
-    """Prints a line above any progress bar."""
+    """Prints a line to standard output, above any progress bar."""
     with outlived("stdout"):
         tqdm.write(line, file=sys.stdout)
         sys.stdout.flush()
 
 
 def in_notebook() -> bool:
-    """Returns whether this process is a notebook kernel, which shows bars without a terminal."""
+    """Returns whether this process is the kernel of a notebook, which shows progress bars without a terminal."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and "IPKernelApp" in shell.config
 
 
 def new_bar(*arguments: Any, **options: Any) -> "tqdm[Any]":
-    """Creates a tqdm bar that disappears when done; disabled without a terminal or notebook."""
+    """Creates a tqdm bar that disappears at its end; without a terminal or notebook it is disabled."""
     kind: Any = tqdm
     is_shown = sys.stderr.isatty()
     if in_notebook():
-        from tqdm.auto import tqdm as kind  # imports much that command lines do not need
+        from tqdm.auto import tqdm as kind  # imports packages that command lines do not need
 
         is_shown = True
     return kind(*arguments, **options, leave=False, dynamic_ncols=True, disable=not is_shown)
 
 
 def progress_bar(items: Iterable[T], description: str) -> Iterable[T]:
-    """Yields the items, with a progress bar on a terminal after two seconds."""
+    """Yields the items, and shows a progress bar after two seconds."""
     return new_bar(items, description, delay=2)
 
 
 class ProgressBar:
-    """A progress bar on a terminal; elsewhere an occasional plain line.
+    """Progress bar on a terminal; without a terminal, a plain line every PLAIN_LINE_INTERVAL_S seconds.
 
-    num_done: of `total`, done before.
+    num_done: the part of `total` that is done at the start.
     """
 
     def __init__(self, total: int, num_done: int, unit: str, description: str = "") -> None:
@@ -63,7 +63,7 @@ class ProgressBar:
         self._last_line, self._last_time = "", time.monotonic()
 
     def report(self, state: str, line: str) -> None:
-        """state: the bar's suffix from its next update on. line: printed where there is no bar."""
+        """Updates the progress. state: suffix of the bar from its next update on. line: printed if there is no bar."""
         self.bar.set_postfix_str(state, refresh=False)
         is_due = time.monotonic() - self._last_time >= PLAIN_LINE_INTERVAL_S
         if self.bar.disable and is_due and line != self._last_line:
@@ -75,14 +75,14 @@ class ProgressBar:
 
 
 class Progress(ProgressBar):
-    """A progress bar over several runs. unit: of their length."""
+    """Progress bar over several runs. unit: unit of the runs' length, "steps" or "epochs"."""
 
     def __init__(self, total: int, num_done: int, unit: str) -> None:
         super().__init__(total, num_done, unit)
         self._unit = unit
 
     def show(self, num_done: int, running: Sequence[str]) -> None:
-        """running: names of the running runs."""
+        """Shows the progress. num_done: steps or epochs done in all runs. running: names of the runs in progress."""
         self.bar.n = num_done
         if running:
             names = ", ".join(running)
@@ -91,9 +91,9 @@ class Progress(ProgressBar):
 
 
 class Table:
-    """Prints rows of numbers; repeats the header when columns change.
+    """Table of numbers, printed row by row; a new column repeats the header.
 
-    heading: of the first column, which has this width. write: prints a line.
+    heading: heading of the first column, padded to the column's width. write: prints a line.
     """
 
     def __init__(self, heading: str, write: Callable[[str], None]) -> None:
@@ -101,7 +101,7 @@ class Table:
         self._columns: list[str] = []
 
     def row(self, first: str, cells: Mapping[str, str]) -> None:
-        """cells: by column; missing ones show a dash."""
+        """Prints a row. first: cell of the first column. cells: other cells by column; missing cells become a dash."""
         if not cells.keys() <= set(self._columns):
             self._columns = list(cells)
             self._line(self._heading, {name: name for name in cells})
@@ -113,9 +113,9 @@ class Table:
 
 
 class SummaryTable:
-    """A table of the scores of several runs, printed as they finish.
+    """Table of the scores of several runs, printed row by row as the runs finish.
 
-    headline: metrics to show, without their split; empty shows all. names: of the runs.
+    headline: metrics to show, without the split's name; empty: all metrics. names: names of the runs.
     """
 
     def __init__(self, headline: Sequence[str], names: Sequence[str]) -> None:
@@ -128,7 +128,7 @@ class SummaryTable:
         self._row(entry["directory"], entry["metrics"], f"{entry[SECONDS]:.1f}")
 
     def conclusion(self, summary: Mapping[str, Any]) -> None:
-        """Prints summary.json's results over all runs."""
+        """Prints mean, deviation and ensemble scores of summary.json."""
         for name in ("mean", "deviation", "ensemble"):
             if summary[name] is not None:
                 self._row(name, summary[name])
@@ -139,5 +139,5 @@ class SummaryTable:
 
 
 def of_headline(metrics: Mapping[str, float], headline: Sequence[str]) -> dict[str, float]:
-    """Selects the headline metrics, named without their split; all if none match."""
+    """Returns the metrics of a headline, which names metrics without the split; all metrics if none match."""
     return {name: value for name, value in metrics.items() if name.rpartition("/")[2] in headline} or dict(metrics)

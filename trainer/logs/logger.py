@@ -1,4 +1,4 @@
-"""The logger interface, implemented by the console, files, TensorBoard and user loggers."""
+"""Interface of loggers: the console, files, TensorBoard and loggers of the user."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from trainer.loading.order import Position
 from trainer.task import Picture
 
 DATA_WAIT = "data_wait_seconds"
-"""Time that rank 0 waited for data; not reproducible, so not in metrics.jsonl."""
+"""Name of the seconds that rank 0 waited for data; not in metrics.jsonl, because they are not reproducible."""
 
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """The run that a logger follows.
+    """Description of a run for its loggers.
 
-    id: 12 hexadecimal digits, kept when the run resumes. directory: its `--save-dir`. config: every flag by name
-    without dashes, such as "lr", JSON-compatible. step: optimizer steps done, 0 at the start; records of later steps
-    will be logged again. last_report: steps at the last epoch or evaluation.
+    id: 12 hexadecimal digits, unchanged when the run resumes. directory: `--save-dir`. config: values of all flags in
+    JSON types, by name without leading dashes, such as "lr". step: completed optimizer steps, 0 for a new run; a
+    resumed run logs records of later steps again. last_report: completed steps at the last epoch end or evaluation.
     """
 
     id: str
@@ -30,11 +30,11 @@ class LoggedRun:
 
 @dataclass(frozen=True)
 class Record:
-    """Metrics at one moment.
+    """Metrics at one point of a run.
 
-    event: "step", every `--log-interval` steps; "evaluation", within an epoch; "epoch", at its end; "result", the final
-    scores. step: optimizer steps done. position: of training; None for a result. values: by name, such as "train/loss"
-    or "learning_rate"; may be NaN or infinite. text: readable form, of one line or several.
+    event: "step", every `--log-interval` steps; "evaluation", within an epoch; "epoch", at an epoch's end; "result",
+    the final scores. step: completed optimizer steps. position: None for a result. values: metrics by name, such as
+    "train/loss" or "learning_rate"; may be NaN or infinite. text: the metrics as text of one or several lines.
     """
 
     event: Literal["step", "evaluation", "epoch", "result"]
@@ -45,23 +45,23 @@ class Record:
 
 
 class Logger:
-    """Base class of loggers. Methods do nothing unless overridden.
+    """Base class of loggers, whose methods do nothing unless overridden.
 
-    A `--logger` class is created without arguments, on rank 0 only. Its methods run in a thread of their own, one after
-    another, `start` first and `end` last.
+    Rank 0 creates a logger of `--logger` without arguments, and calls its methods in a separate thread, one at a time,
+    `start` first and `end` last.
     """
 
     def start(self, run: LoggedRun) -> None:
-        """Runs before training."""
+        """Called before training."""
 
     def say(self, line: str) -> None:
-        """Logs a line that the user should read."""
+        """Logs a line for the user."""
 
     def metrics(self, record: Record) -> None:
-        """Logs metrics; several records may share a step."""
+        """Logs metrics; several records may have the same step."""
 
     def pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
-        """Logs images after an evaluation, by names such as "val/confusion_matrix", (height, width, 3) uint8."""
+        """Logs images (height, width, 3) uint8 after an evaluation, by name, such as "val/confusion_matrix"."""
 
     def end(self, state: str) -> None:
-        """Runs after training. state: as in state.json, such as "finished" or "preempted"."""
+        """Called at the end of a run. state: the state in state.json, such as "finished" or "preempted"."""

@@ -1,4 +1,4 @@
-"""Logs in the run directory: train.log, val.log, metrics.jsonl and TensorBoard."""
+"""Writes logs in the run directory: train.log, val.log, metrics.jsonl and TensorBoard events."""
 
 import io
 import json
@@ -23,10 +23,10 @@ HYPERPARAMETERS_SUFFIX = ".hparams"
 
 
 class RunDirectoryLogger(Logger):
-    """Appends to train.log, val.log and metrics.jsonl, and writes TensorBoard events in the folder `logs`.
+    """Logger that appends to train.log, val.log and metrics.jsonl, and writes TensorBoard events to the folder `logs`.
 
-    TensorBoard shows curves and images, and finally the scores as text and along with the flags. Methods raise
-    DiskError on disk errors, and OSError for a full disk, which the caller reports.
+    TensorBoard shows curves and images, and at the end of a run its scores and flags. Methods raise OSError for a full
+    disk, and DiskError for other disk errors.
     """
 
     def start(self, run: LoggedRun) -> None:
@@ -57,7 +57,7 @@ class RunDirectoryLogger(Logger):
                 self._val_log.write(record.text + "\n")
             if record.event == "result":
                 self._final_scores(record)
-            else:  # one event, since each `add_scalar` costs as much as a third of it
+            else:  # a single event, since this takes only as long as three calls of `add_scalar`
                 self._board.add_summary(Summary(value=_scalars(record.values)), record.step)
 
     def pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
@@ -66,12 +66,12 @@ class RunDirectoryLogger(Logger):
             self._board.add_summary(Summary(value=images), step)
 
     def text(self, name: str, content: str, step: int) -> None:
-        """Shows a text in TensorBoard."""
+        """Writes a text for TensorBoard."""
         with self._refusing():
             self._board.add_summary(text(name, content), step)
 
     def level(self, name: str, metric: str, value: float, num_steps: int) -> None:
-        """Draws a horizontal line in TensorBoard's plot of a metric, as a run in a folder `name`."""
+        """Draws a score as a horizontal line in TensorBoard's plot of a metric, with `name` as the line's run."""
         with self._refusing():
             folder = Path(self._board.get_logdir()) / name
             for path in folder.glob("events.*"):
@@ -82,7 +82,7 @@ class RunDirectoryLogger(Logger):
             board.close()
 
     def flush(self) -> None:
-        """Hands everything to the operating system, so that a kill loses nothing logged before."""
+        """Writes buffered events to the operating system, so that they are not lost if the process is killed."""
         with self._refusing():
             self._board.flush()
 
@@ -93,10 +93,9 @@ class RunDirectoryLogger(Logger):
             self._board.close()
 
     def _final_scores(self, record: Record) -> None:
-        """Logs a finished run's scores as text, and along with every flag in TensorBoard's table of runs.
+        """Logs a finished run's scores as text, and together with all flags in TensorBoard's table of hyperparameters.
 
-        As scalars they would be plots of one point each, ahead of the curves. The table shows first the columns in
-        which runs differ.
+        As scalars, scores would become plots with a single point.
         """
         rows = [f"| {name} | {value:.5g} |" for name, value in record.values.items()]
         self.text("scores", "\n".join(["| metric | at the end |", "| --- | --- |", *rows]), record.step)
@@ -104,8 +103,8 @@ class RunDirectoryLogger(Logger):
         shown_flags = {name: value if type(value) in (int, float) else shown(value) for name, value in flags.items()}
         scores = {f"best/{name}": value for name, value in record.values.items() if isfinite(value)}
         _, start, end = hparams({**scores, **shown_flags}, {})
-        # In a separate file, because TensorBoard keeps the first flags it reads, and a run trained further with other
-        # flags must replace them.
+        # A separate file can be replaced when a run continues with other flags, since TensorBoard keeps the first flags
+        # that it reads.
         board = FileWriter(self._board.get_logdir(), filename_suffix=HYPERPARAMETERS_SUFFIX)
         board.add_summary(Summary(value=[*start.value, *end.value]), record.step)
         board.close()
@@ -125,13 +124,13 @@ class RunDirectoryLogger(Logger):
 
 
 def _truncated(path: Path, step: int, last_report: int) -> IO[str]:
-    """Opens metrics.jsonl for appending, dropping later records, final scores and half-written lines.
+    """Opens metrics.jsonl for appending; drops records after a resumed checkpoint, final scores and damaged lines.
 
-    A report's step is that of a checkpoint saved before it, at the last step it covers.
+    step: completed steps of the checkpoint. last_report: see `LoggedRun`; the limit for epochs and evaluations.
     """
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        with suppress(ValueError, KeyError, TypeError, RecursionError):  # a damaged line is dropped
+        with suppress(ValueError, KeyError, TypeError, RecursionError):  # a damaged line
             record = json.loads(line)
             in_the_past = record["step"] <= (step if record["event"] == "step" else last_report)
             if in_the_past and record["event"] != "result":
@@ -141,13 +140,13 @@ def _truncated(path: Path, step: int, last_report: int) -> IO[str]:
 
 
 def _scalars(values: Mapping[str, float]) -> list[Any]:
-    """Builds scalars grouped by train, val and so on; ungrouped names, such as the learning rate, belong to train."""
+    """Builds TensorBoard scalars; a name without a group such as "val/" gets the group "train/"."""
     tags = {name: name if "/" in name else f"train/{name}" for name in values}
     return [Summary.Value(tag=tags[name], simple_value=value) for name, value in values.items()]
 
 
 def _image(name: str, picture: Picture) -> Any:
-    # twice as fast as `add_image`, which converts to float32 and compresses harder; the training thread waits for it
+    # twice as fast as `add_image`, which converts to float32 and compresses more, while training waits
     png = io.BytesIO()
     Image.fromarray(picture).save(png, "PNG", compress_level=1)
     height, width, channels = picture.shape

@@ -1,4 +1,4 @@
-"""The run's log, forwarded to all loggers: console, files, TensorBoard and user loggers."""
+"""Log of a run, which forwards to all loggers: console, files, TensorBoard and loggers of the user."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class SilentLog:
-    """The log of ranks other than 0; ignores every call of `RunLog`."""
+    """Log of ranks other than 0, which ignores all calls."""
 
     data_wait_seconds = 0.0
     state = ""
@@ -34,14 +34,14 @@ class SilentLog:
 
 
 class RunLog:
-    """The log of rank 0.
+    """Log of rank 0.
 
-    headline: metrics shown in tables, without their split; empty shows all. own: user loggers. data_wait_seconds: time
-    waited for data since the last report, added to by the loop. state: of state.json, passed to loggers at the end.
+    headline: metrics to show, without the split's name; empty: all. own: loggers of the user. data_wait_seconds:
+    seconds waited for data since the last report, counted by the loop. state: state in state.json, for loggers' `end`.
     """
 
     def __init__(self, run: LoggedRun, headline: Sequence[str] = (), own: Sequence[BackgroundLogger] = ()) -> None:
-        # slow to import, and needed on rank 0 only
+        # slow to import; only rank 0 needs it
         from trainer.logs.run_directory import RunDirectoryLogger
 
         self._headline = headline
@@ -58,27 +58,28 @@ class RunLog:
         self.state = "failed"
 
     def say(self, text: str) -> None:
-        """Logs a line that the user should read."""
+        """Logs text for the user."""
         for logger in self._loggers:
             logger.say(printable(text))
 
     def say_of_ranks(self, step: int, note: str) -> None:
-        """Logs how ranks compare after a step."""
+        """Logs a note that compares the ranks' step times. step: completed optimizer steps."""
         self.say(note)
         self._directory.text("ranks", note, step)
 
     def level(self, name: str, metric: str, value: float, num_steps: int) -> None:
-        """Draws a simple method's score as a line in TensorBoard's plot of the metric. num_steps: of the run."""
+        """Draws a simple method's score as a line in TensorBoard's plot of the metric. num_steps: steps of the run."""
         self._directory.level(name, metric, value, num_steps)
 
     def progress(self, items: Iterable[T], description: str) -> Iterable[T]:
-        """Yields the items, with a progress bar on the console if that takes seconds."""
+        """Yields the items, and shows a progress bar on the console after two seconds."""
         return progress_bar(items, description)
 
     def start_segment(self, position: Position, epochs: int | None, num_samples: int, consumed: int) -> None:
-        """Opens the epoch's progress bar, also again after a report within the epoch.
+        """Opens the progress bar of an epoch, at its start and after each report within the epoch.
 
-        epochs: of the run; None if measured in steps. consumed: samples of the epoch already trained on.
+        epochs: epochs of the run; None if its length is in steps. num_samples: of the epoch. consumed: trained samples
+        of it.
         """
         self._segment_started = time.monotonic()
         self._segment_samples = 0
@@ -87,28 +88,28 @@ class RunLog:
         self._console.open_bar(which, num_samples, consumed)
 
     def advance(self, num_samples: int) -> None:
-        """Advances the progress bar by a step."""
+        """Advances the progress bar by the samples of a step."""
         self._segment_samples += num_samples
         assert self._console.bar is not None
         self._console.bar.bar.update(num_samples)
 
     def step(self, step: int, position: Position, metrics: Mapping[str, float]) -> None:
-        """Logs every `--log-interval` steps. metrics: the loss first, then the learning rate."""
+        """Logs the metrics of a step. metrics: the first is the loss, the second the learning rate."""
         rate = self._segment_samples / max(time.monotonic() - self._segment_started, 1e-9)
         values = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         line = f"epoch {position.epoch + 1}  step {step}  {values}  {rate:.0f} samples/s"
         self._log(Record("step", step, position, metrics, line))
 
     def end_training(self) -> None:
-        """Pauses or ends training; an evaluation may follow."""
+        """Closes the progress bar and stops the timer of training, before an evaluation or at the end."""
         self._training_seconds = time.monotonic() - self._segment_started
         self._console.close_bar()
 
     def report(self, step: int, position: Position, epochs_done: float, metrics: Mapping[str, float]) -> None:
-        """Logs a report after an epoch or a validation.
+        """Logs a report after an epoch or an evaluation.
 
-        metrics: since the last report. position: at the end of an epoch, the start of the next. epochs_done: position
-        in epochs.
+        metrics: metrics since the last report. position: after an epoch, the start of the next epoch. epochs_done: the
+        position in epochs.
         """
         speed = {
             "samples_per_second": self._segment_samples / max(self._training_seconds, 1e-9),
@@ -123,7 +124,7 @@ class RunLog:
         self._log(Record("epoch" if position.at_epoch_start else "evaluation", step, position, values, text))
 
     def result(self, step: int, how: str, metrics: Mapping[str, float]) -> None:
-        """Logs the final scores. how: such as "with the best weights"."""
+        """Logs the final scores. how: the weights that were scored, such as "with the best weights"."""
         headline = of_headline(metrics, self._headline)
         num_more = len(metrics) - len(headline)
         line = f"Finished, {how}: {scores_text(headline) or 'nothing to score'}"
@@ -131,7 +132,7 @@ class RunLog:
         self._log(Record("result", step, None, metrics, line))
 
     def pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
-        """Logs images by name. Raises TypeError for an invalid shape or type."""
+        """Logs images by name. Raises TypeError unless each is (height, width, 3) uint8."""
         for picture in pictures.values():
             if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
                 raise TypeError(f"a picture must be (height, width, 3) uint8, not {picture.shape} {picture.dtype}")
@@ -139,11 +140,11 @@ class RunLog:
             logger.pictures(step, pictures)
 
     def flush(self) -> None:
-        """Hands everything to the operating system, so that a kill loses nothing logged before."""
+        """Writes buffered events to the operating system, so that they are not lost if the process is killed."""
         self._directory.flush()
 
     def close(self) -> None:
-        """Ends all loggers, whatever one of them raises; user loggers get some seconds."""
+        """Ends all loggers, even if one of them raises; the user's loggers have END_WITHIN_S seconds."""
         with ExitStack() as afterwards:
             for logger in reversed(self._built_in):
                 afterwards.callback(logger.end, self.state)
@@ -157,7 +158,7 @@ class RunLog:
         self._tell_notes()
 
     def _tell_notes(self) -> None:
-        """Reports notes about user loggers."""
+        """Logs the notes of the user's loggers."""
         for own in self._own:
             for note in own.take_notes():
                 self._say_of_own(note)
@@ -173,13 +174,13 @@ def scores_text(metrics: Mapping[str, float]) -> str:
 
 
 class ConsoleLogger(Logger):
-    """Prints lines and a progress bar; `open_bar` and `close_bar` enclose the steps between reports."""
+    """Logger that prints lines and a progress bar; `open_bar` and `close_bar` enclose the steps between reports."""
 
     def __init__(self) -> None:
         self.bar: ProgressBar | None = None
 
     def open_bar(self, description: str, num_samples: int, consumed: int) -> None:
-        """Opens a bar over the epoch's samples. consumed: already trained on."""
+        """Opens a progress bar over the samples of an epoch. consumed: samples that are already trained on."""
         self.bar = ProgressBar(num_samples, consumed, "samples", description)
 
     def close_bar(self) -> None:

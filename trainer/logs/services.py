@@ -1,6 +1,6 @@
-"""Loggers for Weights & Biases and MLflow: `--logger wandb` and `--logger mlflow`.
+"""Loggers of `--logger wandb` (Weights & Biases) and `--logger mlflow` (MLflow).
 
-A resumed run continues there under the same id.
+A resumed run keeps its id in both services.
 """
 
 import os
@@ -16,7 +16,7 @@ PROJECT = "lockstep"
 
 
 class WandB(Logger):
-    """Configured by wandb's own variables, such as WANDB_MODE=offline; the project is WANDB_PROJECT, or lockstep."""
+    """Logs to Weights & Biases; configured by wandb's environment variables. WANDB_PROJECT is by default lockstep."""
 
     def __init__(self) -> None:
         self._wandb = _package("wandb")
@@ -36,7 +36,7 @@ class WandB(Logger):
 
 
 class MLflow(Logger):
-    """Configured by mlflow's own variables, such as MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME."""
+    """Logs to MLflow; configured by environment variables such as MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME."""
 
     def __init__(self) -> None:
         self._mlflow = _package("mlflow")
@@ -50,7 +50,7 @@ class MLflow(Logger):
             self._mlflow.log_params(dict(run.config))
 
     def metrics(self, record: Record) -> None:
-        # MLflow forbids @ in names, as in ndcg@10
+        # MLflow forbids "@" in names of metrics, such as ndcg@10
         values = {name.replace("@", "_at_"): value for name, value in record.values.items()}
         self._mlflow.log_metrics(values, record.step)
 
@@ -59,7 +59,7 @@ class MLflow(Logger):
 
 
 def _package(name: str) -> Any:
-    """Raises UserError if the package is not installed or cannot be imported."""
+    """Imports a package. Raises UserError if the import fails."""
     try:
         return import_module(name)
     except ImportError as error:

@@ -1,8 +1,9 @@
-"""Finds the largest batch that fits on this device, and the fastest one.
+"""Finds the largest batch size that fits on this device, and the fastest batch size.
 
-Doubles the size until memory is full (or --max-batch-size, or all training samples), then bisects to one part in 16.
-Each size trains with the trainer's own loop; --save-dir is not used. On the CPU only --max-batch-size limits the
-search. The fastest size is not the best to train with: --scale-lr says what a larger one changes.
+Doubles the batch size until it does not fit in memory (or reaches --max-batch-size or all training samples), then
+bisects until the result is within 1/16. Each size trains with the trainer's own loop; --save-dir is not used. On the
+CPU only --max-batch-size limits the search. The fastest batch size may not train best: a larger one usually needs
+another learning rate (see --scale-lr).
 
 examples:
   python profiler.py batch-size                                    the default task on its built-in data
@@ -24,7 +25,7 @@ from trainer.profiling.report import save_results, table
 from trainer.task import Task
 
 FINEST = 16
-"""Relative resolution of the search: one part in this many."""
+"""The search ends when the smallest size that does not fit exceeds the largest that fits by at most 1 / FINEST."""
 
 
 @dataclass
@@ -43,7 +44,7 @@ class BatchSizeFlags(MeasuringFlags):
 
 
 def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
-    """Returns problems with training flags. argv: tells a given --batch-size from the default."""
+    """Returns problems with flags of training. argv: shows whether --batch-size was given."""
     found, advice = [], "leave it out; batch-size varies the batch"
     if flags.batch.global_batch_size is not None:
         found.append(f"--global-batch-size {flags.batch.global_batch_size}: {advice}")
@@ -55,7 +56,7 @@ def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
 
 
 def profile_batch_sizes(flags: Flags, argv: Sequence[str], strategy: Strategy) -> None:
-    """Runs the command. Raises UserError."""
+    """Runs the command `batch-size`. Raises UserError."""
     tool: BatchSizeFlags = flags.tool
     set_up_torch(flags, strategy.group)
     task = build_task(flags)
@@ -95,9 +96,9 @@ def profile_batch_sizes(flags: Flags, argv: Sequence[str], strategy: Strategy) -
 
 
 def search(fits: Callable[[int], bool], smallest: int, most: int) -> tuple[int | None, bool]:
-    """Finds the largest size that fits, or None, to one part in FINEST; also returns whether any size does not fit.
+    """Returns the largest size that fits (None if none does), and whether a larger size does not fit.
 
-    smallest: the first size, at most `most`; doubled up to `most`, which is tried too.
+    fits: tries a size. smallest: the first size to try, at most `most`. most: the largest size to try.
     """
     size, good = smallest, None
     while fits(size):
@@ -116,20 +117,20 @@ def search(fits: Callable[[int], bool], smallest: int, most: int) -> tuple[int |
 
 
 def of_size(flags: Flags, argv: Sequence[str], strategy: Strategy, task: Task, size: int) -> dict[str, float] | None:
-    """Measures `samples_per_second`, `step_ms_median` and `peak_memory_mib` of a batch size; None if it does not fit.
+    """Measures `samples_per_second`, `step_ms_median` and `peak_memory_mib` of a batch size; None if out of memory.
 
     Frees all device memory afterwards.
     """
     found = _measured(flags, argv, strategy, task, size)
-    free_memory()  # a run contains reference cycles
+    free_memory()  # reference cycles keep a run's memory
     return found
 
 
 def _measured(flags: Flags, argv: Sequence[str], strategy: Strategy, task: Task, size: int) -> dict[str, float] | None:
     flags = replace(flags, batch=replace(flags.batch, batch_size=size))
     with opened(flags, argv, strategy, task, quiet=True) as run:
-        # a GPU tells before the first step
-        memory = run.memory  # a limit is set if the requested size did not fit
+        # on a GPU, opening the run tries the batch size
+        memory = run.memory  # memory.limit is set if the requested batch size did not fit
         counts = flags.tool.steps, flags.tool.settling_steps
         found = MeasuredRun(run).measure(*counts) if memory.limit.batch_size is None else None
         if found is None or memory.limit.batch_size is not None:

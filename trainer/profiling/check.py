@@ -1,9 +1,9 @@
 """Checks this machine for training: GPUs, communication between processes, disk, data loading.
 
-Starts processes as training would, and verifies and times an all-reduce between them; then checks versions, GPUs and
-copies between them, the disk of --save-dir, shared memory, limits and data-loading workers. Every line says OK, warning
-(with advice) or BROKEN; the exit status is 0 unless something is broken. Under torchrun each machine checks itself, and
-all of them exchange data.
+Starts processes as training does, and verifies and times an all-reduce between them. Then checks versions, GPUs, copies
+between GPUs, the disk of --save-dir, shared memory, the limit on open files, and data-loading workers. Every line says
+OK, warning (with advice) or BROKEN; the exit status is 0 if no line says BROKEN. Under torchrun each machine checks
+itself, and all machines take part in the all-reduce.
 
 examples:
   python profiler.py check
@@ -64,27 +64,27 @@ class CheckFlags(FlagGroup):
         return [*DeviceFlags(self.device).problems(), *self.multi().problems()]
 
     def multi(self) -> MultiDeviceFlags:
-        """Converts to training flags."""
+        """Returns the multi-device flags of training with these values."""
         return MultiDeviceFlags(forms.USUAL, self.gpu_ids, self.nproc, self.backend, self.dist_timeout_s)
 
 
 def check(tool: CheckFlags, environment: RankEnvironment | None) -> int:
-    """Runs the command; returns the exit status. Raises OSError if results cannot be written.
+    """Runs the command `check`; returns the exit status. Raises OSError if results cannot be written.
 
-    environment: this process's rank under torchrun; None starts processes here.
+    environment: rank environment of this process under torchrun; None: start processes here.
     """
     gpus = usable_gpus(tool.device, tool.gpu_ids)
     speaks_for_host = environment is None or environment.local_rank in (0, None)
     if speaks_for_host:
         print(f"{socket.gethostname()}, {platform.system()}, Python {platform.python_version()}", flush=True)
-    # first, while all processes are in step, so that a machine's own tests do not delay the network's
+    # communication comes first, so that a machine's own tests do not delay it
     job = partial(_exchange, tool.multi(), DeviceFlags(tool.device))
     num_wanted = num_processes(tool.multi(), tool.device) if tool.nproc or gpus else PROCESSES_ON_CPU
     status, found = run_job(job, num_wanted, environment)
     if status - 128 in STOP_SIGNALS:
         return status
     if not speaks_for_host:
-        # its host reports, and a launcher that sees a failure here would kill that process during its tests
+        # the machine's first process reports; after a failure here, a launcher would kill it during its tests
         return 0
     findings = [Finding(**found)] if found else []
     if status != 0 and (found or {}).get("level") != "BROKEN":
@@ -99,9 +99,9 @@ def check(tool: CheckFlags, environment: RankEnvironment | None) -> int:
 
 
 def _exchange(multi: MultiDeviceFlags, devices: DeviceFlags, result: Path, environment: RankEnvironment) -> int:
-    """Runs one of the communicating processes; rank 0 prints, and each host's first process stores the finding.
+    """Runs one of the communicating processes; rank 0 prints the finding, and each machine's first process stores it.
 
-    Any process that fails says why, since it is unknown which one can.
+    Every process that fails prints its error.
     """
 
     def work() -> int:
@@ -119,7 +119,7 @@ def _exchange(multi: MultiDeviceFlags, devices: DeviceFlags, result: Path, envir
 
 
 def of_exchange(strategy: Strategy) -> Finding:
-    """Verifies and times sums over all processes. All processes call it."""
+    """Verifies and times all-reduces over all processes. All processes call it."""
     world_size, devices = strategy.group.world_size, strategy.describe()
     if not sums_are_right(strategy.group):
         advice = "training here would be wrong; NCCL_P2P_DISABLE=1 may help, or --backend gloo"
@@ -135,7 +135,7 @@ def of_exchange(strategy: Strategy) -> Finding:
 
 
 def sums_are_right(group: Group) -> bool:
-    """Returns whether a sum of known numbers is exact on every process. All processes call it."""
+    """Returns whether an all-reduce of known numbers is exact on every process. All processes call it."""
     rank, world_size = group.rank, group.world_size
     numbers = torch.arange(10_000, dtype=torch.float32, device=group.device)
     expected = world_size * numbers + world_size * (world_size - 1) / 2

@@ -1,13 +1,13 @@
 """usage: profiler.py COMMAND [flags]
 
-Measures where time and memory of a training run go, and what this machine can do. Every command but check takes the
-flags of training (main_multi_gpu.py --help) and measures the trainer's own loop with them; none touches --save-dir.
+Measures the time and memory of training, and checks this machine. All commands except check take the flags of training
+(main_multi_gpu.py --help) and run the trainer's own loop; no command writes to --save-dir.
 
 {commands}
 
   python profiler.py COMMAND --help        its flags, and examples
 
-As a library, for any model: from profiler import PerformanceProfiler, compare_amp_performance
+In Python, for any model: from profiler import PerformanceProfiler, compare_amp_performance
 """
 
 import os
@@ -33,13 +33,13 @@ from trainer.registry import Registry, hand_in, workloads
 
 
 def main(argv: Sequence[str], environment: RankEnvironment | None = None, tasks: Registry | None = None) -> int:
-    """Runs one command line; returns the exit status.
+    """Runs one command line and returns the exit status.
 
-    environment: of a process started by `launch`; otherwise read from environment variables. tasks: the workloads of
-    `--task`; None keeps the current ones.
+    environment: rank environment of a process started by `launch`; None: read from environment variables. tasks:
+    workloads of `--task`; None keeps the current ones.
 
-    Exit status: 0: measured. 1: an unexpected failure, or `check` found something broken. 2: an error in the command
-    line or the data.
+    Exit status: 0: the measurement is complete. 1: an unexpected failure, or `check` found a defect. 2: an error in the
+    command line or the data.
     """
     if tasks is not None:
         hand_in(tasks)
@@ -57,22 +57,22 @@ def main(argv: Sequence[str], environment: RankEnvironment | None = None, tasks:
         command = COMMANDS[name]
         return command.run(command, argv, environment)
 
-    # A launcher's ranks share a console and have the same problem; ranks started by hand have a terminal each.
+    # Ranks under a launcher share a console and have the same problem; ranks started by hand may not share one.
     rank, _ = identified(environment, MultiDeviceFlags(forms.USUAL))
     return exit_status(work, reports=rank is None or rank.local_rank in (None, 0))
 
 
 def identified(rank: RankEnvironment | None, multi: MultiDeviceFlags) -> tuple[RankEnvironment | None, list[str]]:
-    """Returns this process's rank environment if it is one of several, and problems with it. rank: as for `main`."""
+    """Returns the rank environment of this process, None for a single process, and problems. rank: see `main`."""
     return read_rank_environment(os.environ, multi) if rank is None else (rank, [])
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the program.
+    """Command of profiler.py.
 
-    run: `on_devices`, `in_worlds` or `on_this_machine`, which define the arguments of `measure`. tool: its own flags.
-    text: for `--help`. problems: additional checks of its flags and command line.
+    run: `on_devices`, `in_worlds` or `on_this_machine`, which calls `measure`. tool: the command's own flags. text:
+    text for `--help`. problems: additional checks of flags and command line.
     """
 
     run: Callable[["Command", Sequence[str], RankEnvironment | None], int]
@@ -83,13 +83,13 @@ class Command:
 
     @property
     def about(self) -> tuple[str, str]:
-        """The description, whose first line is a summary, and the examples."""
+        """Description, whose first line is a summary, and examples."""
         description, _, examples = (self.text or "").partition("\nexamples:")
         return description, f"examples:{examples}"
 
 
 def on_devices(command: Command, argv: Sequence[str], environment: RankEnvironment | None) -> int:
-    """Calls measure(flags, argv, strategy) on the devices of the flags, in one or several processes."""
+    """Calls measure(flags, argv, strategy) on the devices that flags choose, in one or several processes."""
     flags, problems = parse(argv[1:], names_several_devices(argv), command.tool, command.about, command=argv[0])
     if flags.multi is not None:
         environment, contradictions = identified(environment, flags.multi)
@@ -105,7 +105,7 @@ def on_devices(command: Command, argv: Sequence[str], environment: RankEnvironme
 
 
 def in_worlds(command: Command, argv: Sequence[str], environment: RankEnvironment | None) -> int:
-    """Calls measure(flags, argv), which starts processes for each configuration to compare."""
+    """Calls measure(flags, argv), which starts processes for each number of devices."""
     flags, problems = parse([*argv[1:], *FOR_SEVERAL_DEVICES], True, command.tool, command.about, command=argv[0])
     if one_process_problems(os.environ):
         problems.append(f"{argv[0]}: starts its processes by itself; run it without the launcher")
@@ -118,7 +118,7 @@ def in_worlds(command: Command, argv: Sequence[str], environment: RankEnvironmen
 
 
 def on_this_machine(command: Command, argv: Sequence[str], environment: RankEnvironment | None) -> int:
-    """Calls measure(flags, environment), without a task or training flags; returns its exit status."""
+    """Calls measure(flags, environment) without a task or flags of training; returns its exit status."""
     (tool,), problems = parse_flags([command.tool], argv[1:], *command.about, command=argv[0])
     environment, contradictions = identified(environment, tool.multi())
     is_main = environment is None or environment.rank == 0
@@ -127,7 +127,7 @@ def on_this_machine(command: Command, argv: Sequence[str], environment: RankEnvi
 
 
 def not_measured(flags: Flags) -> list[str]:
-    """Returns problems with training flags that do anything but start a run."""
+    """Returns problems with flags that request anything other than training a new run."""
     given = {
         "--eval-only": flags.checkpoint.eval_only,
         "--resume-from": flags.checkpoint.resume_from,

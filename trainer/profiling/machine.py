@@ -1,4 +1,4 @@
-"""Checks of this machine: versions, GPUs, disk, shared memory, data loading."""
+"""Checks this machine: versions, GPUs, disk, shared memory, data loading."""
 
 import os
 import resource
@@ -29,7 +29,7 @@ NUM_BATCHES, BATCH_SIZE, SAMPLE_FLOATS = 200, 32, 1152
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of output. advice: what to do, unless all is well."""
+    """Result of a check, printed as a line. advice: instruction for the user; "" if all is well."""
 
     level: Literal["OK", "warning", "BROKEN"]
     subject: str
@@ -42,15 +42,15 @@ class Finding:
 
 
 class Broken(RuntimeError):
-    """Raised by a test that completes with a wrong result. The message is for the user."""
+    """Raised by a test with a wrong result; the message is for the user."""
 
 
 Tested = tuple[str, str]
-"""A test's finding, and a warning or ""."""
+"""Result of a test as text, and a warning or ""."""
 
 
 def tested(subject: str, advice: str, test: Callable[..., Tested], *args: Any) -> Finding:
-    """Runs a test. advice: shown if it fails with Broken, RuntimeError or OSError."""
+    """Runs a test. advice: shown if the test raises Broken, RuntimeError or OSError."""
     try:
         text, warning = test(*args)
     except (RuntimeError, OSError) as error:
@@ -59,9 +59,9 @@ def tested(subject: str, advice: str, test: Callable[..., Tested], *args: Any) -
 
 
 def of_this_machine(save_dir: Path, gpus: Sequence[int]) -> Iterator[Finding]:
-    """Yields findings that need no other processes. gpus: to be used; empty for the CPU."""
+    """Yields findings that need no other process. gpus: indices of the GPUs to check; empty for the CPU."""
     yield tested("versions", "install a build of torch with gloo: ddp needs it", versions)
-    for num_workers in (0, 2):  # before a GPU is used, after which processes cannot be forked
+    for num_workers in (0, 2):  # before CUDA is initialised, after which processes must not be forked
         advice = "train with --num-workers 0; is there shared memory?"
         yield tested(f"loader, {num_workers} workers", advice, loader, num_workers)
     if not gpus and torch.version.cuda and not torch.cuda.is_available():
@@ -92,7 +92,7 @@ def versions() -> Tested:
 
 
 def gpu(i: int) -> Tested:
-    """Reports a GPU's name, memory and capability, and tests a computation."""
+    """Reports the name, memory and compute capability of GPU i, and tests a matrix product."""
     properties = torch.cuda.get_device_properties(i)
     free, total = torch.cuda.mem_get_info(i)
     has_bf16 = (properties.major, properties.minor) >= (8, 0)
@@ -107,10 +107,10 @@ def gpu(i: int) -> Tested:
 
 
 def peer_to_peer(i: int, j: int) -> Tested:
-    """Times and verifies a copy between two GPUs."""
+    """Times and verifies a copy from GPU i to GPU j."""
     source = torch.ones(COPY_BYTES // 4, device=f"cuda:{i}")
     target = torch.zeros(COPY_BYTES // 4, device=f"cuda:{j}")
-    timer = Timer(source.device, warm_up=1)  # sets up peer access
+    timer = Timer(source.device, warm_up=1)  # the first copy sets up peer access
     for _ in range(2):
         with timer("copy"):
             target.copy_(source)
@@ -123,7 +123,7 @@ def peer_to_peer(i: int, j: int) -> Tested:
 
 
 def disk(save_dir: Path) -> Tested:
-    """Writes and flushes a file in the checkpoint folder, or its nearest existing parent."""
+    """Times writing and flushing a file in `save_dir` or its nearest existing parent folder."""
     folder = next(path for path in (save_dir.absolute(), *save_dir.absolute().parents) if path.is_dir())
     content = os.urandom(DISK_BYTES)
     try:
@@ -143,7 +143,7 @@ def disk(save_dir: Path) -> Tested:
 
 
 def shared_memory(path: Path = Path("/dev/shm")) -> Tested:
-    """Reports free shared memory, used by data-loading workers and NCCL."""
+    """Reports free shared memory, which DataLoader workers and NCCL use."""
     if not path.is_dir():
         return f"{path} does not exist on this system", ""
     free = shutil.disk_usage(path).free / GIB
@@ -152,7 +152,7 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Tested:
 
 
 def open_files() -> Tested:
-    """Reports the limit on open files, of which each batch in flight from a worker takes one."""
+    """Reports the limit on open files; each prefetched batch of a worker needs one."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 0:
         return "no limit", ""
@@ -160,7 +160,7 @@ def open_files() -> Tested:
 
 
 class _Numbers:
-    """Samples of the size of a window of nine signals."""
+    """Data set of samples with SAMPLE_FLOATS numbers."""
 
     def __len__(self) -> int:
         return BATCH_SIZE
@@ -174,7 +174,7 @@ def _as_batch(values: np.ndarray, keys: SampleKeys) -> dict[str, torch.Tensor]:
 
 
 def loader(num_workers: int) -> Tested:
-    """Times and verifies batches of 144 KiB from this process or from workers."""
+    """Times and verifies batches of 144 KiB that this process or workers build."""
     batches = BatchLoader(_Numbers(), _as_batch, Workers(num_workers))
     keys = SampleKeys(np.arange(BATCH_SIZE), epoch=0)
     try:

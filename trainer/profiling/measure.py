@@ -1,4 +1,4 @@
-"""Measures some steps of a real run: step time by phase, throughput, memory."""
+"""Measures steps of a real run: step time by phase, throughput and memory."""
 
 import os
 import tempfile
@@ -29,7 +29,7 @@ from trainer.profiling.phase_clock import BACKWARD, COMMUNICATION, PHASES, Phase
 from trainer.task import Task
 
 NUM_TURNS = 5
-"""Alternations of step blocks with and without gradient exchange, to measure its cost."""
+"""Number of measurements each of steps with and without gradient all-reduce, in turn."""
 
 
 @dataclass
@@ -45,9 +45,9 @@ class MeasuringFlags(FlagGroup):
 def opened(
     flags: Flags, argv: Sequence[str], strategy: Strategy, task: Task | None = None, quiet: bool = False
 ) -> Iterator[Run]:
-    """Opens a new run with its log in a temporary folder. Raises UserError.
+    """Context manager that opens a new run in a temporary folder. Raises UserError.
 
-    task: with its data loaded. quiet: suppress the run's first lines.
+    task: task with its data loaded; None: built here. quiet: do not print the run's first lines.
     """
     if task is None:
         set_up_torch(flags, strategy.group)
@@ -75,21 +75,21 @@ def opened(
 
 
 def with_at_most(order: SampleOrder, most: int) -> SampleOrder:
-    """Limits an order to `most` samples per epoch."""
+    """Limits a sample order to at most `most` samples per epoch."""
     return replace(order, size=min(order.size, most))
 
 
 @dataclass
 class MeasuredRun:
-    """A run to be measured, not kept. All processes call each method."""
+    """Run that is measured and not saved. All processes call each method."""
 
     run: Run
 
     def train(self, num_steps: int) -> int:
-        """Trains for `num_steps` optimizer steps; returns the samples of all processes.
+        """Trains for `num_steps` optimizer steps; returns the number of samples over all processes.
 
-        Uses the real loop over shortened epochs. With several phases each gets that many steps, so that all are
-        measured. Raises UserError if training diverges.
+        Uses the real training loop with shortened epochs. Each of several phases trains for `num_steps` steps. Raises
+        UserError if training diverges.
         """
         run = self.run
         whole = run.plan
@@ -106,14 +106,14 @@ class MeasuredRun:
         return num_samples
 
     def measure(self, num_steps: int, num_settling_steps: int) -> dict[str, Any]:
-        """Trains settling steps, which do not count, then measured steps.
+        """Trains for `num_settling_steps` steps, then measures `num_steps` steps.
 
         Returns the measured `steps`; `step_ms_mean`, `step_ms_median`, `step_ms_p10`, `step_ms_p90`;
         `samples_per_second` over all processes; `phases` (for each of PHASES `ms_mean`, `ms_median`, `ms_p10`,
         `ms_p90`, `percent`); `world_size`, `num_devices`; `global_batch_size` of a full step, smaller than
         `requested_global_batch_size` if training samples run out; `samples_per_step` on average, since an epoch's last
         step may be short; and for each process under `ranks` its `step_ms_mean`, `peak_memory_mib` and
-        `phases_ms_mean`. Top-level times are rank 0's.
+        `phases_ms_mean`. Times outside `ranks` are of rank 0.
         """
         strategy, group, split = self.run.strategy, self.run.group, self.run.memory.splits[0]
         self.train(num_settling_steps)
@@ -142,17 +142,17 @@ class MeasuredRun:
         }
 
     def timed(self, num_steps: int) -> tuple[np.ndarray, int]:
-        """Returns (steps, PHASES) milliseconds, and the samples of all processes."""
+        """Measures steps; returns milliseconds (steps, PHASES), and the number of samples over all processes."""
         with self.watched() as clock:
             num_samples = self.train(num_steps)
             return clock.stop(), num_samples
 
     def exposed_share(self, num_steps: int) -> float:
-        """Returns the share of the backward spent waiting for the overlapped gradient exchange at its end.
+        """Returns the share of the backward pass that waits for the overlapped gradient all-reduce at its end.
 
-        Measured as the extra time over a backward without exchange, in alternating blocks of steps. Without it
-        processes have their own gradients and moments, so the learning rate is 0 to keep weights equal, as computations
-        between epochs require.
+        Measured as the extra time compared with a backward pass without all-reduce, in alternating groups of steps.
+        Without all-reduce, gradients differ between processes, so the learning rate is set to 0 to keep their weights
+        equal.
         """
         run, size = self.run, max(1, num_steps // NUM_TURNS)
         sync = run.strategy.gradient_sync
@@ -170,9 +170,9 @@ class MeasuredRun:
         return max(0.0, 1 - alone_ms / together_ms)
 
     def trace(self, num_steps: int, folder: Path) -> Path:
-        """Trains a few steps under torch.profiler; returns the file that this process wrote. Raises OSError.
+        """Trains for `num_steps` steps under torch.profiler; returns the path of this process's trace. Raises OSError.
 
-        The loop's phases are named spans in it.
+        The trace contains the loop's phases as named spans.
         """
         with self.watched(spans=True) as clock, torch.profiler.profile() as profile:
             self.train(num_steps)
@@ -183,18 +183,18 @@ class MeasuredRun:
         return path
 
     def watched(self, spans: bool = False) -> AbstractContextManager[PhaseClock]:
-        """Returns a clock of the steps trained within it; see `PhaseClock`."""
+        """Returns a context manager that yields a `PhaseClock` of the steps within the context."""
         return watched(self.run.strategy, self.run.learner, self.run.log, spans)
 
 
 def measure_run(flags: Flags, argv: Sequence[str], strategy: Strategy) -> dict[str, Any]:
-    """Runs `MeasuredRun.measure` for a command line, with the steps of its `MeasuringFlags`."""
+    """Opens a run and returns the results of `MeasuredRun.measure` for the steps of `MeasuringFlags`."""
     with opened(flags, argv, strategy, quiet=True) as run:
         return MeasuredRun(run).measure(flags.tool.steps, flags.tool.settling_steps)
 
 
 def of_every_rank(group: Group, step_ms: float, means: np.ndarray) -> list[dict[str, Any]]:
-    """Gathers each process's part of `MeasuredRun.measure`. means: this one's milliseconds by phase."""
+    """Gathers the entry `ranks` of `MeasuredRun.measure`. means: milliseconds of this process by phase."""
     rank, world_size = group.rank, group.world_size
     table = torch.zeros(world_size, 2 + len(PHASES), dtype=torch.float64)
     table[rank] = torch.tensor([step_ms, peak_memory_mib(*group.devices), *means])

@@ -1,4 +1,4 @@
-"""Meters for device time, memory, and collectives."""
+"""Measures device time, memory and collectives."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,13 @@ WARM_UP = 3
 
 
 def spread(name: str, values_ms: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """Returns median, 10th and 90th percentile of durations: `{name}ms_median`, `{name}ms_p10`, `{name}ms_p90`."""
+    """Returns median and percentiles of durations: `{name}ms_median`, `{name}ms_p10`, `{name}ms_p90`."""
     p10, p50, p90 = np.quantile(values_ms, [0.1, 0.5, 0.9]).tolist()
     return {f"{name}ms_median": p50, f"{name}ms_p10": p10, f"{name}ms_p90": p90}
 
 
 class Timer:
-    """Collects durations by name: `with timer("forward"): ...`. warm_up: first durations of each name to ignore."""
+    """Collects durations by name: `with timer("forward"): ...`. warm_up: durations of each name to drop at first."""
 
     def __init__(self, device: torch.device, warm_up: int = 0) -> None:
         self._queue, self._warm_up = queue_of(device), warm_up
@@ -41,13 +41,13 @@ class Timer:
         return [1e3 * self._queue.seconds(*span) for span in self._spans[name][self._warm_up :]]
 
     def results(self) -> dict[str, dict[str, float]]:
-        """Returns, by name: `ms_median`, `ms_p10`, `ms_p90`, `ms_total` and `count`."""
+        """Returns `ms_median`, `ms_p10`, `ms_p90`, `ms_total` and `count` for each name."""
         durations = {name: self.milliseconds(name) for name in self._spans}
         return {name: {**spread("", ms), "ms_total": sum(ms), "count": len(ms)} for name, ms in durations.items()}
 
 
 def forget_peak(*devices: torch.device) -> None:
-    """Resets the peak of `peak_memory_mib` to the memory in use."""
+    """Resets the peak that `peak_memory_mib` returns to the memory in use now."""
     gpus = [device for device in devices if device.type == "cuda"]
     for gpu in gpus:
         torch.cuda.reset_peak_memory_stats(gpu)
@@ -58,9 +58,9 @@ def forget_peak(*devices: torch.device) -> None:
 
 
 def peak_memory_mib(*devices: torch.device) -> float:
-    """Returns the peak tensor memory of the fullest GPU, or of the whole process without a GPU.
+    """Returns the peak tensor memory in MiB of the fullest GPU; without a GPU, the peak memory of this process.
 
-    NaN where the system does not tell, as off Linux.
+    NaN if the system provides no figure, as on systems other than Linux.
     """
     gpus = [device for device in devices if device.type == "cuda"]
     if gpus:
@@ -72,7 +72,7 @@ def peak_memory_mib(*devices: torch.device) -> float:
 
 
 def small_and_large_sum_s(group: Group) -> list[float]:
-    """Returns the median seconds of a sum over processes of 4 bytes, and of 64 MiB. All processes call it."""
+    """Returns the median seconds of an all-reduce of 4 bytes, and of 64 MiB. All processes call it."""
     found = []
     for num_bytes, repeats in ((4, 100), (LARGE_BYTES, 5)):
         values = torch.zeros(num_bytes // 4, device=group.device)

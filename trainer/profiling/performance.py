@@ -1,4 +1,4 @@
-"""Library to profile any model's time and memory. See `PerformanceProfiler`."""
+"""Profiles the time and memory of any model; see `PerformanceProfiler`."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,28 +19,29 @@ from trainer.profiling.meters import MIB, Timer, forget_peak, peak_memory_mib, s
 from trainer.profiling.report import require_writable, write_json
 
 MOST_BATCHES = 8
-"""Limit on the loader's batches, kept on the device and used in turn."""
+"""Largest number of batches that are read from the loader, kept on the device and used in turn."""
 
 Results = dict[str, Any]
 LossFunction = Callable[[Any, Any], Tensor]
-"""(output, targets) -> loss."""
+"""Function of a model's output and targets that returns the loss."""
 
 
 @dataclass(eq=False)
 class PerformanceProfiler:
-    """Measures a model on batches of a loader.
+    """Measures a model's time and memory on batches of a loader.
 
         profiler = PerformanceProfiler(model, loader, "cuda", loss=nn.functional.cross_entropy)
         print(profiler.profile_forward_pass()["forward_ms_median"])
         profiler.run_full_profile("profile.json")
 
-    loader: any iterable of batches; at most `MOST_BATCHES` are read. A batch is a tensor; or a mapping of tensors, for
-    which the model returns sums with "loss" among them; or (inputs, targets), with a function `loss(output, targets)`.
-    Samples are on dim 0. Without a loss, backward starts from the sum of the output. device: where to measure; default:
-    the model's. repeats: measurements of each kind, after `warm_up` uncounted ones.
+    loader: iterable of batches; at most `MOST_BATCHES` are read. A batch is a tensor; a mapping of tensors, for which
+    the model returns a mapping with "loss"; or (inputs, targets), with a function `loss(output, targets)`. Dim 0 is the
+    sample. Without a loss, the sum of the output is the loss. device: device to measure on; default: the model's.
+    repeats: number of measurements, after `warm_up` measurements that do not count.
 
-    Results are plain dictionaries with units in their keys: median, 10th and 90th percentile of times on the device (by
-    events on a GPU). Each call restores the model (device, modes, gradients, buffers) and the random generators.
+    Results are plain dictionaries with units in their keys. Times on the device have a median, a 10th and a 90th
+    percentile; on a GPU they are measured with CUDA events. Each call restores the model (device, modes, gradients,
+    buffers) and the random number generators.
     """
 
     model: nn.Module
@@ -53,14 +54,14 @@ class PerformanceProfiler:
     def __post_init__(self) -> None:
         if self.repeats < 1 or self.warm_up < 0:
             raise ValueError(f"repeats {self.repeats} must be at least 1, warm_up {self.warm_up} at least 0")
-        # a tensor resolves which GPU "cuda" is
+        # a tensor's device has an index, unlike "cuda"
         self._device = torch.empty(0, device=self.device or _device_of(self.model)).device
         self._batches: list[Any] = []
         self.timer = Timer(self._device)
-        """Collects durations: `with profiler.timer("augmentation"): ...`."""
+        """Timer for the user's own code: `with profiler.timer("augmentation"): ...`."""
 
     def profile_forward_pass(self) -> Results:
-        """Measures `forward_ms_*`, in train mode with gradients, and `inference_ms_*`, in eval mode without.
+        """Measures `forward_ms_*` in train mode with gradients, and `inference_ms_*` in eval mode without gradients.
 
         Also returns `samples_per_second`, `inference_samples_per_second` and `batch_size`.
         """
@@ -73,9 +74,9 @@ class PerformanceProfiler:
             return {**forward, **inference, "batch_size": _mean_size(batches)}
 
     def profile_backward_pass(self) -> Results:
-        """Measures `backward_ms_*` of the backward pass, and `forward_backward_ms_*` of both passes with the loss.
+        """Measures `backward_ms_*` of the backward pass, and `forward_backward_ms_*` of forward, loss and backward.
 
-        Also returns `samples_per_second` of both, `peak_memory_mib`, the first `loss`, and `batch_size`.
+        Also returns `samples_per_second` of these, `peak_memory_mib`, the first `loss`, and `batch_size`.
         """
         with self._measuring() as batches:
             return {**self._train(batches)["float32"], "batch_size": _mean_size(batches)}
@@ -83,8 +84,8 @@ class PerformanceProfiler:
     def profile_memory(self) -> Results:
         """Measures `parameters_mib`, `buffers_mib`, `gradients_mib`, `saved_for_backward_mib` and `peak_memory_mib`.
 
-        Saved for backward is what autograd stores for one batch, without weights. The peak of a forward and backward
-        counts tensors on a GPU, and the whole process elsewhere.
+        `saved_for_backward_mib` are tensors that autograd stores for one batch, without weights. `peak_memory_mib` is
+        the peak during forward and backward: of tensors on a GPU, of the whole process on the CPU.
         """
         with self._measuring() as batches:
             self.model.train()
@@ -111,10 +112,11 @@ class PerformanceProfiler:
             return {**found, "peak_memory_mib": peak_memory_mib(self._device), "batch_size": _num_samples(batches[0])}
 
     def benchmark_batch_sizes(self, sizes: Sequence[int]) -> Results:
-        """Measures forward and backward for other batch sizes, made of the first batch's samples.
+        """Measures forward and backward for several batch sizes; repeats or cuts the first batch.
 
-        `batch_sizes`: for each size `batch_size`, `fits`, and if so the results of `profile_backward_pass`.
-        `fastest_batch_size`: by samples per second; `largest_batch_size`: the largest that fits; None if none does.
+        Returns `batch_sizes` (for each size `batch_size`, `fits`, and if it fits the results of
+        `profile_backward_pass`), `fastest_batch_size`, by samples per second, and `largest_batch_size` that fits; None
+        if none fits.
         """
         if min(sizes) < 1:
             raise ValueError(f"sizes {list(sizes)}: must be numbers of samples, at least 1 each")
@@ -125,7 +127,7 @@ class PerformanceProfiler:
                     found = self._train([_resized(batches[0], size)])["float32"]
                 rows.append({"batch_size": size, "fits": True, **found})
             except RuntimeError as error:
-                # torch's CPU out-of-memory error has no type of its own, only the allocator's name
+                # torch's out-of-memory error on the CPU is a RuntimeError with the allocator's name
                 if not lacks_memory(error) and "DefaultCPUAllocator" not in str(error):
                     raise
                 rows.append({"batch_size": size, "fits": False})
@@ -146,15 +148,15 @@ class PerformanceProfiler:
         return found
 
     def run_full_profile(self, save_path: str | Path | None = None) -> Results:
-        """Runs all measurements except precisions, with batch sizes from a quarter to four times the loader's.
+        """Runs all measurements except `compare_precisions`; tries batch sizes from 1/4 to 4 times the loader's.
 
-        Writes JSON to `save_path`, creating missing folders. Raises OSError before measuring if that is impossible.
+        Writes JSON to `save_path`, creating missing folders; raises OSError before measuring if that is impossible.
         """
         if save_path is not None:
             require_writable(Path(save_path))
         with self._measuring() as batches:
             size = _num_samples(batches[0])
-        # at least two samples, for batch norm
+        # at least two samples, which batch norm needs
         sizes = sorted({max(int(part * size), min(size, 2)) for part in (1 / 4, 1 / 2, 1, 2, 4)})
         report = {
             "environment": {"device": str(self._device), "torch": str(torch.__version__), "repeats": self.repeats},
@@ -170,7 +172,7 @@ class PerformanceProfiler:
 
     @contextmanager
     def _measuring(self) -> Iterator[list[Any]]:
-        """Yields the batches on the device, with the model there until the end."""
+        """Moves the model to the device until the end of the context, and yields the batches on the device."""
         with _untouched(self.model, self._device):
             if not self._batches:
                 batches = islice(self.loader, MOST_BATCHES)
@@ -189,9 +191,8 @@ class PerformanceProfiler:
         return _speed(timer, batches, name, rate)
 
     def _train(self, batches: Sequence[Any], precisions: Sequence[str] = ("float32",)) -> Results:
-        """Measures forward and backward, alternating between precisions. Returns results by precision:
-
-        `forward_backward_ms_*`, `backward_ms_*`, `samples_per_second`, `peak_memory_mib`, and the first `loss`.
+        """Measures forward and backward in several precisions in turn. Returns by precision `forward_backward_ms_*`,
+        `backward_ms_*`, `samples_per_second`, `peak_memory_mib` and the first `loss`.
         """
         gpus = [self._device] if self._device.type == "cuda" else []
         timers = {name: Timer(self._device, self.warm_up) for name in precisions}
@@ -221,17 +222,17 @@ class PerformanceProfiler:
 
 
 def compare_amp_performance(model: nn.Module, loader: Iterable[Any], *args: Any, **options: Any) -> Results:
-    """Compares forward and backward in the model's own precision, under bf16 autocast and, on a GPU, fp16.
+    """Compares forward and backward in the model's own precision, under bf16 autocast and, on a GPU, fp16 autocast.
 
-    Alternates between precisions, so that changes of the machine's speed affect all. Returns by precision:
-    `forward_backward_ms_*`, `samples_per_second`, `peak_memory_mib`, and for autocast `speedup` over float32 and
-    `loss_relative_difference` on the first batch. Arguments are those of `PerformanceProfiler`; the model is restored.
+    Measures the precisions in turn, so that changes of the machine's speed affect all of them. Returns by precision
+    `forward_backward_ms_*`, `samples_per_second` and `peak_memory_mib`, and for autocast `speedup` over "float32" and
+    `loss_relative_difference` on the first batch. Takes the arguments of `PerformanceProfiler`.
     """
     return PerformanceProfiler(model, loader, *args, **options).compare_precisions()
 
 
 def _speed(timer: Timer, batches: Sequence[Any], name: str, rate: str) -> Results:
-    """Returns `{name}_ms_*`, and the median's samples per second under the key `rate`."""
+    """Returns `{name}_ms_*`, and under the key `rate` the samples per second of the median duration."""
     durations = spread(f"{name}_", timer.milliseconds(name))
     return {**durations, rate: 1e3 * _mean_size(batches) / durations[f"{name}_ms_median"]}
 
@@ -248,7 +249,7 @@ def _mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _num_samples(batch: Any) -> int:
-    """Returns the size of dim 0 of a batch's first tensor. Raises TypeError if there is none."""
+    """Returns the size of dim 0 of a batch's first tensor. Raises TypeError for a batch without tensors."""
     if isinstance(batch, Mapping | list | tuple) and batch:
         return _num_samples(next(iter(batch.values() if isinstance(batch, Mapping) else batch)))
     if not isinstance(batch, Tensor):
@@ -272,14 +273,14 @@ def _resized(batch: Any, size: int) -> Any:
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
-    """Calls the model on a batch; a sequence's last part holds the targets, and is not passed."""
+    """Calls the model on a batch; the last part of a sequence is the targets, which the model does not get."""
     return model(*batch[: max(1, len(batch) - 1)]) if isinstance(batch, list | tuple) else model(batch)
 
 
 def _training_loss(model: nn.Module, batch: Any, loss: LossFunction | None) -> Tensor:
-    """Returns a scalar for backward: loss(output, targets), the output's "loss", or its sum.
+    """Returns a scalar for the backward pass: loss(output, targets), the output's "loss", or the output's sum.
 
-    Raises ValueError if the model has nothing to train, TypeError if the output has no such scalar.
+    Raises ValueError if no parameter requires gradients, TypeError if the output contains no such scalar.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"the {type(model).__name__} has no parameter to train, so there is no backward pass")
@@ -300,7 +301,7 @@ def _training_loss(model: nn.Module, batch: Any, loss: LossFunction | None) -> T
 
 @contextmanager
 def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Moves the model to the device without gradients; restores model and generators afterwards."""
+    """Moves the model without its gradients to the device; restores model and random number generators at the end."""
     home = _device_of(model)
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(p, p.grad) for p in model.parameters()]

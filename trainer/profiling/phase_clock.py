@@ -1,4 +1,4 @@
-"""Measures how the training loop's time divides into phases, observing the activities that it enters."""
+"""Measures the time of the training loop's phases by observing the activities that the loop enters."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +19,7 @@ from trainer.parallel.strategy import Strategy
 DATA, COPY, FORWARD, BACKWARD = "waiting for data", "copy", "forward", "backward"
 COMMUNICATION, OPTIMIZER, SAVING, REST = "communication", "optimizer", "saving", "logging and the rest"
 PHASES = (DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, SAVING, REST)
-"""Phases in the order of a step."""
+"""Phases of a step, in order."""
 
 _PHASE_OF = {
     "data loading": DATA,
@@ -30,13 +30,13 @@ _PHASE_OF = {
     "waiting for rank 0": COMMUNICATION,
     "saving": SAVING,
 }
-"""Maps the loop's activities to phases; others count as the rest."""
+"""Maps activities of the loop to phases; all other activities belong to the phase REST."""
 
 
 class PhaseClock:
-    """Records the time of each phase change; the time between two changes belongs to the first.
+    """Records the start of each phase; a phase lasts until the next one starts.
 
-    spans: also name the phases in a torch.profiler trace.
+    spans: also mark the phases in a torch.profiler trace.
     """
 
     def __init__(self, device: torch.device, activity: CurrentActivity, spans: bool = False) -> None:
@@ -54,17 +54,18 @@ class PhaseClock:
             self._span.enter_context(torch.profiler.record_function(phase))
 
     def around(self, within: str, after: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a function within one phase, then starts another."""
+        """Starts the phase `within`, calls a function, then starts the phase `after`; returns the function's result."""
         self.enter(within)
         result = function(*args, **kwargs)
         self.enter(after)
         return result
 
     def stop(self) -> np.ndarray:
-        """Returns (steps, PHASES) milliseconds since the clock's creation, which add up. Waits for the device.
+        """Returns the milliseconds of each step's phases since the clock's creation, (steps, PHASES). Waits for the
+        device.
 
-        A step lasts until the next one starts. Its data are fetched during the step before, but waiting for them counts
-        as its own.
+        A step lasts until the next step starts. The wait for a step's data, which are fetched during the previous step,
+        counts for the step itself.
         """
         self.enter(REST)
         self._span.close()
@@ -79,8 +80,8 @@ class PhaseClock:
 
 @contextmanager
 def watched(strategy: Strategy, learner: Learner, log: Log, spans: bool = False) -> Iterator[PhaseClock]:
-    """Attaches a clock to the loop's activities, and to calls it makes between them: the copy to the device, the
-    optimizer, started collectives, logging, and seeding before each micro-batch.
+    """Yields a clock of the loop's activities, and of calls within them: copies to the device, the optimizer,
+    collectives, logging, and seeding before each micro-batch.
     """
     group, activity = strategy.group, strategy.group.activity
     clock = PhaseClock(strategy.device, activity, spans)
@@ -105,7 +106,7 @@ def watched(strategy: Strategy, learner: Learner, log: Log, spans: bool = False)
 
 @contextmanager
 def replaced(owner: object, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Replaces a method of one object temporarily."""
+    """Replaces a method of one object until the end of the context."""
     setattr(owner, name, function)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Runs measurements in new processes, which return results, and maps errors to exit statuses."""
+"""Runs measurements in new processes, returns their results, and converts errors to exit statuses."""
 
 import json
 import signal
@@ -28,24 +28,24 @@ from trainer.parallel.strategy import Strategy
 from trainer.registry import Registry, hand_in, workloads
 
 PROCESSES_ON_CPU = 2
-"""Default, so that there is communication to measure."""
+"""Default number of processes on the CPU, enough to measure communication."""
 FOR_SEVERAL_DEVICES = ("--multi-gpu", forms.USUAL)
-"""Enables multi-device flags on a command line in any world."""
+"""Arguments that make a command line accept multi-device flags, also for a single device."""
 
 Measurement = Callable[[Flags, Sequence[str], Strategy], Any]
-"""Called by all processes of a world with its flags and command line; rank 0's plain values are the result."""
+"""Function of flags, command line and strategy that all processes call; rank 0's result must be plain values."""
 
 
 def exit_status(work: Callable[[], int], reports: bool = True) -> int:
-    """Runs some work; returns its exit status, or an error's status after reporting it.
+    """Runs `work` and returns its exit status; if it raises, returns the exit status of the error.
 
-    reports: this process prints a UserError. SIGTERM ends the work by SystemExit, so temporary folders are removed.
+    reports: whether this process prints a UserError. SIGTERM raises SystemExit, so that temporary folders are removed.
     """
     previous = signal.signal(signal.SIGTERM, leave_at_once)
     try:
         return work()
     except Failure as failure:
-        # only a run with checkpoints can resume with less memory
+        # without checkpoints, a restart with less memory per step is impossible
         return EXIT_FAILED if failure.status == EXIT_RESTART else failure.status
     except UserError as error:
         if reports:
@@ -58,7 +58,7 @@ def exit_status(work: Callable[[], int], reports: bool = True) -> int:
 
 
 def in_use(group: Group) -> AbstractContextManager[None]:
-    """Wraps a measurement, which cannot resume from a checkpoint; see `Group.in_use`."""
+    """Returns `Group.in_use` for a measurement, whose messages do not mention resuming."""
     group.diagnosis.has_checkpoints = False
     return group.in_use()
 
@@ -66,10 +66,10 @@ def in_use(group: Group) -> AbstractContextManager[None]:
 def run_job(
     job: Callable[[Path, RankEnvironment], int], world_size: int, environment: RankEnvironment | None = None
 ) -> tuple[int, Any]:
-    """Runs a job in new processes; returns the exit status and the result that one of them stored, or None.
+    """Runs a job in new processes; returns the exit status, and the result that a process stored or None.
 
-    job: picklable; may write its result as JSON to the given file. environment: this process's rank if it is one of
-    them already, and then runs the job itself.
+    job: picklable; may write its result as JSON to the given path. environment: rank environment of this process if a
+    launcher started it; the job then runs in this process.
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-measured-") as folder:
         result = Path(folder) / "result.json"
@@ -80,7 +80,7 @@ def run_job(
 
 @dataclass(frozen=True)
 class World:
-    """A placement of a run on devices. num_devices: 1 for "single"."""
+    """Strategy and number of devices of a run. mode: a value of `--multi-gpu`, or "single" for one device."""
 
     mode: Literal["single"] | forms.FormName
     num_devices: int = 1
@@ -90,9 +90,9 @@ class World:
 
 
 def measure_in(world: World, argv: Sequence[str], tool: type[FlagGroup], measurement: Measurement) -> Any:
-    """Runs a measurement in new processes. Raises Failure, already reported, if it does not complete.
+    """Runs a measurement in new processes and returns its result. Raises Failure if it does not complete.
 
-    argv: flags of training and of the tool. measurement: picklable.
+    argv: flags of training and of the tool. measurement: must be picklable.
     """
     job = partial(_measure_here, workloads(), world, list(argv), tool, measurement)
     status, result = run_job(job, world.num_devices if world.mode in forms.PER_PROCESS else 1)
@@ -125,7 +125,7 @@ def _measure_here(
 
 
 def placed(flags: Flags, world: World) -> Flags:
-    """Restricts flags to a world on the first of their devices."""
+    """Returns flags that choose a world's strategy, on the first of the GPUs that `flags` choose."""
     assert flags.multi is not None
     gpus = chosen_gpus(flags)[: world.num_devices]
     if world.mode == "single":
@@ -134,12 +134,12 @@ def placed(flags: Flags, world: World) -> Flags:
 
 
 def chosen_gpus(flags: Flags) -> tuple[int, ...]:
-    """Returns the GPUs available to multi-device flags; empty on the CPU."""
+    """Returns the GPUs that multi-device flags choose; () on the CPU."""
     assert flags.multi is not None
     return tuple(usable_gpus(flags.devices.device, flags.multi.gpu_ids))
 
 
 def warn_of_threads(flags: Flags) -> None:
-    """Warns if a single CPU process has threads that several processes would share."""
+    """Prints a warning if a single process on the CPU uses all cores, which several processes would share."""
     if not chosen_gpus(flags) and flags.devices.num_threads is None and torch.get_num_threads() > 1:
         print("Without --num-threads 1 one process takes all cores, and several share them.")

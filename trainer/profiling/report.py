@@ -1,4 +1,4 @@
-"""Prints and writes results, and checks in advance that files can be written."""
+"""Formats and writes results, and checks in advance whether files can be written."""
 
 import errno
 import json
@@ -12,9 +12,9 @@ from trainer.common.files import replace_text
 
 
 def table(columns: Sequence[tuple[str, str, str]], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Formats a table with the first column left-aligned and the others right-aligned.
+    """Formats a table with a left-aligned first column and right-aligned other columns.
 
-    columns: title, key in a row, format. Strings are shown unchanged, missing keys as "-".
+    columns: title, key in `rows`, and format specification of each. Strings are not formatted; missing keys become "-".
     """
     lines = [[title for title, _, _ in columns]]
     for row in rows:
@@ -25,28 +25,28 @@ def table(columns: Sequence[tuple[str, str, str]], rows: Sequence[Mapping[str, A
 
 
 def note_of_cut_batch(measured: Mapping[str, Any]) -> list[str]:
-    """Returns a note if steps have fewer samples than requested. measured: from `measure`."""
+    """Returns a note if steps have fewer samples than requested. measured: result of `MeasuredRun.measure`."""
     asked, full = measured["requested_global_batch_size"], measured["global_batch_size"]
     return [f"Steps of {asked} samples were asked for; the training data has {full}."] if full < asked else []
 
 
 def save_results(path: Path | None, results: Mapping[str, Any]) -> None:
-    """Writes a command's results if a file is given, and prints its path. Raises OSError."""
+    """Writes a command's results to a file and prints its path; does nothing for path None. Raises OSError."""
     if path is not None:
         write_json(path, results)
         print(f"Results: {path}")
 
 
 def write_json(path: Path, results: Mapping[str, Any]) -> None:
-    """Writes JSON, creating missing folders. Raises OSError."""
+    """Writes results as JSON, and creates missing folders. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, json.dumps(results, indent=2) + "\n")
 
 
 def unwritable_targets(tool: Any, is_main: bool = True) -> list[str]:
-    """Returns problems with paths among a tool's flags, naming the offending part.
+    """Returns problems with output paths among a tool's flags, with the part of the path at fault.
 
-    is_main: this process writes all of them; others write only traces.
+    is_main: whether this is rank 0, which writes all outputs; other ranks write only traces.
     """
     found = []
     for name, kind in (("trace", "folder"), ("json", "file"), ("board", "folder")):
@@ -61,9 +61,9 @@ def unwritable_targets(tool: Any, is_main: bool = True) -> list[str]:
 
 
 def require_writable(path: Path, kind: str = "file") -> None:
-    """Raises OSError naming the offending part of an unwritable path. Writes nothing.
+    """Raises OSError, with the part of the path at fault, if a path cannot be written. Writes nothing.
 
-    kind: "file", or "folder" for files to be written to. Parent folders may be missing.
+    kind: "file", or "folder" for a folder of output files. Parent folders may be missing.
     """
     if kind == "file" and path.is_dir():
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))

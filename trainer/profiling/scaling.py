@@ -1,9 +1,9 @@
-"""Measures how speed grows with devices: throughput, speed-up, efficiency and memory on 1, 2, 4 ... devices.
+"""Measures throughput, speed-up, efficiency and memory on 1, 2, 4 ... devices.
 
-Starts one device, nn.DataParallel (with GPUs) and DistributedDataParallel in separate processes, several times in
-turns, and reports medians. --batch-size is per device, so more devices make larger steps ("weak scaling"); with
---global-batch-size the step stays the same and each device gets less of it ("strong scaling"). On the CPU give
---num-threads 1: otherwise one process uses all cores, and several share them.
+Measures one device, nn.DataParallel (on GPUs) and DistributedDataParallel in turn, several times, each in new
+processes, and reports medians. --batch-size is per device, so the global batch grows with the devices ("weak scaling");
+with --global-batch-size it is fixed ("strong scaling"). On the CPU pass --num-threads 1: otherwise a single process
+uses all cores, which several processes would share.
 
 examples:
   python profiler.py scaling --world-sizes 1,2,4 --batch-size 64
@@ -43,7 +43,7 @@ class ScalingFlags(MeasuringFlags):
 
 
 def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
-    """Returns problems with the requested devices."""
+    """Returns a problem if more GPUs are requested than can be used."""
     wanted, available = max(flags.tool.world_sizes), len(chosen_gpus(flags))
     if 0 < available < wanted:
         return [f"--world-sizes {wanted}: {available} GPU{'s' * (available > 1)} can be used here; ask for fewer"]
@@ -51,7 +51,7 @@ def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
 
 
 def profile_scaling(flags: Flags, argv: Sequence[str]) -> None:
-    """Runs the command. Raises UserError, and Failure if a measurement fails."""
+    """Runs the command `scaling`. Raises UserError, or Failure if a measurement fails."""
     tool: ScalingFlags = flags.tool
     modes = [
         form.name for form in forms.FORMS.values() if not form.shards and (form.has_processes or chosen_gpus(flags))
@@ -82,7 +82,7 @@ def profile_scaling(flags: Flags, argv: Sequence[str]) -> None:
 
 
 def summary(found: Mapping[World, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Returns medians over each world's rounds; speed-up is computed within a round, under the same conditions."""
+    """Returns medians over each world's rounds; a round's speed-up compares runs measured shortly after each other."""
     alone = [measured["samples_per_second"] for measured in found[World("single")]]
     rows = []
     for world, rounds in found.items():
@@ -100,7 +100,7 @@ def summary(found: Mapping[World, Sequence[Mapping[str, Any]]]) -> list[dict[str
 
 
 def report(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Formats the results as a table."""
+    """Formats the results of `summary` as a table."""
     return table([
         ("mode", "mode", ""), ("devices", "num_devices", ""), ("batch", "global_batch_size", ""),
         ("samples/s", "samples_per_second", ".0f"), ("speed-up", "speedup", ".2f"),
@@ -111,7 +111,7 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write_board(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """Writes curves over the number of devices. Raises OSError."""
+    """Writes TensorBoard curves over the number of devices. Raises OSError."""
     with SummaryWriter(str(folder)) as board:
         for row in rows:
             mode = forms.USUAL if row["mode"] == "single" else row["mode"]

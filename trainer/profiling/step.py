@@ -1,8 +1,8 @@
-"""Measures where a training step's time goes, phase by phase; optionally writes a trace.
+"""Measures the time of a training step by phase; optionally writes a trace.
 
-Runs the trainer's own loop, opened as main.py or main_multi_gpu.py would with the same flags, in a temporary folder:
---save-dir is not used. The loop is not slowed down: on a GPU an event is recorded wherever the loop enters another
-phase, and all are read at the end. docs/profiling.md defines the phases.
+Runs the trainer's own loop, as main.py or main_multi_gpu.py does with the same flags, in a temporary folder; --save-dir
+is not used. Measuring does not slow the loop down: on a GPU the loop records a CUDA event at the start of each phase,
+and the events are read at the end. docs/profiling.md defines the phases.
 
 examples:
   python profiler.py step                                          the default task on its built-in data
@@ -41,7 +41,7 @@ class StepFlags(MeasuringFlags):
 
 
 def profile_step(flags: Flags, argv: Sequence[str], strategy: Strategy) -> None:
-    """Runs the command on this process's devices; rank 0 reports. Raises UserError."""
+    """Runs the command `step` on this process's devices; rank 0 prints the results. Raises UserError."""
     tool: StepFlags = flags.tool
     with opened(flags, argv, strategy) as run:
         measured = MeasuredRun(run)
@@ -57,7 +57,7 @@ def profile_step(flags: Flags, argv: Sequence[str], strategy: Strategy) -> None:
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """Formats the results; with several processes the first table is rank 0's."""
+    """Formats the results; with several processes, the first table shows rank 0."""
     ranks = result["ranks"]
     step = {name.removeprefix("step_"): value for name, value in result.items() if name.startswith("step_")}
     average = "" if result["samples_per_step"].is_integer() else " on average"
