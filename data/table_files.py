@@ -106,13 +106,9 @@ class LeftOut:
         return [self.note, *found] if self.note else found
 
 
-ENCODING = (
-    "encoding of the texts, such as cp1252 or latin-1 (default: UTF-8, UTF-16 or, where nothing else fits, cp1252)"
-)
+ENCODING = "text encoding, such as cp1252 or latin-1 (default: UTF-8, UTF-16 or, if neither fits, cp1252)"
 """Help of a flag of all tasks."""
-ON_BAD = (
-    "lines that cannot be read, as one without a user: stop, or leave them out, also of --predict, and say how many"
-)
+ON_BAD = "what to do with unreadable lines, such as a line without a user; also in --predict; drop: skip and count them"
 """Help of that flag."""
 
 

@@ -62,92 +62,100 @@ _MOST_SHOWN = 30
 class HarFlags(FlagGroup):
     """Task: human activity recognition (--task har)
 
-    --predict takes the CSV of one recording whose header names the signals that the
-    run was trained on, cut into windows as those were (a shorter rest is dropped),
-    or a .npy of windows (N, channels, rows). Of UCI HAR: nine signals at 50 Hz,
-    windows of 128 rows.
+    --predict takes the CSV file of one recording, whose header names the channels of
+    training, or a .npy array of windows (N, channels, rows). A recording is cut into
+    windows as in training; rows left over at its end are dropped. UCI HAR has nine
+    channels at 50 Hz and windows of 128 rows.
     """
 
     data_dir: Path | None = flag(
-        None, "UCI HAR or own recordings; UCI HAR: its folder, the zip as published, or a folder that holds either; "
-        "your own: a CSV with subject, label and signals, or a folder of them (default: generated recordings; nothing "
-        "to download)", common=True, local=True,
+        None, "UCI HAR or own recordings; UCI HAR: its folder, the published zip, or a folder that contains either; "
+        "own recordings: a CSV file with subject, label and channel columns, or a folder of such files (default: "
+        "generated recordings; no download)", common=True, local=True,
     )  # fmt: skip
     download: bool = flag(
-        False, "fetch UCI HAR first, 61 MB, and train on it; to --data-dir, a zip or a folder, otherwise into "
-        "--cache-dir; an earlier download is used again", common=True,
+        False, "download UCI HAR (61 MB) and train on it; to --data-dir, a zip or a folder, by default into "
+        "--cache-dir; an earlier download is reused", common=True,
     )  # fmt: skip
     subject_column: str | None = flag(
-        None, "own recordings: column of the person (default: found by usual names)", metavar="COLUMN"
+        None, "own recordings: subject column (default: detected by common column names)", metavar="COLUMN"
     )
     label_column: str | None = flag(
-        None, "own recordings: column of the activity (default: found by usual names)", metavar="COLUMN"
+        None, "own recordings: activity column (default: detected by common column names)", metavar="COLUMN"
     )
     channels: tuple[str, ...] | None = flag(
-        None, "own recordings: columns of signals (default: all but subject, label, clocks, texts, positions and "
-        "counters)", metavar="COLUMN",
+        None, "own recordings: columns to use as channels (default: all but subject, label, clocks, text, positions "
+        "and counters)", metavar="COLUMN",
     )  # fmt: skip
     encoding: str | None = flag(None, f"own recordings: {ENCODING}", metavar="NAME")
     on_bad: OnBad = flag(
-        "refuse", "own recordings and --predict: what to do with a row that holds a cell without a number; drop "
-        "divides the recording there; interpolate fills up to 25 rows between two numbers and drops longer gaps",
+        "refuse", "own recordings and --predict: what to do with a row in which a channel has no number; drop: drop "
+        "the row and split the recording there; interpolate: fill gaps of up to 25 rows and drop longer gaps",
     )  # fmt: skip
     rate: float | None = flag(
-        None, "own recordings: rows per second (default: by the clock, otherwise 50)", metavar="HZ", above=0
+        None, "own recordings: rows per second (default: from the clock column, otherwise 50)", metavar="HZ", above=0
     )
-    window: int | None = flag(None, "own recordings: rows of a window (default: 128)", metavar="ROWS", at_least=8)
+    window: int | None = flag(None, "own recordings: rows per window (default: 128)", metavar="ROWS", at_least=8)
     hop: int | None = flag(
-        None, "own recordings: rows between the starts of two windows (default: half of --window)", metavar="ROWS",
+        None, "own recordings: rows from one window's start to the next (default: half of --window)", metavar="ROWS",
         at_least=1,
     )  # fmt: skip
     test_subjects: tuple[str, ...] | None = flag(
-        None, "own recordings: people of the test set (default: every fifth)", metavar="ID"
+        None, "own recordings: subjects of the test set (default: every fifth subject)", metavar="ID"
     )
     num_val_subjects: int | None = flag(
-        None, "training subjects held out for validation; --seed chooses them (default: 4; a fifth of own recordings' "
-        "subjects, at most 4)", metavar="N", at_least=1, excludes=("refit", "val_subjects"),
+        None, "number of training subjects held out for validation; --seed chooses them (default: 4; for own "
+        "recordings a fifth of the training subjects, at most 4)", metavar="N", at_least=1,
+        excludes=("refit", "val_subjects"),
     )  # fmt: skip
     val_subjects: tuple[str, ...] | None = flag(
-        None, "hold out these subjects instead", metavar="ID", excludes=("refit",)
+        None, "subjects held out for validation, instead of --num-val-subjects", metavar="ID", excludes=("refit",)
     )
     refit: bool = flag(
-        False, "train on all training subjects; scores the weights after the last epoch; for settings, such as "
-        "--epochs, that were chosen before", common=True,
+        False, "train on all training subjects, without validation; the final weights are scored; choose --epochs and "
+        "other settings first", common=True,
     )  # fmt: skip
-    no_augmentation: bool = flag(False, "train on windows as recorded, without random rotation, scale and tempo")
+    no_augmentation: bool = flag(False, "train on windows as recorded, without random augmentation")
     rotation_deg: float = flag(
-        45.0, "augmentation: rotate all sensors of a window together about a random axis, by up to this angle",
+        45.0, "augmentation: maximum angle by which all sensors of a window are rotated about one random axis",
         metavar="DEGREES", at_least=0, at_most=180,
     )  # fmt: skip
-    scale_std: float = flag(0.1, "augmentation: multiply each channel by a factor from N(1, STD)", at_least=0)
-    tempo_spread: float = flag(
-        0.15, "augmentation: play a window faster or slower by up to this share", at_least=0, below=1
+    scale_std: float = flag(
+        0.1, "augmentation: multiply each channel by a random factor of mean 1 and this standard deviation", at_least=0
     )
-    jitter_std: float = flag(0.0, "augmentation: add white noise, in standard deviations of the channel", at_least=0)
+    tempo_spread: float = flag(
+        0.15, "augmentation: change the speed of a window by up to this fraction", at_least=0, below=1
+    )
+    jitter_std: float = flag(
+        0.0, "augmentation: add white noise of this many standard deviations of the channel", at_least=0
+    )
     model: Literal["harnet", "tinyhar", "deepconvlstm"] = flag(
-        "harnet", "network; harnet: this project's small one; published ones to compare with: tinyhar (Zhou et al., "
-        "2022; has batch norm, see --sync-bn), deepconvlstm (Ordonez and Roggen, 2016; slow on a CPU)", common=True,
+        "harnet", "network; harnet: small convolutional network of this project; tinyhar: Zhou et al., 2022, with "
+        "batch norm (see --sync-bn); deepconvlstm: Ordonez and Roggen, 2016, slow on a CPU", common=True,
     )  # fmt: skip
     mode: Mode = flag(
-        "early", "harnet: how channels are combined; early: one convolution over all channels (most accurate); the "
-        "others share an encoder between channels: flatten concatenates its features, average averages them, first "
-        "uses only the first channel", needs=_OF_HARNET,
+        "early", "harnet: how to combine channels; early: one convolution over all channels (most accurate); flatten, "
+        "average: one encoder for each channel separately, whose features are concatenated or averaged; first: only "
+        "the first channel", needs=_OF_HARNET,
     )  # fmt: skip
     hidden_dims: tuple[int, ...] = flag(
-        (128,), "harnet: units of each hidden layer after the encoder", at_least=1, needs=_OF_HARNET
+        (128,), "harnet: width of each hidden layer after the encoder", at_least=1, needs=_OF_HARNET
     )
     num_members: int = flag(
-        4, "harnet: small networks trained side by side, each on its own loss, whose answers are averaged", metavar="N",
-        at_least=1, needs=_OF_HARNET,
+        4, "harnet: number of small networks trained side by side, each on its own loss; their probabilities are "
+        "averaged", metavar="N", at_least=1, needs=_OF_HARNET,
     )  # fmt: skip
-    dropout: float = flag(0.2, "dropout before each later layer; the published networks used 0.5", at_least=0, below=1)
-    label_smoothing: float = flag(0.1, "share of each training label spread over all classes", at_least=0, below=1)
-    encoder_path: Path | None = flag(
-        None, "harnet: start from the encoder in this checkpoint, or in this state dict of an encoder", needs=_OF_HARNET
+    dropout: float = flag(0.2, "dropout in the later layers; the published networks used 0.5", at_least=0, below=1)
+    label_smoothing: float = flag(
+        0.1, "label smoothing: share of each training label that is spread over all classes", at_least=0, below=1
     )
+    encoder_path: Path | None = flag(
+        None, "harnet: initialise the encoder from this checkpoint, or from the state dict of an encoder",
+        needs=_OF_HARNET,
+    )  # fmt: skip
     freeze_encoder: bool = flag(
-        False, "train only the head, not the encoder of --encoder-path; with --no-augmentation its features are "
-        "computed once", needs={"encoder_path": None},
+        False, "train only the head, not the encoder of --encoder-path; with --no-augmentation the encoder's features "
+        "are computed only once", needs={"encoder_path": None},
     )  # fmt: skip
 
     def problems(self) -> list[str]:

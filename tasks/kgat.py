@@ -51,77 +51,82 @@ _RELATIONS_SHOWN = 20
 class KgatFlags(FlagGroup):
     """Task: recommendation with a knowledge graph (--task kgat)
 
-    --predict takes users: a text or CSV file with one user id a line, with or without the header `user`. The table has
-    the --top-k items of each, their scores, and of --model kgat the path of highest attention to each.
+    --predict takes a text or CSV file with one user id per line; the header `user` is optional. The output lists the
+    --top-k items of each user with their scores and, for --model kgat, the path of highest attention to each item.
     """
 
     data_dir: Path | None = flag(
-        None, "interactions and a graph; folder, zip or tables; KGAT's train.txt, test.txt, perhaps valid.txt, and "
-        "kg_final.txt, or KGCN's ratings_final and kg_final; or tables with user, item, time and with head, relation, "
-        "tail (default: a generated catalogue; nothing to download)", common=True, local=True,
+        None, "interactions and a graph; a folder, a zip or tables; KGAT's train.txt, test.txt, kg_final.txt and "
+        "optional valid.txt; KGCN's ratings_final and kg_final; or one table with user, item, time and one with head, "
+        "relation, tail (default: a generated catalogue; no download)", common=True, local=True,
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME")
     on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD)
     model: Literal["kgat", "kg-lightgcn", "lightgcn", "bprmf", "popularity", "itemknn", "ease"] = flag(
-        "kg-lightgcn", "model; kg-lightgcn: LightGCN whose items bring the mean of their neighbours in the graph; "
-        "kgat: attention over the graph; lightgcn: no graph; bprmf: matrix factorisation, from which the published "
-        "KGAT starts; counted in seconds, not trained: popularity; itemknn: what the same users have; ease: a linear "
-        "model of all items by all items", common=True,
+        "kg-lightgcn", "model; kg-lightgcn: LightGCN that adds to each item the mean of its neighbours in the "
+        "knowledge graph; kgat: attention over the graph; lightgcn: no knowledge graph; bprmf: matrix factorisation, "
+        "from which the published KGAT starts; fitted in seconds, without training steps: popularity; itemknn: items "
+        "that share users with the user's items; ease: linear model from all items to all items", common=True,
     )  # fmt: skip
-    embed_dim: int = flag(
-        64, "width of the embeddings; of users, items and entities", common=True, at_least=1, needs=_TRAINED
-    )
+    embed_dim: int = flag(64, "embedding width; for users, items and entities", common=True, at_least=1, needs=_TRAINED)
     layer_dims: tuple[int, ...] = flag(
-        (64, 32, 16), "kgat: widths of the layers of propagation", at_least=1, needs=_OF_KGAT
+        (64, 32, 16), "kgat: width of each propagation layer", at_least=1, needs=_OF_KGAT
     )
-    relation_dim: int = flag(64, "kgat: width of the space of a relation", at_least=1, needs=_OF_KGAT)
+    relation_dim: int = flag(
+        64, "kgat: width of the space into which each relation projects entities", at_least=1, needs=_OF_KGAT
+    )
     num_layers: int = flag(
-        3, "lightgcn, kg-lightgcn: layers of propagation", at_least=1, needs={"model": ("kg-lightgcn", "lightgcn")}
-    )
+        3, "lightgcn, kg-lightgcn: number of propagation layers", at_least=1,
+        needs={"model": ("kg-lightgcn", "lightgcn")},
+    )  # fmt: skip
     aggregator: Aggregation = flag(
-        "bi-interaction", "kgat: how a node combines its own state with its neighbours' messages", needs=_OF_KGAT
+        "bi-interaction", "kgat: how a node combines its own embedding with its neighbours' messages", needs=_OF_KGAT
     )
     laplacian: Laplacian = flag(
-        "random-walk", "kgat: weights of the edges before the first attention; symmetric: D^-1/2 A D^-1/2; reference: "
-        "what the published code computes under that name, which is zero on most graphs", needs=_OF_KGAT,
+        "random-walk", "kgat: edge weights until attention is first computed; symmetric: D^-1/2 A D^-1/2; reference: "
+        "what the published code calls symmetric, which is zero on most graphs", needs=_OF_KGAT,
     )  # fmt: skip
     softmax: Softmax = flag(
-        "separate", "kgat: two edges between the same nodes are two terms of the attention, as in the paper "
-        "(separate), or one with the sum of their logits (coalesced)", needs=_OF_KGAT,
+        "separate", "kgat: how attention treats several edges between the same two nodes; separate: one term for each "
+        "edge, as in the paper; coalesced: one term with the sum of their logits", needs=_OF_KGAT,
     )  # fmt: skip
     leaky_slope: float = flag(
-        0.01, "kgat: slope of LeakyReLU; the first published code has 0.2", at_least=0, needs=_OF_KGAT
+        0.01, "kgat: negative slope of LeakyReLU; the first published code uses 0.2", at_least=0, needs=_OF_KGAT
     )
-    dropout: float = flag(0.1, "kgat: dropout of each layer's result", at_least=0, below=1, needs=_OF_KGAT)
-    node_dropout: float = flag(0.0, "kgat: dropout of the edges between nodes", at_least=0, below=1, needs=_OF_KGAT)
+    dropout: float = flag(0.1, "kgat: dropout on the output of each layer", at_least=0, below=1, needs=_OF_KGAT)
+    node_dropout: float = flag(0.0, "kgat: dropout on the edges of the graph", at_least=0, below=1, needs=_OF_KGAT)
     l2: float | None = flag(
-        None, "penalty on the embeddings of a sample: half of this times their squares (default: by model)", at_least=0,
-        needs=_TRAINED,
+        None, "L2 penalty on the embeddings of each sample; half of this times their sum of squares (default: depends "
+        "on --model)", at_least=0, needs=_TRAINED,
     )  # fmt: skip
-    kg_l2: float = flag(1e-5, "kgat: penalty on the embeddings of a triple of the graph", at_least=0, needs=_OF_KGAT)
-    kg_batch_ratio: float = flag(
-        2.0, "kgat: triples in a step of the graph's phase for each sample of --batch-size", above=0, needs=_OF_KGAT
+    kg_l2: float = flag(
+        1e-5, "kgat: L2 penalty on the embeddings of each knowledge-graph triple", at_least=0, needs=_OF_KGAT
     )
-    kg_lr_scale: float = flag(
-        1.0, "kgat: factor on --lr in the graph's phase; a small one preserves pre-trained embeddings", at_least=0,
+    kg_batch_ratio: float = flag(
+        2.0, "kgat: triples per step of the knowledge-graph phase, as a multiple of --batch-size", above=0,
         needs=_OF_KGAT,
     )  # fmt: skip
+    kg_lr_scale: float = flag(
+        1.0, "kgat: factor on --lr in the knowledge-graph phase; a small factor preserves pre-trained embeddings",
+        at_least=0, needs=_OF_KGAT,
+    )  # fmt: skip
     draw: Literal["users", "interactions"] = flag(
-        "users", "what a training sample is; users: a user, all equally often, with one of the user's items at "
-        "random; interactions: an interaction", needs=_TRAINED,
+        "users", "what a training sample is; users: a user, drawn uniformly, with one of the user's items at random; "
+        "interactions: one interaction", needs=_TRAINED,
     )  # fmt: skip
     val_share: float = flag(
-        0.1, "share of each user's items held out for validation; only where there is no valid.txt", above=0, below=1,
+        0.1, "share of each user's items held out for validation; only without a valid.txt", above=0, below=1,
         excludes=("select_on_test",),
     )  # fmt: skip
     select_on_test: bool = flag(
-        False, "the published protocol: hold nothing out, choose the epoch by the test set, ignore valid.txt"
-    )
-    ks: tuple[int, ...] = flag(
-        (10, 20, 50), "cut-offs of the metrics; recall@20 selects the best epoch, or the first cut-off without it",
-        at_least=1,
+        False, "choose the best epoch on the test set and hold out no validation items; the published protocol; "
+        "ignores valid.txt",
     )  # fmt: skip
-    top_k: int = flag(10, "--predict: items for each user", common=True, at_least=1)
+    ks: tuple[int, ...] = flag(
+        (10, 20, 50), "cut-offs of the metrics; the best epoch is chosen by recall@20, or at the first cut-off if 20 "
+        "is not listed", at_least=1,
+    )  # fmt: skip
+    top_k: int = flag(10, "--predict: number of items per user", common=True, at_least=1)
 
     def problems(self) -> list[str]:
         found = []

@@ -52,31 +52,33 @@ _MANY_DRAWS = 0.5
 class SeqrecFlags(FlagGroup):
     """Task: sequential recommendation (--task seqrec)
 
-    --predict takes histories, a file of interactions like that of --data-dir: the table has the --top-k items that
-    come next for each user in it, with their scores.
+    --predict takes a file of interactions in a format of --data-dir. The output lists the --top-k most likely next
+    items of each user in the file, with their scores.
     """
 
     data_dir: Path | None = flag(
-        None, "interactions; a log with one a line, or MovieLens' folder or zip; columns named user, item, time, or "
-        "the like, or without names 'user item [rating] time'; CSV, text, JSON lines or parquet, also compressed "
-        "(default: a generated catalogue; nothing to download)", common=True, local=True,
+        None, "interactions; a log with one interaction per line, or MovieLens' folder or zip; columns named user, "
+        "item, time or similar, or unnamed columns 'user item [rating] time'; CSV, text, JSON lines or parquet, also "
+        "compressed (default: a generated catalogue; no download)", common=True, local=True,
     )  # fmt: skip
     user_column: str | None = flag(
-        None, "column of the user, by name or counted from 1 (default: found by usual names)", metavar="COLUMN"
+        None, "user column, by name or number from 1 (default: detected by common column names)", metavar="COLUMN"
     )
     item_column: str | None = flag(
-        None, "column of the item, by name or counted from 1 (default: found by usual names)", metavar="COLUMN"
+        None, "item column, by name or number from 1 (default: detected by common column names)", metavar="COLUMN"
     )
     time_column: str | None = flag(
-        None, "column of the time: numbers or dates; 'none': the order of the file counts (default: found by usual "
-        "names)", metavar="COLUMN",
+        None, "time column, by name or number from 1; numbers or dates; 'none': interactions are in file order "
+        "(default: detected by common column names)", metavar="COLUMN",
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME")
     on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD)
-    k_core: int = flag(5, "drop users and items with fewer interactions, until none are left; 0 keeps all", at_least=0)
+    k_core: int = flag(
+        5, "drop users and items with fewer interactions, repeatedly until none are left; 0: keep all", at_least=0
+    )
     split: SplitKind = flag(
-        "leave-one-out", "what is held out; leave-one-out: each user's last item for the test, the one before it for "
-        "validation; ratio: each user's last share; time: the latest share of all interactions",
+        "leave-one-out", "what to hold out; leave-one-out: each user's last item for the test, the item before it for "
+        "validation; ratio: the last share of each user's interactions; time: the latest share of all interactions",
     )  # fmt: skip
     val_share: float = flag(
         0.1, "--split ratio, time: share of interactions held out for validation", above=0, below=1, needs=_OF_SHARES
@@ -85,66 +87,71 @@ class SeqrecFlags(FlagGroup):
         0.1, "--split ratio, time: share of interactions held out for the test", above=0, below=1, needs=_OF_SHARES
     )
     model: Literal["tisasrec", "sasrec", "popularity", "rules", "itemknn", "ease"] = flag(
-        "tisasrec", "model; tisasrec: attention to the items so far and the time between them; sasrec: without the "
-        "time; counted in seconds, not trained: popularity; rules: what soon follows the last items; itemknn: what "
-        "the same users have; ease: a linear model of all items by all items", common=True,
+        "tisasrec", "model; tisasrec: self-attention over items and the times between them; sasrec: self-attention "
+        "without times; fitted in seconds, without training steps: popularity; rules: items that often follow the "
+        "latest items; itemknn: items that share users with the user's items; ease: linear model from all items to all "
+        "items", common=True,
     )  # fmt: skip
     no_time: bool = flag(False, "the same as --model sasrec", hidden=True, excludes=("model",))
-    mhc: bool = flag(
-        False, "manifold-constrained hyper-connections instead of one plain residual stream", needs=_TRAINED
-    )
-    maxlen: int = flag(50, "last items of a history that the model sees", metavar="ITEMS", common=True, at_least=1)
+    mhc: bool = flag(False, "use manifold-constrained hyper-connections instead of one residual stream", needs=_TRAINED)
+    maxlen: int = flag(50, "latest items in a history that the model sees", metavar="ITEMS", common=True, at_least=1)
     last_items_only: bool = flag(
-        False, "train on the last --maxlen items of a longer history, as in the papers, not on all of it in pieces",
-        needs=_TRAINED,
+        False, "train only on each user's last --maxlen items, as in the papers; otherwise longer histories are split "
+        "into pieces", needs=_TRAINED,
     )  # fmt: skip
-    hidden_units: int = flag(50, "width of embeddings and blocks", at_least=1, needs=_TRAINED)
-    num_blocks: int = flag(2, "blocks of attention and feed-forward layer", at_least=1, needs=_TRAINED)
-    num_heads: int = flag(1, "attention heads; must divide --hidden-units", at_least=1, needs=_TRAINED)
+    hidden_units: int = flag(50, "width of embeddings and attention blocks", at_least=1, needs=_TRAINED)
+    num_blocks: int = flag(
+        2, "number of blocks, each an attention layer plus a feed-forward layer", at_least=1, needs=_TRAINED
+    )
+    num_heads: int = flag(1, "attention heads; must evenly divide --hidden-units", at_least=1, needs=_TRAINED)
     dropout: float = flag(
-        0.3, "dropout of embeddings, attention and feed-forward layers", at_least=0, below=1, needs=_TRAINED
+        0.3, "dropout on embeddings, attention and feed-forward layers", at_least=0, below=1, needs=_TRAINED
     )
     norm: NormOrder | None = flag(
-        None, "where blocks normalise (default: original, or pre with --mhc, which needs it)", needs=_TRAINED
-    )
+        None, "position of the layer norms in a block; --mhc requires pre (default: original, or pre with --mhc)",
+        needs=_TRAINED,
+    )  # fmt: skip
     time_span: int = flag(
-        256, "longest interval told apart from longer ones, in units of the user's shortest gap between items",
-        at_least=1, needs=_TRAINED,
+        256, "cap on the time between two items, in units of the user's shortest gap; longer intervals count as this "
+        "long", at_least=1, needs=_TRAINED,
     )  # fmt: skip
     l2_emb: float = flag(
-        0.0, "L2 penalty on embedding tables: half of this times the sum of squares", at_least=0, needs=_TRAINED
+        0.0, "L2 penalty on the embedding tables; half of this times their sum of squares", at_least=0, needs=_TRAINED
     )
-    mhc_expansion_rate: int = flag(4, "residual streams", metavar="STREAMS", at_least=2, needs=_OF_MHC)
+    mhc_expansion_rate: int = flag(
+        4, "number of residual streams of --mhc", metavar="STREAMS", at_least=2, needs=_OF_MHC
+    )
     mhc_init_gate: float = flag(
-        0.01, "how much a token steers its own connections at the start", at_least=0, needs=_OF_MHC
+        0.01, "--mhc: initial weight of the token-dependent part of each connection", at_least=0, needs=_OF_MHC
     )
     mhc_sinkhorn_iters: int = flag(
-        20, "iterations that make the residual matrix doubly stochastic", at_least=1, needs=_OF_MHC
+        20, "--mhc: Sinkhorn iterations that make the residual matrix doubly stochastic", at_least=1, needs=_OF_MHC
     )
-    mhc_no_amp: bool = flag(False, "keep hyper-connections in full precision under --amp", needs=_OF_MHC)
+    mhc_no_amp: bool = flag(False, "--mhc: compute hyper-connections in full precision under --amp", needs=_OF_MHC)
     loss: Loss = flag(
-        "ce", "loss; ce: softmax over all items; bce: one negative for each position, as in the papers; sampled: "
-        "softmax over random items; gbce: BCE with several negatives, calibrated", common=True, needs=_TRAINED,
+        "ce", "training loss; ce: softmax over all items; bce: binary cross-entropy with one negative per position, "
+        "as in the papers; sampled: softmax over random items; gbce: calibrated binary cross-entropy with several "
+        "negatives", common=True, needs=_TRAINED,
     )  # fmt: skip
     num_negatives: int | None = flag(
-        None, "negative items of a user, shared by its positions (default: 3000 for sampled, 256 for gbce)", at_least=1,
-        needs={"loss": ("sampled", "gbce")},
+        None, "negatives sampled per user; all positions of the user's sequence share them (default: 3000 for "
+        "sampled, 256 for gbce)", at_least=1, needs={"loss": ("sampled", "gbce")},
     )  # fmt: skip
     gbce_calibration: float = flag(
-        0.75, "t of gbce: 0 is plain BCE, 1 removes the bias of sampling", metavar="T", at_least=0, at_most=1,
-        needs={"loss": ("gbce",)},
+        0.75, "calibration t of gbce; from 0 (plain BCE) to 1 (fully corrects the sampling bias)", metavar="T",
+        at_least=0, at_most=1, needs={"loss": ("gbce",)},
     )  # fmt: skip
     eval_negatives: EvaluationNegatives = flag(
-        "parity", "the 100 items beside the true one in sampled_ metrics; parity: as in SASRec's code, with "
-        "repetition, any but the user's training items; unseen: as in TiSASRec's, with repetition, none of the user's "
-        "up to the end of the part that is scored; clean: distinct, none of the user's",
+        "parity", "how to draw the 100 items ranked against the true item in sampled_ metrics; parity: with "
+        "replacement, never the user's training items, as in SASRec's code; unseen: with replacement, never the user's "
+        "items up to the end of the scored part, as in TiSASRec's code; clean: distinct items, never any of the user's",
     )  # fmt: skip
     mask_seen: bool = flag(True, "also rank and recommend items that the user has already seen")
     ks: tuple[int, ...] = flag(
-        (1, 5, 10, 20), "cut-offs of the metrics; ndcg@10 selects the best epoch, or the first cut-off without it",
-        at_least=1,
+        (1, 5, 10, 20), "cut-offs of the metrics; the best epoch is chosen by ndcg@10, or at the first cut-off if 10 "
+        "is not listed", at_least=1,
     )  # fmt: skip
-    top_k: int = flag(10, "--predict: items for each user", common=True, at_least=1)
+    top_k: int = flag(10, "--predict: number of items per user", common=True, at_least=1)
 
     def __post_init__(self) -> None:
         if self.no_time and self.model == "tisasrec":

@@ -56,96 +56,103 @@ _STATISTICS_UTTERANCES = 500
 class SpeechFlags(FlagGroup):
     """Task: speech recognition (--task speech)
 
-    --predict takes a recording or a folder of them, and writes what was said with times and confidence.
+    --predict takes a recording or a folder of recordings, and writes their transcripts with times and confidence.
     """
 
     data_dir: Path | None = flag(
         None, "recordings and transcripts; folder, zip or tar; LibriSpeech, Common Voice's TSV files, a manifest of "
         "JSON lines (audio_path, text, duration), an audio folder with metadata.csv, LJSpeech, VCTK, Speech Commands, "
-        "sound files with a .txt each or with the transcript in their names (default: generated utterances; nothing "
-        "to download)", common=True, local=True,
+        "or sound files with a .txt file each or with transcripts in their names (default: generated utterances; no "
+        "download)", common=True, local=True,
     )  # fmt: skip
     sample_rate: int | None = flag(
-        None, "sample rate to resample recordings to (default: the rate of most recordings)", metavar="HZ",
-        at_least=4000, needs={"data_dir": None},
+        None, "resample recordings to this rate (default: the most common rate)", metavar="HZ", at_least=4000,
+        needs={"data_dir": None},
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME", needs={"data_dir": None})
     on_bad: Literal["drop", "refuse"] = flag(
-        "drop", "what to do with recordings that cannot be read, are empty or too short for their transcript; also in "
-        "a folder of --predict; drop counts them, in results.json too",
+        "drop", "what to do with recordings that are unreadable, empty or too short for their transcript; also in a "
+        "folder for --predict; drop: skip and count them, in results.json too",
     )  # fmt: skip
     split: Split = flag(
-        "utterance", "what to hold out if the data do not say: single recordings, or all of some speakers"
-    )
+        "utterance", "what to hold out if the data define no split; utterance: single recordings; speaker: all "
+        "recordings of some speakers",
+    )  # fmt: skip
     val_share: float = flag(
-        0.1, "share held out for validation, where the data do not say; 0: nothing, and the last weights count",
+        0.1, "share held out for validation if the data define no split; 0: none, and the final weights are used",
         at_least=0, below=1,
     )  # fmt: skip
     test_share: float = flag(
-        0.1, "share held out for the test, where the data do not say; 0: nothing, and the validation set is scored",
+        0.1, "share held out for testing if the data define no split; 0: none, and the validation set is scored",
         at_least=0, below=1,
     )  # fmt: skip
     val_speakers: tuple[str, ...] | None = flag(
         None, "speakers held out for validation", metavar="NAME", needs=_OF_SPEAKERS
     )
     test_speakers: tuple[str, ...] | None = flag(
-        None, "speakers held out for the test", metavar="NAME", needs=_OF_SPEAKERS
+        None, "speakers held out for testing", metavar="NAME", needs=_OF_SPEAKERS
     )
     strings: str | None = flag(
-        None, "train and score on FEWEST to MOST recordings of one speaker joined, for example 3-7: digit strings "
-        "from digits", metavar="FEWEST-MOST",
+        None, "train and score on FEWEST to MOST joined recordings of one speaker; for example 3-7 to make digit "
+        "strings from digits", metavar="FEWEST-MOST",
     )  # fmt: skip
-    num_strings: int = flag(2000, "--strings: joined recordings in an epoch", at_least=1, needs={"strings": None})
-    growing_epochs: int = flag(
-        5, "--strings: epochs until joined recordings have their full length; CTC learns what a symbol sounds like "
-        "much sooner from short utterances", metavar="EPOCHS", at_least=0, needs={"strings": None},
-    )  # fmt: skip
-    units: Units = flag("characters", "what the model writes", common=True)
-    alphabet: Path | None = flag(None, "file with one character or word a line (default: those of the transcripts)")
-    batch_by: Literal["utterances", "seconds"] = flag(
-        "utterances", "give each optimizer step equally many utterances, or equally much audio"
+    num_strings: int = flag(
+        2000, "--strings: number of joined recordings per epoch", at_least=1, needs={"strings": None}
     )
-    num_mels: int | None = flag(None, "channels of the log-mel spectrogram (default: plmu 40, lmu 80)", at_least=1)
-    hop_ms: float = flag(10.0, "milliseconds between two frames of the spectrogram", metavar="MS", above=0, at_most=25)
+    growing_epochs: int = flag(
+        5, "--strings: epochs over which joined recordings grow to full length; CTC learns the sound of each symbol "
+        "sooner from short utterances", metavar="EPOCHS", at_least=0, needs={"strings": None},
+    )  # fmt: skip
+    units: Units = flag("characters", "output units", common=True)
+    alphabet: Path | None = flag(None, "file with one character or word per line (default: those in the transcripts)")
+    batch_by: Literal["utterances", "seconds"] = flag(
+        "utterances", "what optimizer steps have in common; utterances: the number of utterances; seconds: the "
+        "duration of their audio",
+    )  # fmt: skip
+    num_mels: int | None = flag(None, "mel bins of the log-mel spectrogram (default: plmu 40, lmu 80)", at_least=1)
+    hop_ms: float = flag(10.0, "milliseconds from one spectrogram frame to the next", metavar="MS", above=0, at_most=25)
     masking_db: float = flag(
-        40.0, "level of white noise added to all sound, in decibels below it; hides weaker sound such as a room's "
-        "noise; 20 helps with speakers and rooms never heard", metavar="DB", at_least=0,
+        40.0, "level of white noise added to all audio, in decibels below the audio; hides quieter sound such as room "
+        "noise; 20 helps with unseen speakers and rooms", metavar="DB", at_least=0,
     )  # fmt: skip
     model: Literal["plmu", "lmu"] = flag(
-        "plmu", "network; plmu: parallel LMU, trained without a loop over time; lmu: recurrent LMU with attention, "
-        "7.16 million parameters", common=True,
+        "plmu", "network; plmu: parallel Legendre Memory Unit (LMU), trained without a loop over time; lmu: recurrent "
+        "LMU with attention, 7.16 million parameters", common=True,
     )  # fmt: skip
     streaming: bool = flag(
-        False, "plmu: use no future sound; the model can write while it listens", common=True, needs=_OF_PLMU
+        False, "plmu: use no future audio; the model can transcribe while it listens", common=True, needs=_OF_PLMU
     )
-    width: int = flag(96, "plmu: width of its blocks", at_least=1, needs=_OF_PLMU)
-    num_blocks: int = flag(3, "plmu: blocks of memory and feed-forward layer", at_least=1, needs=_OF_PLMU)
-    channels: int = flag(16, "plmu: memories of a block", at_least=1, needs=_OF_PLMU)
-    memory_size: int | None = flag(
-        None, "Legendre polynomials of a memory's window (default: plmu 8, lmu 256)", at_least=1
+    width: int = flag(96, "plmu: width of each block", at_least=1, needs=_OF_PLMU)
+    num_blocks: int = flag(
+        3, "plmu: number of blocks, each a memory layer plus a feed-forward layer", at_least=1, needs=_OF_PLMU
     )
+    channels: int = flag(16, "plmu: memories per block", at_least=1, needs=_OF_PLMU)
+    memory_size: int | None = flag(None, "Legendre polynomials per memory (default: plmu 8, lmu 256)", at_least=1)
     theta: float | None = flag(
-        None, "length of a memory's window, after subsampling (default: plmu 16, lmu 1000)", metavar="FRAMES", above=0
+        None, "length of a memory's sliding window, in frames after subsampling (default: plmu 16, lmu 1000)",
+        metavar="FRAMES", above=0,
+    )  # fmt: skip
+    subsampling: int = flag(
+        4, "plmu: spectrogram frames merged into one frame for the blocks", at_least=1, needs=_OF_PLMU
     )
-    subsampling: int = flag(4, "plmu: frames that its blocks see as one", at_least=1, needs=_OF_PLMU)
-    hidden_size: int = flag(512, "lmu: width of its layers", at_least=1, needs=_OF_LMU)
-    num_layers: int = flag(4, "lmu: layers of attention and LMU", at_least=1, needs=_OF_LMU)
-    num_heads: int = flag(8, "lmu: attention heads; must divide --hidden-size", at_least=1, needs=_OF_LMU)
-    dropout: float = flag(0.1, "dropout of the layers' results", at_least=0, below=1)
+    hidden_size: int = flag(512, "lmu: width of each layer", at_least=1, needs=_OF_LMU)
+    num_layers: int = flag(4, "lmu: number of layers, each with attention and an LMU", at_least=1, needs=_OF_LMU)
+    num_heads: int = flag(8, "lmu: attention heads; must evenly divide --hidden-size", at_least=1, needs=_OF_LMU)
+    dropout: float = flag(0.1, "dropout on the outputs of layers", at_least=0, below=1)
     augmentation: float = flag(
-        0.5, "how much training utterances are distorted, by speed, level, noise, vocal tract and masks; 1 helps with "
-        "speakers never heard; 0: not at all", at_least=0, at_most=2,
+        0.5, "strength of random changes to training utterances: speed, level, noise, vocal-tract length and masks; 1 "
+        "helps with unseen speakers; 0: off", at_least=0, at_most=2,
     )  # fmt: skip
     consistency: float = flag(
-        0.0, "weight of CR-CTC: the divergence of two readings of an utterance behind different masks; a step takes "
-        "twice as long; 0.2 is usual; 0: off", at_least=0,
+        0.0, "weight of the CR-CTC loss; it compares two differently masked copies of an utterance; doubles the time "
+        "of a step; 0.2 is usual; 0: off", at_least=0,
     )  # fmt: skip
-    beam: int = flag(1, "prefixes that decoding keeps; 1 takes the best symbol of each frame", common=True, at_least=1)
+    beam: int = flag(1, "beam width in decoding; 1: greedy, the best symbol of each frame", common=True, at_least=1)
     language_model: Path | None = flag(
-        None, "n-grams in ARPA format; of the units; needs --beam of at least 2", common=True
+        None, "n-gram language model in ARPA format; over the same --units; needs --beam of at least 2", common=True
     )
     lm_weight: float = flag(0.5, "weight of the language model's log-probabilities", at_least=0)
-    length_bonus: float = flag(0.0, "bonus for each unit beside a language model, in nats")
+    length_bonus: float = flag(0.0, "--language-model: bonus per output unit, in nats")
 
     def problems(self) -> list[str]:
         found = []

@@ -82,73 +82,75 @@ _OF_PREDICTIONS = ("num_estimators", "max_context")
 class TabularFlags(FlagGroup):
     """Task: tables, learned in context (--task tabular)
 
-    Without --data-dir a model learns on synthetic tables. With it the model that comes with the task is scored on that
-    table, or first tuned on it (--tune); --predict FILE gives the classes of the rows of another file with its columns.
+    Without --data-dir, trains a model on synthetic tables. With it, scores the pre-trained model of this task on that
+    table, or first tunes the model on it (--tune). --predict classifies the rows of a file with the same columns.
     """
 
     data_dir: Path | None = flag(
-        None, "a table; CSV with a line of column names, JSON lines, parquet, .npz with X and y, or a folder of train "
-        "and test (default: synthetic tables; to learn on)", common=True, local=True,
+        None, "table to learn from; CSV with a line of column names, JSON lines, parquet, .npz with X and y, or a "
+        "folder of train and test files (default: synthetic tables; for pre-training)", common=True, local=True,
     )  # fmt: skip
-    label: str | None = flag(None, "column to predict; in a .npz: y", metavar="COLUMN", common=True, needs=_OF_A_TABLE)
+    label: str | None = flag(
+        None, "column to predict; y in a .npz file", metavar="COLUMN", common=True, needs=_OF_A_TABLE
+    )
     test_data: Path | None = flag(
-        None, "score on this file, learn from all of --data-dir; it has the label too", common=True, local=True,
-        needs=_OF_A_TABLE,
+        None, "file to score on, including the label column; all of --data-dir is then used to learn from", common=True,
+        local=True, needs=_OF_A_TABLE,
     )  # fmt: skip
     id: str | None = flag(
-        None, "column that names the rows; not learned from, kept by --predict", metavar="COLUMN", common=True,
-        needs=_OF_A_TABLE,
+        None, "column that identifies rows; not learned from, and copied to the output of --predict", metavar="COLUMN",
+        common=True, needs=_OF_A_TABLE,
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME", needs=_OF_A_TABLE)
     on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD, needs=_OF_A_TABLE)
     drop: tuple[str, ...] | None = flag(None, "columns not to learn from", metavar="COLUMN", needs=_OF_A_TABLE)
     test_share: float = flag(
-        0.2, "rows of the table held out for the test; 0 with --tune: none, and the validation rows are scored",
+        0.2, "share of the rows held out for testing; 0 with --tune: none, and the validation rows are scored",
         at_least=0, below=1, needs=_OF_A_TABLE, excludes=("test_data",),
     )  # fmt: skip
     tune: Literal["none", "base", "lora"] = flag(
-        "none", "what is tuned on the table; base: all weights; lora: low-rank adapters; none: nothing, the model "
-        "reads the rows that it predicts from", common=True, needs=_OF_A_TABLE,
+        "none", "weights to tune; none: no weights, the model only reads the table's training rows when it predicts; "
+        "base: all weights; lora: low-rank adapters", common=True, needs=_OF_A_TABLE,
     )  # fmt: skip
     val_share: float = flag(
-        0.2, "--tune: share of the other rows held out to choose the epoch; the untuned weights stay if tuning does "
-        "not help", above=0, below=1, needs=_OF_TUNING,
+        0.2, "--tune: share of the other rows held out to choose the epoch; the untuned weights are kept if tuning "
+        "does not help", above=0, below=1, needs=_OF_TUNING,
     )  # fmt: skip
-    num_episodes: int = flag(64, "--tune: problems made of the table's rows in an epoch", at_least=1, needs=_OF_TUNING)
+    num_episodes: int = flag(
+        64, "--tune: prediction problems per epoch, each made of rows of the table", at_least=1, needs=_OF_TUNING
+    )
     episode_rows: int = flag(
-        512, "--tune: most rows of such a problem; a quarter of them are predicted", at_least=8, needs=_OF_TUNING
+        512, "--tune: maximum rows per problem; a quarter of them are predicted", at_least=8, needs=_OF_TUNING
     )
     lora_rank: int = flag(8, "--tune lora: rank of the adapters", at_least=1, needs=_OF_LORA)
-    lora_alpha: float = flag(16.0, "--tune lora: adapters are scaled by ALPHA / rank", above=0, needs=_OF_LORA)
+    lora_alpha: float = flag(16.0, "--tune lora: scale the adapters by ALPHA / rank", above=0, needs=_OF_LORA)
     lora_targets: tuple[str, ...] = flag(
-        ("*",), "--tune lora: linear layers with adapters, by patterns of their names, for example *.query *.value",
+        ("*",), "--tune lora: linear layers that get adapters, by name patterns; for example *.query *.value",
         metavar="PATTERN", needs=_OF_LORA,
     )  # fmt: skip
     num_estimators: int = flag(
-        8, "predictions that are averaged, each with another order of columns and classes", at_least=1
+        8, "number of predictions to average; each has its own order of columns and classes", at_least=1
     )
     max_context: int = flag(
-        1024, "most rows that a prediction learns from; of a larger table each prediction takes different rows",
+        1024, "maximum rows from which one prediction learns; from a larger table each prediction takes different rows",
         at_least=16,
     )  # fmt: skip
-    num_tables: int = flag(1600, "synthetic tables in an epoch; every epoch has new ones", at_least=1)
-    num_val_tables: int = flag(
-        256, "synthetic tables of each validation set; each test set has half as many", at_least=1
-    )
+    num_tables: int = flag(1600, "synthetic tables per epoch; every epoch has new tables", at_least=1)
+    num_val_tables: int = flag(256, "synthetic tables per validation set; each test set has half as many", at_least=1)
     min_rows: int = flag(64, "fewest rows of a synthetic table", at_least=32)
     max_rows: int = flag(192, "most rows of a synthetic table", at_least=32)
     min_features: int = flag(2, "fewest columns of a synthetic table", at_least=1)
     max_features: int = flag(12, "most columns of a synthetic table", at_least=1)
-    max_classes: int = flag(10, "most classes of a synthetic table, and of one prediction", at_least=2, at_most=10)
+    max_classes: int = flag(10, "most classes of a synthetic table, and of a single prediction", at_least=2, at_most=10)
     prior_only: Path | None = flag(
-        None, "write an epoch's synthetic tables to this .npz, and train nothing", from_record="refused"
+        None, "do not train: write one epoch's synthetic tables to this .npz file", from_record="refused"
     )
     model: Literal["nano", "tabicl"] = flag(
-        "nano", "network; nano: cells attend to each other across columns and rows; tabicl: columns, rows, then the "
-        "context, with TabICL's 27 million parameters", common=True,
+        "nano", "network; nano: table cells attend to each other across columns and rows; tabicl: TabICL with 27 "
+        "million parameters, which embeds columns, then rows, then the whole table", common=True,
     )  # fmt: skip
-    width: int = flag(96, "nano: width of a cell's state", at_least=4, needs=_OF_NANO)
-    num_blocks: int = flag(3, "nano: blocks", at_least=1, needs=_OF_NANO)
+    width: int = flag(96, "nano: width of each cell's embedding", at_least=4, needs=_OF_NANO)
+    num_blocks: int = flag(3, "nano: number of blocks", at_least=1, needs=_OF_NANO)
     num_heads: int = flag(4, "nano: attention heads", at_least=1, needs=_OF_NANO)
 
     def problems(self) -> list[str]:

@@ -178,7 +178,7 @@ def test_help_names_every_task(capsys):
 def test_help_says_what_a_task_labels_where_it_is_chosen(task, says, capsys):
     with pytest.raises(SystemExit):
         parse(["--task", task, "--help-all"], several_devices=False)
-    assert ("the CSV of one recording" in capsys.readouterr().out) == says
+    assert ("the CSV file of one recording" in capsys.readouterr().out) == says
 
 
 @pytest.mark.parametrize(

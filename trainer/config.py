@@ -469,7 +469,7 @@ def build_parser(
         usage=" ".join(["%(prog)s", *([command] if command else []), "[flags]"]),
         description=description
         if shows_all
-        else f"{description}\nDefaults stand in brackets; --help-all explains every flag.",
+        else f"{description}\nDefaults are in brackets; --help-all explains every flag.",
         epilog=epilog,
         add_help=False,
         allow_abbrev=False,

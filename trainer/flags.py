@@ -46,55 +46,55 @@ class RunFlags(FlagGroup):
     """What to train"""
 
     task: str = flag(
-        "", "workload, or path/to/file.py:ClassName; the class is a task of your own", common=True, local=True,
+        "", "workload, or path/to/file.py:ClassName; ClassName: a task class of your own", common=True, local=True,
         from_record="refused",
     )  # fmt: skip
     epochs: int | None = flag(
         None, "passes over the training data (default: 20)", common=True, excludes=("max_steps",), at_least=1
     )
     max_steps: int | None = flag(
-        None, "length of the run in optimizer steps, instead of --epochs; it may end within an epoch", at_least=1
+        None, "optimizer steps of the run, instead of --epochs; the run may end within an epoch", at_least=1
     )
     max_minutes: float = flag(
-        0.0, "save and exit after MINUTES of training; summed over restarts; 0: no limit", common=True, at_least=0
-    )
+        0.0, "save and exit after MINUTES of training; all launches of the run count; 0: no limit", common=True,
+        at_least=0,
+    )  # fmt: skip
     eval_every: int | None = flag(
-        None, "epochs between validations; the last epoch is always validated (default: 1)", metavar="EPOCHS",
+        None, "validate every EPOCHS epochs; the last epoch is always validated (default: 1)", metavar="EPOCHS",
         excludes=("eval_every_steps",), at_least=1,
     )  # fmt: skip
     eval_every_steps: int | None = flag(
-        None, "optimizer steps between validations, instead of --eval-every", metavar="STEPS", at_least=1
+        None, "validate every STEPS optimizer steps, instead of --eval-every", metavar="STEPS", at_least=1
     )
     eval_start: bool = flag(
-        False, "also validate before the first step; the initial weights stay the best if training does not improve "
-        "them",
-    )  # fmt: skip
+        False, "also validate the initial weights; they stay the best weights if training does not improve them"
+    )
     seed: int = flag(
-        0, "random seed; of initial weights, sample order, augmentation and dropout", common=True, at_least=0,
+        0, "random seed; for initial weights, sample order, augmentation and dropout", common=True, at_least=0,
         below=2**63,
     )  # fmt: skip
     num_workers: int | Literal["auto"] = flag(
-        "auto", "data-loading processes per rank; 0: load in the training process, fastest where a batch is only "
-        "gathered from memory; auto: 0 on the CPU, up to 8 with a GPU if the first steps show that they save time",
+        "auto", "data-loading processes per rank; 0: load in the training process, fastest if a batch is only indexed "
+        "from arrays in memory; auto: 0 on the CPU; with a GPU up to 8 if the first steps show that they save time",
         local=True, at_least=0,
     )  # fmt: skip
     data_on: Literal["auto", "host", "device"] = flag(
-        "auto", "where data sets are kept and batches made; auto: on the GPU if they take at most a quarter of its "
-        "free memory", local=True,
+        "auto", "where to keep data sets and build batches; auto: on the GPU if the data sets take at most a quarter "
+        "of its free memory", local=True,
     )  # fmt: skip
-    cache_dir: Path = flag(DEFAULT_CACHE, "folder for parsed data sets; all ranks and runs share it", local=True)
-    log_interval: int = flag(50, "optimizer steps between two log lines", metavar="STEPS", at_least=1)
+    cache_dir: Path = flag(DEFAULT_CACHE, "cache folder for parsed data sets; all ranks and runs share it", local=True)
+    log_interval: int = flag(50, "log every STEPS optimizer steps", metavar="STEPS", at_least=1)
     logger: tuple[str, ...] | None = flag(
-        None, "also log to wandb, mlflow, or a logger of your own: path/to/file.py:ClassName; several are allowed",
+        None, "also log to wandb, mlflow, or your own class path/to/file.py:ClassName; several are allowed",
         metavar="LOGGER", local=True, from_record="refused",
     )  # fmt: skip
-    no_baselines: bool = flag(False, "do not score the simple methods that a task compares the run with")
+    no_baselines: bool = flag(False, "do not score the simple baselines of the task for comparison")
     check_task: bool = flag(
-        False, "check in float64 that the task's sums do not depend on how a batch is divided, then exit",
+        False, "check in float64 that loss and metrics do not depend on how a batch is split, then exit",
         from_record="ignored",
     )  # fmt: skip
     no_test: bool = flag(
-        False, "do not score the test set; the last weights are scored on the validation set, for comparing settings"
+        False, "do not score the test set; the final weights are scored on the validation set, to compare settings"
     )
 
     def __post_init__(self) -> None:
@@ -122,24 +122,24 @@ class BatchFlags(FlagGroup):
     """Batches and learning"""
 
     batch_size: int = flag(
-        32, "samples per device and forward; halved if they do not fit into GPU memory", metavar="SIZE", common=True,
-        at_least=1, at_most=MOST_SAMPLES,
+        32, "samples per device and forward pass; halved if they do not fit into GPU memory", metavar="SIZE",
+        common=True, at_least=1, at_most=MOST_SAMPLES,
     )  # fmt: skip
-    grad_accum_steps: int = flag(1, "forwards per optimizer step", at_least=1, at_most=MOST_SAMPLES)
+    grad_accum_steps: int = flag(1, "forward/backward passes per optimizer step", at_least=1, at_most=MOST_SAMPLES)
     global_batch_size: int | None = flag(
         None, "samples per optimizer step on all devices; sets --grad-accum-steps", metavar="SIZE", common=True,
         excludes=("grad_accum_steps",), at_least=1, at_most=MOST_SAMPLES,
     )  # fmt: skip
     parts: int = flag(
-        0, "get the same bits on 1, 2, 4, ... up to N devices; each global batch is cut into N parts with a backward "
-        "each, added in a fixed order. N is a power of two; without --global-batch-size a global batch is N times "
-        "--batch-size; 0: off", metavar="N", common=True, excludes=("grad_accum_steps",), at_least=0,
-        at_most=MOST_SAMPLES,
+        0, "get bit-identical results on up to N devices; N and the number of devices are powers of two; each global "
+        "batch is split into N parts, whose gradients are added in a fixed order; without --global-batch-size a global "
+        "batch has N times --batch-size samples; 0: off", metavar="N", common=True, excludes=("grad_accum_steps",),
+        at_least=0, at_most=MOST_SAMPLES,
     )  # fmt: skip
-    drop_last: bool = flag(False, "drop the last global batch of an epoch if it is short")
+    drop_last: bool = flag(False, "drop the last global batch of an epoch if it is incomplete")
     eval_batch_size: int | None = flag(
-        None, "samples per device and forward in evaluation; changes no metric (default: --batch-size)", at_least=1,
-        at_most=MOST_SAMPLES,
+        None, "samples per device and forward pass in evaluation; does not change metrics (default: --batch-size)",
+        at_least=1, at_most=MOST_SAMPLES,
     )  # fmt: skip
 
     def problems(self) -> list[str]:
@@ -151,21 +151,21 @@ class LearningFlags(FlagGroup):
     """Batches and learning"""
 
     optimizer: Literal["adamw", "adam", "sgd", "muon"] = flag(
-        "adamw", "optimizer; muon: Muon for hidden matrices, AdamW for the rest; a task may define its own",
-        common=True, displaces=("betas", "eps", "momentum", "nesterov"),
+        "adamw", "optimizer; muon: Muon for the weight matrices of hidden layers, AdamW for other parameters; a task "
+        "may define its own optimizer", common=True, displaces=("betas", "eps", "momentum", "nesterov"),
     )  # fmt: skip
     lr: float = flag(1e-3, "learning rate after warm-up", common=True, above=0)
-    min_lr: float = flag(0.0, "final learning rate of every schedule but constant; lower bound of plateau", at_least=0)
+    min_lr: float = flag(0.0, "final learning rate; the lowest of plateau; not allowed with constant", at_least=0)
     schedule: Schedule = flag(
-        "cosine", "learning-rate schedule; after warm-up; wsd: constant, then falls as 1 - sqrt over the last fifth "
-        "of the run; plateau: lowered when the validation score stops improving", common=True,
+        "cosine", "learning-rate schedule after warm-up; wsd: constant, then decays as 1 - sqrt over the last fifth "
+        "of the run; plateau: reduced when the validation score stops improving", common=True,
     )  # fmt: skip
     plateau_factor: float = flag(
-        0.1, "factor by which --schedule plateau lowers the learning rate", needs={"schedule": ("plateau",)}, above=0,
-        below=1,
+        0.1, "factor by which --schedule plateau multiplies the learning rate", needs={"schedule": ("plateau",)},
+        above=0, below=1,
     )  # fmt: skip
     plateau_patience: int = flag(
-        10, "evaluations without a better score before --schedule plateau lowers the learning rate",
+        10, "evaluations without improvement before --schedule plateau reduces the learning rate",
         needs={"schedule": ("plateau",)}, at_least=1,
     )  # fmt: skip
     warmup_epochs: float | None = flag(
@@ -174,36 +174,35 @@ class LearningFlags(FlagGroup):
     )  # fmt: skip
     warmup_steps: int | None = flag(None, "optimizer steps of linear warm-up, instead of --warmup-epochs", at_least=0)
     scale_lr: Literal["none", "linear", "sqrt"] = flag(
-        "none", "multiply --lr by global batch / one-device batch (linear), by its square root (sqrt), or not at all"
+        "none", "multiply --lr by global / one-device batch size (linear), by its square root (sqrt), or by 1 (none)"
     )
     weight_decay: float = flag(
-        0.01, "weight decay; not of norms and biases; decoupled in adamw and muon, added to the gradient in adam and "
-        "sgd", common=True, at_least=0,
+        0.01, "weight decay; not applied to norm layers and biases; decoupled in adamw and muon, added to the "
+        "gradient in adam and sgd", common=True, at_least=0,
     )  # fmt: skip
     betas: tuple[float, ...] | None = flag(
-        None, "two decay rates of adamw and adam, also within muon (default: 0.9 0.999)", needs=ADAM, at_least=0,
-        below=1,
-    )  # fmt: skip
-    eps: float | None = flag(None, "epsilon of adamw and adam, also within muon (default: 1e-08)", needs=ADAM, above=0)
+        None, "beta1 and beta2 of adamw, adam and muon's AdamW (default: 0.9 0.999)", needs=ADAM, at_least=0, below=1
+    )
+    eps: float | None = flag(None, "epsilon of adamw, adam and muon's AdamW (default: 1e-08)", needs=ADAM, above=0)
     momentum: float | None = flag(
         None, "momentum of sgd and muon (default: 0 for sgd, 0.95 for muon)", needs={"optimizer": ("sgd", "muon")},
         at_least=0, below=1,
     )  # fmt: skip
-    nesterov: bool = flag(False, "sgd: Nesterov momentum; muon always has it", needs={"optimizer": ("sgd",)})
-    max_grad_norm: float = flag(1.0, "clip the global gradient norm to this; 0: no clipping", at_least=0)
+    nesterov: bool = flag(False, "sgd: use Nesterov momentum; muon always uses it", needs={"optimizer": ("sgd",)})
+    max_grad_norm: float = flag(1.0, "clip the global gradient norm to NORM; 0: no clipping", at_least=0)
     sam_rho: float = flag(
-        0.0, "radius of sharpness-aware minimisation, for example 0.05; each step takes its gradient at weights moved "
-        "uphill by this distance; 0: off", at_least=0,
+        0.0, "radius of sharpness-aware minimisation (SAM), for example 0.05; each step uses the gradient at weights "
+        "moved uphill by this distance; 0: off", at_least=0,
     )  # fmt: skip
     ema_decay: float = flag(
-        0.0, "decay of averaged weights, for example 0.999; the average is evaluated and saved; 0: off",
-        at_least=0, below=1,
+        0.0, "decay of a moving average of the weights, for example 0.999; the averaged weights are evaluated and "
+        "saved; 0: off", at_least=0, below=1,
     )  # fmt: skip
     on_nonfinite: Literal["stop", "skip"] = flag(
-        "stop", "stop the run, or skip the optimizer step, when a loss or gradient is not finite"
+        "stop", "what to do if a loss or gradient is not finite; stop the run, or skip the optimizer step"
     )
     early_stopping_patience: int = flag(
-        0, "stop after N evaluations without a better score; 0: never", metavar="N", at_least=0
+        0, "stop after N evaluations without improvement; 0: never", metavar="N", at_least=0
     )
 
     def problems(self) -> list[str]:
@@ -224,14 +223,13 @@ class PrecisionFlags(FlagGroup):
     """Devices, precision and speed"""
 
     amp: Literal["auto", "bf16", "fp16", "off"] = flag(
-        "auto", "mixed precision; auto: bf16 on GPUs that have it, fp16 on older ones, off on the CPU", common=True
+        "auto", "mixed precision; auto: bf16 on GPUs that support it, fp16 on older GPUs, off on the CPU", common=True
     )
     no_amp: bool = flag(False, "the same as --amp off", hidden=True, excludes=("amp",))
-    dtype: Literal["float32", "float64"] = flag("float32", "type of the parameters")
+    dtype: Literal["float32", "float64"] = flag("float32", "data type of the parameters")
     deterministic: bool = flag(
-        False, "use deterministic algorithms on GPUs too, where they are slower; refuse an operator without one, of "
-        "which the CPU only warns otherwise",
-    )  # fmt: skip
+        False, "use deterministic algorithms on GPUs too, and stop at an operator without one; slower on GPUs"
+    )
 
     def __post_init__(self) -> None:
         if self.no_amp and self.amp == "auto":
@@ -248,15 +246,15 @@ class BlockFlags(FlagGroup):
     """Devices, precision and speed"""
 
     compile: bool = flag(
-        False, "compile each block of the model with torch.compile; faster steps on GPUs, after up to minutes of "
-        "compiling", common=True,
+        False, "compile each block of the model with torch.compile; speeds up GPU steps; compiling may take minutes",
+        common=True,
     )  # fmt: skip
     cuda_graphs: Literal["auto", "on", "off"] = flag(
-        "off", "launch steps as CUDA graphs; small models no longer wait for the host, and learn the same bits; auto: "
+        "off", "run training steps as CUDA graphs; speeds up small models, with bit-identical results; auto: only "
         "where it is faster", common=True, local=True,
     )  # fmt: skip
     grad_checkpointing: bool = flag(
-        False, "recompute each block's activations in the backward pass; less memory, longer steps, the same bits"
+        False, "recompute block activations in the backward pass; less memory, slower steps, bit-identical results"
     )
 
 
@@ -266,8 +264,8 @@ class DeviceFlags(FlagGroup):
 
     device: str = flag("auto", "cpu, cuda, cuda:N or auto; auto: a GPU if there is one", common=True)
     num_threads: int | None = flag(
-        None, "CPU threads per process; OMP_NUM_THREADS counts too if you set it (default: all cores, shared evenly "
-        "by this machine's ranks; 1 with a GPU)", local=True, at_least=1, at_most=MOST_THREADS,
+        None, "CPU threads per process; OMP_NUM_THREADS changes the default (default: all cores divided among this "
+        "machine's ranks; 1 with a GPU)", local=True, at_least=1, at_most=MOST_THREADS,
     )  # fmt: skip
 
     def problems(self) -> list[str]:
@@ -290,32 +288,32 @@ class CheckpointFlags(FlagGroup):
     """The run directory"""
 
     save_dir: Path = flag(
-        Path("checkpoints"), "folder of the run; an unfinished run in it is resumed; named after the task unless given",
+        Path("checkpoints"), "run folder; an unfinished run in it is resumed; the default is named after the task",
         common=True, from_record="ignored",
     )  # fmt: skip
-    save_every_steps: int = flag(0, "also save every STEPS optimizer steps; 0: off", at_least=0)
-    save_every_minutes: float = flag(0.0, "also save every MINUTES; 0: off", at_least=0)
-    keep_checkpoints: int = flag(3, "newest checkpoints to keep; 0: all", metavar="N", at_least=0)
+    save_every_steps: int = flag(0, "also save a checkpoint every STEPS optimizer steps; 0: off", at_least=0)
+    save_every_minutes: float = flag(0.0, "also save a checkpoint every MINUTES; 0: off", at_least=0)
+    keep_checkpoints: int = flag(3, "number of newest checkpoints to keep; 0: keep all", metavar="N", at_least=0)
     keep_best: int = flag(1, "also keep the K checkpoints with the best validation scores", metavar="K", at_least=1)
     resume_from: Path | None = flag(
-        None, "resume from this checkpoint; not from the newest in --save-dir", metavar="CHECKPOINT",
+        None, "resume from this checkpoint instead of the newest in --save-dir", metavar="CHECKPOINT",
         from_record="refused", excludes=("init_from", "init_from_partial"),
     )  # fmt: skip
     init_from: Path | None = flag(
-        None, "start from the weights of this file; nothing else of a checkpoint is used; a plain state dict works too",
-        metavar="CHECKPOINT", common=True, from_record="refused", excludes=("init_from_partial",),
+        None, "initialise the weights from this file; a plain state dict, or a checkpoint, whose other content is "
+        "ignored", metavar="CHECKPOINT", common=True, from_record="refused", excludes=("init_from_partial",),
     )  # fmt: skip
     init_from_partial: Path | None = flag(
-        None, "start from those weights of this checkpoint whose names and shapes match, and list them",
+        None, "initialise the weights whose names and shapes match this checkpoint, and list them",
         metavar="CHECKPOINT", from_record="refused",
     )  # fmt: skip
     fresh: bool = flag(
-        False, "start over; the run in --save-dir moves to previous-N inside it", common=True, from_record="ignored",
-        excludes=("resume_from",),
+        False, "start over; the run in --save-dir moves to the subfolder previous-N", common=True,
+        from_record="ignored", excludes=("resume_from",),
     )  # fmt: skip
     eval_only: bool = flag(
-        False, "do not train: score the best weights of --save-dir; --resume-from chooses others; on validation and "
-        "test sets", common=True, from_record="ignored", excludes=("fresh", "init_from_partial"),
+        False, "do not train: score the best weights of --save-dir; on validation and test sets; --resume-from "
+        "chooses other weights", common=True, from_record="ignored", excludes=("fresh", "init_from_partial"),
         displaces=("resume_from", "init_from"),
     )  # fmt: skip
 
@@ -333,13 +331,13 @@ class SeveralFlags(FlagGroup):
 
     recorded: ClassVar = False
     seeds: int = flag(
-        1, "train with N seeds, from --seed on; shows mean, deviation and ensemble; one run per GPU at a time, on the "
-        "CPU one per core, each with one thread unless --num-threads says otherwise", metavar="N", common=True,
-        at_least=1,
+        1, "train N runs with consecutive seeds; the first is --seed; reports mean, standard deviation and ensemble; "
+        "each GPU trains one run at a time; the CPU trains one run per core, with one thread unless --num-threads is "
+        "given", metavar="N", common=True, at_least=1,
     )  # fmt: skip
     folds: int = flag(
-        0, "cross-validate in K runs; each is scored on the part of the training data that it holds out; the test set "
-        "is not used; 0: off", metavar="K", common=True, at_least=0,
+        0, "K-fold cross-validation; each run is scored on the fold of the training data that it holds out; the test "
+        "set is not used; 0: off", metavar="K", common=True, at_least=0,
     )  # fmt: skip
 
     def problems(self) -> list[str]:
@@ -361,16 +359,16 @@ class PredictFlags(FlagGroup):
 
     recorded: ClassVar = False
     predict: Path | None = flag(
-        None, "do not train: label this file; uses the best weights of --save-dir, or --resume-from, and the flags of "
-        "that run", metavar="FILE", common=True, from_record="refused", excludes=(*NOT_WITH_A_USE, "export"),
-        displaces=("resume_from",),
+        None, "do not train: predict the samples in this file; uses the best weights of --save-dir, or those of "
+        "--resume-from, and that run's flags", metavar="FILE", common=True, from_record="refused",
+        excludes=(*NOT_WITH_A_USE, "export"), displaces=("resume_from",),
     )  # fmt: skip
     sample: Path | None = flag(
-        None, "do not train: write a file such as --predict takes, from the generated or given data", metavar="FILE",
+        None, "do not train: write an example input file for --predict, from the data of the task", metavar="FILE",
         from_record="refused", excludes=(*NOT_WITH_A_USE, "export", "predict"),
     )  # fmt: skip
     output: Path | None = flag(
-        None, "CSV table that --predict writes (default: standard output)", metavar="FILE", common=True,
+        None, "CSV file that --predict writes (default: standard output)", metavar="FILE", common=True,
         from_record="refused",
     )  # fmt: skip
 
@@ -396,9 +394,9 @@ class ExportFlags(FlagGroup):
 
     recorded: ClassVar = False
     export: Path | None = flag(
-        None, "do not train: write a .pt2 of torch.export; it holds the best weights of --save-dir, or --resume-from, "
-        "and runs without this trainer", metavar="FILE", common=True, from_record="refused", excludes=NOT_WITH_A_USE,
-        displaces=("resume_from",),
+        None, "do not train: write a .pt2 file of torch.export; it holds the best weights of --save-dir, or those of "
+        "--resume-from, and runs without this trainer", metavar="FILE", common=True, from_record="refused",
+        excludes=NOT_WITH_A_USE, displaces=("resume_from",),
     )  # fmt: skip
 
     def problems(self) -> list[str]:
@@ -426,7 +424,7 @@ class ConfigFlags(FlagGroup):
 
     recorded: ClassVar = False
     config: tuple[Path, ...] | None = flag(
-        None, "settings from TOML or a run's config.json; later files override earlier ones, and flags override "
+        None, "read settings from TOML or a run's config.json; later files override earlier files, and flags override "
         "files; a config.json repeats its run", metavar="FILE", common=True,
     )  # fmt: skip
     print_config: bool = flag(False, "do not train: print all settings as a TOML file for --config")
@@ -438,7 +436,7 @@ class MultiDeviceFlags(FlagGroup):
 
     multi_gpu: forms.FormName | None = flag(None, forms.HELP, common=True)
     gpu_ids: tuple[int, ...] | None = flag(
-        None, "visible GPUs to use, for example 0,1,2 (default: all)", metavar="ID", common=True, local=True
+        None, "indices of visible GPUs, for example 0,1,2 (default: all)", metavar="ID", common=True, local=True
     )
     nproc: int | None = flag(
         None, "processes to start without torchrun; for ddp and fsdp (default: one per GPU; 1 on the CPU)", common=True,
@@ -448,23 +446,23 @@ class MultiDeviceFlags(FlagGroup):
         None, "communication backend between processes (default: nccl on GPUs, gloo on the CPU)"
     )
     dist_timeout_s: float = flag(
-        600.0, "seconds after which a rank stops waiting for another one and names it", metavar="SECONDS", above=0
+        600.0, "seconds that a rank waits for another before it reports that rank and stops", metavar="SECONDS", above=0
     )
     lockstep_every: int = flag(
-        500, "optimizer steps between bitwise comparisons of all ranks' weights; every save is preceded by one too; "
-        "0: off", metavar="STEPS", at_least=0,
+        500, "compare all ranks' weights bit by bit every STEPS optimizer steps; also before every save; 0: off",
+        metavar="STEPS", at_least=0,
     )  # fmt: skip
-    sync_bn: bool = flag(False, "ddp on GPUs: batch norm over the micro-batches of all devices")
+    sync_bn: bool = flag(False, "ddp on GPUs: compute batch-norm statistics over the micro-batches of all devices")
     find_unused_parameters: bool = flag(
-        False, "ddp: allow parameters that some forwards do not use", needs={"multi_gpu": forms.TAKING_UNUSED}
+        False, "ddp: allow parameters that some forward passes do not use", needs={"multi_gpu": forms.TAKING_UNUSED}
     )
     reshard: Literal["always", "never"] = flag(
-        "always", "fsdp: free a block's parameters after its forward; never: keep them until its backward, which is "
-        "faster and shards only gradients and optimizer state", needs=FSDP,
+        "always", "fsdp: when to free a block's gathered parameters; always: after its forward pass; never: after its "
+        "backward pass, which is faster but shards only gradients and optimizer state", needs=FSDP,
     )  # fmt: skip
     shard_size: int | None = flag(
-        None, "fsdp: ranks that share one sharded copy of the model, for example those of one machine; must divide "
-        "the number of ranks (default: all)", needs=FSDP, at_least=1,
+        None, "fsdp: number of ranks across which one copy of the model is sharded; for example the ranks of one "
+        "machine; must evenly divide the number of ranks (default: all)", needs=FSDP, at_least=1,
     )  # fmt: skip
     local_rank: int | None = flag(None, "set by torch.distributed.launch", hidden=True, local=True)
 

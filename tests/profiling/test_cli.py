@@ -99,7 +99,7 @@ def test_trace_is_not_said_to_be_for_tensorboard_alone(capsys, monkeypatch):
         profile(["step", "--help-all"])
     out = capsys.readouterr().out
     assert "tensorboard --logdir" not in out and "then: open the file in https://ui.perfetto.dev" in out
-    assert "TensorBoard shows it only with the package torch-tb-profiler" in out
+    assert "TensorBoard needs the package torch-tb-profiler to show the trace" in out
 
 
 def test_lost_process_of_a_measurement_is_not_said_to_go_on(alone):

@@ -18,8 +18,8 @@ from trainer.registry import SCRIPT, default_task, find_task, is_same_task, know
 from trainer.task import Task
 
 DESCRIPTION = {
-    False: "Trains on one device. The same command again resumes an unfinished run.",
-    True: "Trains on several devices. The same command again resumes, on any number of them.",
+    False: "Trains on one device. Repeating the command resumes an unfinished run.",
+    True: "Trains on several devices. Repeating the command resumes an unfinished run, on any number of devices.",
 }
 
 LAUNCHES = (

@@ -28,17 +28,17 @@ FORMS: dict[str, Form] = {
     form.name: form
     for form in (
         Form("dp", "one process for all GPUs (DataParallel)", has_processes=False, can_compile=False),
-        Form("ddp", "one process per device (DistributedDataParallel), faster", takes_sync_bn=True, takes_unused=True),
+        Form("ddp", "one process per device (DDP), faster than dp", takes_sync_bn=True, takes_unused=True),
         Form(
             "fsdp",
-            "one process per device, parameters sharded across them, for models too large for one GPU",
+            "one process per device with sharded parameters (fully_shard), for models too large for one GPU",
             shards=True,
         ),
     )
 }
 
 
-HELP = "strategy; " + "; ".join(f"{form.name}: {form.help}" for form in FORMS.values())
+HELP = "multi-device strategy; " + "; ".join(f"{form.name}: {form.help}" for form in FORMS.values())
 PER_PROCESS = tuple(form.name for form in FORMS.values() if form.has_processes)
 SHARDING = tuple(form.name for form in FORMS.values() if form.shards)
 TAKING_UNUSED = tuple(form.name for form in FORMS.values() if form.takes_unused)

@@ -32,10 +32,10 @@ FINEST = 16
 class BatchSizeFlags(MeasuringFlags):
     """Measuring batch sizes"""
 
-    min_batch_size: int = flag(8, "smallest batch size to try; the next ones are twice as large each", at_least=1)
+    min_batch_size: int = flag(8, "smallest batch size to try; each further size is twice the size before", at_least=1)
     max_batch_size: int = flag(1024, "largest batch size to try", at_least=1)
-    steps: int = flag(20, "optimizer steps of each measurement", at_least=1)
-    settling_steps: int = flag(3, "optimizer steps before a measurement, not counted", at_least=1)
+    steps: int = flag(20, "optimizer steps per measurement", at_least=1)
+    settling_steps: int = flag(3, "warm-up steps before each measurement, not counted", at_least=1)
 
     def problems(self) -> list[str]:
         if self.max_batch_size < self.min_batch_size:

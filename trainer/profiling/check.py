@@ -47,16 +47,18 @@ class CheckFlags(FlagGroup):
     device: Literal["auto", "cpu", "cuda"] = flag(
         "auto", "device to check; auto: all GPUs, or the CPU if there is none"
     )
-    save_dir: Path = flag(Path("checkpoints"), "folder for runs, whose disk is tested")
+    save_dir: Path = flag(Path("checkpoints"), "folder for runs, whose disk to test")
     nproc: int | None = flag(
-        None, "processes to start without torchrun (default: one per GPU, 2 on the CPU)", at_least=1
+        None, "number of processes to start without torchrun (default: one per GPU, 2 on the CPU)", at_least=1
     )
-    gpu_ids: tuple[int, ...] | None = flag(None, "visible GPUs to use, for example 0,1,2 (default: all)", metavar="ID")
+    gpu_ids: tuple[int, ...] | None = flag(
+        None, "indices of visible GPUs, for example 0,1,2 (default: all)", metavar="ID"
+    )
     backend: Literal["nccl", "gloo"] | None = flag(
-        None, "communication backend of the exchange (default: nccl on GPUs, gloo on the CPU)"
+        None, "communication backend to test (default: nccl on GPUs, gloo on the CPU)"
     )
     dist_timeout_s: float = flag(
-        60.0, "seconds after which a process stops waiting for another one", metavar="SECONDS", above=0
+        60.0, "seconds that a process waits for another before it stops", metavar="SECONDS", above=0
     )
     json: Path | None = flag(None, "also write the results to this file", metavar="FILE")
 

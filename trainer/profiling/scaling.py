@@ -36,9 +36,11 @@ class ScalingFlags(MeasuringFlags):
         (1, 2), "numbers of devices to compare, for example 1,2,4; one device is always measured", metavar="N",
         at_least=1,
     )  # fmt: skip
-    rounds: int = flag(3, "times that each number of devices is measured, in turns; medians count", at_least=1)
+    rounds: int = flag(
+        3, "number of measurements of each configuration, taken in turns; medians are reported", at_least=1
+    )
     board: Path | None = flag(
-        None, "also draw the results for TensorBoard in this folder", metavar="DIR", from_record="refused"
+        None, "also write the results to this folder for TensorBoard", metavar="DIR", from_record="refused"
     )
 
 

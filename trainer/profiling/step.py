@@ -33,10 +33,10 @@ VIEWERS = "https://ui.perfetto.dev or chrome://tracing"
 class StepFlags(MeasuringFlags):
     """Measuring a step"""
 
-    steps: int = flag(100, "optimizer steps of each measurement", at_least=1)
+    steps: int = flag(100, "optimizer steps per measurement", at_least=1)
     trace: Path | None = flag(
-        None, f"also write a trace of a few more steps to this folder, for {VIEWERS}; TensorBoard shows it only with "
-        "the package torch-tb-profiler", metavar="DIR", from_record="refused",
+        None, f"also write a trace of {TRACED_STEPS} more steps to this folder, for {VIEWERS}; TensorBoard needs the "
+        "package torch-tb-profiler to show the trace", metavar="DIR", from_record="refused",
     )  # fmt: skip
 
 
