@@ -16,8 +16,8 @@ Batch = dict[str, Tensor]
 class WeightedBatch(NamedTuple):
     """A batch in host memory with its weight, the number of its loss terms.
 
-    num_samples: number of samples, 0 for a placeholder batch of a process without samples. Other batches may have
-    weight 0 as well, for example without labels.
+    num_samples: number of samples, 0 for a placeholder batch of a process without samples. A batch of real samples may
+    have weight 0 as well, for example without labels.
     """
 
     batch: Batch

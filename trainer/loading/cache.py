@@ -26,7 +26,7 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
 
     cache_dir: a folder shared by all processes of the machine; created if missing. key: a valid file name that
     identifies content and format version. build: returns arrays by name; names must be valid file names. Exceptions of
-    build are raised unchanged.
+    `build` are raised unchanged.
 
     Raises UserError if the folder is not writable, the disk is full, or an entry is unreadable.
     """

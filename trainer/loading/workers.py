@@ -71,8 +71,8 @@ class Workers:
 
     num_workers: number of worker processes, started on first use or by `start`; with 0, this process makes batches.
     for_gpu: whether to pin batches and to pad them to few lengths (see `SampleKeys.padded_length`). on_trial: whether
-    this process makes the first training batches. After the trial, workers continue if they save time and can share the
-    data, and if their batches fit into `room` bytes of shared memory; otherwise the workers are ended.
+    this process makes the first training batches. After the trial, workers take over if they save time and can share
+    the data, and if their batches fit into `room` bytes of shared memory; otherwise the workers are ended.
     """
 
     def __init__(

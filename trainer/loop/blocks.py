@@ -125,7 +125,7 @@ class _AsFound(AbstractContextManager[None]):
     def __init__(self, block: _Recomputed) -> None:
         self._block, changing = block, type(block).changing
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """Pairs of a dictionary, a module's attributes or buffers, and its shallow copy."""
+        """Pairs of a dictionary (a module's attributes or buffers) and its shallow copy."""
         if changing is None:
             self._found: State = WholeState(block)
         else:

@@ -1,7 +1,7 @@
 """Captures training steps as CUDA graphs, each replayed by a single launch.
 
 With a small model a GPU waits for the host, which launches hundreds of kernels per step. One graph runs forward and
-backward of a micro-batch, another one the weight update; gradients are exchanged in between. Each signature (names,
+backward of a micro-batch, another graph the weight update; gradients are exchanged in between. Each signature (names,
 shapes and dtypes of the inputs) has its own graph. A graph computes the same bits as kernels launched one by one.
 Whatever cannot be captured runs eagerly.
 """
@@ -70,7 +70,7 @@ class Recording(NamedTuple):
     reads: Sequence[Tensor] = ()
 
     def replayed(self) -> dict[str, Tensor]:
-        """Replays the graph; returns copies of its results. Raises torch.OutOfMemoryError only before the replay."""
+        """Replays the graph; returns copies of its results. Only raises torch.OutOfMemoryError before the replay."""
         return self.results.after(self.graph.replay)
 
 
@@ -117,7 +117,7 @@ class Gradients:
 class Moment:
     """Snapshot of the state that forward and backward change.
 
-    Holds gradients, buffers, module attributes and the positions of the random number generators.
+    A snapshot holds gradients, buffers, module attributes and the positions of the random number generators.
     """
 
     def __init__(self, gradients: Gradients, objective: Objective, generators: Sequence[torch.Generator]) -> None:
@@ -181,7 +181,7 @@ class GraphedLearner(Learner, Watch):
         self._progress = progress
 
     def resume(self) -> None:
-        """Drops all graphs if a tensor moved or a constant changed.
+        """Drops all graphs if a tensor of the model moved or a constant changed.
 
         At an epoch's start, also marks each phase's next graph, and graphs of the previous epoch, for verification.
         """

@@ -174,7 +174,7 @@ class JointLearner(Learner, Watch):
 
 
 class _Known(torch.autograd.Function):
-    """Function that returns a given value and, in its backward, precomputed gradients of the input tensors."""
+    """Autograd function that returns a given value and, in its backward, precomputed gradients of input tensors."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *tensors: Tensor) -> Tensor:

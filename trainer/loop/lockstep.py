@@ -20,7 +20,7 @@ from trainer.parallel.strategy import Strategy
 MOST_NAMED = 4
 """Maximum number of ranks with equal values that a message lists; of a larger group it states only the size."""
 _BLOCK_FACTOR = 0x5851F42D4C957F2D
-"""Multiplier between blocks of words. Any odd number works; this number is Knuth's multiplier modulo 2^64."""
+"""Multiplier between blocks of words. Knuth's multiplier modulo 2^64 is used, but any odd number works."""
 
 
 class Fingerprint:

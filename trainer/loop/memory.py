@@ -150,7 +150,7 @@ class MemoryGuard:
     def _halve(self, phase: int) -> str:
         """Halves samples per forward in all phases; returns a description of the change to `phase`.
 
-        Raises UserError if a single sample did not fit.
+        Raises UserError if a single sample did not fit into memory.
         """
         before, num_parts = self.splits[phase], self._strategy.num_parts
         if num_parts:

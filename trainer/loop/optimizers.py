@@ -26,7 +26,7 @@ def build_optimizers(
 ) -> list[Optimizer]:
     """Builds a phase's optimizers, by `Task.build_optimizers` or from the flags.
 
-    groups: the phase's `completed_groups`. Raises UserError for a mistake of the task.
+    groups: the phase's `completed_groups`. Raises UserError if the task returns invalid optimizers or groups.
     """
     own = task.build_optimizers(phase, [dict(group) for group in groups], learning.lr)
     if own is not None:

@@ -300,8 +300,8 @@ def split_batch(
 ) -> BatchSplit:
     """Computes the split of a global batch from the batch flags. num_parts: value of `--parts`, or 0.
 
-    Given `global_batch_size`, `batch_size` is the maximum per device, and the number of accumulation steps follows.
-    Gradients are exact even if devices get different numbers of samples.
+    If `global_batch_size` is given, `batch_size` is a maximum per device, which determines the number of accumulation
+    steps. Gradients are exact even if devices get different numbers of samples.
     """
     if num_parts:
         global_batch_size = global_batch_size or batch_size * num_parts

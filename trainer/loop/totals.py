@@ -142,7 +142,7 @@ def forward_name(objective: nn.Module, phase: str | None) -> str:
 
 
 def add_sums(sums: Sums, part: Mapping[str, Tensor]) -> None:
-    """Adds the detached sums of a micro-batch to `sums` in place. Raises UserError if a shape has changed."""
+    """Adds the detached sums of a micro-batch to `sums` in place. Raises UserError if a sum has changed its shape."""
     for name, value in part.items():
         value = value.detach() if value.requires_grad else value
         if name in sums:

@@ -150,7 +150,7 @@ def agree_ahead(
     clock: returns, on rank 0, whether time is up and whether a checkpoint is due. Raises StopRequested once any process
     was asked to stop, and TimeIsUp once time is up.
 
-    The all-reduce starts a window ahead, so that processes need not wait. A stop takes effect within two windows.
+    The all-reduce starts a window ahead, so that processes need not wait. Stop requests take effect within two windows.
     """
     waiting: tuple[T, Callable[[], Sequence[float]]] | None = None
     for piece in chain(work, (None,)):

@@ -53,8 +53,8 @@ def set_num_threads(
 def keep_freed_memory() -> None:
     """Makes glibc keep freed memory for reuse; returning it to the kernel would cause page faults in every step.
 
-    Blocks over 32 MiB are still returned. Call this function only in processes that just train, because the old
-    setting cannot be read and restored.
+    Blocks over 32 MiB are still returned to the kernel. Call this function only in processes that just train, because
+    the old setting cannot be read and restored.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)

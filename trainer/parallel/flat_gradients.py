@@ -38,7 +38,7 @@ class FlatGradients:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Copies gradients that are elsewhere into the buffers, and sets each `grad` to a view of its buffer."""
+        """Copies gradients into the buffers, unless they are there, and sets each `grad` to a view of its buffer."""
         copied = [
             (parameter, view)
             for parameter, view in zip(self._params, self.views, strict=True)

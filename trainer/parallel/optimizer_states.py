@@ -107,7 +107,7 @@ def _load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], dtyp
     """Loads a result of `state_of`. dtype: dtype of the parameters when the state was saved.
 
     `Optimizer.load_state_dict` moves a parameter's tensors and numbers to its device, but corrupts other values: a
-    string becomes a generator, a deque loses its length. This function therefore sets other values itself.
+    string becomes a generator, a deque loses its length. This function therefore restores values of other types itself.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     loaded: dict[str, Any] = {name: decoded(value) for name, value in state.items() if name != "state"}
@@ -129,8 +129,8 @@ def _load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], dtyp
 def _keep_types(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any], dtype: torch.dtype) -> None:
     """Restores the dtypes of state tensors that `load_state_dict` converted to the dtype of their parameter.
 
-    dtype: dtype of the parameters when the state was saved. Tensors of this dtype take the parameters' current dtype.
-    Other tensors, such as counters, masks and moments in another precision, keep their own dtype.
+    dtype: dtype of the parameters when the state was saved. State tensors that had the dtype of the parameters take the
+    current one. Other tensors, such as counters, masks and moments in another precision, keep their own dtype.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, kept in state.items():

@@ -42,7 +42,7 @@ Member = tuple[str, int, str]
 """A process: its host name, its process id, and the namespace of the process id."""
 
 DIRECT_BYTES = 3 * 2**18
-"""Most bytes that a process sends directly to all others, in place of a ring all-reduce; see benchmarks/exchange.py."""
+"""Maximum number of bytes that a process sends directly to the others, not in a ring; see benchmarks/exchange.py."""
 
 
 class ProcessGroup(Group):

@@ -26,7 +26,7 @@ class Gathered(NamedTuple):
 
 
 class _Forward:
-    """State for `gather` of the running forward: strategy, number of real samples, and forwards in the step."""
+    """State of the running forward for `gather`: strategy, number of real samples, and number of forwards per step."""
 
     now: tuple[Strategy, int, int] | None = None
 

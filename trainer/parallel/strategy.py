@@ -115,7 +115,7 @@ class Strategy:
         return objective
 
     def wrap(self, net: nn.Module) -> nn.Module:
-        """Wraps the module for a phase, when only parameters that the phase trains require gradients."""
+        """Wraps the module for a phase; at the call, only parameters that the phase trains may require gradients."""
         return net
 
     def evaluation_module(self, net: nn.Module) -> nn.Module:
@@ -228,7 +228,7 @@ class Strategy:
     # --- saving and restoring ----------------------------------------------------------------------------------------
 
     def from_main(self, value: Tensor) -> Tensor:
-        """Returns a contiguous copy of rank 0's value on this device. Other ranks pass a tensor like it."""
+        """Returns rank 0's value, contiguous, on this device. Other ranks pass a tensor of equal shape and dtype."""
         return value
 
     def sync_tensors(self, tensors: Mapping[str, Tensor]) -> None:
