@@ -1,4 +1,4 @@
-"""The workloads that come with the trainer, each imported with its part of models/ and data/ when chosen."""
+"""Workloads that come with the trainer; each is imported, with its part of models/ and data/, when it is chosen."""
 
 TASKS = {
     "har": f"{__name__}.har:HarTask",
@@ -7,4 +7,4 @@ TASKS = {
     "speech": f"{__name__}.speech:SpeechTask",
     "tabular": f"{__name__}.tabular:TabularTask",
 }
-"""Workloads by name for `--task`; the first is the default."""
+"""Maps names for `--task` to workloads; the first entry is the default."""

@@ -1,4 +1,4 @@
-"""The loss and evaluation of activities, and loading of a trained encoder."""
+"""Loss and evaluation of activity recognition, and loading of trained encoders."""
 
 from pathlib import Path
 
@@ -21,9 +21,9 @@ ENCODING_BATCH_SIZE = 256
 
 
 class HarObjective(Objective):
-    """Cross-entropy; in evaluation without label smoothing, and with the confusion matrix.
+    """Cross-entropy of activities; in evaluation without label smoothing, and with the confusion matrix.
 
-    In training the mean of the separate losses of a HarNet's members, in evaluation the loss of their averaged output.
+    The training loss is the mean over a HarNet's members; evaluation scores the members' mean probabilities.
     """
 
     model: Standardised
@@ -33,7 +33,7 @@ class HarObjective(Objective):
         self.label_smoothing = label_smoothing
 
     def member_logits(self, batch: Batch) -> Tensor:
-        """Returns (B, num_members, C), from signals, or from the frozen encoder's features if the batch has them."""
+        """Returns logits (B, num_members, C), from the batch's "features" of a frozen encoder, or from its signals."""
         network = self.model.network
         if not isinstance(network, HarNet):
             return self.model(batch["signals"]).unsqueeze(1)
@@ -57,14 +57,14 @@ class HarObjective(Objective):
 
 
 class HarEnsembleObjective(Objective):
-    """The mean of trained models' predictions, for evaluation only."""
+    """Evaluates the mean prediction of several trained models."""
 
     def forward(self, batch: Batch, phase: str = "train") -> Sums:
         return evaluation_sums(self.model(batch["signals"]), batch["label"])
 
 
 def evaluation_sums(logits: Tensor, label: Tensor) -> Sums:
-    """Returns plain cross-entropy, and the confusion matrix (rows: true, columns: predicted)."""
+    """Returns the summed cross-entropy and the confusion matrix (C, C); rows: true, columns: predicted."""
     num_classes = logits.shape[1]
     pairs = F.one_hot(label * num_classes + logits.argmax(dim=1), num_classes**2).sum(dim=0)
     loss = F.cross_entropy(logits, label, reduction="sum")
@@ -72,17 +72,17 @@ def evaluation_sums(logits: Tensor, label: Tensor) -> Sums:
 
 
 def harnet_of(model: Standardised) -> HarNet:
-    """Returns the network that the encoder flags refer to."""
+    """Returns the model's HarNet, to which the flags for encoders refer."""
     assert isinstance(model.network, HarNet)
     return model.network
 
 
 def load_encoder(model: Standardised, path: Path) -> None:
-    """Loads a trained encoder, and its input statistics if the file has them.
+    """Loads a trained encoder from a file, and the input statistics if the file contains them.
 
-    path: a checkpoint of a run, or {"model": state dict of a HarNet or its encoder}.
+    path: checkpoint of a run, or a file with {"model": state dict of a HarNet or its encoder}.
 
-    Raises UserError if the file has no encoder of this shape.
+    Raises UserError if the file contains no encoder of this shape.
     """
     label = f"--encoder-path {path}"
     weights = read_checkpoint(path, label, only_weights=True)["model"]
@@ -104,13 +104,13 @@ def load_encoder(model: Standardised, path: Path) -> None:
 
 
 def features_of(model: Standardised, signals: Tensor) -> Tensor:
-    """Returns the heads' input for windows in physical units: (B, num_members, F)."""
+    """Returns the encoder's features of windows in physical units: (B, num_members, F)."""
     return harnet_of(model).features(model.standardise(signals))
 
 
 @torch.no_grad()
 def encode(model: Standardised, dataset: HarDataset) -> np.ndarray:
-    """Computes the features of all windows, (N, num_members, F) float32. model: in eval mode, on the CPU."""
+    """Returns the encoder's features of all windows, (N, num_members, F) float32. model: in eval mode, on the CPU."""
     parts = []
     for start in range(0, len(dataset), ENCODING_BATCH_SIZE):
         index = np.arange(start, min(start + ENCODING_BATCH_SIZE, len(dataset)))
@@ -120,9 +120,9 @@ def encode(model: Standardised, dataset: HarDataset) -> np.ndarray:
 
 
 def refuse_other_encoder(model: Standardised, encoding: Standardised) -> None:
-    """Raises UserError if a checkpoint's encoder is not `encoding`, which computed the features."""
+    """Raises UserError if a model's encoder differs from that of `encoding`, which computed the features."""
     own, expected = (_encoding_weights(each) for each in (model, encoding))
-    # statistics recomputed on another machine may differ in the last digits
+    # statistics computed on another machine may differ in the last digits
     if not all(torch.allclose(value, expected[name], rtol=1e-5, atol=1e-6) for name, value in own.items()):
         raise UserError(
             "--encoder-path: is not the encoder that this run began with; give it that file again, or start over with "
@@ -131,7 +131,7 @@ def refuse_other_encoder(model: Standardised, encoding: Standardised) -> None:
 
 
 def _encoding_weights(model: Standardised) -> dict[str, Tensor]:
-    """Returns all weights that features depend on, float32 on the CPU."""
+    """Returns all weights on which features depend, float32 on the CPU."""
     encoder = harnet_of(model).encoder
     weights = dict([*encoder.named_parameters(), *encoder.named_buffers(), ("mean", model.mean), ("std", model.std)])
     return {name: value.detach().to("cpu", torch.float32) for name, value in weights.items()}

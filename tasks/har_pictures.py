@@ -1,4 +1,4 @@
-"""Draws windows with their predictions."""
+"""Draws windows of sensor signals with the model's predictions."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -36,11 +36,11 @@ PANEL_WIDTH = (WIDTH - GAP) // COLUMNS - GAP
 TITLE_HEIGHT = MEDIUM + SMALL + GAP
 
 Panels = Mapping[str, Sequence[int]]
-"""Rows of a window's picture by name: a sensor's x, y and z, or one channel; as indices of the signals."""
+"""Maps a panel's name to the channels that the panel shows: a sensor's x, y and z, or a single channel."""
 
 
 def panels_of(channels: Sequence[str]) -> Panels:
-    """Chooses the first sensors or single channels to draw, triplets first."""
+    """Returns up to MOST_PANELS panels: first three-axis sensors, then single channels."""
     if tuple(channels) == SIGNALS:
         return {name: range(3 * i, 3 * i + 3) for i, name in enumerate(UCI_PANELS)}
     num_triplets = triplets_first(channels)[1]
@@ -50,17 +50,17 @@ def panels_of(channels: Sequence[str]) -> Panels:
 
 
 def block_height(num_panels: int) -> int:
-    """Returns the height of a window's part of the picture."""
+    """Returns the height in pixels of a window's part of the picture."""
     return TITLE_HEIGHT + num_panels * PANEL_HEIGHT + GAP
 
 
 def draw_windows(
     signals: Tensor, panels: Panels, predicted: Sequence[str], confidence: Tensor, true: Sequence[str]
 ) -> np.ndarray:
-    """Draws one block per window: its verdict, then its panels. (height, WIDTH, 3) uint8.
+    """Draws each window: a text on its prediction above its panels. Returns (height, WIDTH, 3) uint8.
 
-    signals: (n, C, T); each panel has one scale in all windows. predicted, true: class of each window. confidence: (n,)
-    in [0, 1].
+    signals: (n, C, T); a panel has the same scale in all windows. predicted, true: class of each window. confidence:
+    (n,) in [0, 1].
     """
     curves = [signals.double().cpu()[:, list(channels)] for channels in panels.values()]
     scaled = [lines / lines.abs().max().clamp(min=1e-12) for lines in curves]
@@ -80,7 +80,7 @@ def draw_windows(
 def _draw_verdict(
     draw: ImageDraw.ImageDraw, corner: tuple[float, float], predicted: str, confidence: float, true: str
 ) -> None:
-    """Draws two lines of text at the given upper left corner; words repeat the meaning of colours."""
+    """Draws two lines of text with their upper left corner at `corner`; the words are clear without the colours."""
     x, y = corner
     is_right = predicted == true
     draw.text((x, y), drawable(predicted), BLUE if is_right else VERMILION, font(MEDIUM))
@@ -89,7 +89,7 @@ def _draw_verdict(
 
 
 def _draw_panel(draw: ImageDraw.ImageDraw, corner: tuple[float, float], lines: Tensor) -> None:
-    """lines: (3 or 1, T) in [-1, 1]."""
+    """Draws a panel's curves. lines: (3 or 1, T) in [-1, 1]."""
     x, y = corner
     middle, reach = y + PANEL_HEIGHT / 2, PANEL_HEIGHT / 2 - 1
     draw.rectangle((x, y, x + PANEL_WIDTH, y + PANEL_HEIGHT), WHITE, PALE)
@@ -101,7 +101,7 @@ def _draw_panel(draw: ImageDraw.ImageDraw, corner: tuple[float, float], lines: T
 
 
 def _draw_legend(draw: ImageDraw.ImageDraw, left: tuple[float, float], panels: Sequence[str]) -> None:
-    """Draws one line of text, centred vertically at its left end."""
+    """Draws a line that explains colours and panels. left: left end of the line, at half its height."""
     x, y = left
     for name, colour in zip(AXES, AXIS_COLOURS, strict=True):
         draw.line((x, y, x + 2 * GAP, y), colour, 2)

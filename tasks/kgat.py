@@ -1,4 +1,4 @@
-"""Recommendation with a knowledge graph: ranks items by interactions and facts about items."""
+"""Recommendation with a knowledge graph: ranks items by users' interactions and facts about items."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +43,8 @@ _WITH_GRAPH = ("kgat", "kg-lightgcn")
 _TRAINED = {"model": ("kgat", "kg-lightgcn", "lightgcn", "bprmf")}
 _USUAL_L2 = {"kgat": 1e-5, "kg-lightgcn": 1e-3, "lightgcn": 1e-3, "bprmf": 1e-2}
 _SPLIT_SEED = 0
-"""Independent of --seed, so that a run that starts from another is not scored on that one's training data."""
+"""Seed of the split, equal for all runs, so that a run with --init-from is not scored on the first run's training data.
+"""
 _RELATIONS_SHOWN = 20
 
 
@@ -140,7 +141,7 @@ class KgatFlags(FlagGroup):
 
 
 class Explanations:
-    """Paths of highest attention as text. attention: (E,), per edge."""
+    """Finds paths of highest attention and formats them as text. attention: (E,), one number per edge."""
 
     def __init__(self, catalogue: Catalogue, edges: Edges, attention: Tensor) -> None:
         self._catalogue = catalogue
@@ -149,7 +150,7 @@ class Explanations:
         self._finder = PathFinder(edges.head, edges.tail, self._attention, edges.num_nodes)
 
     def of(self, user: int, items: Sequence[int]) -> list[tuple[float, str]]:
-        """Returns (attention, path) of the best path to each item; (0, "") if there is none."""
+        """Returns (attention, path) of the best path from a user to each item; (0, "") if there is no path."""
         paths = self._finder.best(self._catalogue.num_entities + user, np.asarray(items))
         return [(float(np.prod(self._attention[path])) if path else 0.0, self._text(path)) for path in paths]
 
@@ -167,7 +168,7 @@ class Explanations:
 
 
 class KgatTask(RecommenderTask):
-    """KGAT and its baselines, on the same data, samples and evaluation."""
+    """Trains KGAT or one of its baselines, with the same data, samples and evaluation."""
 
     Config = KgatFlags
     examples = (
@@ -202,7 +203,7 @@ class KgatTask(RecommenderTask):
 
     @cached_property
     def catalogue(self) -> Catalogue:
-        """The data. Raises UserError for invalid data, or a missing graph."""
+        """Interactions and graph. Raises UserError for invalid data, or a missing graph that the model needs."""
         config: KgatFlags = self.config
         split: dict[str, Any] = {
             "val_share": config.val_share,
@@ -220,14 +221,14 @@ class KgatTask(RecommenderTask):
         return catalogue
 
     def data_digest(self) -> str:
-        """Hashes the three splits of interactions, and the graph if the model uses it."""
+        """Returns a digest of the three splits of interactions, and of the graph if the model uses it."""
         catalogue = self.catalogue
         lists = (catalogue.train, catalogue.val, catalogue.test)
         graph = [catalogue.triples] if self.config.model in _WITH_GRAPH else []
         return digest_of(*(array for own in lists for array in (own.offsets, own.items)), *graph)
 
     def remarks(self) -> Sequence[str]:
-        """Describes the user's data in a table, hidden items, and users without predictions."""
+        """Returns a table of the user's data, and notes on items and users without recommendations."""
         if self.config.data_dir is None:
             return self._of_new_users
         catalogue, hidden = self.catalogue, self.catalogue.unknown_items
@@ -251,7 +252,7 @@ class KgatTask(RecommenderTask):
 
     @cached_property
     def edges(self) -> Edges:
-        """The edges of the collaborative knowledge graph."""
+        """Edges of the collaborative knowledge graph."""
         return collaborative_graph(self.catalogue)
 
     @cached_property
@@ -273,7 +274,7 @@ class KgatTask(RecommenderTask):
         return max(1, round(batch_size * self.config.kg_batch_ratio)) if phase == "kg" else batch_size
 
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray] | None:
-        """Returns random draws in index order, since each epoch draws new samples."""
+        """Returns batches in index order for data sets that draw new random samples in each epoch."""
         if phase == "cf" and self.config.draw == "interactions":
             return None
         return ConsecutiveBatches(self.num_samples(phase), global_batch_size)
@@ -334,11 +335,11 @@ class KgatTask(RecommenderTask):
         )
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Returns KGAT's layers, which keep several states of every node for the backward."""
+        """Returns KGAT's layers, which store several states of every node for the backward pass."""
         return list(model.layers) if isinstance(model, KGAT) else ()
 
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
-        """Returns parameter groups; KGAT's phases both train node embeddings, with separate moments, as published."""
+        """Returns a phase's parameters; both phases of KGAT train node embeddings, with separate optimizer states."""
         model = objective.model
         if not isinstance(model, KGAT):
             return [{"params": model.parameters()}]
@@ -349,19 +350,19 @@ class KgatTask(RecommenderTask):
         return [{"params": [*params, model.projections], "lr_scale": self.config.kg_lr_scale}]
 
     def on_epoch_start(self, objective: Objective, epoch: int, progress: ProgressBar) -> None:
-        """Updates the attention from the current weights for the epoch's propagation; at first the Laplacian."""
+        """Computes the attention for the epoch's propagation from the current weights; epoch 0 uses the Laplacian."""
         model = objective.model
         if isinstance(model, KGAT):
             if epoch == 0:
-                model.set_laplacian(self.config.laplacian)  # again, in the run's precision
+                model.set_laplacian(self.config.laplacian)  # computed again in the run's precision
             else:
                 model.refresh()
 
     # --- results ------------------------------------------------------------------------------------------------
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Returns mean losses in training; in evaluation recall, precision, hit, ndcg and ndcg_official at each
-        cut-off.
+        """Returns mean losses in training; in evaluation recall, precision, hit, ndcg and ndcg_official at all
+        cut-offs.
         """
         weight = sums["weight"]
         if "loss" in sums:
@@ -373,11 +374,11 @@ class KgatTask(RecommenderTask):
         }
 
     def details(self, sums: dict[str, Tensor]) -> dict[str, Any]:
-        """Returns the metric that selected the epoch."""
+        """Returns the split whose metric selected the best epoch."""
         return {"selected_on": "test" if self.config.select_on_test else "val"}
 
     def example_pictures(self, objective: Objective, batch: Batch) -> Mapping[str, Picture]:
-        """Draws the average share of a node's attention on each relation."""
+        """Draws the share of a node's attention on each relation, averaged over nodes."""
         model = objective.model
         if not isinstance(model, KGAT):
             return {}
@@ -393,17 +394,17 @@ class KgatTask(RecommenderTask):
     # --- recommending -------------------------------------------------------------------------------------------
 
     def new_data(self, path: Path) -> KeyedDataset:
-        """Reads users by `data.knowledge_graph.new_users`."""
+        """Reads the users of `--predict`; see `data.knowledge_graph.new_users`."""
         users, notes = read_users(path, self.catalogue, self.config.reading)
         self._of_new_users = notes
         return Recommendations(users, self.config.top_k, self.catalogue)
 
     def sample(self) -> Mapping[str, Sequence[Any]]:
-        """Returns the first twenty users."""
+        """Returns the first twenty users with training items."""
         return {"user": np.flatnonzero(self.catalogue.train.sizes)[:20].tolist()}
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
-        """Returns a row per user and rank: item, score, and for KGAT the path of highest attention."""
+        """Returns a row per user and rank with item and score, for KGAT also the path of highest attention."""
         assert isinstance(objective, RankingObjective)
         distinct, row, count = batch["user"].unique_consecutive(return_inverse=True, return_counts=True)
         scores = objective.scores(distinct)
@@ -422,9 +423,9 @@ class KgatTask(RecommenderTask):
         return columns | {"attention": [f"{value:.3g}" for value, _ in paths], "path": [text for _, text in paths]}
 
     def exported(self, objective: Objective, batch: Batch) -> Exported:
-        """Exports users to scores of all items from propagated embeddings, without the graph.
+        """Exports a module from users to scores of all items; it contains propagated embeddings, not the graph.
 
-        For a simple model exports histories, with items from 1, to scores of all items; column 0 is padding.
+        For a simple model, exports it from histories of items, numbered from 1, to scores; column 0 is padding.
         """
         if isinstance(objective, SimpleObjective):
             inputs = objective.histories(batch["user"])
@@ -434,7 +435,7 @@ class KgatTask(RecommenderTask):
         return Exported(program, {"users": batch["user"]}, objective.scores(batch["user"]))
 
     def _explained(self, model: KGAT, users: Sequence[int], items: Sequence[int]) -> list[tuple[float, str]]:
-        """Explains each user and item; looks up the neighbours of a user once."""
+        """Returns the best path of each pair of user and item; looks up the neighbours of consecutive users once."""
         if self._explanations is None:
             self._explanations = Explanations(self.catalogue, self.edges, model.compute_attention())
         found: list[tuple[float, str]] = []

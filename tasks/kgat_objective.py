@@ -1,4 +1,4 @@
-"""Training losses of graph recommenders, and the ranking of all items for a user."""
+"""Training losses of graph recommenders, and evaluation by ranking all items for each user."""
 
 from collections.abc import Sequence
 
@@ -19,12 +19,12 @@ from trainer.task import Objective, Sums
 
 
 class RankingObjective(Objective):
-    """Ranks all items for each user in evaluation."""
+    """Objective that ranks all items for each user in evaluation."""
 
     hidden: Tensor
 
     def __init__(self, model: nn.Module, ks: Sequence[int], hidden: np.ndarray) -> None:
-        """ks: cut-offs of the metrics. hidden: (k,) int64, items excluded from rankings."""
+        """Creates the objective. ks: cut-offs of the metrics. hidden: (k,) int64, items excluded from rankings."""
         super().__init__(model)
         self._ks = ks
         self.register_buffer("hidden", torch.tensor(hidden), persistent=False)
@@ -33,14 +33,14 @@ class RankingObjective(Objective):
         return top_k(self.scores(batch["user"]), batch["positives"], batch["seen"], self._ks)._asdict()
 
     def scores(self, users: Tensor) -> Tensor:
-        """Scores all items for users (B,): (B, num_items). Hidden items score -inf."""
+        """Returns the scores of all items for users (B,): (B, num_items). Hidden items score -inf."""
         raise NotImplementedError
 
 
 class KgatObjective(RankingObjective):
-    """Bayesian personalised ranking, and for KGAT ranking of triples.
+    """Bayesian personalised ranking (BPR) loss, and for KGAT also the loss of the graph's triples.
 
-    BPR (Rendle et al., UAI 2009) is softplus of the score of a never taken item minus that of a taken one.
+    BPR (Rendle et al., UAI 2009) is softplus(score of a random other item - score of an item of the user).
     """
 
     model: Recommender
@@ -49,7 +49,7 @@ class KgatObjective(RankingObjective):
     def __init__(
         self, model: Recommender, ks: Sequence[int], hidden: np.ndarray, l2: float = 0.0, kg_l2: float = 0.0
     ) -> None:
-        """l2, kg_l2: factors of the L2 penalties on the embeddings of a sample and of a triple."""
+        """Creates the objective. l2, kg_l2: factors of the L2 penalties on a sample's and a triple's embeddings."""
         super().__init__(model, ks, hidden)
         self._l2, self._kg_l2 = l2, kg_l2
         self.users: Tensor | None
@@ -58,7 +58,7 @@ class KgatObjective(RankingObjective):
         self.register_buffer("items", None, persistent=False)
 
     def start_evaluation(self) -> None:
-        """Propagates once for all users."""
+        """Computes the propagated embeddings of all users and items."""
         self.users, self.items = self.model.represent()
 
     def train(self, mode: bool = True) -> "KgatObjective":
@@ -83,14 +83,14 @@ class KgatObjective(RankingObjective):
         return {"loss": ranking + self._kg_l2 * squares.sum(), "ranking": ranking}
 
     def scores(self, users: Tensor) -> Tensor:
-        """Needs `start_evaluation`. In full precision, since scores are close."""
+        """Returns scores in full precision, since many are close. Requires a call of `start_evaluation`."""
         assert self.users is not None and self.items is not None
         with torch.autocast(users.device.type, enabled=False):
             return (self.users[users] @ self.items.T).index_fill_(1, self.hidden, -torch.inf)
 
 
 class SimpleObjective(RankingObjective):
-    """Ranks all items by a simple recommender, which reads the users' training items."""
+    """Evaluates a simple recommender, which scores all items from a user's training items."""
 
     model: SimpleRecommender
 
@@ -99,7 +99,7 @@ class SimpleObjective(RankingObjective):
         self._train = train
 
     def histories(self, users: Tensor) -> dict[str, Tensor]:
-        """Returns the model's input for users (B,): their items, from 1, and the number of items."""
+        """Returns the model's inputs for users (B,): their training items, numbered from 1, and the number of items."""
         keys = SampleKeys(users.cpu().numpy(), epoch=0)
         items = torch.as_tensor(padded(self._train, keys.index, -1, keys)) + 1
         length = torch.from_numpy(self._train.sizes[keys.index])

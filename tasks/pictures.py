@@ -1,6 +1,6 @@
-"""Pictures for any task: bars and confusion matrices.
+"""Draws pictures for any task: bars and confusion matrices.
 
-Drawn with Pillow, a dependency of TensorBoard. No meaning depends on telling red from green.
+Uses Pillow. No meaning depends on distinguishing red from green.
 """
 
 import unicodedata
@@ -12,36 +12,36 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 WHITE, BLACK, GREY, PALE = (255, 255, 255), (0, 0, 0), (110, 110, 110), (205, 205, 205)
-# Okabe and Ito, "Color universal design", 2008: distinguishable with any colour vision.
+# Okabe and Ito, "Color universal design", 2008: colours that people with any colour vision can distinguish
 BLUE, VERMILION, GREEN = (0, 114, 178), (213, 94, 0), (0, 158, 115)
 
-# In pixels. TensorBoard scales pictures to this width without smoothing, so small print is legible only at it.
+# In pixels. TensorBoard scales pictures to this width without smoothing; other widths would make text illegible.
 WIDTH = 350
 LARGE, MEDIUM, SMALL = 15, 13, 11
 GAP = 4
 ROW = SMALL + 2 * GAP
-"""Distance between bars."""
+"""Distance in pixels from a bar to the next."""
 WIDEST_NAME = WIDTH // 2
 CELL, WIDEST_MATRIX = 39, 1200
 
 
 @cache
 def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """size: in pixels."""
+    """Returns the font of a size in pixels."""
     return ImageFont.load_default(size)
 
 
 def drawable(text: str) -> str:
-    """Replaces letters that the font lacks: accents are dropped, others become their code points."""
+    """Replaces characters that the font lacks: drops accents, and writes other characters as code points."""
     letters = "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
     return (letters or text).encode("ascii", "backslashreplace").decode()
 
 
 def draw_bars(names: Sequence[str], shares: Sequence[float]) -> np.ndarray:
-    """Draws one horizontal bar per name, with its share in percent.
+    """Draws a horizontal bar for each name, labelled with its share in percent.
 
-    names: those wider than half the picture show their end, which distinguishes URLs and paths. shares: at least 0; the
-    largest bar is as long as fits. Returns (height, WIDTH, 3) uint8.
+    names: a name wider than half the picture shows only its end, which distinguishes URLs and paths. shares: numbers of
+    at least 0; the largest one fills the width. Returns (height, WIDTH, 3) uint8.
     """
     small = font(SMALL)
     names = [_shortened(drawable(name)) for name in names]
@@ -61,15 +61,15 @@ def draw_bars(names: Sequence[str], shares: Sequence[float]) -> np.ndarray:
 
 
 def _shortened(name: str) -> str:
-    """Returns as much of a name's end as fits into WIDEST_NAME."""
+    """Returns a name, or as much of its end as fits into WIDEST_NAME pixels."""
     parts = (name, *(f"...{name[start:]}" for start in range(len(name))))
     return next(part for part in parts if font(SMALL).getlength(part) <= WIDEST_NAME)
 
 
 def draw_confusion_matrix(counts: Tensor, classes: Sequence[str]) -> np.ndarray:
-    """Draws true classes in rows, predicted ones in columns; shades show shares of the row.
+    """Draws a confusion matrix, with true classes in rows and predicted classes in columns; shades show row shares.
 
-    Non-empty cells show count and percentage, unless there are too many classes for text.
+    Non-empty cells show count and percentage, if there are few enough classes for text.
 
     counts: (C, C), rows are true classes. classes: C names. Returns (height, width, 3) uint8.
     """
@@ -82,7 +82,7 @@ def draw_confusion_matrix(counts: Tensor, classes: Sequence[str]) -> np.ndarray:
     longest = max((medium.getlength(line) for name in names for line in name.split("\n")), default=0)
     left = top = int(longest) + MEDIUM + 3 * GAP
     width, height = max(left + side + GAP, WIDTH), top + side + GAP
-    # Vertical text is drawn first, with the picture rotated.
+    # vertical text is drawn first, before the picture is rotated
     image = Image.new("RGB", (height, width), WHITE)
     draw = ImageDraw.Draw(image)
     draw.text((height - top - side / 2, GAP / 2), "true", GREY, medium, anchor="ma")
@@ -102,9 +102,9 @@ def draw_confusion_matrix(counts: Tensor, classes: Sequence[str]) -> np.ndarray:
 
 
 def _shades(shares: np.ndarray) -> Image.Image:
-    """Maps (C, C) in [0, 1] to C x C pixels from white to blue, distinguishable by lightness.
+    """Maps shares (C, C) in [0, 1] to C x C pixels from white to blue.
 
-    Uses the square root, so that rare mistakes show.
+    The shade follows the square root of the share, so that rare mistakes are visible.
     """
     white, blue = np.array(WHITE), np.array(BLUE)
     return Image.fromarray((white + (blue - white) * np.sqrt(shares)[..., None]).round().astype(np.uint8))

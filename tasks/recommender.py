@@ -1,4 +1,4 @@
-"""Base of recommendation tasks: simple models fitted on the training data, as choices or baselines."""
+"""Base class of recommendation tasks, with simple models that are fitted to training data, also as baselines."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -18,46 +18,46 @@ from trainer.task import Baseline, Objective, Task
 _FORMAT_VERSION = 1
 _ROWS_PER_BATCH = 64
 _ROWS_TO_CHOOSE_BY = 2000
-"""Validation rows for choosing settings, evenly spread; settings differ by more than the sampling error."""
+"""Number of validation samples by which settings are chosen; enough to distinguish settings."""
 _MOST_PAIRS, _MOST_INTERACTIONS = 10**9, 2 * 10**7
-"""Limits on what a baseline counts: a minute of one core each."""
+"""Largest numbers of item pairs and interactions for which baselines are fitted; each takes a minute on one core."""
 
 
 class RecommenderTask(Task):
-    """A task with simple models, which are `fitted`, with settings chosen by the monitored validation metric."""
+    """Task with simple models, which are fitted; the monitored validation metric chooses their settings."""
 
     simple_models: ClassVar[tuple[str, ...]] = ()
-    """Names of the models in `SIMPLE_MODELS` that the task offers."""
+    """Names of the models in `SIMPLE_MODELS` that the task supports."""
 
     most_scores: int = 10**8
-    """Limit on scores computed for a baseline, a minute of one core; a subset of users is scored beyond it."""
+    """Most scores computed for a baseline, a minute on one core; larger data sets are scored on a subset of users."""
 
     @abstractmethod
     def training_histories(self) -> TrainingHistories:
-        """Returns the histories to count."""
+        """Returns the users' training histories, from which simple models are fitted."""
 
     @abstractmethod
     def simple_objective(self, kind: str) -> Objective:
-        """Creates an empty simple model for scoring; its `model` is a SimpleRecommender."""
+        """Returns an objective whose `model` is a SimpleRecommender that is not yet fitted."""
 
     @cached_property
     @abstractmethod
     def evaluation_key(self) -> tuple[object, ...]:
-        """Identifies what a fitted model's scores depend on: the data, their split, and what is scored."""
+        """Key of everything on which a fitted model's scores depend: data, split and evaluation."""
 
     def initialise(self, objective: Objective) -> None:
         if isinstance(objective.model, SimpleRecommender):
             objective.model.fill(self._fit(self.config.model, self.training_histories()))
 
     def fitted_objective(self, kind: str, histories: TrainingHistories) -> Objective:
-        """Fits a simple model with the best settings. histories: from `training_histories`."""
+        """Returns the objective of a fitted simple model with its best settings. histories: `training_histories`."""
         objective = self.simple_objective(kind)
         assert isinstance(objective.model, SimpleRecommender)
         objective.model.fill(self._fit(kind, histories))
         return objective
 
     def _fit(self, kind: str, histories: TrainingHistories) -> Buffers:
-        """Returns the buffers with the best settings, cached on disk."""
+        """Returns the buffers of a simple model with the best settings; the result is cached on disk."""
 
         def build() -> dict[str, np.ndarray]:
             objective = self.simple_objective(kind)
@@ -76,7 +76,7 @@ class RecommenderTask(Task):
 
     @torch.no_grad()
     def _scores(self, objective: Objective, split: str, most: int) -> dict[str, float]:
-        """Scores a data set; returns metrics such as "val/ndcg@10". most: limit on evenly spread samples."""
+        """Evaluates at most `most` evenly spaced samples of a data set; returns metrics such as "val/ndcg@10"."""
         dataset, sums = self.splits()[split], dict[str, torch.Tensor]()
         num = min(most, len(dataset))
         index = np.linspace(0, len(dataset) - 1, num).round().astype(np.int64)
@@ -90,7 +90,7 @@ class RecommenderTask(Task):
         return {f"{split}/{name}": value for name, value in self.summarise(sums).items()}
 
     def baselines(self) -> Mapping[str, Baseline]:
-        """Scores the simple models that finish in seconds; large data sets on a subset."""
+        """Returns scores of the simple models that take seconds to fit; on large data sets, scores of a subset."""
         histories = self.training_histories()
         too_long = {
             "ease": histories.num_items > MOST_ITEMS_OF_EASE,
@@ -102,7 +102,7 @@ class RecommenderTask(Task):
         return {kind: Baseline(self._scores_of(kind, histories), self._flags_of(kind)) for kind in kinds}
 
     def _flags_of(self, kind: str) -> str:
-        """Returns the task's flags that choose a simple model, without flags of trained models."""
+        """Returns the task's flags that choose a simple model; flags that only trained models use are left out."""
         config = self.config
         given = [
             option.as_typed(getattr(config, field))

@@ -1,4 +1,4 @@
-"""Sequential recommendation: predicts a user's next item from earlier items and the time between them."""
+"""Sequential recommendation: predicts a user's next item from earlier items and the times between them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ _OF_MHC = {"mhc": None}
 _TRAINED = {"model": ("tisasrec", "sasrec")}
 _USUAL_NEGATIVES = {"sampled": 3000, "gbce": 256}
 _MANY_DRAWS = 0.5
-"""Expected draws of the true item among its own negatives above which to warn."""
+"""Expected number of times that the true item is drawn as its own negative, above which to warn."""
 
 
 @dataclass
@@ -156,7 +156,7 @@ class SeqrecFlags(FlagGroup):
     def __post_init__(self) -> None:
         if self.no_time and self.model == "tisasrec":
             self.model = "sasrec"
-        self.no_time = False  # said by the model, which alone is recorded
+        self.no_time = False  # --model says the same and is recorded
 
     def problems(self) -> list[str]:
         found = []
@@ -173,7 +173,7 @@ class SeqrecFlags(FlagGroup):
 
     @property
     def uses_times(self) -> bool:
-        """Returns whether the model uses times."""
+        """Whether the model uses the times of interactions."""
         return self.model == "tisasrec"
 
     @property
@@ -190,7 +190,7 @@ class SeqrecFlags(FlagGroup):
 
     @property
     def negatives(self) -> Negatives | None:
-        """Returns what the loss needs as negatives of every training sample."""
+        """Negatives that the loss needs for every training sample; None for full softmax."""
         if self.loss == "ce":
             return None
         if self.loss == "bce":
@@ -199,9 +199,7 @@ class SeqrecFlags(FlagGroup):
 
 
 class SeqrecTask(RecommenderTask):
-    """SASRec or TiSASRec, with or without hyper-connections, or a simple model; selects on validation NDCG@10 over all
-    items.
-    """
+    """Trains SASRec or TiSASRec, with or without hyper-connections, or fits a simple model."""
 
     Config = SeqrecFlags
     examples = (
@@ -210,14 +208,14 @@ class SeqrecTask(RecommenderTask):
         "--save-dir checkpoints/ml-1m --predict histories.csv --output next.csv",
     )
     simple_models = tuple(SIMPLE_MODELS)
-    # 64 histories fit a CPU's cache; GPU presets evaluate more at a time
+    # 64 histories fit into a CPU's cache; presets for GPUs set a larger eval_batch_size
     defaults = {
         "lr": 2e-3, "betas": (0.9, 0.98), "batch_size": 32, "weight_decay": 0.0, "epochs": 40, "eval_batch_size": 64,
     }  # fmt: skip
     predict_flags = ("user_column", "item_column", "time_column", "encoding", "on_bad", "top_k")
 
     _histories: Histories | None = None
-    """Histories read by `new_data`."""
+    """Result of `new_data`."""
 
     def __init__(self, config: SeqrecFlags, seed: int, cache_dir: Path) -> None:
         super().__init__(config, seed, cache_dir)
@@ -242,7 +240,7 @@ class SeqrecTask(RecommenderTask):
 
     @cached_property
     def item_ids(self) -> Sequence[str]:
-        """Returns the names of items 1, 2, ...; also for a trained run without its data."""
+        """Names of items 1, 2, ..., also for a trained model that is used without its data."""
         if self.data_facts and "items" in self.data_facts:
             return str(self.data_facts["items"]).split("\n")
         return self._interactions.item_ids
@@ -256,13 +254,13 @@ class SeqrecTask(RecommenderTask):
         return {"items": "\n".join(self.item_ids)}
 
     def data_digest(self) -> str:
-        """Hashes all interactions and their split."""
+        """Returns a digest of all interactions and their split."""
         data, config = self._interactions, self.config
         times = [data.times] if data.times is not None and config.uses_times else []
         return digest_of(data.offsets, data.items, *times, repr(config.hold_out))
 
     def remarks(self) -> Sequence[str]:
-        """Notes columns of files, dropped items and users, and unreliable scores."""
+        """Returns notes on the files' columns, dropped items and users, and unreliable scores."""
         if self._histories is not None:
             return self._histories.remarks
         remarks, draws = self._interactions.remarks, NUM_EVALUATION_NEGATIVES / self.num_items
@@ -298,14 +296,14 @@ class SeqrecTask(RecommenderTask):
         return splits
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """Returns the longest histories."""
+        """Returns the indices of the longest histories."""
         dataset = self.splits()["train"]
         assert isinstance(dataset, TrainSequences)
         lengths = dataset.num_terms(np.arange(len(dataset)))
         return np.argsort(-lengths, kind="stable")[:count]
 
     def collate(self, samples: Any, keys: SampleKeys) -> Batch:
-        """Makes a batch with a loss term for each next item in training, and for each user in evaluation."""
+        """Builds a batch; "weight" is the number of next items in training, and 1 per user in evaluation."""
         batch = super().collate(samples, keys)
         if "targets" in batch:
             batch["weight"] = batch["length"].float()
@@ -348,21 +346,21 @@ class SeqrecTask(RecommenderTask):
         return SeqrecObjective(model, config.ks, config.loss, config.gbce_calibration, config.l2_emb)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Returns the blocks, each with attention, feed-forward layer and their connections."""
+        """Returns the model's blocks, each with attention, feed-forward layer and their connections."""
         return list(model.blocks) if isinstance(model, SequentialRecommender) else ()
 
     def exported(self, objective: Objective, batch: Batch) -> Exported:
-        """Exports histories of any length up to --maxlen to scores of all items."""
+        """Exports the model from histories of any length up to --maxlen to scores of all items."""
         names = ("items", "length", "times") if self.config.uses_times else ("items", "length")
         inputs = {name: batch[name] for name in names}
         return Exported(objective.model, inputs, objective.model(**inputs), {"items": (1,), "times": (1,)})
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Returns the mean loss of a next item in training.
+        """Returns in training the mean loss per next item; in evaluation ranking metrics at the cut-offs of --ks.
 
-        In evaluation, at the cut-offs of --ks: hr, ndcg and mrr among all items and, as sampled_hr and so on, among the
-        true item and 100 random ones, with ties at their middle rank; coverage, the share of the catalogue recommended
-        to anybody; and popularity, the average share of users who have a recommended item in training.
+        hr, ndcg and mrr rank the true item among all items; sampled_hr, sampled_ndcg and sampled_mrr rank it among 100
+        random items. Tied items share their middle rank. coverage is the share of items that are recommended to any
+        user. popularity is the mean, over recommendations, of the share of users with this item in training.
         """
         weight, cutoffs = sums["weight"], self.config.ks
         if "loss" in sums:
@@ -384,7 +382,7 @@ class SeqrecTask(RecommenderTask):
     # --- recommending -------------------------------------------------------------------------------------------
 
     def new_data(self, path: Path) -> Histories:
-        """Reads histories by `data.interactions.histories`."""
+        """Reads the histories of `--predict`; see `data.interactions.histories`."""
         config: SeqrecFlags = self.config
         self._histories = Histories(
             path,
@@ -407,7 +405,7 @@ class SeqrecTask(RecommenderTask):
         return columns if found.times is None else columns | {"time": found.times[: len(items)].tolist()}
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
-        """Returns a row per user and rank: item and score."""
+        """Returns a row per user and rank with item and score."""
         assert isinstance(objective, SeqrecObjective) and self._histories is not None
         _, row, count = batch["user"].unique_consecutive(return_inverse=True, return_counts=True)
         of_users = {name: tensor[count.cumsum(0) - 1] for name, tensor in batch.items()}

@@ -1,4 +1,4 @@
-"""Training losses of sequential recommenders, and the rank of the true next item."""
+"""Training losses of sequential recommenders, and evaluation by the rank of the true next item."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -23,11 +23,11 @@ from trainer.task import Objective, Sums
 Loss = Literal["ce", "bce", "sampled", "gbce"]
 
 _LENGTHS_PER_BATCH = 4
-"""Number of parts, by length, of a training batch on a CPU; more would save padding but cost calls."""
+"""Number of parts into which a training batch on a CPU is split by length; more parts save padding but add calls."""
 
 
 class SeqrecObjective(Objective):
-    """Predicts the next item after every item in training; in evaluation ranks the held-out item."""
+    """Predicts the next item after every item of a history in training; ranks the held-out item in evaluation."""
 
     model: SequentialRecommender | SimpleRecommender
 
@@ -39,13 +39,13 @@ class SeqrecObjective(Objective):
         calibration: float = 0.0,
         l2: float = 0.0,
     ) -> None:
-        """ks: cut-offs of the metrics. calibration: of gbce. l2: factor of the penalty on embedding tables."""
+        """Creates the objective. ks: cut-offs. calibration: of loss "gbce". l2: factor of the penalty on embeddings."""
         super().__init__(model)
         self._ks, self._kind, self._calibration, self.l2 = ks, loss, calibration, l2
         self._cuts_by_length = True
 
     def call_equally(self) -> None:
-        """Stops splitting batches by length."""
+        """Stops splitting batches by length, so that each batch takes a single model call."""
         self._cuts_by_length = False
 
     def forward(self, batch: Batch, phase: str = "train") -> Sums:
@@ -73,17 +73,17 @@ class SeqrecObjective(Objective):
         return generalised_binary_cross_entropy(states, targets, negatives, table, self._calibration)
 
     def _scores(self, batch: Batch) -> Tensor:
-        """Scores all items as the next one, (B, num_items + 1); padding scores -inf."""
+        """Returns the score of each item as the next item, (B, num_items + 1); column 0, padding, is -inf."""
         scores: Tensor = self.model(batch["items"], batch["length"], batch.get("times"))
         return scores
 
     def recommend(self, batch: Batch, num_items: int) -> tuple[Tensor, Tensor]:
-        """Returns scores and indices of the best unseen items, in descending order: (B, num_items) each."""
+        """Returns scores and indices of the best unseen items, best first: (B, num_items) each."""
         best = without_seen(self._scores(batch), batch).topk(num_items)
         return best.values, best.indices
 
     def _places(self, batch: Batch) -> Sums:
-        """Ranks the true item by both protocols: among all items, and among the 100 candidates."""
+        """Returns ranking sums of the true item, among all items and among the 100 candidates."""
         scores = self._scores(batch)
         target = batch["target"].unsqueeze(1)
         of_target = scores.gather(1, target).squeeze(1)
@@ -98,15 +98,15 @@ class SeqrecObjective(Objective):
 
 
 def without_seen(scores: Tensor, batch: Batch) -> Tensor:
-    """Sets the scores (B, num_items + 1) of the batch's "seen" items to -inf in place."""
+    """Sets scores (B, num_items + 1) of the batch's "seen" items to -inf in place; returns the scores."""
     return scores.scatter_(1, batch["seen"], -torch.inf) if "seen" in batch else scores
 
 
 def by_length(batch: Batch) -> Iterator[Batch]:
-    """Splits a training batch by length, without padding that parts no longer need.
+    """Splits a training batch into parts by history length, with less padding.
 
-    Only on a CPU, where time is proportional to work: about half of a batch of real histories is padding. A GPU would
-    wait for lengths, and for more and smaller kernels.
+    Splits only on a CPU, where time is proportional to work: about half of a batch of real histories is padding. On a
+    GPU, reading lengths would synchronise, and smaller kernels take as long.
     """
     length = batch["length"]
     if length.device.type != "cpu" or len(length) < 2 * _LENGTHS_PER_BATCH or not _has_much_padding(batch):
@@ -118,7 +118,7 @@ def by_length(batch: Batch) -> Iterator[Batch]:
         for name in ("items", "targets", "times"):
             if name in rows:
                 rows[name] = rows[name][:, :longest]
-        if rows.get("negatives", length).dim() == 3:  # one set per position
+        if rows.get("negatives", length).dim() == 3:  # negatives per position
             rows["negatives"] = rows["negatives"][:, :longest]
         yield rows
 

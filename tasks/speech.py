@@ -44,12 +44,12 @@ _USUAL: dict[str, dict[str, float]] = {
     "plmu": {"num_mels": 40, "memory_size": 8, "theta": 16.0},
     "lmu": {"num_mels": 80, "memory_size": 256, "theta": 1000.0},
 }
-"""Defaults of these flags by model."""
+"""Defaults of flags that depend on the model, by model and field."""
 _EVALUATION_STRINGS = 300
 _EVALUATION_SEED = 0
-"""Independent of --seed, so that all runs are scored on the same strings."""
+"""Seed of evaluation strings, independent of --seed, so that all runs are scored on the same strings."""
 _STATISTICS_UTTERANCES = 500
-"""Enough for a stable mean spectrum."""
+"""Number of utterances that suffice for a stable mean spectrum."""
 
 
 @dataclass
@@ -173,13 +173,13 @@ class SpeechFlags(FlagGroup):
         return sorted(found)
 
     def usual(self, name: str) -> Any:
-        """Returns a flag's value, or its model-dependent default."""
+        """Returns a flag's value, or its default for the model."""
         value = getattr(self, name)
         return _USUAL[self.model][name] if value is None else value
 
     @property
     def string_lengths(self) -> tuple[int, int] | None:
-        """Returns the fewest and most recordings in a string; None without strings."""
+        """Smallest and largest number of recordings in a string; None without `--strings`."""
         match = re.fullmatch(r"(\d+)-(\d+)", self.strings or "")
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
             return None
@@ -187,17 +187,17 @@ class SpeechFlags(FlagGroup):
 
 
 def _with_a_bar(things: Iterable[Any], number: int) -> Iterable[Any]:
-    """Adds a progress bar on a terminal."""
+    """Yields things, and shows a progress bar on a terminal. number: of things."""
     return tqdm(things, "decoding", number, leave=False, dynamic_ncols=True, disable=not sys.stderr.isatty())
 
 
 def _as_text(name: str) -> str:
-    """Returns a file name as text, with undecodable bytes escaped."""
+    """Returns a file name as valid text, with undecodable bytes escaped."""
     return os.fsencode(name).decode(errors="backslashreplace")
 
 
 class SpeechTask(Task):
-    """Recordings of single speakers; selects on the validation word error rate."""
+    """Recognises speech in recordings of single speakers; the best epoch has the lowest validation word error rate."""
 
     Config = SpeechFlags
     examples = (
@@ -205,7 +205,7 @@ class SpeechTask(Task):
         "--save-dir checkpoints/libri --predict meeting.wav",
     )
     monitor = ("val/wer", "min")
-    # Adam's second moment with a shorter memory, since CTC's loss falls steeply at first.
+    # beta2 0.98 instead of 0.999, since CTC's loss falls steeply at first
     defaults = {
         "lr": 3e-3, "betas": (0.9, 0.98), "batch_size": 8, "weight_decay": 0.02, "epochs": 15, "max_grad_norm": 5.0,
     }  # fmt: skip
@@ -214,13 +214,13 @@ class SpeechTask(Task):
     predict_flags = ("on_bad", "beam", "language_model", "lm_weight", "length_bonus")
 
     _new: Corpus | None = None
-    """The recordings of `--predict`."""
+    """Recordings of `--predict`."""
 
     # --- data ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def corpus(self) -> Corpus:
-        """The recordings. Raises UserError for unusable data."""
+        """Recordings with transcripts. Raises UserError for unusable data."""
         config: SpeechFlags = self.config
         if config.data_dir is None:
             return load_synthetic_corpus(self.cache_dir)
@@ -234,7 +234,7 @@ class SpeechTask(Task):
 
     @property
     def sample_rate(self) -> int:
-        """The sample rate of the model's input, in Hz."""
+        """Sample rate of the model's input, in Hz."""
         return self.corpus.sample_rate if self.data_facts is None else self.data_facts["sample_rate"]
 
     @cached_property
@@ -245,7 +245,7 @@ class SpeechTask(Task):
         if config.alphabet is not None:
             return Alphabet.from_file(config.alphabet, config.units)
         transcripts = self.corpus.transcripts
-        joined = [" ".join(transcripts[:2])] * (config.strings is not None)  # only strings may contain spaces
+        joined = [" ".join(transcripts[:2])] * (config.strings is not None)  # only joined texts contain spaces
         return Alphabet.from_transcripts([*transcripts, *joined], config.units)
 
     def describe_data(self) -> Mapping[str, Any]:
@@ -253,11 +253,11 @@ class SpeechTask(Task):
 
     @cached_property
     def _left_out(self) -> dict[str, int]:
-        """Counts dropped utterances by reason."""
+        """Numbers of dropped utterances by reason."""
         return dict(self.corpus.skipped)
 
     def data_digest(self) -> str:
-        """Hashes names, lengths and texts of the recordings (not the audio), and their split."""
+        """Returns a digest of the recordings' names, lengths and transcripts, not the audio, and of their split."""
         corpus = self.corpus
         return digest_of(
             corpus.offsets,
@@ -311,9 +311,9 @@ class SpeechTask(Task):
         return Augmentation().times(self.config.augmentation)
 
     def _long_enough(self, part: np.ndarray) -> np.ndarray:
-        """Returns training utterances long enough for all symbols of CTC at the highest speed. Raises UserError.
+        """Returns the training utterances with enough frames for CTC at the highest augmented speed. Raises UserError.
 
-        Validation and test keep short ones, since a recogniser has to live with them.
+        Validation and test sets keep shorter utterances, which also occur in use.
         """
         corpus, model = self.corpus, self._build_model()
         needed = np.array([shortest_frames(self.alphabet.encode(text)) for text in corpus.transcripts])
@@ -341,14 +341,14 @@ class SpeechTask(Task):
         return self._splits
 
     def remarks(self) -> Sequence[str]:
-        """Describes own data or new recordings in a table, with dropped utterances and reasons."""
+        """Returns a table of the user's data or new recordings, and lines on dropped utterances with reasons."""
         if self._new is not None:
             rows, left_out = list(self._new.found.items()), self._new.skipped
         elif self.data_facts is not None or self.config.data_dir is None:
             rows, left_out = [], {}
         else:
             rows, left_out = self._found(), self._left_out
-        notes = [note for name, note in rows if name == "encoding"]  # too long for a cell
+        notes = [note for name, note in rows if name == "encoding"]  # too long for a cell of the table
         rows = [row for row in rows if row[0] != "encoding"]
         table = overview(("recordings", "found"), rows) if rows else []
         return [*table, *notes, *(f"Left out ({count}): {reason}." for reason, count in left_out.items())]
@@ -365,16 +365,16 @@ class SpeechTask(Task):
         ]
 
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray]:
-        """Returns batches of utterances of similar length."""
+        """Returns batches of utterances with similar lengths."""
         make = even_batches if self.config.batch_by == "seconds" else bucketed_batches
         return make(self._splits["train"].lengths(epoch), global_batch_size, self.seed, epoch)
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """Returns the longest utterances."""
+        """Returns the indices of the longest utterances."""
         return np.argsort(-self._splits["train"].lengths(epoch), kind="stable")[:count]
 
     def fold_flags(self, num_folds: int) -> list[list[str]]:
-        """Holds out all utterances of some speakers in each fold."""
+        """Returns flags that hold out all utterances of some speakers in each fold."""
         folds = speaker_folds(self.corpus, num_folds)
         return [["--split", "speaker", "--test-share", "0", "--val-speakers", *fold] for fold in folds]
 
@@ -420,25 +420,25 @@ class SpeechTask(Task):
         return Decoder(self.alphabet, config.beam, config.language_model, config.lm_weight, config.length_bonus)
 
     def _refuse_unusable_language_model(self) -> None:
-        """Checks the language model before anything is written, by reading it. Raises UserError."""
+        """Reads the language model before the run writes any file. Raises UserError if it is unusable."""
         _ = self._decoder
 
     def _longest_text(self, model: SpeechRecogniser) -> int:
-        """Returns the largest number of symbols spoken or decoded in an evaluation."""
+        """Returns the largest number of symbols of a spoken or decoded text in evaluation."""
         evaluated = [dataset for name, dataset in self._splits.items() if name != "train"]
         num_samples = torch.tensor(max(int(dataset.lengths(0).max()) for dataset in evaluated))
         texts = {text for dataset in evaluated for text in dataset.transcripts(np.arange(len(dataset)))}
         return max(int(model.num_frames(num_samples)), *(len(self.alphabet.encode(text)) for text in texts))
 
     def initialise(self, objective: Objective) -> None:
-        """Sets the mean spectrum of training utterances, used by models that do not know an utterance's end."""
+        """Sets the mean spectrum of training utterances, by which streaming models normalise their input."""
         assert isinstance(objective, SpeechObjective)
         front_end, train = objective.model.front_end, self._splits["train"]
         if front_end.normalise != "utterance":
             front_end.fit_statistics(self._training_audio(train))
 
     def _training_audio(self, train: Utterances | Strings) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields some training utterances, evenly spread, as (1, S) and (1,)."""
+        """Yields evenly spaced training utterances: audio (1, S) and number of samples (1,)."""
         for i in range(0, len(train), max(1, len(train) // _STATISTICS_UTTERANCES)):
             samples = train.__getitems__(SampleKeys(np.array([i]), epoch=0))
             yield torch.from_numpy(samples["audio"]), torch.from_numpy(samples["num_samples"])
@@ -450,19 +450,19 @@ class SpeechTask(Task):
     # --- results ------------------------------------------------------------------------------------------------
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Returns the loss per utterance in nats; in evaluation also the `error_rates`."""
+        """Returns the loss per utterance in nats; in evaluation also `error_rates`."""
         metrics = {"loss": float(sums["loss"] / sums["weight"])}
         return metrics if "said" not in sums else metrics | error_rates(*self._texts(sums))
 
     def _texts(self, sums: dict[str, Tensor]) -> tuple[list[str], list[str]]:
-        """Returns spoken and decoded texts."""
+        """Returns the spoken and the decoded texts."""
         return self._read(sums["said"]), self._read(sums["decoded"])
 
     def _read(self, ids: Tensor) -> list[str]:
         return [self.alphabet.decode(row) for row in ids.tolist()]
 
     def details(self, sums: dict[str, Tensor]) -> dict[str, Any]:
-        """Returns error counts, the ten worst utterances with aligned words, and dropped data."""
+        """Returns error counts, the ten worst utterances with aligned words, and numbers of dropped utterances."""
         texts = self._texts(sums)
         worst = worst_utterances(*texts)
         for found in worst:
@@ -471,7 +471,7 @@ class SpeechTask(Task):
         return {"errors": error_counts(*texts), "worst": worst, "left_out": self._left_out}
 
     def example_pictures(self, objective: Objective, batch: Batch) -> Mapping[str, Picture]:
-        """Draws the spectrogram of a few utterances above the probabilities of symbols."""
+        """Draws a few utterances: the spectrogram above the probabilities of symbols."""
         assert isinstance(objective, SpeechObjective)
         front_end = objective.model.front_end
         features, num_frames = front_end(batch["audio"], batch["num_samples"])
@@ -490,7 +490,7 @@ class SpeechTask(Task):
         }
 
     def exported(self, objective: Objective, batch: Batch) -> Exported:
-        """Exports audio of any length to log-probabilities of symbols, and their lengths."""
+        """Exports the model from audio of any length to log-probabilities of symbols and their lengths in frames."""
         assert isinstance(objective, SpeechObjective)
         inputs = {name: batch[name] for name in ("audio", "num_samples")}
         expected = objective.model(*inputs.values())
@@ -499,12 +499,12 @@ class SpeechTask(Task):
     # --- recognising --------------------------------------------------------------------------------------------
 
     def new_data(self, path: Path) -> KeyedDataset:
-        """Reads a recording, or all recordings below a folder."""
+        """Reads a recording, or all recordings in a folder and its subfolders."""
         self._new = read_recordings(path, self.sample_rate, self.config.on_bad)
         return Utterances(self._new, np.arange(len(self._new)), None)
 
     def sample(self) -> bytes:
-        """Returns the first test recording."""
+        """Returns the first test recording as a WAV file."""
         audio = self.corpus.utterance(int(self._splits["test"].indices[0]))
         with io.BytesIO() as file:
             with wave.open(file, "wb") as out:
@@ -513,9 +513,9 @@ class SpeechTask(Task):
             return file.getvalue()
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
-        """Returns the transcript of each recording, its words with times in seconds, and confidences in [0, 1].
+        """Returns each recording's transcript, its words with times in seconds, and confidences in [0, 1].
 
-        A recording's confidence is its least certain word's, "" without words.
+        The confidence of a recording is that of its least certain word; "" without words.
         """
         assert isinstance(objective, SpeechObjective) and self._new is not None
         texts = self._decoder.aligned(objective.recognise(batch))

@@ -1,4 +1,4 @@
-"""The loss of a recogniser, and its decoding by best symbols or beam search."""
+"""CTC loss of a speech recogniser, and decoding by best symbols or beam search."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,22 +20,22 @@ from trainer.loading.batches import Batch
 from trainer.task import Objective, Outputs, PerSample
 
 _TRIED = 64
-"""Symbols tried by the search in each frame, the most probable ones."""
+"""Number of most probable symbols that beam search tries in each frame."""
 _MASKS = {"freq_masks", "time_masks"}
-"""Batch entries in which two views of an utterance differ, besides dropout."""
+"""Batch entries in which two views of an utterance differ; dropout differs too."""
 
 
 class SpeechObjective(Objective):
-    """CTC loss, summed over utterances; in evaluation also decoded and spoken symbols."""
+    """CTC loss summed over utterances; in evaluation also the decoded and the spoken symbols."""
 
     model: SpeechRecogniser
 
     def __init__(
         self, model: SpeechRecogniser, decode: Callable[[Recognised], Tensor], longest: int, consistency: float = 0.0
     ) -> None:
-        """decode: returns the symbols of each utterance, padded with 0. longest: symbols of a text in evaluation.
-
-        consistency: weight of the divergence between two views of each utterance in training; 0: a single view.
+        """Creates the objective. decode: returns each utterance's symbols, padded with 0. longest: largest number of
+        symbols of a text in evaluation. consistency: weight of the divergence between two views of an utterance in
+        training; 0: one view.
         """
         super().__init__(model)
         self._consistency = consistency
@@ -43,7 +43,7 @@ class SpeechObjective(Objective):
         self.longest = longest
 
     def recognise(self, batch: Batch) -> Recognised:
-        """Recognises a batch, distorted as it says in training."""
+        """Runs the model on a batch, with the augmentations that the batch contains in training."""
         distortions = (batch.get(name) for name in ("warp", "freq_masks", "time_masks", "masking_db"))
         found: Recognised = self.model(batch["audio"], batch["num_samples"], *distortions)
         return found
@@ -76,7 +76,7 @@ class SpeechObjective(Objective):
 
 
 class AlignedText(NamedTuple):
-    """The symbols of an utterance, (U,) int64, and their frames."""
+    """Symbols of an utterance, (U,) int64, and their frames."""
 
     ids: np.ndarray
     aligned: Aligned
@@ -88,7 +88,7 @@ class Decoder:
     def __init__(
         self, alphabet: Alphabet, width: int, language_model: Path | None, weight: float, bonus: float
     ) -> None:
-        """width: prefixes kept by the search; 1 disables it. Raises UserError."""
+        """Creates the decoder. width: prefixes that beam search keeps; 1: no search. Raises UserError."""
         self._width = width
         if language_model is not None and width == 1:
             raise UserError(f"--language-model {language_model}: needs a beam search; add --beam 16")
@@ -102,7 +102,7 @@ class Decoder:
             raise UserError(f"--language-model {language_model}: {error}") from None
 
     def __call__(self, found: Recognised) -> Tensor:
-        """Returns the symbols of each utterance, (B, L) int64 padded with 0."""
+        """Returns the symbols of each utterance, (B, L) int64, padded with 0."""
         if self._width == 1:
             return greedy(found.log_probs, found.lengths).ids
         best = self._search(found)

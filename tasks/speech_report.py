@@ -1,7 +1,7 @@
-"""Reports of recognition: error rates, words with times, and pictures of utterances.
+"""Reports on speech recognition: error rates, words with times, and pictures of utterances.
 
-Words are separated by spaces, which count as one character; repeated, leading and trailing spaces do not count.
-Pictures use lightness only.
+Spaces separate words and count as one character each; repeated, leading and trailing spaces do not count. Pictures are
+clear without colours.
 """
 
 import textwrap
@@ -27,13 +27,13 @@ PLOT_WIDTH = WIDTH - LABELS - GAP
 LINE_HEIGHT = SMALL + 3
 
 MOST_ROWS, LEAST_PEAK = 16, 0.1
-"""Number of symbols drawn besides the blank, and the probability that they must reach in some frame."""
+"""Largest number of symbols to draw besides the blank, and the probability that each must reach in some frame."""
 
 
 def error_rates(said: Sequence[str], heard: Sequence[str]) -> dict[str, float]:
-    """Returns word and character error rates ("wer", "cer"): edits / length of what was said, possibly above 1.
+    """Returns word and character error rates ("wer", "cer"): edits / length of the reference, which can exceed 1.
 
-    "string_error_rate" is the share of utterances with an error. said, heard: transcripts in the same order.
+    "string_error_rate" is the share of utterances with an error. said: references. heard: decoded texts.
     """
     words, characters = _edits(tuple(said), tuple(heard))
     return {
@@ -44,7 +44,7 @@ def error_rates(said: Sequence[str], heard: Sequence[str]) -> dict[str, float]:
 
 
 def error_counts(said: Sequence[str], heard: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Counts substituted, deleted and inserted words and characters; plain values, by unit."""
+    """Returns numbers of substituted, deleted and inserted words and characters, by unit."""
     counted = zip(("words", "characters"), _edits(tuple(said), tuple(heard)), strict=True)
     return {
         unit: {kind: int(count.sum()) for kind, count in zip(edits._fields, edits, strict=True)}
@@ -53,9 +53,9 @@ def error_counts(said: Sequence[str], heard: Sequence[str]) -> dict[str, dict[st
 
 
 def worst_utterances(said: Sequence[str], heard: Sequence[str], count: int = 10) -> list[dict[str, Any]]:
-    """Returns the utterances with the most wrong words, then characters, then the lowest index; plain values.
+    """Returns the `count` utterances with the most wrong words and, among equals, wrong characters; plain values.
 
-    "index" is the position in `said`. "aligned" has the words of both in columns, with stars for missing ones.
+    "index" is the position in `said`. "aligned" contains both texts' words in columns, stars for missing words.
     """
     words, characters = _edits(tuple(said), tuple(heard))
     order = np.lexsort([-characters.edits, -words.edits])[:count].tolist()
@@ -75,7 +75,7 @@ def worst_utterances(said: Sequence[str], heard: Sequence[str], count: int = 10)
 
 @lru_cache(maxsize=1)
 def _edits(said: tuple[str, ...], heard: tuple[str, ...]) -> tuple[EditCounts, EditCounts]:
-    """Counts edits of words and characters; cached, since rates, counts and worst utterances all need them."""
+    """Counts edits of words and characters. Cached, since several reports need the counts."""
     of_words = count_edits([text.split() for text in said], [text.split() for text in heard])
     return of_words, count_edits([_tidied(text) for text in said], [_tidied(text) for text in heard])
 
@@ -85,7 +85,7 @@ def _tidied(text: str) -> str:
 
 
 def _aligned(said: str, heard: str) -> list[str]:
-    """Aligns words in two lines."""
+    """Returns the words of two texts as two lines, in aligned columns."""
     columns = [[str(edit.reference or ""), str(edit.hypothesis or "")] for edit in align(said.split(), heard.split())]
     widths = [max(map(len, column)) for column in columns]
     return [
@@ -95,9 +95,7 @@ def _aligned(said: str, heard: str) -> list[str]:
 
 
 class Word(NamedTuple):
-    """A word. start_s, end_s: position in the recording, in seconds. confidence: of its least certain symbol, in [0,
-    1].
-    """
+    """Word of a recording. start_s, end_s: seconds. confidence: of the word's least certain symbol, in [0, 1]."""
 
     text: str
     start_s: float
@@ -109,9 +107,9 @@ class Word(NamedTuple):
 
 
 def timed_words(text: AlignedText, alphabet: Alphabet, frame_s: float, duration_s: float) -> list[Word]:
-    """Returns the words spelled by a text's symbols. frame_s: seconds per frame.
+    """Returns the words that a text's symbols spell. frame_s: seconds per frame.
 
-    duration_s: of the recording; the last frame may extend beyond it.
+    duration_s: seconds of the recording, beyond which the last frame may extend.
     """
     words: list[Word] = []
     begins = True
@@ -141,12 +139,13 @@ def draw_utterances(
     decoded: Sequence[str],
     frames_per_second: float,
 ) -> np.ndarray:
-    """Draws a block per utterance: text, log-mel spectrogram, symbol probabilities. (height, WIDTH, 3) uint8.
+    """Draws each utterance: text, log-mel spectrogram, symbol probabilities. Returns (height, WIDTH, 3) uint8.
 
-    Darker means louder, or more probable.
+    Darker pixels are louder or more probable.
 
-    features: (B, T, F), low to high frequencies. num_frames: (B,). log_probs: (B, T', V), symbol 0 is the blank.
-    lengths: (B,), frames of log_probs. symbols: (V - 1,), names of the others. said, decoded: (B,) transcripts.
+    features: (B, T, F), from low to high frequencies. num_frames: (B,), frames of features. log_probs: (B, T', V);
+    symbol 0 is the blank. lengths: (B,), frames of log_probs. symbols: V - 1 names of the others. said, decoded: B
+    texts.
     """
     heard, shares = (values.detach().double().cpu().numpy() for values in (features, log_probs.exp()))
     names = ["blank", *symbols]
@@ -161,7 +160,7 @@ def draw_utterances(
 def _draw_block(
     features: np.ndarray, seconds: float, shares: np.ndarray, names: Sequence[str], lines: list[tuple[str, Colour]]
 ) -> np.ndarray:
-    """features: (T, F), lasting `seconds`. shares: (T', V) probabilities. names: (V,)."""
+    """Draws one utterance. features: (T, F), of `seconds` s. shares: (T', V), probabilities. names: of V symbols."""
     rows = _rows(shares)
     top = GAP + len(lines) * LINE_HEIGHT
     below = top + SPECTROGRAM_HEIGHT + GAP
@@ -182,7 +181,7 @@ def _draw_block(
 
 
 def _lines(said: str, decoded: str) -> list[tuple[str, Colour]]:
-    """Returns lines of text with colours; words repeat the meaning of colours."""
+    """Returns lines of text with their colours; the words are clear without the colours."""
     if said == decoded:
         texts = [(f"right: {decoded}", BLUE)]
     else:
@@ -191,14 +190,14 @@ def _lines(said: str, decoded: str) -> list[tuple[str, Colour]]:
 
 
 def _wrapped(text: str) -> list[str]:
-    """Wraps text to the picture's width, by the average character width less a tenth."""
+    """Wraps text to 90 % of the picture's width, measured in average character widths."""
     text = drawable(text)
     mean_width = font(SMALL).getlength(text) / len(text)
     return textwrap.wrap(text, int(0.9 * (WIDTH - 2 * GAP) / mean_width))
 
 
 def _rows(shares: np.ndarray) -> list[int]:
-    """Returns the symbols to draw: the blank, then others by when they first reach half their peak probability."""
+    """Returns the symbols to draw: the blank, then others in the order of reaching half their peak probability."""
     peaks = shares.max(axis=0, initial=0)
     peaks[0] = 0
     drawn = [int(symbol) for symbol in np.argsort(-peaks, kind="stable")[:MOST_ROWS] if peaks[symbol] >= LEAST_PEAK]
@@ -206,7 +205,7 @@ def _rows(shares: np.ndarray) -> list[int]:
 
 
 def _label(name: str) -> str:
-    """Shortens a symbol's name to the space available; writes a space as a word."""
+    """Shortens a symbol's name to the available width; a space becomes "space"."""
     name = "space" if name == " " else drawable(name)
     while font(SMALL).getlength(name) > LABELS - 2 * GAP:
         name = name[:-1]
@@ -219,7 +218,7 @@ def _between_0_and_1(values: np.ndarray) -> np.ndarray:
 
 
 def _paste(image: Image.Image, shades: np.ndarray, colour: Colour, top: int, height: int) -> None:
-    """shades: (rows, columns), from 0 (white) to 1 (colour); stretched over the plot's width."""
+    """Draws an array as a heat map. shades: (rows, columns), from 0 (white) to 1 (`colour`)."""
     white, ink = np.array(WHITE), np.array(colour)
     pixels = (white + (ink - white) * shades[..., None]).round().astype(np.uint8)
     if pixels.size:
