@@ -22,7 +22,7 @@ from trainer.loading.torch_datasets import KeyedItems, draws_put_back, seed_draw
 READ_AT_ONCE = 4096
 """Number of samples whose random seeds are computed together."""
 STATE_EVERY_S, MOST_STATES = 1.0, 100
-"""Minimum seconds between calls of a stream's `state_dict`, and the maximum number of states kept for checkpoints."""
+"""Minimum time in s between calls of a stream's `state_dict`, and the maximum number of states kept for checkpoints."""
 
 
 def from_stream(
@@ -112,7 +112,7 @@ class KeyedStream(KeyedItems):
     make_iterator: Callable[..., Iterable[Any]]
     num_samples: int
 
-    # Cached properties, which checks for changed data sets skip, because each worker process has its own readers.
+    # Cached properties, because checks for changed data sets skip them: each worker process has its own readers.
     @cached_property
     def readers(self) -> dict[int, _Reader]:
         """Returns the stream's readers by phase."""

@@ -34,7 +34,7 @@ def from_dataset(
 
     Random numbers that an item draws from `random`, `numpy.random` and PyTorch's default generator, for example in its
     transforms, are a function of (seed, epoch, index): they are the same in any batch, worker or process, before and
-    after a resume. Each batch restores the previous states of these generators. Other generators, such as a
+    after a resume. The states of the three named generators are restored after each batch. Other generators, such as a
     transform's own `np.random.default_rng()` or a generator on a GPU, are not seeded, so their numbers differ.
 
     dataset: a map-style dataset, not an IterableDataset.

@@ -163,9 +163,9 @@ class ForwardState:
 
     `learn` registers three kinds of state that a trial forward has changed.
 
-    Shared buffers are persistent or changed in place. Each process updates them with its own samples, and after the
-    step all processes copy rank 0's buffers, as in DistributedDataParallel. Saving and evaluating also synchronise
-    buffers, and therefore do not change shared buffers.
+    Shared buffers are persistent or changed in place. Each process updates its shared buffers with its own samples;
+    after the step all processes copy rank 0's buffers, as in DistributedDataParallel. Saving and evaluating also
+    synchronise buffers, and therefore do not change shared buffers.
 
     Local buffers are non-persistent and replaced by forwards, such as masks; each process has its own buffers.
 

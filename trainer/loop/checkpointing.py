@@ -195,7 +195,7 @@ def refuse_non_finite(
 def restore_progress(learner: Learner, strategy: Strategy, state: Mapping[str, Any]) -> Progress:
     """Restores progress, optimizer states and buffers from a checkpoint whose weights are already loaded.
 
-    All processes must call this function. Raises UserError if optimizer states do not fit.
+    All processes must call this function. Raises UserError if states do not fit the optimizers.
     """
     learner.buffers.forward_state.restore(state.get("other_buffers", {}))
     dtype = getattr(torch, state["config"]["--dtype"])

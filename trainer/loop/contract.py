@@ -298,7 +298,7 @@ def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float
 
 
 def monitored(task: Task, metrics: Mapping[str, float]) -> float:
-    """Returns the value of the metric that `Task.monitor` names. Raises UserError if this metric does not exist."""
+    """Returns the value of the metric that `Task.monitor` names. Raises UserError if `metrics` lacks the metric."""
     name, _ = task.monitor
     if printable(name) not in metrics:
         raise UserError(f"{type(task).__name__}.monitor: there is no metric {name!r} among {', '.join(metrics)}")

@@ -70,7 +70,7 @@ class Recording(NamedTuple):
     reads: Sequence[Tensor] = ()
 
     def replayed(self) -> dict[str, Tensor]:
-        """Replays the graph; returns copies of its results. Only raises torch.OutOfMemoryError before the replay."""
+        """Replays the graph; returns copies of its results. Can raise torch.OutOfMemoryError before the replay."""
         return self.results.after(self.graph.replay)
 
 

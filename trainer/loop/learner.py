@@ -64,7 +64,7 @@ class Learner:
     def enter(self, phase: str) -> nn.Module:
         """Switches to a phase and returns its net; only the phase's parameters then require gradients.
 
-        Otherwise a phase's backward would leave gradients on parameters of other phases for their next steps.
+        If all parameters required gradients, a phase's backward would also add to other phases' gradients.
         """
         if phase != self._phase:
             for parameter in self.params.get(self._phase, ()):

@@ -55,7 +55,7 @@ def free_memory() -> None:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Limit on samples per forward that earlier out-of-memory errors showed, for one kind of device and `--batch-size`.
+    """Limit on samples per forward, found by out-of-memory errors, for one kind of device and one `--batch-size`.
 
     asked_batch_size: value of `--batch-size`. batch_size: most samples per forward on a device, or None if unlimited.
     """

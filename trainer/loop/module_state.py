@@ -78,7 +78,7 @@ def copied(value: Any, copies: Copies) -> Any:
 
 
 def contents(values: Iterable[Any]) -> Iterator[Any]:
-    """Yields once every object among values and in their containers, except numbers, strings and None."""
+    """Yields each object among values and inside their containers once, except numbers, strings and None."""
     waiting, seen = [*values], set[int]()
     while waiting:
         value = waiting.pop()
@@ -168,7 +168,7 @@ class State(References):
 
 
 class WholeState(State):
-    """Buffers and attributes of a module and its submodules, where `write` also removes entries added since."""
+    """Buffers and attributes of a module and its submodules; writing back also removes entries added since."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = [

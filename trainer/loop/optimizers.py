@@ -53,7 +53,7 @@ def _refuse(task: Task, method: str, phase: str, problem: str | None) -> None:
 def completed_groups(task: Task, objective: Objective, phase: str, weight_decay: float) -> list[ParamGroup]:
     """Returns the task's parameter groups with their weight decay, without frozen parameters and empty groups.
 
-    Call this function before training switches `requires_grad` by phase. Raises UserError for an invalid group.
+    Call this function before `requires_grad` is switched by phase. Raises UserError for an invalid parameter group.
     """
     sparse = set(sparse_parameters(objective))
     groups = [
@@ -230,7 +230,7 @@ _RECORDED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, ZeroStartSGD)
 
 
 def can_be_recorded(optimizer: Optimizer) -> bool:
-    """Returns whether a CUDA graph can hold an optimizer's step: its kernels read learning rate and `found_inf`."""
+    """Returns whether a CUDA graph can capture a step, because it reads learning rate and `found_inf` from memory."""
     is_known = getattr(type(optimizer), "plain", type(optimizer)) in _RECORDED
     return is_known and reads_found_inf(optimizer) and not has_step_hooks(optimizer)
 

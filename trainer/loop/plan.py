@@ -254,7 +254,7 @@ class Plan:
     def _in_turns(self, position: Position) -> Iterator[PlannedStep]:
         """Yields steps of alternating phases until the first phase's data are used up and the others' turns are done.
 
-        The other phases cycle through their own data, and use the learning rate of the first phase's preceding step.
+        All phases but the first cycle through their own data, and use the learning rate of the first phase's last step.
         """
         first, phase, turn = self.orders[0], position.phase, position.turn
         others = position.others or ((0, 0),) * (len(self.orders) - 1)

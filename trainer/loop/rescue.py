@@ -158,7 +158,7 @@ def _save_last_step(run: Run, last: LastStep) -> bool:
 
 
 def _take_over(directory: RunDirectory) -> None:
-    """Locks the run directory. Raises UserError if another process holds the lock too long, or the folder is gone."""
+    """Locks the run directory. Raises UserError if another process holds it too long, or if it is gone."""
     deadline = time.monotonic() + LOCK_WITHIN_S
     while True:
         try:

@@ -35,7 +35,7 @@ class Totals:
     def add(self, sums: Sums, weight: Any, applied: bool | Tensor = True) -> None:
         """Adds sums by name. weight: number of loss terms, a float.
 
-        applied: False, or a tensor of False, to ignore the sums of a step that was not applied (see `StepResult`).
+        applied: whether the step was applied, a bool or a bool tensor; if not, its sums are ignored (see `StepResult`).
 
         Raises UserError if the shape of a sum has changed.
         """

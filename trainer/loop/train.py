@@ -64,7 +64,7 @@ def train(run: Run) -> None:
 
 
 def train_epoch(run: Run) -> None:
-    """Trains the rest of the current epoch, or of the run: one optimizer step per global batch.
+    """Trains to the end of the current epoch or of the run, with one optimizer step per global batch.
 
     A report due within the epoch precedes the next step; a run that stops in between makes the report when it resumes.
     """

@@ -129,8 +129,8 @@ def _load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], dtyp
 def _keep_types(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any], dtype: torch.dtype) -> None:
     """Restores the dtypes of state tensors that `load_state_dict` converted to the dtype of their parameter.
 
-    dtype: dtype of the parameters when the state was saved. State tensors that had the dtype of the parameters take the
-    current one. Other tensors, such as counters, masks and moments in another precision, keep their own dtype.
+    dtype: dtype of the parameters when the state was saved. Tensors of this dtype are converted to the current dtype of
+    the parameters. Other tensors, such as counters, masks and moments in another precision, keep their own dtype.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, kept in state.items():

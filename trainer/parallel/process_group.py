@@ -322,7 +322,7 @@ class ProcessGroup(Group):
 def sum_of_neighbours(values: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
     """Sums tensors in a binary tree: neighbours, then neighbouring pairs, and so on.
 
-    values: their number must be a power of two. out: receives the sum, and may be one of them; ignored for one tensor.
+    values: a power of two of tensors. out: receives the sum, and may be one of the values; ignored for one value.
     """
     while len(values) > 2:
         values = [one + other for one, other in zip(values[::2], values[1::2], strict=True)]

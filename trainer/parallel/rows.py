@@ -128,7 +128,7 @@ END, FAILED = "nothing more", "an error"
 
 
 def require_equal_exchanges(where: str, group: Group, forward: Callable[[], object]) -> None:
-    """Raises UserError on all processes if their forwards run different collectives, with which PyTorch would abort.
+    """Raises UserError on all processes if their forwards run different collectives, which would make PyTorch abort.
 
     where: the forward's name in messages. All processes must call this function. A forward that fails is ignored.
     """
@@ -166,7 +166,7 @@ class _Compared(TorchDispatchMode):
         self._group = group
 
     def tell(self, own: str) -> None:
-        """Sends a description of this process's next collective. Raises _Differ if a process sends another one."""
+        """Raises _Differ if another process runs a different collective next. own: this process's next collective."""
         self.told = self._group.gather(own)
         if len(set(self.told)) > 1:
             raise _Differ
