@@ -94,7 +94,7 @@ class Sharded(Distributed):
         return objective
 
     def _frees(self, unit: object, objective: object) -> bool:
-        """Returns whether a unit's parameters are freed after its forward; the root's stay for its backward."""
+        """Returns whether a unit's parameters are freed after its forward; the root keeps its parameters."""
         return self._reshards and unit is not objective
 
     def _built(self, build: Callable[[], Objective], complete: Callable[[Objective], None]) -> Objective:

@@ -25,7 +25,7 @@ _FOUR_LIMBS = struct.Struct("<4H")
 
 
 class Group:
-    """The processes of a run, as one of them sees the others. This class has one process and exchanges nothing.
+    """The processes of a run, as one of them sees the others. This class is for a single process, without exchanges.
 
     All processes must call the exchanging methods in the same order. Most of these methods exchange numbers and small
     objects in host memory, while `Strategy.exchange` exchanges gradients.

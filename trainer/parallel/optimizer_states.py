@@ -153,7 +153,7 @@ _LEAVES = (bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.d
 def encoded(value: Any) -> Any:
     """Encodes containers and NumPy values as mappings, lists and tensors, which load without executing code.
 
-    `decoded` reverses the encoding. Other values are returned unchanged; the writer of the checkpoint refuses them.
+    `decoded` reverses the encoding. Values of other types are returned unchanged; saving a checkpoint refuses them.
     """
     kind = type(value)
     if kind in (list, tuple):
