@@ -89,6 +89,58 @@ def _checkers(random: Generator, num_rows: int) -> Problem:
     return x, fields.astype(np.int64) % 2
 
 
+def _by_shares(random: Generator, scores: np.ndarray) -> np.ndarray:
+    """Cuts scores (T,) into two to four classes of random shares."""
+    shares = np.cumsum(random.dirichlet(np.full(random.integers(2, 5), 3.0)))[:-1]
+    return np.searchsorted(np.quantile(scores, shares), scores)
+
+
+def _friedman(random: Generator, num_rows: int) -> Problem:
+    """Classes of Friedman's first function (1991): five columns that interact smoothly, five without effect."""
+    x = random.uniform(size=(num_rows, 10))
+    wave, bowl = np.sin(np.pi * x[:, 0] * x[:, 1]), np.square(x[:, 2] - 0.5)
+    return x, _by_shares(random, 10 * wave + 20 * bowl + 10 * x[:, 3] + 5 * x[:, 4] + random.normal(size=num_rows))
+
+
+def _hills(random: Generator, num_rows: int) -> Problem:
+    """Classes of a sum of bells and dents at random places."""
+    x = random.uniform(-1, 1, (num_rows, random.integers(2, 7)))
+    places = random.uniform(-1, 1, (12, x.shape[1]))
+    distance = np.square(x[:, None] - places).sum(axis=2)
+    height = np.exp(-distance / (0.2 * x.shape[1])) @ random.normal(size=12)
+    return x, _by_shares(random, height + 0.1 * height.std() * random.normal(size=num_rows))
+
+
+def _factors(random: Generator, num_rows: int) -> Problem:
+    """Skewed columns, each the exponential of a mixture of three hidden factors; classes are regions of the factors."""
+    factors = random.normal(size=(num_rows, 3))
+    noise = 0.3 * random.normal(size=(num_rows, 9))
+    x = np.exp((factors @ random.normal(size=(3, 9)) + noise) * random.uniform(0.2, 1.0, 9))
+    return x, _by_shares(random, factors[:, 0] * factors[:, 1] + np.square(factors[:, 2]) + 0.3 * noise[:, 0])
+
+
+def _shapes(random: Generator, num_rows: int) -> Problem:
+    """Small integers; every class has its own centre and its own correlations, as measures of printed letters have."""
+    num_classes, num_features = random.integers(6, _MOST_CLASSES + 1), random.integers(6, _MOST_FEATURES + 1)
+    labels = random.integers(num_classes, size=num_rows)
+    centres = 1.2 * random.normal(size=(num_classes, num_features))
+    mixing = random.normal(size=(num_classes, num_features, num_features)) / np.sqrt(num_features)
+    x = centres[labels] + np.einsum("tij,tj->ti", mixing[labels], random.normal(size=(num_rows, num_features)))
+    return np.round(7 + 2.5 * x).clip(0, 15), labels
+
+
+def _survey(random: Generator, num_rows: int) -> Problem:
+    """Numbers with saturating effects and categories of many levels; the sum of effects gives two classes' odds."""
+    numbers = np.exp(random.normal(size=(num_rows, 4)))
+    levels = random.integers(2, 30, size=4)
+    categories = np.floor(levels * random.uniform(size=(num_rows, 4)) ** 2).astype(int)
+    effects = random.normal(size=(4, 30))
+    odds = np.tanh(numbers - 1) @ random.normal(size=4) + effects[np.arange(4), categories].sum(axis=1)
+    odds += random.normal() * (numbers[:, 0] > 1) * effects[0, categories[:, 1]]
+    labels = random.uniform(size=num_rows) < 1 / (1 + np.exp(-1.5 * (odds - np.quantile(odds, 0.7))))
+    return np.concatenate([numbers, categories], axis=1), labels.astype(np.int64)
+
+
 FAMILIES: tuple[Callable[[Generator, int], Problem], ...] = (
     _blobs,
     _moons,
@@ -98,6 +150,11 @@ FAMILIES: tuple[Callable[[Generator, int], Problem], ...] = (
     _neighbours,
     _rules,
     _checkers,
+    _friedman,
+    _hills,
+    _factors,
+    _shapes,
+    _survey,
 )
 
 
