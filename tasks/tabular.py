@@ -68,6 +68,7 @@ _OF_NANO, _OF_A_TABLE, _OF_TUNING, _OF_LORA = (
 _OF_PRIOR = (
     "num_tables",
     "num_val_tables",
+    "prior_version",
     "min_rows",
     "max_rows",
     "min_features",
@@ -142,6 +143,10 @@ class TabularFlags(FlagGroup):
     min_features: int = flag(2, "fewest columns of a synthetic table", at_least=1)
     max_features: int = flag(12, "most columns of a synthetic table", at_least=1)
     max_classes: int = flag(10, "most classes of a synthetic table, and of a single prediction", at_least=2, at_most=10)
+    prior_version: Literal["1", "2"] = flag(
+        "2", "generator of the synthetic tables; 1: layers of random networks or trees; 2: random graphs of mixed "
+        "functions",
+    )  # fmt: skip
     prior_only: Path | None = flag(
         None, "do not train: write one epoch's synthetic tables to this .npz file", from_record="refused"
     )
@@ -152,6 +157,9 @@ class TabularFlags(FlagGroup):
     width: int = flag(96, "nano: width of each cell's embedding", at_least=4, needs=_OF_NANO)
     num_blocks: int = flag(3, "nano: number of blocks", at_least=1, needs=_OF_NANO)
     num_heads: int = flag(4, "nano: attention heads", at_least=1, needs=_OF_NANO)
+    thinking_rows: int = flag(
+        0, "nano: learned rows that all rows of a table can attend to, for example 16", at_least=0, needs=_OF_NANO
+    )
 
     def problems(self) -> list[str]:
         found = []
@@ -177,6 +185,7 @@ class TabularFlags(FlagGroup):
     @property
     def prior(self) -> PriorSettings:
         return PriorSettings(
+            version=int(self.prior_version),
             rows=(self.min_rows, self.max_rows),
             features=(self.min_features, self.max_features),
             classes=self.max_classes,
@@ -427,7 +436,7 @@ class TabularTask(Task):
             model = TabICL(max_classes=config.max_classes)
         else:
             size = (config.width, config.num_blocks, config.num_heads, 2 * config.width)
-            model = NanoTabular(*size, max_classes=config.max_classes)
+            model = NanoTabular(*size, max_classes=config.max_classes, num_thinking_rows=config.thinking_rows)
         if config.tune == "lora":
             add_adapters(model, targets=config.lora_targets, rank=config.lora_rank, alpha=config.lora_alpha)
         return TabularObjective(model, None if config.data_dir is None else self._answer)

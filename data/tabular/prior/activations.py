@@ -22,7 +22,7 @@ _DENSITY = torch.softmax(-_GRID.square() / 2, 0)
 _NUM_WAVES = 32
 _WAVE_NUMBERS = torch.arange(1.0, _NUM_WAVES + 1)
 _WAVES = torch.cat([torch.sin(_WAVE_NUMBERS[:, None] * _GRID * (math.pi / 2 / REACH) + phase) for phase in (0, 1.5708)])
-_MOST_ARGUMENT = 30.0
+MOST_ARGUMENT = 30.0
 """exp() of it is far below the largest float32."""
 
 
@@ -30,7 +30,7 @@ def _elu(x: Tensor, scale: float = 1.0, slope: float = 1.0) -> Tensor:
     return scale * torch.where(x > 0, x, slope * (x.clamp(max=0).exp() - 1))
 
 
-_FUNCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
+FUNCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x: x,
     lambda x: torch.where(x > 0, x, 0.01 * x),
     torch.tanh,
@@ -61,17 +61,17 @@ def draw_activations(random: TableRandom, num_layers: int) -> Tensor:
 
     For standard normal input, each has mean 0 and variance 1, except the few that are constant on the grid.
     """
-    num_kinds = len(_FUNCTIONS) + _NUM_FOURIER
+    num_kinds = len(FUNCTIONS) + _NUM_FOURIER
     kinds = random.integer(0, num_kinds - 1, num_layers)
     kinds = torch.where(random.chance(0.5, 1), kinds[:, :1], kinds)
     scale, shift = random.normal(num_layers, 1).mul(_STEEPNESS).exp(), random.normal(num_layers, 1)
-    arguments = (_GRID * scale + shift).clamp_(-_MOST_ARGUMENT, _MOST_ARGUMENT).flatten(0, 1)
+    arguments = (_GRID * scale + shift).clamp_(-MOST_ARGUMENT, MOST_ARGUMENT).flatten(0, 1)
     # sorted by kind, so that each function handles a slice
     order = kinds.flatten().argsort()
-    counts = kinds.flatten().bincount(minlength=num_kinds)[: len(_FUNCTIONS)].tolist()
+    counts = kinds.flatten().bincount(minlength=num_kinds)[: len(FUNCTIONS)].tolist()
     values = _fourier_series(random, num_layers).flatten(0, 1)
     start = 0
-    for function, count in zip(_FUNCTIONS, counts, strict=True):
+    for function, count in zip(FUNCTIONS, counts, strict=True):
         if count:
             rows = order[start : start + count]
             values[rows] = function(arguments[rows])

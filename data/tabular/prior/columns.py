@@ -8,7 +8,9 @@ from data.tabular.prior.settings import PriorSettings
 from data.tabular.prior.units import standardise
 
 MOST_LEVELS = 32
-"""Limit for a categorical column."""
+"""Largest number of categories of a column in version 1."""
+MANY_LEVELS = 128
+"""Largest number of categories of a column from version 2 on; a sixth of the columns draws log-uniformly up to it."""
 _MEAN_LEVELS = 10.0
 _MOST_DEVIATIONS = 4.0
 
@@ -30,9 +32,9 @@ def draw_columns(random: TableRandom, settings: PriorSettings, units: Tensor) ->
     x = torch.where(has_floor, x.maximum(_in_random_rows(random, x)), x)
     step = random.log_between(0.1, 2.0, num_features, 1)
     x = torch.where(is_rounded, (x / step).round(), x)
-    x = _with_categories(random, x, is_categorical)
+    x = _with_categories(random, x, is_categorical, settings.version)
     x = torch.where(is_unrelated, _rolled(random, x), x).masked_fill_(is_constant, 1.0)
-    return x.masked_fill_(_missing(random, x, has_gaps), float("nan"))
+    return x.masked_fill_(_missing(random, x, has_gaps, settings.version), float("nan"))
 
 
 def without_outliers(x: Tensor) -> Tensor:
@@ -48,20 +50,27 @@ def _in_random_rows(random: TableRandom, x: Tensor) -> Tensor:
     return x.gather(2, random.integer(0, x.shape[2] - 1, x.shape[1], 1))
 
 
-def _with_categories(random: TableRandom, x: Tensor, chosen: Tensor) -> Tensor:
+def _with_categories(random: TableRandom, x: Tensor, chosen: Tensor, version: int) -> Tensor:
     """Converts chosen columns (G, m, 1) to codes of the intervals between values in random rows.
 
     The codes are shuffled, except in some tables.
     """
     num_features, num_rows = x.shape[1:]
-    levels = (-_MEAN_LEVELS * (1 - random.uniform(num_features, 1)).log()).round().clamp(2, MOST_LEVELS)
-    row = random.integer(0, num_rows - 1, num_features, MOST_LEVELS - 1)
-    key = random.uniform(num_features, MOST_LEVELS)
+    levels, most = (
+        (-_MEAN_LEVELS * (1 - random.uniform(num_features, 1)).log()).round().clamp(2, MOST_LEVELS),
+        MOST_LEVELS,
+    )
+    if version > 1:
+        most = MANY_LEVELS
+        many = random.log_between(2, most, num_features, 1).round()
+        levels = torch.where(random.chance(1 / 6, num_features, 1), many, levels)
+    row = random.integer(0, num_rows - 1, num_features, most - 1)
+    key = random.uniform(num_features, most)
     is_ordered = random.chance(0.3, 1, 1).expand(-1, num_features, -1)
     levels, row, key, is_ordered, values = (part[chosen[..., 0]] for part in (levels, row, key, is_ordered, x))
-    bounds = values.gather(1, row).masked_fill_(torch.arange(1, MOST_LEVELS) >= levels, float("inf"))
+    bounds = values.gather(1, row).masked_fill_(torch.arange(1, most) >= levels, float("inf"))
     codes = torch.searchsorted(bounds.sort(1).values, values, right=True)
-    order = key.add(torch.arange(MOST_LEVELS) >= levels).argsort(dim=1, stable=True)
+    order = key.add(torch.arange(most) >= levels).argsort(dim=1, stable=True)
     return x.masked_scatter(chosen, torch.where(is_ordered, codes, order.gather(1, codes)).float())
 
 
@@ -72,10 +81,15 @@ def _rolled(random: TableRandom, x: Tensor) -> Tensor:
     return x.gather(2, (torch.arange(num_rows) + shift) % num_rows)
 
 
-def _missing(random: TableRandom, x: Tensor, may: Tensor) -> Tensor:
-    """Removes cells, at random or only where the value exceeds a random one."""
+def _missing(random: TableRandom, x: Tensor, may: Tensor, version: int) -> Tensor:
+    """Chooses cells to remove, at random or only where the value exceeds a random one.
+
+    From version 2 on the value may also be another column's.
+    """
     num_features = x.shape[1]
     rate = 0.6 * random.uniform(num_features, 1).square() * may
     matters = random.chance(0.3, num_features, 1)
     above = x > _in_random_rows(random, x)
+    if version > 1:
+        above = torch.where(random.chance(0.5, num_features, 1), above, above.roll(1, dims=1))
     return (random.uniform(*x.shape[1:]) < rate) & (above | ~matters)

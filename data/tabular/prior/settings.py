@@ -22,6 +22,7 @@ class PriorSettings:
     tables_per_shape: consecutive tables of equal shape, which fill a batch without padding.
     """
 
+    version: int = 1
     rows: tuple[int, int] = (64, 192)
     features: tuple[int, int] = (2, 12)
     classes: int = 10

@@ -8,10 +8,11 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from data.tabular.prior.causes import draw_causes
 from data.tabular.prior.columns import draw_columns
+from data.tabular.prior.graphs import draw_graph
 from data.tabular.prior.randomness import TableRandom, padded
 from data.tabular.prior.settings import PriorSettings
-from data.tabular.prior.structure import draw_kinds, draw_structure, most_causes, width_of
-from data.tabular.prior.targets import draw_labels, row_order
+from data.tabular.prior.structure import NUM_CLASS_UNITS, draw_kinds, draw_structure, most_causes, width_of
+from data.tabular.prior.targets import draw_labels, is_predictable, row_order
 from data.tabular.prior.units import draw_units, taken
 from trainer.common.files import refusing_disk_errors, written_as_a_whole
 from trainer.loading.cache import Arrays
@@ -86,9 +87,40 @@ def draw_tables(settings: PriorSettings, seed: int, numbers: np.ndarray, shape: 
 def _attempt(
     settings: PriorSettings, seed: int, numbers: np.ndarray, shape: tuple[int, int, int], attempt: int
 ) -> Arrays:
-    """Draws the tables once; a few may have a single class."""
+    """Draws the tables once. A few may have a single class; from version 2 on also those that nothing predicts."""
     num_context, num_queries, num_features = shape
     num_rows = padded(num_context + num_queries)  # surplus rows are dropped at the end
+    draw = _draw_layers if settings.version == 1 else _draw_graphs
+    order_of_tables, random, seen, of_classes = draw(settings, seed, numbers, attempt, num_features, num_rows)
+    columns = draw_columns(random, settings, seen)
+    labels, num_classes = draw_labels(random, of_classes, settings.classes)
+    order = row_order(random, labels, settings.classes)[:, : num_context + num_queries]
+    back = torch.from_numpy(np.argsort(order_of_tables))
+    rows = columns.gather(2, order[:, None, :].expand(-1, num_features, -1)).transpose(1, 2)[back].numpy()
+    classes, counts = labels.gather(1, order)[back].numpy(), num_classes[back].numpy()
+    if settings.version > 1:
+        for i, number in enumerate(numbers.tolist()):
+            if not is_predictable(rows[i], classes[i], num_context, (seed, number, attempt)):
+                counts[i] = 1
+    return {
+        "context": rows[:, :num_context].copy(),
+        "labels": classes[:, :num_context].copy(),
+        "queries": rows[:, num_context:].copy(),
+        "targets": classes[:, num_context:].copy(),
+        "num_context": np.full(len(numbers), num_context),
+        "num_features": np.full(len(numbers), num_features),
+        "num_classes": counts,
+    }
+
+
+_Units = tuple[np.ndarray, TableRandom, torch.Tensor, torch.Tensor]
+"""Order of the tables (G,), their randomness, the units of columns (G, m, T) and those of classes (G, U, T)."""
+
+
+def _draw_layers(
+    settings: PriorSettings, seed: int, numbers: np.ndarray, attempt: int, num_features: int, num_rows: int
+) -> _Units:
+    """Draws the units of version 1."""
     is_tree, depth = draw_kinds(seed, numbers, attempt, settings.tree_share)
     by_kind = np.lexsort((-depth, is_tree))
     random = TableRandom(seed, numbers[by_kind], attempt)
@@ -97,21 +129,17 @@ def _attempt(
     causes, shown = draw_causes(random, most_causes(num_features), num_rows)
     units = draw_units(random, structure, causes, width_of(num_features))
     seen = torch.where(structure.is_causal[..., None], taken(units, structure.features), shown[:, :num_features])
-    columns = draw_columns(random, settings, seen)
-    labels, num_classes = draw_labels(random, taken(units, structure.class_units), settings.classes)
-    order = row_order(random, labels, settings.classes)[:, : num_context + num_queries]
-    back = torch.from_numpy(np.argsort(by_kind))
-    rows = columns.gather(2, order[:, None, :].expand(-1, num_features, -1)).transpose(1, 2)[back]
-    labels = labels.gather(1, order)[back]
-    return {
-        "context": rows[:, :num_context].contiguous().numpy(),
-        "labels": labels[:, :num_context].contiguous().numpy(),
-        "queries": rows[:, num_context:].contiguous().numpy(),
-        "targets": labels[:, num_context:].contiguous().numpy(),
-        "num_context": np.full(len(numbers), num_context),
-        "num_features": np.full(len(numbers), num_features),
-        "num_classes": num_classes[back].numpy(),
-    }
+    return by_kind, random, seen, taken(units, structure.class_units)
+
+
+def _draw_graphs(
+    settings: PriorSettings, seed: int, numbers: np.ndarray, attempt: int, num_features: int, num_rows: int
+) -> _Units:
+    """Draws the units of version 2."""
+    size = (num_features, NUM_CLASS_UNITS, num_rows)
+    units = torch.from_numpy(np.stack([draw_graph(seed, number, attempt, *size) for number in numbers.tolist()]))
+    random = TableRandom(seed, numbers, attempt)
+    return np.arange(len(numbers)), random, units[:, :num_features], units[:, num_features:]
 
 
 def _padded(parts: list[Arrays], places: list[np.ndarray]) -> Arrays:

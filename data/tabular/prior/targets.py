@@ -1,5 +1,8 @@
 """Derives classes from a causal model's units, and chooses context rows."""
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +42,38 @@ def draw_labels(random: TableRandom, units: Tensor, most: int) -> tuple[Tensor, 
     labels[tables] = torch.where(is_single, labels[tables], regions)
     labels, num_classes = _dense(_with_errors(random, labels), most)
     return _permuted(random, labels, num_classes, most), num_classes
+
+
+_NUM_FERNS, _FERN_DEPTH = 64, 4
+_LEAST_GAIN = 3.0
+"""Standard errors by which queries must be likelier than by the classes' shares."""
+
+
+def is_predictable(rows: np.ndarray, labels: np.ndarray, num_context: int, key: tuple[int, int, int]) -> bool:
+    """Returns whether random ferns that saw the context predict the queries better than the classes' shares do.
+
+    A fern is an oblivious tree of random questions (Ozuysal et al., 2010). rows: (T, m), NaN where missing. labels:
+    (T,). key: determines the questions.
+    """
+    random = np.random.default_rng([abs(part) for part in key])
+    column = random.integers(rows.shape[1], size=(_NUM_FERNS, _FERN_DEPTH))
+    bound = rows[random.integers(num_context, size=column.shape), column]
+    with np.errstate(invalid="ignore"):
+        leaf = (rows[:, column] > bound) @ 2 ** np.arange(_FERN_DEPTH)
+    leaf += 2**_FERN_DEPTH * np.arange(_NUM_FERNS)
+    one_hot = (labels[:, None] == np.arange(labels.max() + 1)).astype(float)
+    known, shares = one_hot[:num_context], one_hot[:num_context].mean(axis=0)
+    counts = np.stack(
+        [
+            np.bincount(leaf[:num_context].ravel(), np.repeat(of_class, _NUM_FERNS), _NUM_FERNS * 2**_FERN_DEPTH)
+            for of_class in known.T
+        ],
+        axis=1,
+    )
+    likely = ((counts + shares) / (counts.sum(axis=1, keepdims=True) + 1))[leaf[num_context:]].mean(axis=1)
+    truth = labels[num_context:]
+    gain = np.log(likely[np.arange(len(truth)), truth] / shares[truth])
+    return bool(gain.mean() > _LEAST_GAIN * gain.std() / math.sqrt(len(gain)))
 
 
 def _quantiles(random: TableRandom, in_order: Tensor, num_classes: Tensor, most: int) -> Tensor:

@@ -57,7 +57,7 @@ def test_outliers_are_clipped():
 
 def test_categories_are_intervals_in_some_order(random, units):
     chosen = random.chance(0.5, NUM_FEATURES)[..., None]
-    columns = _with_categories(random, units, chosen)
+    columns = _with_categories(random, units, chosen, 1)
     num_levels, num_ordered = [], 0
     for column, x, is_chosen in zip(columns.flatten(0, 1), units.flatten(0, 1), chosen.flatten(), strict=True):
         if not is_chosen:
@@ -83,12 +83,12 @@ def test_rolled_columns_keep_their_values_and_tell_nothing(random, units):
 
 
 def test_gaps_may_depend_on_the_value(random, units):
-    gaps = _missing(random, units, torch.ones(NUM_TABLES, NUM_FEATURES, 1, dtype=torch.bool))
+    gaps = _missing(random, units, torch.ones(NUM_TABLES, NUM_FEATURES, 1, dtype=torch.bool), 1)
     assert gaps.float().mean(2).max() < 0.9
     x = standardise(units)
     difference = (x * gaps).sum(2) / gaps.sum(2).clamp(min=1)
     assert (difference > 0.5).float().mean() > 0.1 and (difference.abs() < 0.5).float().mean() > 0.5
-    assert not _missing(random, units, torch.zeros(NUM_TABLES, NUM_FEATURES, 1, dtype=torch.bool)).any()
+    assert not _missing(random, units, torch.zeros(NUM_TABLES, NUM_FEATURES, 1, dtype=torch.bool), 1).any()
 
 
 def test_causes_are_numbers_and_categories(random):

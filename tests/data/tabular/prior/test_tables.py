@@ -1,5 +1,7 @@
 """Tables of the prior: each a function of (seed, number) to the bit, well formed, and as padded as it must be."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -35,16 +37,16 @@ def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)  # of floats too: NaN equals NaN
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(("version", "num_threads"), [(1, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("shape", [(40, 24, 3), (65, 38, 11), (300, 77, 40)])
-def test_table_does_not_depend_on_its_batch(shape, num_threads):
-    numbers = np.arange(100, 124)
-    alone = [draw_tables(SETTINGS, 3, numbers[i : i + 1], shape) for i in range(len(numbers))]
+def test_table_does_not_depend_on_its_batch(shape, version, num_threads):
+    numbers, settings = np.arange(100, 124), replace(SETTINGS, version=version)
+    alone = [draw_tables(settings, 3, numbers[i : i + 1], shape) for i in range(len(numbers))]
     torch.set_num_threads(num_threads)
     random = np.random.default_rng(0)
     for size in (3, 16):
         chosen = random.permutation(len(numbers))[:size]
-        batch = draw_tables(SETTINGS, 3, numbers[chosen], shape)
+        batch = draw_tables(settings, 3, numbers[chosen], shape)
         for i, number in enumerate(chosen):
             assert_same(table(batch, i), table(alone[number], 0))
 
@@ -97,10 +99,13 @@ def test_arrays_are_as_declared():
     assert batch["context"].shape[:2] == batch["labels"].shape and batch["queries"].shape[:2] == batch["targets"].shape
 
 
-@pytest.mark.parametrize("settings", [PriorSettings(), PriorSettings(rows=(32, 40), context_share=(0.2, 0.3))])
+@pytest.mark.parametrize(
+    "settings",
+    [PriorSettings(), PriorSettings(rows=(32, 40), context_share=(0.2, 0.3)), PriorSettings(version=2)],
+)
 def test_context_has_every_class(settings):
-    batch = take(PriorTables(settings, 5, 400), np.arange(400))
-    for i in range(400):
+    batch = take(PriorTables(settings, 5, 240), np.arange(240))
+    for i in range(240):
         problem = table(batch, i)
         assert problem["num_classes"] >= 2
         assert set(problem["labels"]) == set(range(problem["num_classes"]))
@@ -113,6 +118,8 @@ def test_context_has_every_class(settings):
         PriorSettings(rows=(32, 32), features=(1, 1), classes=2, tree_share=1.0),
         PriorSettings(rows=(32, 48), features=(1, 2), tree_share=0.0, categorical_share=1.0, missing_share=1.0),
         PriorSettings(rows=(900, 1024), features=(50, 50), tables_per_shape=2),
+        PriorSettings(version=2, rows=(32, 33), features=(1, 1), classes=2, missing_share=1.0),
+        PriorSettings(version=2, rows=(2000, 2048), features=(60, 60), tables_per_shape=2),
     ],
 )
 def test_extreme_sizes(settings):
@@ -121,21 +128,23 @@ def test_extreme_sizes(settings):
     assert (batch["num_classes"] <= settings.classes).all()
 
 
-def test_shares_of_kinds():
-    batch = take(PriorTables(PriorSettings(), 1, 600), np.arange(600))
-    assert 0.45 < (batch["num_classes"] == 2).mean() < 0.7 and set(batch["num_classes"]) == set(range(2, 11))
-    tables = [table(batch, i)["context"] for i in range(600)]
+@pytest.mark.parametrize(("version", "num_tables"), [(1, 600), (2, 200)])
+def test_shares_of_kinds(version, num_tables):
+    batch = take(PriorTables(PriorSettings(version=version), 1, num_tables), np.arange(num_tables))
+    assert 0.45 < (batch["num_classes"] == 2).mean() < 0.75 and set(batch["num_classes"]) == set(range(2, 11))
+    tables = [table(batch, i)["context"] for i in range(num_tables)]
     assert 0.1 < np.mean([np.isnan(rows).any() for rows in tables]) < 0.3
     columns = [column for rows in tables for column in rows.T]
     assert 0.3 < np.mean([len(np.unique(column)) <= 20 for column in columns]) < 0.6
     assert 0 < np.mean([np.nanmin(column) == np.nanmax(column) for column in columns]) < 0.05
 
 
-def test_queries_can_be_predicted():
+@pytest.mark.parametrize(("version", "num_tables"), [(1, 300), (2, 100)])
+def test_queries_can_be_predicted(version, num_tables):
     """A nearest neighbour does better than the most frequent class, much better in some tables and not in others."""
-    batch = take(PriorTables(PriorSettings(missing_share=0.0), 2, 300), np.arange(300))
+    batch = take(PriorTables(PriorSettings(version=version, missing_share=0.0), 2, num_tables), np.arange(num_tables))
     gains = []
-    for i in range(300):
+    for i in range(num_tables):
         problem = table(batch, i)
         deviation = problem["context"].std(axis=0) + 1e-6
         context, queries = problem["context"] / deviation, problem["queries"] / deviation
