@@ -59,11 +59,14 @@ class NanoTabular(nn.Module):
         hidden_width: int = 128,
         max_classes: int = 10,
         group_shifts: Sequence[int] = (0, 1, 3),
+        num_thinking_rows: int = 0,
     ) -> None:
         """width: of a token, a multiple of num_heads. hidden_width: of feed-forward layers.
 
         group_shifts: token j sees features j + shift, cyclically. With more than (0,) similar columns can be told
         apart, and predictions depend on column order.
+        num_thinking_rows: learned rows before the context rows of every table, which all rows can attend to
+        (Öztürk et al., arXiv 2606.03681).
         """
         super().__init__()
         self.max_classes = max_classes
@@ -71,6 +74,9 @@ class NanoTabular(nn.Module):
         self.embed_cells = nn.Linear(2 * len(group_shifts), width)  # values, and which are missing
         self.embed_labels = nn.Embedding(max_classes, width)
         self.no_label = nn.Parameter(torch.zeros(width))
+        if num_thinking_rows:
+            self.thinking_rows = nn.Parameter(0.5 * torch.randn(num_thinking_rows, width))
+        self.num_thinking_rows = num_thinking_rows
         self.blocks = nn.ModuleList(Block(width, num_heads, hidden_width) for _ in range(num_blocks - 1))
         self.last_block = LastBlock(width, num_heads, hidden_width)
         self.decode = nn.Sequential(
@@ -96,8 +102,10 @@ class NanoTabular(nn.Module):
         max_classes are real; None: all.
         """
         assert labels.shape == context.shape[:2]
-        layout = _layout(context, queries, num_context, num_features)
+        layout = _layout(context, queries, num_context, num_features, self.num_thinking_rows)
         cells = self.embed(context, labels, queries, num_context, num_features)
+        if self.num_thinking_rows:
+            cells = self._with_thinking_rows(cells, layout)
         for block in self.blocks:
             cells = block(cells, layout)
         decided = self.last_block(cells, layout)
@@ -116,6 +124,13 @@ class NanoTabular(nn.Module):
         of_labels = torch.cat([self.embed_labels(labels).flatten(0, 1), no_labels])
         return torch.cat([of_labels.unsqueeze(1), of_features], dim=1)
 
+    def _with_thinking_rows(self, cells: Tensor, layout: Layout) -> Tensor:
+        """Puts the thinking rows before the context rows of every problem; a row has the same state in all columns."""
+        num_context = layout.num_problems * (layout.context_rows - self.num_thinking_rows)
+        context, queries = cells[:num_context].unflatten(0, (layout.num_problems, -1)), cells[num_context:]
+        thinking = self.thinking_rows.unsqueeze(1).expand(layout.num_problems, -1, cells.shape[1], -1)
+        return torch.cat([torch.cat([thinking, context], dim=1).flatten(0, 1), queries])
+
     def members(self, context: Tensor, num_features: Tensor | None) -> Tensor:
         """Returns the features that each token sees, (B, shifts * m) int64: every token's first, then second, and so
         on.
@@ -126,14 +141,21 @@ class NanoTabular(nn.Module):
         return ((feature + self.shifts.unsqueeze(1)) % period[:, None, None]).flatten(1)
 
 
-def _layout(context: Tensor, queries: Tensor, num_context: Tensor | None, num_features: Tensor | None) -> Layout:
+def _layout(
+    context: Tensor,
+    queries: Tensor,
+    num_context: Tensor | None,
+    num_features: Tensor | None,
+    num_thinking_rows: int = 0,
+) -> Layout:
     real_tokens = real_context = None
+    context_rows = num_thinking_rows + context.shape[1]
     if num_features is not None:
         of_problem = within_lengths(1 + num_features, 1 + context.shape[2])[:, None, None]
-        real_tokens = torch.cat([of_problem.repeat_interleave(x.shape[1], dim=0) for x in (context, queries)])
+        real_tokens = torch.cat([of_problem.repeat_interleave(n, dim=0) for n in (context_rows, queries.shape[1])])
     if num_context is not None:
-        real_context = within_lengths(num_context, context.shape[1])[:, None, None]
-    return Layout(context.shape[0], context.shape[1], real_tokens, real_context)
+        real_context = within_lengths(num_thinking_rows + num_context, context_rows)[:, None, None]
+    return Layout(context.shape[0], context_rows, real_tokens, real_context)
 
 
 def _in_layout(x: Tensor, context_rows: int) -> Tensor:

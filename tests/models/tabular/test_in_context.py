@@ -1,6 +1,7 @@
 """What must not change a prediction of either model of problems."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tests.models.tabular.test_nano import EXACT, nano
 from tests.models.tabular.test_tabicl import tabicl
 
 pytestmark = pytest.mark.usefixtures("double_precision")
-MODELS = [nano, tabicl]
+MODELS = [nano, partial(nano, num_thinking_rows=2), tabicl]
 
 
 @pytest.mark.parametrize("build", MODELS)

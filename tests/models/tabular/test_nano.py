@@ -55,7 +55,8 @@ def embedded(model: NanoTabular, one: Problem) -> Rows:
 
 def by_loops(model: NanoTabular, one: Problem) -> Tensor:
     """Nothing is pruned: every token of every row goes through all blocks."""
-    rows, num_context = embedded(model, one), len(one["labels"])
+    thinking = [[row] * (1 + one["context"].shape[1]) for row in getattr(model, "thinking_rows", ())]
+    rows, num_context = [*thinking, *embedded(model, one)], len(thinking) + len(one["labels"])
     for block in [*model.blocks, model.last_block]:
         normed = [[block.feature_norm(token) for token in row] for row in rows]
         attended = [[attend_one(block.over_features, token, row) for token in row] for row in normed]
@@ -68,9 +69,9 @@ def by_loops(model: NanoTabular, one: Problem) -> Tensor:
     return torch.stack([model.decode(row[0]) for row in rows[num_context:]])
 
 
-@pytest.mark.parametrize("shifts", [(0,), (0, 1, 3)])
-def test_equals_cells_that_attend_one_by_one_with_gradients(shifts):
-    model, one = nano(group_shifts=shifts), problem(4, 3, 3)
+@pytest.mark.parametrize(("shifts", "num_thinking_rows"), [((0,), 0), ((0, 1, 3), 0), ((0, 1, 3), 2)])
+def test_equals_cells_that_attend_one_by_one_with_gradients(shifts, num_thinking_rows):
+    model, one = nano(group_shifts=shifts, num_thinking_rows=num_thinking_rows), problem(4, 3, 3)
     results = []
     for form in (logits_alone, by_loops):
         logits = form(model, one)
