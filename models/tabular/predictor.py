@@ -51,9 +51,10 @@ def predict(
 ) -> Tensor:
     """Returns class probabilities of each query row, (Q, num_classes) float64 on the CPU.
 
-    They are averaged over several views of the table: each has its own order of columns and classes, and with more than
-    max_context context rows its own sample of them, stratified by class. Probabilities are averaged rather than logits,
-    so a confidently wrong member cannot outvote the others; members with different class trees share no logits.
+    They are averaged over several views of the table: each has its own order of columns and classes, every second one
+    has normal scores in place of values, which suits skewed columns, and with more than max_context context rows each
+    has its own sample of them, stratified by class. Probabilities are averaged rather than logits, so a confidently
+    wrong member cannot outvote the others; members with different class trees share no logits.
 
     More classes than the model supports form a tree of choices between groups (`class_tree`); a class's probability is
     the product along its path. A node's context is the rows of its classes. Classes without context rows have
@@ -99,7 +100,8 @@ def predict(
 class _View:
     """A member's view of the table at a node of its class tree.
 
-    rows, labels: (N,) int64, context rows and their children. columns: (m,) int64, in order.
+    rows, labels: (N,) int64, context rows and their children. columns: (m,) int64, in order. by_rank: whether the model
+    gets normal scores in place of values.
     """
 
     member: int
@@ -107,10 +109,27 @@ class _View:
     rows: Tensor
     labels: Tensor
     columns: Tensor
+    by_rank: bool
 
     def inputs(self, context: Tensor, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows, labels, columns = (x.to(context.device) for x in (self.rows, self.labels, self.columns))
-        return context[rows][:, columns], labels, queries[:, columns]
+        context, queries = context[rows][:, columns], queries[:, columns]
+        if self.by_rank:
+            context, queries = normal_scores(context, context), normal_scores(context, queries)
+        return context, labels, queries
+
+
+def normal_scores(context: Tensor, values: Tensor) -> Tensor:
+    """Replaces values by the normal quantiles of their ranks among the context's, column by column; ties are equal.
+
+    context: (N, m), values: (n, m), non-finite ones are missing and become NaN. Returns (n, m).
+    """
+    in_order = context.where(context.isfinite(), torch.inf).t().contiguous().sort(dim=1).values
+    count = context.isfinite().sum(0)[:, None]
+    columns = values.t().contiguous()
+    below, upto = (torch.searchsorted(in_order, columns, side=side) for side in ("left", "right"))
+    share = (torch.minimum(below + upto, 2 * count) + 1).double() / (2 * count + 2)
+    return torch.special.ndtri(share).to(values.dtype).where(columns.isfinite(), torch.nan).t()
 
 
 def _choices(
@@ -139,7 +158,7 @@ def _views(
             rows = np.flatnonzero(child_of[labels] >= 0)
             rows = rows[_stratified(labels[rows], max_context, seed, member)]
             children = torch.from_numpy(child_of[labels[rows]])
-            views.append(_View(member, node, torch.from_numpy(rows), children, columns))
+            views.append(_View(member, node, torch.from_numpy(rows), children, columns, by_rank=member % 2 == 1))
     return sorted(views, key=_shape)
 
 

@@ -1,12 +1,15 @@
 """The predictor with models whose predictions are known: nearest rows, and shares of classes."""
 
+import math
+from statistics import NormalDist
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from models.tabular import predictor as module
-from models.tabular.predictor import class_tree, predict
+from models.tabular.predictor import class_tree, normal_scores, predict
 
 MAX_CLASSES = 10
 
@@ -59,6 +62,32 @@ def table(num_classes: int, num_rows: int = 400, num_queries: int = 300, num_col
     return tuple(torch.from_numpy(x) for x in (context, labels, queries))
 
 
+def slow_normal_scores(context: Tensor, values: Tensor) -> Tensor:
+    """One value at a time."""
+    found = torch.full_like(values, torch.nan)
+    for column in range(context.shape[1]):
+        known = [x for x in context[:, column].tolist() if math.isfinite(x)]
+        for row, value in enumerate(values[:, column].tolist()):
+            if math.isfinite(value):
+                rank = sum(x < value for x in known) + sum(x == value for x in known) / 2
+                found[row, column] = NormalDist().inv_cdf((rank + 0.5) / (len(known) + 1))
+    return found
+
+
+def nearest(context: Tensor, labels: Tensor, queries: Tensor, num_classes: int) -> Tensor:
+    return nn.functional.one_hot(labels[torch.cdist(queries, context).argmin(1)], num_classes).double()
+
+
+def test_normal_scores_are_quantiles_of_ranks() -> None:
+    generator = torch.Generator().manual_seed(0)
+    context, values = (torch.randn(n, 4, generator=generator).mul(3).round().double() for n in (40, 15))
+    context[::5, 1], values[::4, 1], context[:, 2], context[0, 3] = torch.nan, torch.nan, 7, torch.inf
+    torch.testing.assert_close(normal_scores(context, values), slow_normal_scores(context, values), equal_nan=True)
+    scores = normal_scores(context[:, :1].exp(), context[:, :1].exp())
+    torch.testing.assert_close(scores, normal_scores(context[:, :1], context[:, :1]))  # only the order matters
+    assert normal_scores(context.half(), values.half()).dtype == torch.float16
+
+
 # The tree of classes
 
 
@@ -83,10 +112,14 @@ def test_a_tree_of_classes_is_balanced_and_leads_to_each(num_classes, max_classe
 @pytest.mark.parametrize("num_classes", [2, 10, 11, 26, 100, 101])
 def test_nearest_rows_are_found_through_every_tree(num_classes) -> None:
     context, labels, queries = table(num_classes)
-    expected = labels[torch.cdist(queries, context).argmin(1)]
+    by_rank = nearest(normal_scores(context, context), labels, normal_scores(context, queries), num_classes)
     found = predict(NearestRow(), context, labels, queries, num_classes, num_estimators=3)
     assert found.dtype == torch.float64 and found.shape == (len(queries), num_classes)
-    torch.testing.assert_close(found, nn.functional.one_hot(expected, num_classes).double(), rtol=0, atol=1e-12)
+    if num_classes <= MAX_CLASSES:  # at a node of a tree, ranks are those among the rows of its classes
+        expected = (2 * nearest(context, labels, queries, num_classes) + by_rank) / 3
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    alone = predict(NearestRow(), context, labels, queries, num_classes, num_estimators=1)
+    torch.testing.assert_close(alone, nearest(context, labels, queries, num_classes), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("num_classes", [2, 10, 11, 26, 100, 101])
@@ -110,14 +143,14 @@ def test_classes_without_a_context_row_are_impossible() -> None:
 
 
 def test_every_member_undoes_its_orders() -> None:
-    """With a model that does not look at orders all members agree."""
+    """With a model that does not look at orders all members with values agree, and all with ranks."""
     context, labels, queries = table(4)
     by_member = [
         predict(NearestRow(), context, labels, queries, 4, num_estimators=n, seed=s)
-        for n, s in [(1, 0), (1, 9), (7, 3)]
+        for n, s in [(1, 0), (1, 9), (2, 0), (8, 3)]
     ]
     torch.testing.assert_close(by_member[0], by_member[1], rtol=0, atol=0)
-    torch.testing.assert_close(by_member[0], by_member[2], rtol=0, atol=1e-12)
+    torch.testing.assert_close(by_member[2], by_member[3], rtol=0, atol=1e-12)
 
 
 def slow_predict(model: Smooth, context: Tensor, labels: Tensor, queries: Tensor, num_classes: int) -> Tensor:
@@ -127,6 +160,8 @@ def slow_predict(model: Smooth, context: Tensor, labels: Tensor, queries: Tensor
         order = [classes[0] for classes in view.node]
         for i, query in enumerate(queries):
             seen, asked = context[:, view.columns], query[view.columns].unsqueeze(0)
+            if view.member % 2 == 1:
+                seen, asked = slow_normal_scores(seen, seen), slow_normal_scores(seen, asked)
             codes = torch.tensor([order.index(c) for c in labels.tolist()])
             logits = model(seen.unsqueeze(0), codes.unsqueeze(0), asked.unsqueeze(0))[0, 0, :num_classes] / 0.9
             for code, c in enumerate(order):
