@@ -1,9 +1,10 @@
-"""Makes the weights that come with --task tabular of a run: its best ones, and what was trained, without moments.
+"""Makes the weights that come with --task tabular of a run: its best ones in bfloat16, and the flags that trained them.
 
 python benchmarks/tabular_weights.py checkpoints/tables tasks/tabular_nano.pth
 """
 
 import argparse
+import hashlib
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from trainer.checkpoint.weights import load_best_weights
 
 KEPT = ("model", "task", "config", "data_facts", "step", "train_seconds")
 PLACES = ("--save-dir", "--cache-dir", "--logger", "--resume-from", "--init-from", "--init-from-partial")
-"""Flags that say where files lay, which is nobody's business."""
+"""Flags that name places on the machine that trained."""
 
 
 def main() -> None:
@@ -26,8 +27,11 @@ def main() -> None:
     args = parser.parse_args()
     state = load_best_weights(args.run, print)
     config = {name: value for name, value in state["config"].items() if name not in PLACES}
-    torch.save({name: state[name] for name in KEPT} | {"config": config}, args.file)
-    print(f"{args.file}: {args.file.stat().st_size / 2**20:.2f} MiB, after {state['train_seconds'] / 60:.1f} minutes")
+    model = {name: values.bfloat16() for name, values in state["model"].items()}
+    torch.save({name: state[name] for name in KEPT} | {"config": config, "model": model}, args.file)
+    digest = hashlib.sha256(args.file.read_bytes()).hexdigest()
+    size, minutes = args.file.stat().st_size / 2**20, state["train_seconds"] / 60
+    print(f"{args.file}: {size:.2f} MiB, after {minutes:.1f} minutes, sha256 {digest}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ LINES_AND_FILES = {
     "trainer": (2700, 8),
 }
 """Of each room of trainer/ but profiling; "trainer" is the files in none."""
-BENCHMARKS = 5112
+BENCHMARKS = 9999
 TESTS = 52975
 FUNCTIONS_WITH_RUN = {"commands": 4, "loop": 10}
 FILES_OF_STEP, FUNCTIONS_OF_STEP = 19, 58
