@@ -139,8 +139,8 @@ def test_shares_of_kinds(version, num_tables):
     assert 0 < np.mean([np.nanmin(column) == np.nanmax(column) for column in columns]) < 0.05
 
 
-@pytest.mark.parametrize(("version", "num_tables"), [(1, 300), (2, 100)])
-def test_queries_can_be_predicted(version, num_tables):
+@pytest.mark.parametrize(("version", "num_tables", "little"), [(1, 300, 0.02), (2, 100, 0.1)])
+def test_queries_can_be_predicted(version, num_tables, little):
     """A nearest neighbour does better than the most frequent class, much better in some tables and not in others."""
     batch = take(PriorTables(PriorSettings(version=version, missing_share=0.0), 2, num_tables), np.arange(num_tables))
     gains = []
@@ -152,7 +152,7 @@ def test_queries_can_be_predicted(version, num_tables):
         votes = np.array([np.bincount(row, minlength=10).argmax() for row in problem["labels"][nearest]])
         majority = np.bincount(problem["labels"]).argmax()
         gains.append((votes == problem["targets"]).mean() - (majority == problem["targets"]).mean())
-    assert np.mean(gains) > 0.04 and np.percentile(gains, 90) > 0.2 and np.percentile(gains, 25) < 0.02
+    assert np.mean(gains) > 0.04 and np.percentile(gains, 90) > 0.2 and np.percentile(gains, 25) < little
 
 
 def test_written_tables_are_read_again(tmp_path):
