@@ -1,4 +1,4 @@
-"""Lines of CSV files as programs and people write them, numbered for messages."""
+"""Reads lines of CSV files, with line numbers for messages, and interprets column names and cells."""
 
 import csv
 import re
@@ -10,15 +10,15 @@ from trainer.common.errors import UserError
 
 DELIMITERS = (",", ";", "\t", "|")
 BLANK = " "
-"""Default separator of fields; repeated blanks count as one."""
+"""Separator of fields if no delimiter splits a line; consecutive blanks count as one."""
 _WHOLE = re.compile(r"([+-]?[0-9]+)\.0*")
 
 Line = tuple[int, list[str]]
-"""Line number in its file, from 1, and fields."""
+"""Line number in the file, from 1, and the line's fields."""
 
 
 def delimiter_of(line: str, delimiters: Sequence[str] = DELIMITERS) -> str:
-    """Returns the delimiter that splits a line into most columns; a blank if none splits it."""
+    """Returns the delimiter that splits a line into the most columns; BLANK if no delimiter splits it."""
     best = max(delimiters, key=lambda delimiter: _num_fields(line, delimiter))
     return BLANK if _num_fields(line, best) == 1 < len(line.split()) else best
 
@@ -26,18 +26,18 @@ def delimiter_of(line: str, delimiters: Sequence[str] = DELIMITERS) -> str:
 def _num_fields(line: str, delimiter: str) -> int:
     try:
         return len(next(csv.reader([line], delimiter=delimiter), []))
-    except csv.Error:  # `csv_lines` will report it with the line
+    except csv.Error:  # `csv_lines` reports the error with the line number
         return 0
 
 
 def plain_name(name: str) -> str:
-    """Reduces a column name to its essence: user_id:token -> user, CustomerID -> customer."""
+    """Normalises a column name for comparison: user_id:token -> user, CustomerID -> customer."""
     letters = re.sub(r"[^a-z0-9]", "", name.lower().partition(":")[0])
-    return letters if letters == "aid" else letters.removesuffix("id") or letters  # an article, in sessions
+    return letters if letters == "aid" else letters.removesuffix("id") or letters  # "aid": article id
 
 
 def utc_seconds(date: str) -> float:
-    """Parses an ISO 8601 date to seconds since 1970; UTC without a time zone. Raises ValueError."""
+    """Parses an ISO 8601 date to seconds since 1970; a date without time zone is in UTC. Raises ValueError."""
     moment = datetime.fromisoformat(date)
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
@@ -52,25 +52,25 @@ def is_number(text: str) -> bool:
 
 
 def without_point(text: str) -> str:
-    """Removes the .0 that programs add to whole numbers in columns with gaps: 7.0 -> 7; keeps other text."""
+    """Removes the decimals that programs add to whole numbers in columns with missing values: 7.0 -> 7."""
     whole = _WHOLE.fullmatch(text)
     return whole[1] if whole else text
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Sorts names: by value if all are whole numbers, else as text."""
+    """Sorts names: by value if all are whole numbers, otherwise as text."""
     names = list(names)
     return sorted(names, key=_numeric_order if all(name.isascii() and name.isdigit() for name in names) else None)
 
 
 def _numeric_order(digits: str) -> tuple[int, str, str]:
-    # int(digits) would reject numbers of thousands of digits
+    # int(digits) rejects numbers with thousands of digits
     significant = digits.lstrip("0")
     return len(significant), significant, digits
 
 
 def csv_lines(text: Iterable[str], delimiter: str, where: str) -> Iterator[Line]:
-    """Yields the non-blank lines, without quotes and spaces before values.
+    """Yields the fields of non-blank lines, without quotes and without spaces before values.
 
     where: names the file in messages. Raises UserError.
     """
@@ -89,7 +89,7 @@ def csv_lines(text: Iterable[str], delimiter: str, where: str) -> Iterator[Line]
 
 
 class CsvTable(NamedTuple):
-    """line: where the header ends. header: column names; empty for an empty file."""
+    """Opened table. line: number of the header's last line. header: column names; [] for an empty file."""
 
     line: int
     header: list[str]

@@ -1,4 +1,4 @@
-"""Files of a folder or an archive, by name; archives are read in memory and never unpacked to disk."""
+"""Finds and reads files of a folder or an archive by name; archives are never unpacked to disk."""
 
 import bz2
 import errno
@@ -21,14 +21,14 @@ from trainer.common.errors import UserError
 from trainer.common.files import MOST_WHOLE, read_at_most, require_regular, stamp
 
 _ZSTD_ERROR = getattr(getattr(zipfile, "zstd", None), "ZstdError", zlib.error)
-"""Python 3.14 and newer support Zstandard."""
+"""Error of a damaged Zstandard member, which Python 3.14 and newer can read."""
 ARCHIVE_ERRORS = (
     *(OSError, EOFError, RuntimeError, zipfile.BadZipFile, tarfile.TarError),
     *(zlib.error, lzma.LZMAError, _ZSTD_ERROR),
 )
-"""Errors from reading a damaged archive; `ZipArchive` raises them for a zip. Encrypted members raise RuntimeError."""
+"""Exceptions from reading a damaged archive; RuntimeError is raised for encrypted members of a zip."""
 _PACKED: dict[bytes, Callable[[Any], Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
-"""Openers by the first bytes of a compressed file."""
+"""Functions that open a compressed file, by the file's first bytes."""
 _OF_PACKED = (".gz", ".bz2", ".xz")
 _READ_BYTES = 1 << 16
 _MOST_NAMES_SHOWN = 12
@@ -36,7 +36,7 @@ _MOST_OF_A_REASON = 200
 
 
 class ZipArchive(zipfile.ZipFile):
-    """A zip for reading; raises BadZipFile also where zipfile raises ValueError for a damaged directory."""
+    """Zip archive that raises BadZipFile, where zipfile may raise ValueError, if its directory is damaged."""
 
     def __init__(self, file: Path | IO[bytes]) -> None:
         with _damage_of_zip():
@@ -51,12 +51,12 @@ class ZipArchive(zipfile.ZipFile):
 def _damage_of_zip() -> Iterator[None]:
     try:
         yield
-    except ValueError as error:  # a name that is not UTF-8, or a negative offset
+    except ValueError as error:  # for a name that is not UTF-8, or a negative offset
         raise zipfile.BadZipFile(str(error)) from None
 
 
 class Source(ABC):
-    """Files by name, with `/` after folders. where: names the source in messages."""
+    """Folder or archive with files by name; "/" separates folders. where: noun for the source in messages."""
 
     def __init__(self, path: Path, where: str | None = None) -> None:
         self.path = path
@@ -64,12 +64,12 @@ class Source(ABC):
 
     @cached_property
     def files(self) -> list["DataFile"]:
-        """Returns the visible files, sorted by name. Raises UserError if they cannot be listed."""
+        """Visible files, sorted by name. Raises UserError if they cannot be listed."""
         with reading_errors(self.where):
             return [DataFile(self, name) for name in sorted(self.names()) if is_visible(name)]
 
     def contents(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple["DataFile", bytes]]:
-        """Yields the wanted visible files with their contents, in the fastest reading order. Raises UserError."""
+        """Yields the wanted visible files with their contents, in the fastest order of reading. Raises UserError."""
         return ((file, file.read()) for file in self.files if is_wanted(file.name))
 
     def where_of(self, name: str) -> str:
@@ -77,55 +77,55 @@ class Source(ABC):
         return f"{self.where}, {name}"
 
     def stamp(self, name: str) -> tuple[str | int, ...]:
-        """Returns a value that changes when the file does."""
+        """Returns a value that changes when the file changes."""
         return (*stamp(self.path), name)
 
     @abstractmethod
     def names(self) -> Iterable[str]:
-        """Returns all file names, hidden ones too. May raise any reading error."""
+        """Returns the names of all files, including hidden ones. May raise any error of reading."""
 
     @abstractmethod
     def open(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Opens a file as stored. May raise any reading error; FileNotFoundError if it is missing."""
+        """Opens a file without decompressing it. May raise any error of reading; FileNotFoundError if it is missing."""
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file of a source, perhaps compressed with gzip, bzip2 or xz."""
+    """File of a source, uncompressed or compressed with gzip, bzip2 or xz."""
 
     source: Source
     name: str
 
     @property
     def where(self) -> str:
-        """Names the file in messages."""
+        """Noun for the file in messages."""
         return self.source.where_of(self.name)
 
     @property
     def bare_name(self) -> str:
-        """The name in lower case, without folders and compression suffix."""
+        """File name in lower case, without folders and without a compression suffix."""
         path = PurePosixPath(self.name.lower())
         return path.stem if path.suffix in _OF_PACKED else path.name
 
     @property
     def stamp(self) -> tuple[str | int, ...]:
-        """A value that changes when the file does."""
+        """Value that changes when the file changes."""
         return self.source.stamp(self.name)
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """Opens the decompressed content at its start. Raises UserError, also inside the context."""
+        """Opens the decompressed content. Raises UserError, also for errors of reading inside the context."""
         with reading_errors(self.where), self.source.open(self.name) as stored, _unpacked(self.name, stored) as content:
             yield content
 
     def read(self) -> bytes:
-        """Reads the decompressed content. Raises UserError, also for more than MOST_WHOLE bytes."""
+        """Reads the decompressed content. Raises UserError for errors, and for more than MOST_WHOLE bytes."""
         with self.open() as file:
             return read_at_most(file, MOST_WHOLE)
 
 
 class Folder(Source):
-    """A folder. depth: levels of files to include; 1 means only its own."""
+    """Folder. depth: levels of folders whose files are included; 1: only files in the folder itself."""
 
     def __init__(self, path: Path, where: str | None = None, depth: int = 1) -> None:
         super().__init__(path, where)
@@ -149,14 +149,14 @@ class Folder(Source):
 
 
 class _Single(Folder):
-    """The folder of a single given file."""
+    """Folder of a single file that a flag names."""
 
     def where_of(self, name: str) -> str:
         return self.where
 
 
 class Zip(Source):
-    """A zip, opened once and read in any order. content: its bytes, if it is not a file on disk."""
+    """Zip archive, opened once and read in any order. content: bytes of an archive that is not a file on disk."""
 
     def __init__(self, path: Path, where: str | None = None, content: bytes | None = None) -> None:
         super().__init__(path, where)
@@ -176,7 +176,7 @@ class Zip(Source):
             raise _missing() from None
 
     def _archive(self) -> ZipArchive:
-        """Opens the archive once per process; forked processes would share its file position."""
+        """Opens the archive once per process, since forked processes share the position in an open file."""
         if self._opened is None or self._opened[0] != os.getpid():
             content = self.path if self._content is None else io.BytesIO(self._content)
             self._opened = os.getpid(), ZipArchive(content)
@@ -184,10 +184,10 @@ class Zip(Source):
 
 
 class TarGz(Source):
-    """A .tar.gz. Opening a file scans the archive from its start; `contents` takes one pass."""
+    """Archive .tar.gz. Opening a file reads the archive from its start; `contents` reads it once for all files."""
 
     def contents(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[DataFile, bytes]]:
-        """Yields files in archive order, without listing them first."""
+        """Yields wanted files with their contents, in the order of the archive."""
         with reading_errors(self.where), closing(self._members()) as members:
             for name, stored in members:
                 if is_visible(name) and is_wanted(name):
@@ -201,7 +201,7 @@ class TarGz(Source):
         with closing(self._members()) as members:
             for found, stored in members:
                 if found == name:
-                    # A stream's members are not seekable.
+                    # members of a stream are not seekable
                     yield io.BytesIO(read_at_most(stored, MOST_WHOLE))
                     return
             raise _missing()
@@ -212,14 +212,14 @@ class TarGz(Source):
                 for member in archive:
                     if content := archive.extractfile(member) if member.isfile() else None:
                         yield str(PurePosixPath(member.name)), content
-            while unpacked.read(_READ_BYTES):  # reads up to the checksum at the end
+            while unpacked.read(_READ_BYTES):  # reads the checksum at the end
                 pass
 
 
 def source_at(path: Path, depth: int, advice: str, flag: str = "--data-dir") -> Source | None:
-    """Opens a path as a source; returns None for a single file.
+    """Opens a folder or an archive as a source; returns None for any other file.
 
-    depth: see Folder. advice: what to give instead, for the UserError if nothing is found. flag: the flag that gave the
+    depth: see `Folder`. advice: end of the UserError's message if the path does not exist. flag: the flag that gave the
     path.
     """
     where = f"{flag} {path}"
@@ -227,11 +227,11 @@ def source_at(path: Path, depth: int, advice: str, flag: str = "--data-dir") -> 
         if not path.exists():
             raise UserError(f"{where}: no such file or folder; {advice}")
         if path.is_dir():
-            os.scandir(path).close()  # `glob` finds nothing in an unreadable folder, without an error
+            os.scandir(path).close()  # raises for an unreadable folder, in which `glob` would find no files
             return Folder(path, where, depth=depth)
         require_regular(path)
         name, is_zip = path.name.lower(), False
-        if path.is_file():  # a pipe would lose its first bytes
+        if path.is_file():  # reading would remove the first bytes of a pipe
             with path.open("rb") as file:
                 is_zip = file.read(4) == b"PK\3\4"
     if name.endswith(".zip") or is_zip:
@@ -240,12 +240,12 @@ def source_at(path: Path, depth: int, advice: str, flag: str = "--data-dir") -> 
 
 
 def single(path: Path, flag: str) -> DataFile:
-    """Returns the file that a flag names."""
+    """Returns the single file that a flag names."""
     return DataFile(_Single(path.parent, f"{flag} {path}"), path.name)
 
 
 def not_read(where: str, what: str, section: str) -> UserError:
-    """Builds the error for a format that needs conversion, with the section of docs/formats.md about it."""
+    """Builds the UserError for a format that must be converted, with a section of docs/formats.md."""
     return UserError(
         f"{where}: is {what}, which cannot be read directly: docs/formats.md#{section} shows how to convert it"
     )
@@ -253,30 +253,30 @@ def not_read(where: str, what: str, section: str) -> UserError:
 
 @contextmanager
 def reading_errors(where: str) -> Iterator[None]:
-    """Converts reading errors of files and archives to UserError. where: names the file in messages."""
+    """Converts errors from reading files and archives to UserError. where: noun for the file in messages."""
     try:
         yield
     except FileNotFoundError as error:
         raise UserError(f"{where}: {error.strerror or error}; the data set is not complete") from None
     except ARCHIVE_ERRORS as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        told = str(reason)[:_MOST_OF_A_REASON]  # errors of damaged zips repeat bytes of the file
+        told = str(reason)[:_MOST_OF_A_REASON]  # messages about damaged zips may contain the file's bytes
         raise UserError(f"{where}: cannot be read or is damaged ({told}); fetch it again") from None
 
 
 def shown(names: Iterable[str]) -> str:
-    """Lists names in a message, at most the first few."""
+    """Formats the first few names of a list for a message."""
     names = sorted(names)
     return ", ".join(names[:_MOST_NAMES_SHOWN]) + ", ..." * (len(names) > _MOST_NAMES_SHOWN) or "no files"
 
 
 def is_visible(name: str) -> bool:
-    """Returns whether a file is not hidden, as are the `._name` shadows that Macs add to archives."""
+    """Returns whether a file is not hidden; files `._name`, which macOS adds to archives, are hidden."""
     return not any(part.startswith(".") and part != ".." for part in PurePosixPath(name).parts)
 
 
 def _unpacked(name: str, stored: IO[bytes]) -> IO[bytes]:
-    """Decompresses a file into a peekable stream; its first bytes, or its name, tell the compression."""
+    """Returns the decompressed stream of a file; the file's first bytes, or its name, determine the compression."""
     stored = stored if hasattr(stored, "peek") else cast(IO[bytes], io.BufferedReader(cast(io.RawIOBase, stored)))
     head = cast(io.BufferedReader, stored).peek(6)
     by_name = gzip.open if name.lower().endswith(".gz") else None

@@ -1,4 +1,4 @@
-"""Parses moments in table cells: numbers, ISO 8601, times of day, dates with the day or the month first."""
+"""Parses times in cells of tables: numbers, ISO 8601, times of day, dates with the day or the month first."""
 
 import re
 from collections.abc import Sequence
@@ -12,24 +12,24 @@ from data.csv_lines import Line, is_number, utc_seconds
 _DATE = re.compile(r"(\d{1,2})([./-])(\d{1,2})\2(\d{4})(?:[T ,]+(\S.*))?", re.ASCII)
 _TIME = re.compile(r"(\d{1,2}):(\d\d)(?::(\d{1,2})(?:[.,:](\d{1,9}))?)?\s*([AaPp][Mm])?", re.ASCII)
 _MOST_CHARACTERS = 64
-"""Longer cells are not moments."""
+"""Largest number of characters of a time."""
 
 
 def moments_of(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
-    """Parses cells to (lines, columns, 2) float64, in seconds for dates and times; NaN for other text.
+    """Parses cells as times: (lines, columns, 2) float64, in seconds for dates and times of day; NaN for other text.
 
-    Numbers, ISO 8601, times of day, and dates such as 31/05/2024, which give two values: with the day first, and with
-    the month first. See `settled`.
+    A date such as 31/05/2024 has two values: with the day first, and with the month first; see `settled`. Other times
+    have two equal values.
     """
     found = [[moment_of(fields[column].strip(), decimal_comma) for column in columns] for _, fields in lines]
     return np.array(found, np.float64).reshape(len(lines), len(columns), 2)
 
 
 def settled(moments: np.ndarray) -> np.ndarray:
-    """Resolves a file's moments (n, K, 2) to clocks, (n, K) float64.
+    """Chooses between day first and month first for each column of a file: (n, K, 2) -> (n, K) float64.
 
-    Of day and month, whichever gives more dates comes first. If both give equally many but different steps, the clock
-    is unknown: all NaN.
+    The order with more valid dates is chosen. If both orders have the same number of valid dates but different steps
+    between rows, the column becomes NaN.
     """
     day_first, month_first = np.moveaxis(moments, 2, 0)
     is_better = np.isfinite(day_first).sum(axis=0) >= np.isfinite(month_first).sum(axis=0)
@@ -42,7 +42,7 @@ def settled(moments: np.ndarray) -> np.ndarray:
 
 
 def moment_of(text: str, decimal_comma: bool = False) -> tuple[float, float]:
-    """Parses a cell to seconds, as `moments_of` does."""
+    """Parses a cell to seconds; see `moments_of`."""
     number = text.replace(",", ".") if decimal_comma else text
     if is_number(number):
         return float(number), float(number)
@@ -57,7 +57,7 @@ def moment_of(text: str, decimal_comma: bool = False) -> tuple[float, float]:
 
 
 def day_and_month(text: str) -> tuple[float, float]:
-    """Parses dates such as 31/05/2024 18:30 to seconds since 1970, with the day first, and the month; else NaN."""
+    """Parses a date such as 31/05/2024 18:30 to seconds since 1970, with day first and with month first; or NaN."""
     if (of_date := _DATE.fullmatch(text.strip()[:_MOST_CHARACTERS])) is None:
         return np.nan, np.nan
     of_day = _seconds_of_day(of_date[5] or "0:00")

@@ -1,4 +1,4 @@
-"""Random augmentation of training windows, as if phone position and movement varied a little."""
+"""Random augmentation of training windows, which imitates changes of the phone's position and of movement."""
 
 from dataclasses import dataclass
 
@@ -13,14 +13,14 @@ _TURN_STREAM, _MAP_STREAM, _JITTER_STREAM, _TEMPO_STREAM = range(4)
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random changes of training windows; strength 0 disables a change.
+    """Strengths of random changes of training windows; strength 0 disables a change.
 
-    max_rotation_deg: phone orientation: rotates all triplets (x, y and z of a sensor) of a window together, about a
-        random axis, by an angle uniform in [-max, max] degrees.
-    scale_std: factor per channel from N(1, scale_std), in physical units.
-    tempo_spread: speed of movement, a factor uniform in [1 - spread, 1 + spread]: stretches or squeezes the window
-        about its middle, repeating its first or last sample where it falls short.
-    jitter_std: white noise, in standard deviations of the channel.
+    max_rotation_deg: rotation of all triplets (x, y and z of a sensor) of a window together, about a random axis, by an
+        angle uniform in [-max, max] degrees.
+    scale_std: standard deviation of the factor on each channel, drawn from a normal distribution with mean 1.
+    tempo_spread: speed of movement, a factor uniform in [1 - spread, 1 + spread]. The window is stretched or compressed
+        about its middle; its first and last samples fill missing ends.
+    jitter_std: standard deviation of white noise, relative to the channel's.
     """
 
     max_rotation_deg: float
@@ -30,17 +30,17 @@ class Augmentation:
 
 
 class WindowAugmenter(Movable):
-    """Applies an Augmentation."""
+    """Applies an `Augmentation` to windows."""
 
     def __init__(self, strength: Augmentation, std: np.ndarray, seed: int, num_triplets: int = 3) -> None:
-        """std: (C,), standard deviation per channel, the unit of jitter. num_triplets: the first channels in C."""
+        """Creates the augmenter. std: (C,), standard deviation of channels. num_triplets: number of sensor triplets."""
         self._strength = strength
         self._noise = np.float32(strength.jitter_std) * std.reshape(-1, 1).astype(np.float32)
         self._seed = seed
         self._num_channels, self._num_triplets = len(std), num_triplets
 
     def __call__(self, signals: Array, epoch: int, index: Array) -> Array:
-        """signals: (n, C, T) float32, not modified. index: (n,) their sample ids."""
+        """Returns augmented windows. signals: windows (n, C, T) float32, not modified. index: (n,), sample indices."""
         num, _, length = signals.shape
         num_turned = 3 * self._num_triplets
         maps, factors = self.linear_maps(epoch, index)
@@ -57,9 +57,9 @@ class WindowAugmenter(Movable):
         return augmented
 
     def linear_maps(self, epoch: int, index: Array) -> tuple[Array, Array]:
-        """Returns each window's rotation and scale of its triplets, and the factors of its other channels.
+        """Returns the rotation and scale of each window's triplets, and the factors on its other channels.
 
-        (n, num_triplets, 3, 3) and (n, C - 3 * num_triplets) float32.
+        The shapes are (n, num_triplets, 3, 3) and (n, C - 3 * num_triplets), float32.
         """
         draws = normal(self._seed, epoch, index, (3 + self._num_channels,), _MAP_STREAM)
         axis, scale = draws[:, :3], 1 + np.float32(self._strength.scale_std) * draws[:, 3:]
@@ -72,7 +72,7 @@ class WindowAugmenter(Movable):
 
 
 def rotation_matrices(axis: Array, angle: Array) -> Array:
-    """Rotates by angles (n,), in radians, about axes (n, 3) of any length: (n, 3, 3), by Rodrigues' formula."""
+    """Returns rotation matrices (n, 3, 3) by angles (n,), in radians, about axes (n, 3) of any length."""
     xp = namespace(axis)
     x, y, z = (axis / xp.linalg.norm(axis, axis=1, keepdims=True)).T
     zero = xp.zeros_like(x)
@@ -83,7 +83,7 @@ def rotation_matrices(axis: Array, angle: Array) -> Array:
 
 
 def at_tempo(signals: Array, factor: Array) -> Array:
-    """Plays windows (n, C, T) `factor` (n,) times as fast about their middles, by linear interpolation."""
+    """Speeds windows (n, C, T) up about their middles by factors (n,), with linear interpolation."""
     xp = namespace(signals)
     last = signals.shape[-1] - 1
     middle = np.float32(last / 2)

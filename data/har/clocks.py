@@ -1,4 +1,4 @@
-"""Clocks of recordings: times of rows, as dates or as numbers in an unknown unit."""
+"""Interprets clocks of recordings: columns with times of rows, as dates or as numbers in an unknown unit."""
 
 from collections.abc import Sequence
 
@@ -8,41 +8,41 @@ from data.csv_lines import plain_name
 
 _CLOCKS = ("t", "ts", "utc", "unix", "clock")
 _OF_CLOCKS = ("time", "date", "second", "elapsed", "epoch", "millis", "nanos")
-"""Usual names of clocks; names may also contain the last two kinds of words. Clocks reveal an activity by its time."""
+"""Usual names of clocks, and words that names of clocks contain."""
 GAP = 10
-"""Multiple of a clock's usual step beyond which a step is a gap between recordings."""
+"""A step of a clock above this multiple of its median step is a gap between recordings."""
 _UNITS = (1, 1e3, 1e6, 1e9)
-"""Per second."""
+"""Possible units of a clock, per second."""
 _SLOWEST_HZ = 3.0
-"""Lowest plausible rate; only one unit of a clock gives a rate between this and a thousand times as much."""
+"""Lowest plausible rate; at most one unit of a clock gives a rate from this to a thousand times this."""
 _SAME_RATE = (0.8, 1.25)
-"""Ratios of rates that count as equal."""
+"""Limits of the ratio of two rates that count as equal."""
 
 
 def is_clock(name: str) -> bool:
-    """Returns whether a column's name is a clock's."""
+    """Returns whether a column's name is one of a clock."""
     plain = plain_name(name)
     return plain in _CLOCKS or any(part in plain for part in _OF_CLOCKS)
 
 
 def num_disorders(clocks: np.ndarray) -> int:
-    """Counts how often the steadiest clock of a recording, (n, K), goes back, except to a new start."""
+    """Counts how often the steadiest clock of a recording goes back, except to its start. clocks: (n, K)."""
     goes_back = (clocks[1:] < clocks[:-1]) & (clocks[1:] > clocks[0])
     return int(goes_back.sum(axis=0).min(initial=len(clocks))) if clocks.shape[1] else 0
 
 
 def rate_and_gaps(clocks: np.ndarray, in_seconds: np.ndarray) -> tuple[float | None, np.ndarray]:
-    """Returns rows per second by a recording's finest clock, (n, K), and the rows, int64, that a jump precedes.
+    """Returns rows per second by the finest clock of a recording, and the rows, int64, that follow a gap.
 
-    in_seconds: (K,) bool, clocks with a known unit. The rate is None if no clock rises twice, if it counts rows, or if
-    no unit gives a plausible rate.
+    clocks: (n, K). in_seconds: (K,) bool, clocks in seconds. The rate is None if no clock rises twice, if the clock
+    counts rows, or if no unit gives a plausible rate.
     """
     found: list[tuple[int, float | None, np.ndarray]] = [(0, None, np.empty(0, np.int64))]
     for steps, is_in_seconds in zip(np.diff(clocks, axis=0).T, in_seconds, strict=True):
         rising = steps[steps > 0]
         if len(rising):
             is_gap = steps > GAP * np.median(rising)
-            # A clock coarser than the rows is read from its first rise to its last.
+            # for a clock that is coarser than the rows, only the part from its first rise to its last counts
             rises = np.flatnonzero((steps > 0) & ~is_gap)
             counts = (steps >= 0) & ~is_gap
             counts[: rises[0] + 1] = counts[rises[-1] + 1 :] = False
@@ -53,7 +53,7 @@ def rate_and_gaps(clocks: np.ndarray, in_seconds: np.ndarray) -> tuple[float | N
 
 
 def _rate_hz(step: float, is_in_seconds: bool) -> float | None:
-    """Converts a clock's step per row to rows per second."""
+    """Converts a clock's step per row to rows per second; None if the unit is unknown."""
     if is_in_seconds:
         return 1 / step
     rates = (unit / step for unit in _UNITS)
@@ -61,19 +61,19 @@ def _rate_hz(step: float, is_in_seconds: bool) -> float | None:
 
 
 def is_same_rate(one_hz: float, other_hz: float) -> bool:
-    """Returns whether two rates differ by no more than clocks and sensors of one kind do."""
+    """Returns whether two rates are equal up to the deviations of clocks and sensors."""
     lowest, highest = _SAME_RATE
     return lowest < one_hz / other_hz < highest
 
 
 def usual_rate_hz(told_hz: float) -> float:
-    """Rounds a measured rate to a whole number within half a percent, else to three digits: 99.97 -> 100."""
+    """Rounds a measured rate to a whole number if that is within 0.5 %, else to three digits: 99.97 -> 100."""
     whole = round(told_hz)
     return float(whole) if abs(told_hz - whole) < 0.005 * whole else float(f"{told_hz:.3g}")
 
 
 def middle_rate_hz(rates: Sequence[tuple[float, int]]) -> float | None:
-    """Returns the weighted lower median of (rate in Hz, weight), None without any."""
+    """Returns the weighted lower median of pairs (rate in Hz, weight); None for no pairs."""
     half, seen = sum(count for _, count in rates) / 2, 0
     for rate_hz, count in sorted(rates):
         seen += count
@@ -83,9 +83,9 @@ def middle_rate_hz(rates: Sequence[tuple[float, int]]) -> float | None:
 
 
 def seconds_of(clocks: np.ndarray, in_seconds: np.ndarray) -> np.ndarray | None:
-    """Returns times of rows, (n,) float64 seconds since the first, by the first clock that rises with nearly every row.
+    """Returns the rows' times, (n,) float64 seconds since the first row, by the first clock that rises in most rows.
 
-    None if no clock does, or its unit is unknown.
+    Returns None if there is no such clock, or its unit is unknown.
     """
     for clock, is_in_seconds in zip(clocks.T, in_seconds, strict=True):
         steps = np.diff(clock)

@@ -1,4 +1,4 @@
-"""Cuts recordings of people into windows, and collects statistics on the way."""
+"""Cuts recordings into windows, and collects statistics of the recordings."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from data.har.clocks import is_same_rate, middle_rate_hz, num_disorders
 from data.har.rows import Rows
 
 _HARDLY = 1e-3
-"""Share of the total range; a column that spans less within each recording identifies recordings, not motion."""
+"""Share of a column's total range; a column with a smaller range in every recording does not measure motion."""
 
 
 class Cut:
-    """Windows of recordings, (n, C, T) each, their subjects and labels, and statistics.
+    """Windows cut from recordings, (n, C, T) per recording, with subjects, labels and statistics.
 
-    subjects, labels: of each window, as keys (see `key_of_name`). spellings: counts of each spelling.
+    subjects, labels: one key per window (see `key_of_name`). spellings: counts of subjects' and labels' spellings.
     """
 
     def __init__(self, length: int, hop: int, num_columns: int) -> None:
@@ -57,7 +57,7 @@ class Cut:
                 self._rates.append((rows.subjects[start], recording.rate_hz, num_windows))
 
     def _add_windows(self, signals: np.ndarray) -> int:
-        """Cuts a recording, signals (n, C), and returns the number of windows."""
+        """Cuts a recording, signals (n, C), into windows; returns the number of windows."""
         steps = np.diff(signals, axis=0)
         self._rises |= (steps > 0).any(axis=0)
         self._falls |= (steps < 0).any(axis=0)
@@ -70,23 +70,23 @@ class Cut:
 
     @property
     def rate_hz(self) -> float | None:
-        """Rows per second of most windows; None without a clock."""
+        """Median rows per second over windows; None without a clock."""
         return middle_rate_hz([(rate_hz, count) for _, rate_hz, count in self._rates])
 
     def rates_of_people(self) -> dict[str, float]:
-        """Returns rows per second of each person with a clock."""
+        """Returns the median rows per second of each person with a clock."""
         found = defaultdict(list)
         for subject, rate_hz, count in self._rates:
             found[subject].append((rate_hz, count))
         return {subject: middle for subject, rates in found.items() if (middle := middle_rate_hz(rates)) is not None}
 
     def windows_at_another_rate(self) -> list[float]:
-        """Returns the rates of recordings that differ from most, one per window."""
+        """Returns the rate of each window whose recording's rate differs from `rate_hz`."""
         usual = self.rate_hz
         return [hz for _, hz, count in self._rates for _ in range(count) if usual and not is_same_rate(hz, usual)]
 
     def why_no_signal(self, column: int) -> str:
-        """Explains why a column's numbers are not motion; "" if they may be."""
+        """Returns why a column does not measure motion; "" if it may."""
         if not self._rises[column] and not self._falls[column]:
             return "never changes within a recording"
         if not self._falls[column]:
@@ -98,7 +98,7 @@ class Cut:
         return ""
 
     def signals(self, columns: Sequence[int]) -> np.ndarray:
-        """Returns some columns of all windows, (N, len(columns), T) float32."""
+        """Returns the chosen columns of all windows, (N, len(columns), T) float32."""
         signals = np.empty((len(self.labels), len(columns), self._length), np.float32)
         ends = np.cumsum([len(windows) for windows in self.windows])
         for windows, end in zip(self.windows, ends.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Downloads a published file over https, in one process, and verifies it before renaming it."""
+"""Downloads a published file over https and verifies it before it gets its name."""
 
 import fcntl
 import shutil
@@ -16,16 +16,16 @@ from trainer.common.files import flush_path
 
 Verify = Callable[[Path], object]
 Progress = Callable[[str, int | None, IO[bytes]], AbstractContextManager[Any]]
-"""Shows progress of a download: (address, size in bytes or None if unknown, file) -> file to write to."""
+"""Shows a download's progress: (address, size in bytes or None, file) -> context manager of a file to write."""
 
 
 def fetch(addresses: Sequence[str], target: Path, verify: Verify, progress: Progress) -> None:
-    """Creates a file and its folder unless present. One of several processes downloads, the others wait.
+    """Downloads a file, unless it exists, into a folder, created if missing. One process downloads while others wait.
 
-    addresses: tried in order. They, and redirects, must be https.
-    verify: receives the complete file, still named NAME.partial. Raises UserError if it is wrong.
+    addresses: tried in order; they, and their redirects, must be https. verify: called with the path of the complete
+    file, NAME.partial; raises UserError for a wrong file.
 
-    Raises UserError, leaving nothing of the file, if no address works or the folder is not writable.
+    Raises UserError, and leaves no part of the file, if no address works or the folder is not writable.
     """
     lock, partial = (target.with_name(f"{target.name}.{suffix}") for suffix in ("lock", "partial"))
     try:
@@ -38,7 +38,7 @@ def fetch(addresses: Sequence[str], target: Path, verify: Verify, progress: Prog
                     flush_path(partial)
                     partial.rename(target)
                     flush_path(target.parent)
-                lock.unlink(missing_ok=True)  # later processes find the target
+                lock.unlink(missing_ok=True)  # processes that start later find the target
             finally:
                 partial.unlink(missing_ok=True)
     except OSError as error:
@@ -69,7 +69,7 @@ def _receive(address: str, path: Path, progress: Progress) -> None:
 
 
 class HttpsOnly(BaseHandler):
-    """Refuses other addresses, also after a redirect; allows plain http on this machine."""
+    """Handler that refuses addresses other than https, also in redirects; it allows http on this machine."""
 
     def _require_this_machine(self, request: Request) -> Request:
         hosts = {urlsplit(request.full_url).hostname, request.origin_req_host}

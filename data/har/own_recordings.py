@@ -1,4 +1,4 @@
-"""Own recordings: CSV files with a subject, a label and any channels, cut into windows."""
+"""Reads the user's own recordings, tables with a subject, a label and any channels, and cuts them into windows."""
 
 import math
 import re
@@ -37,21 +37,21 @@ from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, digest_
 _FORMAT_VERSION = 8
 _SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 _MOST_LISTED = 10_000
-"""Limit on files examined for a message about unknown data."""
+"""Largest number of files examined for a message about unknown data."""
 _PUBLISHED = {
     r"subject1\d\d\.dat": "PAMAP2",
     r"mHealth_subject\d+\.log": "MHEALTH",
     r"S\d-(ADL\d|Drill)\.dat": "OPPORTUNITY",
     r"WISDM.*|data_\d+_(accel|gyro)_(phone|watch)\.txt": "WISDM",
 }
-"""File names of well-known data sets."""
+"""Maps patterns of file names to names of well-known data sets."""
 _OF_TABLE = ("window", "start_s", "end_s", "activity", "confidence")
-"""Columns of the table of `--predict`, besides one per class."""
+"""Columns of the table of `--predict`, which also has a column per class."""
 
 
 @dataclass(frozen=True)
 class OwnFormat:
-    """How to read own recordings. None: detect by usual names; for channels, all other columns."""
+    """Format of own recordings. A None column is detected by usual names; channels None: all other columns."""
 
     subject_column: str | None
     label_column: str | None
@@ -63,10 +63,10 @@ class OwnFormat:
 
 @dataclass(frozen=True)
 class OwnRecordings:
-    """Windows, not yet split, and remarks on how they were read.
+    """Windows of the user's recordings, before the split, and remarks on how they were read.
 
-    remarks: the first lines are a table of the columns. digest: of windows, subjects and classes. rate_hz: rows per
-    second; None without a usable clock.
+    remarks: lines; the first ones are a table of the columns. digest: digest of windows, labels and subjects. rate_hz:
+    rows per second; None without a usable clock.
     """
 
     recordings: HarRecordings
@@ -76,7 +76,7 @@ class OwnRecordings:
 
 
 def are_own(path: Path) -> bool:
-    """Returns whether a path has own recordings rather than UCI HAR: a table, or a folder or zip with some."""
+    """Returns whether a path contains own recordings and not UCI HAR: a table, or a folder or zip with tables."""
     if path.is_dir():
         published = ("train", "UCI HAR Dataset", "UCI HAR Dataset.zip")
         with reading_errors(f"--data-dir {path}"):
@@ -88,7 +88,7 @@ def are_own(path: Path) -> bool:
 
 
 def refuse_other_data(path: Path) -> NoReturn:
-    """Raises UserError for data that are neither own recordings nor UCI HAR, naming what they seem to be."""
+    """Raises UserError for data that are neither own recordings nor UCI HAR, with a guess at what they are."""
     names = [path.name]
     if path.is_dir():
         with reading_errors(f"--data-dir {path}"):
@@ -98,7 +98,7 @@ def refuse_other_data(path: Path) -> NoReturn:
             raise not_read(f"--data-dir {path}", f"{published} ({min(some)})", published.lower())
     if path.is_file():
         with opened_table(single(path, "--data-dir"), LeftOut()):
-            pass  # detected formats are refused
+            pass  # raises UserError for detected formats
     found = "is neither UCI HAR, a folder or a zip, nor a table of recordings of your own, whose name ends in "
     found += f"{', '.join(_SUFFIXES)}, perhaps behind that in .gz, .bz2, .xz or .zip"
     if path.is_dir():
@@ -109,15 +109,15 @@ def refuse_other_data(path: Path) -> NoReturn:
 
 
 def load_own_recordings(path: Path, cache_dir: Path, wanted: OwnFormat) -> OwnRecordings:
-    """Reads recordings and caches their windows.
+    """Reads the user's recordings and caches their windows.
 
-    path: a table (see `opened_table`), or a folder or zip of tables with the same channels. Rows are in time order.
-        Consecutive rows of equal subject and label in one file are a recording, cut into windows of `length` rows every
-        `hop` rows; a rest at the end is dropped. Rows without a label belong to no recording. Changes of a trial or
-        session column and jumps of the clock also start a new recording.
+    path: a table (see `opened_table`), or a folder or zip of tables with the same channels. Rows must be in time order.
+    Consecutive rows of a file with equal subject and label form a recording, which is cut into windows of `length` rows
+    every `hop` rows; remaining rows are dropped. Rows without a label are dropped. A new recording also starts where a
+    trial or session column changes and where the clock jumps.
 
-    Channels keep the order of the first file, with x, y and z of sensors first (`triplets_first`). Subjects and classes
-    are sorted by name, whole numbers by value. Raises UserError with file, line and column.
+    Channels are in the order of the first file, with x, y and z of sensors first (`triplets_first`). Subjects and
+    classes are sorted by name, or by value if all are whole numbers. Raises UserError with file, line and column.
     """
     path = path.resolve()
     source = source_at(path, depth=1, advice="give a CSV of recordings, or a folder of them")
@@ -176,7 +176,7 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
         "signals": signals,
         "labels": labels,
         "subjects": subjects,
-        # computed here, since it needs all windows
+        # computed before caching, since it reads all windows
         "digest": array_of_texts([digest_of(signals, labels, subjects)]),
         "rate_hz": np.array(cut.rate_hz or math.nan),
         "channels": array_of_texts(channels),
@@ -187,9 +187,9 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
 
 
 def _spelt(keys: Iterable[str], spellings: Counter[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns each key's most frequent spelling, and descriptions of keys with several spellings: "1 and 1.0".
+    """Returns each key's most frequent spelling, and texts on keys with several spellings, such as "1 and 1.0".
 
-    If one of several spellings is a whole number, all whole numbers are shown without a point.
+    If a key with several spellings is a whole number, all whole numbers are written without decimals.
     """
     written = defaultdict(list)
     for text, _ in sorted(spellings.items(), key=lambda one: (-one[1], one[0])):
@@ -202,7 +202,7 @@ def _spelt(keys: Iterable[str], spellings: Counter[str]) -> tuple[dict[str, str]
 
 
 def _refuse_other_rates(people: Mapping[str, float], usual_hz: float | None, where: str) -> None:
-    """Raises UserError if people's clocks give different rates. people: names -> rows per second."""
+    """Raises UserError if people were recorded at different rates. people: rows per second by name."""
     others = defaultdict(list)
     for name, rate_hz in people.items():
         if usual_hz is not None and not is_same_rate(rate_hz, usual_hz):
@@ -226,7 +226,7 @@ def _why_no_window(cut: Cut, wanted: OwnFormat, where: str, label: str) -> str:
 
 
 def _table(columns: "_Columns", cut: Cut, num_people: int, num_classes: int) -> list[str]:
-    """Formats the table of columns: the kind, range and reason of each."""
+    """Formats a table of the columns, each with its kind, and its range or the reason for leaving it out."""
     rate = "" if cut.rate_hz is None else f"{cut.rate_hz:.4g} rows a second, "
     unlabelled = sum(count for text, count in cut.spellings[1].items() if not key_of_name(text))
     rows = [
@@ -281,9 +281,9 @@ def _places(names: Sequence[str], ordered: Sequence[str]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Columns:
-    """Columns of the files, by name. read: numeric columns to read; channels: columns to keep.
+    """Columns of the files, by name. read: numeric columns to read. channels: columns to keep.
 
-    left_out: name -> why it is not a channel.
+    left_out: maps other columns to the reason why they are not channels.
     """
 
     subject: str
@@ -295,13 +295,13 @@ class _Columns:
     left_out: Mapping[str, str]
 
     def without(self, left_out: Mapping[str, str]) -> "_Columns":
-        """Removes some channels, each with a reason."""
+        """Returns a copy without some channels, which `left_out` maps to reasons."""
         kept = tuple(name for name in self.channels if name not in left_out)
         return replace(self, channels=kept, left_out={**self.left_out, **left_out})
 
 
 def _columns(file: DataFile, wanted: OwnFormat) -> _Columns:
-    """Detects the columns by name and by a file's first rows. Raises UserError."""
+    """Detects the columns by their names and by the first rows of a file. Raises UserError."""
     with _opened(file, LeftOut(wanted.reading)) as table:
         header, decimal_comma = table.header, table.decimal_comma
         subject, label = _subject_and_label(table, wanted, file)
@@ -327,7 +327,7 @@ def _columns(file: DataFile, wanted: OwnFormat) -> _Columns:
 
 
 def _shows_moments(lines: Sequence[Line], column: int, decimal_comma: bool) -> bool:
-    """Returns whether a column's cells are dates or times, none of them a number."""
+    """Returns whether a column contains dates or times and no numbers."""
     cells = [line for line in lines if len(line[1]) > column and line[1][column].strip()]
     has_number = any(is_number(fields[column].replace(",", ".")) for _, fields in cells)
     return bool(cells) and not has_number and bool(np.isfinite(moments_of(cells, [column], decimal_comma)).any())
@@ -344,7 +344,7 @@ def _opened(file: DataFile, left_out: LeftOut) -> Iterator[CsvTable]:
 
 
 def _subject_and_label(table: CsvTable, wanted: OwnFormat, file: DataFile) -> tuple[int, int]:
-    """Finds the subject and label columns. Raises UserError, naming their flags, if they are unknown."""
+    """Returns the subject and label columns. Raises UserError, with the flags that name them, if they are unknown."""
     header, found, problems = table.header, [], []
     usual = {"subject": (wanted.subject_column, SUBJECTS), "label": (wanted.label_column, LABELS)}
     for role, (chosen, names) in usual.items():
@@ -390,7 +390,7 @@ def _read(file: DataFile, wanted: OwnFormat, columns: _Columns, left_out: LeftOu
 
 
 def _refuse_names(subjects: Sequence[str], classes: Sequence[str], where: str) -> None:
-    """Raises UserError for names that flags and tables cannot hold, and for too few classes."""
+    """Raises UserError for names that flags or tables cannot contain, and for fewer than two classes."""
     for name in subjects:
         if name.startswith("-") or "," in name:
             raise UserError(f"{where}: subject {name!r}: must not begin with '-', nor hold commas; rename it")

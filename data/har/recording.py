@@ -1,4 +1,4 @@
-"""New inertial signals to label: one recording as a CSV, or ready windows as a .npy."""
+"""Reads signals for `--predict`: a recording in a table, or an array of windows in a .npy file."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,19 +17,19 @@ from trainer.common.files import array_errors, require_regular
 from trainer.loading.order import SampleKeys
 
 _OTHER_SIZE = 4.0
-"""Ratio to a sensor's root mean square in training beyond which its unit is doubted."""
+"""Ratio of a sensor's root mean square to that in training beyond which its unit is doubted."""
 _CONSTANT = 0.5
-"""Share of the root mean square; a larger mean indicates a constant such as gravity."""
+"""Share of the root mean square; a sensor with a larger mean measures a constant, such as gravity."""
 _USUAL_FACTORS = {9.80665: ("m/s²", "g"), 180 / math.pi: ("degrees", "radians"), 1000.0: ("thousandths", "whole units")}
 _NEAR = 1.6
 
 
 @dataclass(frozen=True)
 class NewWindows:
-    """Windows without labels, in physical units.
+    """Data set of windows without labels, in physical units.
 
-    where: names the file in messages. signals: (N, C, T) float32. start_s: (N,) float64, starts of windows in their
-    file, and duration_s: length of each; None for ready windows. remarks: shown to the user.
+    where: noun for the file in messages. signals: (N, C, T) float32. start_s: (N,) float64, start of each window in the
+    file, in seconds. duration_s: length of a window. Both are None for a .npy file. remarks: lines for the user.
     """
 
     where: str
@@ -42,7 +42,7 @@ class NewWindows:
         return len(self.signals)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, np.ndarray]:
-        """{"signals": (n, C, T) float32}."""
+        """Returns {"signals": (n, C, T) float32}."""
         return {"signals": np.ascontiguousarray(self.signals[keys.index])}
 
 
@@ -53,16 +53,15 @@ def read_new_windows(
     path: Path, wanted: WindowFormat = UCI_HAR, subject_column: str | None = None, label_column: str | None = None,
     reading: Reading = STRICT,
 ) -> NewWindows:  # fmt: skip
-    """Reads the file of `--predict`.
+    """Reads the file of `--predict` as windows.
 
-    path: either a table (see `opened_table`) at the rate of the training data, with columns named as the channels, in
-        any order. It is cut into windows as the training data were: none spans a gap of the clock, or two people or
-        trials if columns show them; a rest shorter than a hop is dropped. Other columns are ignored. Or, with suffix
-        .npy, windows (N, C, T), channels in order.
-    subject_column, label_column: their names in training; None for the usual names.
+    path: a table (see `opened_table`) at the rate of the training data, or a .npy array of windows (N, C, T). The
+    columns of a table are named like the channels, in any order; other columns are ignored. The table is cut into
+    windows as the training data were: no window spans a gap of the clock, two people or two trials, and remaining rows
+    are dropped. subject_column, label_column: names of these columns; None: usual names.
 
-    Raises UserError, with file, line and column (in an array window, signal and sample), for anything invalid, and for
-    a clock that shows another rate.
+    Raises UserError for invalid data, with file, line and column (for an array: window, signal and sample), and for a
+    clock with another rate.
     """
     label = f"--predict {path}"
     try:
@@ -117,10 +116,10 @@ def _remarks(rows: Rows, label: str, pieces: Sequence[Recording]) -> Iterator[st
 
 
 def doubt_about_units(windows: NewWindows, channels: Sequence[str], mean: np.ndarray, std: np.ndarray) -> str:
-    """Names the sensors whose numbers are implausibly large or small for motion alone; "" for none.
+    """Returns a text on sensors whose numbers are implausibly large or small; "" if there are none.
 
-    mean, std: of each channel in training, (C,). A triplet is one sensor, in any orientation. Small numbers may just be
-    little motion; they are doubted only if the sensor has a constant, such as gravity, in training and here.
+    mean, std: (C,), statistics of the training channels. A triplet is one sensor, in any orientation. Small numbers can
+    mean little motion, so they are doubted only if the sensor measures a constant, such as gravity.
     """
     told: list[str] = []
     found = windows.signals.mean(axis=(0, 2), dtype=np.float64), windows.signals.std(axis=(0, 2), dtype=np.float64)
@@ -150,7 +149,7 @@ def _known_unit(factor: float) -> str:
 
 
 def _read_array(path: Path, label: str, window: WindowFormat) -> np.ndarray:
-    """Reads (N, C, T) float32, N at least 1."""
+    """Reads windows (N, C, T) float32, with N at least 1, from a .npy file. Raises UserError."""
     channels = window.channels
     wanted = f"(N, {len(channels)}, {window.length})"
     try:

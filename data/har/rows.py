@@ -1,4 +1,4 @@
-"""Reads rows of recordings from CSV: signals, subjects, activities and times; classifies the columns."""
+"""Reads rows of recordings from tables (signals, subjects, labels, times) and classifies their columns."""
 
 import re
 from collections import Counter
@@ -21,25 +21,25 @@ from trainer.common.errors import UserError
 SUBJECTS = ("subject", "person", "participant", "user", "volunteer")
 LABELS = ("label", "activity", "class")
 TRIALS = ("trial", "session")
-"""Columns whose changes start a new recording."""
+"""Names of columns in which a change starts a new recording."""
 _OF_ROWS = ("index", "row", "sample", "unnamed0", "", "id")
 _SLOW = {"battery", "latitude", "longitude", "gps", "accuracy", "pedometer"}
-"""Words in the names of columns about place and time of a recording rather than motion."""
+"""Words in names of columns that do not measure motion, such as a place."""
 _SLOW_NAMES = {"lat", "lon", "lng", "steps", "step count", "step counter", "step counts"}
-"""Whole names of such columns, without units."""
+"""Further names, without units, of columns that do not measure motion."""
 
 ROWS_AT_ONCE = 4096
 _LONGEST_HOLE = 25
-"""Consecutive cells without a number, between two with one, that are filled in; a longer hole splits a recording."""
+"""Largest number of consecutive missing cells that are filled in; more missing cells split a recording."""
 _BAD_ROWS = "rows that cannot be read, at which recordings are divided"
 LARGEST = 1e15
-"""Larger than any sensor's numbers."""
+"""Limit of signals; larger numbers are invalid."""
 _NUM_SHOWN = 30
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Non-signal columns of a file, from 0. subject, label: None if absent."""
+    """Indices, from 0, of columns that are not signals. subject, label: None if absent."""
 
     subject: int | None
     label: int | None
@@ -48,9 +48,9 @@ class Roles:
 
 
 class Recording(NamedTuple):
-    """Rows from `start` to before `stop`. rate_hz: rows per second; None without a usable clock.
+    """Rows start to stop - 1 of a file. rate_hz: rows per second; None without a usable clock.
 
-    is_behind_gap: whether the clock jumps before the first row.
+    is_behind_gap: whether the clock jumps just before the first row.
     """
 
     start: int
@@ -61,12 +61,12 @@ class Recording(NamedTuple):
 
 @dataclass
 class Rows:
-    """Rows of a file: signals (n, C) float32, keys (see `key_of_name`) of subject and activity, and moments.
+    """Rows of a file: signals (n, C) float32, keys (see `key_of_name`) of subjects and labels, and times.
 
-    subjects, labels: "" for none. spellings: counts of each spelling, [subjects, labels].
-    trials: contents of the columns that separate recordings.
-    clocks: (n, K) float64, NaN where a cell is not a moment. in_seconds: (K,) bool, whether the unit is known.
-    moments: names of clocks -> first and last cell. unread: clocks with an unreadable cell -> that cell.
+    subjects, labels: one per row, "" if missing. spellings: counts of subjects' and of labels' spellings.
+    trials: cells of the columns that separate recordings.
+    clocks: (n, K) float64; NaN if a cell is not a time. in_seconds: (K,) bool, whether a clock is in seconds.
+    moments: first and last cell by name of clock. unread: an unreadable cell by name of clock.
     places: (n,) int64, row numbers in the file.
     """
 
@@ -82,9 +82,9 @@ class Rows:
     places: np.ndarray
 
     def without_holes(self, left_out: LeftOut, first: str, needs_subject: bool) -> "Rows":
-        """Returns the complete rows; others split recordings. `--on-bad interpolate` fills short holes first.
+        """Returns the complete rows; removed rows split recordings. `--on-bad interpolate` first fills short gaps.
 
-        left_out: counts dropped rows and filled cells. first: the first unreadable cell.
+        left_out: counts dropped rows and filled cells. first: text on the first unreadable cell.
         """
         num_filled, start = 0, 0
         fills = left_out.reading.on_bad == "interpolate"
@@ -111,10 +111,10 @@ class Rows:
         )
 
     def recordings(self, by_label: bool) -> Iterator["Recording"]:
-        """Yields the recordings, in order.
+        """Yields the recordings in order.
 
-        A new one starts where subject, trial or, if requested, label changes, and where the clock jumps. by_label:
-        drops rows without a label.
+        A recording starts where the subject or trial changes and where the clock jumps. by_label: a recording also
+        starts where the label changes, and rows without a label are dropped.
         """
         labels = self.labels if by_label else [""] * len(self.signals)
         start = 0
@@ -128,9 +128,9 @@ class Rows:
 
 
 def key_of_name(text: str) -> str:
-    """Maps spellings of a name to one key: 1, 01 and 1.0, yes and YES; marks of a missing value to "".
+    """Maps different spellings of a name to one key: 1, 01 and 1.0; yes and YES. Marks of missing values become "".
 
-    A single letter and its capital have different keys, since codes use both.
+    A letter and its capital have different keys, since codes may use both.
     """
     text = " ".join(text.split())
     if text in MISSING:
@@ -142,7 +142,7 @@ def key_of_name(text: str) -> str:
 def roles_of(
     header: Sequence[str], channels: Sequence[str], subject: int | None, label: int | None, clocks: Sequence[str] = ()
 ) -> Roles:
-    """Assigns roles to the columns besides the channels, by name. clocks: columns with values of clocks."""
+    """Assigns roles to the columns that are not channels, by name. clocks: names of further clocks."""
     others = [i for i, name in enumerate(header) if name not in channels and i not in (subject, label)]
     trials = tuple(i for i in others if plain_name(header[i]) in TRIALS)
     moments = (i for i in others if i not in trials and (header[i] in clocks or is_clock(header[i])))
@@ -150,7 +150,7 @@ def roles_of(
 
 
 def usual_column(header: Sequence[str], names: Sequence[str], chosen: str | None = None) -> int | None:
-    """Finds the chosen column; by default the first with one of the names, exact spellings first."""
+    """Returns the chosen column, by default the first with a usual name; exact spellings take precedence. Or None."""
     if chosen is not None:
         return header.index(chosen) if chosen in header else None
     for written in ([name.lower() for name in header], [plain_name(name) for name in header]):
@@ -161,7 +161,7 @@ def usual_column(header: Sequence[str], names: Sequence[str], chosen: str | None
 
 
 def why_no_signal(name: str, column: int, lines: Sequence[Line]) -> str:
-    """Explains why a column is not a signal, by its name or first rows; "" if it is one."""
+    """Returns why a column is not a signal, by its name or first rows; "" if it may be a signal."""
     if plain_name(name) in (*SUBJECTS, *LABELS, *_OF_ROWS):
         return "by its name: numbers of rows, people or activities"
     words = re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", re.sub(r"[(\[].*", "", name)).lower())
@@ -174,7 +174,7 @@ def why_no_signal(name: str, column: int, lines: Sequence[Line]) -> str:
 
 
 def _fill(column: np.ndarray) -> int:
-    """Fills short holes between numbers of a column (n,), in place; returns the number of cells."""
+    """Interpolates short gaps between numbers of a column (n,) in place; returns the number of filled cells."""
     known, missing = np.flatnonzero(np.isfinite(column)), np.flatnonzero(~np.isfinite(column))
     after = np.searchsorted(known, missing)
     is_inside = (after > 0) & (after < len(known))
@@ -189,10 +189,10 @@ def read_rows(
     table: CsvTable, channels: Sequence[str], roles: Roles, where: str, advice: str, left_out: LeftOut,
     needs_subject: bool = False,
 ) -> Rows:  # fmt: skip
-    """Reads all rows of an opened file. advice: what to do about fields that are not numbers.
+    """Reads all rows of an opened table. advice: end of messages on cells that are not numbers.
 
-    left_out: decides how to treat bad rows, and counts them. needs_subject: rows without one are bad. Raises UserError,
-    with the line.
+    left_out: says how to treat bad rows, and counts them. needs_subject: whether a row without subject is bad. Raises
+    UserError with the line.
     """
     header, decimal_comma = table.header, table.decimal_comma
     columns = signal_columns(header, channels, f"{where}, line {table.line}")
@@ -246,7 +246,7 @@ def read_rows(
 
 
 def signal_columns(header: Sequence[str], channels: Sequence[str], where: str) -> list[int]:
-    """Returns each channel's column, from 0. Raises UserError if a channel has none or several."""
+    """Returns the column index of each channel. Raises UserError if a channel has no column or several."""
     missing = [name for name in channels if name not in header]
     number = "nine" if len(channels) == len(SIGNALS) else str(len(channels))
     if len(missing) == len(channels):
@@ -261,7 +261,7 @@ def signal_columns(header: Sequence[str], channels: Sequence[str], where: str) -
 
 
 def _numbers(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
-    """Parses some columns of lines to (rows, C) float32, NaN for anything but finite numbers."""
+    """Parses columns of lines to (rows, C) float32; a cell that is not a finite number becomes NaN."""
     rows = [[fields[i].replace(",", ".") if decimal_comma else fields[i] for i in columns] for _, fields in lines]
     try:
         parsed = [list(map(float, row)) for row in rows]
@@ -274,7 +274,7 @@ def _numbers(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool)
 def _what_is_wrong(
     lines: Sequence[Line], header: Sequence[str], columns: Sequence[int], decimal_comma: bool
 ) -> tuple[str, str]:
-    """Explains slowly and precisely what is wrong with the first bad line, and what to do if that is not a cell."""
+    """Returns what is wrong with the first bad line, and advice unless a cell is wrong."""
     for number, fields in lines:
         if len(fields) != len(header):
             return f"line {number}: {len(fields)} columns, but the header has {len(header)}", "fix that line"
@@ -287,7 +287,7 @@ def _what_is_wrong(
 
 
 def as_float32(array: np.ndarray) -> np.ndarray:
-    """Converts to float32, with numbers whose squares could overflow in sums as infinite."""
+    """Converts an array to float32; numbers above LARGEST, whose squares could overflow in sums, become infinite."""
     with np.errstate(over="ignore"):
         values = array.astype(np.float32, copy=False)
     is_too_large = np.abs(values) > LARGEST

@@ -1,7 +1,7 @@
-"""Reads, downloads and verifies the published UCI HAR data set.
+"""Downloads, verifies and reads the published UCI HAR data set.
 
 Source: Anguita et al., "A public domain dataset for human activity recognition using smartphones", ESANN 2013. Thirty
-people wore a phone at the waist; 50 Hz, windows of 2.56 s that overlap by half.
+people wore a phone at the waist. The sample rate is 50 Hz; windows last 2.56 s and overlap by half.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ ADDRESSES = (
     "https://archive.ics.uci.edu/static/public/240/human+activity+recognition+using+smartphones.zip",
     "https://archive.ics.uci.edu/ml/machine-learning-databases/00240/UCI%20HAR%20Dataset.zip",
 )
-"""Published addresses: a zip that holds `UCI HAR Dataset.zip`, and that zip; 61 MB each."""
+"""Published addresses, 61 MB each: a zip that contains `UCI HAR Dataset.zip`, and that zip itself."""
 SHA256 = {
     "train/y_train.txt": "415b3357e2e2d5e70a45c781947c6bdd80e0410a579d862eedcd6bbce3c694ef",
     "train/subject_train.txt": "66e1e2fbe9b396fa5155f531dc3348c803f503be663e2318772d49947db9153a",
@@ -48,17 +48,17 @@ SHA256 = {
     "test/Inertial Signals/total_acc_y_test.txt": "32692c617b40c16e020bf059a316bd6bf3a63d771f030dfc5fa4003f390b6f67",
     "test/Inertial Signals/total_acc_z_test.txt": "622ddf1d9532fbe340472074ef1edd1a2f58aa332682542bb36a8c03c9ba9e04",
 }
-"""Checksums of the published files that are read."""
+"""SHA-256 of each published file that is read."""
 
 _FORMAT_VERSION = 1
 _TOP_FOLDER = "UCI HAR Dataset"
 
 
 def load_uci_har(path: Path, cache_dir: Path) -> HarRecordings:
-    """Reads the published data set and caches it parsed.
+    """Reads the published data set; the parsed arrays are cached.
 
-    path: the folder `UCI HAR Dataset`, its parent, its zip, a zip of that zip, or a folder with `UCI HAR Dataset.zip`.
-        Archives are read in memory, never unpacked to disk.
+    path: the folder `UCI HAR Dataset`, its parent, its zip, a zip that contains this zip, or a folder with `UCI HAR
+    Dataset.zip`. Archives are read without unpacking them to disk.
 
     Raises UserError, with file, line and column, for missing or malformed data.
     """
@@ -74,12 +74,12 @@ def download_uci_har(
     addresses: Sequence[str] = ADDRESSES,
     sha256: Mapping[str, str] = SHA256,
 ) -> None:
-    """Ensures that `load_uci_har` can read the path, with files of these checksums.
+    """Downloads the data set unless it exists, and verifies it, so that `load_uci_har` can read the path.
 
-    Existing data are not downloaded but verified once; the cache remembers this until they change.
+    Existing data are verified once; the cache stores the success until the files change.
 
-    path: the zip to create, if it is a file or named .zip; otherwise a folder for `UCI HAR Dataset.zip`.
-    progress, addresses: as in `data.har.download.fetch`.
+    path: a zip if the name ends in .zip; otherwise a folder for `UCI HAR Dataset.zip`. sha256: expected checksums by
+    file. progress, addresses: see `data.har.download.fetch`.
 
     Raises UserError if the download fails or a file differs from the published one.
     """
@@ -98,7 +98,7 @@ def download_uci_har(
 
 
 def _verify(source: "_Published", sha256: Mapping[str, str]) -> Arrays:
-    """Raises UserError for a file with another checksum. The cache stores no arrays, only success."""
+    """Raises UserError for a file with another checksum. Returns no arrays, so that the cache stores the success."""
     for name, expected in sha256.items():
         found = hashlib.sha256(source.read(name)).hexdigest()
         if found != expected:
@@ -107,13 +107,13 @@ def _verify(source: "_Published", sha256: Mapping[str, str]) -> Arrays:
 
 
 class _Published:
-    """The files of the data set, named relative to its top folder."""
+    """Files of the data set, by names relative to its top folder."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
     def stamps(self) -> list[tuple[str | int, ...]]:
-        """Returns values that change when the files do."""
+        """Returns values that change when the files change."""
         if isinstance(self._source, Folder):
             return [stamp(file) for file in sorted(self._source.path.glob("t*/**/*.txt"))]
         return [stamp(self._source.path)]
@@ -129,7 +129,7 @@ class _Published:
 
     @cached_property
     def _holder(self) -> tuple[Source, str]:
-        """The source with the data set, itself or an archive inside it, and the top folder in it ("" or "x/")."""
+        """Source with the data set, perhaps an archive inside this source, and its top folder, "" or "x/"."""
         source = self._source
         top = "" if isinstance(source, Folder) else _top_folder(source)
         inner = [file for file in source.files if file.bare_name.endswith(".zip")] if top is None else []
@@ -163,7 +163,7 @@ def _find(path: Path) -> _Published:
 
 
 def is_uci_har(path: Path) -> bool:
-    """Returns whether a folder has the data set, unpacked or as a zip, or a file is a zip by name or content."""
+    """Returns whether a folder contains the data set, unpacked or as a zip, or a file is a zip."""
     if path.is_file():
         return path.suffix == ".zip" or zipfile.is_zipfile(path)
     return _find_if_there(path) is not None
@@ -234,7 +234,7 @@ def _parse_integers(source: _Published, name: str, lines: list[bytes]) -> np.nda
 
 
 def _parse_windows(source: _Published, name: str, lines: list[bytes], out: np.ndarray) -> None:
-    """Parses windows, one per line, into out, (N, 128)."""
+    """Parses windows, one per line, into `out`, (N, 128)."""
     for row, line in enumerate(lines):
         values = _parse_line(line)
         if values is None or values.size != out.shape[1] or not np.isfinite(values).all():
@@ -244,7 +244,7 @@ def _parse_windows(source: _Published, name: str, lines: list[bytes], out: np.nd
 
 
 def _parse_line(line: bytes) -> np.ndarray | None:
-    """Parses a line to float32; None if a field is not a number."""
+    """Parses a line to float32 numbers; returns None if a field is not a number."""
     try:
         return np.fromstring(line, np.float32, sep=" ")
     except ValueError:
@@ -252,7 +252,7 @@ def _parse_line(line: bytes) -> np.ndarray | None:
 
 
 def _what_is_wrong(line: bytes, num_columns: int) -> str:
-    """Explains slowly and precisely what is wrong with a line of numbers."""
+    """Returns what is wrong with a line of numbers."""
     fields = line.decode(errors="replace").split()
     if len(fields) != num_columns:
         return f": {len(fields)} columns instead of {num_columns}"

@@ -1,4 +1,4 @@
-"""Windows of wearable signals, and their split by person."""
+"""Windows of signals from wearable sensors, and their split by person."""
 
 import copy
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from trainer.loading.on_device import Movable
 from trainer.loading.order import SampleKeys
 
 SIGNALS = tuple(f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
-"""The nine channels: acceleration without gravity (g), angular velocity (rad/s), acceleration with gravity (g)."""
+"""UCI HAR's channels: acceleration without gravity (g), angular velocity (rad/s), acceleration with gravity (g)."""
 CLASSES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
 WINDOW_LENGTH = 128
 SAMPLE_RATE_HZ = 50
@@ -23,10 +23,10 @@ SAMPLE_RATE_HZ = 50
 
 @dataclass(frozen=True)
 class WindowFormat:
-    """Format of windows; default: UCI HAR, a phone at the waist.
+    """Format of windows; the defaults are UCI HAR's.
 
-    channels, classes: names. length: rows of a window. hop: rows between starts of consecutive windows; default: half a
-    window. rate_hz: rows per second.
+    channels, classes: names. length: rows (time steps) of a window. hop: rows between the starts of consecutive
+    windows. rate_hz: rows per second.
     """
 
     channels: tuple[str, ...] = SIGNALS
@@ -41,11 +41,11 @@ class HarRecordings:
     """Windows in physical units, as recorded.
 
     signals: (N, C, T) float32.
-    labels: (N,) int64, positions in classes.
-    subjects: (N,) int64, the wearer: a number, or a position in subject_names.
-    is_test: (N,) bool, the person belongs to the test part.
-    channels, classes: names; default: those of UCI HAR.
-    subject_names: names of people; empty if the numbers are the names.
+    labels: (N,) int64, indices into `classes`.
+    subjects: (N,) int64, the wearer, as a number or as an index into `subject_names`.
+    is_test: (N,) bool, whether the wearer belongs to the test set.
+    channels, classes: names; the defaults are UCI HAR's.
+    subject_names: names of people; () if their numbers are their names.
     """
 
     signals: np.ndarray
@@ -62,14 +62,14 @@ class HarRecordings:
         return cls(arrays["signals"], arrays["labels"], arrays["subjects"], arrays["is_test"])
 
     def name_of(self, subject: int) -> str:
-        """Returns a person's name."""
+        """Returns the name of a person."""
         return self.subject_names[subject] if self.subject_names else str(subject)
 
 
 def triplets_first(names: Sequence[str]) -> tuple[list[str], int]:
-    """Sorts the channels so that x, y and z of each sensor come first; also returns the number of these triplets.
+    """Sorts channels so that triplets (x, y and z of a sensor) come first; also returns the number of triplets.
 
-    Names of a triplet differ only in the last letter: acc_x, acc_y, acc_z.
+    The names of a triplet differ only in the last letter: acc_x, acc_y, acc_z.
     """
     triplets = [
         [f"{name[:-1]}{axis}" for axis in (name[-1], chr(ord(name[-1]) + 1), chr(ord(name[-1]) + 2))]
@@ -82,12 +82,12 @@ def triplets_first(names: Sequence[str]) -> tuple[list[str], int]:
 
 
 class HarDataset(Movable):
-    """Windows of some people in physical units, in memory shared by processes."""
+    """Data set of some people's windows, in physical units; processes share its memory."""
 
     rows_alike = True
 
     def __init__(self, recordings: HarRecordings, rows: np.ndarray) -> None:
-        """rows: (n,) int64, window indices of the recordings."""
+        """Creates the data set of some windows. rows: (n,) int64, indices into the recordings' windows."""
         self._signals = recordings.signals
         self._num_triplets = triplets_first(recordings.channels)[1]
         self.rows = rows
@@ -98,7 +98,7 @@ class HarDataset(Movable):
         return len(self.rows)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
-        """{"signals": (n, C, T) float32, "label": (n,) int64}."""
+        """Returns {"signals": (n, C, T) float32, "label": (n,) int64}."""
         index = self.here(keys.index)
         signals = rows(self._signals, rows(self.rows, index))
         if self._augment is not None:
@@ -106,32 +106,32 @@ class HarDataset(Movable):
         return {"signals": signals, "label": rows(self.labels, index)}
 
     def augmented(self, strength: Augmentation, seed: int) -> "HarDataset":
-        """Returns a copy with random augmentation."""
+        """Returns a copy that augments its windows at random."""
         varied = copy.copy(self)
         varied._augment = WindowAugmenter(strength, self.statistics[1], seed, self._num_triplets)
         return varied
 
     @property
     def recorded(self) -> np.ndarray:
-        """Returns the windows as recorded, (n, C, T) float32."""
+        """Windows without augmentation, (n, C, T) float32."""
         return self._signals[self.rows]
 
     @cached_property
     def statistics(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns mean and standard deviation of each channel of the recorded windows, (C,) float64 each."""
+        """Mean and standard deviation of each channel over the windows without augmentation, (C,) float64 each."""
         signals = self.recorded
         std = signals.std(axis=(0, 2), dtype=np.float64)
-        std[std == 0] = 1.0  # a dead channel stays at zero
+        std[std == 0] = 1.0  # a constant channel becomes zero
         return signals.mean(axis=(0, 2), dtype=np.float64), std
 
 
 class FeaturedDataset(Movable):
-    """Adds precomputed features to a HarDataset."""
+    """Data set that adds precomputed features to a HarDataset."""
 
     rows_alike = True
 
     def __init__(self, dataset: HarDataset, features: np.ndarray) -> None:
-        """features: (len(dataset), ...) float32."""
+        """Creates the data set. features: (len(dataset), ...) float32."""
         self._dataset = dataset
         self._features = features
 
@@ -139,7 +139,7 @@ class FeaturedDataset(Movable):
         return len(self._dataset)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
-        """{"features": (n, ...) float32} and the data set's own entries."""
+        """Returns {"features": (n, ...) float32} and the entries of the HarDataset."""
         return {**self._dataset.__getitems__(keys), "features": rows(self._features, self.here(keys.index))}
 
 
@@ -149,11 +149,11 @@ def split_by_subject(
     val_subjects: Sequence[int],
     augmentation: Augmentation | None = None,
 ) -> dict[str, HarDataset]:
-    """Builds data sets "train", "val" and "test" of disjoint people; no "val" if nobody is held out.
+    """Builds data sets "train", "val" and "test" of disjoint people; "val" is missing if nobody is held out.
 
-    Neighbouring windows overlap, so validating on random windows would leak training data.
+    Consecutive windows overlap, so a split of random windows would leak training data into validation.
 
-    seed: key of the augmentation. val_subjects: some of `training_subjects`. augmentation: for "train"; None for none.
+    seed: seed of the augmentation. val_subjects: some of `training_subjects`. augmentation: of "train"; None: none.
     """
     is_val = np.isin(recordings.subjects, val_subjects) & ~recordings.is_test
     rows = {"train": ~is_val & ~recordings.is_test, "val": is_val, "test": recordings.is_test}
@@ -164,7 +164,7 @@ def split_by_subject(
 
 
 def with_test_subjects(recordings: HarRecordings, names: Sequence[str] | None) -> HarRecordings:
-    """Marks some people as the test part; None: every fifth, or the last of fewer than five.
+    """Makes some people the test set. names: their names; None: every fifth person, or the last of fewer than five.
 
     Raises UserError for unknown names, and if nobody is left.
     """
@@ -184,16 +184,15 @@ def with_test_subjects(recordings: HarRecordings, names: Sequence[str] | None) -
 
 
 def training_subjects(recordings: HarRecordings) -> list[int]:
-    """Returns the people of the training part, in order."""
+    """Returns the people that are not in the test set, sorted."""
     subjects: list[int] = np.unique(recordings.subjects[~recordings.is_test]).tolist()
     return subjects
 
 
 def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int) -> list[int]:
-    """Returns the validation subjects for a seed: training subject seed * num_val_subjects and the next ones,
-    cyclically.
+    """Returns the validation subjects of a seed: num_val_subjects consecutive training subjects, cyclically.
 
-    Raises UserError if nobody is left to train on.
+    The first one has index seed * num_val_subjects. Raises UserError if nobody is left for training.
     """
     candidates = training_subjects(recordings)
     if len(candidates) == 1:
@@ -212,7 +211,7 @@ def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int
 
 
 def named_subjects(recordings: HarRecordings, names: Sequence[str]) -> list[int]:
-    """Returns the people of `--val-subjects`, in order. Raises UserError for unknown names, and if nobody is left."""
+    """Returns the people of `--val-subjects`, sorted. Raises UserError for unknown names, or if nobody is left."""
     candidates = {recordings.name_of(subject): subject for subject in training_subjects(recordings)}
     if strangers := [name for name in names if name not in candidates]:
         raise UserError(
@@ -228,7 +227,7 @@ def named_subjects(recordings: HarRecordings, names: Sequence[str]) -> list[int]
 
 
 def subject_folds(recordings: HarRecordings, num_folds: int) -> list[list[str]]:
-    """Deals the training subjects' names to folds in turn. Raises UserError for more folds than people."""
+    """Distributes the names of training subjects to folds in turn. Raises UserError for more folds than subjects."""
     candidates = [recordings.name_of(subject) for subject in training_subjects(recordings)]
     if not 2 <= num_folds <= len(candidates):
         raise UserError(f"--folds {num_folds}: must be 2 to {len(candidates)}, the number of training subjects")

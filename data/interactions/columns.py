@@ -1,4 +1,4 @@
-"""Finds the user, item and time columns of an interaction file."""
+"""Detects the user, item and time columns of a file of interactions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,15 +25,15 @@ NAMES = {
     ),
     "rating": ("rating", "ratings", "score", "stars", "overall", "label", "weight", "count"),
 }
-"""Usual names, most preferred first, as `plain_name` reduces them."""
+"""Usual names of columns, normalised by `plain_name`, in order of preference."""
 _UNUSUAL_NAMES = "The first line is taken for names of columns; if it is an interaction, put a line of names above it."
 
 
 @dataclass(frozen=True)
 class ColumnChoice:
-    """Columns chosen by the user, by name or by number from 1; None: detect.
+    """Columns that flags choose, by name or by number from 1; None: detect the column.
 
-    time: may be NO_TIMES.
+    time: NO_TIMES if there are no times.
     """
 
     user: str | None = None
@@ -50,11 +50,11 @@ FIND_OUT = ColumnChoice()
 
 @dataclass(frozen=True)
 class Layout:
-    """Columns of a file and their roles.
+    """Columns of a file and the roles of the user, item and time columns.
 
-    names: column names, or numbers without a header.
-    user, item, time: column indices from 0; time is None without times.
-    remarks: shown to the user.
+    names: names of columns; without a header, numbers.
+    user, item, time: column indices from 0; time: None without times.
+    remarks: lines for the user.
     """
 
     names: Sequence[str]
@@ -68,13 +68,14 @@ class Layout:
 def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoice, where: str) -> Layout:
     """Detects the layout of a file from its first two lines.
 
-    first, second: their fields; second is empty if there is no such line. where: names the first line in messages.
+    first, second: fields of these lines; second: [] if there is no second line. where: noun for the first line in
+    messages.
 
-    With a header, columns are found by name: the chosen ones, else the usual ones. Without one, user and item are the
-    first two, and the time is the other column that begins with a date, or with seconds or milliseconds since 1970
-    between 1973 and 2099; ratings, prices and counts do not.
+    With a header, columns are found by name: a chosen name, otherwise a usual one. Without a header, user and item are
+    the first two columns, and the time is the only other column that begins with a date, or with seconds or
+    milliseconds since 1970 of the years 1973 to 2099.
 
-    Raises UserError, naming the flags, if the layout is ambiguous.
+    Raises UserError, with the flags to give, if the layout is ambiguous.
     """
     has_names = _are_names(first, choice) or (choice != FIND_OUT and _are_unlike(first, second))
     found = _by_name(first, second, choice, where) if has_names else _by_place(first, second, choice, where)
@@ -91,9 +92,9 @@ def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoic
 
 
 def _are_names(first: Sequence[str], choice: ColumnChoice) -> bool:
-    """Returns whether a line is a header: has a chosen or usual name, or no number or date in three columns.
+    """Returns whether a line is a header: has a chosen or usual name, or three columns without number or date.
 
-    Words such as "book" are usual names of the item column, but also items; beside a calendar time they count as items.
+    A word such as "book" may be the name of the item column or an item; in a line with a calendar time it is an item.
     """
     chosen = [choice.of(role) for role in ROLES]
     if any(text is not None and text != NO_TIMES and not text.isdecimal() for text in chosen):
@@ -106,7 +107,7 @@ def _are_names(first: Sequence[str], choice: ColumnChoice) -> bool:
 
 
 def _are_unlike(first: Sequence[str], second: Sequence[str]) -> bool:
-    """Returns whether two words stand above two numbers, and thus are unusual column names."""
+    """Returns whether the first line has two words and the second two numbers, so the words are column names."""
     return len(first) == len(second) == 2 and not any(map(is_time, first)) and all(map(is_time, second))
 
 
@@ -118,7 +119,7 @@ def _by_name(names: Sequence[str], second: Sequence[str], choice: ColumnChoice, 
     missing = [role for role in ROLES if found[role] is None and choice.of(role) is None]
     rest = [name for i, name in enumerate(names) if i not in found.values() and plain_name(name) not in NAMES["rating"]]
     if missing == ["time"] and not rest:
-        missing = []  # only ratings may remain
+        missing = []  # only a rating remains, so there is no time
     if missing:
         advice = f"; --time-column {NO_TIMES} where there are no times" if "time" in missing else ""
         raise UserError(
@@ -131,7 +132,7 @@ def _by_name(names: Sequence[str], second: Sequence[str], choice: ColumnChoice, 
 
 
 def _refuse_time_of_day(names: Sequence[str], second: Sequence[str], time: int, where: str) -> None:
-    """Raises UserError if the time found may be a time of day whose date is in another column."""
+    """Raises UserError if the time column contains only a time of day and another column the date."""
     dates = [i for i, name in enumerate(names) if plain_name(name) in NAMES["time"] and is_calendar_time(second[i])]
     if dates and time not in dates:
         raise UserError(

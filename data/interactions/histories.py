@@ -1,4 +1,4 @@
-"""Histories of users to recommend items to: the file of `--predict`."""
+"""Reads the file of `--predict`: histories of users to recommend items to."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,21 +18,22 @@ from trainer.loading.order import SampleKeys
 
 
 class Histories:
-    """The places of each user's ranking: row i is place i % num_places of user i // num_places.
+    """Data set of ranking places: sample i is place i % num_places of the recommendations to user i // num_places.
 
-    user_ids: names of the users in the file, in the order of `Table.user_ids`. remarks: shown to the user.
+    user_ids: names of the users, in the order of `Table.user_ids`. remarks: lines for the user.
     """
 
     def __init__(
         self, path: Path, columns: ColumnChoice, item_ids: Sequence[str], *, maxlen: int, num_places: int,
         with_times: bool, mask_seen: bool, reading: Reading = STRICT,
     ) -> None:  # fmt: skip
-        """Reads an interaction file as `load_interactions` does, with the items of a trained model.
+        """Reads a file of interactions like `load_interactions`, but with the items of a trained model.
 
-        item_ids: names of the model's items 1, 2, ...; other items are dropped with a remark. maxlen: as in training.
-        with_times: the model needs times. mask_seen: never recommend items of the history.
+        item_ids: names of the model's items 1, 2, ...; other items are dropped with a remark. maxlen: see
+        `split_interactions`. with_times: whether the model needs times. mask_seen: recommend no item of the history.
 
-        Raises UserError if the file cannot be read, leaves no user, or leaves a user fewer items than num_places.
+        Raises UserError if the file cannot be read, if no user remains, or if a user has fewer items left than
+        num_places.
         """
         [file] = find_files(path, "--predict")[-1:]
         table = read_table([file], columns, reading)
@@ -94,8 +95,8 @@ class Histories:
     def __getitems__(self, keys: SampleKeys) -> Arrays:
         """Returns the last maxlen items of each history, in time order.
 
-        {"items": (B, T) int64, "length": (B,) int64, "times": (B, T) int32 scaled times, from 1 (absent if the model
-        needs none), "seen": (B, S) int64, the whole history (absent unless masked), "user", "place": (B,) int64}.
+        {"items": (B, T) int64, "length": (B,) int64, "times": (B, T) int32, scaled times from 1, if the model needs
+        them, "seen": (B, S) int64, the whole history, if mask_seen, "user", "place": (B,) int64}.
         """
         users, place = np.divmod(keys.index, self.num_places)
         start, end = self._interactions.offsets[users], self._interactions.offsets[users + 1]

@@ -1,4 +1,4 @@
-"""Splits interactions into training, validation and test, by user or by time."""
+"""Splits interactions into training, validation and test set, by user or by time."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,12 +13,12 @@ SplitKind = Literal["leave-one-out", "ratio", "time"]
 
 @dataclass(frozen=True)
 class HoldOut:
-    """How to split interactions not split by files. Training always comes first, then validation, then test.
+    """Split of interactions that no files determine; each user's training comes first, then validation, then test.
 
-    kind: "leave-one-out": of users with three or more interactions, the last is the test and the one before it the
-        validation. "ratio": of such users, the last test_share is the test, at least one interaction, and val_share
-        before it, likewise, the validation. "time": the latest test_share of all interactions is the test, and
-        val_share before it the validation; simultaneous interactions stay together.
+    kind: "leave-one-out": of each user with at least three interactions, the last one is for the test and the second to
+    last for validation. "ratio": of each such user, the last test_share of interactions is for the test and the
+    val_share before it for validation, at least one each. "time": the latest test_share of all interactions is for the
+    test and the val_share before it for validation; simultaneous interactions stay together.
     """
 
     kind: SplitKind = "leave-one-out"
@@ -27,14 +27,14 @@ class HoldOut:
 
     @property
     def flags(self) -> str:
-        """The options as on a command line."""
+        """Flags of this split as on a command line."""
         shares = f" --val-share {self.val_share:g} --test-share {self.test_share:g}"
         return f"--split {self.kind}" + ("" if self.kind == "leave-one-out" else shares)
 
     def bounds(self, interactions: Interactions) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the end of each user's training and of their validation, (num_users,) int64.
+        """Returns where each user's training and validation interactions end, (num_users,) int64 each.
 
-        Raises UserError if the interactions cannot be split this way.
+        Raises UserError if the interactions cannot be split in this way.
         """
         count = np.diff(interactions.offsets)
         if interactions.held_out is not None:

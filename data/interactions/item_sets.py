@@ -1,4 +1,4 @@
-"""Sets of items per user, and exact draws from their complements."""
+"""Sets of items per user, and exact random draws from their complements."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,13 @@ from trainer.loading.on_device import Movable
 
 @dataclass(frozen=True)
 class ItemSets(Movable):
-    """Distinct items of each user, with a bijection from numbers to all other items.
+    """Distinct items of each user, with a function that numbers all other items.
 
     For a user's items s_0 < s_1 < ..., the r-th other item (r from 0, items from 1) is r + 1 + j, where j is the number
-    of k with s_k - 1 - k <= r: s_k - 1 - k others are smaller than s_k. A binary search finds j for many users at once,
-    without rejection.
+    of k with s_k - 1 - k <= r, since s_k - 1 - k other items are smaller than s_k. A binary search finds j for many
+    users at once, so no draw is rejected.
 
-    offsets: (num_users + 1,) int64; user u's items are at offsets[u] to offsets[u + 1].
+    offsets: (num_users + 1,) int64; user u has items[offsets[u] : offsets[u + 1]].
     items: (m,) int32, ascending for each user.
     thresholds: (m,) int64, ascending: u * (num_items + 1) + s_k - 1 - k.
     """
@@ -32,7 +32,7 @@ class ItemSets(Movable):
 
     @classmethod
     def of_pairs(cls, users: np.ndarray, items: np.ndarray, num_users: int, num_items: int) -> "ItemSets":
-        """Builds sets from (user, item) pairs (n,), in any order, with repetitions."""
+        """Builds sets from pairs of user and item, (n,) each, in any order and perhaps repeated."""
         stride = num_items + 1
         pairs = sorted_distinct(users * stride + items)
         users, items = np.divmod(pairs, stride)
@@ -42,27 +42,28 @@ class ItemSets(Movable):
 
     @property
     def arrays(self) -> Arrays:
-        """Returns the arrays to cache."""
+        """Arrays to cache."""
         return {"offsets": self.offsets, "items": self.items, "thresholds": self.thresholds}
 
     def sizes(self, users: Array) -> Array:
-        """Returns each user's number of items: (B,) -> (B,) int64."""
+        """Returns the number of items of users (B,): (B,) int64."""
         return self.offsets.take(users + 1) - self.offsets.take(users)
 
     def num_others(self, users: Array) -> Array:
-        """Returns each user's number of other items: (B,) -> (B,) int64."""
+        """Returns the number of other items of users (B,): (B,) int64."""
         return self.num_items - self.sizes(users)
 
     def others(self, users: Array, r: Array) -> Array:
-        """Returns other items of the users (B,), by number: r (B, n), 0 <= r < num_others, to (B, n) int64."""
+        """Returns the r-th other items of users (B,): (B, n) int64. r: (B, n), 0 <= r < num_others."""
         if on_host(r) and r.shape[1] > self.num_items:
             return self._others_by_table(users, r)
         return r + 1 + self._num_smaller(users, r)
 
     def _num_smaller(self, users: Array, r: Array) -> Array:
-        """Counts the user's items smaller than the r-th other item: (B, n).
+        """Returns how many of each user's items are smaller than the user's r-th other item: (B, n).
 
-        A CPU searches each user's own thresholds, which reads less memory; a GPU searches all of them, in one kernel.
+        A CPU searches only each user's thresholds, to read less memory; a GPU searches all thresholds in a single
+        kernel.
         """
         wanted, first = users[:, None] * (self.num_items + 1) + r, self.offsets.take(users)[:, None]
         if not on_host(r):
@@ -75,7 +76,7 @@ class ItemSets(Movable):
         return found
 
     def _others_by_table(self, users: np.ndarray, r: np.ndarray) -> np.ndarray:
-        """Does the same with lists of all others, which is faster for more numbers than items."""
+        """Computes `others` from lists of all other items, which is faster if n exceeds the number of items."""
         size = self.sizes(users)
         is_other = np.ones((len(users), self.num_items + 1), bool)
         is_other[:, 0] = False
@@ -86,22 +87,21 @@ class ItemSets(Movable):
 
 
 def sorted_distinct(values: np.ndarray) -> np.ndarray:
-    """Sorts and deduplicates (n,) non-negative integers; np.unique hashes since numpy 2.3, which takes ten times as
-    long.
-    """
+    """Sorts and deduplicates non-negative integers (n,); ten times as fast as np.unique, which hashes in numpy 2.3."""
     ordered = np.sort(values)
     return ordered[np.diff(ordered, prepend=-1) > 0]
 
 
 def distinct_below(bits: Array, limit: Array) -> Array:
-    """Maps uniform words (B, n) to n distinct numbers 0 <= r < limit (B,), int64; each set is equally probable.
+    """Maps uniform 64-bit words (B, n) to n distinct numbers 0 <= r < limit (B,), int64; all sets are equally probable.
 
-    Floyd's algorithm (Bentley and Floyd, "A sample of brilliance", Communications of the ACM 30(9), 1987): round i
-    draws among the first limit - n + i + 1 numbers; the last of these, new in the round, replaces a repetition.
+    Uses Floyd's algorithm (Bentley and Floyd, "A sample of brilliance", Communications of the ACM 30(9), 1987). Round i
+    draws from the first limit - n + i + 1 numbers. If the draw was chosen before, the last of these numbers, which no
+    earlier round could draw, replaces it.
 
-    All rounds run at once. A draw is a repetition if it equals an earlier draw, which sorting shows, or a number that
-    was new in an earlier round and chosen in it, by draw or as a replacement. So each round points to the round in
-    which its draw was new; each iteration of the loop doubles how far back it looks.
+    All rounds run at once. A draw was chosen before if it equals an earlier draw, which sorting shows, or the last
+    number of an earlier round that chose this number as a draw or a replacement. So each round points to the round
+    whose last number it drew, and each iteration of the loop doubles the length of the chains that are followed.
     """
     num, least = bits.shape[1], (limit - bits.shape[1])[:, None]
     round_ = arange_like(num, bits)

@@ -1,4 +1,4 @@
-"""Reads files of interactions, own and published ones."""
+"""Reads files of interactions."""
 
 import os
 from collections.abc import Sequence
@@ -22,15 +22,14 @@ _KNOWN_NAMES = ("ratings.dat", "u.data", "ratings.csv")
 class Interactions:
     """Interactions by user, in time order; ties keep file order.
 
-    offsets: (num_users + 1,) int64; user u's are at offsets[u] to offsets[u + 1].
-    items: (n,) int32, 1..num_items; 0 is padding.
-    times: (n,) int64 seconds, or None without times.
-    num_items: size of the catalogue.
-    held_out: (num_users, 2) int64, how many of each user's last interactions are validation, then test, if files split
-        them; else None.
-    key: identifies the content in the cache.
-    item_ids: (num_items,), names of items 1, 2, ... in the file.
-    remarks: shown to the user.
+    offsets: (num_users + 1,) int64; user u has items[offsets[u] : offsets[u + 1]].
+    items: (n,) int32, from 1 to num_items; 0 is padding.
+    times: (n,) int64, in seconds; None without times.
+    num_items: number of items.
+    held_out: (num_users, 2) int64, numbers of each user's last interactions for validation and for the test, if files
+        determine the split; otherwise None.
+    key: cache key of the content.
+    item_ids: (num_items,), names of items 1, 2, ... in the files. remarks: lines for the user.
     """
 
     offsets: np.ndarray
@@ -50,21 +49,21 @@ class Interactions:
 def load_interactions(
     path: Path, k_core: int, cache_dir: Path, columns: ColumnChoice = FIND_OUT, reading: Reading = STRICT
 ) -> Interactions:
-    """Reads interactions and caches them parsed.
+    """Reads interactions; the parsed arrays are cached.
 
-    A file has one interaction per line, in columns that `data.interactions.columns` describes, separated by tabs, `::`,
-    semicolons, commas, | or blanks; all but `::` and blanks allow quoted fields. JSON lines and parquet work too. Users
-    and items are any text, numbered in order of their names: by value if all are whole numbers. Repeated interactions
-    stay, since people buy again, but lines of equal user, item and time count once. Without times, file order is time
-    order.
+    A file has one interaction per line, with columns as `find_layout` describes, separated by tabs, `::`, semicolons,
+    commas, | or blanks; fields may be quoted unless `::` or blanks separate them. JSON lines and parquet are also
+    supported. Users and items are any text, numbered in order of their names, or by value if all are whole numbers.
+    Repeated interactions are kept, since people buy again, but lines with equal user, item and time count once. Without
+    times, file order is time order.
 
-    path: a file, plain or compressed with gzip, bzip2 or xz; or a folder, `.zip` or `.tar.gz` with exactly one
-        candidate: `ratings.dat`, `u.data` or `ratings.csv`, else the only table (`TABLES`); or with files of one layout
-        for training, validation and test (`parts_of`). Archives are read in memory, never unpacked to disk.
-    k_core: drops users and items with fewer interactions until none remain; 1 or less keeps all.
+    path: a file, which gzip, bzip2 or xz may compress; or a folder, `.zip` or `.tar.gz` that contains `ratings.dat`,
+    `u.data` or `ratings.csv`, or else a single table (`TABLES`), or files of one layout for training, validation and
+    test (`parts_of`). Archives are read without unpacking them to disk. k_core: users and items with fewer interactions
+    are dropped repeatedly; 1 or less keeps all.
 
-    Raises UserError if the file is missing, ambiguous, damaged or has an unreadable line, if its columns are unknown,
-    or if the k-core is empty.
+    Raises UserError if the file is missing, ambiguous or damaged, has an unreadable line or unknown columns, or if the
+    k-core is empty.
     """
     files = find_files(path)
     k_core = max(k_core, 1)
@@ -83,11 +82,11 @@ def load_interactions(
 
 
 def find_files(path: Path, flag: str = "--data-dir") -> list[DataFile]:
-    """Finds the interaction file that a path leads to, or the files of training, perhaps validation, and test.
+    """Finds the file of interactions at a path, or the files for training, validation (optional) and test.
 
     flag: the flag that gave the path. Raises UserError.
     """
-    path = Path(os.path.realpath(path))  # does not raise for a link to itself
+    path = Path(os.path.realpath(path))  # unlike Path.resolve, does not raise for a link to itself
     return tables_at(path, flag, "give a file of interactions", _KNOWN_NAMES)
 
 
@@ -116,24 +115,24 @@ def _build(files: Sequence[DataFile], k_core: int, columns: ColumnChoice, readin
     }
     if parts is not None:
         of_parts = [np.bincount(users[parts == part], minlength=int(users.max()) + 1) for part in range(len(files))]
-        # Without a validation file, validate on the last interaction of training.
+        # without a validation file, each user's last training interaction is for validation
         held_out = of_parts[1:] if len(files) == 3 else [(of_parts[0] > 1).astype(np.int64), of_parts[1]]
         arrays["held_out"] = np.stack(held_out, axis=1)
         counts = ", ".join(f"{count.sum():,} of {file.name}" for count, file in zip(of_parts, files, strict=True))
         remarks.append(f"What is held out is what the files say: {counts}.")
     if table.times is not None:
-        # Fractions of a second only affect the order.
+        # fractions of a second affect only the order
         arrays["times"] = np.floor(table.times[kept][order]).astype(np.int64)
     return arrays | {"remarks": array_of_texts(remarks)}
 
 
 def in_time_order(users: np.ndarray, times: np.ndarray | None, parts: np.ndarray | None) -> np.ndarray:
-    """Sorts by user, part and time: positions (n,); stable, so ties keep file order."""
+    """Returns indices (n,) that sort interactions by user, part and time; ties keep file order."""
     return np.lexsort([key for key in (times, parts, users) if key is not None])
 
 
 def _k_core(users: np.ndarray, items: np.ndarray, k: int) -> np.ndarray:
-    """Returns positions of the interactions that stay when users and items with fewer than k are dropped repeatedly."""
+    """Returns indices of the interactions left when users and items with fewer than k are dropped repeatedly."""
     kept = np.arange(len(users))
     while True:
         stays = np.ones(len(kept), bool)
@@ -145,6 +144,6 @@ def _k_core(users: np.ndarray, items: np.ndarray, k: int) -> np.ndarray:
 
 
 def _without_gaps(codes: np.ndarray) -> np.ndarray:
-    """Renumbers codes as 0, 1, ... without gaps, in the same order."""
+    """Renumbers codes to 0, 1, ... without gaps, in the same order."""
     occurs = np.bincount(codes) > 0
     return (np.cumsum(occurs) - 1)[codes]

@@ -1,8 +1,8 @@
-"""Data sets over interactions with negative items: histories to train on, and held-out items with their histories.
+"""Data sets of interactions: histories to train on, and held-out items with their histories; both with negatives.
 
-Rows of a batch are left-aligned and padded behind with item 0 to `SampleKeys.padded_length`.
+The sequences of a batch are padded at the end with item 0 to `SampleKeys.padded_length`.
 
-All randomness is a function of seed, epoch and user (or sample), never of the batch.
+Random draws are functions of seed, epoch and sample, and do not depend on the batch.
 """
 
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ _FORMAT_VERSION = 2
 _LARGEST_SCALED_TIME = np.iinfo(np.int32).max
 _TRAIN_STREAM, _VAL_STREAM, _TEST_STREAM = range(3)
 _TRAIN_STEP, _EVALUATION_STEP, _SEEN_STEP = 8, 16, 128
-"""Multiples to which histories and lists of seen items are padded on a GPU.
+"""Multiples to which training histories, evaluation histories and lists of seen items are padded on a GPU.
 
-Evaluation histories vary more in length and cost less than training; seen items cost almost nothing.
+Evaluation histories vary more in length and take less time than training histories; seen items take little time.
 """
 
 
@@ -38,8 +38,8 @@ Evaluation histories vary more in length and cost less than training; seen items
 class Negatives:
     """Number of negative items per training sample.
 
-    num: per position, or per user.
-    per_position: draws (B, T, num); else (B, num), shared by all positions of a user.
+    num: negatives per position, or per user. per_position: draw (B, T, num); otherwise (B, num), shared by all
+    positions of a user.
     """
 
     num: int
@@ -48,12 +48,12 @@ class Negatives:
 
 @dataclass(frozen=True)
 class _Split:
-    """Boundaries of training, validation and test.
+    """Boundaries of each user's training, validation and test interactions.
 
-    num_train, val_end: (num_users,) int64; each user's first num_train interactions are training, then up to val_end
-        validation, the rest test.
-    items: sets of training items.
-    scaled_times: (n,) int32 for all interactions, or None without times.
+    num_train, val_end: (num_users,) int64; a user's interactions [0, num_train) are for training, [num_train, val_end)
+        for validation, and later ones for the test.
+    items: training items of each user.
+    scaled_times: (n,) int32, see `scaled_times`; None without times.
     """
 
     num_train: np.ndarray
@@ -63,10 +63,10 @@ class _Split:
 
 
 class TrainSequences(Movable):
-    """Training histories of users with two or more items: predicts each item but the first.
+    """Data set of training histories with at least two items; each item but the first is a target.
 
-    users: (n,) int64, the user of each sample. A history with more than maxlen items to predict gives one sample of its
-        last items or, with whole_histories, enough samples to predict each item once, newest first.
+    users: (n,) int64, the user of each sample. A history with more than maxlen targets becomes one sample with the last
+    maxlen targets or, with whole_histories, several samples that contain each target once, newest first.
     """
 
     stays = frozenset({"_lengths"})
@@ -81,7 +81,7 @@ class TrainSequences(Movable):
         seed: int,
         negatives: Negatives | None,
     ) -> None:
-        """maxlen: maximum inputs per sample. seed: key of the negatives."""
+        """Creates the data set. maxlen: largest number of inputs per sample. seed: seed of the negatives."""
         self._num_users, self._items, self._times = interactions.num_users, interactions.items, split.scaled_times
         self._sets = split.items
         self._seed = seed
@@ -99,22 +99,22 @@ class TrainSequences(Movable):
 
     @property
     def item_popularity(self) -> np.ndarray:
-        """Returns the share of users with each item in training, (num_items + 1,) float64; 0 for padding."""
+        """Share of users with each item in training, (num_items + 1,) float64; 0 for padding."""
         return np.bincount(self._sets.items, minlength=self._sets.num_items + 1) / self._num_users
 
     def num_terms(self, index: np.ndarray) -> np.ndarray:
-        """Returns the number of predicted items of samples (B,): (B,) int64."""
+        """Returns the number of targets of samples (B,): (B,) int64."""
         return self._lengths[index]
 
     def weights(self, keys: SampleKeys) -> np.ndarray:
         return self._lengths[keys.index].astype(np.float32)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
-        """Returns each user's training items as inputs, and as targets one position ahead.
+        """Returns training items as inputs, and the items one position later as targets.
 
-        {"items": (B, T) int64, "targets": (B, T) int64, "length": (B,) int64, "times": (B, T) int32 scaled times of the
-        inputs, from 1 (absent without times), "negatives": int64, (B, T, num), 0 where padded, or (B, num) (absent
-        unless requested)}. Negatives are uniform among items not in the user's training.
+        {"items": (B, T) int64, "targets": (B, T) int64, "length": (B,) int64, "times": (B, T) int32, scaled times from
+        1, unless there are no times, "negatives": (B, T, num) int64, 0 where padded, or (B, num), if requested}.
+        Negatives are uniform among the items that the user's training does not contain.
         """
         index, lengths = self.here(keys.index), self._lengths[keys.index]
         width = min(keys.padded_length(lengths.max(initial=0), _TRAIN_STEP), self._maxlen)
@@ -132,7 +132,7 @@ class TrainSequences(Movable):
         return batch
 
     def _draw(self, epoch: int, index: Array, is_real: Array, negatives: Negatives) -> Array:
-        # counters run position by position, so that draws do not depend on the padding
+        # counters are ordered by position, so that draws do not depend on the padding
         width = is_real.shape[1] if negatives.per_position else 1
         bits = random_bits(self._seed, epoch, index, width * negatives.num, _TRAIN_STREAM)
         items = self._sets.others(self.users.take(index), below(bits, self._num_others.take(index)))
@@ -145,7 +145,7 @@ class TrainSequences(Movable):
 class _Candidates(Movable):
     """Draws a user's negatives for evaluation.
 
-    excluded: items never drawn; all others are equally probable. distinct: without replacement.
+    excluded: items that are not drawn; all others are equally probable. distinct: draw without replacement.
     """
 
     excluded: ItemSets
@@ -154,7 +154,7 @@ class _Candidates(Movable):
     stream: int
 
     def draw(self, users: Array, turn: Array) -> Array:
-        """Maps users (B,) and the indices of their held-out items from 0, (B,), to items (B, 100) int64."""
+        """Returns negatives (B, 100) int64. users: (B,). turn: (B,), index of the user's held-out item, from 0."""
         keys = users + turn * (len(self.excluded.offsets) - 1)
         bits = random_bits(self.seed, 0, keys, NUM_EVALUATION_NEGATIVES, self.stream)
         num_others = self.excluded.num_others(users)
@@ -163,11 +163,11 @@ class _Candidates(Movable):
 
 
 class EvaluationSequences(Movable):
-    """Held-out items with non-empty histories before them, and negatives.
+    """Data set of held-out items, each with the non-empty history before it and with negatives.
 
-    Rows are sorted by history length, so that neighbours need little padding.
+    Samples are sorted by history length, so that batches need little padding.
 
-    users: (n,) int64, the user of each row.
+    users: (n,) int64, the user of each sample.
     """
 
     stays = frozenset({"_position"})
@@ -182,14 +182,14 @@ class EvaluationSequences(Movable):
         is_test: bool,
         mask_seen: bool,
     ) -> None:
-        """is_test: targets are test items rather than validation items."""
+        """Creates the data set. is_test: whether targets are test items; otherwise they are validation items."""
         self._items, self._times = interactions.items, split.scaled_times
         self._maxlen = maxlen
         self._candidates = candidates
         self._mask_seen = mask_seen
         num_interactions = np.diff(interactions.offsets)
         first, stop = (split.val_end, num_interactions) if is_test else (split.num_train, split.val_end)
-        first = np.maximum(first, 1)  # the first of all follows no history
+        first = np.maximum(first, 1)  # a user's first interaction has no history
         users, turn = _numbered(np.maximum(stop - first, 0))
         order = np.argsort(first[users] + turn, kind="stable")
         self.users, self._turn = users[order], turn[order]
@@ -200,11 +200,11 @@ class EvaluationSequences(Movable):
         return len(self.users)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
-        """Returns the last maxlen items of each history, in time order, and the next item.
+        """Returns the last maxlen items of each history, in time order, and the next item as target.
 
-        {"items": (B, T) int64, "length": (B,) int64, "times": (B, T) int32 scaled times, from 1 (absent without times),
-        "target": (B,) int64, "candidates": (B, 100) int64, negatives, "seen": (B, S) int64, the items of the whole
-        history, 0 in place of the target (absent unless requested)}.
+        {"items": (B, T) int64, "length": (B,) int64, "times": (B, T) int32, scaled times from 1, unless there are no
+        times, "target": (B,) int64, "candidates": (B, 100) int64, the negatives, "seen": (B, S) int64, the whole
+        history with 0 in place of the target, if requested}.
         """
         positions = self._position[keys.index]
         longest = positions.max(initial=0)
@@ -242,20 +242,21 @@ def split_interactions(
 ) -> dict[str, TrainSequences | EvaluationSequences]:
     """Builds the data sets "train", "val" and "test".
 
-    A held-out item's history has all earlier items of the user, other held-out ones included.
+    The history of a held-out item contains all earlier items of the user, including other held-out items.
 
-    seed: key of all negatives. Training negatives change with the epoch, the 100 of an evaluation never.
-    maxlen: maximum history length used, >= 1; the last items.
-    whole_histories: trains on all of a history, maxlen items at a time.
-    negatives: for training; None for none.
-    eval_negatives: drawn uniformly. "parity": with replacement, among items not in the user's training, so the
-        validation item, or even the target, can occur, as in the published code of SASRec. "unseen": with replacement,
-        among items neither in the user's training nor in this part or, for the test, the validation, as in the
-        published code of TiSASRec. "clean": 100 distinct items without an interaction of the user, each such set
-        equally probable.
-    mask_seen: evaluation batches include "seen".
+    seed: seed of all negatives. Training negatives change in every epoch; the 100 negatives of a held-out item are
+        fixed.
+    maxlen: number of last items of a history that are used, at least 1.
+    whole_histories: train on whole histories, in samples of maxlen items.
+    negatives: negatives of training samples; None: none.
+    eval_negatives: how evaluation negatives are drawn. "parity": with replacement, from items that the user's training
+        does not contain, so they may include the validation item and the target, as in the published code of SASRec.
+        "unseen": with replacement, from items that neither the user's training nor the evaluated set contains, nor for
+        the test the validation set, as in the published code of TiSASRec. "clean": 100 distinct items without any
+        interaction of the user.
+    mask_seen: whether evaluation batches contain "seen".
 
-    Raises UserError if nothing is left to train on, or too few items for a user's negatives.
+    Raises UserError if no history is left to train on, or if a user has too few items left for negatives.
     """
     split = _load_split(interactions, cache_dir, hold_out)
     train = TrainSequences(
@@ -314,7 +315,7 @@ def _load_split(interactions: Interactions, cache_dir: Path, hold_out: HoldOut) 
 def _items_excluded(
     interactions: Interactions, split: _Split, eval_negatives: EvaluationNegatives, is_test: bool
 ) -> ItemSets:
-    """Returns the items of each user that are never negatives in the validation, or in the test."""
+    """Returns the items of each user that are not drawn as negatives in validation or, if is_test, in the test."""
     if eval_negatives == "parity":
         return split.items
     users, position = _numbered(np.diff(interactions.offsets))
@@ -323,22 +324,22 @@ def _items_excluded(
 
 
 def _item_sets(interactions: Interactions, users: np.ndarray, chosen: np.ndarray) -> ItemSets:
-    """Builds the sets of the chosen interactions, (n,) bool."""
+    """Builds each user's set of the items of chosen interactions, (n,) bool."""
     return ItemSets.of_pairs(users[chosen], interactions.items[chosen], interactions.num_users, interactions.num_items)
 
 
 def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Expands counts per user, (num_users,), to the user and the index within the user from 0; (n,) int64."""
+    """Expands counts per user, (num_users,), to n pairs of user and index within the user, (n,) int64 each."""
     users = np.repeat(np.arange(len(counts)), counts)
     return users, np.arange(len(users)) - (np.cumsum(counts) - counts)[users]
 
 
 def scaled_times(interactions: Interactions, times: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-    """Scales times (n,) since the user's first by the user's smallest gap, rounded, plus 1: (n,) int32.
+    """Returns times since each user's first one, divided by the user's smallest gap and rounded, plus 1: (n,) int32.
 
-    The gap is the smallest nonzero one between the counted interactions, (n,) bool; None counts all; 1 s if there is
-    none. Counting only training interactions avoids leaking the future. After Li, Wang and McAuley, "Time interval
-    aware self-attention for sequential recommendation", WSDM 2020.
+    times: (n,). counts: (n,) bool, interactions whose nonzero gaps count; None: all. Without a gap, the divisor is 1 s.
+    Counting only training interactions avoids leaking the future. After Li, Wang and McAuley, "Time interval aware
+    self-attention for sequential recommendation", WSDM 2020.
     """
     users, _ = _numbered(np.diff(interactions.offsets))
     gaps = np.diff(times)
@@ -349,4 +350,4 @@ def scaled_times(interactions: Interactions, times: np.ndarray, counts: np.ndarr
     np.minimum.at(smallest, users[1:][chosen], gaps[chosen])
     smallest[smallest == np.iinfo(np.int64).max] = 1
     scaled = np.rint((times - times[interactions.offsets[users]]) / smallest[users]) + 1
-    return np.clip(scaled, 1, _LARGEST_SCALED_TIME).astype(np.int32)  # files of parts need not be in time order
+    return np.clip(scaled, 1, _LARGEST_SCALED_TIME).astype(np.int32)  # with files for parts, times may decrease

@@ -1,19 +1,18 @@
-"""Synthetic interactions that need no download: people who watch series.
+"""Synthetic interactions: users who watch series.
 
-The catalogue has topics; the items of a topic are a series, in order, earlier ones better known (Zipf's law). A user
-likes a few topics, and drifts: from visit to visit old interests fade, and sometimes a new one appears. Nobody watches
-anything twice.
+Each topic has a series of items in order; earlier items are better known (Zipf's law). A user likes a few topics. From
+visit to visit old interests fade, and sometimes a new interest appears. Users watch no item twice.
 
-Users come in visits. SHORT_GAPS separate items within a visit, LONG_GAPS separate visits. Three rules choose items:
+SHORT_GAPS separate the items of a visit, and LONG_GAPS separate visits. Three rules choose items:
 
-- A visit opens with a leap to an attractive item: of a topic that the user likes, more probably a well-known one.
-- After the opener the user **resumes the thread of the previous visit**: the sequel of the item before the opener.
-- The thread continues, sequel by sequel, until it ends or the user **begins another one** with a similar leap, whose
+- A visit opens with a leap to an attractive item: one of a topic that the user likes, more often a well-known one.
+- After the opener, the user **resumes the thread of the previous visit**: the sequel of the item before the opener.
+- The thread continues, sequel by sequel, until it ends or the user **begins another thread** with a similar leap, whose
   sequels follow.
 
-So popularity at best predicts a leap, while the history tells the threads. But it does not tell whether a leap is
-followed by its own sequel or by that of the item before it. The gap before the leap does: a short gap began a thread, a
-long one was an opener.
+So popularity can only predict a leap, while the history shows the threads. The items do not show whether a leap is
+followed by its own sequel or by the sequel of the item before the leap, but the time before the leap does: after a
+short gap the leap began a thread, after a long gap it opened a visit.
 """
 
 from pathlib import Path
@@ -28,29 +27,29 @@ NUM_USERS = 1500
 NUM_TOPICS = 20
 ITEMS_PER_TOPIC = 20
 NUM_ITEMS = NUM_TOPICS * ITEMS_PER_TOPIC
-"""Topic k (from 0) has items from ITEMS_PER_TOPIC * k + 1, in series order."""
+"""Number of items; topic k, from 0, has items from ITEMS_PER_TOPIC * k + 1, in the order of its series."""
 LENGTHS = (8, 96)
-"""Minimum and maximum interactions per user; short histories are more frequent."""
+"""Smallest and largest number of interactions per user; short histories are more frequent."""
 PACE_S = (1200, 2400)
-"""Range of a user's pace, about the length of an episode."""
+"""Range in seconds of a user's pace, about the length of an episode."""
 SHORT_GAPS = (1, 3)
-"""Time between items within a visit, in units of the user's pace."""
+"""Range of the time between two items of a visit, in units of the user's pace."""
 LONG_GAPS = (25, 60)
-"""Time between visits, in the same unit: 8 to 40 hours."""
+"""Range of the time between two visits, in units of the user's pace: 8 to 40 hours."""
 
 _VISIT_ENDS = {"after a leap": 0.07, "after a sequel": 0.28}
 _THREAD_CHANGES = {"after a leap": 0.05, "after a sequel": 0.18}
-"""Probabilities of leaving the thread before an interaction; lower just after it began."""
+"""Probabilities that a user starts another thread before an interaction."""
 _SEQUEL_SKIPPED = 0.1
 _FIRST_INTERESTS = (1.0, 0.6, 0.4)
 _INTEREST_KEPT = 0.9
-"""Factor on all interests per visit."""
+"""Factor on all interests of a user in each visit."""
 _NEW_INTEREST = 0.2
-"""Probability per visit; its strength is 1."""
+"""Probability that a new interest, of strength 1, appears in a visit."""
 _CURIOSITY = 0.002
-"""Minimum interest in every topic."""
+"""Smallest interest in a topic."""
 _JOINED_S = (1_700_000_000, 1_720_000_000)
-"""Unix times of first interactions."""
+"""Range of the Unix time of users' first interactions."""
 
 _SEED = 0
 _FORMAT_VERSION = 1
@@ -58,7 +57,7 @@ _USER_STREAM, _STEP_STREAM, _GAP_STREAM = range(3)
 
 
 def load_synthetic_interactions(cache_dir: Path) -> Interactions:
-    """Generates about 56,000 interactions of 1,500 users with 400 items, always equal; cached."""
+    """Generates about 56,000 interactions of 1,500 users with 400 items; the result is fixed, and cached."""
     key = f"interactions_synthetic-{_FORMAT_VERSION}"
     arrays = cached_arrays(cache_dir, key, generate)
     item_ids = tuple(map(str, range(1, NUM_ITEMS + 1)))
@@ -66,9 +65,9 @@ def load_synthetic_interactions(cache_dir: Path) -> Interactions:
 
 
 def generate() -> Arrays:
-    """Returns the arrays of Interactions: offsets, items, times.
+    """Returns the arrays `offsets`, `items` and `times` of Interactions.
 
-    They are equal on every machine: beyond counter-based hashing there are only sums, products and comparisons.
+    The arrays are equal on every machine: they need only counter-based hashing, sums, products and comparisons.
     """
     traits = uniform(_SEED, 0, np.arange(NUM_USERS), (7,), _USER_STREAM).astype(np.float64)
     shortest, longest = LENGTHS
@@ -84,15 +83,15 @@ def generate() -> Arrays:
 
 
 class _Viewers:
-    """Users' interests, unseen items and current threads. Items are 0-based here.
+    """Interests, unseen items and current threads of users. Items are numbered from 0 here.
 
     interests: (U, topics).
     unseen: (U, topics, items of a topic) bool.
-    thread: (U,) int64, the last item of each user's thread.
+    thread: (U,) int64, last item of each user's thread.
     """
 
     def __init__(self, first_topics: np.ndarray) -> None:
-        """first_topics: (U, 3), strongest interest first; repetitions add up."""
+        """Creates the users. first_topics: (U, 3), strongest interest first; repeated topics add up."""
         num_users = len(first_topics)
         self.interests = np.zeros((num_users, NUM_TOPICS))
         for topics, strength in zip(first_topics.T, _FIRST_INTERESTS, strict=True):
@@ -101,20 +100,20 @@ class _Viewers:
         self.thread = np.zeros(num_users, dtype=np.int64)
 
     def drift(self, users: np.ndarray, draws: np.ndarray) -> None:
-        """Changes some users' (n,) interests between visits; draws: (n, 2)."""
+        """Changes the interests of users (n,) between visits. draws: (n, 2) in [0, 1)."""
         self.interests[users] *= _INTEREST_KEPT
         finds_new = draws[:, 0] < _NEW_INTEREST
         self.interests[users[finds_new], _pick_topics(draws[finds_new, 1])] += 1
 
     def leap(self, users: np.ndarray, draws: np.ndarray) -> np.ndarray:
-        """Returns attractive items for some users; all (n,)."""
+        """Draws an attractive unseen item for each of users (n,): (n,). draws: (n,) in [0, 1)."""
         renown = 1 / np.arange(1, ITEMS_PER_TOPIC + 1)
         interests = self.interests[users] + _CURIOSITY
         weights = interests[:, :, None] * renown * self.unseen[users]
         return _pick(weights.reshape(len(users), NUM_ITEMS), draws)
 
     def sequel(self, users: np.ndarray, draws: np.ndarray) -> np.ndarray:
-        """Returns the next unseen item of some users' threads, sometimes the one after it; -1 at the end; all (n,)."""
+        """Returns the next unseen item of the threads of users (n,), sometimes the second next; -1 at the end: (n,)."""
         topic, position = np.divmod(self.thread[users], ITEMS_PER_TOPIC)
         ahead = self.unseen[users, topic] & (np.arange(ITEMS_PER_TOPIC) > position[:, None])
         count = np.cumsum(ahead, axis=1)
@@ -124,7 +123,7 @@ class _Viewers:
 
 
 def _watch(viewers: _Viewers, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns items (U, num_steps) int64, from 1, and whether each opens a visit (U, num_steps) bool."""
+    """Returns items (U, num_steps) int64, from 1, and whether each item opens a visit, (U, num_steps) bool."""
     users = np.arange(len(viewers.thread))
     items = np.zeros((len(users), num_steps), dtype=np.int64)
     is_opener = np.zeros((len(users), num_steps), dtype=bool)
@@ -140,17 +139,17 @@ def _watch(viewers: _Viewers, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
         leapt = opens | (event < visit_ends + thread_changes) | (watched < 0)
         watched[leapt] = viewers.leap(users[leapt], item[leapt])
         viewers.unseen.reshape(len(users), NUM_ITEMS)[users, watched] = False
-        # The first opener has no earlier thread, so it begins one.
+        # a user's first opener has no earlier thread and begins one
         viewers.thread = np.where(opens & (step > 0), viewers.thread, watched)
         items[:, step], is_opener[:, step] = watched + 1, opens
     return items, is_opener
 
 
 def _times(is_opener: np.ndarray, pace_s: np.ndarray, joined_s: np.ndarray) -> np.ndarray:
-    """Returns times of all steps, (U, num_steps) int64 seconds; pace_s, joined_s: (U,)."""
+    """Returns times of all steps, (U, num_steps) int64, in seconds. pace_s, joined_s: (U,), in seconds."""
     num_users, num_steps = is_opener.shape
     draws = uniform(_SEED, 0, np.arange(num_users), (num_steps,), _GAP_STREAM).astype(np.float64)
-    # squared for many short gaps and few long ones
+    # squared, so that short gaps are more frequent than long ones
     gaps = np.where(is_opener, _between(LONG_GAPS, draws**2), _between(SHORT_GAPS, draws**2))
     seconds = (gaps * pace_s[:, None]).astype(np.int64)
     seconds[:, 0] = joined_s
@@ -158,13 +157,13 @@ def _times(is_opener: np.ndarray, pace_s: np.ndarray, joined_s: np.ndarray) -> n
 
 
 def _pick_topics(draws: np.ndarray) -> np.ndarray:
-    """Draws topics by popularity, int64 in the shape of the draws."""
+    """Draws topics in proportion to their popularity: int64 in the shape of `draws`."""
     renown = 3 / (3 + np.arange(NUM_TOPICS))
     return _pick(np.broadcast_to(renown, (draws.size, NUM_TOPICS)), draws.ravel()).reshape(draws.shape)
 
 
 def _pick(weights: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Draws one column per row in proportion to its weight, (n,) int64; weights: (n, k), draws: (n,)."""
+    """Draws a column of each row in proportion to its weight: (n,) int64. weights: (n, k). draws: (n,) in [0, 1)."""
     cumulated = np.cumsum(weights, axis=1)
     return np.argmax(cumulated > draws[:, None] * cumulated[:, -1:], axis=1)
 

@@ -1,4 +1,4 @@
-"""Parses interaction files into users, items and times, in line order."""
+"""Parses files of interactions into users, items and times, in the order of lines."""
 
 import csv
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -16,21 +16,21 @@ from data.table_files import STRICT, LeftOut, Reading, opened_lines
 from trainer.common.errors import UserError
 
 _ROWS_AT_ONCE = 1 << 16
-"""Lines parsed at a time, which bounds memory."""
+"""Number of lines parsed at a time, to limit memory."""
 _MARKS = (",", ";", "|")
 _SHOWN_WIDTH = 80
 _NO_NAMES = ("na", "n/a", "#n/a", "nan", "none", "null", "-")
 _FEW_TIMES, _MANY_INTERACTIONS = 100, 10
-"""Warns about fewer distinct times than the first, with more interactions for each than the second."""
+"""Fewer distinct times than _FEW_TIMES with more than _MANY_INTERACTIONS interactions each cause a warning."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Interactions in file order.
+    """Interactions in the order of the files.
 
-    users, items: (n,) int64, positions in user_ids and item_ids. times: (n,) int64 or float64, or None. parts: (n,)
-    int64, the file of each. user_ids, item_ids: names from the file, sorted: by value if all are whole numbers, else as
-    text. remarks: shown to the user: a short table of the columns read, and warnings.
+    users, items: (n,) int64, indices into user_ids and item_ids. times: (n,) int64 or float64, or None. parts: (n,)
+    int64, index of the file. user_ids, item_ids: names in the files, sorted by value if all are whole numbers,
+    otherwise as text. remarks: lines for the user: a short table of the columns, and warnings.
     """
 
     users: np.ndarray
@@ -43,9 +43,9 @@ class Table:
 
 
 def read_table(files: Sequence[DataFile], choice: ColumnChoice, reading: Reading = STRICT) -> Table:
-    """Reads files of one layout. choice: given columns.
+    """Reads files with the same layout. choice: columns that flags choose.
 
-    Raises UserError with file, line and reason for anything unreadable.
+    Raises UserError with file, line and reason for unreadable content.
     """
     parser, left_out = None, LeftOut(reading)
     for file in files:
@@ -74,9 +74,9 @@ def _separated_by_colons(line: str) -> list[str]:
 
 
 def _tabbed(line: str) -> list[str]:
-    """Splits a line at tabs; quotes count only if all of the line's enclose fields.
+    """Splits a line at tabs; quotes are removed only if all quotes of the line enclose fields.
 
-    Both occur: pandas quotes, while dumps of titles such as "weird al" yankovic or 7" do not.
+    pandas encloses fields in quotes, while other files contain titles such as "weird al" yankovic or 7".
     """
     line = line.rstrip("\r\n")
     if '"' in line:
@@ -88,7 +88,7 @@ def _tabbed(line: str) -> list[str]:
 
 
 def _fields_in_quotes(text: Iterable[str], delimiter: str, where: str) -> Iterator[Line]:
-    """Yields the non-blank lines of a CSV file. Raises UserError if a quote seems to merge several lines."""
+    """Yields the fields of a CSV file's non-blank lines. Raises UserError if a quote seems to merge several lines."""
     recent: list[str] = []
 
     def noted() -> Iterator[str]:
@@ -110,7 +110,7 @@ def _fields_in_quotes(text: Iterable[str], delimiter: str, where: str) -> Iterat
 
 
 class _Parser:
-    """Parses lines of one layout, many at a time."""
+    """Parses lines with the same layout, many at a time."""
 
     def __init__(self, layout: Layout, left_out: LeftOut) -> None:
         self._layout, self._left_out = layout, left_out
@@ -120,7 +120,7 @@ class _Parser:
         self._wheres: list[str] = []
 
     def add(self, lines: Iterable[Line], layout: Layout, where: str) -> None:
-        """Adds the lines of another file. where: names the file in messages."""
+        """Adds the lines of a file. where: noun for the file in messages."""
         if layout.names != self._layout.names:
             raise UserError(f"{where}: has other columns than {self._wheres[0]}; give files of one layout")
         self._wheres.append(where)
@@ -168,7 +168,7 @@ class _Parser:
         return self._wheres[-1]
 
     def _refuse_another_line_of_names(self) -> None:
-        """Raises UserError if the header occurs again as a user and an item, as in concatenated files."""
+        """Raises UserError if the header also occurs as a user and an item, as in concatenated files."""
         user, item = (self._layout.names[column] for column in (self._layout.user, self._layout.item))
         if self._layout.has_names and user in self._users and item in self._items:
             raise UserError(
@@ -193,7 +193,7 @@ class _Parser:
         return [f"Interactions: {num:,}, from these columns:", *overview(("column", "read as", "values"), rows)]
 
     def _columns(self, rows: list[list[str]]) -> tuple[np.ndarray, ...] | None:
-        """Returns user codes, item codes and, if present, times; None if a line is malformed."""
+        """Returns codes of users, codes of items and, if present, times; None if a line is malformed."""
         layout = self._layout
         if any(length != len(layout.names) for length in map(len, rows)):
             return None
@@ -205,16 +205,16 @@ class _Parser:
             form = form_of(rows[0][layout.time])
             self._form_of_times = self._form_of_times or form
             is_bad = times is None or form != self._form_of_times
-        if is_bad:  # dropped lines have no names
+        if is_bad:  # names in dropped lines get no codes
             self._users.forget_newest()
             self._items.forget_newest()
             return None
         return (users, items) if times is None else (users, items, times)
 
     def _without_bad(self, lines: Sequence[Line]) -> list[Line]:
-        """Returns the well-formed lines. Raises UserError for the first malformed one, unless they are dropped.
+        """Returns the well-formed lines. Raises UserError for the first malformed line unless such lines are dropped.
 
-        Slow and precise.
+        Checks the lines one by one.
         """
         kept = []
         for number, fields in lines:
@@ -227,7 +227,7 @@ class _Parser:
         return kept
 
     def _what_is_wrong(self, fields: Sequence[str]) -> tuple[str, str] | None:
-        """Returns what is wrong with a line, and how to fix it."""
+        """Returns what is wrong with a line and how to fix it; None if the line is well-formed."""
         layout, advice = self._layout, "fix it"
         if len(fields) != len(layout.names):
             return f"{len(fields)} column{'s' * (len(fields) != 1)} instead of {len(layout.names)}", advice
@@ -246,7 +246,7 @@ class _Parser:
 
 
 class _Codes(dict[str, int]):
-    """Numbers names in order of first occurrence. newest: names that the last call of `of` added."""
+    """Codes of names, in order of first occurrence. newest: names that the last call of `of` added."""
 
     newest: list[str]
 
@@ -264,9 +264,9 @@ class _Codes(dict[str, int]):
             del self[name]
 
     def in_order(self) -> tuple[list[str], np.ndarray]:
-        """Returns the names sorted by `data.csv_lines.in_order`, and each code's place among them.
+        """Returns the names, sorted by `data.csv_lines.in_order`, and each code's index in them.
 
-        If all names are whole numbers, 7.0 counts as 7, as programs write columns with gaps.
+        If all names are whole numbers, 7.0 becomes 7, since programs write whole numbers so in columns with gaps.
         """
         names, whole = list(self), list(map(without_point, self))
         if all(name.isascii() and name.isdigit() for name in whole):
@@ -281,7 +281,7 @@ def _is_no_name(text: str) -> bool:
 
 
 def _first_of_equal(users: np.ndarray, items: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Returns positions of the first of each equal user, item and time, in order."""
+    """Returns the indices of interactions without those that repeat an earlier one's user, item and time."""
     order = np.lexsort((times, items, users))  # a stable sort
     is_again = np.zeros(len(order), bool)
     is_again[order[1:]] = np.all([np.diff(column[order]) == 0 for column in (users, items, times)], axis=0)
@@ -289,7 +289,7 @@ def _first_of_equal(users: np.ndarray, items: np.ndarray, times: np.ndarray) -> 
 
 
 def _unnamed(role: str, ids: Sequence[str], rows: np.ndarray) -> list[str]:
-    """Warns of names that denote a missing value. role: user or item. rows: position of each in ids."""
+    """Returns warnings about names that mark missing values. role: "user" or "item". rows: indices into ids."""
     marks = [place for place, name in enumerate(ids) if name.lower() in _NO_NAMES]
     return [
         f"Warning: {np.count_nonzero(rows == place):,} of {len(rows):,} interactions have the {role} {ids[place]!r}, "

@@ -1,4 +1,4 @@
-"""Parses times of interactions: numbers, or dates in ISO 8601 or with the day or the month first."""
+"""Parses times of interactions: numbers, ISO 8601 dates, and dates with the day or the month first."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, time
@@ -9,37 +9,36 @@ from data.csv_lines import is_number, utc_seconds
 from data.moments import day_and_month, settled
 
 _TIME_LIMIT = 2**62
-"""Differences of smaller times fit int64."""
+"""Limit of times, so that differences fit int64."""
 _CALENDAR_S = (1e8, 4.1e9)
-"""Unix times from 1973 to 2099."""
+"""Range of Unix times from 1973 to 2099."""
 _UNITS = {"milliseconds": 1e3, "microseconds": 1e6, "nanoseconds": 1e9}
 EXPECTED = "a time: a number, or a date such as 2024-05-31, 2024-05-31T18:30:00+02:00 or 31/05/2024 18:30"
 
 
 def parse_times(texts: Sequence[str]) -> np.ndarray | None:
-    """Parses times to (n,) int64, or float64 if not all are whole numbers; None if one is not a time or differs in
-    form.
+    """Parses times to (n,) int64, or float64 unless all are whole; None if a text is no time or the forms differ.
 
-    Dates become seconds since 1970, UTC without a time zone. Dates such as 31/05/2024 return both interpretations, (n,
-    2) float64: day first, and month first; NaN if impossible.
+    Dates become seconds since 1970, in UTC unless they have a time zone. For dates such as 31/05/2024 both
+    interpretations are returned, (n, 2) float64: day first and month first, NaN if impossible.
     """
     for read in (_whole_numbers, _numbers, _dates, _days_and_months):
         try:
             times = read(texts)
         except (ValueError, OverflowError):
             continue
-        usable = (times > -_TIME_LIMIT) & (times < _TIME_LIMIT)  # false for NaN
+        usable = (times > -_TIME_LIMIT) & (times < _TIME_LIMIT)  # False for NaN
         return times if (usable if times.ndim == 1 else usable.any(axis=1)).all() else None
     return None
 
 
 def in_seconds(times: np.ndarray) -> tuple[np.ndarray, str]:
-    """Converts to seconds since 1970; also returns the unit or date format found, "" for possible seconds.
+    """Converts times to seconds since 1970; also returns the detected unit or date format, "" for seconds.
 
-    times: (n,) with n >= 1, all of a file, or (n, 2) of ambiguous dates, from `parse_times`. Recognises milli-, micro-
-    and nanoseconds of the years 1973 to 2099, and days of these years such as 20240531, optionally with hours, minutes
-    and seconds, as whole numbers of any type. Numbers not above 0 are ignored: they mark unknown times, and become 0
-    beside dates. Raises ValueError if it is unclear whether days or months come first.
+    times: all times of a file from `parse_times`, (n,) with n >= 1, or (n, 2) for ambiguous dates. Detects milli-,
+    micro- and nanoseconds of the years 1973 to 2099, and days of these years as numbers such as 20240531, optionally
+    with hours, minutes and seconds. Numbers of 0 or less mark unknown times and do not count; among dates they become
+    0. Raises ValueError if it is unclear whether the day or the month comes first.
     """
     if times.ndim == 2:
         found = settled(times[:, None])[:, 0]
@@ -53,7 +52,7 @@ def in_seconds(times: np.ndarray) -> tuple[np.ndarray, str]:
             all_seconds = np.zeros(len(times), np.int64)
             all_seconds[is_known] = seconds
             return all_seconds, form
-    middle = np.median(times)  # single times may be wrong
+    middle = np.median(times)  # the median, since single times may be wrong
     for unit, per_second in _UNITS.items():
         low, high = (per_second * limit for limit in _CALENDAR_S)
         if low <= middle < high:
@@ -62,19 +61,19 @@ def in_seconds(times: np.ndarray) -> tuple[np.ndarray, str]:
 
 
 def _seconds_of_moments(numbers: np.ndarray) -> np.ndarray | None:
-    """Converts moments such as 20240531183000 to seconds since 1970; None unless all are."""
+    """Converts numbers such as 20240531183000 to seconds since 1970; None if a number is not such a time."""
     minutes, seconds = _seconds_of_minutes(numbers // 100), numbers % 100
     return None if minutes is None or (seconds > 59).any() else minutes + seconds
 
 
 def _seconds_of_minutes(numbers: np.ndarray) -> np.ndarray | None:
-    """Converts moments such as 202405311830 to seconds since 1970; None unless all are."""
+    """Converts numbers such as 202405311830 to seconds since 1970; None if a number is not such a time."""
     days, hours, minutes = _seconds_of_days(numbers // 10_000), numbers // 100 % 100, numbers % 100
     return None if days is None or (hours > 23).any() or (minutes > 59).any() else days + 3600 * hours + 60 * minutes
 
 
 def _seconds_of_days(numbers: np.ndarray) -> np.ndarray | None:
-    """Converts days such as 20240531, of 1973 to 2099, to seconds since 1970; None unless all are."""
+    """Converts days such as 20240531 to seconds since 1970; None if a number is no day of the years 1973 to 2099."""
     if (numbers % 1 != 0).any() or (numbers < 1973_00_00).any() or (numbers > 2099_99_99).any():
         return None
     years, months, days = (part.astype(np.int64) for part in (numbers // 10_000, numbers // 100 % 100, numbers % 100))
@@ -92,7 +91,7 @@ _DATES_IN_DIGITS = {
 
 
 def form_of(text: str) -> str:
-    """Names the form of a time, which a file must not mix; "" for other text."""
+    """Returns the form of a time, which must be the same in a file; "" for other text."""
     if is_number(text):
         return "a number"
     times = parse_times([text])
@@ -100,12 +99,12 @@ def form_of(text: str) -> str:
 
 
 def is_time(text: str) -> bool:
-    """Returns whether a text can be a time."""
+    """Returns whether a text may be a time."""
     return parse_times([text]) is not None
 
 
 def is_calendar_time(text: str) -> bool:
-    """Returns whether a text must be a time: a date, or seconds or milliseconds since 1970 between 1973 and 2099."""
+    """Returns whether a text is a date, or seconds or milliseconds since 1970 of the years 1973 to 2099."""
     if not is_number(text):
         return is_time(text)
     low, high = _CALENDAR_S
@@ -123,7 +122,7 @@ def is_time_of_day(text: str) -> bool:
 
 
 def time_range(times: np.ndarray) -> str:
-    """Formats the first and last of the times, (n,) with n >= 1; as dates if possible."""
+    """Formats the first and last time of (n,), n >= 1; as dates if possible."""
     low, high = _CALENDAR_S
     known = times[times != 0]  # 0 marks an unknown time
     if not len(known) or known.min() < low or known.max() >= high:
@@ -155,6 +154,6 @@ def _whole_if_all_are(seconds: np.ndarray) -> np.ndarray:
 
 def _seconds(text: str) -> float:
     text = text.strip()
-    if is_number(text):  # such as 20240531 among dates with hyphens
+    if is_number(text):  # fromisoformat would also accept 20240531
         raise ValueError(text)
     return utc_seconds(text.removesuffix(" UTC"))

@@ -1,6 +1,6 @@
-"""Data sets for recommendation with a knowledge graph: users' items and facts about the items.
+"""Data for recommendation with a knowledge graph: users' items, and facts about the items.
 
-Users and items count from 0, and item i is entity i of the graph; other entities follow the items.
+Users and items are numbered from 0. Item i is entity i of the graph; other entities follow the items.
 """
 
 from dataclasses import dataclass, field
@@ -22,8 +22,8 @@ NO_TRIPLES = np.empty((0, 3), np.int32)
 class ItemLists(Movable):
     """Distinct items of each user.
 
-    offsets: (num_users + 1,) int64; user u's items are at offsets[u] to offsets[u + 1].
-    items: (n,) int32, ascending for each user.
+    offsets: (num_users + 1,) int64; user u has items[offsets[u] : offsets[u + 1]]. items: (n,) int32, ascending for
+    each user.
     """
 
     stays = frozenset({"offsets"})
@@ -33,18 +33,18 @@ class ItemLists(Movable):
 
     @classmethod
     def empty(cls, num_users: int) -> "ItemLists":
-        """Builds lists without any item."""
+        """Builds lists without items."""
         return cls(np.zeros(num_users + 1, np.int64), np.empty(0, np.int32))
 
     @classmethod
     def of_pairs(cls, users: np.ndarray, items: np.ndarray, num_users: int) -> "ItemLists":
-        """Builds lists from (user, item) pairs (n,) int64, in any order, with repetitions."""
+        """Builds lists from pairs of user and item, (n,) int64 each, in any order and perhaps repeated."""
         stride = int(items.max(initial=0)) + 1
         users, items = np.divmod(sorted_distinct(users * stride + items), stride)
         return cls(np.searchsorted(users, np.arange(num_users + 1)), items.astype(np.int32))
 
     def __len__(self) -> int:
-        """Returns the number of pairs."""
+        """Returns the number of pairs of user and item."""
         return len(self.items)
 
     @property
@@ -58,36 +58,36 @@ class ItemLists(Movable):
         return np.repeat(np.arange(len(self.offsets) - 1), self.sizes)
 
     def of(self, user: int) -> np.ndarray:
-        """Returns one user's items: (sizes[user],) int32."""
+        """Returns the items of a user: (sizes[user],) int32."""
         return self.items[self.offsets[user] : self.offsets[user + 1]]
 
     def contain(self, users: np.ndarray, items: np.ndarray) -> np.ndarray:
-        """Returns which of the pairs (n,) int64 are in the lists: (n,) bool."""
+        """Returns whether the lists contain each pair of user and item, (n,) int64 each: (n,) bool."""
         stride = max(int(self.items.max(initial=0)), int(items.max(initial=0))) + 1
         pairs, own = users * stride + items, self.users * stride + self.items
         position = np.searchsorted(own, pairs)
         return np.append(own, -1)[position] == pairs
 
     def where(self, chosen: np.ndarray) -> "ItemLists":
-        """Keeps the chosen pairs, (n,) bool, and all users."""
+        """Returns lists of the chosen pairs, (n,) bool, for all users."""
         return ItemLists(np.concatenate([[0], np.cumsum(chosen)])[self.offsets], self.items[chosen])
 
     def joined_with(self, other: "ItemLists") -> "ItemLists":
-        """Returns the union with the pairs of the same users in another."""
+        """Returns the union with other lists of the same users."""
         users, items = (np.concatenate(both) for both in ((self.users, other.users), (self.items, other.items)))
         return ItemLists.of_pairs(users, items.astype(np.int64), len(self.offsets) - 1)
 
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Interactions in three parts and a knowledge graph.
+    """Training, validation and test interactions, and a knowledge graph.
 
-    train, val, test: ItemLists of all users; val is test itself if models are selected on the test set.
-    triples: (m, 3) int32 head, relation, tail, distinct, ascending; none without a graph.
-    relation_names: num_relations of them, or none if unknown.
-    unknown_items: (k,) int64 ids below num_items that no file mentions: gaps in the numbering.
-    notes: shown to the user.
-    names: of users, items and other entities; none if the files number them.
+    train, val, test: ItemLists of all users; if models are selected on the test set, val is the same object as test.
+    triples: (m, 3) int32, head, relation and tail of each triple, distinct and ascending; m is 0 without a graph.
+    relation_names: names of all relations; () if unknown.
+    unknown_items: (k,) int64, item ids below num_items that no file contains.
+    notes: lines for the user.
+    names: names of users, items and other entities; () each if the files contain numbers.
     """
 
     num_users: int
@@ -107,12 +107,12 @@ class Catalogue:
 
     @cached_property
     def num_entities(self) -> int:
-        """Returns the number of entities, items included."""
+        """Number of entities, including items."""
         return max(self.num_items, int(self.triples[:, [0, 2]].max(initial=-1)) + 1)
 
     @cached_property
     def num_relations(self) -> int:
-        """Returns the number of relations of the triples."""
+        """Number of relations of the triples."""
         return int(self.triples[:, 1].max(initial=-1)) + 1
 
     def user_name(self, user: int) -> str:
@@ -126,17 +126,17 @@ class Catalogue:
 
     @property
     def selects_on_test(self) -> bool:
-        """Whether validation and test are the same items."""
+        """Whether the validation set is the test set."""
         return self.val is self.test
 
     @property
     def seen(self) -> ItemLists:
-        """Returns items never to recommend: those of training and, unless it is the test set, validation."""
+        """Items that are not recommended: training items and, unless validation is the test set, validation items."""
         return self.train if self.selects_on_test else self.train.joined_with(self.val)
 
     @property
     def arrays(self) -> Arrays:
-        """Returns the arrays to cache."""
+        """Arrays to cache."""
         counts = np.array([self.num_users, self.num_items])
         arrays = {"counts": counts, "triples": self.triples, "unknown_items": self.unknown_items}
         for name, texts in zip(_TEXTS, (self.relation_names, self.notes, *self.names), strict=True):

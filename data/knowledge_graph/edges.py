@@ -1,4 +1,4 @@
-"""Joins knowledge graph and interactions into one graph.
+"""Joins a knowledge graph and interactions to one graph.
 
 After Wang et al., "KGAT: Knowledge Graph Attention Network for Recommendation", KDD 2019, section 2.
 """
@@ -17,8 +17,8 @@ NUM_INTERACTION_RELATIONS = 2
 class Edges:
     """Distinct directed edges, sorted by head, then tail, then relation.
 
-    Nodes: items from 0, other entities, then user u at num_entities + u. Relations, with R in the knowledge graph: 0
-    interact (user to item), 1 its inverse, 2 + r relation r, 2 + R + r its inverse.
+    Nodes are items, from 0, then other entities, then users: user u is node num_entities + u. Relation 0 is "interact"
+    (user to item), 1 its inverse. Relation r of the knowledge graph's R is 2 + r, its inverse 2 + R + r.
 
     head, tail, relation: (E,) int32.
     num_relations: 2 + 2 R.
@@ -35,7 +35,7 @@ class Edges:
 
 
 def collaborative_graph(catalogue: Catalogue) -> Edges:
-    """Builds edges of training interactions and triples, in both directions."""
+    """Builds the edges of training interactions and triples, in both directions."""
     users = (catalogue.train.users + catalogue.num_entities).astype(np.int32)
     items = catalogue.train.items
     heads, relations, tails = catalogue.triples.T
@@ -51,7 +51,7 @@ def collaborative_graph(catalogue: Catalogue) -> Edges:
 
 
 def named_relation(catalogue: Catalogue, relation: int) -> tuple[str, bool]:
-    """Returns the name of an edge relation without its direction, and whether it is inverse."""
+    """Returns the name of an edge's relation, and whether the relation is inverse."""
     if relation < NUM_INTERACTION_RELATIONS:
         return "interact", relation == INTERACTED_BY
     inverse, number = divmod(relation - NUM_INTERACTION_RELATIONS, catalogue.num_relations)

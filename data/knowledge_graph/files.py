@@ -1,4 +1,4 @@
-"""Files of a data set by name, in a folder or archive, compressed or not."""
+"""Finds the files of a data set by name, in a folder or an archive."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -12,34 +12,34 @@ from trainer.common.errors import UserError
 class DataFiles:
     """Files of one folder.
 
-    where: names the folder in messages.
-    by_name: files by their bare names.
+    where: noun for the folder in messages. by_name: files by `DataFile.bare_name`.
     """
 
     where: str
     by_name: dict[str, DataFile]
 
     def find(self, *names: str) -> DataFile | None:
-        """Returns the first existing file of these names."""
+        """Returns the first existing file with one of the names; None if there is none."""
         return next((self.by_name[name] for name in names if name in self.by_name), None)
 
     def named(self, name: str) -> DataFile:
-        """Returns the file of this name. Raises UserError if it is missing."""
+        """Returns the file with a name. Raises UserError if it is missing."""
         file = self.find(name)
         if file is None:
             raise UserError(f"{self.where}: no {name}; give a folder that has it; there are: {shown(self.by_name)}")
         return file
 
     def stamps(self, names: Iterable[str]) -> list[tuple[object, ...]]:
-        """Returns values that change when a file of these names changes, appears or disappears."""
+        """Returns values that change when a file with one of the names changes, appears or disappears."""
         return [file.stamp for name in names if (file := self.by_name.get(name))]
 
 
 def find_files(path: Path, telling: Collection[str]) -> DataFiles:
-    """Finds the one folder with some of the telling names: path itself, or a folder in it.
+    """Finds the folder of a data set: `path`, or a folder in it, that contains one of the file names `telling`.
 
-    Without any, returns the files of path itself, or of its only folder. path: a file, a folder or an archive. Raises
-    UserError if it cannot be read, if several folders qualify, or if a file exists both with and without .gz.
+    If no folder contains such a file, returns the files of `path` or of its only folder. path: a file, a folder or an
+    archive. Raises UserError if it cannot be read, if several folders qualify, or if a file exists with and without
+    .gz.
     """
     path = path.resolve()
     where = f"--data-dir {path}"
@@ -61,7 +61,7 @@ def find_files(path: Path, telling: Collection[str]) -> DataFiles:
 
 
 def _folders(source: Source) -> dict[str, list[DataFile]]:
-    """Groups the files by folder, the source itself first; keys name the folders in messages."""
+    """Returns the files by folder; keys are nouns for the folders in messages. The source itself comes first."""
     folders: dict[str, list[DataFile]] = {source.where: []}
     for file in source.files:
         folder = str(PurePosixPath(file.name).parent)

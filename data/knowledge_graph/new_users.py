@@ -1,4 +1,4 @@
-"""Users to recommend items to: the file of `--predict`."""
+"""Reads the file of `--predict`: users to recommend items to."""
 
 from pathlib import Path
 
@@ -14,14 +14,14 @@ from trainer.loading.order import SampleKeys
 
 HEADER = "user"
 _MOST_DIGITS = 18
-"""Digits that fit 64 bits."""
+"""Largest number of digits that always fits 64 bits."""
 
 
 def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> tuple[np.ndarray, list[str]]:
-    """Reads the users of a file, (n,) int64, in its order with repetitions; also returns remarks.
+    """Reads users, (n,) int64, in the order of the file and perhaps repeated; also returns remarks.
 
-    path: text with one user id per line, as in the training data; an optional header such as `user` or `user_id`.
-    Raises UserError with file, line and value for users absent from training, unless these are dropped.
+    path: text with one user id per line, as in the training data, and optionally a header such as `user` or `user_id`.
+    Raises UserError, with file, line and value, for users without training items, unless such users are dropped.
     """
     is_trained_on = catalogue.train.sizes > 0
     number_of = {name: number for number, name in enumerate(catalogue.names[0])}
@@ -52,10 +52,10 @@ def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> t
 
 
 class Recommendations:
-    """The places of each user's ranking, user by user."""
+    """Data set of ranking places: sample i is place i % num_places of the recommendations to users[i // num_places]."""
 
     def __init__(self, users: np.ndarray, num_places: int, catalogue: Catalogue) -> None:
-        """users: (n,) int64. Raises UserError if a user has fewer items left than num_places."""
+        """Creates the data set. users: (n,) int64. Raises UserError if a user has fewer than num_places items left."""
         self.users = users
         self.num_places = num_places
         self._seen = catalogue.seen
@@ -72,9 +72,9 @@ class Recommendations:
         return len(self.users) * self.num_places
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, np.ndarray]:
-        """{"user" (B,), "place" (B,) from 0, "seen" (B, S) items, padded with num_items} int64.
+        """Returns {"user": (B,), "place": (B,), from 0, "seen": (B, S), padded with num_items}, all int64.
 
-        seen: items of training and validation, never to recommend.
+        "seen" are items of training and validation, which are not recommended.
         """
         row, place = np.divmod(keys.index, self.num_places)
         users = self.users[row]

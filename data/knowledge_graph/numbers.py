@@ -1,4 +1,4 @@
-"""Reads files of whole numbers; errors name the line."""
+"""Reads files of whole numbers."""
 
 import io
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from trainer.common.errors import UserError
 from trainer.common.files import array_errors
 
 LARGEST_ID = 10**8
-"""Larger ids are taken for mistakes, since arrays are as long as the largest id."""
+"""Limit of ids; larger ids are errors, since arrays are as long as the largest id."""
 _ALLOWED = b"0123456789 \t\n\r\v\f"
 _SHOWN_WIDTH = 60
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Whole numbers from 0 to LARGEST_ID in at least one row; no row is empty.
+    """Whole numbers from 0 to LARGEST_ID, in at least one row; no row is empty.
 
     values: (n,) int64.
-    offsets: (rows + 1,) int64; a row's values are at offsets[row] to offsets[row + 1].
-    lines: (rows,) int64, line of each row in the file, from 1; blank lines count.
+    offsets: (rows + 1,) int64; row r has values[offsets[r] : offsets[r + 1]].
+    lines: (rows,) int64, line number of each row in the file, from 1.
     """
 
     where: str
@@ -31,9 +31,9 @@ class Numbers:
 
     @classmethod
     def read(cls, file: DataFile) -> "Numbers":
-        """Reads text separated by spaces or tabs, or a two-dimensional .npy.
+        """Reads numbers from a text file, separated by spaces or tabs, or from a two-dimensional .npy file.
 
-        Raises UserError if the file is empty or has anything else in it.
+        Raises UserError if the file is empty or contains anything else.
         """
         content = file.read()
         numbers = _from_array(file, content) if file.bare_name.endswith(".npy") else _from_text(file, content)
@@ -48,12 +48,12 @@ class Numbers:
 
     @property
     def first(self) -> np.ndarray:
-        """First number of each row: (rows,) int64."""
+        """First value of each row: (rows,) int64."""
         return self.values[self.offsets[:-1]]
 
     def columns(self, names: str) -> np.ndarray:
-        """Returns the rows as a table, one column per name: (rows, columns). Raises UserError if a row's length
-        differs.
+        """Returns a table (rows, columns), one column per word of `names`. Raises UserError for another number of
+        columns.
         """
         num_columns = len(names.split())
         wrong = np.flatnonzero(np.diff(self.offsets) != num_columns)
@@ -63,17 +63,17 @@ class Numbers:
         return self.values.reshape(-1, num_columns)
 
     def refuse(self, is_wrong: np.ndarray, reason: str, rows: np.ndarray | None = None, **values: np.ndarray) -> None:
-        """Raises UserError for the first wrong value, (n,) bool.
+        """Raises UserError for the first wrong value. is_wrong: (n,) bool.
 
-        reason: {name} in it is replaced by the wrong one's entry in values[name], (n,). rows: (n,), the row of each;
-        default: one value per row.
+        reason: in the message, {name} is replaced by the wrong value's entry in values[name], (n,). rows: (n,), the row
+        of each value; default: one value per row.
         """
         if is_wrong.any():
             i = int(np.argmax(is_wrong))
             raise self.mistake(i if rows is None else rows[i], reason.format_map({k: v[i] for k, v in values.items()}))
 
     def mistake(self, row: int, reason: str) -> UserError:
-        """Builds the error about a row."""
+        """Builds the UserError about a row."""
         values = self.values[self.offsets[row] : self.offsets[row + 1]]
         return _mistake(self.where, int(self.lines[row]), " ".join(map(str, values[:_SHOWN_WIDTH])), reason)
 
@@ -88,7 +88,7 @@ def _from_text(file: DataFile, text: bytes) -> Numbers:
     before_line_end = np.searchsorted(starts, np.flatnonzero(characters == ord("\n")))
     offsets = np.concatenate([[0], before_line_end, [len(starts)]])
     is_row = np.diff(offsets) > 0
-    # fromstring turns white space into a 0, and numbers beyond int64 into the largest one
+    # fromstring returns [0] for white space, and the largest int64 for larger numbers
     values = np.fromstring(text, np.int64, sep=" ") if len(starts) else np.empty(0, np.int64)
     return Numbers(file.where, values, np.append(offsets[:-1][is_row], len(starts)), np.flatnonzero(is_row) + 1)
 
@@ -108,7 +108,7 @@ def _from_array(file: DataFile, content: bytes) -> Numbers:
 
 
 def _no_number(file: DataFile, text: bytes) -> UserError:
-    """Builds the error about the first field that is not a whole number."""
+    """Builds the UserError about the first field that is not a whole number."""
     for number, line in enumerate(text.split(b"\n"), start=1):
         for field in line.split():
             if not field.isdigit():

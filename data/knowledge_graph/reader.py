@@ -1,12 +1,12 @@
-"""Reads catalogues from the two layouts in which such data is usually published.
+"""Reads catalogues in the two layouts that most published data sets have.
 
-KGAT's (Wang et al., KDD 2019): `train.txt`, `test.txt` and, optionally, `valid.txt`, with a line `user item item ...`
-per user; `kg_final.txt` with a line `head relation tail` per triple; optionally lists of all users, items, entities and
-relations, each with a header: `user_list.txt`, and so on.
+The layout of KGAT (Wang et al., KDD 2019) has `train.txt`, `test.txt` and optionally `valid.txt`, with a line `user
+item item ...` per user; `kg_final.txt`, with a line `head relation tail` per triple; and optionally lists with a header
+of all users, items, entities and relations, such as `user_list.txt`.
 
-KGCN's (Wang et al., WWW 2019): `ratings_final` with a line `user item label` per rating, label 1 if the user has the
-item; `kg_final`; optionally `item_index2entity_id.txt`, with a line per item. The first two end in `.txt` or `.npy`;
-`.npy` takes precedence.
+The layout of KGCN (Wang et al., WWW 2019) has `ratings_final`, with a line `user item label` per rating, where label 1
+means that the user has the item; `kg_final`; and optionally `item_index2entity_id.txt`, with a line per item. The first
+two end in `.txt` or `.npy`; `.npy` takes precedence.
 
 `data.knowledge_graph.tables` reads tables of named columns.
 """
@@ -33,25 +33,25 @@ _RATINGS_FILES = ("ratings_final.npy", "ratings_final.txt", "ratings_final")
 _GRAPH_FILES = ("kg_final.npy", "kg_final.txt", "kg_final")
 _LISTS = ("user_list.txt", "item_list.txt", "entity_list.txt", "relation_list.txt", "item_index2entity_id.txt")
 _TEST_SHARE = 0.2
-"""Share of the ratings, as published."""
+"""Share of each user's ratings for the test, as in the published code of KGCN."""
 _IDS_FOR_ONE = 10
-"""Limit on ids per occurring id, beyond a thousand; larger ids are mistakes, and would make tables as long."""
+"""An id above 1000 + this factor times the number of distinct ids is an error, since tables are as long as ids."""
 _NUMBERED = "far beyond the others: ids count from 0, with few left out"
 
 
 def load_catalogue(
     path: Path, cache_dir: Path, *, val_share: float, seed: int, selects_on_test: bool, reading: Reading = STRICT
 ) -> Catalogue:
-    """Reads a data set and caches it parsed.
+    """Reads a data set; the parsed arrays are cached.
 
-    path: a table of interactions; or a folder, a .zip or a .tar.gz, with the files at its top or in one folder, plain
-        or compressed, never unpacked to disk. The graph is optional. Repetitions within a file count once.
-    val_share: share of each user's training items to hold out for validation, 0 <= val_share < 1, without a
-        `valid.txt`. Every user keeps one training item.
-    seed: with user and item, determines what is held out, and the test items of ratings, 20 % of each user's.
-    selects_on_test: validation is the test set, as in the published code of KGAT; all training items are trained on and
-        `valid.txt` is ignored.
-    reading: how to read tables.
+    path: a table of interactions; or a folder, .zip or .tar.gz with the files at its top or in one folder. Files may be
+        compressed; archives are not unpacked to disk. The graph is optional. Repeated entries of a file count once.
+    val_share: share of each user's training items to hold out for validation, 0 <= val_share < 1, if there is no
+        `valid.txt`. Every user keeps at least one training item.
+    seed: determines, with user and item, the validation items, and the test items (20 % of each user's) of ratings.
+    selects_on_test: use the test set for validation too, as in the published code of KGAT; no training item is held
+        out, and `valid.txt` is ignored.
+    reading: encoding and treatment of bad lines, for tables.
 
     Raises UserError if the data set is missing, damaged or inconsistent.
     """
@@ -84,9 +84,9 @@ def load_catalogue(
 
 @dataclass(frozen=True)
 class _UserLines:
-    """Pairs of a file of lines `user item item ...`.
+    """Pairs of user and item in a file with lines `user item item ...`.
 
-    users, items: (n,) int64. rows: (n,) int64, row of each pair in the numbers.
+    users, items: (n,) int64. rows: (n,) int64, row of each pair in `numbers`.
     """
 
     numbers: Numbers
@@ -108,7 +108,7 @@ class _UserLines:
         return ItemLists.of_pairs(self.users, self.items, num_users)
 
     def refuse(self, is_wrong: np.ndarray, reason: str) -> None:
-        """Raises UserError for the first wrong pair, (n,) bool; reason can contain {user} and {item}."""
+        """Raises UserError for the first wrong pair. is_wrong: (n,) bool. reason: may contain {user} and {item}."""
         self.numbers.refuse(is_wrong, reason, self.rows, user=self.users, item=self.items)
 
 
@@ -141,7 +141,7 @@ def _read_kgat(files: DataFiles) -> Catalogue:
 
 
 def _are_known(items: np.ndarray, triples: np.ndarray, num_items: int) -> np.ndarray:
-    """Returns which items interactions (n,) or the graph mention: (num_items,) bool."""
+    """Returns which items occur in interactions or the graph: (num_items,) bool. items: (n,), of interactions."""
     is_known = np.zeros(num_items, bool)
     is_known[items] = True
     entities = triples[:, [0, 2]]
@@ -156,7 +156,7 @@ def _check_held_out(lines: dict[str, _UserLines], num_users: int, is_known: np.n
     is_trained_on[train.users] = True
     places = "train.txt nor in the graph" if has_graph else "train.txt"
     earlier = {"train.txt": train.lists(num_users)}
-    for name in sorted(lines.keys() - earlier.keys(), reverse=True):  # validation before test
+    for name in sorted(lines.keys() - earlier.keys(), reverse=True):  # the validation file comes before the test file
         part = lines[name]
         part.refuse(~is_trained_on[part.users], "user {user} has no items in train.txt")
         part.refuse(~is_known[part.items], "item {item} occurs neither in " + places)
@@ -189,7 +189,7 @@ def _read_kgcn(files: DataFiles, file: DataFile, seed: int) -> Catalogue:
 
 
 def _read_graph(files: DataFiles, num_items: int) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Reads the distinct triples (m, 3) int32, none without a graph, and the relation names if listed."""
+    """Reads the distinct triples (m, 3) int32, m = 0 without a graph, and the relations' names, () if not listed."""
     file, names = files.find(*_GRAPH_FILES), _read_relation_names(files)
     if file is None:
         return NO_TRIPLES, names
@@ -220,9 +220,9 @@ def _check_ids(
     list_name: str = "",
     rows: np.ndarray | None = None,
 ) -> None:
-    """Raises UserError for the first id that is too large for the number of distinct ids, or missing from its list.
+    """Raises UserError for the first id that is too large for the number of distinct ids, or missing from a list.
 
-    ids: (n,). all_ids: (m,), to count. num_listed: None without a list. rows: (n,), as for `Numbers.refuse`.
+    ids: (n,), to check. all_ids: (m,), to count. num_listed: length of the list, if any. rows: see `Numbers.refuse`.
     """
     largest = _IDS_FOR_ONE * len(sorted_distinct(all_ids)) + 1000
     numbers.refuse(ids > largest, f"{what} {{id}} is {_NUMBERED}", rows, id=ids)
@@ -232,13 +232,13 @@ def _check_ids(
 
 
 def _num_listed(files: DataFiles, name: str) -> int | None:
-    """Returns the number of ids in a list, or None if there is no such file."""
+    """Returns the number of ids in a list file; None if the file does not exist."""
     file = files.find(name)
     return None if file is None else len(_listed(file))
 
 
 def _read_relation_names(files: DataFiles) -> tuple[str, ...]:
-    """Reads names by relation id; none without a list."""
+    """Reads the relations' names in the order of ids; () without a list."""
     file = files.find("relation_list.txt")
     if file is None:
         return ()
@@ -256,6 +256,6 @@ def _read_relation_names(files: DataFiles) -> tuple[str, ...]:
 
 
 def _listed(file: DataFile) -> list[bytes]:
-    """Returns the lines of a list, without the header."""
+    """Returns the lines of a list file without its header."""
     lines = [line for line in file.read().splitlines() if line.strip()]
     return lines[1:] if lines and lines[0].startswith(b"org_id") else lines

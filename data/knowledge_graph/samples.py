@@ -1,7 +1,7 @@
-"""Data sets for training and evaluating a recommender: interactions, triples of the graph, users to rank items for.
+"""Data sets of a recommender: interactions, triples of the graph, and users to rank items for.
 
-All draws are a function of (seed, epoch, sample index), never of the batch. Negatives are drawn by rank, exactly and
-without rejection (`ItemSets`).
+Random draws are functions of seed, epoch and sample index, and do not depend on the batch. Negatives are drawn without
+rejection (see `ItemSets`).
 """
 
 from functools import lru_cache
@@ -20,22 +20,22 @@ from trainer.loading.on_device import Movable
 from trainer.loading.order import SampleKeys
 
 _USER_STREAM, _ITEM_STREAM, _HEAD_STREAM, _TAIL_STREAM = range(4, 8)
-"""splits.py uses the streams before these."""
+"""Streams of the random number generator; splits.py uses streams 0 to 3."""
 _STEP = 128
-"""Multiple to which item lists are padded on a GPU; cheap beside scoring all items."""
+"""Multiple to which item lists are padded on a GPU."""
 
 
 class BprSamples(Movable):
-    """As many samples as training interactions: a user, an item of theirs, and another item."""
+    """Data set of triples (user, item of the user, other item); it has one sample per training interaction."""
 
     rows_alike = True
 
     def __init__(self, catalogue: Catalogue, seed: int, draw: Literal["users", "interactions"] = "users") -> None:
-        """draw: what to sample.
+        """Creates the data set. draw: "users" or "interactions".
 
-        "users": an epoch's samples, in order, run through one permutation of the users after another, so that
-        neighbours have distinct users except at borders; the positive is uniform among the user's items. After the
-        published code of KGAT. "interactions": sample i is interaction i.
+        "users": the samples of an epoch, in order, run through random permutations of the users, one after another, so
+        a batch contains distinct users except where permutations meet. The positive is uniform among the user's items.
+        After the published code of KGAT. "interactions": sample i is interaction i.
 
         Raises UserError if a user has all items, which leaves no negative.
         """
@@ -56,7 +56,7 @@ class BprSamples(Movable):
         return len(self._items)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
-        """{"user", "positive", "negative"}, each (B,) int64. The negative is uniform among the user's other items."""
+        """Returns {"user", "positive", "negative"}, (B,) int64 each; negatives are uniform among other items."""
         index = self.here(keys.index)
         bits = random_bits(self._seed, keys.epoch, index, 2, _ITEM_STREAM)
         if self._users_of_samples is not None:
@@ -73,23 +73,23 @@ class BprSamples(Movable):
 
 
 class Triples(Movable):
-    """As many samples as edges: an edge of the graph, and a tail that is not joined to its head by its relation.
+    """Data set of edges, each with a node that the edge's relation does not join to its head.
 
-    An epoch's samples, in order, run through one permutation of the head nodes after another; the edge is uniform among
-    the head's. After the published code of KGAT.
+    It has one sample per edge. The samples of an epoch, in order, run through random permutations of the head nodes,
+    one after another; the edge is uniform among the head's edges. After the published code of KGAT.
     """
 
     rows_alike = True
 
     def __init__(self, edges: Edges, seed: int) -> None:
-        """Raises UserError if a relation joins a head to every node, which leaves no negative."""
+        """Creates the data set. Raises UserError if a relation joins a head to every node, which leaves no negative."""
         self._seed = seed
         order = np.lexsort((edges.tail, edges.relation, edges.head))
         head, self._relation, self._tail = (ids[order] for ids in (edges.head, edges.relation, edges.tail))
         self._degrees = np.bincount(head, minlength=edges.num_nodes)
         self._offsets = np.concatenate([[0], np.cumsum(self._degrees)])
         self._heads = np.flatnonzero(self._degrees)
-        # the tails of each (head, relation) form their own set
+        # the tails of each pair (head, relation) form a set
         is_first = (np.diff(head, prepend=-1) != 0) | (np.diff(self._relation, prepend=-1) != 0)
         self._set_of_edge = (np.cumsum(is_first) - 1).astype(np.int32)
         first = np.flatnonzero(is_first)
@@ -106,9 +106,9 @@ class Triples(Movable):
         return len(self._tail)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
-        """{"head", "relation", "tail", "negative"}, each (B,) int64.
+        """Returns {"head", "relation", "tail", "negative"}, (B,) int64 each.
 
-        The negative is uniform among nodes for which (head, relation, negative) is not an edge.
+        Negatives are uniform among the nodes for which (head, relation, negative) is not an edge.
         """
         index = self.here(keys.index)
         bits = random_bits(self._seed, keys.epoch, index, 2, _TAIL_STREAM)
@@ -125,9 +125,9 @@ class Triples(Movable):
 
 
 class UsersToRank(Movable):
-    """Users with items to find, and these items.
+    """Data set of users with held-out items, and these items.
 
-    Sorted by the number of seen items, so that neighbours need little padding.
+    Samples are sorted by the number of seen items, so that batches need little padding.
 
     users: (n,) int64, the user of each sample.
     """
@@ -145,10 +145,10 @@ class UsersToRank(Movable):
         return len(self.users)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
-        """{"user" (B,), "positives" (B, P), "seen" (B, S)} int64, rows padded behind with num_items.
+        """Returns {"user": (B,), "positives": (B, P), "seen": (B, S)}, int64; lists are padded at the end with
+        num_items.
 
-        seen: items of training and, for the test, also of validation; never to recommend. (If models are selected on
-        the test set, there is no separate validation, and seen is training only.)
+        "seen" are items that are not recommended: of training and, in the test, also of a separate validation set.
         """
         users = self.users[keys.index]
         return {
@@ -159,14 +159,14 @@ class UsersToRank(Movable):
 
 
 def _sets(offsets: np.ndarray, members: np.ndarray, num_members: int) -> ItemSets:
-    """Builds sets of numbers from 0 to num_members - 1, given sorted and concatenated; ItemSets counts from 1."""
+    """Builds sets from sorted, concatenated members from 0 to num_members - 1, which ItemSets numbers from 1."""
     sets = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
     position = np.arange(len(members)) - offsets[sets]
     return ItemSets(offsets, members + 1, sets * (num_members + 1) + members - position, num_members)
 
 
 def padded(lists: ItemLists, users: np.ndarray, padding: int, keys: SampleKeys) -> Array:
-    """Returns the items of users (B,): (B, longest list or `keys.padded_length`) int64, padded behind."""
+    """Returns the items of users (B,), padded at the end to `keys.padded_length`: (B, S) int64."""
     start = lists.offsets[users]
     length = lists.offsets[users + 1] - start
     rows = Ragged(lists.here(start), lists.here(length), keys.padded_length(length.max(initial=0), _STEP))
@@ -174,15 +174,15 @@ def padded(lists: ItemLists, users: np.ndarray, padding: int, keys: SampleKeys) 
     return namespace(items).where(rows.is_real, items, padding)
 
 
-@lru_cache(maxsize=4)  # for two data sets, in this epoch and the next, whose first batches are prefetched
+@lru_cache(maxsize=4)  # for two data sets, each in the current epoch and the next, whose first batches are prefetched
 def _turns(seed: int, epoch: int, num_things: int, num_samples: int, stream: int, device: torch.device | None) -> Array:
-    """Returns which thing each sample is about, using each once before any again: (num_samples or more,)
+    """Returns the index of each sample's user or node: concatenated random permutations of range(num_things), int32.
 
-    Concatenated permutations of range(num_things), int32.
+    The length is the smallest multiple of num_things that is at least num_samples.
     """
     num_rounds = -(-num_samples // num_things)
     rounds = np.arange(num_rounds) if device is None else torch.arange(num_rounds, device=device)
     bits = random_bits(seed, epoch, rounds, num_things, stream)
-    # torch's words are signed; with the highest bit flipped they sort as the host's unsigned words do
+    # torch's words are signed; with the highest bit flipped they sort like numpy's unsigned words
     order = np.argsort(bits, axis=1, kind="stable") if on_host(bits) else (bits ^ -(2**63)).argsort(dim=1, stable=True)
     return cast(order, "int32").ravel()

@@ -1,4 +1,4 @@
-"""Holds out items of each user by a function of (seed, user, item), independent of file order."""
+"""Holds out items of each user as a function of seed, user and item, independent of file order."""
 
 from dataclasses import replace
 
@@ -9,16 +9,16 @@ from trainer.common.errors import UserError
 from trainer.loading.counter_random import random_bits, uniform
 
 VAL_STREAM, TEST_STREAM = 0, 2
-"""Each uses two streams of the counter-based generator."""
+"""Streams of the random number generator; each split also uses the next stream."""
 
 
 def hold_out(
     lists: ItemLists, share: float, seed: int, stream: int, times: np.ndarray | None = None
 ) -> tuple[ItemLists, ItemLists]:
-    """Splits the lists into the kept items and a held-out share of each user's, 0 <= share < 1.
+    """Splits lists into kept items and held-out items, a share 0 <= share < 1 of each user's items.
 
-    Holds out the items with the smallest hashes or, given the items' times (n,), the latest. A fraction of an item is
-    rounded up with its probability, so that users with few items contribute their share; every user keeps one item.
+    The held-out items have the smallest hashes or, given times (n,), are the latest. A fraction of an item is rounded
+    up with its probability, so that users with few items contribute their share. Every user keeps at least one item.
     """
     users, sizes = lists.users, lists.sizes
     words = random_bits(seed, 0, users << 32 | lists.items, 1, stream)[:, 0]
@@ -31,7 +31,7 @@ def hold_out(
 
 
 def with_validation(published: Catalogue, *, val_share: float, seed: int, selects_on_test: bool) -> Catalogue:
-    """Adds a validation set to a data set as published, unless it has one; arguments as for `load_catalogue`.
+    """Adds a validation set to a published data set without one. For the other arguments see `load_catalogue`.
 
     Raises UserError if the validation set is empty.
     """

@@ -1,12 +1,12 @@
-"""Synthetic data about people who borrow books, with a graph that tells what the few interactions do not.
+"""Synthetic data: readers who borrow books, with a graph that shows what few interactions do not show.
 
-A book has an author and a genre, and may belong to a series; all books of a series have one author. Authors write for
-an imprint, mostly in one genre. Readers follow two authors and a series, and like a genre and an imprint; a book's
-share of these determines its probability. Half of all books are better known than the others.
+A book has an author and a genre, and may belong to a series; all books of a series have the same author. An author
+writes for an imprint, mostly in one genre. A reader follows two authors and a series, and likes a genre and an imprint;
+how many of these a book has determines its probability. Half of all books are better known than the others.
 
-So the same readers borrow two books of one author, but most books too rarely for interactions to show it. The graph
-does: by its relations, and an imprint through its authors. Two relations, the year and the printer of a book, have
-nothing to do with taste.
+So the same readers borrow different books of an author, but most books are borrowed too rarely for the interactions to
+show this. The graph shows it by its relations; it joins books of an imprint through their authors. Two relations, the
+year and the printer of a book, do not affect taste.
 """
 
 from pathlib import Path
@@ -21,19 +21,19 @@ from trainer.loading.counter_random import uniform
 NUM_USERS = 700
 NUM_ITEMS = 900
 NUM_ENTITIES = {"author": 45, "genre": 15, "series": 90, "imprint": 12, "year": 30, "printer": 40}
-"""Their ids follow the items' in this order."""
+"""Numbers of entities by kind; their ids follow the items' ids in this order."""
 RELATIONS = ("written_by", "of_genre", "part_of", "writes_for", "published_in", "printed_by")
-"""Relations of items, except writes_for, which joins author and imprint."""
+"""Names of relations; all join items to entities except writes_for, which joins authors to imprints."""
 LENGTHS = (6, 24)
-"""Minimum and maximum items per user; short lists are more frequent."""
+"""Smallest and largest number of items per user; short lists are more frequent."""
 TEST_SHARE = 0.3
 
 _IN_SERIES = 0.5
 _OF_MAIN_GENRE = 0.75
 _WELL_KNOWN = 2.0
-"""Factor on the probability of well-known books."""
+"""Factor on the probability of a well-known book."""
 _INTERESTS = {"author": (200.0, 200.0), "series": (150.0,), "genre": (4.0,), "imprint": (20.0,)}
-"""Strengths of each user's interests, one per entry; 1 in anything else."""
+"""Strengths of a user's interests, by kind; the interest in any other entity is 1."""
 
 _SEED = 0
 _FORMAT_VERSION = 1
@@ -41,10 +41,10 @@ _ITEM_STREAM, _SERIES_STREAM, _AUTHOR_STREAM, _INTEREST_STREAM, _LENGTH_STREAM, 
 
 
 def load_synthetic_catalogue(cache_dir: Path, *, val_share: float, seed: int, selects_on_test: bool) -> Catalogue:
-    """Generates about 7,000 interactions of 700 users with 900 items, and 4,000 triples; arguments as for
-    `load_catalogue`.
+    """Generates about 7,000 interactions of 700 users with 900 items, and 4,000 triples.
 
-    The union of train and test, and the triples, never change; seed determines the validation set.
+    The test set, the triples, and the union of training and validation are fixed; seed determines the validation set.
+    For the arguments see `load_catalogue`.
     """
     arrays = cached_arrays(cache_dir, f"knowledge_graph_synthetic-{_FORMAT_VERSION}", generate)
     lists = ItemLists(arrays["offsets"], arrays["items"])
@@ -56,9 +56,9 @@ def load_synthetic_catalogue(cache_dir: Path, *, val_share: float, seed: int, se
 
 
 def generate() -> Arrays:
-    """Returns the offsets and items of ItemLists, train and test together, and the triples of Catalogue.
+    """Returns `offsets` and `items` of the ItemLists of all interactions, and `triples` of the Catalogue.
 
-    They are equal on every machine: beyond counter-based hashing there are only sums, products and comparisons.
+    The arrays are equal on every machine: they need only counter-based hashing, sums, products and comparisons.
     """
     traits = _traits()
     users, items = _borrowed(_interest(traits))
@@ -67,7 +67,7 @@ def generate() -> Arrays:
 
 
 def _traits() -> dict[str, np.ndarray]:
-    """Returns each item's author, genre, ..., numbered within the kind, (NUM_ITEMS,) int64; series -1 without one."""
+    """Returns each item's author, genre and so on, numbered within the kind, (NUM_ITEMS,) int64; -1 for no series."""
     draws = _uniform(_ITEM_STREAM, NUM_ITEMS, 8)
     author_of_series = _below(NUM_ENTITIES["author"], _uniform(_SERIES_STREAM, NUM_ENTITIES["series"], 1)[:, 0])
     of_author = _uniform(_AUTHOR_STREAM, NUM_ENTITIES["author"], 2)
@@ -87,7 +87,7 @@ def _traits() -> dict[str, np.ndarray]:
 
 
 def _interest(traits: dict[str, np.ndarray]) -> np.ndarray:
-    """Returns each user's interest in each item: (NUM_USERS, NUM_ITEMS), positive."""
+    """Returns each user's interest in each item, positive numbers (NUM_USERS, NUM_ITEMS)."""
     interest = np.ones((NUM_USERS, NUM_ITEMS))
     draws = iter(_uniform(_INTEREST_STREAM, NUM_USERS, sum(map(len, _INTERESTS.values()))).T)
     for kind, strengths in _INTERESTS.items():
@@ -98,9 +98,9 @@ def _interest(traits: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _borrowed(interest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Draws distinct pairs (n,) int64 of users and items, item by item, in proportion to the interest.
+    """Draws distinct pairs of user and item, (n,) int64 each, in proportion to interest.
 
-    Sets the interest in borrowed items to 0, in place.
+    Sets the interest in drawn items to 0, in place.
     """
     shortest, longest = LENGTHS
     lengths = shortest + _below(longest + 1 - shortest, _uniform(_LENGTH_STREAM, NUM_USERS, 3).min(axis=1))
@@ -118,7 +118,7 @@ def _borrowed(interest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _triples(traits: dict[str, np.ndarray]) -> np.ndarray:
-    """(m, 3) int32, ascending."""
+    """Returns the triples of the graph, (m, 3) int32, ascending."""
     starts = NUM_ITEMS + np.cumsum([0, *NUM_ENTITIES.values()])
     first = dict(zip(NUM_ENTITIES, starts.tolist(), strict=False))
     triples = []
@@ -131,10 +131,10 @@ def _triples(traits: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _uniform(stream: int, num: int, width: int) -> np.ndarray:
-    """Draws (num, width) float64 in [0, 1)."""
+    """Draws uniform numbers (num, width), float64 in [0, 1)."""
     return uniform(_SEED, 0, np.arange(num), (width,), stream).astype(np.float64)
 
 
 def _below(limit: int, draws: np.ndarray) -> np.ndarray:
-    """Maps draws to uniform numbers from 0 to limit - 1, int64."""
+    """Maps draws in [0, 1) to uniform integers from 0 to limit - 1, int64."""
     return (limit * draws).astype(np.int64)

@@ -1,8 +1,8 @@
-"""Reads catalogues from tables of named columns, with any text as names.
+"""Reads catalogues from tables with named columns, in which users, items and entities are any text.
 
-One file with columns such as user, item and perhaps time holds the interactions, or three hold training, validation and
-test; one with head, relation and tail holds the graph, and one with item and entity maps items to differently named
-entities. RecBole's `.inter`, `.kg` and `.link` are such tables.
+A table with columns such as user, item and optionally time contains the interactions; three such tables contain
+training, validation and test. A table with head, relation and tail contains the graph. A table with item and entity
+maps items to entities with other names. RecBole's `.inter`, `.kg` and `.link` are such tables.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _GRAPH, _LINK = {"head", "relation", "tail"}, {"item", "entity"}
 
 
 def tables_of(files: Sequence[DataFile], reading: Reading) -> dict[str, list[DataFile]]:
-    """Sorts files by content: "interactions", "graph", "link"; ignores other files. Raises UserError."""
+    """Returns files by content, "interactions", "graph" or "link"; ignores other files. Raises UserError."""
     found: dict[str, list[DataFile]] = {"interactions": [], "graph": [], "link": []}
     unread: list[UserError] = []
     for file in files:
@@ -32,7 +32,7 @@ def tables_of(files: Sequence[DataFile], reading: Reading) -> dict[str, list[Dat
             try:
                 with opened_table(file, LeftOut(reading)) as table:
                     names = set(map(plain_name, table.header))
-            except UserError as error:  # the file need not be a table
+            except UserError as error:  # files that are not tables are ignored
                 unread.append(error)
         if names >= _GRAPH:
             found["graph"].append(file)
@@ -50,9 +50,10 @@ def tables_of(files: Sequence[DataFile], reading: Reading) -> dict[str, list[Dat
 def read_tables(
     files: dict[str, list[DataFile]], where: str, reading: Reading, test_share: float, seed: int
 ) -> Catalogue:
-    """Reads a data set of tables, before holding out a validation set. where: names the data set in messages.
+    """Reads a data set of tables, without splitting off a validation set. where: noun for the data set in messages.
 
-    test_share: of each user's items, without a test file; with times the latest items. Raises UserError.
+    test_share: share of each user's items, with times the latest ones, for the test without a test file. Raises
+    UserError.
     """
     for kind, most in (("interactions", 3), ("graph", 1), ("link", 1)):
         if len(files[kind]) > most or (
@@ -82,7 +83,7 @@ def read_tables(
 
 
 def _latest(lists: ItemLists, users: np.ndarray, items: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Returns the last time of each pair of the lists, (n,)."""
+    """Returns the last time of each pair of user and item in the lists, (n,)."""
     order = np.lexsort((times, items, users))
     is_last = np.append((np.diff(users[order]) != 0) | (np.diff(items[order]) != 0), True)
     return times[order][is_last]
@@ -91,7 +92,7 @@ def _latest(lists: ItemLists, users: np.ndarray, items: np.ndarray, times: np.nd
 def _read_graph(
     files: dict[str, list[DataFile]], item_ids: Sequence[str], reading: Reading, notes: list[str]
 ) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
-    """Reads the distinct triples (m, 3) int32, relation names, and names of non-item entities."""
+    """Reads the distinct triples (m, 3) int32, the relations' names, and the names of entities that are not items."""
     if not files["graph"]:
         return NO_TRIPLES, (), ()
     links = (_columns(file, ("item", "entity"), reading, notes) for file in files["link"])
@@ -117,7 +118,7 @@ def _read_graph(
 
 
 def _columns(file: DataFile, names: Sequence[str], reading: Reading, notes: list[str]) -> list[tuple[str, ...]]:
-    """Reads some columns of all lines, by plain name. notes: receives the number of dropped lines."""
+    """Reads columns of all lines. names: columns, normalised by `plain_name`. notes: gets lines on dropped lines."""
     left_out = LeftOut(reading)
     with opened_table(file, left_out) as table:
         plain = list(map(plain_name, table.header))
