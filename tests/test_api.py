@@ -533,7 +533,7 @@ def test_all_ranks_raise_what_is_wrong(script):
 def test_a_script_without_a_guard_is_refused(script, tmp_path):
     done = script(more=OWN, guard="if True:")
     assert done.returncode == 1
-    assert done.stderr.count("Traceback") == 1 and 'put it below `if __name__ == "__main__":`' in done.stderr
+    assert done.stderr.count("Traceback") == 1 and 'put the call below `if __name__ == "__main__":`' in done.stderr
     assert not (tmp_path / "a").exists()
 
 

@@ -235,13 +235,13 @@ REFUSED = {
     ),
     "a number": ({"loss": lambda model, batch: {"loss": nll(model, batch), "n": 3}}, "returned a int for 'n'"),
     "no loss": ({"loss": lambda model, batch: {"nll": nll(model, batch)}}, "fit: the loss returned nll, but no 'loss'"),
-    "no function": ({"loss": "nll"}, "fit: loss 'nll': must be a function of a model and a batch"),
-    "a loss of torch": ({"loss": nn.CrossEntropyLoss()}, "fit: loss CrossEntropyLoss(): must be a function of a model"),
+    "no function": ({"loss": "nll"}, "fit: loss 'nll': must map a model and a batch"),
+    "a loss of torch": ({"loss": nn.CrossEntropyLoss()}, "fit: loss CrossEntropyLoss(): must map a model"),
     "no data": ({"train": None}, "fit, train: its data set (NoneType): needs a map-style dataset with `__len__`"),
     "no names": ({"names": None}, "fit, train: its data set (TensorDataset, names=None): its items have 2 part(s)"),
     "a lazy model": (
         {"model": nn.LazyLinear(2)},
-        "has no shape before a first forward; call the model once",
+        "has no shape before the first forward pass; call the model once",
     ),
     "a sampler": (
         {"train": loader(sampler=WeightedRandomSampler(torch.ones(40), 40))},
@@ -296,16 +296,16 @@ def test_what_does_not_belong_together_is_named(call):
 def test_a_loader_says_what_is_taken_of_it(tmp_path, capsys):
     fit(tmp_path, loader(shuffle=True, drop_last=True, batch_size=7), val=loader(batch_size=5))
     out = capsys.readouterr().out
-    assert "From the DataLoader train: its data set, batch_size 7, drop_last True, num_workers 0." in out
-    assert "From the DataLoader val: its data set, eval_batch_size 5." in out
+    assert "Taken from the DataLoader train: its data set, batch_size 7, drop_last True, num_workers 0." in out
+    assert "Taken from the DataLoader val: its data set, eval_batch_size 5." in out
     fit(tmp_path / "own", loader(), batch_size=9)
     assert "train: its data set, drop_last False" in capsys.readouterr().out
 
 
 def test_only_the_script_has_the_model(tmp_path, run_here):
     _, run = fit(tmp_path)
-    message = "trained by trainer.fit(model, ...) in test_script.py, which alone can build the model"
-    with pytest.raises(UserError, match=r"trained by trainer\.fit"):
+    message = "only test_script.py, which calls trainer.fit(model, ...), can build this model"
+    with pytest.raises(UserError, match=r"which calls trainer\.fit"):
         trainer.load(run.path)
     task = run.results["task"]
     assert message in run_here("--task", task, "--predict", "x.csv", "--save-dir", run.path, status=2).err

@@ -58,7 +58,7 @@ NOT_OF_ONE_RUN = (
 _calls = count()
 _rank: "_Rank | None" = None
 _in_use = threading.Lock()
-ONE_RUN = "fit trains one run of the class that it is given; leave it out"
+ONE_RUN = "fit trains one run of the given task class; leave this setting out"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class SavedRun:
         model applied to the batch's first part. batch_size: samples per forward. Raises UserError.
         """
         if self.task is None or not issubclass(self.task, Script):
-            raise UserError(f"{self.path}: predict is for a run that fit made of a model; use --predict")
+            raise UserError(f"{self.path}: predict works only for a run of fit(model, ...); use --predict")
         return predicted(self.task, self.load(), dataset, outputs, batch_size)
 
 
@@ -205,7 +205,7 @@ def _task_of(task: Any, script: Sequence[Any], settings: dict[str, Any]) -> type
         train, loss = script
         return task_of(task, train, loss, settings)
     if script:
-        raise UserError(f"fit: {task!r} is followed by {len(script)} more arguments; pass settings by name")
+        raise UserError(f"fit: {task!r} is followed by {len(script)} more arguments; pass settings by keyword")
     return find_task(task) if isinstance(task, str) else task
 
 
@@ -255,8 +255,8 @@ def _fit_in_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str],
     status = start_processes(multi, device, argv, partial(_main_in_own_session, task_type=task))
     if status == EXIT_UNGUARDED:
         raise UserError(
-            f"{form}: the processes that it starts import this script, and reach this call of fit again; "
-            'put it below `if __name__ == "__main__":`'
+            f"{form}: the processes that it starts import this script, and reach this call of fit again; put the call "
+            'below `if __name__ == "__main__":`'
         )
     return _ended(status, form, run)
 
@@ -297,7 +297,7 @@ def _run_as_rank(
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(file, run_name="__main__")
-    to_stderr(f"{file}: run again for rank {environment.rank}, it did not reach call {number + 1} of fit")
+    to_stderr(f"{file}: run again as rank {environment.rank}, this script did not reach call {number + 1} of fit")
     return EXIT_BAD_INPUT
 
 

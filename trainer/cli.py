@@ -126,7 +126,7 @@ def read_command_line(
         environment, contradictions = read_rank_environment(os.environ, flags.multi)
         problems += [with_origins(problem, flags.origins) for problem in contradictions]
     if flags.several.wanted and environment is not None:
-        problems.append(f"{flags.several.as_given}: starts its runs by itself; run it without the launcher")
+        problems.append(f"{flags.several.as_given}: starts its own processes; run it without the launcher")
     if problems and environment is not None and not environment.tells_user:
         time.sleep(TOLD_WITHIN_S)
         raise Failure("\n".join(problems), EXIT_BAD_INPUT)
@@ -148,7 +148,7 @@ def start_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str], r
     """
     world_size = num_processes(multi, device)
     if world_size == 1 and multi.nproc is None:
-        say("One process, because this machine shows at most one device; --nproc N starts more.")
+        say("Starting one process, because at most one device is visible; --nproc N starts more.")
     # --fresh must not apply again, or a restart would move the run that it resumes
     again = [*argv, "--fresh=false"]
     start, start_again = (functools.partial(run, arguments, True) for arguments in (list(argv), again))

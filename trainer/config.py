@@ -98,7 +98,7 @@ def shown(value: Any) -> str:
 def flags_without(group: FlagGroup, needed: str, fields: Iterable[str]) -> list[str]:
     """Returns a sentence for each of the fields that was given although it has no effect without the flag `needed`."""
     unused = given_flags(group, fields)
-    return [f"{given}: does nothing without {needed}; add it, or leave this out" for given in unused]
+    return [f"{given}: does nothing without {needed}; add {needed}, or leave this flag out" for given in unused]
 
 
 def given_flags(group: FlagGroup, fields: Iterable[str]) -> list[str]:
@@ -142,7 +142,7 @@ class Option:
             self.type = typing.get_args(self.type)[0]
         self.choices: tuple[str, ...] = typing.get_args(self.type)
         if "help" not in field.metadata:
-            raise TypeError(f"{field.name}: must be made by flag(default, help)")
+            raise TypeError(f"{field.name}: must be defined with flag()")
         if self.type not in (int, float, str, bool, Path) and typing.get_origin(self.type) is not typing.Literal:
             raise TypeError(f"{field.name}: {hint}: no flag has this type; for several values use tuple[int, ...]")
         vars(self).update(field.metadata)
@@ -420,7 +420,7 @@ def _conflicts(groups: Sequence[FlagGroup], values: Mapping[str, Any], stated: C
         for choice, owners in known[field].needs.items() if field in others else ():
             chosen = next(getattr(group, choice) for group in groups if choice in options(type(group)))
             if owners is None and choice not in others:
-                found.append(f"{words}: does nothing without {known[choice].name}; add it, or leave this out")
+                found.append(f"{words}: does nothing without {known[choice].name}; add that, or leave this flag out")
             elif owners is not None and chosen not in (None, *owners):
                 advice = f"leave it out, or choose {' or '.join(owners)}"
                 found.append(f"{words}: {known[choice].name} {chosen} does not use it; {advice}")

@@ -27,7 +27,7 @@ RETIRED = {
     "--hang-timeout-s": "was removed: --dist-timeout-s is the only time limit; leave it out",
     "--straggler-factor": "was removed: a rank is slow above 1.3 times the median; leave it out",
     "--take-over-lock": "was removed: a lock that is not renewed is taken over automatically; leave it out",
-    "--whole-histories": "was removed: whole histories are trained on unless --last-items-only is given",
+    "--whole-histories": "was removed: training uses whole histories unless --last-items-only is given; leave it out",
     "--job-id": "was removed: a lock that is not renewed is taken over automatically; leave it out",
     "--unreadable": "was renamed to --on-bad, with drop instead of skip",
 }
@@ -280,7 +280,7 @@ class DeviceFlags(FlagGroup):
 
 
 def _visible_gpus(count: int) -> str:
-    return "this machine shows no GPU" if not count else f"the visible GPUs are 0 to {count - 1}"
+    return "no GPU is visible" if not count else f"the visible GPUs are 0 to {count - 1}"
 
 
 @dataclass
@@ -382,7 +382,7 @@ class PredictFlags(FlagGroup):
             return []
         given, target = f"--output {self.output}", self.output.resolve()
         if self.predict is None:
-            return [f"{given}: belongs to --predict; leave it out"]
+            return [f"{given}: works only with --predict; leave it out"]
         if target == self.predict.resolve():
             return [f"{given}: would overwrite the input; name another file"]
         return _problems_of_target(given, target)
@@ -410,7 +410,7 @@ class ExportFlags(FlagGroup):
 
 def _problems_of_target(given: str, target: Path) -> list[str]:
     if target.exists() and not target.is_file():
-        return [f"{given}: is not a file; name one"]
+        return [f"{given}: is not a file; name a file"]
     if not target.parent.is_dir():
         return [f"{given}: there is no folder {target.parent}; create it first"]
     if not os.access(target.parent, os.W_OK):

@@ -103,8 +103,8 @@ def _refuse_script(name: str) -> None:
     file, _, class_name = name.rpartition(":")
     if class_name == SCRIPT:
         raise UserError(
-            f"--task {name}: trained by trainer.fit(model, ...) in {Path(file).name}, which alone can build the model; "
-            "there `run.load()` returns it, and `run.predict(dataset)` its predictions"
+            f"--task {name}: only {Path(file).name}, which calls trainer.fit(model, ...), can build this model; call "
+            "`run.load()` or `run.predict(dataset)` in that script"
         )
 
 

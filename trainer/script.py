@@ -103,8 +103,8 @@ class Rows(Objective):
         what = f"shape {tuple(row.shape)}" if isinstance(row, Tensor) else f"a {type(row).__name__}"
         raise UserError(
             f"fit: the loss returned {what} for {name!r}: must be one number for each of the {num_samples} samples of "
-            "the batch, so that any split of it adds up to the same; use reduction='none', and for several terms of a "
-            "sample return their sum, with their number as its 'weight', or their mean"
+            "the batch, so that the total does not depend on how the batch is split; use reduction='none'; if a "
+            "sample has several terms, return their mean, or their sum and their number as its 'weight'"
         )
 
 
@@ -118,10 +118,10 @@ def task_of(model: nn.Module, train: Any, loss: Loss, settings: dict[str, Any]) 
     others = {split: settings.pop(split, None) for split in ("val", "test")}
     sources = {"train": train} | {split: source for split, source in others.items() if source is not None}
     if not callable(loss) or type(loss).__module__ == nn.modules.loss.__name__:
-        raise UserError(f"fit: loss {loss!r}: must be a function of a model and a batch: a number for each sample")
+        raise UserError(f"fit: loss {loss!r}: must map a model and a batch to a number for each sample")
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(value):
-            raise UserError(f"fit: {name} of the model has no shape before a first forward; call the model once")
+            raise UserError(f"fit: {name} of the model has no shape before the first forward pass; call the model once")
     remarks = [_taken(name, source, settings) for name, source in sources.items() if isinstance(source, DataLoader)]
     try:
         own = copy.deepcopy(model).cpu()
@@ -181,12 +181,12 @@ def _taken(name: str, loader: DataLoader[Any], settings: dict[str, Any]) -> str:
     _refuse_settings(name, loader)
     flags, order = {"eval_batch_size": loader.batch_size}, ""
     if name == "train":
-        order = " The trainer chooses the order of samples, a new one in each epoch."
+        order = " The trainer chooses a new order of samples in each epoch."
         flags = {each: getattr(loader, each) for each in ("batch_size", "drop_last", "num_workers")}
     taken = {flag: value for flag, value in flags.items() if settings.get(flag) is None}
     settings |= taken
     said = ", ".join(f"{flag} {value}" for flag, value in taken.items())
-    return f"From the DataLoader {name}: its data set, {said or 'no flag'}.{order}"
+    return f"Taken from the DataLoader {name}: its data set, {said or 'no flag'}.{order}"
 
 
 def _refuse_settings(name: str, loader: DataLoader[Any]) -> None:

@@ -396,7 +396,7 @@ class Task(ABC):
         Must not read the training data. Raises UserError if the file is invalid; by default always.
         """
         name = type(self).__name__
-        raise UserError(f"--predict {path}: {name}, the task of this run, has no `new_data`: it cannot label files")
+        raise UserError(f"--predict {path}: the task {name} of this run has no `new_data`, so it cannot label files")
 
     def sample(self) -> Mapping[str, Sequence[Any]] | bytes | None:
         """Returns the content of an example file for `--predict`: CSV columns by name, or bytes; None: no example."""

@@ -52,7 +52,7 @@ WRONG_COMMAND_LINES = [
         ["--predict and --fresh: exclude each other", "--predict and --init-from: exclude each other"],
     ),
     ("--predict x.csv --init-from-partial main.py", ["--predict and --init-from-partial: exclude each other"]),
-    ("--output x.csv", ["--output x.csv: belongs to --predict; leave it out"]),
+    ("--output x.csv", ["--output x.csv: works only with --predict; leave it out"]),
     ("--predict", ["--predict: needs a value"]),
     ("--seeds 0 --folds 1", ["--seeds 0: must be at least 1", "--folds 1: must be at least 2, or 0 for none"]),
     (
@@ -260,7 +260,7 @@ def test_a_task_whose_flags_are_none_or_the_trainers_own_is_refused(refused, tmp
     refused(["Bare must define build_objective, splits"], "--task", f"{tmp_path}/odd.py:Bare")
     refused(["Odd.Config must be a dataclass of its flags"], "--task", f"{tmp_path}/odd.py:Odd")
     refused(["its flags --epochs are flags of the trainer; rename those fields"], "--task", f"{tmp_path}/odd.py:Taking")
-    refused(["odd.py:Plain: Config.size: must be made by flag(default, help)"], "--task", f"{tmp_path}/odd.py:Plain")
+    refused(["odd.py:Plain: Config.size: must be defined with flag()"], "--task", f"{tmp_path}/odd.py:Plain")
     refused(["Config.sizes: list[int]: no flag has this type"], "--task", f"{tmp_path}/odd.py:Listing")
     refused(["Empty must define build_objective, splits"], "--task", f"{tmp_path}/odd.py:Empty")
     refused(["Config.problems: must return a list of sentences"], "--task", f"{tmp_path}/odd.py:Whole")

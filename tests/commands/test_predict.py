@@ -195,7 +195,7 @@ def test_resume_from_names_one_checkpoint(trained, label, windows, on_cpu, tmp_p
     assert label(path, "--resume-from", moved, save_dir=tmp_path / "none") == label(path)
     torch.save({"model": load(moved)["model"]}, moved)
     _, err = on_cpu("--predict", path, "--resume-from", moved, status=2)
-    assert err == [f"error: --resume-from {moved}: holds weights without their task; give a run's checkpoint"]
+    assert err == [f"error: --resume-from {moved}: holds weights but does not name their task; give a run's checkpoint"]
 
 
 def test_the_flags_of_the_run_may_be_repeated_but_not_changed(trained, label, windows, on_cpu, tmp_path):
@@ -280,7 +280,7 @@ def test_reader_that_has_seen_enough(trained, windows, environment, tmp_path):
         (["--predict", "{tmp}/none.csv"], "--predict {tmp}/none.csv: No such file or directory; give a file with"),
         (["--predict", "{tmp}"], "--predict {tmp}: Is a directory; give a file with recordings"),
         (["--output", "{tmp}/no/x.csv"], "--output {tmp}/no/x.csv: there is no folder {tmp}/no; create it first"),
-        (["--output", "{tmp}"], "--output {tmp}: is not a file; name one"),
+        (["--output", "{tmp}"], "--output {tmp}: is not a file; name a file"),
         (["--output", "/dev/null"], "--output /dev/null: is not a file"),
         (["--output", "{tmp}/walk.npy"], "--output {tmp}/walk.npy: would overwrite the input"),
         (["--save-dir", "{tmp}/none"], "--save-dir {tmp}/none: contains no intact checkpoint to use"),
@@ -346,5 +346,5 @@ def test_a_sample_of_a_table_and_of_its_new_rows(run_here, tmp_path):
 def test_a_sample_replaces_no_file(tmp_path, refused):
     (tmp_path / "mine.csv").write_text("mine")
     refused([f"--sample {tmp_path / 'mine.csv'}: exists; name a new file"], "--sample", tmp_path / "mine.csv")
-    refused(["--sample x.csv: Weighted, the task, has no sample"], "--task", WEIGHTED, "--sample", "x.csv")
+    refused(["--sample x.csv: the task Weighted provides no sample"], "--task", WEIGHTED, "--sample", "x.csv")
     assert (tmp_path / "mine.csv").read_text() == "mine"

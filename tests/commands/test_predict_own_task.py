@@ -89,7 +89,7 @@ def test_task_that_cannot_label_says_so(on_cpu, cache_dir, tmp_path):
     on_cpu(*own, "--cache-dir", cache_dir, "--save-dir", run)
     _, err = on_cpu("--predict", points, "--save-dir", run, status=2)
     assert err == [
-        f"error: --predict {points}: Spirals, the task of this run, has no `new_data`: it cannot label files"
+        f"error: --predict {points}: the task Spirals of this run has no `new_data`, so it cannot label files"
     ]
 
 

@@ -84,7 +84,7 @@ def test_an_epoch_goes_on_with_the_samples_that_it_began_with(train, cli, refuse
     assert cli(*tiny, "--max-steps", 1)[0] == 0
     before = contents(tmp_path, REFUSAL)
     epochs = "an epoch has [20] samples, but the checkpoint's unfinished epoch has [16]; "
-    with_batches = "what --drop-last drops depends on the global batch: 5 now, 8 then; restore it"
+    with_batches = "--drop-last drops other samples with a global batch of 5 than of 8; restore 8"
     refused([epochs + with_batches], *tiny, "--max-steps", 4, "--batch-size", 5)
     refused([f"{epochs}undo the change to --drop-last (was True)"], *tiny, "--max-steps", 4, "--drop-last=false")
     assert contents(tmp_path, REFUSAL) == before

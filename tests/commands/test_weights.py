@@ -124,8 +124,8 @@ def test_what_fits_is_taken_and_told(more, source, partial, train, tmp_path):
     at = out.index(f"Starting with 3 of the model's 5 weights from {file}: {', '.join(fitting)}.")
     assert out[at + 1 : at + 4] == [
         "Left out: layers.4.weight has shape (7, 16), not (3, 16).",
-        "Left out, unknown to the model: layers.5.bias.",
-        "Not in that file, newly initialised: layers.1.bias.",
+        "Left out, because the model does not have them: layers.5.bias.",
+        "Newly initialised, because the file does not have them: layers.1.bias.",
     ]
     train(tmp_path / "fresh", *STILL)
     fresh = load(tmp_path / "fresh" / "final.pth")["model"]
@@ -170,7 +170,7 @@ def test_every_process_takes_the_same(partial, train, command, tmp_path):
 
 def test_nothing_that_fits(refused, tmp_path):
     file = save({"a.weight": torch.ones(3, 3), "a.bias": torch.ones(3)}, tmp_path / "x.pth")
-    parts = "nothing in it fits the model: the file has a.weight, a.bias, the model layers.0.weight, layers.1.weight, "
+    parts = "no weight fits the model: the file has a.weight, a.bias, the model layers.0.weight, layers.1.weight, "
     refused([parts], *TINY, "--init-from-partial", file, "--save-dir", tmp_path / "run")
     assert not contents(tmp_path / "run", REFUSAL)
 

@@ -45,7 +45,7 @@ def test_a_wrong_order_is_found_in_the_recorded_operations(mutant, difference, t
     ("mutant", "difference"),
     [
         ("checkpoint_not_flushed", "step . was lost|is damaged"),
-        ("evicted_first", "There is no intact best checkpoint|step . was lost"),
+        ("evicted_first", "No intact best checkpoint was found|step . was lost"),
     ],
 )
 def test_what_is_lost_without_power_is_found(mutant, difference, fresh, tmp_path, forked):

@@ -48,7 +48,7 @@ def test_slow_data_get_workers_and_the_same_bits(tmp_path, cache_dir):
     assert not torch.cuda.is_initialized()
     found = tiny(cache_dir, tmp_path / "auto", *SLEEPY, *LONG, "--eval-every-steps", 25)
     start, decision = told()
-    assert "Workers: 2 per rank, if the first steps show that they save time. Threads: 1 " in start
+    assert "Workers: 2 per rank, used only if the first steps show that they save time. Threads: 1 " in start
     assert decision.startswith("Workers: a batch takes ") and "so 2 process(es) make them from now on" in decision
     assert torch.cuda.is_initialized() and not multiprocessing.active_children()
     expected = tiny(cache_dir, tmp_path / "here", *SLEEPY, *LONG, "--eval-every-steps", 25, "--num-workers", 0)

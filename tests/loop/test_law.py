@@ -199,5 +199,5 @@ def test_a_start_refuses_a_mean_and_a_resumed_run_is_not_asked_again(tmp_path):
 
 def test_check_task_needs_no_training(run_here, tmp_path):
     out = run_here("--task", "har", "--check-task", "--device", "cpu", "--save-dir", tmp_path / "run").out
-    assert "The sums of the objective do not depend on how a batch is split." in out
+    assert "The objective's loss and metrics do not depend on how a batch is split." in out
     assert not (tmp_path / "run").exists()

@@ -109,7 +109,7 @@ def learnt():
 
 def test_one_device_learns_the_bits_of_a_bare_loop(run_here, tmp_path):
     out, _ = run_here(*CASES["one phase"], *FLAGS, "--save-dir", tmp_path)
-    assert f": {NUM_PARTS} forward(s) and backward(s) a step and memory for 5 gradient(s) on each device." in out
+    assert f": {NUM_PARTS} forward/backward pass(es) per step and memory for 5 gradient(s) on each device." in out
     expected, num_clipped = learnt()
     found = load(tmp_path / "last.pth")["model"]
     assert num_clipped > 0
@@ -302,8 +302,8 @@ def test_the_table_of_digests(name, command):
 REFUSED = {
     "--parts 3": "--parts 3: must be a power of two",
     "--parts 4 --grad-accum-steps 2": "--parts 4 and --grad-accum-steps 2: exclude each other",
-    "--parts 4 --multi-gpu fsdp": "--parts 4: --multi-gpu fsdp sums in another order; use --multi-gpu ddp",
-    "--parts 4 --multi-gpu dp": "--parts 4: --multi-gpu dp sums in another order; use --multi-gpu ddp",
+    "--parts 4 --multi-gpu fsdp": "--parts 4: needs --multi-gpu ddp, because fsdp sums in another order",
+    "--parts 4 --multi-gpu dp": "--parts 4: needs --multi-gpu ddp, because dp sums in another order",
     "--parts 4 --multi-gpu ddp --sync-bn": "--parts 4 and --sync-bn: exclude each other",
 }
 
@@ -322,9 +322,9 @@ def test_flags_that_do_not_go_together_are_refused(words):
         (
             "--parts 4 --global-batch-size 3",
             1,
-            "--global-batch-size 3: --parts 4 of at most --batch-size 32",
+            "--global-batch-size 3: --parts 4 with at most --batch-size 32",
         ),
-        ("--parts 2 --global-batch-size 65", 1, "--global-batch-size 65: --parts 2 of at most --batch-size 32 samples"),
+        ("--parts 2 --global-batch-size 65", 1, "--global-batch-size 65: --parts 2 with at most --batch-size 32"),
     ],
 )
 def test_parts_that_cannot_be_cut_are_refused(words, num_devices, message):

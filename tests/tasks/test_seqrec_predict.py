@@ -108,8 +108,8 @@ def test_a_file_that_cannot_be_used_is_refused_by_its_flag(text, more, part, pre
 @pytest.mark.parametrize(
     ("output", "part"),
     [
-        ("run/best.pth", "might replace a file of the run in this folder"),
-        ("run/logs/table.json", "might replace a file of the run in this folder"),
+        ("run/best.pth", "could overwrite a file of the run"),
+        ("run/logs/table.json", "could overwrite a file of the run"),
         ("log.csv", "would overwrite --data-dir"),
     ],
 )

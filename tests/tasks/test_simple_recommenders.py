@@ -60,7 +60,7 @@ def test_two_processes_have_the_scores_of_one(argv, run_here, command, tmp_path)
     out = command("main_multi_gpu.py", *TWO, *argv, "--save-dir", tmp_path / "two").stdout
     assert results(tmp_path / "two")["baselines"] == results(tmp_path / "one")["baselines"]
     if "sasrec" in argv:
-        assert out.count("Simple methods reach") == 1
+        assert out.count("Simple baselines reach") == 1
         return
     assert results(tmp_path / "two")["metrics"] == pytest.approx(results(tmp_path / "one")["metrics"], rel=1e-12)
     one, two = (read_checkpoint(tmp_path / name / "final.pth", name)["model"] for name in ("one", "two"))
@@ -82,7 +82,7 @@ def test_flags_of_learning_are_refused(argv, run_here, tmp_path):
 
 def test_what_needs_steps_is_refused(run_here, cache_dir, capsys):
     argv = ["--task", "seqrec", "--model", "rules"]
-    assert "there is no loss to check" in run_here(*argv, "--check-task", status=2).err
+    assert "fitted without a loss to check" in run_here(*argv, "--check-task", status=2).err
     assert profile(["step", *argv, "--cache-dir", str(cache_dir / "lockstep")]) == 2
     assert "its model is fitted, so there are no steps to measure" in capsys.readouterr().err
 
@@ -112,7 +112,7 @@ WALKS = [
     "--task", "seqrec", "--no-time", "--k-core", 0, "--hidden-units", 16, "--maxlen", 8, "--dropout", 0,
     "--num-threads", 1, "--ks", 1, 10, "--batch-size", 64,
 ]  # fmt: skip
-USE_RULES = "On validation this run is not better than rules, val/ndcg@10 1.0000; to use it: python main.py "
+USE_RULES = "On the validation data this run is not better than rules, val/ndcg@10 1.0000; to use it: python main.py "
 
 
 def test_a_run_that_rules_beat_says_so_and_shows_their_scores(run_here, tmp_path):
@@ -142,7 +142,7 @@ def test_a_run_that_is_better_is_not_advised_against(run_here, tmp_path):
     data = write_walks(tmp_path / "same.txt", lambda item: item)  # which no table has: an item leads to others
     argv = [*WALKS, "--data-dir", data, "--no-mask-seen", "--epochs", 30, "--lr", 1e-2]
     out = run_here(*argv, "--eval-every", 30, "--save-dir", tmp_path / "run").out
-    assert "Simple methods reach val/ndcg@10" in out and "this run is not better than" not in out
+    assert "Simple baselines reach val/ndcg@10" in out and "this run is not better than" not in out
 
 
 def test_ties_are_shuffled_and_nothing_else(tmp_path):

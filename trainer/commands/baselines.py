@@ -21,7 +21,7 @@ def find_baselines(
     """
     if given.no_baselines or task.fitted or type(task).baselines is Task.baselines:
         return {}
-    group.activity.enter("scoring simple methods")
+    group.activity.enter("scoring simple baselines")
     metric, mode = task.monitor
 
     sign = -1 if mode == "max" else 1
@@ -38,7 +38,7 @@ def find_baselines(
     baselines = group.on_main(found)
     values = {name: own.metrics[metric] for name, own in baselines.items() if metric in own.metrics}
     if values:
-        log.say(f"Simple methods reach {metric} {', '.join(f'{x:.4f} ({name})' for name, x in values.items())}.")
+        log.say(f"Simple baselines reach {metric} {', '.join(f'{x:.4f} ({name})' for name, x in values.items())}.")
     for name, value in values.items():
         log.level(name, metric, value, num_steps)
     return baselines
@@ -68,4 +68,4 @@ def beside_baselines(
         return lines
     command = f"python main.py --task {task} {first.flags} --save-dir {shlex.quote(f'{folder}-{name}')}"
     advice = f"; to use it: {command}" if first.flags else ""
-    return [*lines, f"On validation this run is not better than {name}, {metric} {value:.4f}{advice}"]
+    return [*lines, f"On the validation data this run is not better than {name}, {metric} {value:.4f}{advice}"]

@@ -278,7 +278,7 @@ def open_run(
         best, run_id = run.progress.best, run.facts["run_id"]
         value, is_best, has_best = strategy.group.on_main(lambda: take_best_beside(source, best, directory, run_id))
         if best is not None and not has_best:
-            run.log.say(f"The best checkpoint (epoch {best.epoch}) is not next to {source}; tracking restarts here.")
+            run.log.say(f"The best checkpoint (epoch {best.epoch}) is not next to {source}; the best score is reset.")
             run.progress.best = None
         save(run, value, is_best)
         finish_saving(strategy.group, run.saver)
@@ -303,15 +303,15 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         places.append(
             f"Batch{f' of phase {phase}' if len(batches) > 1 else ''}: {split.global_batch_size} samples per step"
             f"{f', from {split.batch_size} ' if factors else ''}{' '.join(factors)}"
-            f"{'' if exact else ', the last ones smaller'}."
+            f"{'' if exact else ', the last micro-batches smaller'}."
         )
-    trial = ", if the first steps show that they save time" if run.workers.on_trial else ""
+    trial = ", used only if the first steps show that they save time" if run.workers.on_trial else ""
     places.append(f"Workers: {num_workers} per rank{trial}. Threads: {torch.get_num_threads()} per rank.")
     lines = [" ".join([*places, f"Precision: {run.learner.precision}."])]
     if strategy.num_parts:
         own = len(strategy.shards)
-        cost = f"{own} forward(s) and backward(s) a step and memory for {own.bit_length()} gradient(s) on each device"
-        lines.append(f"Parts: {strategy.num_parts}, for the same bits on any number of devices of this kind: {cost}.")
+        cost = f"{own} forward/backward pass(es) per step and memory for {own.bit_length()} gradient(s) on each device"
+        lines.append(f"Parts: {strategy.num_parts}, for bit-identical results on any number of such devices: {cost}.")
     lines += [
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in task.splits().items())} samples. "
         f"Model: {'fitted, not trained' if task.fitted else f'{run.learner.num_parameters} parameters'}.",
@@ -326,7 +326,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
     if flags.blocks.cuda_graphs == "on" and not is_gpu:
         lines.append("--cuda-graphs on: has no effect without a GPU.")
     elif flags.blocks.cuda_graphs != "off" and is_gpu and isinstance(run.learner, JointLearner | SamLearner):
-        lines.append("CUDA graphs: steps of a joint loss and of --sam-rho run without a graph.")
+        lines.append("CUDA graphs: steps with a joint loss or --sam-rho run without a graph.")
     if (peak := run.learning_rate.peak) != flags.learning.lr:
         whole, one_device = batches[0].global_batch_size, flags.batch.batch_size * flags.batch.grad_accum_steps
         why = f"{num_devices} devices"
@@ -362,8 +362,8 @@ def prepare_training(
     for index, phase in enumerate(task.phases):
         per_forward = min(2, memory.splits[index].batch_size)
         example = example_batch(task, index, per_forward * strategy.num_replicas, strategy.device.type == "cuda")
-        strategy.group.activity.enter("the first forward and backward")
-        with memory.refusing_lack(per_forward, "--batch-size 1 tries a single one"):
+        strategy.group.activity.enter("the first forward and backward pass")
+        with memory.refusing_lack(per_forward, "--batch-size 1 tries a single sample"):
             learner.nets[phase] = strategy.wrap(learner.enter(phase))
             check_single_samples(learner, strategy, phase, orders[index], memory.splits[index], example)
             with refusing_compilation() if flags.blocks.compile else nullcontext():
@@ -474,9 +474,9 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
         stray = set(objective.state_dict()) - {f"model.{name}" for name in objective.model.state_dict()}
         if stray:
             raise UserError(
-                f"--task {flags.run.task}: {type(objective).__name__} holds {', '.join(sorted(stray)[:3])} outside its "
-                "`model`, but only the model is trained and saved; pass one module that holds all that is trained "
-                "(`super().__init__(nn.ModuleDict(...))`), and frozen modules such as a teacher as `helpers` "
+                f"--task {flags.run.task}: {type(objective).__name__} holds {', '.join(sorted(stray)[:3])} outside "
+                "its `model`, but only the model is trained and saved; pass one module that holds everything to "
+                "train (`super().__init__(nn.ModuleDict(...))`), and frozen modules such as a teacher as `helpers` "
                 "(`super().__init__(model, helpers={...})`)"
             )
         check_helpers(objective, f"--task {flags.run.task}: build_objective", strategy.num_replicas)

@@ -58,7 +58,7 @@ def score(run: Run, no_test: bool, baselines: Mapping[str, Baseline] | None = No
             )
             weights = best
         else:
-            run.log.say("There is no intact best checkpoint; scoring the last weights.")
+            run.log.say("No intact best checkpoint was found; scoring the last weights.")
     metrics = {} if on_test or no_test else run.scores
     if not metrics:
         sums = {"test": evaluate(run, "test")} if on_test else validate(run)
@@ -158,15 +158,15 @@ def _kept(folder: Path, scored: Mapping[str, Any]) -> str:
         with (folder / SCORES).open("a", encoding="utf-8") as file:
             file.write(json.dumps(scored) + "\n")
     except OSError as error:
-        return f"Not kept in {folder / SCORES}: {error.strerror or error}."
-    return f"Kept in {folder / SCORES}:"
+        return f"Could not save the scores to {folder / SCORES}: {error.strerror or error}."
+    return f"Scores saved to {folder / SCORES}:"
 
 
 def check_only(flags: Flags, task: Task, strategy: Strategy) -> None:
     """Runs `--check-task`: checks a new model's sums in float64, without a time limit. Raises UserError."""
     if task.fitted:
         raise UserError(
-            "--check-task: with these flags the model is fitted, so there is no loss to check; leave it out"
+            "--check-task: with these flags the model is fitted without a loss to check; leave --check-task out"
         )
     exact = replace(flags, precision=replace(flags.precision, dtype="float64", amp="off"))
     with closing(assemble_run(exact, task, strategy, is_new=True)) as run:
@@ -181,7 +181,7 @@ def check_only(flags: Flags, task: Task, strategy: Strategy) -> None:
         passed = (
             "The loss couples samples by design, so its dependence on batch splits is not checked."
             if couples
-            else "The sums of the objective do not depend on how a batch is split."
+            else "The objective's loss and metrics do not depend on how a batch is split."
         )
         say("\n".join(lines or [passed]))
 
@@ -198,7 +198,7 @@ def ensemble_metrics(
         device = torch.device("cuda", flags.multi.gpu_ids[0])
     strategy = SingleDevice(device)
     set_up_torch(flags, strategy.group)
-    dtype, hint = getattr(torch, flags.precision.dtype), "give the flags that it was trained with"
+    dtype, hint = getattr(torch, flags.precision.dtype), "give the flags of its training run"
     found = ((load_best_weights(directory, say)["model"], str(directory)) for directory in directories)
     # on the CPU, since the models may not all fit on a GPU
     ensemble = task.ensemble([trained_objective(task, weights, CPU, dtype, name, hint) for weights, name in found])

@@ -103,18 +103,18 @@ def contradictions(flags: Flags) -> list[str]:
     if warmup is not None and epochs is not None and warmup > epochs:
         found.append(f"--warmup-epochs {warmup:g}: must not exceed --epochs {epochs}")
     if flags.learning.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
-        found.append(f"--optimizer muon: torch {torch.__version__} has no Muon; use torch 2.9, or another optimizer")
+        found.append(f"--optimizer muon: torch {torch.__version__} has no Muon; use torch>=2.9 or another optimizer")
     if flags.learning.optimizer == "muon" and flags.multi is not None and flags.multi.multi_gpu in forms.SHARDING:
         found.append(
-            "--optimizer muon: orthogonalises whole matrices, but a process of --multi-gpu fsdp holds only a shard; "
-            "use --multi-gpu ddp or another optimizer"
+            "--optimizer muon: orthogonalises whole matrices, but each process of --multi-gpu fsdp holds only a "
+            "shard; use --multi-gpu ddp or another optimizer"
         )
     if flags.batch.parts and flags.multi is not None:
         parts, multi_gpu = f"--parts {flags.batch.parts}", flags.multi.multi_gpu
         if multi_gpu not in (None, forms.USUAL):
-            found.append(f"{parts}: --multi-gpu {multi_gpu} sums in another order; use --multi-gpu {forms.USUAL}")
+            found.append(f"{parts}: needs --multi-gpu {forms.USUAL}, because {multi_gpu} sums in another order")
         if flags.multi.sync_bn:
-            found.append(f"{parts} and --sync-bn: exclude each other; a part has its own statistics")
+            found.append(f"{parts} and --sync-bn: exclude each other; batch-norm statistics of each part are separate")
     uses = {"--predict": flags.prediction.predict, "--export": flags.exporting.export}
     if flags.multi is not None:
         found += [f"{use}: runs on one device; use main.py" for use, file in uses.items() if file is not None]
@@ -154,7 +154,7 @@ def _contradictions_of_several(flags: Flags) -> list[str]:
     ]
     if several.folds and flags.task_type is not None:
         found += [
-            f"--folds {several.folds} and {flag_name(field.name)}: exclude each other; a fold decides what is held out"
+            f"--folds {several.folds} and {flag_name(field.name)}: exclude each other; --folds chooses what to hold out"
             for field in fields(flags.task)
             if field.name in flags.task_type.hold_out_flags and getattr(flags.task, field.name) != field.default
         ]

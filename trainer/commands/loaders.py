@@ -109,7 +109,9 @@ def where_data_are(task: Task, loaders: Mapping[str, BatchLoader], data_on: str,
     there = [name for name, loader in loaders.items() if isinstance(loader, DeviceLoader)]
     parts: Any = [each for own in data_by_loader(task).values() for each in own if isinstance(each, Movable)]
     if there:
-        return [f"Data on {device}: {', '.join(there)}, {num_bytes(parts) / 1e6:.1f} MB. Their batches are made there."]
+        return [
+            f"Data on {device}: {', '.join(there)}, {num_bytes(parts) / 1e6:.1f} MB. Their batches are built there."
+        ]
     if device.type == "cuda" and data_on == "auto" and parts:
         return [f"Data on the host: they would take more than {LARGEST_SHARE:.0%} of the free memory of {device}."]
     if device.type != "cuda" and data_on == "device":
@@ -128,7 +130,7 @@ def remarks_on_streams(
         name = f"Stream{f' of phase {phase}' if len(task.phases) > 1 else ''}"
         readers = "every worker of " * (num_workers > 0) + ("every process" if world_size > 1 else "this process")
         if world_size > 1 or num_workers:
-            lines.append(f"{name}: {readers} reads all of it, and keeps the samples of its own batches.")
+            lines.append(f"{name}: {readers} reads the whole stream and keeps only the samples of its own batches.")
         if num_again:
             lines.append(f"{name}: resuming first reads {num_again} samples again.")
     return lines

@@ -38,8 +38,8 @@ def arrange_batches(
             raise flags.refusal(f"--parts {least}: must be a multiple of the {strategy.num_devices} devices")
         if asked is not None and not least <= asked <= least * size:
             raise flags.refusal(
-                f"--global-batch-size {asked}: --parts {least} of at most --batch-size {size} samples hold {least} to "
-                f"{least * size}; change one of the three"
+                f"--global-batch-size {asked}: --parts {least} with at most --batch-size {size} samples each hold "
+                f"{least} to {least * size} samples; change one of the three flags"
             )
     if (
         before is not None
@@ -83,7 +83,7 @@ def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) ->
     rest = num_samples % global_batch_size if flags.batch.drop_last else 0
     if rest == num_samples:
         raise flags.refusal(
-            f"--drop-last: a global batch of {global_batch_size} samples leaves nothing of {num_samples}; lower "
+            f"--drop-last: drops all {num_samples} samples, because a global batch has {global_batch_size}; lower "
             "--batch-size or leave the flag out"
         )
     dataset = task.training_data(name)
@@ -97,7 +97,7 @@ def build_learning_rate(flags: Flags, task: Task, plan: Plan, factor: float) -> 
     peak = learning.lr * factor
     if learning.min_lr > peak * (1 + 1e-9) and not flags.checkpoint.eval_only:
         raise flags.refusal(
-            f"--min-lr {learning.min_lr:g}: must not exceed {peak:g}, which is --lr after --scale-lr; lower it"
+            f"--min-lr {learning.min_lr:g}: must not exceed {peak:g}, which is --lr after --scale-lr; lower --min-lr"
         )
     return LearningRate(
         peak=peak,
@@ -128,7 +128,7 @@ def build_warmup(flags: Flags, plan: Plan) -> float:
         given = f"--warmup-epochs {epochs:g}, which are {length:g} steps"
     if length > plan.num_steps:
         raise flags.refusal(
-            f"{given}: the whole run has {plan.num_steps} steps; warm up for fewer or raise {flags.run.length_flag}"
+            f"{given}: the whole run has {plan.num_steps} steps; lower the warm-up or raise {flags.run.length_flag}"
         )
     if plan.max_steps is not None:
         return length

@@ -66,11 +66,11 @@ def _refuse_to_harm(output: Path, run: TrainedRun, task: Task) -> None:
     target, given = output.resolve(), f"--output {output}"
     is_in_run = (run.folder / MANIFEST).exists() and run.folder.resolve() in target.parents
     if is_in_run and target.suffix.lower() != ".csv":
-        raise UserError(f"{given}: might replace a file of the run in this folder; name a .csv, or a file elsewhere")
+        raise UserError(f"{given}: could overwrite a file of the run; use a .csv name or another folder")
     for field in fields(task.config):
         path = getattr(task.config, field.name)
         if isinstance(path, Path) and path.resolve() in (target, *target.parents):
-            harm = "would overwrite" if path.resolve() == target else "would lie in"
+            harm = "would overwrite" if path.resolve() == target else "would be inside"
             raise UserError(f"{given}: {harm} {flag_name(field.name)} {path} of the run; name another file")
 
 
@@ -118,7 +118,7 @@ def write_sample(task: Task, path: Path) -> None:
     """Runs `--sample`: writes an example file for `--predict`. Raises UserError if the task has none."""
     content = task.sample()
     if content is None or path.exists():
-        problem = f"{type(task).__name__}, the task, has no sample" if content is None else "exists; name a new file"
+        problem = f"the task {type(task).__name__} provides no sample" if content is None else "exists; name a new file"
         raise UserError(f"--sample {path}: {problem}")
     text = io.StringIO()
     if not isinstance(content, bytes):

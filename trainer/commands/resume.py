@@ -113,7 +113,7 @@ def resume(
         epoch = progress.best.epoch
         progress.best, progress.evaluations_since_best = None, 0
         forget_values()
-        notes.append(f"The best checkpoint (epoch {epoch}) was scored on other data; tracking restarts here.")
+        notes.append(f"The best checkpoint (epoch {epoch}) was scored on other data; the best score is reset.")
     return [*notes, *changes.notes_on_start]
 
 
@@ -133,7 +133,7 @@ class Changes:
         num_parts = then.get("config", {}).get("--parts", 0)
         self._in_parts = bool(0 < num_parts == now["config"]["--parts"])  # results do not depend on the devices
 
-    def undo_hint(self, otherwise: str = "use the flags that it was trained with") -> str:
+    def undo_hint(self, otherwise: str = "use the flags of its training run") -> str:
         """Returns advice to undo changes of the task's flags. otherwise: the advice if no such flag changed."""
         names = [name for name in flag_values(self._task.config) if name in self.flags]
         own = [f"{name} (was {shown(self.flags[name][0])})" for name in names]
@@ -146,8 +146,8 @@ class Changes:
             raise UserError(f"--task {task}: the checkpoint is of {self.then['task']}; choose another --save-dir")
         if (before := self.then["config"]["--optimizer"]) != optimizer:
             raise UserError(
-                f"--optimizer {optimizer}: the checkpoint was trained with {before}; use that optimizer, or start from "
-                "the weights only: --init-from, in another --save-dir"
+                f"--optimizer {optimizer}: the checkpoint was trained with {before}; use that optimizer, or start "
+                "from its weights only, with --init-from and another --save-dir"
             )
         if (before := len(self.then["phase_sizes"])) != num_phases:
             raise UserError(
@@ -162,15 +162,15 @@ class Changes:
         before, threads = then.get("num_threads_per_rank"), now["num_threads_per_rank"]
         if self._in_parts and now["device_type"] == then.get("device_type") == "cpu" and before != threads:
             raise UserError(
-                f"--num-threads {threads}: the checkpoint was trained with {before}, and bit-equality with --parts "
-                f"depends on it; use --num-threads {before}"
+                f"--num-threads {threads}: the checkpoint was trained with {before}, and bit-identical results with "
+                f"--parts depend on it; use --num-threads {before}"
             )
 
     def refuse_reordered(self, names: Iterable[str]) -> None:
         if list(self.then["model"]) != list(names):
             raise UserError(
-                "the model's parameters are in another order than in the checkpoint, so their moments would not match; "
-                "restore that order, or start from the weights only with --init-from"
+                "the model's parameters are in another order than in the checkpoint, so the optimizer state would not "
+                "match; restore the checkpoint's order, or start from the weights only with --init-from"
             )
 
     def refuse_other_data(self, source: str, to_train: bool = False) -> None:
@@ -201,8 +201,8 @@ class Changes:
             advice = f"undo the change to {before} until the epoch ends, or start over with --fresh"
         elif self.now["config"]["--drop-last"] and wholes[0] != wholes[1]:
             advice = (
-                f"what --drop-last drops depends on the global batch: {wholes[1]} now, {wholes[0]} then; restore it, "
-                "or start over with --fresh"
+                f"--drop-last drops other samples with a global batch of {wholes[1]} than of {wholes[0]}; restore "
+                f"{wholes[0]}, or start over with --fresh"
             )
         else:
             advice = self._advice_on_data()
@@ -227,8 +227,8 @@ class Changes:
         if None in (then, now) or then == now:
             return []
         return [
-            "The split into training and held-out data differs from the checkpoint: scores are not comparable with "
-            "earlier ones, and may include training data."
+            "The split into training and held-out data differs from the checkpoint's: scores are not comparable with "
+            "earlier scores and may include training data."
         ]
 
     @property
@@ -246,20 +246,20 @@ class Changes:
         notes += [f"{_CHANGED}: {change}" for change in code_changes(self.then["code"], self.now["code"])]
         before, helpers = self.then.get("helpers", {}), self.now.get("helpers", {})
         names = [name for name in sorted(before.keys() | helpers.keys()) if before.get(name) != helpers.get(name)]
-        notes += [f"{_CHANGED}: the weights of the helper {name}, or whether there is one" for name in names]
+        notes += [f"{_CHANGED}: the helper {name}, or its weights" for name in names]
         then, now = self.then["environment"], self.now["environment"]
         wholes = self.now["global_batch_sizes"]
         if then["num_devices"] != now["num_devices"] and wholes == self.then["global_batch_sizes"]:
             notes.append(
-                f"The global batch stays at {' and '.join(map(str, wholes))} samples on {now['num_devices']} device(s) "
-                f"instead of {then['num_devices']}; per-device batch and accumulation follow from it."
+                f"The global batch stays at {' and '.join(map(str, wholes))} samples on {now['num_devices']} "
+                f"device(s) instead of {then['num_devices']}; batch size per device and accumulation steps adapt."
             )
         counts = ("world_size", "num_devices") if self._in_parts else ()
         names = [name for name in now if name not in counts and then.get(name, now[name]) != now[name]]
         different = [f"{name} {then[name]} -> {now[name]}" for name in names]
         if different:
             notes.append(
-                f"Equal to an uninterrupted run up to rounding, not to the bit, because of: {', '.join(different)}."
+                f"Equals an uninterrupted run up to rounding, not bit for bit, because of: {', '.join(different)}."
             )
         return notes
 

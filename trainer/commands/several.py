@@ -197,9 +197,7 @@ def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int
     task = build_task(flags)
     several, save_dir = flags.several, flags.checkpoint.save_dir
     if not task.trains:
-        raise UserError(
-            f"{several.as_given}: these flags train nothing, so there is nothing to repeat; leave the flag out"
-        )
+        raise UserError(f"{several.as_given}: the other flags train nothing that could be repeated; leave the flag out")
     folds = task.fold_flags(several.folds) if several.folds else []
     slots = choose_slots(flags.devices, flags.multi)
     jobs = plan_jobs(flags, [*argv, *flags.from_run.argv, *slots.flags], folds, run_alone)
@@ -247,8 +245,8 @@ class SeveralRuns:
                 paused = ", ".join(job.name for job in unfinished)
                 say(
                     f"--max-minutes {self.flags.run.max_minutes:g}: used up by {len(unfinished)} of {len(self.jobs)} "
-                    f"runs before they finished, so there is no summary: {paused}; to continue them, raise it or "
-                    "leave it out"
+                    f"runs before they finished, so there is no summary: {paused}; to continue these runs, raise "
+                    "--max-minutes or leave it out"
                 )
                 return 0
             summary: dict[str, Any] = {}

@@ -60,11 +60,9 @@ def restore_what_fits(
     if not comparison.fitting:
         if comparison.unlike:
             what = "; ".join([*comparison.unlike.values()][:2])
-            raise UserError(
-                f"{source}: nothing in it fits the model: {what}; give the flags and data it was trained with"
-            )
+            raise UserError(f"{source}: no weight fits the model: {what}; give the flags and data of the training run")
         raise UserError(
-            f"{source}: nothing in it fits the model: the file has {_first(weights)}, the model "
+            f"{source}: no weight fits the model: the file has {_first(weights)}, the model "
             f"{_first(model.state_dict())}; rename the weights in the file"
         )
     strategy.load_weights(comparison.fitting, model)
@@ -94,7 +92,7 @@ def initialise(learner: Learner, given: CheckpointFlags, shipped: Path | None, s
     model, notes = learner.objective.model, []
     if given.init_from is not None:
         label = f"--init-from {given.init_from}"
-        hint = "use weights of a model with the same flags, or load what fits with --init-from-partial"
+        hint = "use weights of a model with the same flags, or load only the fitting weights with --init-from-partial"
         restore_weights(model, _read(strategy, given.init_from, label), strategy, label, hint)
         notes = [f"Starting with the weights of {given.init_from}."]
     elif given.init_from_partial is not None:
@@ -134,9 +132,9 @@ def _described(comparison: WeightComparison, source: Path) -> list[str]:
     if comparison.unlike:
         lines.append(f"Left out: {', '.join(comparison.unlike.values())}.")
     if comparison.unknown:
-        lines.append(f"Left out, unknown to the model: {', '.join(comparison.unknown)}.")
+        lines.append(f"Left out, because the model does not have them: {', '.join(comparison.unknown)}.")
     if comparison.missing:
-        lines.append(f"Not in that file, newly initialised: {', '.join(comparison.missing)}.")
+        lines.append(f"Newly initialised, because the file does not have them: {', '.join(comparison.missing)}.")
     return lines
 
 
@@ -223,7 +221,7 @@ def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
     The command line may repeat the run's flags, but may change only `Task.predict_flags`. Raises UserError.
     """
     if not ("task" in run.state and "config" in run.state):
-        reason = "holds weights without their task; give a run's checkpoint"
+        reason = "holds weights but does not name their task; give a run's checkpoint"
         raise UserError(f"--resume-from {flags.checkpoint.resume_from}: {reason}")
     name, config, nothing = run.state["task"], run.state["config"], "no such flag"
     assert flags.task_type is not None
