@@ -1,4 +1,4 @@
-"""Detects the format of table files and reads their lines as fields; names whatever it cannot read."""
+"""Detects the format of table files and reads their lines as fields."""
 
 import ast
 import codecs
@@ -20,7 +20,7 @@ from trainer.common.files import lines_of
 
 OnBad = Literal["refuse", "drop", "interpolate"]
 TABLES = (".csv", ".tsv", ".txt", ".dat", ".data", ".inter", ".jsonl", ".ndjson", ".json", ".parquet")
-"""Suffixes of possible tables, before a compression suffix."""
+"""Suffixes of tables, without a compression suffix."""
 _BINARY = {
     b"\xd0\xcf\x11\xe0": ("Excel's .xls", "excel"),
     b"\x89HDF": ("HDF5", "other-formats"),
@@ -31,7 +31,7 @@ _BINARY = {
     b"\x93NUMPY": ("a NumPy array", "other-formats"),
     b"\x28\xb5\x2f\xfd": ("compressed by zstd", "other-formats"),
 }
-"""Formats by first bytes: the name, and the section of the docs on its conversion."""
+"""Maps first bytes to the name of a format and a section of docs/formats.md on converting it."""
 _TEXTS = {
     r"(?is)\s*(%[^\n]*\s+)*@relation\b": ("ARFF", "arff"),
     r"(?is)\s*(#[^\n]*\s+)*@problemname\b": ("sktime's .ts", "other-formats"),
@@ -40,9 +40,9 @@ _TEXTS = {
     r"\s*\{\s*$": ("JSON of several lines", "json"),
     r"\s*[-+]?\d+(\.\d+)?( \d+:[-+\d.eE]+)+\s*$": ("libsvm's sparse rows", "other-formats"),
 }
-"""Formats by initial text; the last three match the first line."""
+"""Maps patterns of the initial text to the name of a format and a section of docs/formats.md."""
 _LISTS = ("events", "interactions", "actions", "clicks", "items")
-"""Entries of a JSON object that list records, such as the events of a session."""
+"""Names of JSON entries that contain a list of records, such as the events of a session."""
 _UTF_8 = "utf-8-sig"
 _LETTERS = "ÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÖØÙÚÛÜßàáâãäåæçèéêëìíîïñòóôõöøùúûüŒœ".encode("cp1252")
 _MARKS = rb"\x80\x82\x84\x85\x91-\x97\x99\xa0\xa1\xa3\xa7\xa9-\xab\xae\xb0-\xb3\xb5\xb7\xba\xbb\xbd\xbf\xd7"
@@ -50,12 +50,12 @@ _NOT_WESTERN = re.compile(
     rb"[^ A-Za-z%b]|[%b]{3}|[\xc2\xc3][\x80-\xbf]|\xf5(?!e)|[A-Za-lo-ru-z][\xb2\xb3]"
     rb"|[A-Za-z][^\x00-\x7f\xb7\x92%b][A-Za-z]" % (_LETTERS + _MARKS, _LETTERS, _LETTERS)
 )
-"""Matches bytes outside Western European words in cp1252: other letters, three in a row, UTF-8, marks within words."""
+"""Matches bytes that do not occur in Western European words in cp1252, such as UTF-8 and other letters."""
 _WESTERN = re.compile(
     rb"[A-Za-z][%b]|[%b][A-Za-z]|\xb0[CF]\b|\b[km]?[ms][\xb2\xb3]|\xb5[A-Zgms]|[\x80\xa3] ?\d|\d ?\x80"
     % (_LETTERS, _LETTERS)
 )
-"""Matches bytes that show cp1252: an accented letter beside a plain one, a unit or a price."""
+"""Matches bytes that indicate cp1252: an accented letter next to an ASCII letter, a unit or a price."""
 _NOT_ASCII = re.compile(rb"[A-Za-z]?[\x80-\xff]+[A-Za-z]?")
 _PART = re.compile(r"(?<![a-z])(train|val|dev|test)(?:ing|id|idation)?(?![a-z])")
 _FIRST_OBJECTS = 1000
@@ -64,7 +64,7 @@ _HEAD, _CHUNK = 4096, 1 << 18
 
 @dataclass(frozen=True)
 class Reading:
-    """How to read tables. encoding: None detects it. on_bad: how to treat bad lines."""
+    """Options for reading tables. encoding: None: detect it. on_bad: how to treat lines that cannot be read."""
 
     encoding: str | None = None
     on_bad: OnBad = "refuse"
@@ -75,9 +75,9 @@ STRICT = Reading()
 
 @dataclass
 class LeftOut:
-    """Counts unreadable input that is dropped or filled in, by kind, and notes a detected encoding.
+    """Counts input that is dropped or filled in, by kind, and notes a detected encoding.
 
-    found: (action, kind) -> the count and the first one. note: a sentence about the encoding, or "".
+    found: count and first example by (action, kind). note: a sentence about the encoding, or "".
     """
 
     reading: Reading = STRICT
@@ -85,37 +85,37 @@ class LeftOut:
     note: str = ""
 
     def add(self, first: str, refusal: str, kind: str = "lines that cannot be read") -> None:
-        """Counts one. first: its place and error. Raises UserError, with the text refusal, if it is refused."""
+        """Counts unreadable input. first: its place and error. Raises UserError with the text `refusal` if refused."""
         if self.reading.on_bad == "refuse":
             raise UserError(refusal)
         self.count(kind, first)
 
     def count(self, kind: str, first: str, num: int = 1, action: str = "Left out") -> None:
-        """Adds num, possibly 0, to the count of a kind."""
+        """Adds `num`, which may be 0, to the count of a kind."""
         before, first = self.found.get((action, kind), (0, first))
         if before + num:
             self.found[action, kind] = before + num, first
 
     def counts(self) -> dict[str, int]:
-        """Returns the count of each kind, described with its first example."""
+        """Returns counts by text on the kind and its first example."""
         return {f"{kind}, such as {first}": num for (_, kind), (num, first) in self.found.items()}
 
     def remarks(self) -> list[str]:
-        """Returns sentences for the user, if any."""
+        """Returns sentences for the user."""
         found = [f"{action}: {num:,} {kind}, such as {first}." for (action, kind), (num, first) in self.found.items()]
         return [self.note, *found] if self.note else found
 
 
 ENCODING = "text encoding, such as cp1252 or latin-1 (default: UTF-8, UTF-16 or, if neither fits, cp1252)"
-"""Help of a flag of all tasks."""
+"""Help of the flag --encoding of several tasks."""
 ON_BAD = "what to do with unreadable lines, such as a line without a user; also in --predict; drop: skip and count them"
-"""Help of that flag."""
+"""Help of the flag --on-bad of several tasks."""
 
 
 def tables_at(path: Path, flag_name: str, advice: str, known: Sequence[str] = ()) -> list[DataFile]:
-    """Finds the table that a path leads to: itself, or the only table in a folder or archive; or its `parts_of`.
+    """Finds the table at a path: the file, or the only table in a folder or archive, or the `parts_of` a split.
 
-    known: preferred file names. Raises UserError if none or several qualify.
+    known: preferred file names. Raises UserError if there is no table, or several.
     """
     source = source_at(path, 1, advice, flag_name)
     if source is None:
@@ -133,9 +133,9 @@ def tables_at(path: Path, flag_name: str, advice: str, known: Sequence[str] = ()
 
 
 def parts_of(files: Iterable[DataFile]) -> list[DataFile]:
-    """Returns the files of training, validation (if any) and test; none without these.
+    """Returns the files for training, validation (optional) and test; [] if there are no such files.
 
-    Their names contain these words: train.csv, x.valid.inter, test.txt.
+    The names contain these words, as in train.csv, x.valid.inter and test.txt.
     """
     found: dict[str, list[DataFile]] = {"train": [], "val": [], "dev": [], "test": []}
     for file in files:
@@ -146,14 +146,14 @@ def parts_of(files: Iterable[DataFile]) -> list[DataFile]:
 
 
 Split = Callable[[str, Iterator[str], str], Iterator[Line]]
-"""Splits text into fields: (first non-blank line, text, where) -> lines."""
+"""Function that splits text into fields: (first non-blank line, text, where) -> lines."""
 
 
 @contextmanager
 def opened_lines(file: DataFile, left_out: LeftOut, split: Split) -> Iterator[Iterator[Line]]:
-    """Opens a file as lines of fields; for JSON lines and parquet, names come first. Raises UserError.
+    """Opens a file as lines of fields; for JSON lines and parquet, the first line is the names. Raises UserError.
 
-    left_out: has the flags of reading, and receives a note on a detected encoding.
+    left_out: contains the options for reading, and gets a note on a detected encoding.
     """
     encoding = left_out.reading.encoding
     if encoding is None:
@@ -173,7 +173,7 @@ def opened_lines(file: DataFile, left_out: LeftOut, split: Split) -> Iterator[It
 
 @contextmanager
 def opened_table(file: DataFile, left_out: LeftOut) -> Iterator[CsvTable]:
-    """Opens a table of named columns. With semicolons, numbers may have decimal commas. Raises UserError.
+    """Opens a table with named columns. If semicolons separate them, numbers may have decimal commas. Raises UserError.
 
     left_out: see `opened_lines`.
     """
@@ -189,7 +189,7 @@ def opened_table(file: DataFile, left_out: LeftOut) -> Iterator[CsvTable]:
 
 
 def decoded(content: bytes, where: str, left_out: LeftOut) -> str:
-    """Decodes a whole file, keeping its line endings. Raises UserError. left_out: see `opened_lines`."""
+    """Decodes the content of a file; line endings are kept. Raises UserError. left_out: see `opened_lines`."""
     encoding = left_out.reading.encoding or _recognised(io.BytesIO(content), where, left_out)
     with _opened_text(io.BytesIO(content), where, encoding) as text:
         return text.read()
@@ -210,7 +210,7 @@ def _opened_text(content: IO[bytes], where: str, encoding: str) -> Iterator[IO[s
 
 
 def _why_no_text(error: UnicodeDecodeError, encoding: str) -> str:
-    """Explains invalid bytes for an encoding, and suggests a probable one."""
+    """Returns a message on bytes that are invalid in an encoding, which suggests a probable encoding."""
     is_given = encoding != _UTF_8
     byte = error.object[error.start]
     reason = f"is not text in {encoding if is_given else 'UTF-8'}, but has the byte 0x{byte:02x}"
@@ -227,10 +227,10 @@ def _word_at(content: bytes, place: int, encoding: str) -> str:
 
 
 def _recognised(content: IO[bytes], where: str, left_out: LeftOut) -> str:
-    """Detects the encoding of a file by reading all of it, and notes cp1252 in left_out.
+    """Detects the encoding of a file, which is read to its end; notes cp1252 in `left_out`.
 
-    UTF-16 begins with a byte order mark, or has a zero in nearly every second byte. A file that is not UTF-8 is taken
-    for cp1252 if all its words look Western European, which words in other encodings hardly ever do.
+    UTF-16 begins with a byte order mark, or has zeros in most even or most odd bytes. A file that is not UTF-8 is read
+    as cp1252 if all its words look Western European, which words in other encodings rarely do.
     """
     chunk = content.read(_CHUNK)
     if chunk.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -252,7 +252,7 @@ def _recognised(content: IO[bytes], where: str, left_out: LeftOut) -> str:
 
 
 def _lines(text: Iterator[str], where: str, split: Split) -> Iterator[Line]:
-    """Yields non-blank lines with their line numbers."""
+    """Yields the fields of non-blank lines with their line numbers. Raises UserError for unsupported formats."""
     num_blank, first = next(((i, line) for i, line in enumerate(text) if not line.isspace()), (0, ""))
     if not first:
         return iter(())
@@ -267,10 +267,10 @@ def _lines(text: Iterator[str], where: str, split: Split) -> Iterator[Line]:
 
 
 def json_lines(text: Iterator[str]) -> Iterator[Line]:
-    """Yields the entries of JSON objects, one object per line, after the names of all entries of the first thousand.
+    """Yields the names of all entries in the first thousand JSON objects, then the entries of each object.
 
-    Missing entries are empty; a line that is not an object is a single field. An object with a list of events gives a
-    line for each.
+    The text has one object per line. Missing entries are ""; a line that is not an object is a single field. An object
+    with a list of records becomes a line per record.
     """
     objects = ((number, line, _object(line)) for number, line in enumerate(text, start=1) if not line.isspace())
     if not (first := list(islice(objects, _FIRST_OBJECTS))):
@@ -285,7 +285,7 @@ def json_lines(text: Iterator[str]) -> Iterator[Line]:
 
 
 def _object(line: str) -> list[dict[str, Any]]:
-    """Returns the records of a line, none if it is not an object; also in Python syntax, as in Steam's files."""
+    """Returns the records of a line, in JSON or, as in Steam's files, in Python's syntax; [] for other lines."""
     try:
         found = json.loads(line, parse_int=str, parse_float=str, parse_constant=str)
     except (ValueError, RecursionError):
@@ -304,12 +304,12 @@ def _object(line: str) -> list[dict[str, Any]]:
 
 
 def _can_be_written(value: Any) -> bool:
-    """Returns whether a text has no lone surrogates, which escapes can make."""
+    """Returns whether a value can be encoded; JSON's escapes can produce lone surrogates, which cannot."""
     return re.search(r"\\ud[89a-f]", repr(value)) is None
 
 
 def text_of(value: Any) -> str:
-    """Formats a value as in a CSV: "" for none, true and false, and lists as JSON."""
+    """Formats a value as a CSV cell: None as "", and true, false, lists and objects as JSON."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -319,7 +319,7 @@ def text_of(value: Any) -> str:
 
 def _parquet_lines(content: IO[bytes], where: str) -> Iterator[Line]:
     try:
-        parquet = importlib.import_module("pyarrow.parquet")  # by name, since it is optional
+        parquet = importlib.import_module("pyarrow.parquet")  # imported by name, since it is optional
     except ImportError:
         raise UserError(
             f"{where}: is parquet, which is read by the package pyarrow, and that is not here: run `pip install "
@@ -332,7 +332,7 @@ def _parquet_lines(content: IO[bytes], where: str) -> Iterator[Line]:
         for batch in file.iter_batches():
             columns = [[text_of(value) for value in column.to_pylist()] for column in batch.columns]
             yield from ((next(numbers), list(fields)) for fields in zip(*columns, strict=True))
-    except ValueError as error:  # as are pyarrow's own errors
+    except ValueError as error:  # pyarrow's errors are ValueErrors
         if isinstance(error, UserError):
             raise
         raise UserError(f"{where}: is damaged parquet ({str(error)[:80]}); fetch it again") from None

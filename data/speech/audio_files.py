@@ -1,4 +1,4 @@
-"""Reads sound files as mono samples: wav natively, other formats through soundfile if installed."""
+"""Decodes sound files to mono samples: WAV directly, other formats with the package soundfile if installed."""
 
 import functools
 import importlib
@@ -12,39 +12,39 @@ from numpy.lib.stride_tricks import sliding_window_view
 from trainer.common.errors import UserError
 
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus")
-"""Suffixes of sound files."""
+"""Suffixes of the names of sound files."""
 
 MIN_RATE, MAX_RATE = 1_000, 384_000
-"""Accepted samples per second."""
+"""Limits of the sample rate, in Hz."""
 
 FULL_SCALE = 32768
-"""Divisor of 16-bit samples."""
+"""Divisor that scales 16-bit samples to [-1, 1)."""
 _LOUDEST = 2.0**31
-"""Largest accepted sample, of undivided 32-bit integers stored as floats."""
+"""Largest accepted sample, as in files that store 32-bit integers as floats."""
 
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _UNKNOWN_SIZE = 0x7FFFF000
-"""Streamed wavs declare at least this size; all following bytes belong to it."""
+"""A streamed WAV file declares at least this size; its samples then extend to the end of the file."""
 _NUM_LOBES = 24
-"""Zeros of the sinc on each side within the window of the resampling filter."""
+"""Zeros of the sinc on each side of the resampling filter."""
 _ROLL_OFF = 0.96
-"""Half-amplitude frequency of the filter, as a share of the lower Nyquist frequency."""
+"""Frequency at which the filter halves the amplitude, as a share of the lower Nyquist frequency."""
 _KAISER_BETA = 9.0
-"""Kaiser window parameter: about 90 dB between passband and stopband."""
+"""Parameter of the Kaiser window, for about 90 dB between passband and stopband."""
 
 
 class UnreadableAudio(ValueError):
-    """A damaged file or unknown format; the message says what is wrong, not where."""
+    """Raised for a damaged file or an unknown format; the message does not name the file."""
 
 
 def decode(content: bytes, name: str) -> tuple[np.ndarray, int]:
-    """Decodes a sound file to mono samples, (length,) float32 in [-1, 1], and its sample rate.
+    """Decodes a sound file; returns mono samples, (length,) float32 in [-1, 1], and the sample rate in Hz.
 
-    Reads wav with integers of 8 to 32 bits or floats of 32 or 64; other codecs, FLAC, mp3 and Ogg need the package
-    `soundfile`. Channels are averaged. Floats beyond 1 are kept: see `within_full_scale`. name: of the file; only its
-    suffix counts.
+    Decodes WAV with integers of 8 to 32 bits or floats of 32 or 64 bits; other codecs, FLAC, MP3 and Ogg need the
+    package soundfile. Channels are averaged. Floats may exceed [-1, 1]; see `within_full_scale`. name: name of the
+    file, of which only the suffix counts.
 
-    Raises UnreadableAudio, and UserError if `soundfile` is needed and not installed.
+    Raises UnreadableAudio, or UserError if soundfile is needed and not installed.
     """
     if not content:
         raise UnreadableAudio("is an empty file")
@@ -62,25 +62,25 @@ def decode(content: bytes, name: str) -> tuple[np.ndarray, int]:
 
 
 def within_full_scale(samples: np.ndarray) -> tuple[np.ndarray, bool]:
-    """Scales samples down if they exceed [-1, 1], so that nothing clips; also returns whether they did.
+    """Scales samples that exceed [-1, 1] down, so that no sample clips; also returns whether they were scaled.
 
-    Tolerates an excess below one 16-bit step.
+    An excess of less than a 16-bit step is ignored.
     """
     peak = np.abs(samples).max(initial=0)
     return (samples / peak, True) if peak > 1 + 1 / FULL_SCALE else (samples, False)
 
 
 def to_int16(samples: np.ndarray) -> np.ndarray:
-    """Rounds samples in [-1, 1] to integers in [-32768, 32767], with clipping. Exact for 16-bit files."""
+    """Rounds and clips samples in [-1, 1] to 16-bit integers; restores the integers of 16-bit files exactly."""
     return np.clip(np.rint(samples * np.float32(FULL_SCALE)), -FULL_SCALE, FULL_SCALE - 1).astype(np.int16)
 
 
 def resample(samples: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
     """Resamples audio: (length,) -> (ceil(length * to_rate / from_rate),) float32.
 
-    Sample k of the result is the sound at time k / to_rate. Band-limited interpolation by a sinc with a Kaiser window
-    (Smith, "Digital Audio Resampling Home Page", CCRMA): relative to the lower Nyquist frequency, frequencies below .84
-    change by less than 1e-4, and those above 1.08 are attenuated to 1e-4.
+    Sample k of the result is the sound at time k / to_rate s. Interpolates with a Kaiser-windowed sinc (Smith, "Digital
+    Audio Resampling Home Page", CCRMA). Amplitudes change by less than 1e-4 at frequencies below 0.84 times the lower
+    Nyquist frequency, and are reduced to 1e-4 above 1.08 times this frequency.
     """
     if from_rate == to_rate:
         return samples.astype(np.float32)
@@ -91,7 +91,7 @@ def resample(samples: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
     reach = kernels.shape[1] // 2
     padded = np.pad(samples.astype(np.float32), reach)
     result = np.empty(length, np.float32)
-    # Results `up` apart lie `down` samples apart, at the same offsets, so they share a kernel.
+    # results with indices `up` apart are `down` samples apart and share a kernel
     for phase in range(min(up, length)):
         windows = sliding_window_view(padded[phase * down // up :], kernels.shape[1])[::down]
         result[phase::up] = windows[: len(range(phase, length, up))] @ kernels[phase]
@@ -100,13 +100,13 @@ def resample(samples: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def _kernels(up: int, down: int) -> np.ndarray:
-    """Computes filters for results 0 to up - 1, each centred on the sample at or before it: (up, odd) float32.
+    """Returns the filters of results 0 to up - 1, each centred on the last sample up to the result: (up, odd) float32.
 
-    A sinc under a Kaiser window. Weights of a result add up to 1, so constants stay constant.
+    A filter is a Kaiser-windowed sinc whose weights add up to 1, so a constant signal is unchanged.
     """
-    cutoff = _ROLL_OFF * min(1.0, up / down)  # of the source's Nyquist frequency
+    cutoff = _ROLL_OFF * min(1.0, up / down)  # as a share of the source's Nyquist frequency
     reach = math.ceil(_NUM_LOBES / cutoff)
-    after = np.arange(up)[:, None] * down % up / up  # offset of a result from the sample before it
+    after = np.arange(up)[:, None] * down % up / up  # offset of a result from the last sample before it
     lobes = (np.arange(-reach, reach + 1) - after) * cutoff
     inside = np.clip(1 - (lobes / _NUM_LOBES) ** 2, 0, None)
     weights = np.sinc(lobes) * np.i0(_KAISER_BETA * np.sqrt(inside)) * (inside > 0)
@@ -114,9 +114,9 @@ def _kernels(up: int, down: int) -> np.ndarray:
 
 
 def _decode_wav(content: bytes) -> tuple[np.ndarray, int] | None:
-    """Decodes a wav to (length, channels) float32 and its rate; None for compressed samples.
+    """Decodes a WAV file to samples (length, channels) float32 and the sample rate; None for compressed samples.
 
-    Avoids the module `wave`, which lacks floats and, before Python 3.12, the extensible header.
+    Python's module wave does not support floats or, before Python 3.12, the extensible header.
     """
     chunks = _riff_chunks(content)
     header, data = chunks.get(b"fmt ", b""), chunks.get(b"data")
@@ -136,7 +136,7 @@ def _decode_wav(content: bytes) -> tuple[np.ndarray, int] | None:
 
 
 def _riff_chunks(content: bytes) -> dict[bytes, bytes]:
-    """Returns the first chunk of each name. Raises UnreadableAudio if samples are cut off."""
+    """Returns the first chunk with each name. Raises UnreadableAudio if the samples are incomplete."""
     chunks: dict[bytes, bytes] = {}
     position = 12
     while position + 8 <= len(content):
@@ -154,20 +154,20 @@ def _floats(data: bytes, width: int) -> np.ndarray:
 
 
 def _from_integers(data: bytes, width: int) -> np.ndarray:
-    """Converts little-endian integers of a width in bytes to float32 in [-1, 1); single bytes are unsigned."""
+    """Converts little-endian integers of `width` bytes to float32 in [-1, 1); single bytes are unsigned."""
     if width == 1:
         return (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 128
     words = np.zeros((len(data) // width, 4), np.uint8)
-    words[:, 4 - width :] = np.frombuffer(data, np.uint8).reshape(-1, width)  # low bytes of a wider word stay 0
+    words[:, 4 - width :] = np.frombuffer(data, np.uint8).reshape(-1, width)  # the low bytes stay 0
     return words.view("<i4")[:, 0].astype(np.float32) / np.float32(2**31)
 
 
 def _decode_by_soundfile(content: bytes, name: str) -> tuple[np.ndarray, int]:
-    """Returns (length, channels) float32 and the rate."""
+    """Decodes a file with soundfile; returns samples (length, channels) float32 and the sample rate."""
     try:
-        # by name, since it is optional and untyped
+        # imported by name, since it is optional and untyped
         soundfile = importlib.import_module("soundfile")
-    except (ImportError, OSError) as error:  # OSError if the wrapped library is missing
+    except (ImportError, OSError) as error:  # OSError if libsndfile is missing
         raise UserError(
             f"{name}: sound other than plain wav needs the package soundfile, which is not here ({error}); "
             "run `pip install soundfile`, or convert the files to wav"

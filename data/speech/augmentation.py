@@ -1,6 +1,6 @@
-"""Random augmentation of training utterances: voice, room and microphone.
+"""Random augmentation of training utterances, which imitates other voices, rooms and microphones.
 
-All randomness is a function of seed, epoch and sample, never of the batch.
+Random draws are functions of seed, epoch and sample, and do not depend on the batch.
 """
 
 import math
@@ -18,28 +18,28 @@ Length = TypeVar("Length", int, np.ndarray)
 _AUDIO_STREAM, _WARP_STREAM, _FREQ_STREAM, _TIME_STREAM, _MASKING_STREAM, _WORD_STREAM, _ROOM_STREAM = range(7)
 NOISE_LENGTH = 2**16
 COLOURS = (0.0, 0.7, 0.97)
-"""c of noise n_t = c n_(t-1) + white noise."""
+"""Coefficients c of noise n_t = c n_(t-1) + white noise."""
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random changes of training utterances; strength 0, or noise None, disables a change.
+    """Strengths of random changes of training utterances; strength 0, or None, disables a change.
 
-    speed_percent: playing speed, which also shifts pitch and formants: the utterance lasts a whole percentage of its
-        duration, uniform in [100 - speed_percent, 100 + speed_percent]. Ko et al., "Audio augmentation for speech
-        recognition", Interspeech 2015.
-    word_speed_percent: the same, additionally, for each recording of a string.
-    gain_db: loudness in decibels, uniform in [-gain_db, gain_db].
-    tilt: strength of high frequencies, as of another microphone: x_t - a x_(t-1), a uniform in [-tilt, tilt].
-    noise_snr_db: white or low-frequency noise; signal-to-noise ratio in dB, uniform between these two.
-    room_share: share of strings whose recordings have room noise, which is absent from the gaps between them.
-    room_snr_db: signal-to-noise ratio of recording to room, uniform between these two (dB), constant within a string.
-    warp: factor on the frequencies of the features, uniform in [1 - warp, 1 + warp]. Jaitly and Hinton, "Vocal tract
-        length perturbation improves speech recognition", 2013.
-    masking_db: reduction, in decibels uniform between these two, of the noise that masks weak sound.
-    num_freq_masks, freq_mask: number of masked bands of mel bins, each up to this share of the bins.
-    num_time_masks, time_mask: number of masked stretches of time, each up to this share of the utterance. Park et al.,
-        "SpecAugment", Interspeech 2019.
+    speed_percent: change of playing speed, which also shifts pitch and formants. The new duration is an integer
+        percentage of the old one, uniform in [100 - speed_percent, 100 + speed_percent]. Ko et al., "Audio augmentation
+        for speech recognition", Interspeech 2015.
+    word_speed_percent: additional change of playing speed for each recording of a string.
+    gain_db: change of loudness in dB, uniform in [-gain_db, gain_db].
+    tilt: change of high frequencies, as by another microphone: x_t - a x_(t-1) with a uniform in [-tilt, tilt].
+    noise_snr_db: limits of the signal-to-noise ratio, in dB, of white or low-frequency noise.
+    room_share: share of strings with room noise in their recordings, but not in the gaps between recordings.
+    room_snr_db: limits of the signal-to-noise ratio, in dB, of room noise; constant within a string.
+    warp: change of the features' frequencies by a factor uniform in [1 - warp, 1 + warp]. Jaitly and Hinton, "Vocal
+        tract length perturbation improves speech recognition", 2013.
+    masking_db: limits of the reduction, in dB, of the noise that masks weak sound.
+    num_freq_masks, freq_mask: number of masked bands of mel bins, and the largest share of bins per band.
+    num_time_masks, time_mask: number of masked intervals of time, and the largest share of the utterance per interval.
+        Park et al., "SpecAugment", Interspeech 2019.
     """
 
     speed_percent: int = 15
@@ -57,7 +57,7 @@ class Augmentation:
     time_mask: float = 0.06
 
     def times(self, factor: float) -> "Augmentation":
-        """Scales all strengths by factor >= 0; noise by amplitude, so that it vanishes at 0."""
+        """Returns strengths multiplied by a factor of at least 0; the factor applies to the amplitude of noise."""
         return replace(
             self,
             speed_percent=min(round(factor * self.speed_percent), 90),
@@ -80,10 +80,10 @@ class Augmentation:
 
 
 class Noise(NamedTuple):
-    """Noise parameters of several recordings.
+    """Parameters of the noise in several recordings.
 
-    snr_db: signal-to-noise ratio in dB; infinite for none. start: int64, start of the noise in its table. colour:
-    int64, the table, a position in COLOURS.
+    snr_db: signal-to-noise ratio in dB; infinite for no noise. start: int64, first sample in the noise table. colour:
+    int64, index of the table, as in COLOURS.
     """
 
     snr_db: np.ndarray
@@ -92,44 +92,44 @@ class Noise(NamedTuple):
 
     @classmethod
     def drawn(cls, snr_db: tuple[float, float], ratio: np.ndarray, part: np.ndarray, colour: np.ndarray) -> "Noise":
-        """Derives noise from draws in [0, 1). snr_db: bounds of the uniform ratio."""
+        """Computes parameters from draws in [0, 1). snr_db: limits of the signal-to-noise ratio."""
         lowest, highest = snr_db
         start = (part * (NOISE_LENGTH / 2)).astype(np.int64)
         return cls(lowest + (highest - lowest) * ratio, start, (colour * len(COLOURS)).astype(np.int64))
 
 
 Changes = tuple[np.ndarray, np.ndarray, np.ndarray, Noise | None]
-"""Changes of n utterances: percent of duration, (n,) int64; gain and tilt, (n,) float32; noise, (n,) each, or None."""
+"""Changes of n utterances: percent of duration (n,) int64, gain and tilt (n,) float32, and noise or None."""
 
 
 class Augmenter:
-    """Applies an Augmentation: to audio directly, and as parameters for the model's front end."""
+    """Draws the changes of an `Augmentation`; applies them to audio, or returns them for the model's front end."""
 
     def __init__(self, strength: Augmentation, num_mels: int, seed: int, num_views: int = 1) -> None:
-        """num_mels: mel bins for frequency masks. num_views: sets of masks per utterance."""
+        """Creates the augmenter. num_mels: number of mel bins. num_views: sets of masks per utterance."""
         self._strength = strength
         self._num_mels = num_mels
         self._seed = seed
         self._num_views = num_views
 
     def lengths(self, lengths: np.ndarray, epoch: int, index: np.ndarray) -> np.ndarray:
-        """Returns new lengths of utterances of lengths (n,) samples: (n,) int64. index: (n,) their sample ids."""
+        """Returns the new lengths of utterances: (n,) int64. lengths: (n,), in samples. index: (n,), sample indices."""
         return length_at(lengths, self.changes(epoch, index)[0])
 
     def word_percent(self, epoch: int, index: np.ndarray, num_words: int) -> np.ndarray:
-        """Returns the percentage of duration for each recording of strings: (n, num_words) int64."""
+        """Returns the new duration of each recording of strings, in percent: (n, num_words) int64."""
         draws = uniform(self._seed, epoch, index, (num_words,), _WORD_STREAM)
         return _percent(self._strength.word_speed_percent, draws)
 
     def rooms(self, epoch: int, index: np.ndarray, num_words: int) -> Noise:
-        """Returns the room noise of each recording of strings: (n, num_words) each."""
+        """Returns parameters (n, num_words) of the room noise in each recording of strings."""
         draws = uniform(self._seed, epoch, index, (3 + num_words,), _ROOM_STREAM)
         has_room, ratio, colour = (draws[:, i : i + 1].repeat(num_words, axis=1) for i in range(3))
         noise = Noise.drawn(self._strength.room_snr_db, ratio, draws[:, 3:], colour)
         return noise._replace(snr_db=np.where(has_room < self._strength.room_share, noise.snr_db, np.inf))
 
     def changes(self, epoch: int, index: np.ndarray) -> Changes:
-        """Draws the changes of `audio`: speed, gain, signal-to-noise ratio, noise, tilt, and colour of the noise."""
+        """Draws the changes that `audio` applies."""
         strength, draws = self._strength, uniform(self._seed, epoch, index, (6,), _AUDIO_STREAM)
         gain, tilt = from_db(strength.gain_db * (2 * draws[:, 1] - 1)), strength.tilt * (2 * draws[:, 4] - 1)
         snr_db = strength.noise_snr_db
@@ -137,7 +137,7 @@ class Augmenter:
         return _percent(strength.speed_percent, draws[:, 0]), gain, tilt, noise
 
     def audio(self, utterances: list[np.ndarray], epoch: int, index: np.ndarray) -> list[np.ndarray]:
-        """Changes speed, loudness and noise of n utterances (length,) float32; may modify them in place."""
+        """Applies changes to n utterances, (length,) float32 each; may modify them in place."""
         percents, gain, tilt, noise = self.changes(epoch, index)
         changed = []
         for i, audio in enumerate(utterances):
@@ -150,10 +150,11 @@ class Augmenter:
         return changed
 
     def for_front_end(self, epoch: int, index: np.ndarray) -> Arrays:
-        """{"warp", "masking_db": (n,) float32, "freq_masks": (n, num_freq_masks, 2) int64 (start, width) in mel bins,
+        """Returns the changes that the model's front end applies.
 
-        "time_masks": (n, num_time_masks, 2) float32 (start, width) as shares of the utterance}; with several views, the
-        masks of the first view precede those of the next.
+        {"warp", "masking_db": (n,) float32, "freq_masks": (n, num_freq_masks, 2) int64, start and width in mel bins,
+        "time_masks": (n, num_time_masks, 2) float32, start and width as shares of the utterance}. With several views,
+        the masks of each view follow the masks of the previous view.
         """
         strength = self._strength
         draws = {
@@ -176,15 +177,15 @@ class Augmenter:
 
 
 def length_at(length: Length, percent: Length) -> Length:
-    """Returns the length in samples of utterances changed to a percentage of their duration."""
+    """Returns the length in samples at a percentage of the duration."""
     return -(-length * percent // 100)
 
 
 def at_duration(audio: np.ndarray, percent: int) -> np.ndarray:
     """Resamples audio (length,) float32 to a percentage of its duration: (length_at(...),) float32.
 
-    Interpolates with the ideal low-pass filter by Fourier transforms, in 0.5 ms for 3.5 s at 8 kHz. The transform's
-    length is a multiple of 100, padded with zeros, so that the ratio is exact.
+    Interpolates with the ideal low-pass filter by Fourier transforms, which takes 0.5 ms for 3.5 s at 8 kHz. Zeros pad
+    the audio to a multiple of 100 samples, so that the ratio is exact.
     """
     if percent == 100:
         return audio
@@ -195,7 +196,7 @@ def at_duration(audio: np.ndarray, percent: int) -> np.ndarray:
 
 
 def add_noise(audio: np.ndarray, snr_db: float, start: int, colour: int = 0) -> None:
-    """Adds noise to audio (length,) float32, in place; see `Noise`."""
+    """Adds noise to audio (length,) float32 in place. snr_db, start, colour: see `Noise`."""
     power = np.dot(audio, audio) / len(audio)
     table = noise_tables()[colour * NOISE_LENGTH : (colour + 1) * NOISE_LENGTH]
     noise = np.resize(table[start:], len(audio))
@@ -204,20 +205,20 @@ def add_noise(audio: np.ndarray, snr_db: float, start: int, colour: int = 0) -> 
 
 
 def from_db(decibels: float | np.ndarray) -> np.ndarray:
-    """Converts decibels to a factor on the amplitude, float32."""
+    """Converts dB to a factor on the amplitude, float32."""
     return np.float32(10) ** (np.asarray(decibels, np.float32) / np.float32(20))
 
 
 def _percent(spread: int, draws: np.ndarray) -> np.ndarray:
-    """Maps draws in [0, 1) to integers in [100 - spread, 100 + spread]: int64."""
+    """Maps draws in [0, 1) to integers in [100 - spread, 100 + spread], int64."""
     return 100 - spread + np.floor((2 * spread + 1) * draws).astype(np.int64)
 
 
 @cache
 def noise_tables() -> np.ndarray:
-    """Returns noise of unit variance for each of COLOURS, concatenated, (len(COLOURS) * NOISE_LENGTH,) float32.
+    """Returns a table of noise with unit variance for each of COLOURS: (len(COLOURS) * NOISE_LENGTH,) float32.
 
-    Reading a table costs a tenth of drawing numbers.
+    Reading a table takes a tenth of the time of drawing numbers.
     """
     white = np.fft.rfft(normal(0, 0, np.zeros(1, np.int64), (NOISE_LENGTH,))[0])
     turn = np.exp(-2j * np.pi * np.fft.rfftfreq(NOISE_LENGTH))
@@ -227,9 +228,9 @@ def noise_tables() -> np.ndarray:
 
 @cache
 def hundreds(length: int) -> int:
-    """Returns the transform length in hundreds for audio of a length: a product of twos, threes and fives.
+    """Returns the length, in hundreds, of a Fourier transform for audio: a product of powers of 2, 3 and 5.
 
-    Leaves room for zeros, which keep the end from ringing into the start.
+    The length includes padding with zeros, so that the end of the audio does not affect its start.
     """
     num = length // 100 + 2
     while True:

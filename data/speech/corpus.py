@@ -1,4 +1,4 @@
-"""Recorded utterances with transcripts: decoded once, cached on disk, memory-mapped."""
+"""Recorded utterances with transcripts, which are decoded once, cached on disk and memory-mapped."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -14,15 +14,14 @@ _TEXTS = ("transcripts", "names", "speakers", "splits")
 
 @dataclass(frozen=True)
 class Corpus:
-    """n utterances, mono, all at one rate.
+    """n mono utterances with the same sample rate.
 
-    audio: (total,) int16, concatenated; offsets: (n + 1,) int64, utterance i is audio[offsets[i] : offsets[i + 1]],
-        never empty. sample_rate: samples per second.
-    transcripts: as published, white space collapsed; "" only if all are unknown. names: distinct file names.
-    speakers: "" if unknown. splits: "train", "val", "test", or "" if the source does not say.
-    skipped: reasons for dropped utterances -> their number.
-    found: shown in the table at the start of a run: location of transcripts, sample rates, excessive loudness. Empty
-        otherwise.
+    audio: (total,) int16, all utterances. offsets: (n + 1,) int64; utterance i is audio[offsets[i] : offsets[i + 1]]
+        and not empty. sample_rate: samples per second.
+    transcripts: as published, with normalised white space; all "" if unknown. names: distinct file names. speakers: ""
+        if unknown. splits: "train", "val", "test", or "" if the source has no splits.
+    skipped: number of dropped utterances by reason.
+    found: rows of the table at the start of a run, such as where the transcripts were found; {} for synthetic data.
     """
 
     audio: np.ndarray
@@ -39,12 +38,12 @@ class Corpus:
         return len(self.names)
 
     def utterance(self, i: int) -> np.ndarray:
-        """Returns the samples of one utterance, (length,) int16."""
+        """Returns the samples of utterance i, (length,) int16."""
         return self.audio[self.offsets[i] : self.offsets[i + 1]]
 
 
 def cached_corpus(cache_dir: Path, key: str, build: Callable[[], Corpus]) -> Corpus:
-    """Returns the corpus cached under a key, memory-mapped; builds it if absent. Like `cached_arrays`."""
+    """Returns the corpus in the cache under a key, memory-mapped; builds and caches it if absent."""
     arrays = cached_arrays(cache_dir, key, lambda: _to_arrays(build()))
     facts = json.loads(arrays["facts"].tobytes())
     return Corpus(
@@ -52,13 +51,13 @@ def cached_corpus(cache_dir: Path, key: str, build: Callable[[], Corpus]) -> Cor
         offsets=arrays["offsets"],
         sample_rate=facts["sample_rate"],
         skipped=facts["skipped"],
-        found=facts.get("found", {}),  # older versions did not store it for synthetic corpora
+        found=facts.get("found", {}),  # older caches of synthetic corpora lack it
         **{name: tuple(facts[name]) for name in _TEXTS},
     )
 
 
 def _to_arrays(corpus: Corpus) -> Arrays:
-    # arrays of text would give each transcript the size of the longest
+    # JSON, since in an array of text each transcript would take the memory of the longest
     facts = {name: getattr(corpus, name) for name in ("sample_rate", "skipped", "found", *_TEXTS)}
     text = json.dumps(facts).encode()
     return {"audio": corpus.audio, "offsets": corpus.offsets, "facts": np.frombuffer(text, np.uint8)}

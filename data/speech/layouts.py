@@ -1,4 +1,4 @@
-"""Published forms of corpora: finds files, transcripts and speakers."""
+"""Finds sound files, transcripts and speakers of corpora in published layouts."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from trainer.common.errors import UserError
 _SPLITS = {"train": "train", "dev": "val", "val": "val", "test": "test"}
 _SPLIT = re.compile(r"(train|dev|val|test)(id|idation|ing)?(?![a-z])")
 _COMMON_VOICE = {"train.tsv": "train", "dev.tsv": "val", "test.tsv": "test"}
-# A name has a letter, unlike consecutive spoken digits.
+# a speaker's name contains a letter, unlike a sequence of spoken digits
 _FSDD = re.compile(r"[0-9]_[^_]*[a-z][^_]*_[0-9]+")
 _TEXTS = (*MANIFESTS, ".tsv", ".csv", ".txt", ".lab", ".trn", ".phn", ".wrd", ".textgrid", ".stm", ".ctm", ".data")
 _METADATA = re.compile(r"metadata\.(csv|tsv|jsonl)|(train|dev|val|test)[a-z_-]*\.(csv|tsv)")
@@ -30,7 +30,7 @@ _VCTK = re.compile(r"((p\d{3}|s5)_\d{3})(_mic\d)?")
 _TEXTS_OF_KALDI = ("text", "wav.scp", "utt2spk", "segments", "transcripts")
 _MARKS_OF_TIMIT = (".phn", ".wrd")
 _ABOUT = ("readme", "license", "licence", "copying", "changes", "changelog")
-"""Files about a corpus, without transcripts."""
+"""Beginnings of the names of files that contain no transcripts."""
 _UNREAD = {
     r"(.*/)?(wav\.scp|utt2spk)": "Kaldi's files",
     r".*\.normalized\.txt": "LibriTTS",
@@ -41,18 +41,18 @@ _UNREAD = {
     r".*\.(jsonl|json)": "a manifest",
     r".*\.(csv|tsv)": "a table beside the sound",
 }
-"""Lower-case file name patterns, and the format that each indicates."""
+"""Maps patterns of lower-case file names to the formats that they indicate."""
 _NUM_FSDD_TEST = 5
 _NUM_SHOWN = 12
 
 
 @dataclass(frozen=True)
 class Utterance:
-    """An utterance named by the layout; its file may be missing or unreadable.
+    """Utterance that a layout lists; its file may be missing or unreadable.
 
-    name: sound file, as its source reads it. transcript: "" if missing. speaker: "" if unknown. split: "train", "val",
-    "test", or "" if the layout does not say. duration: in seconds, if the layout says it. problem: why the transcript
-    is unreadable, if so.
+    name: name of the sound file in its source. transcript: "" if missing. speaker: "" if unknown. split: "train",
+    "val", "test", or "" if the layout has no splits. duration: in seconds, or None. problem: error if the transcript
+    cannot be read.
     """
 
     name: str
@@ -64,24 +64,22 @@ class Utterance:
 
 
 def utterances_of(source: Source) -> tuple[str, list[Utterance]]:
-    """Describes where transcripts are, and lists the utterances, by the first matching form:
+    """Returns a text on where the transcripts are, and the utterances, by the first matching layout:
 
-    manifest: files `train*`, `dev*` or `val*`, `test*` in .json or .jsonl, with one JSON object per line: `audio_path`
-        (or NeMo's `audio_filepath`), relative to the manifest's folder, `text` and, if known, `duration` in seconds and
-        `speaker`. Or one such file.
-    Common Voice: `train.tsv`, `dev.tsv`, `test.tsv` beside a folder `clips`.
-    metadata: `metadata.csv` or `metadata.jsonl` with `file_name` and `transcription`, as in Hugging Face audio folders,
-        also in one folder per split; `train.csv`, ..., with such columns; and LJSpeech's `metadata.csv`.
-    VCTK: `txt/p225/p225_001.txt` and a folder of sound.
-    Speech Commands: the folder of a file is the word.
-    LibriSpeech: `{split}/{speaker}/{chapter}/{speaker}-{chapter}.trans.txt` beside the sound.
-    text files: `x.txt` beside `x.wav`; the folder of a file is its speaker, if there are several.
-    names: `{digit}_{speaker}_{index}.wav` (Free Spoken Digit Dataset; indices below 5 are the test), or words joined by
-        `_` (yesno). Names count as words if there is no other text, each consists of letters or single digits, and they
-        share words; not if they contain numbers, or a name and a number.
+    manifest: .json or .jsonl files `train*`, `dev*` or `val*`, `test*`, or a single file, with one JSON object per
+    line: `audio_path` (or NeMo's `audio_filepath`), relative to the manifest's folder, `text`, and optionally
+    `duration` in seconds and `speaker`. Common Voice: `train.tsv`, `dev.tsv`, `test.tsv` and a folder `clips`.
+    metadata: `metadata.csv` or `metadata.jsonl` with `file_name` and `transcription`, as in audio folders of Hugging
+    Face, also one per split; `train.csv` and so on with such columns; and LJSpeech's `metadata.csv`. VCTK:
+    `txt/p225/p225_001.txt` and a folder with sound files. Speech Commands: the name of a file's folder is the word.
+    LibriSpeech: `{split}/{speaker}/{chapter}/{speaker}-{chapter}.trans.txt` in the folders of the sound files. text
+    files: `x.txt` in the folder of `x.wav`; with several folders, the folder is the speaker. names:
+    `{digit}_{speaker}_{index}.wav` (Free Spoken Digit Dataset, in which indices below 5 are the test set), or words
+    joined by `_` (yesno). File names are words if there is no other text, all consist of letters or all of single
+    digits, and most words occur in several names.
 
-    In all but the first two, the folders `train*`, `dev*`, `val*`, `test*` are splits. Raises UserError, with file and
-    line, for an unreadable table, and if no form matches.
+    In all layouts but the first two, folders `train*`, `dev*`, `val*` and `test*` are splits. Raises UserError, with
+    file and line, for an unreadable table, and if no layout matches.
     """
     forms = {
         "lines of manifests": _manifests,
@@ -118,7 +116,7 @@ def _why_unknown(source: Source) -> str:
 
 
 def manifest_sound(source: Source) -> list[str]:
-    """Lists the sound files that manifests name, anywhere; none without manifests. Raises UserError as above."""
+    """Returns the sound files that manifests name, [] without manifests. Raises UserError for an invalid manifest."""
     return [utterance.name for utterance in _manifests(source) or ()]
 
 
@@ -134,7 +132,7 @@ def _manifests(source: Source) -> list[Utterance] | None:
     if not names:
         return None
     _only_folder(source, names)
-    # A single manifest has no splits.
+    # a single manifest has no splits
     return [
         _manifest_line(source, name, number, line, _split_of(PurePosixPath(name).name) if len(names) > 1 else "")
         for name in names
@@ -172,12 +170,12 @@ def _refuse_no_text(where: str, sound: str, text: str) -> None:
 def _is_finite(number: object) -> bool:
     try:
         return isinstance(number, int | float) and math.isfinite(number)
-    except OverflowError:  # an integer of hundreds of digits
+    except OverflowError:  # an integer with hundreds of digits
         return False
 
 
 def _can_be_written(text: str, errors: str = "strict") -> bool:
-    """Returns whether a text has no lone surrogates, which JSON's escapes can make."""
+    """Returns whether a text can be encoded; JSON's escapes can produce lone surrogates, which cannot."""
     try:
         text.encode(errors=errors)
     except UnicodeEncodeError:
@@ -218,7 +216,7 @@ def _metadata(source: Source) -> list[Utterance] | None:
 def _metadata_table(source: Source, name: str) -> Iterator[Utterance]:
     folder, split = PurePosixPath(name).parent, _split_of(PurePosixPath(name).name) or _split_of_folders(name)
     lines = [line for _, line in _lines(source, name)]
-    if lines and lines[0].count("|") in (1, 2) and "file_name" not in lines[0]:  # LJSpeech, with its own quoting
+    if lines and lines[0].count("|") in (1, 2) and "file_name" not in lines[0]:  # LJSpeech's format
         for line in lines:
             identity, *texts = line.split("|")
             yield Utterance(posixpath.normpath(folder / "wavs" / f"{identity}.wav"), texts[-1] or texts[0])
@@ -251,7 +249,7 @@ def _vctk(source: Source) -> list[Utterance] | None:
     return [
         _read_alone(source, name, texts.get(found[1]), found[2])
         for name, found in sound.items()
-        if found and found[3] != "_mic2"  # a second microphone for the same speech
+        if found and found[3] != "_mic2"  # skips the second microphone's recording of the same speech
     ]
 
 
@@ -273,7 +271,7 @@ def _speech_commands(source: Source) -> list[Utterance] | None:
 
 
 def _read_alone(source: Source, name: str, transcript: str | None, speaker: str, split: str = "") -> Utterance:
-    """Builds an utterance with its own text file, whose read errors affect only it."""
+    """Builds an utterance that has a text file of its own; an error of reading the file affects only this utterance."""
     try:
         return Utterance(name, "" if transcript is None else source.read_text(transcript), speaker, split)
     except UserError as error:
@@ -281,7 +279,7 @@ def _read_alone(source: Source, name: str, transcript: str | None, speaker: str,
 
 
 def _lines(source: Source, name: str) -> Iterator[tuple[int, str]]:
-    """Yields non-blank lines with their numbers from 1."""
+    """Yields the non-blank lines of a file with their line numbers."""
     for number, line in enumerate(source.read_text(name).split("\n"), start=1):
         if line.strip():
             yield number, line.rstrip("\r")
@@ -307,7 +305,7 @@ def _librispeech(source: Source) -> list[Utterance] | None:
             transcripts[str(PurePosixPath(table).parent / utterance)] = text
     sound = {_without_suffix(name): name for name in _sound_of(source)}
     return [
-        # Transcripts without sound stay listed, as missing files.
+        # transcripts without sound are listed, and reported as missing files
         Utterance(
             sound.get(bare, f"{bare}.flac"),
             transcripts.get(bare, ""),
@@ -321,7 +319,7 @@ def _librispeech(source: Source) -> list[Utterance] | None:
 def _text_files(source: Source) -> list[Utterance] | None:
     texts = {_without_suffix(name): name for name in source.names if name.lower().endswith(".txt")}
     sound = _sound_of(source)
-    is_timit = any(name.lower().endswith(_MARKS_OF_TIMIT) for name in source.names)  # its .txt begin with two numbers
+    is_timit = any(name.lower().endswith(_MARKS_OF_TIMIT) for name in source.names)  # whose .txt begin with numbers
     if is_timit or not any(_without_suffix(name) in texts for name in sound):
         return None
     folders = {name: [part for part in PurePosixPath(name).parts[:-1] if not _split_of(part)] for name in sound}
@@ -357,13 +355,13 @@ def _file_names(source: Source) -> list[Utterance] | None:
 
 
 def _may_hold_transcripts(name: str) -> bool:
-    """Returns whether a file name suggests texts; beside one, sound file names are probably numbers."""
+    """Returns whether a file may contain transcripts, by its name."""
     bare = PurePosixPath(name).name.lower()
     return (bare.endswith(_TEXTS) or bare in _TEXTS_OF_KALDI) and not bare.startswith(_ABOUT)
 
 
 def _are_words(stems: Sequence[str]) -> bool:
-    """Returns whether names are transcripts: letters or single digits joined by `_`, most of them in several places."""
+    """Returns whether names are transcripts: words of letters, or single digits, joined by `_`, mostly repeated."""
     names = [stem.split("_") for stem in stems]
     are_alike = all(all(map(_is_digit, words)) or all(map(_is_word, words)) for words in names)
     words = [word.lower() for some in names for word in some]
@@ -391,6 +389,6 @@ def _split_of_folders(name: str) -> str:
 
 
 def _split_of(name: str) -> str:
-    """Returns the split that begins a file or folder name: train-clean-100, dev.jsonl, but not valerie."""
+    """Returns the split with which a file's or folder's name begins, as train-clean-100, but not valerie; or ""."""
     match = _SPLIT.match(name.lower())
     return _SPLITS[match[1]] if match else ""

@@ -1,4 +1,4 @@
-"""Reads a corpus of recorded speech in any known form."""
+"""Reads corpora of recorded speech, and recordings to recognise."""
 
 import os
 import tempfile
@@ -21,7 +21,7 @@ from trainer.common.files import read_whole, refusing_disk_errors, stamp
 from trainer.loading.cache import key_of
 
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
-"""Shows progress: (items, number) -> the same items."""
+"""Shows the progress of an iteration: (items, number of items) -> the same items."""
 
 _FORMAT_VERSION = 3
 DROP = Reading(on_bad="drop")
@@ -37,18 +37,18 @@ def load_corpus(
     reading: Reading = DROP,
     progress: Progress = lambda things, _: things,
 ) -> Corpus:
-    """Reads a corpus and caches it decoded: 2 bytes per sample, whatever the file size.
+    """Reads a corpus; the decoded audio is cached and takes 2 bytes per sample.
 
-    path: a folder, .zip, .tar, .tar.gz or .tgz, in a form of `utterances_of`; a single manifest; or a folder with one
-        archive and no sound.
-    sample_rate: of the corpus; None takes the files' most frequent rate, the highest of equally frequent ones. Other
-        files are resampled; channels are averaged.
-    reading: drops and counts utterances without sound, samples or transcript, or with a manifest duration that is off
-        by more than half; or refuses the first (`on_bad`).
+    path: a folder, .zip, .tar, .tar.gz or .tgz in a layout of `utterances_of`; a single manifest; or a folder that
+        contains one archive and no sound.
+    sample_rate: in Hz, to which all files are resampled; None: the files' most frequent rate, the highest one of
+        equally frequent rates.
+    reading: `on_bad` says whether to drop and count unusable utterances, or to refuse the first: those without sound,
+        samples or transcript, or whose manifest's duration differs by more than half.
     progress: shows the progress of decoding.
 
-    Raises UserError, with file, line and value, for an invalid corpus, a recording listed twice, and if nothing is
-    left.
+    Raises UserError, with file, line and value, for an invalid corpus, for a recording that is listed twice, and if no
+    utterance is usable.
     """
     path = find(path)
     key = key_of("speech", _FORMAT_VERSION, _stamps(path, cache_dir), sample_rate, reading)
@@ -63,10 +63,9 @@ def load_corpus(
 def read_recordings(path: Path, sample_rate: int, on_bad: OnBad = "drop") -> Corpus:
     """Reads the recordings of `--predict`, which have no transcripts.
 
-    path: a sound file, or a folder with sound at any depth; names are relative to it.
-    sample_rate: target of resampling. on_bad: drops and counts unusable files of a folder, or refuses the first.
-
-    Raises UserError, with the file, if a single given file is unusable, and if none is left.
+    path: a sound file, or a folder with sound files at any depth; names are relative to the folder. sample_rate: in Hz,
+    to which all files are resampled. on_bad: whether to drop and count unusable files of a folder, or to refuse the
+    first. Raises UserError for an unusable single file, and if no file is usable.
     """
     folder, names, advice = path.parent, [path.name], "give recordings that can be read"
     left_out = LeftOut()
@@ -102,7 +101,7 @@ def read_recordings(path: Path, sample_rate: int, on_bad: OnBad = "drop") -> Cor
 
 
 def _too_loud(names: Sequence[str]) -> dict[str, str]:
-    """Describes recordings scaled down, for the table at the start."""
+    """Returns a row on recordings that were scaled down, for the table at the start of a run."""
     return (
         {"beyond full scale": f"{len(names)} file{'s' * (len(names) > 1)}, scaled down, such as {names[0]}"}
         if names
@@ -111,7 +110,7 @@ def _too_loud(names: Sequence[str]) -> dict[str, str]:
 
 
 def _read_recording(file: Path, sample_rate: int) -> tuple[np.ndarray, bool]:
-    """Reads (length,) int16, at least one sample, and whether it was scaled down. Raises UnreadableAudio."""
+    """Returns a recording, (length,) int16 and not empty, and whether it was scaled down. Raises UnreadableAudio."""
     try:
         samples, rate = decode(read_whole(file, MOST_SOUND), file.name)
     except OSError as error:
@@ -131,7 +130,7 @@ def _stamps(path: Path, cache_dir: Path) -> list[object]:
 
 
 def _stamp(file: str) -> tuple[str, int, int] | None:
-    """A faster `stamp`, since there may be as many files as utterances. None for a missing file."""
+    """Returns the result of `stamp`, but faster; None for a missing file."""
     try:
         status = os.stat(file)
     except OSError:
@@ -143,7 +142,7 @@ def _read(source: Source, cache_dir: Path, sample_rate: int | None, progress: Pr
     what, utterances = utterances_of(source)
     _refuse_repeated(source, utterances)
     left_out = source.left_out
-    # nameless files bound memory for corpora of any length
+    # temporary files instead of memory, for corpora of any length
     with (
         refusing_disk_errors(f"--cache-dir {cache_dir}", "choose a folder with room for the decoded sound"),
         tempfile.TemporaryFile(dir=cache_dir) as decoded,
@@ -190,14 +189,14 @@ def _read(source: Source, cache_dir: Path, sample_rate: int | None, progress: Pr
 
 
 def _refuse_repeated(source: Source, utterances: Sequence[Utterance]) -> None:
-    """Refuses repeated recordings, which could be in two splits."""
+    """Raises UserError for a repeated recording, which could be in two splits."""
     for name, count in Counter(utterance.name for utterance in utterances).items():
         if count > 1:
             raise UserError(f"{source.where(name)}: is listed {count} times; list each recording once")
 
 
 def _decode(source: Source, utterance: Utterance) -> tuple[np.ndarray, int]:
-    """Returns its samples and their rate. Raises UnreadableAudio with the reason if it is unusable."""
+    """Returns an utterance's samples and sample rate. Raises UnreadableAudio if the utterance is unusable."""
     if utterance.problem:
         raise UnreadableAudio("has a transcript that cannot be read")
     if not normalise(utterance.transcript):
@@ -207,7 +206,7 @@ def _decode(source: Source, utterance: Utterance) -> tuple[np.ndarray, int]:
     except KeyError:
         raise UnreadableAudio("is not in the archive") from None
     except ARCHIVE_ERRORS as error:
-        # an archive's errors name the file; messages name only the first
+        # errors of archives name the file, but the same reason must count as one
         raise UnreadableAudio(getattr(error, "strerror", None) or "cannot be read from its archive") from None
     if not len(samples):
         raise UnreadableAudio("has no samples")
@@ -224,7 +223,7 @@ def _reasons(left_out: LeftOut) -> str:
 def _at_one_rate(
     decoded: IO[bytes], lengths: Sequence[int], rates: Sequence[int], resampled: IO[bytes]
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns the samples, offsets and most frequent rate; resamples the other utterances to the last file."""
+    """Returns samples, offsets and the most frequent rate; other utterances are resampled into `resampled`."""
     audio, offsets, counts = _mapped(decoded), _offsets(lengths), Counter(rates)
     rate = max(counts, key=lambda rate: (counts[rate], rate))
     if len(counts) == 1:

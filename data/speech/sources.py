@@ -1,4 +1,4 @@
-"""Files of a corpus, in a folder, zip or tar."""
+"""Reads the files of a corpus in a folder, a zip or a tar archive."""
 
 import gzip
 import os
@@ -17,7 +17,7 @@ from trainer.common.errors import UserError
 from trainer.common.files import DISK_FULL, read_at_most, read_whole, refusing_disk_errors
 
 MOST_SOUND = 4 << 30
-"""Maximum bytes of a recording: no wav is larger."""
+"""Largest size of a recording in bytes; a WAV file cannot be larger."""
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 _ROOM = "choose a folder with room for the unpacked archive"
 MANIFESTS = (".json", ".jsonl")
@@ -25,11 +25,11 @@ MANIFESTS = (".json", ".jsonl")
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a corpus.
+    """Files of a corpus.
 
-    path: its location. names: relative to it, sorted, with /, without hidden files. reads_outside: names may also be
-    absolute or leave the folder; never in an archive. left_out: see `opened_lines`. read: returns a file's content by
-    name. Raises KeyError if an archive lacks it, and some of ARCHIVE_ERRORS.
+    path: the folder or archive. names: sorted names of files that are not hidden, relative to `path`, with "/".
+    reads_outside: whether `read` accepts files outside `path`, as in folders. left_out: see `opened_lines`. read:
+    returns the content of a file by name; raises KeyError for a file that an archive lacks, or one of ARCHIVE_ERRORS.
     """
 
     path: Path
@@ -39,11 +39,11 @@ class Source:
     left_out: LeftOut
 
     def where(self, name: str = "") -> str:
-        """Names a file in messages."""
+        """Returns a noun for a file in messages."""
         return f"--data-dir {self.path}" + (f", {name}" if name else "")
 
     def read_text(self, name: str) -> str:
-        """Raises UserError if a file is unreadable or in another encoding."""
+        """Reads a text file. Raises UserError if the file cannot be read or has another encoding."""
         try:
             return decoded(self.read(name), self.where(name), self.left_out)
         except ARCHIVE_ERRORS as error:
@@ -51,9 +51,9 @@ class Source:
 
 
 def find(path: Path) -> Path:
-    """Returns the path, or the only archive in a folder without sound and manifests.
+    """Returns the path, or for a folder without sound and manifests the only archive in the folder.
 
-    Raises UserError if the path does not exist or several archives qualify.
+    Raises UserError if the path does not exist, or if there are several archives.
     """
     path = path.resolve()
     if not path.exists():
@@ -70,16 +70,16 @@ def find(path: Path) -> Path:
 
 
 def is_archive(path: Path) -> bool:
-    """Returns whether a path is an archive, by name."""
+    """Returns whether a path is an archive, by the file's name."""
     return path.name.lower().endswith(ARCHIVES) and path.is_file()
 
 
 @contextmanager
 def opened(path: Path, cache_dir: Path, left_out: LeftOut) -> Iterator[Source]:
-    """Opens a folder, an archive, or a single manifest with sound elsewhere.
+    """Opens a folder, an archive, or a manifest.
 
-    cache_dir: existing folder in which to unpack a compressed tar while open, as one nameless file that a kill does not
-    leave behind. Raises UserError if an archive is damaged or has a name that leads out of it.
+    cache_dir: existing folder for a temporary file with the content of a compressed tar, which is deleted even if the
+    process is killed. Raises UserError if an archive is damaged or contains a name that leads out of it.
     """
     if path.is_dir():
         yield Source(path, tuple(_names_in(path)), True, lambda name: read_whole(path / name, MOST_SOUND), left_out)
@@ -98,7 +98,7 @@ def opened(path: Path, cache_dir: Path, left_out: LeftOut) -> Iterator[Source]:
     else:
         if not path.name.lower().endswith(SUFFIXES):
             with opened_table(single(path, "--data-dir"), left_out):
-                pass  # detected formats are refused
+                pass  # raises UserError for detected formats
         raise UserError(
             f"--data-dir {path}: is not a folder, archive ({', '.join(ARCHIVES)}) or manifest (.json, .jsonl); give "
             "the folder that holds the sound"
@@ -106,7 +106,7 @@ def opened(path: Path, cache_dir: Path, left_out: LeftOut) -> Iterator[Source]:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """Lists the visible files of a folder at any depth, linked ones too."""
+    """Returns the names of a folder's files at any depth that are not hidden, including linked files."""
     names = []
     # strings use less memory than Path for many utterances
     for parent, folders, files in os.walk(folder, followlinks=True):
@@ -117,12 +117,12 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _leads_back(link: Path) -> bool:
-    """Returns whether a link leads to a folder above it."""
+    """Returns whether a link leads to a folder that contains the link."""
     return link.is_symlink() and link.resolve() in (folder.resolve() for folder in link.parents)
 
 
 Archive = tuple[Iterable[str], Callable[[str], bytes]]
-"""Names of its files, and a function that reads one."""
+"""Names of the files of an archive, and a function that reads a file."""
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def _member(archive: ZipArchive, name: str) -> bytes:
 @contextmanager
 def _tar(path: Path, cache_dir: Path) -> Iterator[Archive]:
     with open(path, "rb") as packed, tempfile.TemporaryFile(dir=cache_dir) as unpacked:
-        # seeking backwards in a compressed tar would decompress from its beginning
+        # unpacked, since seeking backwards in a compressed tar decompresses it from the beginning
         if is_packed := not path.name.lower().endswith(".tar"):
             with refusing_disk_errors(f"--cache-dir {cache_dir}", _ROOM, DISK_FULL), gzip.open(packed) as content:
                 shutil.copyfileobj(content, unpacked, 1 << 20)

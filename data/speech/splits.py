@@ -1,4 +1,4 @@
-"""Splits utterances into training, validation and test."""
+"""Splits utterances into training, validation and test set."""
 
 import hashlib
 from collections.abc import Collection, Sequence
@@ -22,16 +22,16 @@ def hold_out(
     val_speakers: Collection[str] = (),
     test_speakers: Collection[str] = (),
 ) -> dict[str, np.ndarray]:
-    """{"train", "val", "test"}: disjoint utterance indices, (n,) int64, ascending.
+    """Returns {"train", "val", "test"}: disjoint, ascending indices of utterances, (n,) int64 each.
 
-    Depends on names, never on a seed, so runs with different seeds share a test set.
+    The split depends on names and not on the seed, so all runs have the same test set.
 
-    split: "utterance" uses the corpus's own splits. A missing "val" or "test" is a share of the utterances in "train"
-        or without a split, those with the smallest hashes of names. "speaker" holds out whole speakers and ignores the
-        corpus's splits: the named ones, or without names a share of them, by hashes of names.
-    val_share, test_share: 0 <= share < 1, rounded to whole utterances or speakers, at least one; 0 for none.
+    split: "utterance" uses the corpus's own splits; for a missing "val" or "test", it holds out the share of the other
+    utterances whose names have the smallest hashes. "speaker" ignores the corpus's splits and holds out all utterances
+    of some speakers: of the given ones, or of a share chosen by hashes of names. val_share, test_share: 0 <= share < 1,
+    rounded to at least one utterance or speaker; 0: none.
 
-    Raises UserError if a speaker is unknown or in two parts, or nothing is left to train on.
+    Raises UserError if a speaker is unknown or held out twice, or if no utterance is left for training.
     """
     if split == "utterance":
         parts = _by_utterance(corpus, val_share, test_share)
@@ -47,7 +47,7 @@ def hold_out(
 
 
 def speaker_folds(corpus: Corpus, num_folds: int) -> list[list[str]]:
-    """Deals sorted speakers to folds in turn. Raises UserError for more folds than speakers."""
+    """Distributes the sorted speakers to folds in turn. Raises UserError for more folds than speakers."""
     speakers = _speakers(corpus)
     if not 2 <= num_folds <= len(speakers):
         raise UserError(f"--folds {num_folds}: must be 2 to {len(speakers)}, the number of speakers")
@@ -55,7 +55,7 @@ def speaker_folds(corpus: Corpus, num_folds: int) -> list[list[str]]:
 
 
 def _by_utterance(corpus: Corpus, val_share: float, test_share: float) -> np.ndarray:
-    """Returns the part of each utterance, (n,) text."""
+    """Returns the split of each utterance, (n,) text."""
     parts = np.array([split or "train" for split in corpus.splits])
     order = sorted(np.flatnonzero(parts == "train").tolist(), key=lambda i: _utterance_rank(corpus.names[i]))
     shares = {"test": test_share, "val": val_share}
@@ -69,7 +69,7 @@ def _by_utterance(corpus: Corpus, val_share: float, test_share: float) -> np.nda
 
 
 def _utterance_rank(name: str) -> tuple[bytes, bytes]:
-    # the bare name first, which is equal in a folder and an archive of it
+    # the hash of the bare name comes first, since it is equal in a folder and in an archive of the folder
     return _hash(PurePosixPath(name).stem), _hash(name)
 
 
@@ -93,7 +93,7 @@ def _by_speaker(
 
 
 def _speakers(corpus: Corpus) -> list[str]:
-    """Returns the sorted speakers. Raises UserError if they are unknown."""
+    """Returns the speakers, sorted. Raises UserError if an utterance has no speaker."""
     if "" in corpus.speakers:
         nameless = corpus.names[corpus.speakers.index("")]
         raise UserError(f"--split speaker: who speaks in {nameless} is not known; use --split utterance")

@@ -1,14 +1,14 @@
-"""Synthetic speech that needs no download: people who say short sentences.
+"""Synthetic speech: people who say short sentences.
 
-A sentence fills up to five places in order: a size, a colour, an animal, its action, and a place or time; animal and
-action are mandatory. A word is a sequence of phones, a phone one or two sounds: targets for three formants, and
-strengths of voice and noise. Formants glide between targets, so a sound depends on its neighbours. The source, a
-sawtooth at the pitch of the voice and white noise, passes through four resonances (source-filter model: Fant, "Acoustic
-theory of speech production", 1960); formants of vowels are the means of men in Peterson and Barney, "Control methods
+A sentence has up to five words in order: a size, a colour, an animal, an action, and a place or time; animal and action
+are always present. A word is a sequence of phones, and a phone is one or two sounds, each with targets of three
+formants and strengths of voice and noise. Formants glide between targets, so a sound depends on its neighbours. A
+sawtooth at the pitch of the voice and white noise pass through four resonances (source-filter model: Fant, "Acoustic
+theory of speech production", 1960). Formants of vowels are the means of men in Peterson and Barney, "Control methods
 used in a study of the vowels", JASA 1952.
 
-Speakers differ in pitch, vocal tract length, pace and in each formant of each sound; validation and test have their own
-speakers.
+Speakers differ in pitch, vocal tract length, pace and each formant of each sound. Training, validation and test set
+have different speakers.
 """
 
 from dataclasses import dataclass
@@ -24,15 +24,15 @@ SAMPLE_RATE = 8000
 NUM_UTTERANCES = {"train": 1000, "val": 100, "test": 100}
 NUM_SPEAKERS = {"train": 18, "val": 3, "test": 3}
 SNR_DB = (25.0, 40.0)
-"""Signal-to-noise ratio of utterances and white background noise."""
+"""Range of the signal-to-noise ratio, in dB, of white background noise in an utterance."""
 
 _FRAME = 128
-"""Samples per frame of constant resonances; frames overlap by half."""
+"""Samples per frame, in which resonances are constant; frames overlap by half."""
 _FORMAT_VERSION = 1
 
 
 class _Sound(NamedTuple):
-    """Targets of a stretch of speech: formants (Hz), amplitudes of voice and of noise, duration (ms)."""
+    """Targets of a sound: formants in Hz, amplitudes of voice and noise, duration in ms."""
 
     f1: float
     f2: float
@@ -55,7 +55,7 @@ def _fricative(f1: float, f2: float, f3: float, noise: float, voice: float = 0.0
 
 
 def _stop(f1: float, f2: float, f3: float, is_voiced: bool) -> tuple[_Sound, ...]:
-    """Returns a closure, silent except for voice, and a burst, longer and stronger if unvoiced."""
+    """Returns the sounds of a stop: a closure, silent except for voice, and a burst, stronger if unvoiced."""
     if is_voiced:
         return _Sound(f1, f2, f3, 0.15, 0.0, 60), _Sound(f1, f2, f3, 0.3, 0.4, 20)
     return _Sound(f1, f2, f3, 0.0, 0.0, 60), _Sound(f1, f2, f3, 0.0, 0.8, 40)
@@ -97,7 +97,7 @@ _LEXICON = (
     {"runs": "r ah n z", "sings": "s ih ng z", "sleeps": "s l iy p s", "looks": "l uh k s", "digs": "d ih g z"},
     {"here": "hh iy r", "away": "ah w eh iy", "now": "n aa uw", "soon": "s uw n"},
 )
-"""Words and their phones, by place in the sentence."""
+"""Words and their phones, by position in the sentence."""
 _ALWAYS_THERE = (2, 3)
 _PAUSE = _Sound(500, 1500, 2500, 0.0, 0.0, 60)
 _SOUNDS = np.array([_PAUSE, *(sound for sounds in _PHONES.values() for sound in sounds)], np.float32)
@@ -107,7 +107,7 @@ _BANDWIDTHS = np.array([60.0, 90.0, 130.0, 200.0], np.float32)
 
 @dataclass(frozen=True)
 class _Speaker:
-    """pitch: Hz. pace: factor on durations. accent: (sounds, 3), factors on formants. fourth: the fourth one, Hz."""
+    """Voice. pitch: Hz. pace: factor on durations. accent: (sounds, 3), factors on formants. fourth: formant, Hz."""
 
     pitch: float
     pace: float
@@ -116,12 +116,12 @@ class _Speaker:
 
 
 def load_synthetic_corpus(cache_dir: Path) -> Corpus:
-    """Generates 1,200 utterances of 24 speakers, 29 minutes in all, always equal; cached."""
+    """Generates 1,200 utterances of 24 speakers, 29 minutes in total; the result is fixed, and cached."""
     return cached_corpus(cache_dir, f"speech_synthetic-{_FORMAT_VERSION}", generate)
 
 
 def generate() -> Corpus:
-    """Generates the corpus in about 3 s; no speaker is in two splits."""
+    """Generates the corpus, in about 3 s; no speaker is in two splits."""
     audio: list[np.ndarray] = []
     transcripts, speakers, splits = [], [], []
     for split, num_utterances in NUM_UTTERANCES.items():
@@ -147,7 +147,7 @@ def generate() -> Corpus:
 
 
 def _speaker(rng: np.random.Generator) -> _Speaker:
-    # small people have short vocal tracts, and mostly high voices
+    # short vocal tracts raise formants, and mostly go with high voices
     size = rng.uniform(-1, 1)
     tract = np.exp(0.10 * size)
     return _Speaker(
@@ -166,14 +166,14 @@ def _sentence(rng: np.random.Generator) -> list[str]:
 
 @cache
 def _pronunciation(word: str) -> list[int]:
-    """Returns the sounds of a word as positions in _SOUNDS."""
+    """Returns the sounds of a word as indices into _SOUNDS."""
     first = dict(zip(_PHONES, np.cumsum([1, *map(len, _PHONES.values())]).tolist(), strict=False))
     (phones,) = (words[word] for words in _LEXICON if word in words)
     return [first[phone] + k for phone in phones.split() for k in range(len(_PHONES[phone]))]
 
 
 def _speak(words: list[str], speaker: _Speaker, rng: np.random.Generator) -> np.ndarray:
-    """Synthesises a sentence as int16 audio, (length,)."""
+    """Synthesises a sentence: (length,) int16."""
     chosen = [0]
     for word in words:
         chosen += _pronunciation(word)
@@ -187,7 +187,7 @@ def _speak(words: list[str], speaker: _Speaker, rng: np.random.Generator) -> np.
     frames = np.arange(0, num_samples + _FRAME // 2, _FRAME // 2)
     glide = 0.3 * duration
     tracks = [_between(frames, start + glide, end - glide, formant) for formant in formants.T]
-    # voice or noise starts within 5 ms
+    # voice and noise change within 5 ms
     edge = np.minimum(glide, 0.0025 * SAMPLE_RATE)
     time = np.arange(num_samples)
     voice, noise = (_between(time, start + edge, end - edge, strength) for strength in sounds[:, 3:5].T)
@@ -196,12 +196,12 @@ def _speak(words: list[str], speaker: _Speaker, rng: np.random.Generator) -> np.
 
 
 def _between(time: np.ndarray, start: np.ndarray, end: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Interpolates values held from start to end, each (m,), linearly in between: (len(time),) float32."""
+    """Returns values (m,), constant from start to end (m,) and linear in between, at times: (len(time),) float32."""
     return np.interp(time, np.stack([start, end], axis=1).ravel(), np.repeat(values, 2)).astype(np.float32)
 
 
 def _sawtooth(pitch: float, num_samples: int, rng: np.random.Generator) -> np.ndarray:
-    """Generates the glottal source, (num_samples,): its pitch falls by a fifth, and wanders."""
+    """Generates the glottal source, (num_samples,), with a pitch that falls by a fifth and varies at random."""
     knots = np.linspace(1.1, 0.9, 8) + 0.04 * rng.standard_normal(8)
     relative = np.interp(np.arange(num_samples), np.linspace(0, num_samples, len(knots)), knots)
     cycles = np.cumsum(relative) * (pitch / SAMPLE_RATE)
@@ -209,13 +209,13 @@ def _sawtooth(pitch: float, num_samples: int, rng: np.random.Generator) -> np.nd
 
 
 def _resonate(source: np.ndarray, formants: np.ndarray) -> np.ndarray:
-    """Filters the source (n,) with resonances at formants (T, 4), given every half frame, in Hz: (n,) float32.
+    """Filters a source (n,) with resonances at formants (T, 4), in Hz, one row per half frame: (n,) float32.
 
-    Multiplies overlapping frames by the resonances' magnitudes in the frequency domain.
+    Multiplies the spectra of overlapping frames by the magnitudes of the resonances.
     """
     hop = _FRAME // 2
     padded = np.pad(source, (hop, len(formants) * hop - len(source)))
-    window = np.sin(np.pi * (np.arange(_FRAME, dtype=np.float32) + 0.5) / _FRAME)  # its square adds up to 1
+    window = np.sin(np.pi * (np.arange(_FRAME, dtype=np.float32) + 0.5) / _FRAME)  # squares add up to 1
     frames = np.lib.stride_tricks.sliding_window_view(padded, _FRAME)[::hop] * window
     hz2 = np.fft.rfftfreq(_FRAME, 1 / SAMPLE_RATE).astype(np.float32) ** 2
     power = np.ones((len(formants), len(hz2)), np.float32)
@@ -227,7 +227,7 @@ def _resonate(source: np.ndarray, formants: np.ndarray) -> np.ndarray:
 
 
 def _recorded(speech: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Simulates recording of speech (n,): background noise, a random level, int16."""
+    """Adds background noise to speech (n,), and sets a random level: (n,) int16."""
     snr_db, level_db = rng.uniform(*SNR_DB), rng.uniform(-32, -20)
     speech /= np.sqrt(np.mean(speech**2))
     speech += 10 ** (-snr_db / 20) * rng.standard_normal(len(speech), np.float32)

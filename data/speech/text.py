@@ -1,4 +1,4 @@
-"""Transcripts as symbols: 0 is the CTC blank, also used as padding; 1, 2, ... are characters or words."""
+"""Converts transcripts to symbols: 0 is the CTC blank and the padding; 1, 2, ... are characters or words."""
 
 import re
 import unicodedata
@@ -20,9 +20,9 @@ _SPACE_IN_FILES = "<space>"
 def normalise(text: str) -> str:
     """Normalises a transcript for comparison and training.
 
-    Unicode's compatibility form (NFKC) in lower case. Keeps letters, their marks and digits, and apostrophes between
-    two of them; anything else separates words, by one space, without spaces at the ends. Nothing is spelled out: `7`
-    stays a digit. Idempotent.
+    Applies Unicode's compatibility form (NFKC) and lower case. Letters, their marks, digits, and apostrophes between
+    these are kept; any other characters separate words and become a single space. Digits are not spelled out.
+    Normalising twice changes nothing.
     """
     lower = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).lower())
     words = (word.strip("'") for word in re.sub("''+", " ", lower.translate(_SEPARATED)).split())
@@ -30,7 +30,7 @@ def normalise(text: str) -> str:
 
 
 class _Separated(dict[int, str]):
-    """Maps a character's code to itself, or to a space if it separates words."""
+    """Maps a character's code point to the character, or to a space if the character separates words."""
 
     def __missing__(self, code: int) -> str:
         character = {"\u2019": "'", "\u02bc": "'"}.get(chr(code), chr(code))
@@ -43,10 +43,10 @@ _SEPARATED = _Separated()
 
 @dataclass(frozen=True)
 class Alphabet:
-    """The symbols of a recogniser.
+    """Symbols of a recogniser.
 
-    units: a symbol is a character (also the space between words) or a word.
-    symbols: without the blank; symbols[k - 1] has number k.
+    units: whether a symbol is a character, including the space, or a word. symbols: all symbols but the blank;
+    symbols[k - 1] has number k.
     """
 
     units: Units
@@ -58,21 +58,21 @@ class Alphabet:
         object.__setattr__(self, "_numbers", numbers)
 
     def __len__(self) -> int:
-        """Returns the number of a recogniser's outputs, including the blank."""
+        """Returns the number of symbols including the blank."""
         return len(self.symbols) + 1
 
     @classmethod
     def from_transcripts(cls, transcripts: Iterable[str], units: Units) -> "Alphabet":
-        """Collects the symbols of normalised transcripts, sorted by code point."""
+        """Builds the alphabet of normalised transcripts, sorted by code point."""
         occurring = {symbol for text in transcripts for symbol in _split(normalise(text), units)}
         return cls(units, tuple(sorted(occurring)))
 
     @classmethod
     def from_file(cls, path: Path, units: Units) -> "Alphabet":
-        """Reads one symbol per line, in UTF-8, without the blank; the space as `<space>` or itself.
+        """Reads an alphabet from a UTF-8 file with a symbol per line, without the blank; `<space>` is the space.
 
-        Letters are lower-cased, as in normalised text, in which other symbols may never occur. Raises UserError, with
-        the line, for a symbol that is empty, repeated, or several characters instead of one.
+        Letters become lower case, as in normalised text. Raises UserError, with the line, for a symbol that is empty,
+        repeated, or longer than one character if symbols are characters.
         """
         where = f"--alphabet {path}"
         try:
@@ -96,9 +96,7 @@ class Alphabet:
         return cls(units, tuple(numbers))
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the symbols of the normalised text: (length,) int64. Raises UserError for symbols outside the
-        alphabet.
-        """
+        """Returns the symbols of a text after normalising it: (length,) int64. Raises UserError for unknown symbols."""
         symbols = _split(normalise(text), self.units)
         try:
             return np.fromiter((self._numbers[symbol] for symbol in symbols), np.int64, len(symbols))
@@ -109,7 +107,7 @@ class Alphabet:
             ) from None
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Converts symbols to text; skips blanks and padding."""
+        """Converts symbols to text; skips 0, the blank and padding."""
         symbols = [self.symbols[number - 1] for number in ids if number != BLANK]
         return (" " if self.units == "words" else "").join(symbols)
 
@@ -119,5 +117,5 @@ def _split(text: str, units: Units) -> Sequence[str]:
 
 
 def shortest_frames(symbols: np.ndarray) -> int:
-    """Returns the fewest frames for CTC to align symbols (length,): one each, and a blank between equal neighbours."""
+    """Returns the fewest frames that CTC needs for symbols (length,): one each, and a blank between equal symbols."""
     return len(symbols) + int(np.count_nonzero(symbols[1:] == symbols[:-1]))

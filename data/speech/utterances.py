@@ -1,15 +1,14 @@
-"""Data sets of utterances: as recorded, or strings of recordings of one speaker.
+"""Data sets of utterances: single recordings, or strings (concatenations) of recordings of a speaker.
 
-A batch from `__getitems__`:
-    audio: (B, S) float32 in about [-1, 1], zeros behind the end of each; num_samples: (B,) int64.
-    recordings: (B, W) int64, recordings of the corpus in each sample, -1 behind the last.
-    targets: (B, U) int64 symbols, 0 behind the end of each; target_length: (B,) int64. Absent without an alphabet.
-    warp, freq_masks, time_masks, masking_db: see `Augmenter.for_front_end`. Absent without augmentation.
+A batch from `__getitems__`: audio: (B, S) float32 in about [-1, 1], padded with zeros. num_samples: (B,) int64.
+    recordings: (B, W) int64, indices of each sample's recordings in the corpus, padded with -1. targets: (B, U) int64,
+    symbols, padded with 0. target_length: (B,) int64. Absent without an alphabet. warp, freq_masks, time_masks,
+    masking_db: see `Augmenter.for_front_end`. Absent without augmentation.
 
 Audio and targets are padded to `SampleKeys.padded_length`.
 
-All randomness is a function of seed, epoch and sample, never of the batch, and is drawn on the host. On a device, audio
-of a whole batch is computed there (`waves`), and differs from the host's by less than -100 dB of its power.
+Random draws are functions of seed, epoch and sample, do not depend on the batch, and are computed on the CPU. For data
+on a GPU, the GPU computes the audio of a whole batch (see `waves`), which differs from the CPU's by less than -100 dB.
 """
 
 from typing import Any, NamedTuple
@@ -27,20 +26,20 @@ from trainer.loading.on_device import Movable
 from trainer.loading.order import SampleKeys
 
 MOST_GAP_S = 0.4
-"""Maximum silence before, between and after the recordings of a string, uniform from 0, in seconds."""
+"""Largest silence, in seconds, before, between and after the recordings of a string; silences are uniform from 0."""
 LEVEL_DB = 3.0
-"""Maximum change of loudness of each recording of a string, in decibels, uniform in both directions."""
+"""Largest change of loudness of each recording of a string, in dB; changes are uniform in both directions."""
 STRING_SNR_DB = (25.0, 40.0)
-"""Signal-to-noise ratio of white noise in a string, uniform between these, in dB."""
+"""Limits of the signal-to-noise ratio, in dB, of white noise in a string."""
 
 _FULL_SCALE = np.float32(2.0**-15)
 _STEPS_PER_SECOND, _TARGET_STEP = 4, 32
-"""On a GPU, audio is padded to fractions of a second, and targets, which cost little, to multiples of this."""
-_STRING_STREAM = 16  # beside the streams of augmentation, with the same keys
+"""On a GPU, audio is padded to multiples of a fraction of a second, and targets to multiples of _TARGET_STEP."""
+_STRING_STREAM = 16  # augmentation uses other streams with the same keys
 
 
 class _OfCorpus(Movable):
-    """A base of data sets: finds recordings of a corpus and augments audio of them."""
+    """Base class of the data sets: reads recordings of a corpus and augments their audio."""
 
     stays = frozenset({"indices", "_durations", "_first", "_count"})
 
@@ -53,7 +52,7 @@ class _OfCorpus(Movable):
         self._noise_tables: Array = noise_tables()
 
     def _recordings(self, which: np.ndarray, factors: np.ndarray) -> Array:
-        """Returns recordings (m,) scaled by factors (m,) float32, on a device: (m, longest) float32, zeros behind."""
+        """Returns recordings (m,) times factors (m,) on the device, padded with zeros: (m, longest) float32."""
         start, length = self.here(np.stack([self.corpus.offsets[which], self._durations[which]]))
         rows = Ragged(start, length, int(self._durations[which].max()))
         return cast(rows.of(self._audio), "float32") * self.here(factors * _FULL_SCALE)[:, None]
@@ -61,7 +60,7 @@ class _OfCorpus(Movable):
     def _batch(
         self, audio: Any, lengths: np.ndarray, recordings: np.ndarray, transcripts: list[str], keys: SampleKeys
     ) -> dict[str, Array]:
-        """Builds a batch. audio: (length,) float32 per sample; on a device (B, S), zeros behind."""
+        """Builds a batch. audio: (length,) float32 per sample; on a device (B, S), padded with zeros."""
         augmenter, step = self._augmenter, self.corpus.sample_rate // _STEPS_PER_SECOND
         batch: Arrays = {"recordings": recordings}
         if self._alphabet is not None:
@@ -81,12 +80,12 @@ class _OfCorpus(Movable):
 
 
 class Utterances(_OfCorpus):
-    """Utterances of a corpus, one per sample."""
+    """Data set of utterances of a corpus, one per sample."""
 
     def __init__(
         self, corpus: Corpus, indices: np.ndarray, alphabet: Alphabet | None, augmenter: Augmenter | None = None
     ) -> None:
-        """indices: (n,) int64, utterances to use. alphabet: for targets; None for none."""
+        """Creates the data set. indices: (n,) int64, utterances to use. alphabet: for targets; None: no targets."""
         super().__init__(corpus, alphabet, augmenter)
         self.indices = indices
 
@@ -94,16 +93,16 @@ class Utterances(_OfCorpus):
         return len(self.indices)
 
     def lengths(self, epoch: int) -> np.ndarray:
-        """Returns samples of audio of each, (n,) int64: `num_samples` of that epoch's batches."""
+        """Returns the lengths of all utterances in an epoch, in samples of audio: (n,) int64."""
         lengths = self._durations[self.indices]
         return lengths if self._augmenter is None else self._augmenter.lengths(lengths, epoch, np.arange(len(self)))
 
     def transcripts(self, index: np.ndarray) -> list[str]:
-        """Returns the transcripts of samples."""
+        """Returns the transcripts of the samples at `index`."""
         return [self.corpus.transcripts[i] for i in self.indices[index]]
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
-        """See the top of this file."""
+        """Returns a batch; the module docstring describes its entries."""
         which = self.indices[keys.index]
         if self.device is None:
             audio = [self.corpus.utterance(i) * _FULL_SCALE for i in which]
@@ -113,12 +112,12 @@ class Utterances(_OfCorpus):
 
 
 class _Plan(NamedTuple):
-    """Composition of strings; W is the maximum number of words.
+    """Composition of n strings; W is the largest number of recordings in a string.
 
-    recordings: (n, W) int64, positions in the corpus. is_word: (n, W) bool, which exist.
-    percent: (n, W) int64, duration of each in percent.
-    gaps: (n, W + 1) int64, samples of silence before each, and after the last; 0 for none.
-    level: (n, W) float32, factors on the amplitude. noise: (n,) each. room: (n, W) each; None without augmentation.
+    recordings: (n, W) int64, indices in the corpus. is_word: (n, W) bool, whether the string has this recording.
+    percent: (n, W) int64, new duration of each recording in percent.
+    gaps: (n, W + 1) int64, samples of silence before each recording and after the last one.
+    level: (n, W) float32, factors on the amplitude. noise: of strings, (n,). room: of recordings, (n, W), or None.
     """
 
     recordings: np.ndarray
@@ -131,9 +130,9 @@ class _Plan(NamedTuple):
 
 
 class Strings(_OfCorpus):
-    """Strings of several recordings of one speaker, with gaps and light noise, new in each epoch.
+    """Data set of strings: several recordings of a speaker with gaps and light noise, drawn again in each epoch.
 
-    Evaluation always uses epoch 0, so its strings depend only on the seed.
+    Evaluation always uses epoch 0, so evaluation strings depend only on the seed.
     """
 
     def __init__(
@@ -148,19 +147,18 @@ class Strings(_OfCorpus):
         seed: int,
         growing_epochs: int = 0,
     ) -> None:
-        """indices: (n,) int64, at least one, recordings of the corpus to use.
+        """Creates the data set. indices: (n,) int64, at least one, recordings of the corpus to use.
 
-        alphabet: for targets; None for none. num_words: minimum and maximum recordings per string, from 1. num_strings:
-        samples per epoch. growing_epochs: epochs until strings, single recordings at first, reach full length: CTC
-        learns sounds much sooner from
-            short ones.
+        alphabet: for targets; None: no targets. num_words: smallest and largest number of recordings per string, from
+        1. num_strings: samples per epoch. growing_epochs: number of epochs in which strings grow from single recordings
+        to their full length, since CTC learns faster from short utterances at first.
         """
         super().__init__(corpus, alphabet, augmenter)
         self._num_words = num_words
         self._num_strings = num_strings
         self._seed = seed
         self._growing_epochs = growing_epochs
-        # recordings by speaker, and the range of each recording's speaker
+        # sorts recordings by speaker, and finds the range of each recording's speaker
         speakers = np.array([corpus.speakers[i] for i in indices])
         order = np.argsort(speakers, kind="stable")
         _, first, inverse, counts = np.unique(
@@ -173,17 +171,17 @@ class Strings(_OfCorpus):
         return self._num_strings
 
     def lengths(self, epoch: int) -> np.ndarray:
-        """Returns samples of audio of each, (n,) int64: `num_samples` of that epoch's batches."""
+        """Returns the lengths of all utterances in an epoch, in samples of audio: (n,) int64."""
         index = np.arange(len(self))
         lengths = self._lengths(self._plan(epoch, index))
         return lengths if self._augmenter is None else self._augmenter.lengths(lengths, epoch, index)
 
     def transcripts(self, index: np.ndarray, epoch: int = 0) -> list[str]:
-        """Returns the transcripts of samples."""
+        """Returns the transcripts of the samples at `index`."""
         return self._joined(self._plan(epoch, index))
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
-        """See the top of this file."""
+        """Returns a batch; the module docstring describes its entries."""
         plan = self._plan(keys.epoch, keys.index)
         if self.device is None:
             audio: Any = [self._string(plan, row) for row in range(len(keys.index))]
@@ -193,11 +191,11 @@ class Strings(_OfCorpus):
         return self._batch(audio, self._lengths(plan), recordings, self._joined(plan), keys)
 
     def _lengths_of_words(self, plan: _Plan) -> np.ndarray:
-        """(n, W) int64, 0 where there is no word."""
+        """Returns the lengths of recordings in samples, (n, W) int64; 0 if the string has no such recording."""
         return length_at(self._durations[plan.recordings], plan.percent) * plan.is_word
 
     def _lengths(self, plan: _Plan) -> np.ndarray:
-        """Returns samples of each string before augmentation, (n,) int64."""
+        """Returns the lengths of strings in samples, before augmentation: (n,) int64."""
         return self._lengths_of_words(plan).sum(axis=1) + plan.gaps.sum(axis=1)
 
     def _plan(self, epoch: int, index: np.ndarray) -> _Plan:
@@ -208,7 +206,8 @@ class Strings(_OfCorpus):
         fewest, most = (1 + round(grown * (limit - 1)) for limit in self._num_words)
         num_words = fewest + np.floor((most - fewest + 1) * number).astype(np.int64)
         word = np.arange(width + 1)
-        # The first recording, uniform among all, determines the speaker, so speakers are weighted by their recordings.
+        # The first recording is uniform among all and determines the speaker, so the probability of a speaker is
+        # proportional to the number of the speaker's recordings.
         leader = (which[:, :1] * len(self.indices)).astype(np.int64)
         others = self._first[leader] + (which[:, 1:] * self._count[leader]).astype(np.int64)
         percent, room = np.full((len(index), width), 100), None
@@ -227,7 +226,7 @@ class Strings(_OfCorpus):
         )
 
     def _string(self, plan: _Plan, row: int) -> np.ndarray:
-        """Synthesises the audio of one string, (length,) float32."""
+        """Returns the audio of a string, (length,) float32."""
         is_word, gaps = plan.is_word[row], plan.gaps[row]
         words = [
             at_duration(self.corpus.utterance(i) * (factor * _FULL_SCALE), percent)
@@ -248,7 +247,7 @@ class Strings(_OfCorpus):
         return audio
 
     def _strings(self, plan: _Plan) -> Array:
-        """Synthesises the audio of all strings, on a device: (n, longest) float32."""
+        """Computes the audio of all strings on the device: (n, longest) float32."""
         is_word, tables, here = plan.is_word, self._noise_tables, self.here
         which, of_words, lengths = plan.recordings[is_word], self._lengths_of_words(plan), self._lengths(plan)
         before, after, width = self._durations[which], of_words[is_word], int(lengths.max())
@@ -261,7 +260,7 @@ class Strings(_OfCorpus):
         return waves.noisy(strings, lengths, plan.noise, tables, here)
 
     def _joined(self, plan: _Plan) -> list[str]:
-        """Returns the transcripts."""
+        """Returns the transcripts of the strings."""
         return [
             " ".join(self.corpus.transcripts[i] for i in row[is_word])
             for row, is_word in zip(plan.recordings, plan.is_word, strict=True)
@@ -269,7 +268,7 @@ class Strings(_OfCorpus):
 
 
 def _padded(rows: list[np.ndarray], dtype: np.dtype, keys: SampleKeys, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Stacks rows (length,) to (n, padded length), zeros behind; also returns lengths (n,) int64."""
+    """Stacks rows (length,), padded with zeros, to (n, padded length); also returns their lengths, (n,) int64."""
     lengths = np.array([len(row) for row in rows])
     padded = np.zeros((len(rows), keys.padded_length(lengths.max(initial=0), step)), dtype)
     for target, row in zip(padded, rows, strict=True):

@@ -1,7 +1,7 @@
-"""Augments the audio of a whole batch on a device, as `augmentation` does per recording on the host.
+"""Augments the audio of a whole batch on a device; `augmentation` does the same per recording on the CPU.
 
-Audio is (B, S) float32, zeros behind the end of each row. It differs from the host's by less than -100 dB of its power.
-Lengths and other numbers per row are host arrays, (B,); `here` (`Movable.here`) moves them to the device.
+Audio is (B, S) float32, padded with zeros, and differs from the CPU's by less than -100 dB. Lengths and other numbers
+per row are arrays (B,) on the CPU, which `here` (`Movable.here`) copies to the device.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,11 @@ Here = Callable[[np.ndarray], Tensor]
 
 
 def chirp_z(values: Tensor, period: Tensor, sign: int, num_out: int) -> Tensor:
-    """Sums values[n] exp(sign 2 pi i n k / period) over n, for k from 0: (B, num_out) complex64.
+    """Returns the sums over n of values[n] exp(sign 2 pi i n k / period), for k from 0: (B, num_out) complex64.
 
-    values: (B, S), real or complex. period: (B, 1) int64. Since n k = (n^2 + k^2 - (k - n)^2) / 2, these are
-    convolutions with chirps, and so Fourier transforms of one length for all rows, whatever their periods. (Bluestein,
-    "A linear filtering approach to the computation of discrete Fourier transform", IEEE Transactions on Audio and
+    values: (B, S), real or complex. period: (B, 1) int64. Since n k = (n^2 + k^2 - (k - n)^2) / 2, the sums are
+    convolutions with chirps, which Fourier transforms of the same length compute for all periods. (Bluestein, "A linear
+    filtering approach to the computation of discrete Fourier transform", IEEE Transactions on Audio and
     Electroacoustics 18(4), 1970.)
     """
     num_in = values.shape[1]
@@ -36,12 +36,12 @@ def chirp_z(values: Tensor, period: Tensor, sign: int, num_out: int) -> Tensor:
 
 
 def at_durations(audio: Tensor, length: np.ndarray, percent: np.ndarray, width: int, here: Here) -> Tensor:
-    """Applies `augmentation.at_duration` to each row: (B, width), with transforms of the same lengths."""
+    """Applies `augmentation.at_duration` to each row: (B, width)."""
     if (percent == 100).all():
         return F.pad(audio, (0, width - audio.shape[1]))
     periods = np.array([100 * hundreds(each) for each in length.tolist()])
     old, new, end = here(np.stack([periods, percent * periods // 100, length_at(length, percent)]))[..., None]
-    # each bin of a real signal counts twice, except the first and the one at half the new rate, if present
+    # each bin of a real signal counts twice, except the first bin and the bin at half the new rate, if present
     twice_bin = 2 * torch.arange(int(periods.max()) // 2 + 1, device=audio.device)
     weight = (twice_bin <= old) * ((twice_bin < new).float() + (twice_bin <= new))
     weight[:, 0] = 1
@@ -73,9 +73,9 @@ def changed(
 
 
 def joined(words: Tensor, length: np.ndarray, begin: np.ndarray, shape: tuple[int, int], here: Here) -> Tensor:
-    """Joins words (m, T) to strings (B, width).
+    """Joins recordings `words` (m, T) to strings (B, width).
 
-    length: (m,). begin: (m,) int64, ascending, start of each word in the concatenated strings.
+    length: (m,). begin: (m,) int64, ascending, start of each recording in the concatenated strings. shape: (B, width).
     """
     first, num = here(np.stack([begin, length]))
     position = torch.arange(shape[0] * shape[1], device=words.device)
@@ -86,5 +86,5 @@ def joined(words: Tensor, length: np.ndarray, begin: np.ndarray, shape: tuple[in
 
 
 def _ended(audio: Tensor, length: Tensor) -> Tensor:
-    """Zeroes each row behind its length (B, 1)."""
+    """Sets each row to zero after its length (B, 1)."""
     return audio * (torch.arange(audio.shape[1], device=audio.device) < length)
