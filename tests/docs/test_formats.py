@@ -1,4 +1,4 @@
-"""docs/formats.md: each conversion turns a sample in the documented shape into what the readers read to its values."""
+"""docs/formats.md and examples/convert.py: each conversion of a sample in the documented layout keeps its values."""
 
 import re
 import wave
@@ -12,6 +12,7 @@ from data.interactions.reader import load_interactions
 from data.knowledge_graph.reader import load_catalogue
 from data.speech.reader import load_corpus
 from data.tabular.reader import read_table
+from examples.convert import CONVERTERS
 from trainer.common.errors import UserError
 
 PAGE = (Path(__file__).parents[2] / "docs/formats.md").read_text()
@@ -23,8 +24,11 @@ def anchors(page: str) -> dict[str, str]:
     return {title.lower().replace(" ", "-"): text for title, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
-def convert(section: str) -> None:
-    """Runs the code of a section in the working directory."""
+def convert(section: str, folder: str = ".") -> None:
+    """Runs the code of a section, or the converter that it names, in the working directory. folder: what to convert."""
+    if section in CONVERTERS:
+        assert f"`python examples/convert.py {section} " in anchors(PAGE)[section]
+        return CONVERTERS[section](Path(folder))
     [code] = re.findall(r"```python\n(.*?)```", anchors(PAGE)[section], flags=re.S)
     exec(compile(code, f"docs/formats.md#{section}", "exec"), {})
 
@@ -107,19 +111,15 @@ def test_one_user_a_line():
 def test_kgcn_before_its_preprocessing(tmp_path):
     folder = tmp_path / "raw"
     folder.mkdir()
-    for place in (tmp_path, folder):
-        (place / "user_artists.dat").write_text(
-            "userID\tartistID\tweight\n3\t99\t4\n" + "".join(f"2\t{50 + k}\t9\n" for k in range(10))
-        )
-        (place / "item_index2entity_id.txt").write_text("".join(f"{50 + k}\t{k}\n" for k in range(10)))
-        (place / "kg.txt").write_text("0\tmusic.artist.origin\t3846\n3846\tin\t1\n")
+    (folder / "user_artists.dat").write_text(
+        "userID\tartistID\tweight\n3\t99\t4\n" + "".join(f"2\t{50 + k}\t9\n" for k in range(10))
+    )
+    (folder / "item_index2entity_id.txt").write_text("".join(f"{50 + k}\t{k}\n" for k in range(10)))
+    (folder / "kg.txt").write_text("0\tmusic.artist.origin\t3846\n3846\tin\t1\n")
     split = {"val_share": 0.1, "seed": 0, "selects_on_test": True}
     with pytest.raises(UserError, match=r"KGCN's data as they are before .*docs/formats.md#kgcn "):
         load_catalogue(folder, tmp_path / "cache", **split)
-    convert("kgcn")
-    (tmp_path / "music").mkdir()
-    for name in ("interactions.csv", "graph.csv"):
-        Path(name).rename(tmp_path / "music" / name)
+    convert("kgcn", "raw")
     found = load_catalogue(tmp_path / "music", tmp_path / "cache", **split)
     assert found.names == (("2",), tuple("0123456789"), ("3846",))
     assert found.relation_names == ("music.artist.origin", "in")
@@ -136,7 +136,7 @@ def test_kaldi(tmp_path, monkeypatch):
         with wave.open(f"{part}.wav", "wb") as file:
             file.setparams((1, 2, 8000, 0, "NONE", ""))
             file.writeframes(bytes(range(200)))
-    convert("kaldi")
+    convert("kaldi", "data")
     found = load_corpus(tmp_path, tmp_path / "cache")
     assert (found.transcripts, found.speakers) == (("GOOD MORNING",) * 2, ("anna",) * 2)
     assert dict(zip(found.names, found.splits, strict=True)) == {"train.wav": "train", "test.wav": "test"}
@@ -152,8 +152,7 @@ def pamap2(folder: Path) -> None:
             [f"{row / 100:.2f}", str((0, 4, 17)[row // 40]), "NaN", *(number(row, column) for column in range(3, 54))]
             for row in range(120)
         ]
-        path = folder / "Protocol" / f"subject{subject}.dat"
-        path.parent.mkdir(exist_ok=True)
+        path = folder / f"subject{subject}.dat"
         path.write_text("".join(" ".join(row) + "\n" for row in rows))
 
 
@@ -197,8 +196,7 @@ def test_recordings(write, tmp_path):
     write(tmp_path / "as_published")
     with pytest.raises(UserError, match=f"docs/formats.md#{write.__name__} "):
         refuse_other_data(tmp_path / "as_published")
-    write(tmp_path)
-    convert(write.__name__)
+    convert(write.__name__, "as_published")
     found = load_own_recordings(tmp_path / result, tmp_path / "cache", OwnFormat(None, None, None, 20, 20)).recordings
     assert len(found.channels) == num_channels and found.classes == classes and len(found.subject_names) == 2
     first = {name: found.signals[0, found.channels.index(name)] for name in columns}

@@ -1,0 +1,113 @@
+"""Converts published data sets to files that the tasks read, in the current folder.
+
+    python examples/convert.py pamap2 PAMAP2_Dataset/Protocol
+
+The first argument is the data set (the names of `CONVERTERS`), the second the folder with its published files.
+"""
+
+import csv
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+
+def write_table(path: Path, names: list[str], rows: Iterable[Iterable[str]]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([names, *rows])
+
+
+def fields(path: Path) -> Iterator[list[str]]:
+    """Yields the fields of each line that holds any."""
+    with path.open(encoding="utf-8") as file:
+        yield from filter(None, map(str.split, file))
+
+
+def channels(places: Iterable[str], kinds: Iterable[str]) -> list[str]:
+    return [f"{place}_{kind}_{axis}" for place in places for kind in kinds for axis in "xyz"]
+
+
+def pamap2(folder: Path) -> None:
+    """Writes pamap2/101.csv, ... from subject101.dat, ...: 100 rows per second; activity 0 means none."""
+    names = ["subject", "activity", "time", *channels(("hand", "chest", "ankle"), ("acc", "acc6", "gyro", "mag"))]
+    for path in folder.glob("subject*.dat"):
+        subject = re.findall(r"\d+", path.name)[-1]
+        rows = (
+            [subject, "" if activity == "0" else activity, time]
+            + [value for start in (1, 18, 35) for value in sensors[start : start + 12]]
+            for time, activity, _, *sensors in fields(path)
+        )
+        write_table(Path("pamap2", f"{subject}.csv"), names, rows)
+
+
+def mhealth(folder: Path) -> None:
+    """Writes mhealth/1.csv, ... from mHealth_subject1.log, ...: 50 rows per second; label 0 means none."""
+    names = ["subject", "activity", *(f"chest_acc_{axis}" for axis in "xyz"), "ecg_1", "ecg_2"]
+    names += channels(("ankle", "arm"), ("acc", "gyro", "mag"))
+    for path in folder.glob("mHealth_subject*.log"):
+        subject = re.findall(r"\d+", path.name)[-1]
+        rows = ([subject, "" if label == "0" else label, *signals] for *signals, label in fields(path))
+        write_table(Path("mhealth", f"{subject}.csv"), names, rows)
+
+
+def opportunity(folder: Path) -> None:
+    """Writes opportunity/S1-ADL1.csv, ... from S1-ADL1.dat, ...: 30 rows per second.
+
+    Keeps the five inertial units of the jacket (columns 38 to 102 of column_names.txt) and the modes of locomotion
+    (column 244).
+    """
+    modes = {"1": "stand", "2": "walk", "4": "sit", "5": "lie"}
+    places = ("back", "right_upper", "right_lower", "left_upper", "left_lower")
+    names = ["subject", "activity", *channels(places, ("acc", "gyro", "mag"))]
+    for path in folder.glob("S?-*.dat"):
+        rows = (
+            [path.name[:2], modes.get(row[243], "")]
+            + [value for place in range(5) for value in row[37 + 13 * place : 46 + 13 * place]]
+            for row in fields(path)
+        )
+        write_table(Path("opportunity", f"{path.stem}.csv"), names, rows)
+
+
+def wisdm(folder: Path) -> None:
+    """Writes wisdm.csv from WISDM_ar_v1.1_raw.txt: 20 rows per second. Ignores lines that lack a value."""
+    number = r"(-?\d+(?:\.\d+)?(?:E-?\d+)?)"
+    row = re.compile(rf"(\d+),(\w+),(\d+),{number},{number},{number}\s*,?;")
+    found = row.finditer((folder / "WISDM_ar_v1.1_raw.txt").read_text())
+    names = ["subject", "activity", "time", "acc_x", "acc_y", "acc_z"]
+    write_table(Path("wisdm.csv"), names, (match.groups() for match in found if match[3] != "0"))
+
+
+def kgcn(folder: Path) -> None:
+    """Writes music/interactions.csv and music/graph.csv. Each item gets the name of its entity."""
+    entity_of = dict(fields(folder / "item_index2entity_id.txt"))
+    listened = ((user, artist) for user, artist, _ in fields(folder / "user_artists.dat"))
+    rows = ((user, entity_of[artist]) for user, artist in listened if artist in entity_of)
+    write_table(Path("music/interactions.csv"), ["user", "item"], rows)
+    write_table(Path("music/graph.csv"), ["head", "relation", "tail"], fields(folder / "kg.txt"))
+
+
+def kaldi(folder: Path) -> None:
+    """Writes train.jsonl, dev.jsonl and test.jsonl, the manifests of the folders train, dev and test."""
+    for part in ("train", "dev", "test"):
+        tables = {}
+        for name in ("wav.scp", "text", "utt2spk"):
+            path = folder / part / name
+            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            tables[name] = dict(line.split(maxsplit=1) for line in lines if len(line.split()) > 1)
+        with open(f"{part}.jsonl", "w", encoding="utf-8") as manifest:
+            for name, sound in tables["wav.scp"].items():
+                text, speaker = tables["text"].get(name, ""), tables["utt2spk"].get(name, "")
+                entry = {"audio_path": sound.strip(), "text": text.strip(), "speaker": speaker.strip()}
+                print(json.dumps(entry, ensure_ascii=False), file=manifest)
+
+
+CONVERTERS: dict[str, Callable[[Path], None]] = {
+    f.__name__: f for f in (pamap2, mhealth, opportunity, wisdm, kgcn, kaldi)
+}
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] not in CONVERTERS or not Path(sys.argv[2]).is_dir():
+        sys.exit(f"usage: python examples/convert.py {{{','.join(CONVERTERS)}}} FOLDER")
+    CONVERTERS[sys.argv[1]](Path(sys.argv[2]))
