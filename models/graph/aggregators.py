@@ -1,4 +1,4 @@
-"""Aggregators: combine a node's state with the sum of its neighbours' (KGAT, equations 6 to 8)."""
+"""Aggregators, which combine a node's state with the weighted sum of its neighbours' (KGAT, equations 6 to 8)."""
 
 from collections.abc import Iterator
 from itertools import repeat
@@ -13,19 +13,19 @@ from models.graph.sparse import Operands, product, select
 Aggregation = Literal["bi-interaction", "gcn", "graphsage"]
 
 _CHUNK_ROWS = 1024
-"""Nodes per chunk on a CPU, so that intermediate states stay in its cache."""
+"""Nodes per chunk on a CPU, so that intermediate states fit into the cache."""
 
 
 class Aggregator(nn.Module):
-    """Maps the states x of all nodes, (N, width), to the next layer's, (N, out_width), or to some of its rows."""
+    """Maps the states of all nodes, (N, width), to the next layer's states of all nodes, (N, out_width), or of some."""
 
     def __init__(self, slope: float) -> None:
-        """slope: of LeakyReLU for negative values."""
+        """Creates the layer. slope: of LeakyReLU for negative values."""
         super().__init__()
         self.slope = slope
 
     def forward(self, matrix: Operands, x: Tensor, rows: Tensor | None, mask: Tensor | None) -> Tensor:
-        """rows: (n,), requested nodes; None for all. mask: dropout mask in the shape of the result."""
+        """Returns the next states. x: (N, width). rows: (n,), nodes to compute, None: all. mask: of dropout or None."""
         raise NotImplementedError
 
     def activate(self, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -44,7 +44,7 @@ class GCN(Aggregator):
     def forward(self, matrix: Operands, x: Tensor, rows: Tensor | None, mask: Tensor | None) -> Tensor:
         weight, bias = self.linear.weight, self.linear.bias
         if len(weight) < x.shape[1]:
-            x = x @ weight.T  # A (x W) = (A x) W, and the product is cheaper with narrower states
+            x = x @ weight.T  # A (x W) = (A x) W takes less time with narrower states
             projected = select(x, rows) + product(matrix, x, rows) + bias
         else:
             projected = self.linear(select(x, rows) + product(matrix, x, rows))
@@ -84,14 +84,14 @@ AGGREGATORS = {"bi-interaction": BiInteraction, "gcn": GCN, "graphsage": GraphSA
 
 
 def xavier_linear(width: int, out_width: int) -> nn.Linear:
-    """Creates a linear layer with Xavier uniform weights and torch's default bias."""
+    """Creates a linear layer with Xavier uniform weights and torch's default initial bias."""
     linear = nn.Linear(width, out_width)
     nn.init.xavier_uniform_(linear.weight)
     return linear
 
 
 class _BiInteraction(torch.autograd.Function):
-    """Computes forward and backward in chunks, without storing sums and products of the inputs."""
+    """Computes BiInteraction in chunks, and stores no sums and products of the inputs for backward."""
 
     @staticmethod
     def forward(
@@ -131,7 +131,7 @@ class _BiInteraction(torch.autograd.Function):
 
 
 def _chunks(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Yields the same rows of all tensors; None for None."""
+    """Splits tensors into chunks of rows and yields the chunks together; None stays None."""
     (first, *_) = tensors
     assert first is not None
     size = _CHUNK_ROWS if first.device.type == "cpu" else max(len(first), 1)

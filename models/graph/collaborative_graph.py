@@ -1,4 +1,4 @@
-"""The collaborative knowledge graph of KGAT (Wang et al., KDD 2019): users, items and entities with typed edges."""
+"""The collaborative knowledge graph of KGAT (Wang et al., KDD 2019): users, items, entities and typed edges."""
 
 from typing import Literal
 
@@ -12,10 +12,10 @@ Softmax = Literal["separate", "coalesced"]
 
 
 class CollaborativeGraph(nn.Module):
-    """Directed edges (head, relation, tail); edges of a pair under several relations are parallel.
+    """Graph of directed edges (head, relation, tail); edges with the same head and tail are parallel.
 
-    `matrix`, used for propagation, has one entry per pair: the sum over parallel edges. All other values are per edge,
-    (E,), in the given order.
+    `matrix`, which propagates states, has one entry per pair of head and tail: the sum over parallel edges. All other
+    values are per edge, (E,), in the given order.
     """
 
     head: Tensor
@@ -26,7 +26,7 @@ class CollaborativeGraph(nn.Module):
     entry_of_further: Tensor
 
     def __init__(self, head: Tensor, tail: Tensor, relation: Tensor, num_nodes: int, num_relations: int) -> None:
-        """head, tail, relation: (E,) integers, distinct, in ascending order of (head, tail, relation)."""
+        """Creates the graph. head, tail, relation: (E,) integers, distinct and ascending by (head, tail, relation)."""
         super().__init__()
         self.num_nodes = num_nodes
         self.num_relations = num_relations
@@ -34,7 +34,7 @@ class CollaborativeGraph(nn.Module):
         starts_entry[1:] = (head[1:] != head[:-1]) | (tail[1:] != tail[:-1])
         first_edge, further_edges = starts_entry.nonzero().squeeze(1), (~starts_entry).nonzero().squeeze(1)
         self.matrix = SparseMatrix(head[first_edge], tail[first_edge], num_nodes, torch.get_default_dtype())
-        self.sizes = torch.bincount(relation, minlength=num_relations).tolist()  # edges of each relation
+        self.sizes = torch.bincount(relation, minlength=num_relations).tolist()  # number of edges of each relation
         for name, value in (
             ("head", head),
             ("tail", tail),
@@ -50,16 +50,16 @@ class CollaborativeGraph(nn.Module):
         return self.by_relation.split(self.sizes)
 
     def merge(self, values: Tensor) -> Tensor:
-        """Sums parallel edges: (E,) -> (entries,)."""
+        """Returns the sums over parallel edges: (E,) -> (entries,)."""
         merged = values.index_select(0, self.first_edge)
         return merged.index_add_(0, self.entry_of_further, values.index_select(0, self.further_edges))
 
     def laplacian(self, kind: Laplacian, dtype: torch.dtype) -> Tensor:
-        """Returns each relation's adjacency normalised by degrees within it: (E,).
+        """Returns the entries of each relation's adjacency matrix, normalised by degrees in this relation: (E,).
 
         random-walk: 1 / out-degree of the head. symmetric: 1 / sqrt(out-degree of the head x in-degree of the tail).
-        reference: what KGAT's public code computes as symmetric, 1 / sqrt(out-degree of the head x out-degree of the
-        tail), and 0 if the tail is not a head in the relation, which is nearly everywhere.
+        reference: as KGAT's public code computes "symmetric": 1 / sqrt(out-degree of the head x out-degree of the
+        tail), and 0 if the tail is not a head in the relation, as for nearly all edges.
         """
         values = torch.empty(len(self.head), dtype=dtype, device=self.head.device)
         for edges in self.edges_by_relation():
@@ -74,10 +74,10 @@ class CollaborativeGraph(nn.Module):
         return values
 
     def softmax(self, logits: Tensor, kind: Softmax) -> Tensor:
-        """Applies softmax over the edges of each head, of all relations: (E,) -> (E,).
+        """Applies softmax over all edges of each head: (E,) -> (E,).
 
-        separate: every edge is a term (KGAT, equation 5). coalesced: logits of parallel edges are added first, as in
-        LunaBlack's PyTorch port, and the edges share their pair's result equally.
+        separate: every edge is a term of the softmax (KGAT, equation 5). coalesced: the logits of parallel edges are
+        added first, and the edges share the result equally, as in LunaBlack's PyTorch port.
         """
         if kind == "separate":
             return self._normalise(logits, self.head)
@@ -86,7 +86,7 @@ class CollaborativeGraph(nn.Module):
         return self._spread(of_pairs / num_parallel)
 
     def _normalise(self, logits: Tensor, head: Tensor) -> Tensor:
-        """Applies softmax over runs of equal heads."""
+        """Applies softmax over consecutive values with the same head."""
         lengths = torch.bincount(head, minlength=self.num_nodes)
         largest = torch.segment_reduce(logits, "max", lengths=lengths, unsafe=True)
         exponentials = (logits - largest.index_select(0, head)).exp_()

@@ -15,14 +15,14 @@ from models.graph.sparse import Operands, select
 from models.layers.dropout import dropout_mask
 
 _CHUNK_EDGES = {"cpu": 2**12, "cuda": 2**20}
-"""Edges processed together: few enough for a CPU's cache, enough to keep a GPU busy."""
+"""Number of edges processed together, by device type: they fit into a CPU's cache, and keep a GPU busy."""
 
 
 class KGAT(Recommender):
-    """Propagates embeddings over the graph by attention, which uses TransR embeddings.
+    """Propagates embeddings over the graph with attention, which TransR embeddings determine.
 
-    Nodes are ordered: items, other entities, users. Everything is computed in the parameters' precision, also under
-    autocast: fetching neighbours' states dominates the time.
+    Nodes are items, then other entities, then users. All computations use the parameters' precision, also under
+    autocast, since reading neighbours' states takes most of the time.
     """
 
     attention: Tensor
@@ -42,10 +42,10 @@ class KGAT(Recommender):
         laplacian: Laplacian = "random-walk",
         softmax: Softmax = "separate",
     ) -> None:
-        """graph: its last num_users nodes are users, its first num_items nodes are items.
+        """Creates the model. graph: its first num_items nodes are the items, its last num_users nodes the users.
 
-        slope: of LeakyReLU for negative values. message_dropout: of every layer's states. node_dropout: of the
-        propagation matrix's entries. laplacian: propagates before the first `refresh`.
+        slope: of LeakyReLU for negative values. message_dropout: dropout of every layer's states. node_dropout: dropout
+        of the propagation matrix's entries. laplacian: the propagation matrix before the first `refresh`.
         """
         super().__init__(num_users, num_items, width)
         self.graph = graph
@@ -57,7 +57,7 @@ class KGAT(Recommender):
         self.relations = nn.Embedding(graph.num_relations, relation_width)
         self.projections = nn.Parameter(torch.empty(graph.num_relations, width, relation_width))
         nn.init.xavier_uniform_(self.relations.weight)
-        # Over three dimensions, so the bound is smaller than for each matrix, as published.
+        # on the three-dimensional tensor, as published, so the bound is smaller than for each matrix
         nn.init.xavier_uniform_(self.projections)
         widths = pairwise((width, *layer_dims))
         self.layers = nn.ModuleList(AGGREGATORS[aggregation](before, after, slope) for before, after in widths)
@@ -68,14 +68,14 @@ class KGAT(Recommender):
 
     @property
     def nodes(self) -> Tensor:
-        """Returns the embeddings of all nodes, (num_nodes, width)."""
+        """Embeddings of all nodes, (num_nodes, width)."""
         return torch.cat([self.items.weight, self.entities.weight, self.users.weight])
 
     def forward(self, users: Tensor, items: Tensor) -> Represented:
-        """Represents users and items; uses the last refresh's attention in train mode, the current weights' in eval
-        mode.
+        """Returns representations of users and items.
 
-        The L2 penalty applies to final representations.
+        In train mode the attention is of the last `refresh`; in eval mode, of the current weights. The L2 penalty
+        applies to the representations.
         """
         nodes = torch.cat([users.unsqueeze(1) + (self.graph.num_nodes - self.num_users), items], dim=1)
         rows, place = distinct(nodes)
@@ -84,7 +84,7 @@ class KGAT(Recommender):
         return Represented(represented[:, 0], represented[:, 1:], represented)
 
     def represent(self) -> tuple[Tensor, Tensor]:
-        """Represents all users and items with the current weights' attention."""
+        """Returns representations of all users and items, with the attention of the current weights."""
         everything = self._propagate(self._current_operands(), None)
         return everything[-self.num_users :], everything[: self.num_items]
 
@@ -92,10 +92,10 @@ class KGAT(Recommender):
         return self.graph.matrix.operands_of(self.graph.merge(self.compute_attention()))
 
     def _propagate(self, matrix: Operands, rows: Tensor | None) -> Tensor:
-        """Returns embeddings and normalised states of all layers for some nodes, or all: (n, width + sum(layer_dims)).
+        """Returns nodes' embeddings and normalised states of all layers: (n, width + sum(layer_dims)).
 
-        Computes the last layer only for these nodes, but draws its dropout for all, so that a node's mask does not
-        depend on the batch.
+        rows: (n,), nodes; None: all. The last layer is computed only for these nodes, but its dropout is drawn for all
+        nodes, so that a node's mask does not depend on the batch.
         """
         x = self.nodes
         parts = [select(x, rows)]
@@ -116,10 +116,10 @@ class KGAT(Recommender):
         return dropout_mask((self.graph.num_nodes, width), self.message_dropout, like)
 
     def transr(self, head: Tensor, relation: Tensor, tail: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns two losses for each triple with a false tail, (B,); inputs are (B,) int64 nodes and relations.
+        """Returns two losses for each triple with a false tail, (B,) each; inputs are nodes and relations, (B,) int64.
 
-        softplus(g(h, r, t) - g(h, r, t')) with g(h, r, t) = |W_r e_h + e_r - W_r e_t|^2 (equations 1 and 2), and for an
-        L2 penalty 1/2 (|W_r e_h|^2 + |e_r|^2 + |W_r e_t|^2 + |W_r e_t'|^2).
+        The losses are softplus(g(h, r, t) - g(h, r, t')) with g(h, r, t) = |W_r e_h + e_r - W_r e_t|^2 (equations 1 and
+        2), and, for an L2 penalty, 1/2 (|W_r e_h|^2 + |e_r|^2 + |W_r e_t|^2 + |W_r e_t'|^2).
         """
         ends = self.nodes.index_select(0, torch.stack([head, tail, negative], dim=1).flatten())
         with torch.autocast(ends.device.type, enabled=False):
@@ -131,15 +131,15 @@ class KGAT(Recommender):
             return loss, (projected.square().sum((1, 2)) + of_relation.square().sum(1)) / 2
 
     def set_laplacian(self, kind: Laplacian) -> None:
-        """Propagates by a Laplacian until the next refresh."""
+        """Sets the propagation matrix to a Laplacian until the next `refresh`."""
         self._propagate_by(self.graph.laplacian(kind, self.attention.dtype))
 
     def refresh(self) -> None:
-        """Updates the attention used for propagation from the current weights."""
+        """Sets the propagation matrix to the attention of the current weights."""
         self._propagate_by(self.compute_attention())
 
     def _propagate_by(self, values: Tensor) -> None:
-        """values: (E,)."""
+        """Sets the propagation matrix. values: (E,), one per edge."""
         self.attention.copy_(values)
         self.graph.matrix.set_values(self.graph.merge(values))
 
@@ -155,7 +155,7 @@ class KGAT(Recommender):
         return self.graph.softmax(logits, self.softmax)
 
     def _logits(self, nodes: Tensor, relation: int, edges: Tensor) -> Tensor:
-        """Returns logits of one relation's edges; projects each node once."""
+        """Returns the logits of a relation's edges; projects each node once."""
         heads, head_of_edge = _compact(self.graph.head.index_select(0, edges), len(nodes))
         tails, tail_of_edge = _compact(self.graph.tail.index_select(0, edges), len(nodes))
         projection = self.projections[relation]
@@ -181,7 +181,7 @@ def _propagate_as_loaded(model: KGAT, _: Any) -> None:
 
 
 def _compact(nodes: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Returns (distinct, place) with distinct[place] == nodes; faster than sorting for many repetitions."""
+    """Returns (distinct, place) with distinct[place] == nodes; faster than sorting if nodes recur often."""
     occurs = torch.zeros(num_nodes, dtype=torch.bool, device=nodes.device)
     occurs[nodes.long()] = True
     place = occurs.cumsum(0, dtype=torch.int32) - 1
@@ -189,7 +189,7 @@ def _compact(nodes: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
 
 
 class _GroupedProjection(torch.autograd.Function):
-    """Multiplies by one matrix per relation, rather than copying the matrix per sample."""
+    """Multiplies the samples of each relation by the relation's matrix, without copying a matrix per sample."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, projections: Tensor, relation: Tensor) -> Tensor:
@@ -216,5 +216,5 @@ class _GroupedProjection(torch.autograd.Function):
 
 
 def _rows(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """Splits the B n rows of x, (B, n, d), into consecutive parts."""
+    """Splits the B * n rows of x, (B, n, d), into consecutive parts of given sizes."""
     return x.flatten(0, 1).split(sizes)

@@ -1,6 +1,6 @@
-"""Recommenders with no weights but embeddings: matrix factorisation, and LightGCN (He et al., SIGIR 2020).
+"""Recommenders whose only weights are embeddings: matrix factorisation, and LightGCN (He et al., SIGIR 2020).
 
-LightGCN propagates over the user-item graph, optionally with a knowledge graph.
+LightGCN propagates embeddings over the graph of users and items, optionally with a knowledge graph.
 """
 
 from typing import ClassVar
@@ -14,7 +14,7 @@ from trainer.common.torch_private import SeesConversions
 
 
 class BPRMF(Recommender):
-    """BPR-MF: matrix factorisation trained by ranking (Rendle et al., UAI 2009)."""
+    """Matrix factorisation for the BPR loss (Rendle et al., UAI 2009)."""
 
     def __init__(self, num_users: int, num_items: int, width: int = 64) -> None:
         super().__init__(num_users, num_items, width)
@@ -29,18 +29,18 @@ class BPRMF(Recommender):
 
 
 class LightGCN(Recommender):
-    """Averages layers 0 to L, where layer l + 1 is D^-1/2 A D^-1/2 times layer l (equations 3 to 5 and 8).
+    """Mean of layers 0 to L, where layer l + 1 is D^-1/2 A D^-1/2 times layer l (equations 3 to 5 and 8).
 
-    Nodes are ordered: users, items.
+    Nodes are users, then items.
     """
 
     stays_eager: ClassVar[bool] = True
-    """Not compiled by `torch.compile`, which lacks sparse products; the pieces between are too small to gain."""
+    """Excludes the model from `torch.compile`, which does not support sparse products."""
 
     def __init__(
         self, users: Tensor, items: Tensor, num_users: int, num_items: int, width: int = 64, num_layers: int = 3
     ) -> None:
-        """users, items: (n,) integers, distinct training interactions."""
+        """Creates the model. users, items: (n,) integers, distinct training interactions."""
         super().__init__(num_users, num_items, width)
         self.num_layers = num_layers
         initialise([self.users, self.items])
@@ -63,12 +63,14 @@ class LightGCN(Recommender):
         return everything[: self.num_users], everything[self.num_users :]
 
     def first_layer(self) -> tuple[Tensor, Tensor]:
-        """Returns layer 0 of all nodes, (N, width), and the values in the L2 penalty of each, (N, *)."""
+        """Returns layer 0 of all nodes, (N, width), and the values in each node's L2 penalty, (N, *)."""
         ego = torch.cat([self.users.weight, self.items.weight])
         return ego, ego
 
     def _propagate(self, x: Tensor, rows: Tensor | None) -> Tensor:
-        """Returns the mean of all layers for some nodes, (n, width), or all; computes the last layer only for those."""
+        """Returns the mean of all layers for nodes `rows`, (n, width), or all; the last layer is computed only for
+        these.
+        """
         matrix = self.matrix.operands()
         total = select(x, rows)
         for _ in range(self.num_layers - 1):
@@ -78,11 +80,11 @@ class LightGCN(Recommender):
 
 
 class KnowledgeLightGCN(LightGCN):
-    """LightGCN whose items include knowledge graph neighbours.
+    """LightGCN in which items also have the embeddings of their neighbours in the knowledge graph.
 
-    Layer 0 of an item is its embedding plus the mean embedding of its graph neighbours, from a separate table for all
-    entities, including items. Relations are not distinguished; a neighbour by several relations counts several times.
-    It costs one more sparse product; KGIN (Wang et al., WWW 2021) and KGCL (Yang et al., SIGIR 2022) do more.
+    Layer 0 of an item is its embedding plus the mean embedding of its neighbours in the knowledge graph, from a
+    separate table of all entities, including items. Relations are not distinguished; a neighbour by several relations
+    counts several times. This adds a sparse product to LightGCN.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class KnowledgeLightGCN(LightGCN):
         width: int = 64,
         num_layers: int = 3,
     ) -> None:
-        """triples: (m, 3) integers, head, relation, tail; distinct. num_entities: the first ones are the items."""
+        """Creates the model. triples: (m, 3), distinct (head, relation, tail). num_entities: including items."""
         super().__init__(users, items, num_users, num_items, width, num_layers)
         self.knowledge = nn.Embedding(num_entities, width)
         initialise([self.knowledge])
@@ -108,7 +110,7 @@ class KnowledgeLightGCN(LightGCN):
         self.mean = _ConstantMatrix(item, neighbour, num_entities, counts / degree[item])
 
     def first_layer(self) -> tuple[Tensor, Tensor]:
-        """Penalises embeddings and neighbour means separately."""
+        """Returns layer 0, and embeddings and neighbours' means as separate values for the L2 penalty."""
         ego, _ = super().first_layer()
         means = product(self.mean.operands(), self.knowledge.weight)[: self.num_items]
         of_users = means.new_zeros(self.num_users, means.shape[1])
@@ -117,10 +119,10 @@ class KnowledgeLightGCN(LightGCN):
 
 
 class _ConstantMatrix(SeesConversions, SparseMatrix):
-    """A matrix whose values follow the model's precision, rounded from float64."""
+    """Matrix whose values are rounded from float64 to the model's dtype."""
 
     def __init__(self, rows: Tensor, columns: Tensor, size: int, values: Tensor) -> None:
-        """values: (entries,) float64; others as in SparseMatrix."""
+        """Creates the matrix. values: (entries,) float64. For other arguments see `SparseMatrix`."""
         super().__init__(rows, columns, size, torch.get_default_dtype())
         self._exact = values
         self.set_values(values)

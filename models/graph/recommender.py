@@ -1,4 +1,4 @@
-"""Common parts of models that score items by dot products."""
+"""Common parts of recommenders that score items by dot products."""
 
 from typing import NamedTuple
 
@@ -7,20 +7,20 @@ from torch import Tensor, nn
 
 
 class Represented(NamedTuple):
-    """Representations of users, and of n items for each; scores are dot products."""
+    """Representations of users, and of n items per user; scores are dot products."""
 
     users: Tensor
-    """(B, D)"""
+    """(B, D), representations of users."""
     items: Tensor
-    """(B, n, D)"""
+    """(B, n, D), representations of items."""
     penalised: Tensor
-    """(B, 1 + n, *), values in an L2 penalty, of the user and then its items."""
+    """(B, 1 + n, *), values in an L2 penalty, of the user and then of the items."""
 
 
 class Recommender(nn.Module):
-    """Base of recommenders with embeddings of users and items.
+    """Base class of recommenders with embeddings of users and items.
 
-    Users are 0 to num_users - 1, items 0 to num_items - 1.
+    Users are numbered from 0 to num_users - 1, items from 0 to num_items - 1.
     """
 
     def __init__(self, num_users: int, num_items: int, width: int) -> None:
@@ -31,25 +31,25 @@ class Recommender(nn.Module):
         self.items = nn.Embedding(num_items, width)
 
     def forward(self, users: Tensor, items: Tensor) -> Represented:
-        """users: (B,) int64. items: (B, n) int64."""
+        """Returns representations of users (B,) int64 and items (B, n) int64."""
         raise NotImplementedError
 
     def represent(self) -> tuple[Tensor, Tensor]:
-        """Represents all users and items for ranking: (num_users, D) and (num_items, D)."""
+        """Returns representations of all users, (num_users, D), and all items, (num_items, D)."""
         raise NotImplementedError
 
 
 class FinalScores(nn.Module):
-    """Scores all items for some users from final representations."""
+    """Scores all items for given users, from fixed representations."""
 
     users: Tensor
     items: Tensor
     hidden: Tensor
 
     def __init__(self, users: Tensor, items: Tensor, hidden: Tensor) -> None:
-        """users: (num_users, D), items: (num_items, D), from `Recommender.represent`.
+        """Creates the module. users: (num_users, D). items: (num_items, D); both from `Recommender.represent`.
 
-        hidden: (k,) int64, items that score -inf for everybody.
+        hidden: (k,) int64, items whose score is -inf for all users.
         """
         super().__init__()
         self.register_buffer("hidden", hidden.detach().clone())
@@ -57,12 +57,12 @@ class FinalScores(nn.Module):
         self.register_buffer("items", items.detach().clone())
 
     def forward(self, users: Tensor) -> Tensor:
-        """users: (B,) int64. Returns (B, num_items)."""
+        """Returns scores (B, num_items) for users (B,) int64."""
         return (self.users[users] @ self.items.T).index_fill(1, self.hidden, -torch.inf)
 
 
 def initialise(tables: list[nn.Embedding]) -> None:
-    """Initialises tables uniformly within Xavier's bound for their concatenation."""
+    """Initialises tables uniformly, with the Xavier bound of their concatenation."""
     num_rows, width = sum(table.num_embeddings for table in tables), tables[0].embedding_dim
     bound = (6 / (num_rows + width)) ** 0.5
     for table in tables:
@@ -70,9 +70,9 @@ def initialise(tables: list[nn.Embedding]) -> None:
 
 
 def distinct(nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (rows, place) with rows[place] == nodes, flat; without duplicates on a CPU, where each row costs time.
+    """Returns (rows, place) with rows[place] == nodes.flatten(); on a CPU, rows are distinct to save time.
 
-    A GPU would wait for the number of distinct nodes.
+    On a GPU, the number of distinct nodes would require a synchronisation.
     """
     if nodes.device.type == "cpu":
         return nodes.flatten().unique(return_inverse=True)

@@ -1,4 +1,4 @@
-"""Products of a constant sparse matrix with dense ones, differentiable in the latter."""
+"""Products of a constant sparse matrix and a dense matrix, differentiable in the dense matrix."""
 
 import warnings
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ for _of_torch in ("Sparse CSR tensor support is in beta state", "Sparse invarian
 
 
 class CSR(NamedTuple):
-    """A matrix in CSR format: row i has values[offsets[i] : offsets[i + 1]] at the columns of the same positions."""
+    """Matrix in CSR format: row i has values[offsets[i] : offsets[i + 1]] in columns[offsets[i] : offsets[i + 1]]."""
 
     offsets: Tensor
     """(rows + 1,) int32"""
@@ -25,14 +25,14 @@ class CSR(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """A matrix for forward products, and its transpose for backward ones."""
+    """Matrix for products in forward, and its transpose for products in backward."""
 
     csr: CSR
     transposed: CSR
 
 
 class SparseMatrix(nn.Module):
-    """A square matrix with a fixed sparsity pattern; values have no gradient and can be replaced."""
+    """Square matrix with a fixed sparsity pattern; its values have no gradient and can be replaced."""
 
     offsets: Tensor
     columns: Tensor
@@ -43,7 +43,9 @@ class SparseMatrix(nn.Module):
     transposed_entries: Tensor
 
     def __init__(self, rows: Tensor, columns: Tensor, size: int, dtype: torch.dtype) -> None:
-        """rows, columns: (entries,) integers below size, distinct pairs sorted by (row, column)."""
+        """Creates a zero matrix. rows, columns: (entries,) integers below `size`, distinct pairs sorted by (row,
+        column).
+        """
         super().__init__()
         entries = columns.argsort(stable=True)
         for name, value in (
@@ -58,18 +60,18 @@ class SparseMatrix(nn.Module):
             self.register_buffer(name, value, persistent=False)
 
     def set_values(self, values: Tensor) -> None:
-        """values: (entries,)."""
+        """Replaces the values. values: (entries,)."""
         self.values.copy_(values)
         self.transposed_values.copy_(self._transpose(values))
 
     def operands(self, dropout: float = 0.0) -> Operands:
-        """dropout: of entries; kept ones are scaled up."""
+        """Returns operands for `product`. dropout: probability of dropping an entry; other entries are scaled up."""
         if dropout > 0:
             return self.operands_of(self.values * dropout_mask(self.values.shape, dropout, self.values))
         return self._operands(self.values, self.transposed_values)
 
     def operands_of(self, values: Tensor) -> Operands:
-        """Uses other values, (entries,)."""
+        """Returns operands for `product` with other values, (entries,)."""
         return self._operands(values, self._transpose(values))
 
     def _transpose(self, values: Tensor) -> Tensor:
@@ -83,25 +85,25 @@ class SparseMatrix(nn.Module):
 
 
 def _offsets(rows: Tensor, size: int) -> Tensor:
-    """Returns where each of `size` rows starts among the entries, and where the last ends: (size + 1,)."""
+    """Returns the index of each row's first entry, and the number of entries: (size + 1,)."""
     return F.pad(torch.bincount(rows, minlength=size).cumsum(0), (1, 0))
 
 
 def product(matrix: Operands, x: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Returns A @ x, or (A @ x)[rows] at the cost of those rows on a CPU; differentiable in x only.
+    """Returns A @ x, or (A @ x)[rows], which on a CPU takes only the time of these rows; differentiable in x only.
 
-    x: (size, d). rows: (n,) int64, may repeat. Returns (size, d) or (n, d) in the values' precision, also under
+    x: (size, d). rows: (n,) int64, may repeat. Returns (size, d) or (n, d) in the dtype of A's values, also under
     autocast.
     """
     if rows is not None and x.device.type != "cpu":
-        return product(matrix, x).index_select(0, rows)  # selecting entries would make the host wait for their number
+        return product(matrix, x).index_select(0, rows)  # selecting entries would synchronise to get their number
     with torch.autocast(x.device.type, enabled=False):
         result: Tensor = _Product.apply(x.to(matrix.csr.values.dtype), matrix, rows)
     return result
 
 
 def select(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Returns x[rows], or x for None."""
+    """Returns x[rows], or x if rows is None."""
     return x if rows is None else x.index_select(0, rows)
 
 
@@ -115,16 +117,16 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = grads
         if ctx.rows is not None:
-            # Selecting the transpose's entries of these rows takes longer than multiplying the others by zero.
+            # multiplying other rows by zero takes less time than selecting the transpose's entries
             grad = grad.new_zeros(ctx.size, grad.shape[1]).index_add_(0, ctx.rows, grad)
         return multiply(ctx.transposed, grad), None, None
 
 
 def multiply(csr: CSR, x: Tensor) -> Tensor:
-    """Returns csr @ x without a gradient, by the fastest kernel of x's device.
+    """Returns csr @ x without a gradient, with the fastest kernel on x's device.
 
-    On a CPU this is an embedding bag, many times faster than torch's sparse products; on a GPU it is slower than those
-    but sums in a fixed order.
+    On a CPU this is F.embedding_bag, which is many times faster than torch's sparse products. On a GPU it is slower,
+    but used under deterministic algorithms, since it sums in a fixed order.
     """
     offsets, columns, values = csr
     if x.device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
@@ -133,13 +135,13 @@ def multiply(csr: CSR, x: Tensor) -> Tensor:
 
 
 def multiply_by_torch_sparse(csr: CSR, x: Tensor) -> Tensor:
-    """Returns csr @ x on a GPU."""
+    """Returns csr @ x by torch's sparse product."""
     size = (len(csr.offsets) - 1, len(x))
     return torch.sparse_csr_tensor(*csr, size, check_invariants=False) @ x
 
 
 def _take_rows(csr: CSR, rows: Tensor) -> CSR:
-    """Returns the matrix of these rows, in their order."""
+    """Returns the matrix of the rows at indices `rows`, in this order."""
     starts = csr.offsets.index_select(0, rows)
     sizes = csr.offsets.index_select(0, rows + 1) - starts
     offsets = F.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))

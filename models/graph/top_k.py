@@ -1,4 +1,4 @@
-"""Metrics of the k highest scored items against a user's held-out items."""
+"""Metrics that compare the k items with the highest scores with a user's held-out items."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -12,25 +12,26 @@ _OFFICIAL_LIST = 100
 
 
 class TopK(NamedTuple):
-    """Sums over users for each cut-off: (len(ks),) float64."""
+    """Sums over users of metrics at each cut-off k: (len(ks),) float64 each."""
 
     recall: Tensor
-    """Hits / positives."""
+    """Hits / number of positives."""
     precision: Tensor
     """Hits / k."""
     hit: Tensor
-    """1 if there is a hit."""
+    """1 if there is a hit, else 0."""
     ndcg: Tensor
-    """DCG / DCG of min(k, positives) hits at the top."""
+    """DCG / DCG with min(k, number of positives) hits in the first places."""
     ndcg_official: Tensor
-    """DCG / DCG of the hits among the first 100 moved to the top, as in KGAT's code; inflated."""
+    """DCG / DCG with the hits among the first 100 items moved to the first places, as in KGAT's code; too high."""
 
 
 def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) -> TopK:
-    """Ranks each user's items except seen ones, whose scores it sets to -inf in place.
+    """Ranks each user's unseen items; sets the scores of seen items to -inf in place.
 
-    scores: (B, num_items). positives: (B, P), seen: (B, S) int64, distinct per row, padded with num_items. Users
-    without positives are ignored. DCG sums 1 / log2(place + 2) over hits in the first k places, counted from 0.
+    scores: (B, num_items). positives: (B, P) int64. seen: (B, S) int64. Items are distinct per row, and rows are padded
+    with num_items. Users without positives are ignored. DCG is the sum of 1 / log2(place + 2) over hits in the first k
+    places, from 0.
     """
     num_items = scores.shape[1]
     hide(scores, seen)
@@ -59,10 +60,10 @@ def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) ->
 
 @lru_cache(maxsize=32)
 def _constants(ks: tuple[int, ...], length: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Caches constants of all batches, copied to a GPU once; shared, read-only.
+    """Returns constants of all batches, which are cached on the device and must not be changed.
 
-    Returns the cut-offs, (len(ks),) int64; which places lie within each, and their DCG gain there, (length, len(ks))
-    float64; the DCG of n hits at the top at index n, (length + 1,) float64.
+    They are the cut-offs, (len(ks),) int64; whether a place is within a cut-off, and its DCG gain there or 0, (length,
+    len(ks)) float64 each; and the DCG of n hits in the first places at index n, (length + 1,) float64.
     """
     with torch.inference_mode(False), torch.no_grad():
         gains = 1 / torch.arange(2, length + 2, dtype=torch.float64).log2()
@@ -73,7 +74,7 @@ def _constants(ks: tuple[int, ...], length: int, device: torch.device) -> tuple[
 
 
 def hide(scores: Tensor, items: Tensor) -> None:
-    """Sets scores (B, num_items) of some items, (B, S) int64 padded with num_items, to -inf."""
+    """Sets scores (B, num_items) of items, (B, S) int64 padded with num_items, to -inf in place."""
     num_items = scores.shape[1]
     hidden = torch.where(items < num_items, -torch.inf, torch.inf).to(scores.dtype)
     scores.scatter_reduce_(1, items.clamp(max=num_items - 1), hidden, "amin")

@@ -1,4 +1,4 @@
-"""DeepConvLSTM: convolutions, then LSTMs (Ordonez and Roggen, Sensors 2016, 16(1), 115)."""
+"""DeepConvLSTM: convolutions followed by LSTMs (Ordonez and Roggen, Sensors 2016, 16(1), 115)."""
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,9 @@ _NUM_UNITS = 128
 class DeepConvLstm(nn.Module):
     """Classifies windows of inertial signals: `logits = model(x)`, x (B, num_channels, T) -> (B, num_classes).
 
-    Four unpadded convolutions over time, shared by the channels, so T is at least 17 and T - 16 steps remain; then two
-    LSTMs, whose last state is classified. 556,358 parameters for 9 channels and 6 classes. Windows of a batch are
-    independent.
+    Four unpadded convolutions over time, shared by the channels, leave T - 16 steps, so T must be at least 17. Two
+    LSTMs follow, whose last state is classified. The model has 556,358 parameters for 9 channels and 6 classes. Windows
+    of a batch do not affect each other.
 
     dropout: rate before the second LSTM and before the classifier, in [0, 1).
     """
@@ -24,7 +24,7 @@ class DeepConvLstm(nn.Module):
     def __init__(self, num_channels: int = 9, num_classes: int = 6, dropout: float = 0.5) -> None:
         super().__init__()
         self.encoder = _encoder()
-        # Two modules, because the dropout between layers of one nn.LSTM uses cuDNN's own unseeded generator on a GPU.
+        # two modules, because dropout between layers of an nn.LSTM uses cuDNN's own generator on a GPU
         self.lstm1 = nn.LSTM(num_channels * _NUM_FILTERS, _NUM_UNITS, batch_first=True)
         self.lstm2 = nn.LSTM(_NUM_UNITS, _NUM_UNITS, batch_first=True)
         self.classifier = nn.Linear(_NUM_UNITS, num_classes)
@@ -34,7 +34,7 @@ class DeepConvLstm(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """Returns the convolutions and each LSTM."""
+        """The convolutions and each LSTM."""
         return [self.encoder, self.lstm1, self.lstm2]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class DeepConvLstm(nn.Module):
 
 
 def _encoder() -> nn.Sequential:
-    """Builds (B, 1, channels, T) -> (B, filters, channels, T - 16), without mixing channels."""
+    """Builds convolutions (B, 1, channels, T) -> (B, filters, channels, T - 16) that do not mix channels."""
     layers: list[nn.Module] = []
     num_inputs = 1
     for _ in range(_NUM_CONVOLUTIONS):
@@ -57,7 +57,7 @@ def _encoder() -> nn.Sequential:
 
 @torch.no_grad()
 def make_recurrence_orthogonal(lstm: nn.LSTM) -> None:
-    """Initialises each gate's recurrent weights with an orthogonal matrix."""
+    """Initialises the recurrent weights of each gate as an orthogonal matrix."""
     for name, weight in lstm.named_parameters():
         if name.startswith("weight_hh"):
             for gate in weight.chunk(4):

@@ -11,28 +11,27 @@ from models.layers.ensemble import log_mean_probabilities
 Mode = Literal["early", "flatten", "average", "first"]
 
 NUM_MOVEMENT_CHANNELS = 6
-"""The first channels are acceleration without gravity and rotation; those with gravity contain no other movement."""
+"""The first channels, acceleration without gravity and rotation; channels with gravity add no other movement."""
 SMALL_MOVEMENT = 0.03
-"""Scale in standard deviations below which the second view of a channel is linear, above logarithmic."""
+"""Value, in standard deviations, below which the second copy of a channel is linear and above which logarithmic."""
 
 
 class HarNet(nn.Module):
     """Classifies windows of inertial signals: `logits = model(x)`, x (B, num_channels, T) -> (B, num_classes).
 
-    It contains several small networks, its members, which see the same windows and share nothing. Each has its own loss
-    (`member_logits`); the output averages their probabilities (deep ensembles: Lakshminarayanan et al., 2017). They are
-    computed in parallel, as groups of one convolution.
+    The model consists of several small networks, its members, which get the same windows and share no parameters. Each
+    member has its own loss (`member_logits`); the output averages the members' probabilities (deep ensembles:
+    Lakshminarayanan et al., 2017). Members are computed in parallel, as groups of convolutions.
 
-    Every layer normalises within a sample and member (GroupNorm, LayerNorm), so samples do not affect each other. T is
-    at least 8; any length works, because features are pooled over time.
+    All layers normalise within a sample and a member (GroupNorm, LayerNorm), so samples do not affect each other. T may
+    be any length of at least 8, because features are pooled over time.
 
-    mode: how channels are combined.
-        "early": the first convolution sees all channels; the most accurate.
-        "flatten": a shared single-channel encoder; features are concatenated.
-        "average": a shared single-channel encoder; features are averaged.
-        "first": the encoder sees channel 0 only.
-    hidden_dims: hidden layer widths of each member's head; () for a linear head. dropout: rate after each hidden layer.
-    widths: of each member's convolutions, which each halve the time axis; multiples of 8.
+    mode: how channels are combined. "early": the first convolution gets all channels; this is the most accurate mode.
+        "flatten": an encoder is applied to each channel, and features are concatenated. "average": an encoder is
+        applied to each channel, and features are averaged. "first": the encoder gets channel 0 only.
+    hidden_dims: widths of the hidden layers of each member's head; (): a linear head. dropout: probability after each
+        hidden layer. widths: channels of each member's convolutions, multiples of 8; each convolution halves the time
+        axis.
     """
 
     def __init__(
@@ -59,24 +58,24 @@ class HarNet(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """Returns the encoder, with the convolutions of all members, and the members' heads."""
+        """The encoder, with the convolutions of all members, and the members' heads."""
         return [self.encoder, *self.heads]
 
     def features(self, x: Tensor) -> Tensor:
-        """Returns the input of the members' heads: (B, num_members, num_features)."""
+        """Returns the inputs of the members' heads: (B, num_members, num_features)."""
         features: Tensor
         if self.mode == "early":
             features = self.encoder(x)
         elif self.mode == "first":
             features = self.encoder(x[:, :1])
         else:
-            # channels become samples of a single-channel encoder
+            # channels become samples of the encoder
             per_channel = self.encoder(x.flatten(0, 1).unsqueeze(1)).unflatten(0, x.shape[:2])
             features = per_channel.transpose(1, 2).flatten(2) if self.mode == "flatten" else per_channel.mean(1)
         return features
 
     def member_logits(self, features: Tensor) -> Tensor:
-        """features: from `features`. Returns (B, num_members, num_classes)."""
+        """Returns the logits of each member: (B, num_members, num_classes). features: result of `features`."""
         return torch.stack([head(features[:, i]) for i, head in enumerate(self.heads)], dim=1)
 
     def freeze_encoder(self) -> None:
@@ -92,9 +91,9 @@ class HarNet(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Strided convolutions, then mean and maximum over time: (B, C, T) -> (B, num_members, num_features).
+    """Strided convolutions, followed by mean and maximum over time: (B, C, T) -> (B, num_members, num_features).
 
-    The first six channels enter twice: unchanged, and on a nearly logarithmic scale that shows small movements.
+    The first six channels are input twice: unchanged, and on a nearly logarithmic scale that enlarges small movements.
     """
 
     def __init__(self, num_channels: int, widths: Sequence[int], num_members: int) -> None:
@@ -103,7 +102,7 @@ class Encoder(nn.Module):
         num_channels += min(num_channels, NUM_MOVEMENT_CHANNELS)
         groups = 1  # all members share the input channels
         for width, kernel_size in zip(widths, (9, 5, *[3] * len(widths)), strict=False):
-            # without bias, which the following normalisation would cancel
+            # without bias, which the following normalisation cancels
             conv = nn.Conv1d(
                 num_channels, num_members * width, kernel_size, stride=2, padding=kernel_size // 2, groups=groups,
                 bias=False,
@@ -120,9 +119,10 @@ class Encoder(nn.Module):
 
 
 def with_small_movements(x: Tensor) -> Tensor:
-    """Appends asinh(x / 0.03) / 3 of the first six channels: (B, C, T) in standard deviations -> (B, C + min(C, 6), T).
+    """Appends asinh(x / 0.03) / 3 of the first six channels: (B, C, T) -> (B, C + min(C, 6), T), in standard
+    deviations.
 
-    Standing and sitting differ by movements of hundredths of a standard deviation, which gravity would hide.
+    Standing and sitting differ by movements of hundredths of a standard deviation, which gravity hides.
     """
     return torch.cat([x, torch.asinh(x[:, :NUM_MOVEMENT_CHANNELS] / SMALL_MOVEMENT) / 3], dim=1)
 

@@ -14,20 +14,21 @@ _NUM_FILTERS = 24
 class TinyHar(nn.Module):
     """Classifies windows of inertial signals: `logits = model(x)`, x (B, num_channels, T) -> (B, num_classes).
 
-    Convolutions shared by the channels, attention between the channels of a time step, a linear layer that fuses them,
-    an LSTM over time and attentive pooling of its states. T is at least 1; four layers with strides 1, 2, 1, 2 leave
-    ceil(T / 4) steps. 42,704 parameters for 9 channels and 6 classes.
+    The model has convolutions shared by the channels, attention between the channels of a time step, a linear layer
+    that fuses the channels, an LSTM over time, and attentive pooling of the LSTM's states. T is at least 1; four
+    convolutions with strides 1, 2, 1, 2 leave ceil(T / 4) steps. There are 42,704 parameters for 9 channels and 6
+    classes.
 
-    Of the variants in the authors' code (teco-kit/ISWC22-HAR) these are attn, FC, lstm and tnaive, here with 24
-    filters. Unlike theirs, convolutions are padded, and dropout also precedes the classifier.
+    These are the variants attn, FC, lstm and tnaive of the authors' code (teco-kit/ISWC22-HAR), with 24 filters. Unlike
+    in this code, convolutions are padded, and dropout also precedes the classifier.
 
-    Batch norm is part of the published model: in training a window's logits depend on the other windows, and so on the
-    micro-batch and the number of devices; in eval mode they do not.
+    The published model has batch norm, so in training a window's logits depend on the other windows of the micro-batch;
+    in eval mode they do not.
 
-    Both attentions are added through a gate initialised to 0, behind which weights have no gradient until the first
-    step.
+    A gate scales the result of each attention. Gates are initialised to 0, so the attention's weights have no gradient
+    in the first step.
 
-    dropout: rate after the attention between channels and before the classifier, in [0, 1).
+    dropout: probability, in [0, 1), after the attention between channels and before the classifier.
     """
 
     def __init__(self, num_channels: int = 9, num_classes: int = 6, dropout: float = 0.5) -> None:
@@ -43,7 +44,7 @@ class TinyHar(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """Returns the convolutions, the attention between channels, and the LSTM."""
+        """The convolutions, the attention between channels, and the LSTM."""
         return [self.encoder, self.channel_attention, self.lstm]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,11 +56,11 @@ class TinyHar(nn.Module):
 
 
 def _encoder() -> nn.Sequential:
-    """Builds (B, 1, channels, T) -> (B, filters, channels, steps), without mixing channels."""
+    """Builds convolutions (B, 1, channels, T) -> (B, filters, channels, steps) that do not mix channels."""
     layers: list[nn.Module] = []
     num_inputs = 1
     for stride in _STRIDES:
-        # with bias, since a ReLU separates it from the norm
+        # with bias, since a ReLU precedes the batch norm
         conv = nn.Conv2d(
             num_inputs, _NUM_FILTERS, (1, _KERNEL_SIZE), stride=(1, stride), padding=(0, _KERNEL_SIZE // 2)
         )
@@ -69,9 +70,9 @@ def _encoder() -> nn.Sequential:
 
 
 class ChannelAttention(nn.Module):
-    """Self-attention among the channels of each time step, x + gate * attention(x), unscaled as in the authors' code.
+    """Self-attention between the channels of each time step, x + gate * attention(x), unscaled as in the authors' code.
 
-    There the projection called "key" acts as the query, because softmax runs over rows; here names follow the function.
+    In this code the projection named "key" acts as the query, because softmax runs over rows.
     """
 
     def __init__(self, width: int) -> None:
@@ -88,7 +89,7 @@ class ChannelAttention(nn.Module):
 
 
 class AttentivePooling(nn.Module):
-    """Returns the last state plus gate * a mean of all states, weighted by softmax(v . tanh(W state + b)) over time."""
+    """Last state + gate * mean of all states, weighted by softmax(v . tanh(W state + b)) over time."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

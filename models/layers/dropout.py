@@ -11,31 +11,31 @@ _LEVELS = 2**16
 
 
 def dropout_mask(shape: Sequence[int], p: float, like: Tensor) -> Tensor:
-    """Returns the factors of dropout: 0 with probability p in [0, 1), else 1 / (1 - p); dtype and device of `like`.
+    """Returns a dropout mask: 0 with probability p in [0, 1), else 1 / (1 - p); with dtype and device of `like`.
 
-    On a CPU torch draws Bernoulli numbers one by one, at 20 ns each on one thread. Here four elements share a random
-    64-bit word, 16 bits each, which rounds p to a multiple of 2^-16; the scale uses the rounded p, so the mean is
-    exact. Compiled code draws in torch's own way.
+    On a CPU, torch draws Bernoulli numbers one by one, in 20 ns each. Here four elements share a random 64-bit word, so
+    p is rounded to a multiple of 2^-16; the scale uses the rounded p, so the mean is exact. Under torch.compile the
+    mask is drawn by torch.
     """
     if like.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(like.new_ones(shape), p)
     size, num_dropped = math.prod(shape), min(round(p * _LEVELS), _LEVELS - 1)
     words = torch.empty(-(-size // 4), dtype=torch.int64).random_(-(2**63), None)
     mask = like.new_empty(size)
-    torch.ge(words.view(torch.int16)[:size], num_dropped - _LEVELS // 2, out=mask)  # several times faster than where
+    torch.ge(words.view(torch.int16)[:size], num_dropped - _LEVELS // 2, out=mask)  # faster than torch.where
     return mask.mul_(_LEVELS / (_LEVELS - num_dropped)).view(shape)
 
 
 class Dropout(nn.Module):
-    """nn.Dropout with the masks of `dropout_mask`, for speed on a CPU."""
+    """Equals nn.Dropout, with the faster masks of `dropout_mask` on a CPU."""
 
     def __init__(self, p: float) -> None:
-        """p: probability of zeroing an element, in [0, 1)."""
+        """Creates the layer. p: probability of zeroing an element, in [0, 1)."""
         super().__init__()
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        """Accepts any shape; the identity in eval mode."""
+        """Returns x with dropout, for any shape; the identity in eval mode."""
         if not self.training or self.p == 0:
             return x
         if x.device.type != "cpu" or torch.compiler.is_compiling():

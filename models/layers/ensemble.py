@@ -1,4 +1,4 @@
-"""Combines several classifiers."""
+"""Averages the probabilities of several classifiers."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 def log_mean_probabilities(logits: Tensor) -> Tensor:
     """Returns the log of the mean of several classifiers' probabilities: (B, members, C) -> (B, C), at least float32.
 
-    Half precision would lose small probabilities.
+    In half precision small probabilities would be lost.
     """
     each = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=2)
     num_members = logits.shape[1]
@@ -18,10 +18,10 @@ def log_mean_probabilities(logits: Tensor) -> Tensor:
 
 
 class Ensemble(nn.Module):
-    """The log of the mean of its members' probabilities.
+    """Log of the mean of its members' probabilities.
 
-    Members take the same x and return logits (B, C), and so does this: a softmax of its output, of the same shape, is
-    the mean of theirs. At least float32.
+    Members map the same x to logits (B, C). The softmax of the ensemble's output, (B, C) in at least float32, is the
+    mean of the members' softmax.
     """
 
     def __init__(self, members: Sequence[nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""Masks for sequences or problems of different sizes, padded at the end."""
+"""Masks for padded sequences, and for problems with different numbers of classes."""
 
 import math
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def within_lengths(lengths: Tensor, size: int) -> Tensor:
-    """(B,) -> (B, size) bool: True at positions before each end."""
+    """Returns whether each position is below the sequence's length: (B,) -> (B, size) bool."""
     return torch.arange(size, device=lengths.device) < lengths.unsqueeze(1)
 
 
 def of_present_classes(logits: Tensor, num_classes: Tensor | None) -> Tensor:
-    """Sets logits (B, Q, max_classes) to -inf from class num_classes on, in at least float32. num_classes: (B,); None:
-    all.
+    """Returns logits (B, Q, max_classes), in at least float32, with -inf for classes from num_classes (B,) on, if
+    given.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if num_classes is None:

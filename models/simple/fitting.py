@@ -1,6 +1,6 @@
-"""Fits simple recommenders: buffers counted from training histories, for a few settings of each kind.
+"""Fits simple recommenders: computes their buffers from training histories, for a few settings of each kind.
 
-The caller chooses among them on the validation set.
+The caller chooses a setting on the validation set.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,28 +14,28 @@ from models.simple.recommenders import MOST_ITEMS_OF_EASE, MOST_NEIGHBOURS
 
 Buffers = Mapping[str, np.ndarray]
 Cells = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""(item, other item, sum over the pair): (n,) each."""
+"""Items, other items, and a sum for each pair: (n,) each."""
 Strength = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-"""Converts `Cells` to strengths: (n,)."""
+"""Function that converts `Cells` to strengths, (n,)."""
 
 _LEAST_WEIGHT = 1e-4
-"""Weight below which items far back in a history are ignored."""
+"""Weight below which an item of a history is ignored."""
 _SHRINKAGE = 20
-"""Users added to the denominator of cosines, as if they had one of the two items."""
+"""Number added to the denominator of cosines, which reduces those of items with few users."""
 _PAIRS = 2**22
-"""Pairs counted at a time."""
+"""Number of pairs counted at a time."""
 _SPARSE = 8
-"""Cells per pair above which pairs are sorted rather than counted in a dense array."""
+"""Cells of a dense array per pair, above which pairs are sorted instead of counted in the array."""
 _USERS = 1024
-"""Rows of a dense matrix at a time."""
+"""Number of users whose dense rows are multiplied at a time."""
 
 
 @dataclass(frozen=True)
 class TrainingHistories:
     """The users' training histories.
 
-    offsets: (num_users + 1,) int64; user u has items[offsets[u] : offsets[u + 1]]. items: (n,), 1..num_items; if
-    is_ordered, each user's by time.
+    offsets: (num_users + 1,) int64; user u has items[offsets[u] : offsets[u + 1]]. items: (n,), from 1 to num_items.
+    is_ordered: whether each user's items are in time order.
     """
 
     offsets: np.ndarray
@@ -45,29 +45,29 @@ class TrainingHistories:
 
     @cached_property
     def users(self) -> np.ndarray:
-        """Returns the user of each item, (n,) int64."""
+        """User of each item, (n,) int64."""
         return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
 
     @cached_property
     def distinct(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the users and items of distinct pairs, sorted by user: (m,) int64 each."""
+        """Users and items of distinct pairs, sorted by user: (m,) int64 each."""
         pairs = np.sort(self.users * (self.num_items + 1) + self.items)
         pairs = pairs[np.diff(pairs, prepend=-1) > 0]
         return pairs // (self.num_items + 1), pairs % (self.num_items + 1)
 
     @property
     def num_pairs(self) -> int:
-        """Counts item pairs with a common user, once per user."""
+        """Number of item pairs in histories: the sum of the squares of their lengths."""
         return int((np.diff(self.offsets) ** 2).sum())
 
     @cached_property
     def popularity(self) -> np.ndarray:
-        """Counts the users of each item: (num_items + 1,) float64; 0 for padding."""
+        """Number of users of each item: (num_items + 1,) float64; 0 for padding."""
         return np.bincount(self.distinct[1], minlength=self.num_items + 1).astype(np.float64)
 
     @cached_property
     def common_users(self) -> np.ndarray:
-        """Counts the common users of each item pair: (num_items + 1, num_items + 1) float32. For few items."""
+        """Number of common users of each pair of items: (num_items + 1, num_items + 1) float32; for few items."""
         counts = np.zeros((self.num_items + 1, self.num_items + 1), np.float32)
         users, items = self.distinct
         for first in range(0, len(self.offsets) - 1, _USERS):
@@ -79,7 +79,7 @@ class TrainingHistories:
 
 
 def candidates(kind: str, histories: TrainingHistories, maxlen: int) -> Iterator[Buffers]:
-    """Yields the buffers of a kind of `SIMPLE_MODELS`, for each of its settings."""
+    """Yields the buffers of a kind of `SIMPLE_MODELS` for each setting."""
     popularity = histories.popularity.astype(np.float32)
     if kind == "popularity":
         yield {"popularity": popularity}
@@ -93,9 +93,9 @@ def candidates(kind: str, histories: TrainingHistories, maxlen: int) -> Iterator
 
 
 def _rules(histories: TrainingHistories) -> Iterator[Buffers]:
-    """Scores how often an item soon follows another, by 1 / distance, over the root of the other's frequency.
+    """Scores how often an item soon follows another: sum of 1 / distance over the root of the other item's frequency.
 
-    A second setting favours rare items, dividing also by the root of the item's frequency.
+    A second setting also divides by the root of the item's own frequency, which favours rare items.
     """
     items, num_items = histories.items.astype(np.int64), histories.num_items
     begins = histories.offsets[histories.users]
@@ -124,7 +124,7 @@ def _rules(histories: TrainingHistories) -> Iterator[Buffers]:
 
 
 def _item_knn(histories: TrainingHistories) -> Iterator[Buffers]:
-    """Scores the cosine of two items' user sets, shrunk for small sets."""
+    """Scores items by the cosine of their sets of users, reduced for small sets."""
     popularity, num_items = histories.popularity, histories.num_items
     users, items = histories.distinct
     by_item = np.argsort(items, kind="stable")
@@ -151,7 +151,7 @@ def _item_knn(histories: TrainingHistories) -> Iterator[Buffers]:
 
 
 def _ease(histories: TrainingHistories) -> Iterator[Buffers]:
-    """Solves B = -P / diag(P) with a zero diagonal, where P is the inverse of X'X + penalty."""
+    """Computes B = -P / diag(P) with a zero diagonal, where P is the inverse of X'X + penalty * identity."""
     for penalty in (100, 500):
         gram = torch.from_numpy(histories.common_users[1:, 1:]).double()
         gram.diagonal().add_(penalty)
@@ -165,13 +165,13 @@ def _ease(histories: TrainingHistories) -> Iterator[Buffers]:
 _FITTED: Mapping[str, tuple[Callable[[TrainingHistories], Iterator[Buffers]], Sequence[float]]] = {
     "rules": (_rules, (0.5, 0.8, 0.9)), "itemknn": (_item_knn, (0.8, 0.9)), "ease": (_ease, (0.9,)),
 }  # fmt: skip
-"""Ratios of an item's weight to the following item's."""
+"""Maps kinds to the function that fits them and to decays: factors on the weight of each earlier item."""
 
 
 def _summed(
     item: np.ndarray, other: np.ndarray, weights: np.ndarray | None, start: int, stop: int, num_items: int
 ) -> Cells:
-    """Sums weights, or counts, of distinct pairs (n,) of items start to stop with any items."""
+    """Returns the sums of weights, or the counts, of distinct pairs of items start to stop - 1 with any items."""
     keys, num_cells = (item - start) * (num_items + 1) + other, (stop - start) * (num_items + 1)
     if len(keys) * _SPARSE < num_cells:
         keys, place = np.unique(keys, return_inverse=True)
@@ -186,10 +186,10 @@ def _summed(
 def _tables(
     block: Callable[[int, int], Cells], costs: np.ndarray, num_items: int, strengths: Sequence[Strength]
 ) -> list[Buffers]:
-    """Builds, for each strength function, a table of all items' strongest neighbours, excluding themselves.
+    """Builds for each strength function a table of every item's strongest neighbours, without the item itself.
 
-    block: returns the distinct pairs of items start to stop with any, sorted by the former. costs: (num_items + 1,),
-    pairs that it visits for each item.
+    block: returns the distinct pairs of items start to stop - 1 with any items, sorted by the first. costs: (num_items
+    + 1,), number of pairs that it visits for each item.
     """
     size = num_items + 1, min(MOST_NEIGHBOURS, num_items)
     tables: list[Buffers] = [
@@ -210,7 +210,7 @@ def _tables(
 def _keep_strongest(
     table: Buffers, start: int, stop: int, item: np.ndarray, other: np.ndarray, strength: np.ndarray
 ) -> None:
-    """Writes rows start to stop of a table. item: ascending; all (n,)."""
+    """Writes rows start to stop - 1 of a table. item, other, strength: (n,), item ascending."""
     row, num_kept = item - start, table["strengths"].shape[1]
     counts = np.bincount(row, minlength=stop - start)
     place = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]

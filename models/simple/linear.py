@@ -1,24 +1,24 @@
-"""Linear baseline classifiers, in closed form or by a few Newton steps."""
+"""Linear classifiers as baselines, fitted in closed form or by a few Newton steps."""
 
 from collections.abc import Callable
 
 import numpy as np
 
 Classifier = Callable[[np.ndarray], np.ndarray]
-"""Maps features (n, m) to class scores (n, num_classes)."""
+"""Function that maps features (n, m) to class scores (n, num_classes)."""
 
 _RIDGE_PENALTY, _LOGISTIC_PENALTY = 10.0, 1.0
-"""Penalties on squared weights of standardised features, relative to sums over rows."""
+"""Penalties on squared weights of standardised features, for losses summed over rows."""
 _NEWTON_STEPS = 10
 _BANDS = 8
 _WINDOWS = 4096
-"""Windows processed at a time."""
+"""Number of windows processed at a time."""
 
 
 def window_statistics(signals: np.ndarray) -> np.ndarray:
-    """Computes statistics of windows (N, C, T): (N, m) float64; per channel moments, extremes, changes and spectra.
+    """Returns statistics of windows (N, C, T): moments, extremes, changes and spectra of each channel, (N, m) float64.
 
-    The spectra are logarithms of the lowest frequencies' energies, where people move, without the mean.
+    A spectrum is the logarithm of the energies of the lowest frequencies above 0.
     """
     found = []
     for start in range(0, len(signals), _WINDOWS):
@@ -31,7 +31,7 @@ def window_statistics(signals: np.ndarray) -> np.ndarray:
 
 
 def ridge_classifier(features: np.ndarray, labels: np.ndarray, num_classes: int) -> Classifier:
-    """Fits ridge regression of 1 for the class and -1 for others. features: (n, m). labels: (n,)."""
+    """Fits a ridge regression with target 1 for the class and -1 for others. features: (n, m). labels: (n,)."""
     expand = _standardiser(features)
     x, targets = expand(features), 2.0 * (labels[:, None] == np.arange(num_classes)) - 1
     weights = np.linalg.solve(x.T @ x + _penalties(x, _RIDGE_PENALTY), x.T @ targets)
@@ -39,7 +39,7 @@ def ridge_classifier(features: np.ndarray, labels: np.ndarray, num_classes: int)
 
 
 def logistic_regression(features: np.ndarray, labels: np.ndarray, num_classes: int) -> Classifier:
-    """Fits one-against-rest logistic regressions by Newton's method; probabilities are normalised."""
+    """Fits one-versus-rest logistic regressions by Newton's method, and normalises their probabilities."""
     expand = _standardiser(features)
     x = expand(features)
     penalties, weights = _penalties(x, _LOGISTIC_PENALTY), np.zeros((x.shape[1], num_classes))
@@ -58,7 +58,7 @@ def logistic_regression(features: np.ndarray, labels: np.ndarray, num_classes: i
 
 
 def _standardiser(features: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a function that standardises features, with missing values as 0, and prepends a column of ones."""
+    """Returns a function that standardises features, sets missing values to 0, and prepends a column of ones."""
     num_known = np.maximum((~np.isnan(features)).sum(0), 1)
     mean = np.nansum(features, axis=0, dtype=np.float64) / num_known
     std = np.sqrt(np.nansum((features - mean) ** 2, axis=0) / num_known)
@@ -71,7 +71,7 @@ def _standardiser(features: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _penalties(x: np.ndarray, penalty: float) -> np.ndarray:
-    """Returns a diagonal matrix, nearly zero for the column of ones."""
+    """Returns a diagonal matrix of penalties, which is nearly zero for the column of ones."""
     return np.diag(np.r_[1e-6, np.full(x.shape[1] - 1, penalty)])
 
 

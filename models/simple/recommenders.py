@@ -1,6 +1,6 @@
-"""Recommenders without learned weights: tables that are counted or solved for, and read by a user's history.
+"""Recommenders without trained weights, which score items from a user's history by tables that `fitting` computes.
 
-Histories are left-aligned, ordered by time if known: items from 1, then zeros.
+Histories are items from 1, in time order if known, padded at the end with zeros.
 """
 
 from collections.abc import Mapping
@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from trainer.common.errors import UserError
 
 MOST_NEIGHBOURS = 200
-"""Strongest items kept as predictors of each item."""
+"""Number of strongest neighbours kept for each item."""
 MOST_ITEMS_OF_EASE = 8000
-"""Limit on items, since weights form a dense item-item matrix: 256 MB, solved in a minute of one core."""
+"""Largest number of items, since weights are a dense matrix of items: 256 MB, computed in a minute on one core."""
 _TIE_BREAK = 1e-9
-"""Factor on popularity, which ranks items without any predictor in the history."""
+"""Factor on popularity, which orders items that have no neighbour in the history."""
 
 
 class SimpleRecommender(nn.Module):
-    """Scores all items by buffers only, set by `fill`. The base class scores by popularity.
+    """Scores all items by buffers that `fill` sets. The base class scores by popularity.
 
-    popularity: (num_items + 1,), training users of each item. recency: (maxlen,), weight of a history's last item, the
-    one before it, and so on; histories are no longer.
+    popularity: (num_items + 1,), number of training users of each item. recency: (maxlen,), weights of a history's
+    items, last item first.
     """
 
     popularity: Tensor
@@ -37,7 +37,7 @@ class SimpleRecommender(nn.Module):
         self.register_buffer("recency", torch.ones(maxlen))
 
     def fill(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Loads buffers of `fitting.candidates`; missing columns of a table stay empty."""
+        """Copies a result of `fitting.candidates` to the buffers; missing columns of a table stay 0."""
         buffers = dict(self.named_buffers())
         for name, array in arrays.items():
             buffer, values = buffers[name], torch.tensor(array)
@@ -47,18 +47,18 @@ class SimpleRecommender(nn.Module):
                 buffer.copy_(values)
 
     def forward(self, items: Tensor, length: Tensor, times: Tensor | None = None) -> Tensor:
-        """items: (B, T) int64. length: (B,). times: ignored. Returns (B, num_items + 1), -inf for padding."""
-        with torch.autocast(items.device.type, enabled=False):  # scores are close
+        """Returns scores (B, num_items + 1), -inf for padding. items: (B, T) int64. length: (B,). times: ignored."""
+        with torch.autocast(items.device.type, enabled=False):  # full precision, since scores are close
             scores = self._scores(items, length)
         return torch.cat([torch.full_like(scores[:, :1], -torch.inf), scores[:, 1:]], dim=1)
 
     def _scores(self, items: Tensor, length: Tensor) -> Tensor:
-        """(B, num_items + 1)."""
-        # by its shape, since torch.export would fix its len
+        """Returns scores (B, num_items + 1)."""
+        # shape[0], since len() would be a constant in an exported program
         return self.popularity.expand(items.shape[0], -1)
 
     def _history(self, items: Tensor, length: Tensor) -> Tensor:
-        """Weights each item by the history: (B, num_items + 1), 0 for other items."""
+        """Returns the weights of the history's items, (B, num_items + 1); 0 for other items."""
         age = length.unsqueeze(1) - 1 - torch.arange(items.shape[1], device=items.device)
         weights = torch.where(age >= 0, self.recency[age.clamp(0, len(self.recency) - 1)], 0)
         row = torch.arange(items.shape[0], device=items.device).unsqueeze(1).expand_as(items)
@@ -67,9 +67,9 @@ class SimpleRecommender(nn.Module):
 
 
 class NeighbourTable(SimpleRecommender):
-    """Scores items by their predictors: with item-kNN items of the same users, with rules items soon before them.
+    """Scores items by their neighbours in the history: items of the same users (itemknn), or previous items (rules).
 
-    neighbours, strengths: (num_items + 1, k), strongest first; unused entries have strength 0.
+    neighbours, strengths: (num_items + 1, k), strongest first; unused entries have the strength 0.
     """
 
     neighbours: Tensor
@@ -88,15 +88,15 @@ class NeighbourTable(SimpleRecommender):
 
 
 class EASE(SimpleRecommender):
-    """A linear item-item model in closed form (Steck, "Embarrassingly shallow autoencoders", WWW 2019).
+    """Linear model of items in closed form (Steck, "Embarrassingly shallow autoencoders", WWW 2019).
 
-    weights: (num_items + 1, num_items + 1), from the row's item to the column's.
+    weights: (num_items + 1, num_items + 1), from the row's item to the column's item.
     """
 
     weights: Tensor
 
     def __init__(self, num_items: int, maxlen: int) -> None:
-        """Raises UserError for too many items for such a matrix."""
+        """Creates the model. Raises UserError for more than MOST_ITEMS_OF_EASE items."""
         if num_items > MOST_ITEMS_OF_EASE:
             raise UserError(
                 f"--model ease: has a weight for each pair of items, so it takes at most "
