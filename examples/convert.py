@@ -1,8 +1,9 @@
-"""Converts published data sets to files that the tasks read, in the current folder.
+"""Converts files and published data sets to files that the tasks read, in the current folder.
 
+    python examples/convert.py arff table.arff
     python examples/convert.py pamap2 PAMAP2_Dataset/Protocol
 
-The first argument is the data set (the names of `CONVERTERS`), the second the folder with its published files.
+The first argument is a name in `CONVERTERS`, the second the file, or the folder with a data set's published files.
 """
 
 import csv
@@ -27,6 +28,39 @@ def fields(path: Path) -> Iterator[list[str]]:
 
 def channels(places: Iterable[str], kinds: Iterable[str]) -> list[str]:
     return [f"{place}_{kind}_{axis}" for place in places for kind in kinds for axis in "xyz"]
+
+
+def json_(path: Path) -> None:
+    """Writes NAME.jsonl from NAME.json, which holds one array or object over any number of lines."""
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    with open(f"{path.stem}.jsonl", "w", encoding="utf-8") as lines:
+        for row in rows if isinstance(rows, list) else [rows]:
+            print(json.dumps(row, ensure_ascii=False), file=lines)
+
+
+def arff(path: Path) -> None:
+    """Writes NAME.csv from NAME.arff."""
+    text = path.read_text(encoding="utf-8")
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("%")]
+    begin = [line.lower() for line in lines].index("@data")
+    heads = [" ".join(line.split()[1:]) for line in lines[:begin] if line.lower().startswith("@attribute")]
+    names = [next(csv.reader([head], delimiter=" ", quotechar="'"))[0] for head in heads]
+    rows = csv.reader(lines[begin + 1 :], quotechar="'", skipinitialspace=True)
+    write_table(Path(f"{path.stem}.csv"), names, rows)
+
+
+def libsvm(path: Path) -> None:
+    """Writes NAME.csv from NAME.libsvm. Values that a row does not list are 0."""
+    rows = [(label, dict(pair.split(":") for pair in pairs)) for label, *pairs in fields(path)]
+    columns = sorted({int(column) for _, values in rows for column in values})
+    table = ([label, *(values.get(str(column), "0") for column in columns)] for label, values in rows)
+    write_table(Path(f"{path.stem}.csv"), ["label", *(f"x{column}" for column in columns)], table)
+
+
+def users(path: Path) -> None:
+    """Writes interactions.csv from lines `user item item ...`, whose items are in the order of time."""
+    rows = ((user, item) for user, *items in fields(path) for item in items)
+    write_table(Path("interactions.csv"), ["user", "item"], rows)
 
 
 def pamap2(folder: Path) -> None:
@@ -104,10 +138,10 @@ def kaldi(folder: Path) -> None:
 
 
 CONVERTERS: dict[str, Callable[[Path], None]] = {
-    f.__name__: f for f in (pamap2, mhealth, opportunity, wisdm, kgcn, kaldi)
+    f.__name__.rstrip("_"): f for f in (json_, arff, libsvm, users, pamap2, mhealth, opportunity, wisdm, kgcn, kaldi)
 }
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] not in CONVERTERS or not Path(sys.argv[2]).is_dir():
-        sys.exit(f"usage: python examples/convert.py {{{','.join(CONVERTERS)}}} FOLDER")
+    if len(sys.argv) != 3 or sys.argv[1] not in CONVERTERS or not Path(sys.argv[2]).exists():
+        sys.exit(f"usage: python examples/convert.py {{{','.join(CONVERTERS)}}} FILE_OR_FOLDER")
     CONVERTERS[sys.argv[1]](Path(sys.argv[2]))

@@ -24,11 +24,14 @@ def anchors(page: str) -> dict[str, str]:
     return {title.lower().replace(" ", "-"): text for title, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
-def convert(section: str, folder: str = ".") -> None:
-    """Runs the code of a section, or the converter that it names, in the working directory. folder: what to convert."""
-    if section in CONVERTERS:
-        assert f"`python examples/convert.py {section} " in anchors(PAGE)[section]
-        return CONVERTERS[section](Path(folder))
+def convert(section: str, path: str) -> None:
+    """Runs the converter that a section names, in the working directory. path: what to convert."""
+    [name] = re.findall(r"`python examples/convert\.py (\w+) ", anchors(PAGE)[section])
+    CONVERTERS[name](Path(path))
+
+
+def run_code(section: str) -> None:
+    """Runs the code of a section in the working directory."""
     [code] = re.findall(r"```python\n(.*?)```", anchors(PAGE)[section], flags=re.S)
     exec(compile(code, f"docs/formats.md#{section}", "exec"), {})
 
@@ -69,14 +72,14 @@ def test_tables(section):
     Path(name).write_text(content)
     with pytest.raises(UserError, match=f"docs/formats.md#{section} "):
         read_table(Path(name))
-    convert(section)
+    convert(section, name)
     assert columns_of(result) == {"x": [1.5, 2], "y": ["a", "ä"]}
 
 
 def test_a_table_without_names():
     row = "39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male, 2174, 0, 40, "
     Path("adult.data").write_text(f"{row}United-States, <=50K\n{row}Cuba, >50K\n\n")
-    convert("no-line-of-names")
+    run_code("no-line-of-names")
     found = columns_of("adult.csv")
     assert (found["age"], found["income"], len(found)) == ([39, 39], ["<=50K", ">50K"], 15)
 
@@ -87,7 +90,7 @@ def test_a_sheet_of_excel():
     pandas.DataFrame({"x": [1.5, 2], "day": ["2024-05-31", "ä"]}).to_excel("table.xlsx", index=False)
     with pytest.raises(UserError, match=r"docs/formats.md#excel "):
         read_table(Path("table.xlsx"))
-    convert("excel")
+    run_code("excel")
     assert columns_of("table.csv") == {"x": [1.5, 2], "day": ["2024-05-31", "ä"]}
 
 
@@ -95,7 +98,7 @@ def test_rows_of_libsvm():
     Path("table.libsvm").write_text("+1 1:0.5 3:2\n-1 3:1e-1 \n")
     with pytest.raises(UserError, match=r"docs/formats.md#other-formats "):
         read_table(Path("table.libsvm"))
-    convert("other-formats")
+    convert("other-formats", "table.libsvm")
     assert columns_of("table.csv") == {"label": [1, -1], "x1": [0.5, 0], "x3": [2, 0.1]}
 
 
@@ -103,7 +106,7 @@ def test_one_user_a_line():
     Path("users.txt").write_text("0 7 8 9\n3 8\n")
     with pytest.raises(UserError, match=r"is one user a line .4 columns, .*docs/formats.md#one-user-a-line "):
         load_interactions(Path("users.txt"), 1, Path("cache"))
-    convert("one-user-a-line")
+    convert("one-user-a-line", "users.txt")
     found = load_interactions(Path("interactions.csv"), 1, Path("cache"))
     assert (found.offsets.tolist(), found.item_ids, found.items.tolist()) == ([0, 3, 4], ("7", "8", "9"), [1, 2, 3, 2])
 
