@@ -1,4 +1,4 @@
-"""docs/containers.md: what it shows is what the program, torchrun and the shell understand."""
+"""docs/containers.md and examples/kubernetes.yaml: the program, torchrun and the shell understand their commands."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from trainer.parallel import devices
 PAGE = (ROOT / "docs" / "containers.md").read_text()
 BLOCKS = blocks(PAGE)
 DOCKER, NODES, RANKS = (block for block in BLOCKS if block.language == "bash")
-(YAML,) = (block.commands for block in BLOCKS if block.language == "yaml")
+YAML = (ROOT / "examples" / "kubernetes.yaml").read_text()
 SLURM = {
     "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_GPUS_ON_NODE": "2", "SLURM_NTASKS": "2",
     "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
@@ -79,7 +79,7 @@ def test_torchrun_understands_what_is_started(tokens, monkeypatch):
 
 def test_every_block_says_what_it_needs():
     for block in BLOCKS:
-        assert block.language == "dockerfile" or re.match(r"# needs (Docker|SLURM|Kubernetes)\b", block.commands)
+        assert block.language == "dockerfile" or re.match(r"# needs (Docker|SLURM)\b", block.commands)
     assert re.findall(r"^COPY (\S+) ", BLOCKS[0].commands, re.MULTILINE) == ["requirements.txt", "."]
 
 

@@ -155,8 +155,7 @@ def pamap2(folder: Path) -> None:
             [f"{row / 100:.2f}", str((0, 4, 17)[row // 40]), "NaN", *(number(row, column) for column in range(3, 54))]
             for row in range(120)
         ]
-        path = folder / f"subject{subject}.dat"
-        path.write_text("".join(" ".join(row) + "\n" for row in rows))
+        (folder / f"subject{subject}.dat").write_text("".join(" ".join(row) + "\n" for row in rows))
 
 
 def mhealth(folder: Path) -> None:
