@@ -15,14 +15,14 @@ _MOST_SHOWN = 12
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer with frozen weight and bias, adding alpha / rank * B A to the weight (eq. 3).
+    """Linear layer with frozen weight and bias, which adds the trained alpha / rank * lora_b @ lora_a to the weight.
 
-    lora_a: (rank, in_features), initialised like a linear layer's weight. lora_b: (out_features, rank), initially 0, so
-    the layer is unchanged. In a state dict they accompany `weight` and `bias`, which keep their names.
+    lora_a: (rank, in_features), initialised like the weight of `nn.Linear`. lora_b: (out_features, rank), initially 0,
+    so the layer's output is unchanged. In the state dict, `weight` and `bias` have the names of the plain layer.
     """
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
-        """base: its parameters are used by this layer from then on."""
+        """base: the plain layer, whose parameters this layer shares."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
@@ -36,12 +36,12 @@ class LoRALinear(nn.Linear):
         return self.weight + self.scale * (self.lora_b @ self.lora_a)
 
     def forward(self, x: Tensor) -> Tensor:
-        # one product with the summed weight, instead of three products and a sum of results
+        # One product of x with the summed weight is cheaper than three products and a sum of results.
         return F.linear(x, self.adapted_weight, self.bias)
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """Returns an equivalent plain layer."""
+        """Returns an equivalent `nn.Linear`."""
         plain = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         plain.weight, plain.bias = nn.Parameter(self.adapted_weight), self.bias
         return plain
@@ -50,7 +50,7 @@ class LoRALinear(nn.Linear):
 def add_adapters(model: nn.Module, *, targets: Sequence[str] = ("*",), rank: int = 8, alpha: float = 16.0) -> list[str]:
     """Adds adapters to linear layers of a model, freezes everything else, and returns the layers' names.
 
-    targets: file name patterns such as `*.query`; layers with matching names are adapted. rank: at least 1. Raises
+    targets: shell-style patterns such as `*.query`; layers with matching names are adapted. rank: at least 1. Raises
     UserError for a pattern that matches no linear layer.
     """
     layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
@@ -68,7 +68,7 @@ def add_adapters(model: nn.Module, *, targets: Sequence[str] = ("*",), rank: int
 
 
 def merged(model: nn.Module) -> nn.Module:
-    """Returns a plain copy of an adapted model; returns a model without adapters itself."""
+    """Returns a copy of the model with adapters merged into the weights, or the model itself if it has no adapters."""
     if not any(isinstance(module, LoRALinear) for module in model.modules()):
         return model
     plain = copy.deepcopy(model)
@@ -77,10 +77,7 @@ def merged(model: nn.Module) -> nn.Module:
 
 
 def merge_adapters(model: nn.Module) -> None:
-    """Merges adapters into an adapted model's weights in place.
-
-    Afterwards all its parameters can be trained.
-    """
+    """Merges a model's adapters into its weights, in place, and makes all parameters trainable."""
     adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
     for name, module in adapted.items():
         model.set_submodule(name, module.merged())

@@ -1,7 +1,7 @@
-"""NanoTabular: cells of a table attend to each other across features and rows.
+"""NanoTabular, a model in which cells of a table attend to each other across features and rows.
 
-The architecture is nanoTabPFN's (Pfefferle et al., arXiv 2511.03634), a small TabPFN v2 (Hollmann et al., Nature 2025),
-with pre-norm instead of post-norm and the feature grouping of TabICL v2 (Qu et al., 2026).
+It has the architecture of nanoTabPFN (Pfefferle et al., arXiv 2511.03634), a small TabPFN v2 (Hollmann et al., Nature
+2025), but pre-norm instead of post-norm, and the feature grouping of TabICL v2 (Qu et al., 2026).
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ from models.tabular.normalise import normalise
 class Layout(NamedTuple):
     """Layout of a batch's cells.
 
-    All rows of a batch are in one tensor (rows, tokens, width): the context rows of each problem in turn, then the
-    query rows of each. A row's first token is its label's.
+    All table rows of a batch are in one tensor, (rows, tokens, width): first the context rows of all problems, problem
+    by problem, then their query rows. The first token of a row is its label.
     """
 
     num_problems: int
     context_rows: int
-    """Context rows per problem, including padding."""
+    """Number of context rows per problem, including padding."""
     real_tokens: Tensor | None
-    """(rows, 1, 1, tokens) bool; None: all."""
+    """(rows, 1, 1, tokens) bool, True at tokens that are not padding; None without padding."""
     real_context: Tensor | None
-    """(num_problems, 1, 1, context_rows) bool; None: all."""
+    """(num_problems, 1, 1, context_rows) bool, True at context rows that are not padding; None without padding."""
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Splits x into context rows and query rows."""
@@ -36,17 +36,18 @@ class Layout(NamedTuple):
         return x[:num_context], x[num_context:]
 
     def by_problem(self, x: Tensor) -> Tensor:
-        """(rows, tokens, heads, d) -> (num_problems, rows per problem, tokens * heads, d): tokens are separate, like
-        heads.
+        """Groups rows by problem and merges tokens with heads, so that attention treats tokens separately.
+
+        Returns (num_problems, rows per problem, tokens * heads, d) for x, (rows, tokens, heads, d).
         """
         return x.flatten(1, 2).unflatten(0, (self.num_problems, -1))
 
 
 class NanoTabular(nn.Module):
-    """Classifies query rows, given labelled context rows.
+    """Classifies query rows of a table, given labelled context rows.
 
-    A row is a sequence of tokens: its label's, a learned vector for query rows, and one per feature. Queries attend
-    only to context rows, so each is predicted independently.
+    A row is a sequence of tokens: one for its label, which for query rows is a learned vector, and one per feature.
+    Query rows attend to context rows only, so each prediction is independent of the other query rows.
     """
 
     shifts: Tensor
@@ -61,17 +62,17 @@ class NanoTabular(nn.Module):
         group_shifts: Sequence[int] = (0, 1, 3),
         num_thinking_rows: int = 0,
     ) -> None:
-        """width: of a token, a multiple of num_heads. hidden_width: of feed-forward layers.
+        """width: size of a token, a multiple of num_heads. hidden_width: hidden size of feed-forward layers.
 
-        group_shifts: token j sees features j + shift, cyclically. With more than (0,) similar columns can be told
-        apart, and predictions depend on column order.
-        num_thinking_rows: learned rows before the context rows of every table, which all rows can attend to
+        group_shifts: token j embeds the features (j + shift) mod m for each shift. Several shifts let the model
+        distinguish columns with similar distributions, and make predictions depend on the order of columns.
+        num_thinking_rows: number of learned rows before the context rows of every table, which all rows attend to
         (Öztürk et al., arXiv 2606.03681).
         """
         super().__init__()
         self.max_classes = max_classes
         self.register_buffer("shifts", torch.tensor(group_shifts), persistent=False)
-        self.embed_cells = nn.Linear(2 * len(group_shifts), width)  # values, and which are missing
+        self.embed_cells = nn.Linear(2 * len(group_shifts), width)  # of values and of flags for missing values
         self.embed_labels = nn.Embedding(max_classes, width)
         self.no_label = nn.Parameter(torch.zeros(width))
         if num_thinking_rows:
@@ -95,11 +96,11 @@ class NanoTabular(nn.Module):
         num_features: Tensor | None = None,
         num_classes: Tensor | None = None,
     ) -> Tensor:
-        """Returns class logits of every query row, (B, Q, max_classes), at least float32; -inf beyond num_classes.
+        """Returns class logits of query rows, (B, Q, max_classes), in at least float32, and -inf beyond num_classes.
 
-        context: (B, N, m), queries: (B, Q, m), any numbers; non-finite ones are missing. labels: (B, N) int64 in [0,
-        max_classes). num_context, num_features, num_classes: (B,) int64, at least 1, how many of the first N, m and
-        max_classes are real; None: all.
+        context: (B, N, m), queries: (B, Q, m), with non-finite numbers for missing values. labels: (B, N) int64 in [0,
+        max_classes). num_context, num_features, num_classes: (B,) int64, at least 1, sizes of each problem without
+        padding; None if all problems have N context rows, m features or max_classes classes.
         """
         assert labels.shape == context.shape[:2]
         layout = _layout(context, queries, num_context, num_features, self.num_thinking_rows)
@@ -125,15 +126,16 @@ class NanoTabular(nn.Module):
         return torch.cat([of_labels.unsqueeze(1), of_features], dim=1)
 
     def _with_thinking_rows(self, cells: Tensor, layout: Layout) -> Tensor:
-        """Puts the thinking rows before the context rows of every problem; a row has the same state in all columns."""
+        """Inserts the thinking rows before the context rows of every problem; all tokens of such a row are equal."""
         num_context = layout.num_problems * (layout.context_rows - self.num_thinking_rows)
         context, queries = cells[:num_context].unflatten(0, (layout.num_problems, -1)), cells[num_context:]
         thinking = self.thinking_rows.unsqueeze(1).expand(layout.num_problems, -1, cells.shape[1], -1)
         return torch.cat([torch.cat([thinking, context], dim=1).flatten(0, 1), queries])
 
     def members(self, context: Tensor, num_features: Tensor | None) -> Tensor:
-        """Returns the features that each token sees, (B, shifts * m) int64: every token's first, then second, and so
-        on.
+        """Returns the indices of the features that each token embeds, (B, shifts * m) int64.
+
+        The first m indices belong to the first shift, the next m to the second, and so on.
         """
         num_problems, _, size = context.shape
         feature = torch.arange(size, device=context.device)
@@ -159,12 +161,12 @@ def _layout(
 
 
 def _in_layout(x: Tensor, context_rows: int) -> Tensor:
-    """(B, N + Q, ...) -> (B * N + B * Q, ...), context rows first."""
+    """Moves the context rows of all problems before their query rows: (B, N + Q, ...) -> (B * N + B * Q, ...)."""
     return torch.cat([x[:, :context_rows].flatten(0, 1), x[:, context_rows:].flatten(0, 1)])
 
 
 class Block(nn.Module):
-    """Attention over a row's tokens, attention over the rows of a token's column, and a feed-forward layer."""
+    """Applies attention among the tokens of a row, attention among the rows of a column, and a feed-forward layer."""
 
     def __init__(self, width: int, num_heads: int, hidden_width: int) -> None:
         super().__init__()
@@ -180,7 +182,7 @@ class Block(nn.Module):
         )
 
     def forward(self, cells: Tensor, layout: Layout) -> Tensor:
-        """(rows, tokens, width) -> the same."""
+        """Updates the states of all cells: (rows, tokens, width) -> the same shape."""
         x = self.feature_norm(cells)
         cells = cells + self.attend_over_features(x, x, layout)
         context, queries = layout.parts(self.row_norm(cells))
@@ -188,15 +190,16 @@ class Block(nn.Module):
         return cells + self.feed_forward(cells)
 
     def attend_over_features(self, x: Tensor, tokens: Tensor, layout: Layout) -> Tensor:
-        """x: (rows, any, width), tokens of each row that attend to all its tokens."""
+        """Lets x, (rows, n, width), some tokens of each row, attend to all tokens of the row, (rows, tokens, width)."""
         attention = self.over_features
         query, key, value = attention.queries(x), attention.keys(tokens), attention.values(tokens)
         return attention.merge(attend(query, key, value, layout.real_tokens))
 
     def attend_over_rows(self, parts: Sequence[Tensor], context: Tensor, layout: Layout) -> Tensor:
-        """parts: of context or query rows, (rows, tokens, width) each. context: rows to attend to, same shape.
+        """Lets cells of context or query rows attend to the context rows of their problem and column.
 
-        Returns the result for all parts concatenated.
+        parts: tensors (rows, tokens, width). context: (context rows, tokens, width). Returns the results of all parts,
+        concatenated.
         """
         attention = self.over_rows
         key, value = (layout.by_problem(x) for x in (attention.keys(context), attention.values(context)))
@@ -208,10 +211,10 @@ class Block(nn.Module):
 
 
 class LastBlock(Block):
-    """A block that computes only the label tokens of query rows."""
+    """Last block of the model, which computes only the label tokens of query rows."""
 
     def forward(self, cells: Tensor, layout: Layout) -> Tensor:
-        """(rows, tokens, width) -> (query rows, 1, width)."""
+        """Returns the label tokens of query rows: (rows, tokens, width) -> (query rows, 1, width)."""
         x = self.feature_norm(cells)
         labels = cells[:, :1] + self.attend_over_features(x[:, :1], x, layout)
         context, queries = layout.parts(labels)

@@ -1,4 +1,4 @@
-"""Predicts class probabilities for a table with a model trained on problems of bounded size."""
+"""Prediction of class probabilities for a table of any size, by a model with a limited number of classes and rows."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ from trainer.loading.counter_random import random_bits
 
 _FEWEST_QUERIES = 64
 _LEAST_SHARE = 0.25
-"""Minimum query rows at a time, as a share of context rows, since each time recomputes the context."""
+"""Minimum ratio of query rows to context rows in a forward, because every forward recomputes the context."""
 _SYMBOLS, _PLACES, _ROWS, _SHIFTS, _SAMPLE = range(5)
-"""Random streams."""
+"""Numbers of the random streams from which orders and samples are drawn."""
 Node = list[list[int]]
-"""Node of a tree of choices between groups of classes: the classes of each child, disjoint."""
+"""Node of a class tree, as the disjoint lists of its children's classes."""
 
 
 class TabularModel(Protocol):
-    """A module that predicts problems of equal shape."""
+    """Module that predicts a batch of classification problems of equal shape."""
 
     max_classes: int
-    """At least 2."""
+    """Largest number of classes of a problem, at least 2."""
 
     def __call__(self, context: Tensor, labels: Tensor, queries: Tensor, /) -> Any:
-        """Returns logits (B, Q, max_classes); only those of the problem's classes matter.
+        """Returns logits, (B, Q, max_classes); logits of classes that the problem lacks are ignored.
 
         context: (B, N, m), queries: (B, Q, m), NaN where missing. labels: (B, N) int64.
         """
@@ -51,22 +51,24 @@ def predict(
 ) -> Tensor:
     """Returns class probabilities of each query row, (Q, num_classes) float64 on the CPU.
 
-    They are averaged over several views of the table: each has its own order of columns and classes, every second one
-    has normal scores in place of values, which suits skewed columns, and with more than max_context context rows each
-    has its own sample of them, stratified by class. Probabilities are averaged rather than logits, so a confidently
-    wrong member cannot outvote the others; members with different class trees share no logits.
+    Probabilities are averaged over the members of an ensemble, which apply the model to different views of the table.
+    Each member has its own order of columns and classes. Every second member replaces values by normal scores, which
+    suits skewed columns. With more than max_context context rows each member draws its own sample, stratified by class.
+    The ensemble averages probabilities rather than logits, because a confidently wrong member would dominate a mean of
+    logits, and members with different class trees have different logits.
 
-    More classes than the model supports form a tree of choices between groups (`class_tree`); a class's probability is
-    the product along its path. A node's context is the rows of its classes. Classes without context rows have
-    probability 0.
+    If there are more classes than the model supports, they form a tree of choices between groups (`class_tree`). The
+    probability of a class is the product of the choices on its path. The context of a node is the rows of its classes.
+    Classes without context rows have probability 0.
 
     model: in eval mode; computes on its own device, in its parameters' dtype.
-    context: (N, m), queries: (Q, m), NaN where missing. labels: (N,) int64, 0..num_classes-1.
-    num_estimators: members. seed: determines orders and samples.
-    temperature: divides the logits.
-    max_cells: rows times columns computed at a time, which bounds memory; at least one member's context and a quarter
-        as many query rows (64 at least). Changes the result only by rounding.
-    progress: called after each forward with the numbers of completed and all forwards.
+    context: (N, m), queries: (Q, m), NaN where missing. labels: (N,) int64, from 0 to num_classes - 1.
+    num_estimators: number of members. seed: determines orders and samples.
+    temperature: divisor of the logits.
+    max_cells: number of rows times columns in one forward, which limits memory. A forward has at least one member's
+        context, and query rows numbering a quarter of it (at least 64). The result depends on max_cells by rounding
+        only.
+    progress: called after each forward with the number of completed forwards and the number of all forwards.
     """
     probabilities = torch.zeros(len(queries), num_classes, dtype=torch.float64)
     present, codes = np.unique(labels.numpy(force=True), return_inverse=True)
@@ -98,10 +100,10 @@ def predict(
 
 @dataclass(frozen=True)
 class _View:
-    """A member's view of the table at a node of its class tree.
+    """View of the table that a member of the ensemble uses at one node of its class tree.
 
-    rows, labels: (N,) int64, context rows and their children. columns: (m,) int64, in order. by_rank: whether the model
-    gets normal scores in place of values.
+    rows, labels: (N,) int64, the context rows and the child that each belongs to. columns: (m,) int64, the order of
+    columns. by_rank: whether values are replaced by normal scores.
     """
 
     member: int
@@ -120,9 +122,9 @@ class _View:
 
 
 def normal_scores(context: Tensor, values: Tensor) -> Tensor:
-    """Replaces values by the normal quantiles of their ranks among the context's, column by column; ties are equal.
+    """Replaces each value by the normal quantile of its rank among the context's values of the same column.
 
-    context: (N, m), values: (n, m), non-finite ones are missing and become NaN. Returns (n, m).
+    context: (N, m), values: (n, m). Equal values get equal scores; non-finite values become NaN. Returns (n, m).
     """
     in_order = context.where(context.isfinite(), torch.inf).t().contiguous().sort(dim=1).values
     count = context.isfinite().sum(0)[:, None]
@@ -135,7 +137,7 @@ def normal_scores(context: Tensor, values: Tensor) -> Tensor:
 def _choices(
     model: TabularModel, views: Sequence[_View], context: Tensor, queries: Tensor, temperature: float
 ) -> Tensor:
-    """Returns the probability of each child of some views' nodes, (views, Q, children) float64."""
+    """Returns the probability of each child of the views' nodes, (views, Q, children) float64; views have one shape."""
     inputs = zip(*(view.inputs(context, queries) for view in views), strict=True)
     logits: Tensor = model(*map(torch.stack, inputs))[..., : len(views[0].node)]
     return (logits.double().cpu() / temperature).softmax(dim=2)
@@ -144,7 +146,7 @@ def _choices(
 def _views(
     labels: np.ndarray, num_columns: int, max_classes: int, num_members: int, seed: int, max_context: int
 ) -> list[_View]:
-    """Returns all members' views, grouped by numbers of rows and children."""
+    """Returns the views of all members and nodes, sorted by shape: number of rows, then number of children."""
     views = []
     num_classes = int(labels.max()) + 1
     for member in range(num_members):
@@ -167,7 +169,7 @@ def _shape(view: _View) -> tuple[int, int]:
 
 
 def _batches(views: Sequence[_View], num_queries: int, width: int, max_cells: int) -> Iterator[list[_View]]:
-    """Yields views of equal shape together, so that nothing is padded."""
+    """Yields batches of views with equal shape, which need no padding."""
     for (num_rows, _), alike in groupby(views, key=_shape):
         size = max(1, max_cells // ((num_rows + num_queries) * width))
         waiting = list(alike)
@@ -175,14 +177,17 @@ def _batches(views: Sequence[_View], num_queries: int, width: int, max_cells: in
 
 
 def _latin_order(num_columns: int, member: int, seed: int) -> np.ndarray:
-    """Returns a row of a random Latin square: over as many members as columns, each column has each position once."""
+    """Returns a member's order of columns, from random Latin squares.
+
+    Among num_columns consecutive members of one square, each column has each position once.
+    """
     square, row = divmod(member, num_columns)
     symbols, places, rows = (_permutation(num_columns, seed, square, part) for part in (_SYMBOLS, _PLACES, _ROWS))
     return symbols[(places + rows[row]) % num_columns]
 
 
 def _stratified(labels: np.ndarray, num: int, seed: int, member: int) -> np.ndarray:
-    """Samples rows, each class by its share and at least one; all rows if there are no more."""
+    """Samples num rows in proportion to class sizes, at least one per class; returns all rows if there are no more."""
     if len(labels) <= num:
         return np.arange(len(labels))
     num = max(num, len(np.unique(labels)))
@@ -190,7 +195,7 @@ def _stratified(labels: np.ndarray, num: int, seed: int, member: int) -> np.ndar
     sizes = np.bincount(labels)
     order = np.lexsort((chance, labels))
     place_in_class = np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    # sorted by position relative to class size, the first rows hold each class by its share
+    # Sorted by position in the class / size of the class, the first rows have all classes in proportion to size.
     relative = (place_in_class + 0.5) / sizes[labels[order]]
     return np.sort(order[np.argsort(np.where(place_in_class == 0, 0, relative), kind="stable")[:num]])
 
@@ -200,10 +205,11 @@ def _permutation(size: int, seed: int, number: int, stream: int) -> np.ndarray:
 
 
 def class_tree(classes: Sequence[int], max_classes: int) -> list[Node]:
-    """Returns nodes of 2 to max_classes children; the path to a class passes through all nodes that contain it.
+    """Builds a tree of choices between groups of classes; returns its nodes, each with 2 to max_classes children.
 
-    Paths are as short as the number of classes allows, and a node's children differ by at most one class. Neighbouring
-    classes stay together, so permuting classes suffices for variety. Up to max_classes there is one node.
+    The path to a class passes through all nodes that contain the class. Paths are as short as possible, and a node's
+    children differ in size by at most one class. Each child consists of consecutive classes, so the order of classes
+    determines the tree. Up to max_classes classes form a single node.
 
     classes: at least 2. max_classes: at least 2.
     """

@@ -1,7 +1,7 @@
-"""TabICL (Qu et al., ICML 2025, arXiv 2502.05564): columns, then rows, then tables as sequences.
+"""TabICL, first version (Qu et al., ICML 2025, arXiv 2502.05564).
 
-The first version: induced set attention (Lee et al., ICML 2019) embeds columns, a transformer over cells with rotary
-positions (Su et al., 2021) embeds rows, and an in-context transformer over rows predicts.
+Induced set attention (Lee et al., ICML 2019) embeds columns, a transformer over cells with rotary position embeddings
+(Su et al., 2021) embeds rows, and a transformer over rows predicts labels in context.
 """
 
 import torch
@@ -16,10 +16,10 @@ _ROTARY_BASE = 1e5
 
 
 class TabICL(nn.Module):
-    """Classifies query rows, given labelled context rows.
+    """Classifies query rows of a table, given labelled context rows.
 
-    The defaults are the published configuration with 27,051,658 parameters. Missing values become their column's mean.
-    Positions in a row make predictions depend on column order.
+    The defaults are the published configuration with 27,051,658 parameters. Missing values are replaced by the mean of
+    their column. Predictions depend on the order of columns, because cells have positions.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class TabICL(nn.Module):
         num_context_heads: int = 4,
         max_classes: int = 10,
     ) -> None:
-        """width: of a cell; a multiple of every number of heads. A row has num_summaries times as much."""
+        """width: size of a cell, a multiple of every number of heads; the size of a row is num_summaries * width."""
         super().__init__()
         self.max_classes = max_classes
         self.columns = ColumnEmbedding(width, num_column_blocks, num_column_heads, num_inducing)
@@ -59,11 +59,11 @@ class TabICL(nn.Module):
         num_features: Tensor | None = None,
         num_classes: Tensor | None = None,
     ) -> Tensor:
-        """Returns class logits of every query row, (B, Q, max_classes), at least float32; -inf beyond num_classes.
+        """Returns class logits of query rows, (B, Q, max_classes), in at least float32, and -inf beyond num_classes.
 
-        context: (B, N, m), queries: (B, Q, m), any numbers; non-finite ones are missing. labels: (B, N) int64 in [0,
-        max_classes). num_context, num_features, num_classes: (B,) int64, at least 1, how many of the first N, m and
-        max_classes are real; None: all.
+        context: (B, N, m), queries: (B, Q, m), with non-finite numbers for missing values. labels: (B, N) int64 in [0,
+        max_classes). num_context, num_features, num_classes: (B,) int64, at least 1, sizes of each problem without
+        padding; None if all problems have N context rows, m features or max_classes classes.
         """
         assert labels.shape == context.shape[:2]
         values, _ = normalise(context, queries, num_context)
@@ -72,7 +72,10 @@ class TabICL(nn.Module):
     def of_normalised(
         self, values: Tensor, labels: Tensor, num_context: Tensor | None, num_features: Tensor | None
     ) -> Tensor:
-        """values: (B, N + Q, m), context rows first. labels: (B, N). Returns logits (B, Q, max_classes)."""
+        """Returns logits, (B, Q, max_classes), for normalised values, (B, N + Q, m), context rows first.
+
+        labels: (B, N).
+        """
         real = None if num_context is None else within_lengths(num_context, labels.shape[1])[:, None, None]
         rows = self.rows(self.columns(values, labels.shape[1], real), num_features)
         context, queries = rows[:, : labels.shape[1]], rows[:, labels.shape[1] :]
@@ -83,9 +86,9 @@ class TabICL(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention to other or its own states, and a feed-forward layer, pre-norm.
+    """Pre-norm transformer block, whose states attend to each other or to other states.
 
-    Initialised as the identity: the last layer of both parts is zero.
+    The block is initially the identity, because the last layers of attention and feed-forward network start at zero.
     """
 
     def __init__(self, width: int, num_heads: int) -> None:
@@ -99,9 +102,10 @@ class TransformerBlock(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, others: Tensor, mask: Tensor | None, rotation: Tensor | None = None) -> Tensor:
-        """x: (S, T, width). others: (S, K, width), attended by x. mask: (S, 1, 1, K), True where real.
+        """Lets x, (S, T, width), attend to others, (S, K, width); returns the new states of x.
 
-        rotation: (positions, width / heads / 2, 2), see `rotate`; x and others both start at the first position.
+        mask: (S, 1, 1, K) bool, False at padding. rotation: (positions, width / heads / 2, 2), see `rotate`; x and
+        others both start at position 0.
         """
         attending = self.norm(x)
         attended = attending if others is x else self.norm(others)
@@ -113,9 +117,10 @@ class TransformerBlock(nn.Module):
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotates neighbouring elements, as complex numbers, by their position's angle.
+    """Applies rotary position embeddings: rotates pairs of neighbouring elements by the angles of their position.
 
-    x: (S, T, heads, d). rotation: (positions, d / 2, 2), cosine and sine; the first T are used. Returns the shape of x.
+    x: (S, T, heads, d). rotation: (positions, d / 2, 2), cosines and sines for at least T positions. Returns the shape
+    of x.
     """
     cosine, sine = rotation[: x.shape[1], None].unbind(-1)
     real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
@@ -124,7 +129,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 class ColumnEmbedding(nn.Module):
-    """Embeds each cell by an affine function of its value that depends on its column's context rows."""
+    """Embeds each cell by an affine function of its value, whose coefficients depend on the column's context rows."""
 
     def __init__(self, width: int, num_blocks: int, num_heads: int, num_inducing: int) -> None:
         super().__init__()
@@ -134,7 +139,7 @@ class ColumnEmbedding(nn.Module):
         self.bias = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width))
 
     def forward(self, values: Tensor, context_rows: int, real: Tensor | None) -> Tensor:
-        """values: (B, T, m). real: (B, 1, 1, context_rows), of context rows. Returns (B, T, m, width)."""
+        """Embeds values, (B, T, m) -> (B, T, m, width); real: (B, 1, 1, context_rows) bool, False at padding."""
         size = values.shape[2]
         cells = values.transpose(1, 2).flatten(0, 1).unsqueeze(2)  # (B * m, T, 1)
         mask = None if real is None else real.repeat_interleave(size, dim=0)
@@ -146,7 +151,7 @@ class ColumnEmbedding(nn.Module):
 
 
 class InducedBlock(nn.Module):
-    """Learned inducing vectors attend to a column's context rows, and all its rows attend to the result."""
+    """Lets learned inducing vectors attend to a column's context rows, and all rows of the column to the result."""
 
     def __init__(self, width: int, num_heads: int, num_inducing: int) -> None:
         super().__init__()
@@ -155,13 +160,13 @@ class InducedBlock(nn.Module):
         self.spread = TransformerBlock(width, num_heads)
 
     def forward(self, states: Tensor, context_rows: int, mask: Tensor | None) -> Tensor:
-        """(columns, T, width) -> the same shape. mask: (columns, 1, 1, context_rows)."""
+        """Updates states, (columns, T, width); mask: (columns, 1, 1, context_rows) bool, False at padding."""
         inducing = self.inducing.expand(states.shape[0], -1, -1)
         return self.spread(states, self.gather(inducing, states[:, :context_rows], mask), None)
 
 
 class RowInteraction(nn.Module):
-    """A row's cells and preceding learned summary tokens attend to each other; the summaries represent the row."""
+    """Lets a row's cells and learned summary tokens attend to each other; the summary tokens represent the row."""
 
     frequencies: Tensor
 
@@ -175,7 +180,7 @@ class RowInteraction(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, cells: Tensor, num_features: Tensor | None) -> Tensor:
-        """(B, T, m, width) -> (B, T, num_summaries * width)."""
+        """Embeds rows: (B, T, m, width) -> (B, T, num_summaries * width)."""
         num_problems, num_rows, size, _ = cells.shape
         num_summaries = len(self.summaries)
         summaries = self.summaries.expand(num_problems * num_rows, -1, -1)
@@ -191,7 +196,7 @@ class RowInteraction(nn.Module):
         return self.norm(summaries).view(num_problems, num_rows, -1)
 
     def rotation(self, num_positions: int) -> Tensor:
-        """Returns cosine and sine of each position's angles: (positions, width / heads / 2, 2)."""
+        """Returns cosines and sines of each position's angles: (positions, width / heads / 2, 2)."""
         position = torch.arange(num_positions, device=self.frequencies.device, dtype=self.frequencies.dtype)
         angles = position[:, None] * self.frequencies
         return torch.stack([angles.cos(), angles.sin()], dim=-1)
