@@ -1,4 +1,4 @@
-"""Encodes tables as model inputs, fitted on the training rows."""
+"""Encoding of tables as model inputs, fitted on the training rows."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,17 +13,17 @@ from data.tabular.table import Column, Table
 from trainer.common.errors import UserError
 
 _LARGEST_CODE = 1e9
-"""In standard deviations: float32 can hold their squares."""
+"""Bound of encoded numbers, in standard deviations, whose square float32 can represent."""
 
 
 @dataclass(frozen=True)
 class ColumnCode:
     """Encoding of one column.
 
-    categories: texts, coded by position; None for a numeric column.
-    mean, std: of its numbers, for standardisation, since float32 loses the digits of small differences between large
-        numbers. 0 and 1 for categories.
-    spelling: of its numbers.
+    categories: texts, each encoded by its position; None for a numeric column.
+    mean, std: statistics by which numbers are standardised in float64, because float32 loses small differences between
+        large numbers; 0 and 1 for categories.
+    spelling: format of the column's numbers.
     """
 
     name: str
@@ -36,8 +36,8 @@ class ColumnCode:
     def of(cls, column: Column) -> "ColumnCode":
         if column.texts is not None:
             return cls(column.name, tuple(column.distinct_texts))
-        if len(column.distinct) < 2:  # the mean of equal numbers may differ from them in the last bit
-            mean = float(column.distinct.sum())  # 0.0 without any
+        if len(column.distinct) < 2:  # the mean of equal numbers may differ from the number in the last bit
+            mean = float(column.distinct.sum())  # 0.0 for a column without numbers
             return cls(column.name, None, mean, spelling=column.spelling)
         values = column.values[~column.is_missing]
         std = float(values.std()) or 1.0  # 0 if squared differences underflow float64
@@ -45,12 +45,12 @@ class ColumnCode:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ColumnCode":
-        """Builds it from the result of `asdict`, perhaps from a version without spellings."""
+        """Builds a column's encoding from the result of `asdict`, which in older files has no spelling."""
         categories, spelling = values["categories"], Spelling(**values.get("spelling", {}))
         return cls(**values | {"categories": _if_any(tuple, categories), "spelling": spelling})
 
     def encode(self, column: Column) -> np.ndarray:
-        """(n,) float64, NaN for missing values, non-numbers and unknown categories."""
+        """Encodes a column, (n,) float64, with NaN for missing values, texts among numbers and unknown categories."""
         if self.categories is None:
             numbers = column.as_numbers(column.spelling_like(self.spelling))
             return np.clip((numbers - self.mean) / self.std, -_LARGEST_CODE, _LARGEST_CODE)
@@ -59,7 +59,7 @@ class ColumnCode:
         return column.looked_up(lambda text: places.get(key(text), np.nan))
 
     def remarks(self, column: Column) -> list[str]:
-        """Returns sentences about a column of new rows."""
+        """Returns sentences about values of a new column that count as missing or are read differently."""
         encoded, found = self.encode(column), []
         spelling = column.spelling_like(self.spelling)
         if self.categories is None and spelling != self.spelling:
@@ -80,9 +80,9 @@ class ColumnCode:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Encoding of a table; its plain values fit JSON and checkpoints.
+    """Encoding of a table, which `to_dict` converts to plain values for JSON and checkpoints.
 
-    label: the column to predict. classes: its values, in order of their numbers.
+    label: name of the column to predict. classes: values of the label column, in the order of class numbers.
     """
 
     columns: tuple[ColumnCode, ...]
@@ -91,14 +91,14 @@ class Encoding:
 
     @classmethod
     def fit(cls, features: Table, labels: Labels) -> "Encoding":
-        """Fits the columns of a `LabelledTable`, or of some of its rows."""
+        """Fits the encoding to all or some rows of a `LabelledTable`."""
         return cls(tuple(map(ColumnCode.of, features.columns)), labels.name, labels.classes)
 
     def encode(self, table: Table) -> np.ndarray:
         """Encodes a table's features, (n, m) float32, NaN where missing.
 
-        table: has all columns learned from, in any order; others are ignored. As read, or typed. Raises UserError if it
-            lacks some.
+        table: a table with all columns of the training table, as read or typed; their order does not matter, and other
+            columns are ignored. Raises UserError if a column is missing.
         """
         if lacking := {code.name for code in self.columns if table.column(code.name) is None}:
             raise UserError(f"{table.where}: lacks {shown(lacking)}; give all columns that were learned from")
@@ -106,16 +106,14 @@ class Encoding:
         return np.stack(columns, axis=1).astype(np.float32)
 
     def refuse_label(self, table: Table) -> None:
-        """Raises UserError for a table to predict that has the label column."""
+        """Raises UserError if a table to predict has the label column."""
         if self.label in table.names:
             raise UserError(f"{table.where}: has the column {self.label!r}, which is what is predicted; take it out")
 
     def remarks(self, table: Table) -> list[str]:
-        """Returns sentences about unusable contents of a new table, or about contents read differently than in
-        training.
-        """
+        """Returns sentences about contents of a new table that cannot be used or are read differently from training."""
         known = {code.name: code for code in self.columns}
-        used = {name.rpartition(" (")[0] for name in known}  # perhaps dates
+        used = {name.rpartition(" (")[0] for name in known}  # includes date columns, whose parts are features
         others = [name for name in table.names if name not in {*known, *used} and name != self.label]
         found = [*table.notes, *([f"Not learned from, and ignored: {shown(others)}."] if others else [])]
         for code in self.columns:
@@ -124,7 +122,7 @@ class Encoding:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns lists, texts and numbers."""
+        """Converts the encoding to a dictionary of lists, texts and numbers."""
         columns = [asdict(code) for code in self.columns]
         for column in columns:
             column["categories"] = _if_any(list, column["categories"])
@@ -132,7 +130,7 @@ class Encoding:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Encoding":
-        """Restores an encoding from `to_dict`."""
+        """Builds an encoding from the result of `to_dict`."""
         columns = tuple(map(ColumnCode.from_dict, values["columns"]))
         return cls(columns, values["label"], tuple(values["classes"]))
 

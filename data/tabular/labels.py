@@ -1,4 +1,4 @@
-"""The column to predict, as numbered classes, and stratified splits."""
+"""Class labels from the column to predict, and stratified splits."""
 
 import difflib
 import math
@@ -15,20 +15,20 @@ from trainer.common.errors import UserError
 from trainer.loading.counter_random import random_bits
 
 _FEWEST_ROWS_PER_CLASS = 2
-"""Minimum, on average; columns with fewer are measurements or row names."""
+"""Minimum average number of rows per class; columns with fewer are measurements or row names."""
 _FEWEST_ROWS_PER_NUMBER = 5
-"""Minimum, on average, for many whole numbers to count as classes rather than a quantity such as a price."""
+"""Minimum average number of rows per distinct number for many whole numbers to be classes, not a quantity."""
 _MOST_NUMBERS, _MOST_FRACTIONS = 20, 10
-"""Distinct numbers, and distinct numbers with decimals, that can still be classes, such as grades."""
+"""Largest number of distinct whole numbers, and of distinct numbers with decimals, that are classes in any case."""
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The class of each row.
+    """Class of each row of a table.
 
-    classes: sorted, by value if all are numbers, else as text.
+    classes: texts, sorted by value if all are numbers, else alphabetically.
     values: (n,) int64, positions in classes; -1 for rows without a label.
-    may_be_quantity: whether the classes are many whole numbers.
+    may_be_quantity: whether the classes are many whole numbers and therefore might be a quantity.
     """
 
     name: str
@@ -38,7 +38,10 @@ class Labels:
 
 
 def class_labels(table: Table, name: str) -> Labels:
-    """Reads labels from the column of --label. Raises UserError if missing, without two classes, or a quantity."""
+    """Reads labels from a column; raises UserError if the column is missing, a quantity, or has fewer than two classes.
+
+    name: value of --label.
+    """
     column = named_column(table, name, "--label")
     where = f"{table.where}: --label {name}"
     spelling = column.reading.spelling
@@ -71,7 +74,7 @@ def _refuse_quantity(numbers: Sequence[float], num_labelled: int, where: str) ->
 
 
 def refuse_unless_classes(classes: Sequence[str], num_labelled: int, where: str) -> None:
-    """Raises UserError for a single class, or too many to be classes. where: the beginning of the message."""
+    """Raises UserError for a single class, or too many values to be classes; where: beginning of the message."""
     if len(classes) == 1:
         raise UserError(
             f"{where}: all rows are of one class, {classes[0]!r} (NA and the like are no class); learning to tell "
@@ -85,13 +88,13 @@ def refuse_unless_classes(classes: Sequence[str], num_labelled: int, where: str)
 
 
 def class_numbers(column: Column, classes: Sequence[str]) -> np.ndarray:
-    """Returns the position of each row's text in classes, (n,) int64; -1 if missing or unknown."""
+    """Returns the position of each row's text in classes, (n,) int64; -1 for missing and unknown values."""
     places = {text: float(i) for i, text in enumerate(classes)}
     return np.nan_to_num(column.looked_up(lambda text: places.get(text, -1.0)), nan=-1.0).astype(np.int64)
 
 
 def named_column(table: Table, name: str, flag: str) -> Column:
-    """Raises UserError, with similar names, if the column does not exist."""
+    """Returns a column by name; raises UserError, with similar names, if the column does not exist."""
     column = table.column(name)
     if column is None:
         by_lower = {known.lower(): known for known in table.names}
@@ -106,13 +109,13 @@ def named_column(table: Table, name: str, flag: str) -> Column:
 
 
 def stratified_hold_out(labels: np.ndarray, share: float, seed: int, stream: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Splits rows into training and held-out ones, (k,) int64 each, ascending; of each class the share, at random.
+    """Returns the positions of training rows and of held-out rows, (k,) int64 each, ascending, stratified by class.
 
-    A row's draw is a function of (seed, stream, its position). Held-out counts per class are rounded so that they add
-    up to the rounded share of all rows as nearly as possible; but each class with two rows or more has at least one
-    held out and one kept, and a class with one row has none held out.
+    Random numbers are a function of (seed, stream, position of the row). Numbers of held-out rows per class are rounded
+    to add up to the rounded share of all rows, as nearly as possible. A class with two or more rows has at least one
+    held-out row and one training row. The row of a class with a single row is a training row.
 
-    labels: (n,) int64 >= 0. share: 0 < share < 1.
+    labels: (n,) int64, at least 0. share: share of rows to hold out, above 0 and below 1.
     """
     sizes = np.bincount(labels)
     num_held = _rounded(sizes, share)
@@ -125,7 +128,7 @@ def stratified_hold_out(labels: np.ndarray, share: float, seed: int, stream: int
 
 
 def _rounded(sizes: np.ndarray, share: float) -> np.ndarray:
-    """Rounds by largest remainders."""
+    """Returns the number of held-out rows of each class, share * sizes rounded by the largest-remainder method."""
     exact = share * sizes
     num_held = np.floor(exact).astype(np.int64)
     num_missing = round(share * int(sizes.sum())) - int(num_held.sum())

@@ -1,6 +1,6 @@
-"""Problems unlike the prior's, to score a model on data it was not trained for.
+"""Synthetic problems that differ from the pre-training prior, to test how a model generalises.
 
-Classic toy shapes, with noise columns, in the batch form of `prior.tables.PriorTables`.
+The problems are classic toy data with noise columns, in batches like those of `prior.tables.PriorTables`.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ _MOST_FEATURES = 12
 _NOISE = 0.15
 
 Problem = tuple[np.ndarray, np.ndarray]
-"""Relevant columns (T, d), and labels (T,)."""
+"""Relevant columns, (T, d), and labels, (T,)."""
 
 
 def _blobs(random: Generator, num_rows: int) -> Problem:
-    """A normal cloud around each class's centre, each of its own width."""
+    """Draws a normal cloud of random width around the centre of each class."""
     num_classes, num_features = random.integers(2, _MOST_CLASSES + 1), random.integers(2, 6)
     labels = random.integers(num_classes, size=num_rows)
     centres = 2 * random.normal(size=(num_classes, num_features))
@@ -29,7 +29,7 @@ def _blobs(random: Generator, num_rows: int) -> Problem:
 
 
 def _moons(random: Generator, num_rows: int) -> Problem:
-    """Two interlocking half circles."""
+    """Draws two interlocking half circles."""
     labels = random.integers(2, size=num_rows)
     angle = np.pi * (random.uniform(size=num_rows) + labels)
     x = np.stack([np.cos(angle) + labels, np.sin(angle) + 0.5 * labels], axis=1)
@@ -37,7 +37,7 @@ def _moons(random: Generator, num_rows: int) -> Problem:
 
 
 def _circles(random: Generator, num_rows: int) -> Problem:
-    """Nested spherical shells."""
+    """Draws nested circles or spherical shells."""
     labels = random.integers(random.integers(2, 4), size=num_rows)
     direction = random.normal(size=(num_rows, random.integers(2, 4)))
     x = direction / np.linalg.norm(direction, axis=1, keepdims=True) * (1 + labels[:, None])
@@ -45,7 +45,7 @@ def _circles(random: Generator, num_rows: int) -> Problem:
 
 
 def _spirals(random: Generator, num_rows: int) -> Problem:
-    """Arms that wind once around the centre."""
+    """Draws spiral arms that wind once around the centre, one per class."""
     num_classes = random.integers(2, 5)
     labels = random.integers(num_classes, size=num_rows)
     radius = random.uniform(0.2, 2.0, num_rows)
@@ -55,14 +55,14 @@ def _spirals(random: Generator, num_rows: int) -> Problem:
 
 
 def _linear(random: Generator, num_rows: int) -> Problem:
-    """The largest of several linear functions, with noise."""
+    """Labels a row by the largest of several noisy linear functions."""
     x = random.normal(size=(num_rows, random.integers(2, 9)))
     scores = x @ random.normal(size=(x.shape[1], random.integers(2, _MOST_CLASSES + 1)))
     return x, (scores + random.uniform(0, 1.5) * random.normal(size=scores.shape)).argmax(axis=1)
 
 
 def _neighbours(random: Generator, num_rows: int) -> Problem:
-    """The label of the nearest of some points."""
+    """Labels a row by the nearest of some random points."""
     num_classes = random.integers(2, 7)
     x = random.uniform(size=(num_rows, random.integers(2, 5)))
     points = random.uniform(size=(3 * num_classes, x.shape[1]))
@@ -71,7 +71,7 @@ def _neighbours(random: Generator, num_rows: int) -> Problem:
 
 
 def _rules(random: Generator, num_rows: int) -> Problem:
-    """Categories; each class but the last has a rule on two of them, and the first matching rule decides."""
+    """Labels rows of categories by rules: the first class whose rule on two columns holds, else the last class."""
     num_classes, num_levels = random.integers(2, 6), random.integers(2, 6, size=6)
     x = random.integers(num_levels, size=(num_rows, 6))
     labels = np.full(num_rows, num_classes - 1)
@@ -83,27 +83,27 @@ def _rules(random: Generator, num_rows: int) -> Problem:
 
 
 def _checkers(random: Generator, num_rows: int) -> Problem:
-    """Parity of a checkerboard's field."""
+    """Labels a point by the colour of its field on a checkerboard."""
     x = random.uniform(-1, 1, size=(num_rows, 2))
     fields = np.floor(x * random.uniform(1.0, 1.5)).sum(axis=1)
     return x, fields.astype(np.int64) % 2
 
 
 def _by_shares(random: Generator, scores: np.ndarray) -> np.ndarray:
-    """Cuts scores (T,) into two to four classes of random shares."""
+    """Splits scores, (T,), into two to four classes of random sizes."""
     shares = np.cumsum(random.dirichlet(np.full(random.integers(2, 5), 3.0)))[:-1]
     return np.searchsorted(np.quantile(scores, shares), scores)
 
 
 def _friedman(random: Generator, num_rows: int) -> Problem:
-    """Classes of Friedman's first function (1991): five columns that interact smoothly, five without effect."""
+    """Labels rows by Friedman's first function (1991), which depends on five of ten columns."""
     x = random.uniform(size=(num_rows, 10))
     wave, bowl = np.sin(np.pi * x[:, 0] * x[:, 1]), np.square(x[:, 2] - 0.5)
     return x, _by_shares(random, 10 * wave + 20 * bowl + 10 * x[:, 3] + 5 * x[:, 4] + random.normal(size=num_rows))
 
 
 def _hills(random: Generator, num_rows: int) -> Problem:
-    """Classes of a sum of bells and dents at random places."""
+    """Labels points by the height of a landscape of Gaussian hills and valleys at random places."""
     x = random.uniform(-1, 1, (num_rows, random.integers(2, 7)))
     places = random.uniform(-1, 1, (12, x.shape[1]))
     distance = np.square(x[:, None] - places).sum(axis=2)
@@ -112,7 +112,7 @@ def _hills(random: Generator, num_rows: int) -> Problem:
 
 
 def _factors(random: Generator, num_rows: int) -> Problem:
-    """Skewed columns, each the exponential of a mixture of three hidden factors; classes are regions of the factors."""
+    """Labels rows by three hidden factors; columns are exponentials of mixtures of the factors, and so are skewed."""
     factors = random.normal(size=(num_rows, 3))
     noise = 0.3 * random.normal(size=(num_rows, 9))
     x = np.exp((factors @ random.normal(size=(3, 9)) + noise) * random.uniform(0.2, 1.0, 9))
@@ -120,7 +120,7 @@ def _factors(random: Generator, num_rows: int) -> Problem:
 
 
 def _shapes(random: Generator, num_rows: int) -> Problem:
-    """Small integers; every class has its own centre and its own correlations, as measures of printed letters have."""
+    """Draws small integers, whose centre and correlations depend on the class, like measures of printed letters."""
     num_classes, num_features = random.integers(6, _MOST_CLASSES + 1), random.integers(6, _MOST_FEATURES + 1)
     labels = random.integers(num_classes, size=num_rows)
     centres = 1.2 * random.normal(size=(num_classes, num_features))
@@ -130,7 +130,7 @@ def _shapes(random: Generator, num_rows: int) -> Problem:
 
 
 def _survey(random: Generator, num_rows: int) -> Problem:
-    """Numbers with saturating effects and categories of many levels; the sum of effects gives two classes' odds."""
+    """Draws numbers with saturating effects and categories of many levels, whose sum gives the odds of two classes."""
     numbers = np.exp(random.normal(size=(num_rows, 4)))
     levels = random.integers(2, 30, size=4)
     categories = np.floor(levels * random.uniform(size=(num_rows, 4)) ** 2).astype(int)
@@ -159,10 +159,10 @@ FAMILIES: tuple[Callable[[Generator, int], Problem], ...] = (
 
 
 class OtherTables:
-    """A number of tables, each a function of (seed, index); the families alternate.
+    """Data set of synthetic tables, each a function of (seed, index); the families of problems alternate.
 
-    num_context, num_queries: rows per table. most_classes: limit per table, beyond which classes are merged. Batches
-    are as of `PriorTables`; the context has every class of the queries.
+    num_context, num_queries: numbers of rows per table. most_classes: largest number of classes per table; further
+    classes are merged. Batches have the form of `PriorTables`, and the context has every class of the queries.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class OtherTables:
         }
 
     def _table(self, index: int) -> Problem:
-        """Returns columns (T, m), up to half of them noise, in random order and scale; labels in random order."""
+        """Returns columns, (T, m), in random order and scale, and labels, (T,); up to half of the columns are noise."""
         random = np.random.default_rng([self._seed, index])
         num_rows = self._num_context + self._num_queries
         x, labels = FAMILIES[index % len(FAMILIES)](random, num_rows)
@@ -208,7 +208,7 @@ class OtherTables:
         x = x[:, random.permutation(x.shape[1])] * np.exp(random.normal(size=x.shape[1]))
         present, first, labels = np.unique(labels, return_index=True, return_inverse=True)
         labels = random.permutation(len(present))[labels]
-        # one row of each class first, so that the context has it
+        # One row of each class comes first, so that the context has every class.
         others = random.permutation(np.setdiff1d(np.arange(num_rows), first))
         order = np.concatenate([first, others])
         return x[order], labels[order]

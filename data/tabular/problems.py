@@ -1,4 +1,4 @@
-"""Data sets from an own table: its rows to predict, and problems made of its rows for training."""
+"""Data sets from the user's table: its rows to classify, and problems sampled from its rows for training."""
 
 import numpy as np
 
@@ -10,9 +10,10 @@ _STREAM = 7
 
 
 class Rows:
-    """Rows to classify.
+    """Data set of rows to classify.
 
-    A batch: row (B, m) float32; num_context (B,) int64, context rows that the model gets; label (B,) int64 if known.
+    A batch is a dictionary of row, (B, m) float32, num_context, (B,) int64, the number of context rows that the model
+    uses, and label, (B,) int64, if labels are known.
     """
 
     def __init__(self, features: np.ndarray, labels: np.ndarray | None, num_context: int) -> None:
@@ -30,13 +31,13 @@ class Rows:
 
 
 class Episodes:
-    """Problems made of a table's own rows: some as context, others as queries.
+    """Data set of problems whose context and query rows are sampled from one table.
 
-    Columns and classes are permuted in each problem, so that a model learns from their content. Excess classes for the
-    model are merged at random.
+    Each problem permutes columns and classes, so that a model learns from their content, not their order. If the table
+    has more than max_classes classes, classes are merged at random.
 
-    A batch: context (B, N, m), queries (B, Q, m) float32; labels (B, N), targets (B, Q) int64, -1 for a class absent
-    from the context; num_classes (B,) int64.
+    A batch is a dictionary of context, (B, N, m), and queries, (B, Q, m), float32; labels, (B, N), and targets, (B, Q),
+    int64, with target -1 for a class that is absent from the context; and num_classes, (B,) int64.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Episodes:
     def __getitems__(self, keys: SampleKeys) -> Arrays:
         num_rows, num_columns = self.features.shape
         num_classes = int(self.labels.max()) + 1
-        # 64 bits, so that ties, whose order depends on the processor, are improbable
+        # With 64 bits, ties, whose order depends on the processor, are improbable.
         draws = random_bits(self._seed, keys.epoch, keys.index, num_rows + num_columns + num_classes, _STREAM)
         by_row, by_column, by_class = np.split(draws, [num_rows, num_rows + num_columns], axis=1)
         rows = _smallest(by_row, self._num_rows)
@@ -86,6 +87,6 @@ class Episodes:
 
 
 def _smallest(values: np.ndarray, num: int) -> np.ndarray:
-    """Returns positions of the smallest values of each row (n, m), ascending: (n, num)."""
+    """Returns the positions of the num smallest values of each row, in ascending order of value: (n, m) -> (n, num)."""
     found = np.argpartition(values, num - 1, axis=1)[:, :num]
     return np.take_along_axis(found, np.take_along_axis(values, found, axis=1).argsort(axis=1), axis=1)

@@ -1,4 +1,4 @@
-"""Reads own tables: CSV from programs or people, or arrays in a .npz."""
+"""Reading of the user's tables: CSV and similar files, or arrays in a .npz file."""
 
 import warnings
 import zipfile
@@ -25,16 +25,19 @@ _ADVICE = "give a CSV with a line of column names, or a .npz with X and y"
 
 
 def read_table(path: Path, flag: str = "--data-dir", reading: Reading = STRICT) -> Table:
-    """Reads a table; all columns of a CSV are texts, which `Column.typed` can convert.
+    """Reads a table, with columns of texts from a CSV, which `Column.typed` can convert to numbers.
 
-    path: a CSV with a header, columns separated by commas, semicolons (then 1,234 has a decimal comma), tabs, | or
-        blanks; JSON lines; or parquet: plain, compressed, or alone in an archive. Quotes, and spaces around a value,
-        are removed. Or a .npz with X (n, m), numbers or texts, optionally y (n,), which becomes column y, and column
-        names (m,). In a folder or archive of tables for training, test and perhaps validation, --data-dir means the
-        first, another flag the test.
-    flag: names the path's flag in messages. reading: how to read lines.
+    path: one of the following.
+        A CSV with a header, JSON lines, or parquet: plain, compressed, or as the only file of an archive. A CSV has
+        columns separated by commas, semicolons (then 1,234 has a decimal comma), tabs, | or blanks. Quotes and spaces
+        around a value are removed.
+        A .npz file with X, (n, m), numbers or texts, and optionally y, (n,), which becomes the column y, and names,
+        (m,), of the columns.
+        A folder or archive with tables for training, test and perhaps validation: with flag --data-dir the training
+        table is read, with another flag the test table.
+    flag: the flag that gave the path, for messages. reading: how to read lines.
 
-    Raises UserError, with file and line, for anything unreadable.
+    Raises UserError, with file and line, for unreadable contents.
     """
     if _is_npz(path):
         return _read_arrays(path, f"{flag} {path}")
@@ -42,7 +45,7 @@ def read_table(path: Path, flag: str = "--data-dir", reading: Reading = STRICT) 
 
 
 def read_held_out(path: Path, reading: Reading) -> dict[str, Table]:
-    """Reads the tables "test" and perhaps "val" from a folder or an archive of tables for each part."""
+    """Reads the tables "test" and, if present, "val" from a folder or archive with a table for each part."""
     files = [] if _is_npz(path) else tables_at(path, "--data-dir", _ADVICE)[:0:-1]
     return {part: _read_csv(file, reading) for part, file in zip(("test", "val"), files, strict=False)}
 
@@ -80,7 +83,7 @@ def _read_csv(file: DataFile, reading: Reading) -> Table:
 
 
 def _as_the_file_shows(columns: Sequence[Column], decimal_comma: bool) -> tuple[Column, ...]:
-    """Gives columns without decimals the decimal sign of the others, since one program wrote them."""
+    """Gives columns that do not show their decimal sign the sign of the other columns of the file."""
     readings = [column.reading.spelling for column in columns]
     shown = [
         bool(spelling and spelling.is_shown_by(c.distinct_texts)) for c, spelling in zip(columns, readings, strict=True)
@@ -91,7 +94,7 @@ def _as_the_file_shows(columns: Sequence[Column], decimal_comma: bool) -> tuple[
 
 
 def _column_names(fields: Sequence[str], where: str) -> list[str]:
-    """Names unnamed columns, such as the row numbers of pandas, by position."""
+    """Returns column names; a column without a name, such as row numbers of pandas, gets a name with its position."""
     _check_width(len(fields), where)
     names = [field or f"unnamed {i}" for i, field in enumerate(fields, start=1)]
     if all(map(is_number, names)) or any(is_number(name) and names.count(name) > 1 for name in names):
@@ -103,7 +106,7 @@ def _column_names(fields: Sequence[str], where: str) -> list[str]:
 
 
 def _blocks(lines: Iterable[Line], num_columns: int, where: str, left_out: LeftOut) -> Iterator[list[list[str]]]:
-    """Yields blocks of fields. left_out: receives, or refuses, lines with another number of fields."""
+    """Yields lists of lines' fields; passes lines with a wrong number of fields to left_out, which may refuse them."""
     lines = iter(lines)
     while some := list(islice(lines, _ROWS_AT_ONCE)):
         for number, fields in some:
@@ -117,7 +120,7 @@ def _blocks(lines: Iterable[Line], num_columns: int, where: str, left_out: LeftO
 
 
 class _Texts:
-    """Collects the texts of a column: each once, and its index per row."""
+    """Collects the texts of a column, storing each distinct text once and its index for every row."""
 
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
@@ -160,9 +163,9 @@ def _read_arrays(path: Path, where: str) -> Table:
 
 
 def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
-    """Loads X and, if present, y and names. Runs nothing in the file."""
+    """Loads X and, if present, y and names; never unpickles, so no code in the file can run."""
     try:
-        # Python's parser, with which numpy reads array headers, warns of odd syntax
+        # numpy parses array headers with Python's parser, which warns of odd syntax.
         quiet = warnings.catch_warnings(action="ignore")
         with (
             reading_errors(where),
@@ -188,7 +191,7 @@ def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
     except ValueError as error:
         if isinstance(error, UserError):
             raise
-        if not zipfile.is_zipfile(path):  # numpy takes text for pickled objects
+        if not zipfile.is_zipfile(path):  # numpy mistakes text for pickled objects
             raise UserError(f"{where}: is not an .npz file; {_ADVICE}") from None
         found = "holds Python objects" if "allow_pickle" in str(error) else f"is damaged ({error})"
         raise UserError(f"{where}: {found}; nothing in it was run; save numbers and texts by numpy.savez") from None

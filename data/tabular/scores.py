@@ -1,6 +1,6 @@
 """Scores of predicted class probabilities.
 
-labels are (n,) int64 with n >= 1, probabilities (n, C) with rows that add up to 1.
+All functions take labels, (n,) int64 with n >= 1, and probabilities, (n, C), with rows that sum to 1.
 """
 
 import numpy as np
@@ -10,20 +10,21 @@ _NUM_BINS = 15
 
 
 def scores(labels: np.ndarray, probabilities: np.ndarray) -> dict[str, float]:
-    """Returns all scores: {"accuracy", "auc", "log_loss", "brier", "ece"}."""
+    """Returns all scores by name: accuracy, auc, log_loss, brier and ece."""
     of_each = (accuracy, auc, log_loss, brier, ece)
     return {score.__name__: score(labels, probabilities) for score in of_each}
 
 
 def accuracy(labels: np.ndarray, probabilities: np.ndarray) -> float:
-    """Returns the share of rows whose class has the highest probability; the first of equal ones counts."""
+    """Returns the share of rows whose class has the highest probability; among equal ones the first class counts."""
     return float((probabilities.argmax(axis=1) == labels).mean())
 
 
 def auc(labels: np.ndarray, probabilities: np.ndarray) -> float:
-    """Returns the area under the ROC curve, ties counting half; for more than two classes the mean of one-versus-rest.
+    """Returns the area under the ROC curve, where ties count half.
 
-    Classes of no row or every row are skipped; NaN if none remain.
+    For more than two classes, the area is the mean of the one-versus-rest areas. Classes that no row or every row has
+    are skipped. The result is NaN if no class remains.
     """
     classes = [1] if probabilities.shape[1] == 2 else range(probabilities.shape[1])
     areas = [_area(labels == c, probabilities[:, c]) for c in classes if 0 < (labels == c).sum() < len(labels)]
@@ -31,7 +32,7 @@ def auc(labels: np.ndarray, probabilities: np.ndarray) -> float:
 
 
 def _area(is_positive: np.ndarray, probability: np.ndarray) -> float:
-    """Returns Mann and Whitney's U / (positives * negatives), from mean ranks of ties."""
+    """Returns the Mann-Whitney statistic U / (positives * negatives), where tied values get their mean rank."""
     ascending = np.sort(probability)
     first, last = (np.searchsorted(ascending, probability[is_positive], side) for side in ("left", "right"))
     num_positives = len(first)
@@ -40,13 +41,13 @@ def _area(is_positive: np.ndarray, probability: np.ndarray) -> float:
 
 
 def log_loss(labels: np.ndarray, probabilities: np.ndarray) -> float:
-    """Returns the mean of -log of the class's probability, in nats, clipped at 2.2e-16."""
+    """Returns the mean of -log(probability of the true class), in nats, with probabilities of at least 2.2e-16."""
     of_class = probabilities[np.arange(len(labels)), labels].astype(np.float64)
     return float(-np.log(np.maximum(of_class, _LEAST_PROBABILITY)).mean())
 
 
 def brier(labels: np.ndarray, probabilities: np.ndarray) -> float:
-    """Returns the mean squared distance to the true class's unit vector, 0 to 2 (Brier, 1950)."""
+    """Returns the mean squared distance of probabilities from the one-hot label, from 0 to 2 (Brier, 1950)."""
     error = probabilities.astype(np.float64)
     error[np.arange(len(labels)), labels] -= 1
     return float((error**2).sum(axis=1).mean())
@@ -55,7 +56,8 @@ def brier(labels: np.ndarray, probabilities: np.ndarray) -> float:
 def ece(labels: np.ndarray, probabilities: np.ndarray) -> float:
     """Returns the expected calibration error (Guo et al., ICML 2017, eq. 5) over 15 equal intervals (a, b].
 
-    The mean over rows of the distance between accuracy and highest probability in a row's interval.
+    The error of an interval is the distance between accuracy and mean highest probability of its rows. Intervals are
+    weighted by their numbers of rows.
     """
     confidence = probabilities.max(axis=1).astype(np.float64)
     is_right = probabilities.argmax(axis=1) == labels

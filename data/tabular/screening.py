@@ -1,4 +1,4 @@
-"""Chooses the columns to learn from, and reports on a table's columns."""
+"""Choice of the columns to learn from, and a report on a table's columns."""
 
 import math
 import re
@@ -14,9 +14,9 @@ from data.tabular.table import Column, Table
 from trainer.common.errors import UserError
 
 _FEWEST_ROWS = 10
-"""Minimum for warnings; with fewer, apparent ids or leaks may be chance."""
+"""Minimum number of rows for detecting ids and leaks, which with fewer rows may be chance."""
 _MOST_DISTINCT = 0.95
-"""Share of distinct texts in a column above which they name the rows."""
+"""Share of distinct values above which a column of texts counts as row names."""
 _ID_NAME = re.compile(r"(?i:(.*[\W_])?(id|uuid|guid))|.*[a-z]I[dD]")
 _MOST_NAMES_SHOWN = 10
 
@@ -28,7 +28,7 @@ HEADING = ("column", "kind", "missing", "values", "note")
 
 
 class ColumnReport(NamedTuple):
-    """A column's row below `HEADING`; `note` is empty if nothing is notable."""
+    """Report on a column, a line below `HEADING`; `note` is empty if there is nothing to note."""
 
     name: str
     kind: str
@@ -43,12 +43,12 @@ class ColumnReport(NamedTuple):
 
 @dataclass(frozen=True)
 class LabelledTable:
-    """Data to learn from.
+    """Features and labels to learn from.
 
-    features: columns kept, numeric if they have numbers; labelled rows only.
-    labels: of these rows; none is -1.
-    reports: on all columns: the label, excluded ones, ones with a note, then others.
-    warnings: sentences for the table's owner.
+    features: the columns to learn from, typed, with the labelled rows only.
+    labels: labels of these rows, none of which is -1.
+    reports: reports on the label, then on excluded columns, columns with a note, and other columns.
+    warnings: sentences for the user.
     """
 
     features: Table
@@ -60,7 +60,7 @@ class LabelledTable:
 def labelled_table(table: Table, label: str, drop: Sequence[str] = ()) -> LabelledTable:
     """Splits a table, as read, into features and labels.
 
-    label: the column to predict. drop: columns to exclude.
+    label: name of the column to predict. drop: names of columns to exclude.
 
     Raises UserError if a column does not exist, there are fewer than two classes, or no feature remains.
     """
@@ -79,9 +79,9 @@ def labelled_table(table: Table, label: str, drop: Sequence[str] = ()) -> Labell
 
 
 def screened(table: Table, labels: Labels, rows: np.ndarray) -> tuple[Table, list[ColumnReport], list[str]]:
-    """Returns the usable columns, reports on all of them, and warnings.
+    """Returns the usable columns, reports on all columns, and warnings.
 
-    labels: of the rows (n,) bool, which are kept.
+    rows: (n,) bool, the rows to keep. labels: labels of these rows.
     """
     kept, left_out, noted, plain, warnings = [], list[ColumnReport](), list[ColumnReport](), list[ColumnReport](), []
     for raw in table.columns:
@@ -109,7 +109,10 @@ def screened(table: Table, labels: Labels, rows: np.ndarray) -> tuple[Table, lis
 
 
 def _why_useless(raw: Column, whole: Column, column: Column) -> str | None:
-    """Explains why a column is useless. whole: the typed column. column: its rows to learn from."""
+    """Explains why a column cannot be used; returns None if it can.
+
+    whole: the typed column. column: the rows of the typed column to learn from.
+    """
     if len(column.distinct) == 0:
         return EMPTY
     if len(column.distinct) == 1 and not column.is_missing.any():
@@ -131,7 +134,7 @@ def _is_id(column: Column) -> bool:
 
 
 def _tells_class(column: Column, labels: Labels) -> bool:
-    """Returns whether each class has one value of its own, and no other rows have a value."""
+    """Returns whether a column has exactly one value for each class, and different values for different classes."""
     num_classes = len(labels.classes)
     present = ~column.is_missing
     if len(column.distinct) != num_classes or present.sum() < _FEWEST_ROWS:
@@ -171,7 +174,7 @@ def _report(raw: Column, typed: Column) -> ColumnReport:
 
 
 def _is_usual(text: str) -> bool:
-    """Returns whether a text is a number as programs write it; 01067 is not, but perhaps a code."""
+    """Returns whether a text is a number as programs write it, without the leading zero of codes such as 01067."""
     return is_plain(text) and not re.match(r"0\d", text)
 
 
@@ -190,7 +193,7 @@ def _report_of(labels: Labels, num_missing: int) -> ColumnReport:
 
 
 def _values(column: Column) -> str:
-    """Describes a column by its range of numbers or some categories."""
+    """Describes a column by its smallest and largest number, or by some of its categories."""
     if len(column.distinct) == 0:
         return ""
     if column.texts is None:
@@ -199,7 +202,7 @@ def _values(column: Column) -> str:
 
 
 def _differ_by_case(texts: Sequence[str]) -> str:
-    """Names texts of two or more letters that differ only by case; empty if there are none."""
+    """Returns a note on two texts of two or more letters that differ only by case; empty if there are none."""
     seen = dict[str, str]()
     for text in texts:
         if (other := seen.setdefault(text.lower(), text)) != text and len(text) > 1:

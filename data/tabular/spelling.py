@@ -1,4 +1,4 @@
-"""Detects how a column's cells are written: the format of its numbers, and equivalent spellings of a category."""
+"""Detection of how a column's cells are written: the format of numbers, and equivalent spellings of a category."""
 
 import math
 import re
@@ -15,22 +15,22 @@ MISSING = frozenset(
     {"", "?", "NA", "N/A", "na", "n/a", "NaN", "nan", "-NaN", "-nan", "NULL", "null", "NaT", "<NA>", "#N/A", "#N/A N/A"}
     | {"#NA", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"}
 )
-"""Texts for a missing value in any column."""
+"""Texts that mark a missing value in any column."""
 NEARLY_ALL = 0.95
-"""Share of values that makes a column numeric or a date; its other cells count as missing."""
+"""Minimum share of values that are numbers (or dates) in a numeric (or date) column, whose other cells are missing."""
 
 _MARKS = frozenset(text.lower() for text in MISSING) | frozenset(
     {"-", "--", "---", "\u2013", "\u2014", ".", "..", "...", "*", "none", "n.a.", "missing"}
     | {"#null!", "#div/0!", "#value!", "#ref!", "#name?", "#num!"}
     | {f"{sign}{infinity}" for sign in ("", "+", "-") for infinity in ("inf", "infinity")}
 )
-"""Lower-case texts for a missing value among numbers; categories among texts."""
+"""Lower-case texts that mark a missing value among numbers; in a column of texts most of them are categories."""
 _MOST_CATEGORIES = 10
-"""Distinct numbers beside one word; with more, the word marks missing values, otherwise it is a category like them."""
+"""Largest number of distinct numbers beside a word that are categories; beside more numbers the word marks a gap."""
 _LONGEST_NUMBER = 64
-"""In characters: longer texts are not numbers, and matching takes up to quadratic time."""
+"""Largest number of characters of a number; the limit matters because matching takes up to quadratic time."""
 _FEWEST_GROUPED = 5
-"""Distinct numbers in groups of three digits; fewer may be decimals with three digits by chance."""
+"""Minimum number of distinct numbers in groups of three digits; fewer may have three decimals by chance."""
 
 _PLAIN = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _CURRENCY = r"[A-Z]{0,3}[$¢£¤¥฿\u20a0-\u20cf]"
@@ -45,19 +45,19 @@ _DIGITS = {
     )
     for decimal, thousands in (".,", ",.")
 }
-"""Patterns of a number without sign, exponent and unit, by decimal sign."""
+"""Pattern of a number without sign, exponent and unit, for each decimal sign."""
 _GROUPED = {sign: re.compile(rf"[1-9]\d{{0,2}}(?:[{sign}]\d{{3}})+") for sign in ".,"}
 _LOOSE = re.compile(r"(?<!\d)\d{4}")
-"""Four digits of an ungrouped number."""
+"""Pattern of four digits, which show that a number is not grouped by thousands."""
 _OTHER = {".": ",", ",": "."}
 _SCALES = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9}
 _ALIKE = str.maketrans({"\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2019": "'", "\u2212": "-"})
-"""Typographic blanks, apostrophes and minus signs."""
+"""Replacements of typographic blanks, apostrophes and minus signs."""
 _TRUTHS = frozenset({"yes", "no", "true", "false"})
 
 
 class _Cell(NamedTuple):
-    """A text that looks like a number. unit: texts before and after it. numbers: by decimal sign."""
+    """Text that looks like a number; unit: texts before and after it; numbers: its value for each decimal sign."""
 
     text: str
     unit: tuple[str, str]
@@ -68,7 +68,7 @@ class _Cell(NamedTuple):
 class Spelling:
     """Format of a column's numbers.
 
-    decimal: the decimal sign, "." or ","; the other sign, blanks and apostrophes may group three digits.
+    decimal: the decimal sign, "." or ","; the other sign, blanks and apostrophes may separate thousands.
     head, tail: unit before or after every number. k or K, M and B mean thousands, millions and billions instead.
     """
 
@@ -77,14 +77,14 @@ class Spelling:
     tail: str = ""
 
     def number(self, text: str) -> float:
-        """Parses a text; NaN if it is not a number in this format, infinity beyond float64."""
+        """Parses a text; returns NaN if it is not a number in this format, and infinity if float64 is too small."""
         if self == PLAIN and is_plain(text):
             return float(text)
         cell = _cell(text)
         return cell.numbers[self.decimal] if cell and cell.unit == (self.head, self.tail) else np.nan
 
     def is_shown_by(self, texts: Sequence[str]) -> bool:
-        """Returns whether any text proves the decimal sign, in a place impossible for thousands."""
+        """Returns whether any text has the decimal sign where it cannot separate thousands."""
         cells = filter(None, (_cell(text) for text in texts if self.decimal in text))
         return any(math.isnan(cell.numbers[_OTHER[self.decimal]]) for cell in cells)
 
@@ -93,7 +93,7 @@ PLAIN = Spelling()
 
 
 class Likely(NamedTuple):
-    """Assumed decimal sign of a column whose cells do not show it. is_shown: whether other columns of the file do."""
+    """Decimal sign to assume for a column whose cells do not show it; is_shown: whether other columns show the sign."""
 
     decimal: str = "."
     is_shown: bool = False
@@ -103,7 +103,10 @@ UNKNOWN = Likely()
 
 
 class Reading(NamedTuple):
-    """spelling: of a column's numbers; None for categories. doubt: why most look like numbers but are not accepted."""
+    """Result of `reading_of`: the format of a column's numbers, None for categories, and a doubt.
+
+    doubt: the reason why a column is not numeric although most of its texts look like numbers.
+    """
 
     spelling: Spelling | None
     doubt: str = ""
@@ -112,10 +115,11 @@ class Reading(NamedTuple):
 def reading_of(texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOWN) -> Reading:
     """Detects whether a column holds numbers, and their format.
 
-    Chooses the decimal sign that parses more rows, unless other rows prove the other one. Nearly all rows must be
-    numbers, or all but those with a mark of missing values, such as a single word beside many numbers.
+    The function chooses the decimal sign with which more rows are numbers. In a numeric column nearly all rows are
+    numbers, or all other rows mark missing values, such as by a single word beside many numbers.
 
-    texts: distinct, without `MISSING`. counts: rows of each, (len(texts),). likely: assumed if no row shows a sign.
+    texts: distinct texts, none of them in `MISSING`. counts: number of rows of each text, (len(texts),). likely: the
+    decimal sign to assume if no row shows it.
     """
     values = [i for i, text in enumerate(texts) if not is_mark_among_numbers(text)]
     texts, counts = [texts[i] for i in values], counts[values]
@@ -147,7 +151,7 @@ def reading_of(texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOW
 
 
 def spelling_like(trained: Spelling, texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOWN) -> Spelling:
-    """Detects the format of new rows of a numeric column: the unit of training, and its sign if none is shown.
+    """Detects the number format of new rows, with the unit of training, and its decimal sign if the rows show none.
 
     texts, counts, likely: as for `reading_of`.
     """
@@ -165,37 +169,37 @@ def is_mark_among_numbers(text: str) -> bool:
 
 
 def is_plain(text: str) -> bool:
-    """Returns whether a text is a number as programs write it."""
+    """Returns whether a text is a number in the notation of programs, such as -1.5e3."""
     return len(text) <= _LONGEST_NUMBER and _PLAIN.fullmatch(text) is not None
 
 
 class Meaning:
-    """Equivalent spellings of a category: yes and YES; beside whole numbers, 1 and 1.0.
+    """Equivalence of a category's spellings, such as yes and YES, or 1 and 1.0 if all numbers are whole.
 
-    Other words keep their case, and so do letters, except in a column of only Y and N, or T and F.
+    The case of other words matters. The case of letters matters, except in a column of only Y and N, or T and F.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
-        """texts: distinct values of the column."""
+        """texts: distinct texts of the column."""
         lower = {text.lower() for text in texts}
         self._truths = _TRUTHS | (lower if lower <= set("yn") or lower <= set("tf") else set())
         self._are_whole = all(float(text).is_integer() for text in texts if is_plain(text))
 
     def is_truth(self, text: str) -> bool:
-        """Returns whether a text's case is meaningless."""
+        """Returns whether a text is a truth value such as yes, whose case does not matter."""
         return text.lower() in self._truths
 
     def key(self, text: str) -> str:
-        """Returns equal keys for equivalent texts."""
+        """Returns a key that is equal for equivalent texts."""
         if self.is_truth(text):
             return text.lower()
         return without_point(text) if self._are_whole else text
 
 
 def canonical(texts: Sequence[str], counts: np.ndarray) -> list[str]:
-    """Maps a column's distinct texts to one per meaning: 1 for 1.0, and yes for YES if more frequent.
+    """Replaces equivalent texts of a column by one text: 1.0 by 1, and YES by yes if yes is more frequent.
 
-    counts: rows of each, (len(texts),).
+    counts: number of rows of each text, (len(texts),).
     """
     meaning = Meaning(texts)
     keys = [meaning.key(text) for text in texts]
@@ -208,7 +212,7 @@ def canonical(texts: Sequence[str], counts: np.ndarray) -> list[str]:
 
 
 def _cell(text: str) -> _Cell | None:
-    """Returns None for a text that is not a number with either decimal sign."""
+    """Parses a text with each decimal sign; returns None if it is not a number with either."""
     match = _CELL.fullmatch(text.translate(_ALIKE)) if len(text) <= _LONGEST_NUMBER else None
     if match is None or (match["sign"] and match["inner"]):
         return None
@@ -225,7 +229,7 @@ def _cell(text: str) -> _Cell | None:
 
 
 def _signs(cells: Sequence[_Cell | None], likely: Likely) -> tuple[str, str]:
-    """Returns the decimal signs, the likely one first."""
+    """Returns both decimal signs, the more likely one first."""
     first = likely.decimal
     if likely == Likely(","):
         digits = [cell.text for cell in cells if cell]
@@ -235,7 +239,7 @@ def _signs(cells: Sequence[_Cell | None], likely: Likely) -> tuple[str, str]:
 
 
 def _is_of_thousands(sign: str, digits: Sequence[str]) -> bool:
-    """Returns whether all larger numbers, and no smaller ones, are grouped, which would be odd for decimals."""
+    """Returns whether a sign separates thousands: it groups all numbers above 999, as decimals hardly would."""
     small = [text for text in digits if text.isdigit() and len(text) <= 3]
     grouped = [text for text in digits if _GROUPED[sign].fullmatch(text)]
     return len(grouped) >= _FEWEST_GROUPED and bool(small) and len(small) + len(grouped) == len(digits)
@@ -244,13 +248,13 @@ def _is_of_thousands(sign: str, digits: Sequence[str]) -> bool:
 def _most_read(
     cells: Sequence[_Cell | None], unit: tuple[str, str], counts: np.ndarray, signs: tuple[str, str]
 ) -> tuple[str, str]:
-    """Returns the decimal sign that parses most rows, the first if tied; and the other one."""
+    """Returns both decimal signs, the one with which more rows are numbers first; equal ones keep their order."""
     first, second = (counts[~np.isnan(_numbers(cells, unit, sign))].sum() for sign in signs)
     return signs if first >= second else signs[::-1]
 
 
 def _numbers(cells: Sequence[_Cell | None], unit: tuple[str, str], decimal: str) -> np.ndarray:
-    """(len(cells),), NaN for cells that are not numbers with this unit and decimal sign."""
+    """Returns the numbers of cells, (len(cells),), and NaN for cells that do not have this unit and decimal sign."""
     return np.array([cell.numbers[decimal] if cell and cell.unit == unit else np.nan for cell in cells])
 
 
@@ -259,10 +263,11 @@ def _are_nearly_all(fits: np.ndarray, counts: np.ndarray) -> bool:
 
 
 def _doubt(texts: Sequence[str], counts: np.ndarray, numbers: np.ndarray, rival: np.ndarray, likely: Likely) -> str:
-    """Explains why numbers may be wrong if the other decimal sign gives different ones; empty if they are not.
+    """Explains why the chosen decimal sign may be wrong; returns an empty text if it is not in doubt.
 
-    They may be wrong unless nearly all rows that only one sign can parse agree on it. If no row shows a sign, the
-    likely one is used, except for numbers such as 1500 beside 1,234 in a file without any evidence.
+    The sign matters if the other sign (rival) gives different numbers. It is in doubt unless nearly all rows that allow
+    only one sign have the chosen one. Without such rows it is in doubt only for numbers such as 1500 beside 1,234 in a
+    file that does not show the sign elsewhere.
     """
     is_read, is_rival = ~np.isnan(numbers), ~np.isnan(rival)
     is_other, is_shown = is_read & is_rival & (numbers != rival), is_read != is_rival
@@ -285,6 +290,6 @@ def _in_no_one_spelling(texts: Sequence[str], *groups: np.ndarray) -> str:
 
 
 def _examples(texts: Sequence[str], *groups: np.ndarray) -> list[str]:
-    """Returns an example text of each group of rows."""
+    """Returns the first text of each group, (len(texts),) bool, shortened and in quotes."""
     found = [texts[int(rows.argmax())] for rows in groups]
     return [repr(text if len(text) <= 12 else f"{text[:9]}...") for text in found]

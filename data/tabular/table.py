@@ -1,4 +1,4 @@
-"""In-memory tables: columns of texts or numbers, with missing values."""
+"""Tables in memory, with columns of texts or numbers and missing values."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +23,7 @@ from data.tabular.spelling import (
 from trainer.common.errors import UserError
 
 LARGEST_NUMBER = 1e100
-"""Larger and infinite numbers count as missing: float64 cannot sum their squares."""
+"""Largest number; larger and infinite numbers count as missing, because float64 cannot sum their squares."""
 _LONGEST_DATE = 64
 _DATE = re.compile(
     r"(\d{4}-\d{1,2}-\d{1,2}|\d{4}/\d{1,2}/\d{1,2}|\d{1,2}[./-]\d{1,2}[./-](\d{4}|\d{2}))"
@@ -37,16 +37,17 @@ _PARTS_OF_DATE: dict[str, Callable[[float], float]] = {
     "weekday": lambda seconds: (seconds // 86400 + 3) % 7,
     "hour": lambda seconds: seconds % 86400 / 3600,
 }  # fmt: skip
-"""Features of dates, from seconds since 1970; Monday is 0."""
+"""Functions from seconds since 1970 to features of a date; weekday is 0 for Monday."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of n rows.
+    """Column of a table with n rows.
 
-    values: (n,) float64, NaN where missing; numbers, or for texts their indices.
-    texts: distinct, sorted; may include unused ones. None for numbers.
-    spelling: of texts converted to numbers. likely: for texts, the assumed format if they do not show it.
+    values: (n,) float64, numbers or indices of texts, NaN where missing.
+    texts: distinct texts, sorted, which rows need not use; None for numbers.
+    spelling: format of the texts from which numbers were converted. likely: decimal sign to assume if the texts do not
+        show it.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Column:
 
     @classmethod
     def of_codes(cls, name: str, codes: np.ndarray, texts: Iterable[str]) -> "Column":
-        """Builds a column from indices, (n,) integers, into any list of texts, perhaps with duplicates."""
+        """Builds a column from indices, (n,) integers, into texts, which may have duplicates."""
         stripped = [text.strip() for text in texts]
         present = tuple(sorted(set(stripped) - MISSING))
         place = {text: float(i) for i, text in enumerate(present)}
@@ -65,13 +66,13 @@ class Column:
 
     @classmethod
     def of_values(cls, name: str, values: np.ndarray) -> "Column":
-        """Builds a column from an array (n,) of numbers, or of other values, converted to texts.
+        """Builds a column from an array, (n,), of numbers, or of other values, which are converted to texts.
 
-        Booleans give equal results in their own array and among objects, as arrays with gaps store them.
+        Booleans give the same column in a boolean array and in an object array with missing values.
         """
         if values.dtype.kind in "fiu":
             return cls(name, values.astype(np.float64))
-        if values.dtype.kind == "M":  # Python would convert times in nanoseconds to plain numbers
+        if values.dtype.kind == "M":  # tolist() converts times in nanoseconds to plain integers
             values = values.astype(str)
         texts = [_text(value) for value in values.tolist()]
         present, codes = np.unique(np.array(texts, dtype=str), return_inverse=True)
@@ -79,24 +80,24 @@ class Column:
 
     @property
     def is_missing(self) -> np.ndarray:
-        """(n,) bool."""
+        """Returns whether each row's value is missing, (n,) bool."""
         return np.isnan(self.values)
 
     @cached_property
     def distinct(self) -> np.ndarray:
-        """Distinct values, ascending, without missing ones."""
+        """Returns the distinct values in ascending order, without missing values."""
         return np.unique(self.values[~self.is_missing])
 
     @property
     def distinct_texts(self) -> list[str]:
-        """Returns the distinct values as texts; whole numbers as 3, not 3.0."""
+        """Returns the distinct values as texts, with whole numbers as 3, not 3.0."""
         if self.texts is None:
             return [number_text(value) for value in self.distinct.tolist()]
         return [self.texts[int(code)] for code in self.distinct]
 
     @cached_property
     def counts(self) -> np.ndarray:
-        """Returns the rows of each distinct value."""
+        """Returns the number of rows of each distinct value."""
         return np.unique(self.values[~self.is_missing], return_counts=True)[1]
 
     def take(self, rows: np.ndarray) -> "Column":
@@ -104,53 +105,53 @@ class Column:
         return replace(self, values=self.values[rows])
 
     def looked_up(self, of_text: Callable[[str], float]) -> np.ndarray:
-        """Maps each row's text to a number, (n,) float64, NaN where missing."""
+        """Applies of_text to each row's text: (n,) float64, NaN where missing."""
         return np.array([*map(of_text, self.distinct_texts), np.nan], np.float64)[self.places]
 
     @property
     def places(self) -> np.ndarray:
-        """Returns the index of each row's value among the distinct ones, (n,) int64; their number where missing."""
+        """Returns the index of each row's value in `distinct`, (n,) int64, or len(distinct) where missing."""
         return np.where(self.is_missing, len(self.distinct), np.searchsorted(self.distinct, self.values))
 
     @cached_property
     def reading(self) -> Reading:
-        """Detects whether and how its texts are numbers."""
+        """Detects whether the column's texts are numbers, and their format."""
         if self.texts is None:
             return Reading(self.spelling)
         return reading_of(self.distinct_texts, self.counts, self.likely)
 
     def as_numbers(self, spelling: Spelling = PLAIN) -> np.ndarray:
-        """Parses the rows to numbers, (n,) float64: other texts and too large numbers become NaN."""
+        """Parses the rows as numbers, (n,) float64; other texts and too large numbers become NaN."""
         values = self.values if self.texts is None else self.looked_up(spelling.number)
         return np.where(np.abs(values) <= LARGEST_NUMBER, values, np.nan)  # false for NaN
 
     def spelling_like(self, trained: Spelling) -> Spelling:
-        """Detects the number format of new rows of a column."""
+        """Detects the number format of new rows of a column, whose format in training was `trained`."""
         if self.texts is None:
             return PLAIN
         return spelling_like(trained, self.distinct_texts, self.counts, self.likely)
 
     def typed(self) -> "Column":
-        """Converts texts to numbers if nearly all present ones are numbers; else merges equivalent categories."""
+        """Converts texts to numbers if nearly all texts are numbers, and otherwise merges equivalent categories."""
         spelling = self.reading.spelling
         if spelling is not None:
             return Column(self.name, self.as_numbers(spelling), None, spelling)
         return self.with_one_text_a_category()
 
     def with_one_text_a_category(self) -> "Column":
-        """Merges spellings of a category, such as 1 and 1.0, to one text."""
+        """Merges equivalent spellings of a category, such as 1 and 1.0, to one text."""
         texts = [*canonical(self.distinct_texts, self.counts), ""]
         return Column.of_codes(self.name, self.places, texts)
 
     def is_date(self) -> bool:
-        """Returns whether nearly all present values are texts such as 2024-05-31, 31.5.2024 or 2024-05-31T12:30:00Z."""
+        """Returns whether nearly all values are dates such as 2024-05-31, 31.5.2024 or 2024-05-31T12:30:00Z."""
         if self.texts is None:
             return False
         are_dates = [len(text) <= _LONGEST_DATE and _DATE.fullmatch(text) is not None for text in self.distinct_texts]
         return any(are_dates) and bool(self.counts[are_dates].sum() >= NEARLY_ALL * self.counts.sum())
 
     def date_parts(self) -> list["Column"]:
-        """Splits a date column into numeric features; none if the order of day and month is ambiguous."""
+        """Converts dates to numeric features; returns an empty list if the order of day and month is ambiguous."""
         readings = np.array([moment_of(text) for text in self.distinct_texts]).reshape(-1, 2)
         order, (day_first, month_first) = "", np.isfinite(readings).sum(axis=0)
         if not np.array_equal(readings[:, 0], readings[:, 1], equal_nan=True):
@@ -160,7 +161,7 @@ class Column:
         return [self.date_part(f"{part}{order}") for part in _PARTS_OF_DATE]
 
     def date_part(self, part: str) -> "Column":
-        """Returns a date feature by name: one of `_PARTS_OF_DATE`, perhaps with the order: "month, day first"."""
+        """Returns a feature of dates by name, a key of `_PARTS_OF_DATE` with an optional order: "month, day first"."""
         kind, _, order = part.partition(", ")
         numbers = {text: moment_of(text)[order == "month first"] for text in self.distinct_texts}
         return Column(f"{self.name} ({part})", self.looked_up(lambda text: _PARTS_OF_DATE[kind](numbers[text])))
@@ -170,7 +171,7 @@ class Column:
 class Table:
     """Columns of equal length with distinct names.
 
-    where: names the table in messages. notes: for its owner, on how it was read.
+    where: name of the table in messages. notes: sentences for the user on how the table was read.
     """
 
     where: str
@@ -191,7 +192,7 @@ class Table:
         return len(self.columns[0].values)
 
     def column(self, name: str) -> Column | None:
-        """Returns the column of a name, which may be a date feature's."""
+        """Returns the column, or the feature of a date column, with a name; None if there is none."""
         base, _, part = name.rpartition(" (")
         for column in self.columns:
             if column.name == name:
@@ -210,17 +211,17 @@ class Table:
 
 
 def table_of_array(values: np.ndarray, names: Sequence[str], where: str) -> Table:
-    """Builds a table from values (n, m) of any type, a column per name."""
+    """Builds a table from values, (n, m), of any type, with a column for each name."""
     return Table(where, tuple(Column.of_values(name, values[:, i]) for i, name in enumerate(names)))
 
 
 def number_text(value: float) -> str:
-    """Formats 3.0 as 3, and other numbers by the shortest text that float parses back."""
+    """Formats 3.0 as 3, and other numbers as the shortest text from which `float` restores the number."""
     return str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
 
 
 def _text(value: object) -> str:
-    """Formats an object of a column; equal for 1 and 1.0."""
+    """Formats an element of an object array as a text, which is the same for 1 and 1.0."""
     if isinstance(value, float):
         return number_text(float(value))
     return "" if value is None else str(value)

@@ -1,21 +1,19 @@
-"""Attention products with a table of one row per time interval.
+"""Products with a table of one row per interval, looked up by each (query, key) pair.
 
-Let r_ij be the table row for the interval between query i and key j. The functions of this module compute
+Attention to intervals needs, for query i and key j whose interval has the row r_ij of the table,
 
     logits_ij = query_i . table[r_ij]             (interval_logits)
     sums_i    = sum_j weight_ij table[r_ij]       (interval_sums)
 
-exactly, without storing the looked-up rows, (B, Tq, T, width), in one of two ways:
+without storing the (B, Tq, T, width) looked-up rows. Either the queries are multiplied by the whole table, from which
+each pair picks a number, and the weights of keys at one interval are added before they are multiplied by the table: two
+matrix products, and tensors of (B, heads, Tq, rows). Or, on a CPU where the table has many more rows than there are
+keys, so that most of these products would be wasted, both are embedding bags (torch.nn.functional.embedding_bag). Each
+is the derivative of the other, and
 
-- Matrix products: the queries are multiplied by the whole table, and each pair gathers its logit from the result. For
-  the sums, the weights of keys with the same interval are added, then multiplied by the table. Both store (B, heads,
-  Tq, rows) numbers.
-- Embedding bags (torch.nn.functional.embedding_bag), on a CPU if the table has many more rows than there are keys, so
-  that most results of the matrix products would be unused. Logits and sums are each other's derivatives, and
+    table_gradient_r = sum over the pairs of row r of weight_ij query_i
 
-      table_gradient_r = sum of weight_ij query_i over the pairs with r_ij = r
-
-  is an embedding bag over pairs sorted by row.
+is a bag again, of pairs in the order of their rows. All are exact.
 """
 
 from functools import cached_property
@@ -30,27 +28,27 @@ from torch.autograd.graph import saved_tensors_hooks
 from trainer.common.torch_private import run_backward
 
 _ROWS_PER_KEY = 10
-"""Table rows per key at which matrix products and embedding bags are equally fast, measured for 25 to 200 keys."""
+"""Rows per key at which both forms are equally fast, in training and inference, for 25 to 200 keys."""
 
 
 class Pairs:
-    """Table row of each (query, key) pair."""
+    """The table row looked up by each (query, key) pair."""
 
     def __init__(self, row: Tensor, num_rows: int) -> None:
-        """row: (B, Tq, T) int64 in [0, num_rows). num_rows: rows of the table."""
+        """row: (B, Tq, T) int64 in [0, num_rows)."""
         self.row = row
         self.num_rows = num_rows
 
     @cached_property
     def by_row(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Sorts pairs by row; returns pair indices, query indices, and the position of each row's first pair."""
+        """Returns all pairs sorted by row: their indices, their queries' indices, and each row's first pair."""
         row, pair = self.row.flatten().sort(stable=True)
         first = torch.searchsorted(row, torch.arange(self.num_rows))
         return pair, pair // self.row.shape[-1], first
 
 
 def interval_logits(query: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
-    """Returns query_i . table[r_ij] of each head: (B, heads, Tq, C) and (heads, rows, C) -> (B, heads, Tq, T)."""
+    """Returns query_i . table[r_ij] by head: (B, heads, Tq, C) and (heads, rows, C) -> (B, heads, Tq, T)."""
     if _in_bags(pairs):
         return _by_head(_Logits, query, table, pairs)
     row = pairs.row.unsqueeze(1).expand(-1, query.shape[1], -1, -1)
@@ -58,17 +56,17 @@ def interval_logits(query: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
 
 
 def interval_sums(weight: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
-    """Returns sum_j weight_ij table[r_ij] of each head: (B, heads, Tq, T) and (heads, rows, C) -> (B, heads, Tq, C)."""
+    """Returns sum_j weight_ij table[r_ij] by head: (B, heads, Tq, T) and (heads, rows, C) -> (B, heads, Tq, C)."""
     if _in_bags(pairs):
         return _by_head(_Sums, weight, table, pairs)
     row = pairs.row.unsqueeze(1).expand(-1, weight.shape[1], -1, -1)
     by_row = weight.new_zeros(*weight.shape[:-1], pairs.num_rows).scatter_add_(-1, row, weight)
-    # `@` would copy the table for every sample.
+    # `@` would copy the table for every row of the batch
     return torch.einsum("bhir,hrc->bhic", by_row, table)
 
 
 def _in_bags(pairs: Pairs) -> bool:
-    # Logits are computed by a backward pass, which inference_mode does not support.
+    # the logits are computed as a derivative, which inference_mode lacks
     if pairs.row.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
     return pairs.num_rows > _ROWS_PER_KEY * pairs.row.shape[-1]
@@ -80,7 +78,7 @@ def _by_head(product: Any, x: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
 
 
 class _Logits(torch.autograd.Function):
-    """Computes `interval_logits` for one head by embedding bags: (B, Tq, C), (rows, C) -> (B * Tq, T)."""
+    """(B, Tq, C), (rows, C) -> (B * Tq, T)."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
@@ -100,7 +98,7 @@ class _Logits(torch.autograd.Function):
 
 
 class _Sums(torch.autograd.Function):
-    """Computes `interval_sums` for one head by embedding bags: (B, Tq, T), (rows, C) -> (B * Tq, C)."""
+    """(B, Tq, T), (rows, C) -> (B * Tq, C)."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
@@ -121,26 +119,26 @@ class _Sums(torch.autograd.Function):
 
 
 def _sums(weight: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
-    """Returns sum_j weight_ij table[r_ij]: (B * Tq, T), (rows, C) -> (B * Tq, C)."""
+    """(B * Tq, T), (rows, C) -> (B * Tq, C)."""
     return F.embedding_bag(pairs.row.flatten(0, 1), table, per_sample_weights=weight.contiguous(), mode="sum")
 
 
 def _logits(query: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
-    """Returns query_i . table[r_ij], the gradient of `_sums` for its weights: (B * Tq, C), (rows, C) -> (B * Tq, T)."""
+    """(B * Tq, C), (rows, C) -> (B * Tq, T): the derivative of `_sums` by the weights in the direction of `query`."""
     with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
         weight = query.new_zeros(len(query), pairs.row.shape[-1], requires_grad=True)
-        # torch.autograd.grad would import sympy, which takes a third of a second.
+        # torch.autograd.grad would import sympy, a third of a second
         run_backward((_sums(weight, table.detach(), pairs),), (query.detach(),))
     assert weight.grad is not None
     return weight.grad
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
-    # This inner backward must not use hooks that recompute or offload saved tensors of the outer one.
+    # Hooks that recompute or offload saved tensors belong to the outer backward.
     return tensor
 
 
 def _table_gradient(weight: Tensor, query: Tensor, pairs: Pairs) -> Tensor:
-    """Returns the sum of weight_ij query_i over the pairs of each row: (B * Tq, T), (B * Tq, C) -> (rows, C)."""
+    """(B * Tq, T), (B * Tq, C) -> (rows, C)."""
     pair, of_query, first = pairs.by_row
     return F.embedding_bag(of_query, query, first, per_sample_weights=weight.flatten()[pair], mode="sum")

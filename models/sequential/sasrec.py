@@ -1,8 +1,8 @@
-"""SASRec, self-attentive sequential recommendation (Kang and McAuley, ICDM 2018), and parts shared by similar models.
+"""SASRec: self-attentive sequential recommendation (Kang and McAuley, ICDM 2018), and its relatives' common parts.
 
-Histories start with items and end with zeros as padding. Attention is causal, so items never attend to the padding, and
-no padding mask is needed. As in the published code, which pads on the left, the last item of every history has the last
-position.
+Histories are left-aligned: real items first, then zeros. Attention is causal, so real items never see the padding and
+no padding mask is needed. Positions count from the end, as in the left-padded original: every history's last item has
+the last position.
 """
 
 import math
@@ -17,16 +17,16 @@ from models.layers.dropout import Dropout
 
 NormOrder = Literal["original", "pre", "post"]
 Sublayer = Callable[[Tensor, Tensor], Tensor]
-"""Function (query input, context) -> update of the residual stream; feed-forward sub-layers ignore the context."""
+"""(query input, context) -> update of the residual stream; the feed-forward sub-layer ignores the context."""
 
 NORM_EPS = 1e-8
 _CHUNK_STEPS = 50
 
 
 class Residual(nn.Module):
-    """Residual connection with LayerNorm around a sub-layer F(query input, context).
+    """A residual connection around a sub-layer F(query input, context), with its LayerNorm.
 
-    original: norm(x) + F(norm(x), x), which normalises the residual stream itself, as in the SASRec paper's code.
+    original: n = norm(x); n + F(n, x), as in the SASRec paper's code: the stream itself is normalised.
     pre: x + F(norm(x), norm(x)).
     post: norm(x + F(x, x)).
     """
@@ -37,7 +37,7 @@ class Residual(nn.Module):
         self.norm = nn.LayerNorm(width, eps=NORM_EPS)
 
     def forward(self, x: Tensor, sublayer: Sublayer, last: Tensor | None = None) -> Tensor:
-        """Applies the connection: (B, T, width) -> the same shape, or (B, 1, width) with `last` (see `rows`)."""
+        """x: (B, T, width) -> the same shape, or (B, 1, width) with `last` (see `rows`)."""
         here = rows(x, last)
         if self.order == "original":
             query = self.norm(here)
@@ -49,18 +49,18 @@ class Residual(nn.Module):
 
 
 def rows(x: Tensor, last: Tensor | None) -> Tensor:
-    """Selects time step last[b] of every sample b: (B, T, ...) -> (B, 1, ...); returns x if last is None.
+    """Selects time step last[b] of every b: (B, T, ...) -> (B, 1, ...); all of x for None.
 
-    Only the state after the last item predicts the next item, so the last block needs no other query.
+    Only the state after the last item predicts the next one, so the last block needs no other query.
     """
     return x if last is None else x[torch.arange(x.shape[0], device=x.device), last].unsqueeze(1)
 
 
 def causal_chunks(num_steps: int, device: torch.device) -> list[tuple[int, int]]:
-    """Splits the time steps of queries into ranges [start, stop), which a CPU processes one by one.
+    """Returns ranges of query time steps, processed in turn on a CPU.
 
-    Queries of a range need no key beyond its end, so over a third of all pairs is skipped. There is one range on a GPU,
-    which is faster with few large kernels, and in a compiled or exported program, which must fit any number of steps.
+    Queries of a range see no key beyond its end, which saves a good third of all pairs. A GPU prefers few large
+    kernels, and an exported program any number of steps: there it is one range.
     """
     if device.type != "cpu" or torch.compiler.is_compiling():
         return [(0, num_steps)]
@@ -68,9 +68,9 @@ def causal_chunks(num_steps: int, device: torch.device) -> list[tuple[int, int]]
 
 
 def causal_parts(query: Tensor) -> list[tuple[Tensor, int]]:
-    """Splits queries, (B, heads, T, width / heads), by `causal_chunks`; returns each part and the end of its range.
+    """Splits queries into `causal_chunks`, with each range's end. query: (B, heads, T, width / heads).
 
-    `split` has a faster backward than slices, whose gradients would be zero-padded and added.
+    Uses split, whose gradient is concatenated once; gradients of slices would be zero-padded and added.
     """
     chunks = causal_chunks(query.shape[2], query.device)
     parts = query.split([stop - start for start, stop in chunks], dim=2)
@@ -78,23 +78,23 @@ def causal_parts(query: Tensor) -> list[tuple[Tensor, int]]:
 
 
 def causal_softmax(logits: Tensor) -> Tensor:
-    """Applies softmax to the logits of the last Tq of T queries, each over the keys up to its own step: (..., Tq, T).
+    """Applies softmax for Tq queries, the last of T time steps, over keys up to their own: (..., Tq, T).
 
-    The logits are modified in place.
+    Changes the logits in place.
     """
     num_queries, num_keys = logits.shape[-2:]
     hidden = logits.new_full((num_queries, num_keys), -math.inf).triu_(num_keys - num_queries + 1)
-    return logits.add_(hidden).softmax(dim=-1)  # add_ is faster than masked_fill_
+    return logits.add_(hidden).softmax(dim=-1)  # adding is cheaper than filling
 
 
 def last_softmax(logits: Tensor, last: Tensor) -> Tensor:
-    """Applies softmax to the logits of one query per sample b, (B, heads, 1, T), over keys up to time step last[b]."""
+    """Applies softmax for one query per row, (B, heads, 1, T), over keys up to time step last[b]."""
     behind = torch.arange(logits.shape[-1], device=logits.device) > last.view(-1, 1, 1, 1)
     return logits.masked_fill(behind, -math.inf).softmax(dim=-1)
 
 
 class FeedForward(nn.Module):
-    """Applies two linear layers of equal width with ReLU between (in the paper's code, convolutions of size 1)."""
+    """Two layers of equal width with ReLU: the kernel-size-1 convolutions of the paper's code."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -107,10 +107,7 @@ class FeedForward(nn.Module):
 
 
 class Projections(nn.Module):
-    """Projects states to queries, keys and values of each head.
-
-    Keys have no bias: softmax is invariant to it, so its exact gradient is zero.
-    """
+    """Queries, keys and values by head. Keys have no bias: softmax ignores it, so its true gradient is zero."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -120,19 +117,19 @@ class Projections(nn.Module):
         self.value = nn.Linear(width, width)
 
     def forward(self, query_input: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries, divided by sqrt(width / heads), keys and values, (B, heads, T, width / heads) each.
+        """(B, T, width) twice -> queries, divided by sqrt(width / heads), keys and values.
 
-        query_input, context: (B, T, width).
+        Each is (B, heads, T, width / heads).
         """
         return self.scaled_query(query_input), self.split(self.key(context)), self.split(self.value(context))
 
     def scaled_query(self, query_input: Tensor) -> Tensor:
-        """Returns queries divided by sqrt(width / heads): (B, T, width) -> (B, heads, T, width / heads)."""
-        scale = (self.num_heads / query_input.shape[-1]) ** 0.5  # applied to the weights, fewer than the queries
+        """(B, T, width) -> (B, heads, T, width / heads)."""
+        scale = (self.num_heads / query_input.shape[-1]) ** 0.5  # scales the weights, which are fewer than the queries
         return self.split(F.linear(query_input, self.query.weight * scale, self.query.bias * scale))
 
     def score(self, query: Tensor, context: Tensor) -> Tensor:
-        """Returns one query's products with all keys, without computing the keys: q . (W c) = (W^T q) . c.
+        """Returns one query's products with all keys without computing these: q . (W c) = (W^T q) . c.
 
         query: (B, heads, 1, width / heads). context: (B, T, width). Returns (B, heads, 1, T).
         """
@@ -150,17 +147,17 @@ class Projections(nn.Module):
         return pooled + attention.sum(-1, keepdim=True) * bias
 
     def split(self, x: Tensor) -> Tensor:
-        """Splits states into heads: (..., T, width) -> (..., heads, T, width / heads)."""
+        """(..., T, width) -> (..., heads, T, width / heads)."""
         return x.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """Concatenates heads: (B, heads, T, width / heads) -> (B, T, width)."""
+    """(B, heads, T, width / heads) -> (B, T, width)."""
     return x.transpose(1, 2).flatten(2)
 
 
 class CausalAttention(nn.Module):
-    """Computes causal scaled dot-product attention, without an output projection, as published."""
+    """Scaled dot-product attention to items up to the query's own, without an output projection, as published."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -176,7 +173,7 @@ class CausalAttention(nn.Module):
         if query.device.type != "cpu":
             p = self.dropout.p if self.training else 0.0
             return merge_heads(F.scaled_dot_product_attention(query, key, value, None, p, is_causal=True, scale=1))
-        # For histories of this length, torch's fused attention is slower on a CPU than matrix products.
+        # for these lengths torch's fused attention is slower on a CPU than matrix products
         parts = []
         for part, stop in causal_parts(query):
             logits = part @ key[:, :, :stop].transpose(-2, -1)
@@ -186,7 +183,7 @@ class CausalAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Applies attention, then a feed-forward layer, each inside a `Residual` or a `mhc.HyperConnection`."""
+    """Attention, then feed-forward, each inside a connection: `Residual`, or a hyper-connection of `mhc`."""
 
     def __init__(self, attention: nn.Module, feed_forward: FeedForward, connections: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -195,18 +192,18 @@ class Block(nn.Module):
         self.attention_connection, self.feed_forward_connection = connections
 
     def forward(self, x: Tensor, *relations: Any, last: Tensor | None = None) -> Tensor:
-        """Applies the block to x; passes relations to its attention as further arguments; `last` as in `rows`."""
+        """relations: further inputs of the attention."""
         x = self.attention_connection(x, lambda query, context: self.attention(query, context, *relations, last), last)
         return self.feed_forward_connection(x, lambda query, _: self.feed_forward(query))
 
 
 class SequentialRecommender(nn.Module):
-    """Base class of sequential models: item embeddings, blocks and a final norm. Subclasses define the blocks' input.
+    """Base: item embeddings, blocks and a final norm. Subclasses define the blocks' input.
 
-    num_items: number of items, which are 1 to num_items; 0 is padding.
-    maxlen: number of items in the longest history.
+    num_items: items are 1..num_items; 0 is padding.
+    maxlen: longest history, in items.
     attentions: one attention module per block.
-    connections: two connections per block, around the attention and the feed-forward layer.
+    connections: two per block, around attention and feed-forward layer.
     """
 
     def __init__(
@@ -220,7 +217,7 @@ class SequentialRecommender(nn.Module):
     ) -> None:
         super().__init__()
         self.maxlen = maxlen
-        self.item_scale = math.sqrt(width)  # as published, the factor of item embeddings in the blocks' input
+        self.item_scale = math.sqrt(width)  # factor of item embeddings in the blocks' input, as published
         self.items = nn.Embedding(num_items + 1, width, padding_idx=0)
         self.dropout = Dropout(dropout)
         self.blocks = nn.ModuleList(
@@ -230,14 +227,15 @@ class SequentialRecommender(nn.Module):
         self.norm = nn.LayerNorm(width, eps=NORM_EPS)
 
     def forward(self, items: Tensor, length: Tensor, times: Tensor | None = None) -> Tensor:
-        """Returns each item's score as the next item of the history, (B, num_items + 1), and -inf for item 0 (padding).
+        """Scores every item as the next one: (B, num_items + 1); padding item 0 scores -inf.
 
-        items: (B, T) int64, T <= maxlen, each history from oldest to newest, then zeros. length: (B,) int64, number of
-        items without padding, at least 1. times: (B, T) integers, see TiSASRec.embed; other models ignore times.
+        items: (B, T) int64, T <= maxlen, each history from oldest to newest, then zeros. length: (B,) int64, real
+        items, at least 1. times: (B, T) integers, scaled times of models.sequential.tisasrec; ignored by models without
+        time.
         """
         states = self.encode(items, length, times, only_last=True)[:, 0]
         table = self.items.weight
-        with torch.autocast(table.device.type, enabled=False):  # many scores would be equal in bfloat16
+        with torch.autocast(table.device.type, enabled=False):  # bfloat16 scores would have many ties
             scores = states.to(table.dtype) @ table.T
         scores[:, 0] = -math.inf
         return scores
@@ -245,7 +243,7 @@ class SequentialRecommender(nn.Module):
     def encode(self, items: Tensor, length: Tensor, times: Tensor | None = None, only_last: bool = False) -> Tensor:
         """Returns the state after every item, (B, T, width), whose dot products with item embeddings are scores.
 
-        only_last: whether to compute only the state after the last item, (B, 1, width).
+        only_last: returns only the state after the last item, (B, 1, width), skipping what it does not need.
         """
         if items.shape[1] > self.maxlen:
             raise ValueError(f"histories of {items.shape[1]} items are longer than maxlen {self.maxlen}")
@@ -256,21 +254,21 @@ class SequentialRecommender(nn.Module):
         return self.norm(x)
 
     def embed(self, items: Tensor, length: Tensor, times: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
-        """Returns the input of the first block, (B, T, width), and further arguments of the blocks' attention."""
+        """Returns the blocks' input (B, T, width), and further inputs of their attention."""
         raise NotImplementedError
 
     def positions(self, items: Tensor, length: Tensor) -> Tensor:
-        """Returns positions, (B, T) int64 in [0, maxlen); the last item of every history has position maxlen - 1."""
+        """Returns positions (B, T) int64 in [0, maxlen), with every history's last item at maxlen - 1."""
         step = torch.arange(items.shape[1], device=items.device)
         return (step + (self.maxlen - length).unsqueeze(1)).clamp(max=self.maxlen - 1)
 
     def embedding_tables(self) -> list[Tensor]:
-        """Returns the embedding tables to which an L2 penalty applies."""
+        """Returns the tables in an L2 penalty on embeddings."""
         return [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
 
 
 class SASRec(SequentialRecommender):
-    """Applies blocks of causal attention to x_t = sqrt(width) E[item_t] + P[t] (equations 1 to 5 of the paper)."""
+    """x_t = sqrt(width) E[item_t] + P[t], then blocks of causal attention (equations 1 to 5 of the paper)."""
 
     def __init__(
         self,
@@ -282,7 +280,7 @@ class SASRec(SequentialRecommender):
         dropout: float = 0.2,
         connections: Sequence[nn.Module] | None = None,
     ) -> None:
-        """connections: see SequentialRecommender; the default is residual connections in the original order."""
+        """connections: see SequentialRecommender; default: plain residuals in the original order."""
         attentions = [CausalAttention(width, num_heads, dropout) for _ in range(num_blocks)]
         super().__init__(num_items, maxlen, width, dropout, attentions, connections or residuals(width, num_blocks))
         self.position_embedding = nn.Embedding(maxlen, width)
@@ -294,12 +292,12 @@ class SASRec(SequentialRecommender):
 
 
 def residuals(width: int, num_blocks: int, order: NormOrder = "original") -> list[Residual]:
-    """Creates a model's residual connections, two per block."""
+    """Creates a model's plain residual connections."""
     return [Residual(width, order) for _ in range(2 * num_blocks)]
 
 
 def initialise(model: SequentialRecommender) -> None:
-    """Initialises embeddings and linear layers with Xavier normal values, and biases and the row of item 0 with 0."""
+    """Initialises embeddings and linear layers by Xavier's normal rule, biases and item row 0 to zero."""
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.Linear):
             nn.init.xavier_normal_(module.weight)

@@ -1,13 +1,13 @@
-"""TiSASRec, time interval aware self-attention (Li, Wang and McAuley, WSDM 2020), without tensors (B, T, T, width).
+"""TiSASRec: time interval aware self-attention (Li, Wang and McAuley, WSDM 2020), without its (B, T, T, width) tensors.
 
-With intervals r_ij = min(time_span, |t_i - t_j|), tables K^P, V^P of positions and K^R, V^R of intervals, the paper has
+With r_ij = min(time_span, |t_i - t_j|) and tables K^P, V^P of positions and K^R, V^R of intervals, the paper's
 
     logit_ij = Q_i . (K_j + K^P_j + K^R[r_ij]) / sqrt(d)        (equation 8)
     out_i    = sum_j a_ij (V_j + V^P_j + V^R[r_ij])             (equation 6)
 
-The paper's code looks up K^R and V^R for every pair of items; models.sequential.intervals avoids this exactly.
+look up K^R and V^R for every pair; models.sequential.intervals computes the same products without that.
 
-Unlike in the paper's code, interval dropout is applied to the tables K^R and V^R, once per forward, not to every pair.
+Dropout on intervals acts on the tables' entries, once per forward, instead of on every pair's copy.
 """
 
 from collections.abc import Sequence
@@ -34,16 +34,16 @@ from models.sequential.sasrec import (
 
 
 class Intervals:
-    """Time intervals r_ij = min(time_span, |t_i - t_j|) between items of histories, shared by all blocks."""
+    """r_ij = min(time_span, |t_i - t_j|) between items of histories, shared by all blocks."""
 
     def __init__(self, times: Tensor, time_span: int) -> None:
-        """times: (B, T) integers. time_span: cap on intervals, in the units of times."""
+        """times: (B, T) integers."""
         self.times = times
         self.time_span = time_span
 
     @property
     def chunks(self) -> list[Pairs]:
-        """Returns, for each range of `causal_chunks`, the pairs of its queries with all keys up to its end."""
+        """Returns the pairs of each query range of `causal_chunks`, with all keys up to its end."""
         return self._of_chunks() if torch.compiler.is_compiling() else self._kept
 
     @cached_property
@@ -56,17 +56,17 @@ class Intervals:
         return [self.pairs(times[:, start:stop], times[:, :stop]) for start, stop in parts]
 
     def of_last(self, last: Tensor) -> Pairs:
-        """Returns the pairs of one query per history, at time step last[b], with all keys; last: (B,)."""
+        """Returns the pairs of the queries at time steps last[b], (B,), with all keys."""
         return self.pairs(rows(self.times, last), self.times)
 
     def pairs(self, queries: Tensor, keys: Tensor) -> Pairs:
-        """Returns the pairs of queries at times (B, Tq) with keys at times (B, T)."""
+        """Returns the pairs of times (B, Tq) with times (B, T)."""
         interval = (queries.unsqueeze(2) - keys.unsqueeze(1)).abs_().clamp_(max=self.time_span)
         return Pairs(interval.long(), self.time_span + 1)
 
 
 class IntervalAttention(nn.Module):
-    """Computes causal attention whose keys and values depend on items, positions and the time between two items."""
+    """Causal attention to items, their positions, and the time between them and the query's item."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -84,10 +84,10 @@ class IntervalAttention(nn.Module):
         interval_values: Tensor,
         last: Tensor | None = None,
     ) -> Tensor:
-        """Lets queries, (B, Tq, width), attend to context, (B, T, width); returns (B, Tq, width).
+        """(B, Tq, width) queries over (B, T, width) -> (B, Tq, width); Tq is 1 with `last`, else T.
 
-        Tq is 1 with `last` (see `sasrec.rows`), else T. position_keys, position_values: (B, T, width), looked up for
-        each item's position. interval_keys, interval_values: (time_span + 1, width), the whole tables.
+        intervals: of the histories. position_keys, position_values: (B, T, width), of each item's position.
+        interval_keys, interval_values: (time_span + 1, width), the tables.
         """
         split = self.projections.split
         interval_keys, interval_values = split(interval_keys), split(interval_values)
@@ -109,7 +109,7 @@ class IntervalAttention(nn.Module):
 
 
 class TiSASRec(SequentialRecommender):
-    """SASRec with embeddings of positions and intervals in the keys and values of all blocks, not in the input."""
+    """SASRec whose attention has positions and intervals as keys and values, shared by all blocks, not in the input."""
 
     def __init__(
         self,
@@ -122,9 +122,9 @@ class TiSASRec(SequentialRecommender):
         time_span: int = 256,
         connections: Sequence[nn.Module] | None = None,
     ) -> None:
-        """time_span: cap on intervals, in the units of times, at least 1; longer intervals count as this long.
+        """time_span: longest distinguished interval, in units of scaled time, at least 1.
 
-        connections: see SequentialRecommender; the default is residual connections in the original order.
+        connections: see SequentialRecommender; default: plain residuals in the original order.
         """
         attentions = [IntervalAttention(width, num_heads, dropout) for _ in range(num_blocks)]
         super().__init__(num_items, maxlen, width, dropout, attentions, connections or residuals(width, num_blocks))
@@ -136,10 +136,7 @@ class TiSASRec(SequentialRecommender):
         initialise(self)
 
     def embed(self, items: Tensor, length: Tensor, times: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
-        """Returns the input of the first block and the tables of positions and intervals.
-
-        times: (B, T) integers, in units of the user's shortest gap between items, so that users are comparable.
-        """
+        """times: (B, T) integers, in units of the user's smallest gap, so that intervals are comparable."""
         if times is None:
             raise ValueError("TiSASRec needs the times of the items")
         position = self.positions(items, length)

@@ -1,4 +1,4 @@
-"""Aligns the symbols of a text with frames, by the most probable CTC alignment (Viterbi, 1967)."""
+"""Alignment of a text's symbols with frames of speech: the most probable CTC alignment (Viterbi, 1967)."""
 
 from typing import NamedTuple
 
@@ -8,28 +8,28 @@ from models.speech.ctc import BLANK
 
 
 class Aligned(NamedTuple):
-    """Alignment of a text's symbols, (U,) each."""
+    """Frames and confidence of each symbol of a text, (U,) each."""
 
     starts: np.ndarray
-    """int64, first frame."""
+    """First frame of the symbol, int64."""
     ends: np.ndarray
-    """int64, frame after the last."""
+    """Frame after the last frame of the symbol, int64."""
     confidence: np.ndarray
-    """Highest probability in these frames, in [0, 1]."""
+    """Highest probability of the symbol in its frames, in [0, 1]."""
 
 
 def align(log_probs: np.ndarray, ids: np.ndarray) -> Aligned:
-    """Aligns symbols with frames.
+    """Aligns symbols with frames of log-probabilities.
 
-    log_probs: (T, V), symbol 0 is the blank. ids: (U,) integers in [1, V); T must be at least their number plus one
-    blank between equal neighbours, otherwise raises ValueError.
+    log_probs: (T, V), symbol 0 is the blank. ids: (U,) integers in [1, V). Raises ValueError if T is less than U plus
+    the number of equal neighbours in ids, which need a blank between them.
     """
     states = np.full(2 * len(ids) + 1, BLANK)  # blank, first symbol, blank, ..., last symbol, blank
     states[1::2] = ids
     may_skip = np.zeros(len(states), bool)
     may_skip[2:] = (states[2:] != BLANK) & (states[2:] != states[:-2])
     score = np.where(np.arange(len(states)) < 2, log_probs[0, states], -np.inf)
-    steps = np.zeros((len(log_probs), len(states)), np.int8)  # offset to the state before
+    steps = np.zeros((len(log_probs), len(states)), np.int8)  # distance to the state of the previous frame
     for t in range(1, len(log_probs)):
         from_one = np.concatenate([[-np.inf], score[:-1]])
         from_two = np.where(may_skip, np.concatenate([[-np.inf, -np.inf], score])[: len(states)], -np.inf)

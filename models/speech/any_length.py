@@ -1,7 +1,7 @@
-"""Recognisers as programs for utterances of any length, as `torch.export` requires.
+"""Recognisers for utterances of any length, in a form that `torch.export` can export.
 
-In training the lengths of a batch determine how memories are computed. Here one way serves all lengths, by operations
-that other runtimes support.
+In training the lengths of a batch determine how an LMU computes its memory. Modules of this file use one algorithm for
+all lengths, and only operations that other runtimes support.
 """
 
 import copy
@@ -17,14 +17,14 @@ from models.speech.recogniser import SpeechRecogniser
 from trainer.common.torch_private import scan
 
 _FORGOTTEN = 1e-9
-"""Share of a memory's impulse response that may be cut off at its end."""
+"""Largest share of a memory's impulse response that may be cut off at the end."""
 _LONGEST_RESPONSE = 2**16
 
 
 class RecogniserOfAnyLength(nn.Module):
-    """`log_probs, lengths = program(audio, num_samples)`, equal to a recogniser in eval mode.
+    """Exportable copy of a recogniser: `log_probs, lengths = module(audio, num_samples)`, as in eval mode.
 
-    audio: (B, S) in about [-1, 1], zero-padded, S at least a window of the front end. num_samples: (B,) int64.
+    audio: (B, S) in about [-1, 1], zero-padded, S at least the front end's window length. num_samples: (B,) int64.
     """
 
     def __init__(self, recogniser: SpeechRecogniser) -> None:
@@ -42,8 +42,9 @@ class RecogniserOfAnyLength(nn.Module):
 
 
 class ConvolvedLMU(nn.Module):
-    """A `ParallelLMU` whose memories are convolutions with their impulse responses, cut off where they vanish: a memory
-    forgets what is much older than its window.
+    """Computes a `ParallelLMU` whose memory is a convolution with its impulse response.
+
+    The response is cut off where it is nearly zero, because a memory forgets inputs much older than its window.
     """
 
     response: Tensor
@@ -56,7 +57,7 @@ class ConvolvedLMU(nn.Module):
         self.register_buffer("response", response.to(lmu.skip.weight))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Works like `ParallelLMU.forward`: x (B, T, input_size) -> (B, T, hidden_size)."""
+        """Replaces `ParallelLMU.forward`: x (B, T, input_size) -> (B, T, hidden_size)."""
         lmu = self.lmu
         u = lmu.signal_activation(lmu.encode(x))
         if mask is not None:
@@ -72,7 +73,7 @@ class ConvolvedLMU(nn.Module):
 
 
 def _response_length(memory_size: int, theta: float) -> int:
-    """Returns the steps after which a memory has forgotten an impulse, a power of two."""
+    """Returns the number of time steps, a power of two, after which a memory has forgotten an impulse."""
     length = 64
     while length < _LONGEST_RESPONSE:
         response = impulse_response(memory_size, theta, 2 * length).abs().sum(0)
@@ -83,7 +84,7 @@ def _response_length(memory_size: int, theta: float) -> int:
 
 
 class ScannedLMU(nn.Module):
-    """An `LMU` whose loop over time is a single operation."""
+    """Computes an `LMU` whose loop over time is a single `scan` operation."""
 
     a: Tensor
     b: Tensor
@@ -96,7 +97,7 @@ class ScannedLMU(nn.Module):
         self.register_buffer("b", b)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """x (B, T, input_size) -> h of all steps (B, T, hidden_size), from a zero state."""
+        """Returns h of all steps, (B, T, hidden_size), for x, (B, T, input_size), from a zero state."""
         lmu, a, b = self.lmu, self.a, self.b
         e_h, e_m, w_h, w_m = lmu.e_h, lmu.e_m, lmu.w_h, lmu.w_m
 

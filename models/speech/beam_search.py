@@ -1,7 +1,7 @@
-"""Prefix beam search for CTC (Hannun et al., 2014, algorithm 1), over many utterances at once, on the host.
+"""Prefix beam search for CTC (Hannun et al., 2014, algorithm 1), which decodes a batch of utterances on the CPU.
 
-Unlike best-path search it sums all alignments of a prefix. So width 1 is not greedy decoding: it compares whole
-prefixes in each frame, greedy decoding only symbols.
+Beam search compares prefixes by the sum of all their alignments, while greedy decoding compares the symbols of each
+frame. The results therefore differ even for width 1.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -13,23 +13,23 @@ from models.speech.ctc import BLANK
 
 
 class Scorer(Protocol):
-    """A language model's additions to prefixes' log scores. Integers identify its states."""
+    """Language model that adds to the log scores of prefixes and identifies its states by integers."""
 
     def begin(self) -> int:
-        """Returns the initial state; earlier states are no longer needed."""
+        """Returns the initial state for new utterances; states of previous utterances become invalid."""
 
     def scores(self, states: np.ndarray) -> np.ndarray:
-        """(...) int64 -> (..., V) float64: addition of each symbol when appended; arbitrary for the blank."""
+        """Returns the addition for appending each symbol, arbitrary for the blank: (...) int64 -> (..., V) float64."""
 
     def advance(self, states: np.ndarray, symbols: np.ndarray) -> np.ndarray:
-        """Returns the states (...) after symbols (...) in [1, V)."""
+        """Returns the states, (...), after appending symbols, (...) in [1, V)."""
 
     def end(self, states: np.ndarray) -> np.ndarray:
-        """Returns additions for the end of the utterance, (...) float64."""
+        """Returns the additions for the end of the utterance, (...) float64."""
 
 
 class Hypothesis(NamedTuple):
-    """A transcript with its log-probability plus the scorer's additions."""
+    """Transcript, and its log score: its log-probability plus the scorer's additions."""
 
     ids: tuple[int, ...]
     log_score: float
@@ -43,16 +43,17 @@ def beam_search(
     scorer: Scorer | None = None,
     symbols_per_frame: int | None = None,
 ) -> list[list[Hypothesis]]:
-    """Returns at most `width` transcripts per utterance, at least one, best first.
+    """Returns 1 to `width` transcripts per utterance, best first.
 
-    If the width covers all possible prefixes, log-probabilities are exact sums over all alignments.
+    If the width is at least the number of possible prefixes, log-probabilities are exact sums over all alignments.
 
-    log_probs: (B, T, V), symbol 0 is the blank. lengths: (B,), frames; later ones are ignored. width: prefixes kept per
-    frame. symbols_per_frame: extend prefixes only by this many most probable symbols; None: all.
+    log_probs: (B, T, V), symbol 0 is the blank. lengths: (B,), number of frames of each utterance; frames of padding
+    are ignored. width: number of prefixes kept per frame. symbols_per_frame: number of most probable symbols by which
+    prefixes are extended; None for all.
     """
     order = np.argsort(-lengths, kind="stable")  # longest first
     frames = log_probs[order].astype(np.float64)
-    frames[np.isnan(frames)] = -np.inf  # from a diverged model
+    frames[np.isnan(frames)] = -np.inf  # NaN comes from a diverged model
     num_symbols = frames.shape[2] - 1
     num_tried = min(symbols_per_frame or num_symbols, num_symbols)
     beam = _Beam.start(len(frames), width, 0 if scorer is None else scorer.begin())
@@ -72,22 +73,22 @@ def beam_search(
 
 @dataclass
 class _Beam:
-    """Prefixes of each utterance, all arrays (B, W). Unused places have probability 0."""
+    """Prefixes of each utterance; all arrays are (B, W), and unused elements have probability 0."""
 
     blank: np.ndarray
-    """Log-probability of all alignments ending with a blank."""
+    """Log-probability of all alignments of the prefix that end with a blank."""
     symbol: np.ndarray
-    """Log-probability of all alignments ending with the prefix's last symbol."""
+    """Log-probability of all alignments of the prefix that end with its last symbol."""
     last: np.ndarray
-    """The last symbol; 0 for the empty prefix."""
+    """Last symbol of the prefix; 0 for the empty prefix."""
     key: np.ndarray
     """Hash of the prefix, uint64."""
     parent_key: np.ndarray
     """Hash of the prefix without its last symbol."""
     state: np.ndarray
-    """The scorer's state."""
+    """State of the scorer after the prefix."""
     bonus: np.ndarray
-    """The scorer's additions so far."""
+    """Sum of the scorer's additions for the prefix."""
 
     @classmethod
     def start(cls, batch_size: int, width: int, state: int) -> Self:
@@ -101,7 +102,7 @@ class _Beam:
         return _Beam(*(getattr(self, field.name)[places] for field in fields(self)))
 
     def put(self, others: "_Beam") -> None:
-        """Replaces the first utterances."""
+        """Replaces the first len(others) utterances."""
         for field in fields(self):
             values = getattr(others, field.name)
             getattr(self, field.name)[: len(values)] = values
@@ -118,9 +119,10 @@ class _Beam:
 def _step(
     beam: _Beam, log_probs: np.ndarray, tried: np.ndarray, scorer: Scorer | None
 ) -> tuple[_Beam, np.ndarray, np.ndarray]:
-    """Processes one frame. log_probs: (B, V). tried: (B, K) symbols to append.
+    """Processes one frame. log_probs: (B, V). tried: (B, K), symbols to append.
 
-    Returns the new beam, each prefix's previous position in the beam (B, W), and the symbol appended to it, or 0.
+    Returns the new beam and two arrays, (B, W): each prefix's previous position in the beam, and the symbol appended to
+    the prefix, or 0.
     """
     (batch_size, width), num_tried = beam.last.shape, tried.shape[1]
     every = np.arange(batch_size)[:, None]
@@ -150,7 +152,7 @@ def _step(
 
 
 def _parents(beam: _Beam) -> np.ndarray:
-    """Returns each prefix's parent's position in the beam, (B, W); -1 if absent."""
+    """Returns the position in the beam of each prefix without its last symbol, (B, W); -1 if it is not in the beam."""
     used = beam.log_prob > -np.inf
     is_parent = beam.parent_key[:, :, None] == beam.key[:, None, :]  # (B, W prefixes, W parents)
     is_parent &= used[:, :, None] & used[:, None, :]
@@ -158,7 +160,7 @@ def _parents(beam: _Beam) -> np.ndarray:
 
 
 def _stay(beam: _Beam, parent: np.ndarray, log_probs: np.ndarray) -> _Beam:
-    """Keeps prefixes: after a blank, their repeated last symbol, or that symbol appended to the parent."""
+    """Keeps prefixes: adds a blank, repeats the last symbol, or appends this symbol to the prefix without it."""
     every = np.arange(len(parent))[:, None]
     emitted = log_probs[every, beam.last]
     before = np.where(beam.last[every, parent] == beam.last, beam.blank[every, parent], beam.log_prob[every, parent])
@@ -169,9 +171,9 @@ def _stay(beam: _Beam, parent: np.ndarray, log_probs: np.ndarray) -> _Beam:
 
 
 def _append(beam: _Beam, parent: np.ndarray, log_probs: np.ndarray, tried: np.ndarray) -> np.ndarray:
-    """Returns log-probabilities (B, W, K) of longer prefixes; -inf for those already in the beam.
+    """Returns log-probabilities, (B, W, K), of prefixes extended by a symbol; -inf for prefixes already in the beam.
 
-    A symbol equal to the last one requires a blank between.
+    Between two equal symbols an alignment needs a blank.
     """
     is_repeat = tried[:, None, :] == beam.last[:, :, None]
     before = np.where(is_repeat, beam.blank[:, :, None], beam.log_prob[:, :, None])
@@ -183,7 +185,7 @@ def _append(beam: _Beam, parent: np.ndarray, log_probs: np.ndarray, tried: np.nd
 
 
 def _extended(keys: np.ndarray, symbols: np.ndarray) -> np.ndarray:
-    """Extends prefix hashes by a symbol, mixed as in SplitMix64 (Steele et al., 2014)."""
+    """Extends hashes of prefixes by a symbol, with the mixing function of SplitMix64 (Steele et al., 2014)."""
     keys = (keys ^ symbols.astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
     keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -191,7 +193,10 @@ def _extended(keys: np.ndarray, symbols: np.ndarray) -> np.ndarray:
 
 
 def _backtrack(score: np.ndarray, sources: np.ndarray, appended: np.ndarray) -> list[list[Hypothesis]]:
-    """score: (B, W). sources, appended: (T, B, W), per frame."""
+    """Follows prefixes back through the frames and returns them by score.
+
+    score: (B, W). sources, appended: (T, B, W), results of `_step` for each frame.
+    """
     every = np.arange(len(score))[:, None]
     place = np.argsort(-score, axis=1, kind="stable")
     symbols = np.empty((*score.shape, len(sources)), np.int64)

@@ -1,6 +1,6 @@
-"""Connectionist temporal classification (Graves et al., ICML 2006): loss and best path.
+"""Connectionist temporal classification (Graves et al., ICML 2006): loss and greedy decoding.
 
-Symbol 0 is the blank, also used as padding of targets and decoded symbols.
+Symbol 0 is the blank and also pads targets and decoded symbols.
 """
 
 from typing import Any, NamedTuple
@@ -14,16 +14,17 @@ from models.layers.lengths import within_lengths
 BLANK = 0
 
 _IMPOSSIBLE = -1e30
-"""Log-probability of the impossible; finite, so that differences are numbers."""
+"""Log-probability of impossible events, finite so that differences are not NaN."""
 
 
 def ctc_loss(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns -log p(target) per utterance, (B,), at least float32, and whether an alignment exists, (B,) bool.
+    """Returns -log p(target), (B,) in at least float32, and whether the target has an alignment, (B,) bool.
 
-    Without one, because the utterance is shorter than `shortest_alignment`, loss and gradient are 0.
+    If the utterance has fewer frames than `shortest_alignment`, there is no alignment, and loss and gradient are 0.
 
-    log_probs: (B, T, V), from a log-softmax, for which the gradient is correct. lengths: (B,) int64, frames. targets:
-    (B, U) int64 in [1, V). target_lengths: (B,) int64. Values beyond the lengths are ignored.
+    log_probs: (B, T, V), the output of a log-softmax; the gradient is correct only through it. lengths: (B,) int64,
+    numbers of frames. targets: (B, U) int64 in [1, V). target_lengths: (B,) int64. Values beyond the lengths are
+    ignored.
     """
     log_probs = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
     targets = targets * within_lengths(target_lengths, targets.shape[1])
@@ -37,13 +38,13 @@ def ctc_loss(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths
 
 
 def divergence(log_probs: Tensor, others: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the divergence between two readings of the same utterances: (B,).
+    """Returns the divergence between two outputs for the same utterances, (B,).
 
-    The sum over frames of the mean of KL(p || q) and KL(q || p), each with a gradient only for q, which is drawn
-    towards p. L_CR of Yao et al., "CR-CTC: consistency regularization on CTC for improved speech recognition", ICLR
-    2025.
+    The divergence is the sum over frames of the mean of KL(p || q) and KL(q || p). Each term has a gradient only for
+    its second argument. This is L_CR of Yao et al., "CR-CTC: consistency regularization on CTC for improved speech
+    recognition", ICLR 2025.
 
-    log_probs, others: (B, T, V). lengths: (B,) int64, frames.
+    log_probs, others: (B, T, V). lengths: (B,) int64, numbers of frames.
     """
     pairs = ((log_probs.detach(), others), (others.detach(), log_probs))
     of_frame = sum((target.exp() * (target - own)).sum(2) for target, own in pairs) / 2
@@ -51,21 +52,22 @@ def divergence(log_probs: Tensor, others: Tensor, lengths: Tensor) -> Tensor:
 
 
 def loss_without_waiting(log_probs: Tensor, lengths: Tensor, targets: Tensor) -> Tensor:
-    """Computes `ctc_loss` on GPUs, where `F.ctc_loss` makes the host wait and its gradient varies between runs.
+    """Computes `ctc_loss` on a GPU, where `F.ctc_loss` makes the host wait and has a nondeterministic gradient.
 
-    Launches a few small kernels per frame. targets: (B, U), padded with 0; the utterances fit them.
+    The function launches a few small kernels per frame. targets: (B, U), padded with 0; every target must have an
+    alignment.
     """
     num_frames, num_symbols = log_probs.shape[1:]
-    # Beyond its end an utterance is certainly silent, which changes no probability and lets all end at the same frame.
+    # Frames of padding get a blank of probability 1, so that all utterances end at the same frame with equal losses.
     silence = log_probs.new_full((num_symbols,), _IMPOSSIBLE)
-    silence[BLANK].zero_()  # `= 0` would copy a number from the host, and wait
+    silence[BLANK].zero_()  # `= 0` would copy a number from the host and wait
     log_probs = torch.where(within_lengths(lengths, num_frames).unsqueeze(2), log_probs, silence)
     loss: Tensor = _Ctc.apply(log_probs, targets)
     return loss
 
 
 def shortest_alignment(targets: Tensor) -> Tensor:
-    """Returns the minimum frames of each target, (B,): its symbols, and a blank between equal neighbours.
+    """Returns each target's minimum number of frames, (B,): one per symbol and per blank between equal neighbours.
 
     targets: (B, U), padded with 0.
     """
@@ -76,13 +78,13 @@ def shortest_alignment(targets: Tensor) -> Tensor:
 class _Ctc(torch.autograd.Function):
     """Sums over all alignments, forwards from the first frame (alpha) and backwards from the last (beta).
 
-    A target of U symbols has S = 2 U + 1 states: blank, first symbol, blank, ..., last symbol, blank. A state follows
-    itself, the one before and, if it is a symbol different from the previous one, the one before that.
+    A target of U symbols has S = 2 U + 1 states: blank, first symbol, blank, ..., last symbol, blank. A state s can
+    follow s, s - 1 and, if s is a symbol that differs from the previous symbol, s - 2.
     """
 
     @staticmethod
     def forward(ctx: Any, log_probs: Tensor, targets: Tensor) -> Tensor:
-        """log_probs: (B, T, V). targets: (B, U), padded with blanks. Returns (B,)."""
+        """Returns -log p(target), (B,). log_probs: (B, T, V). targets: (B, U), padded with blanks."""
         batch_size, num_frames, _ = log_probs.shape
         states = F.pad(F.pad(targets.unsqueeze(2), (1, 0)).flatten(1), (0, 1))  # (B, S)
         emitted = log_probs.gather(2, states.unsqueeze(1).expand(-1, num_frames, -1)).transpose(0, 1)  # (T, B, S)
@@ -90,7 +92,7 @@ class _Ctc(torch.autograd.Function):
         last = 2 * (targets != BLANK).sum(1, keepdim=True)
         skips = (states != BLANK) & (states != F.pad(states, (2, 0))[:, :-2])
 
-        # Betas are alphas of inputs reversed in time and states: one loop for both. Row 0 is before the first frame.
+        # Betas are alphas of inputs reversed in time and states, and one loop computes both. sums[0] precedes frame 0.
         emitted_both = torch.cat([emitted, emitted.flip(0, 2)], 1)
         first = torch.cat([(place == 0).expand_as(states), (place == last).flip(1)])
         may_skip = torch.cat([skips, F.pad(skips, (0, 2))[:, 2:].flip(1)])
@@ -109,7 +111,7 @@ class _Ctc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Returns the negative state probabilities, summed over the states of each symbol."""
+        """Returns the loss gradient times the negative state probabilities, summed over the states of each symbol."""
         states, emitted, sums, loss = ctx.saved_tensors
         alpha, beta = sums[1:, :, 2:].chunk(2, 1)
         occupied = (alpha + beta.flip(0, 2) - emitted + loss.unsqueeze(1)).exp()  # (T, B, S)
@@ -120,31 +122,31 @@ class _Ctc(torch.autograd.Function):
 
 
 class Decoded(NamedTuple):
-    """Symbols of each utterance, left-packed; all (B, T) except `sizes`, with 0 at padding."""
+    """Decoded symbols of each utterance; all tensors except `sizes` are (B, T), padded at the end with 0."""
 
     ids: Tensor
-    """int64 in [1, V)."""
+    """Symbols, int64 in [1, V)."""
     starts: Tensor
-    """int64, first frame of the symbol."""
+    """First frame of the symbol, int64."""
     ends: Tensor
-    """int64, frame after its last."""
+    """Frame after the last frame of the symbol, int64."""
     confidence: Tensor
     """Highest probability of the symbol in its frames."""
     sizes: Tensor
-    """(B,) int64, number of symbols."""
+    """Number of symbols of each utterance, (B,) int64."""
 
 
 def greedy(log_probs: Tensor, lengths: Tensor) -> Decoded:
-    """Returns the most probable symbol per frame, merging repeats and dropping blanks, without GPU waits.
+    """Returns the most probable symbols of the frames, without repeats and blanks; the host does not wait for a GPU.
 
-    log_probs: (B, T, V). lengths: (B,) int64, frames.
+    log_probs: (B, T, V). lengths: (B,) int64, numbers of frames.
     """
     batch_size, num_frames, _ = log_probs.shape
     best, path = log_probs.detach().max(2)
     path = torch.where(within_lengths(lengths, num_frames), path, BLANK)
     is_symbol = path != BLANK
     begins = is_symbol & (path != F.pad(path, (1, 0), value=BLANK)[:, :-1])
-    # The position of each frame's symbol in the output; an extra column collects the rest and is cut off.
+    # The position of each frame's symbol in the output. Frames without a symbol go to a last column, which is dropped.
     place = begins.cumsum(1) - 1
     of_symbol = torch.where(is_symbol, place, num_frames)
     of_begin = torch.where(begins, place, num_frames)

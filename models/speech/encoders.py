@@ -1,8 +1,8 @@
-"""Speech encoders: map features of utterances to states from which a recogniser reads symbols.
+"""Speech encoders, which map features of utterances to states from which a recogniser predicts symbols.
 
-Both are called as `states, lengths = encoder(features, lengths)`: features (B, T, F), padded at the end, with lengths
-(B,) int64, at least 1 -> states (B, T', encoder.out_features) and their lengths. Padding does not affect states within
-an utterance, and states beyond its end are meaningless.
+An encoder is called as `states, lengths = encoder(features, lengths)`. features: (B, T, F), padded at the end; lengths:
+(B,) int64, at least 1. states: (B, T', encoder.out_features). Padding does not affect the states of an utterance, and
+states beyond the end of an utterance have arbitrary values.
 """
 
 from itertools import pairwise
@@ -17,16 +17,17 @@ from models.speech.lmu import LMU
 from models.speech.parallel_lmu import ParallelLMU
 
 _NUM_INNER = 64
-"""Outputs of a convolution followed by another, which are expensive at its frame rate."""
+"""Number of output channels of every convolution but the last, small because their frame rate is high."""
 
 StreamState = list[Tensor | None]
-"""Pending inputs of each convolution, then the memory of each block."""
+"""State of a stream: the pending inputs of each convolution, then the memory of each block."""
 
 
 class AttentionLMU(nn.Module):
-    """Layers of self-attention and a recurrent LMU, the encoder of LeaStef/asr: T' = T.
+    """Encoder of LeaStef/asr: layers of self-attention and a recurrent LMU, with T' = T.
 
-    With a linear layer from its states to 34 symbols the defaults have 7,158,818 parameters. theta in frames.
+    With a linear layer from states to 34 symbols, the default model has 7,158,818 parameters. theta: window length of
+    the LMU's memory in frames.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class AttentionLMU(nn.Module):
         self.leave = nn.Linear(width, width)
 
     def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        # an empty utterance attends to a padding frame, without which softmax is undefined
+        # An empty utterance attends to a frame of padding, because a softmax over no frames is undefined.
         mask = within_lengths(lengths.clamp(min=1), features.shape[1])[:, None, None]
         states = self.enter(features)
         for layer in self.blocks:
@@ -57,7 +58,7 @@ class AttentionLMU(nn.Module):
 
 
 class AttentionLMULayer(nn.Module):
-    """Bidirectional self-attention with residual and norm; an LMU without residual; norm; dropout."""
+    """Applies bidirectional self-attention with residual and norm, an LMU without residual, norm, and dropout."""
 
     def __init__(self, width: int, num_heads: int, memory_size: int, theta: float, dropout: float) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class AttentionLMULayer(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """x (B, T, width), mask (B, 1, 1, T) True at the frames to attend to."""
+        """Updates x, (B, T, width); mask: (B, 1, 1, T) bool, True at the frames to attend to."""
         query, key, value = self.query_key_value(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)  # (B, heads, T, width / heads)
         x = self.attention_norm(x + self.dropout(self.attended(mixed.transpose(1, 2).flatten(2))))
@@ -79,10 +80,11 @@ class AttentionLMULayer(nn.Module):
 
 
 class ParallelLMUEncoder(nn.Module):
-    """Strided causal convolutions, then residual blocks of a parallel LMU and a feed-forward layer: T' = ceil(T / s).
+    """Applies strided causal convolutions, then residual blocks of a parallel LMU and a feed-forward layer.
 
-    s = subsampling is 1, 2 or 4. theta: the memories' window in frames after subsampling. Unidirectional states depend
-    only on earlier features, and `stream` returns them incrementally.
+    T' = ceil(T / subsampling), where subsampling is 1, 2 or 4. theta: window length of the memories in frames after
+    subsampling. States of a unidirectional encoder depend on current and earlier features only, and `stream` computes
+    them piece by piece.
     """
 
     def __init__(
@@ -124,10 +126,10 @@ class ParallelLMUEncoder(nn.Module):
         return self.leave(states), lengths
 
     def stream(self, features: Tensor, state: StreamState | None = None) -> tuple[Tensor, StreamState]:
-        """Processes the next frames (B, T, F), T >= 0 -> completed states (B, T', out_features), T' >= 0.
+        """Processes the next frames, (B, T, F), T >= 0; returns completed states, (B, T', out_features), T' >= 0.
 
-        state: from the last call, None at the start. Pieces of any length give the states of the whole. Unidirectional
-        only.
+        state: the state returned by the previous call; None at the start. The pieces may have any length: the states
+        are the same as for the whole utterance. The encoder must be unidirectional.
         """
         assert not self.bidirectional, "a bidirectional memory cannot be streamed"
         carried = iter(state or [None] * (len(self.convolutions) + len(self.blocks)))
@@ -145,17 +147,17 @@ class ParallelLMUEncoder(nn.Module):
 
 
 class ChannelDropout(Dropout):
-    """Dropout of whole channels: one draw for all time steps of an utterance (Gal and Ghahramani, NeurIPS 2016)."""
+    """Zeroes whole channels, the same for all time steps of an utterance (Gal and Ghahramani, NeurIPS 2016)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D); the identity in eval mode."""
+        """Applies dropout to x, (B, T, D); returns x itself in eval mode."""
         if not self.training or self.p == 0:
             return x
         return x * dropout_mask((len(x), 1, x.shape[2]), self.p, x)
 
 
 class CausalConvolution(nn.Module):
-    """A convolution over time whose output t sees inputs up to t * stride, and GELU: ceil(T / stride) outputs."""
+    """Applies a convolution over time, with ceil(T / stride) outputs, and GELU; output t sees inputs to t * stride."""
 
     def __init__(self, num_inputs: int, num_outputs: int, stride: int, kernel_size: int = 5) -> None:
         super().__init__()
@@ -163,7 +165,10 @@ class CausalConvolution(nn.Module):
         self.convolution = nn.Conv1d(num_inputs, num_outputs, kernel_size, stride)
 
     def forward(self, x: Tensor, inputs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x (B, T, num_inputs) and pending inputs, zeros at the start -> outputs, new pending inputs."""
+        """Returns outputs and the new pending inputs for x, (B, T, num_inputs), and previous pending inputs.
+
+        inputs: (B, n, num_inputs), result of the previous call; None at the start for zeros.
+        """
         (kernel_size,) = self.convolution.kernel_size
         if inputs is None:
             inputs = x.new_zeros(x.shape[0], kernel_size - 1, x.shape[2])
@@ -175,7 +180,7 @@ class CausalConvolution(nn.Module):
 
 
 class ParallelLMUBlock(nn.Module):
-    """x + LMU(norm(x)), then x + feed_forward(norm(x))."""
+    """Computes x + LMU(norm(x)), then x + feed_forward(norm(x)), with dropout of both updates."""
 
     def __init__(
         self, width: int, memory_size: int, theta: float, channels: int, bidirectional: bool, dropout: float
@@ -192,11 +197,14 @@ class ParallelLMUBlock(nn.Module):
         self.dropout = ChannelDropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x (B, T, width), mask as in ParallelLMU -> the same shape as x."""
+        """Applies the block: x (B, T, width) -> the same shape; mask as in `ParallelLMU.forward`."""
         return self._after_lmu(x, self.lmu(self.lmu_norm(x), mask))
 
     def stream(self, x: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """x (B, T, width), T >= 0, and memory as in ParallelLMU -> the same shape as x, and the new memory."""
+        """Applies the block to the next steps, x (B, T, width), T >= 0; returns the result and the new memory.
+
+        memory: the state of `ParallelLMU.stream`.
+        """
         if x.shape[1] == 0:
             return x, memory
         mixed, memory = self.lmu.stream(self.lmu_norm(x), memory)

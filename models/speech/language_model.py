@@ -1,7 +1,8 @@
 """N-gram language models from ARPA files, as scorers for `beam_search` (shallow fusion).
 
-A transcript y of a sound x scores log p(y | x) + weight * log p_lm(y) + bonus * units(y) (Hannun et al., 2014). A unit
-is a symbol or a word, as the model predicts; a word is scored at the space after it or the end.
+The score of a transcript y of audio x is log p(y | x) + weight * log p_lm(y) + bonus * units(y) (Hannun et al., 2014).
+A unit is a symbol or a word, whichever the language model predicts. A word is scored at the space after it or at the
+end of the utterance.
 """
 
 import gzip
@@ -20,24 +21,24 @@ from trainer.common.files import lines_of, require_regular
 
 START, END, UNKNOWN = "<s>", "</s>", "<unk>"
 SPACE_NAMES = ("<space>", "|", "\N{LOWER ONE EIGHTH BLOCK}")
-"""Names of a space in ARPA files of characters."""
+"""Names of the space in ARPA files of characters."""
 
 _NEVER = -100.0
-"""Minimum log10-probability, and that of unknown words if a file gives none, as in KenLM."""
+"""Minimum log10-probability, and the log10-probability of unknown words if a file has none, as in KenLM."""
 
 
 @dataclass(frozen=True)
 class NGram:
-    """Word probabilities given preceding words, with backoff weights (Katz, 1987).
+    """Probabilities of words given preceding words, with backoff weights (Katz, 1987).
 
-    entries: words -> (log10-probability of the last given the others, log10 backoff weight of all).
+    entries: words -> (log10-probability of the last word given the others, log10 backoff weight of the words).
     """
 
     order: int
     entries: dict[tuple[str, ...], tuple[float, float]]
 
     def score(self, history: Sequence[str], word: str) -> float:
-        """Returns a word's natural log-probability. history: all words before it, with `START` first."""
+        """Returns the natural log-probability of a word; history: all words before the word, starting with `START`."""
         words = tuple(w if (w,) in self.entries else UNKNOWN for w in (*self.context(history), word))
         backoff = 0.0
         for first in range(len(words)):
@@ -47,23 +48,23 @@ class NGram:
         return (backoff + _NEVER) * math.log(10)
 
     def context(self, history: Sequence[str]) -> tuple[str, ...]:
-        """Returns the part of the history that matters."""
+        """Returns the last words of the history, at most order - 1, on which the next word depends."""
         return tuple(history[max(0, len(history) - self.order + 1) :])
 
     @property
     def vocabulary(self) -> set[str]:
-        """Returns the words without start, end and unknown."""
+        """Returns all words except the marks for start, end and unknown words."""
         return {words[0] for words in self.entries if len(words) == 1} - {START, END, UNKNOWN}
 
 
 def read_arpa(path: Path) -> NGram:
     """Reads a UTF-8 ARPA file of any order, gzip-compressed if its name ends in .gz.
 
-    Raises OSError, and ValueError with file, line and value for invalid content.
+    Raises OSError if the file cannot be read, and ValueError for invalid content.
     """
     counts: dict[int, int] = {}
     entries: dict[tuple[str, ...], tuple[float, float]] = {}
-    order = -1  # order of the section: 0 in \data\, -1 before it, where any text is allowed
+    order = -1  # order of the section; 0 in \data\, -1 before \data\, where any text is allowed
     for number, line in _lines(path):
         place = f"{path}:{number}"
         section = re.fullmatch(r"\\(\d+)-grams:", line)
@@ -88,7 +89,7 @@ def read_arpa(path: Path) -> NGram:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields non-empty lines with their numbers."""
+    """Yields the number and text of each non-empty line."""
     require_regular(path)
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
         try:
@@ -124,7 +125,7 @@ def _check_counts(entries: dict[tuple[str, ...], tuple[float, float]], counts: d
 
 
 class _Fusion(ABC):
-    """A `Scorer` that numbers contexts as they occur, and caches their scores as rows of a table."""
+    """`Scorer` that numbers contexts in order of appearance and caches their scores as rows of a table."""
 
     def __init__(self, num_symbols: int) -> None:
         self._table = np.zeros((64, num_symbols))
@@ -134,11 +135,11 @@ class _Fusion(ABC):
 
     @abstractmethod
     def first_context(self) -> tuple:
-        """Returns the context before all symbols."""
+        """Returns the context at the start of an utterance."""
 
     @abstractmethod
     def row(self, context: tuple) -> np.ndarray:
-        """Returns the addition of each symbol, (V,)."""
+        """Returns the addition for appending each symbol, (V,)."""
 
     @abstractmethod
     def next_context(self, context: tuple, symbol: int) -> tuple: ...
@@ -178,9 +179,9 @@ class _Fusion(ABC):
 
 
 class SymbolScorer(_Fusion):
-    """Adds each symbol's score; without an n-gram only the bonus.
+    """Adds the bonus and, if there is an n-gram model of symbols, the weighted log-probability of each symbol.
 
-    symbols: (V,), the n-gram's names, blank first; a space may be any of `SPACE_NAMES`.
+    symbols: (V,), names of the symbols, blank first; the space may have any of `SPACE_NAMES` in the n-gram model.
     """
 
     def __init__(self, ngram: NGram | None, symbols: Sequence[str], weight: float, bonus: float) -> None:
@@ -207,9 +208,9 @@ class SymbolScorer(_Fusion):
 
 
 class WordScorer(_Fusion):
-    """Adds a word's score when a space follows or the utterance ends; consecutive spaces add nothing.
+    """Adds the score of a word at the space after the word or at the end of the utterance.
 
-    symbols: (V,), blank first, including a space; a word is the joined symbols between spaces.
+    Further spaces add nothing. symbols: (V,), blank first, including a space; a word is the symbols between two spaces.
     """
 
     def __init__(self, ngram: NGram, symbols: Sequence[str], weight: float, bonus: float) -> None:
@@ -241,16 +242,16 @@ class WordScorer(_Fusion):
 
 
 def _end_score(ngram: NGram, history: Sequence[str]) -> float:
-    """Returns the score of the end after a history; 0 if the model does not predict ends."""
+    """Returns the log-probability of the utterance's end after a history; 0 if the model does not predict ends."""
     return ngram.score(history, END) if (END,) in ngram.entries else 0.0
 
 
 def build_scorer(
     ngram: NGram | None, symbols: Sequence[str], weight: float = 1.0, bonus: float = 0.0
 ) -> SymbolScorer | WordScorer:
-    """Builds a word scorer if the symbols include a space and the n-gram predicts longer words, else a symbol scorer.
+    """Builds a word scorer if symbols include a space and the n-gram predicts longer words, else a symbol scorer.
 
-    symbols: (V,), blank first. Raises ValueError if they cannot spell anything that the n-gram predicts.
+    symbols: (V,), blank first. Raises ValueError if the symbols cannot spell any word that the n-gram predicts.
     """
     if ngram is None:
         return SymbolScorer(None, symbols, weight, bonus)

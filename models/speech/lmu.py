@@ -1,4 +1,4 @@
-"""The Legendre Memory Unit, a recurrent layer (Voelker, Kajić and Eliasmith, NeurIPS 2019)."""
+"""Legendre Memory Unit, a recurrent layer (Voelker, Kajić and Eliasmith, NeurIPS 2019)."""
 
 import math
 from typing import Any, ClassVar
@@ -12,19 +12,20 @@ from models.speech.legendre import discrete_system
 
 
 class LMU(nn.Module):
-    """A recurrent layer whose memory m of one input u follows a fixed linear system; equations 5 to 7 of the paper:
+    """Recurrent layer with a memory m of one signal u, updated by a fixed linear system (equations 5 to 7):
 
         u_t = e_x x_t + e_h h_(t-1) + e_m m_(t-1)
         m_t = A_d m_(t-1) + B_d u_t
         h_t = tanh(W_x x_t + W_h h_(t-1) + W_m m_t)
 
-    e_x and e_h are initialised LeCun uniform, e_m with 0, W_x, W_h and W_m Xavier normal. There are no biases.
+    Initial values are LeCun uniform for e_x and e_h, 0 for e_m, and Xavier normal for W_x, W_h and W_m. There are no
+    biases.
 
-    theta: the memory's window length in time steps, above 0.
+    theta: window length of the memory in time steps, above 0.
     """
 
     stays_eager: ClassVar[bool] = True
-    """Not compiled by `torch.compile`, which would unroll all steps."""
+    """Whether `torch.compile` skips the module: it would unroll all time steps."""
 
     def __init__(self, input_size: int, hidden_size: int, memory_size: int, theta: float) -> None:
         super().__init__()
@@ -37,10 +38,10 @@ class LMU(nn.Module):
         self.w_m = nn.Parameter(nn.init.xavier_normal_(torch.empty(hidden_size, memory_size)))
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """x (B, T, input_size), T >= 1 -> h of all steps (B, T, hidden_size), and the final state.
+        """Returns h of all steps, (B, T, hidden_size), for x, (B, T, input_size), T >= 1, and the final state.
 
-        state: h (B, hidden_size) and m (B, memory_size), zeros if None. Computed in at least float32, also under
-        autocast, since rounding errors would accumulate.
+        state: h, (B, hidden_size), and m, (B, memory_size), before the first step; None for zeros. The layer computes
+        in at least float32, also under autocast, because rounding errors accumulate.
         """
         dtype = torch.promote_types(x.dtype, self.w_x.dtype)
         with torch.autocast(x.device.type, enabled=False):
@@ -57,14 +58,14 @@ class LMU(nn.Module):
 
 
 class _Recurrence(torch.autograd.Function):
-    """All steps, with one product each.
+    """Computes all time steps, with one matrix product per step.
 
-    With W_m m_t expanded, m_t and the argument g_t of tanh are linear in the previous step's result:
+    Inserting m_t into W_m m_t makes m_t and the argument g_t of tanh linear in the previous state:
 
         [m_t, g_t] = G [m_(t-1), h_(t-1)] + p_t
 
-    Autograd would accumulate a gradient of G in each step. Here backward steps propagate only gradients of m and g, and
-    gradients of the weights are products over all steps at the end.
+    Autograd would accumulate a gradient of G in each step. This backward propagates only the gradients of m and g step
+    by step, and then computes gradients of the weights by products over all steps.
     """
 
     @staticmethod
@@ -72,7 +73,7 @@ class _Recurrence(torch.autograd.Function):
         ctx: Any, drive: Tensor, h: Tensor, m: Tensor, a: Tensor, b: Tensor,
         e_h: Tensor, e_m: Tensor, w_h: Tensor, w_m: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """drive: e_x x_t and W_x x_t of all steps, (T, B, 1 + H). Returns h of all steps (T, B, H) and the last m."""
+        """Returns h of all steps, (T, B, H), and the last m; drive: e_x x_t and W_x x_t of all steps, (T, B, 1 + H)."""
         memory_size = len(b)
         enter = torch.cat([b, w_m @ b])  # contribution of u_t to m_t and g_t
         step = torch.cat([torch.cat([a, torch.zeros_like(w_m.T)], dim=1), torch.cat([w_m @ a, w_h], dim=1)])
@@ -97,7 +98,7 @@ class _Recurrence(torch.autograd.Function):
         states, step, enter = ctx.saved_tensors
         memory_size = ctx.memory_size
         m, h = states[..., :memory_size], states[..., memory_size:]
-        grads = torch.zeros_like(states)  # of m_t and h_t; those of h_t become those of g_t
+        grads = torch.zeros_like(states)  # of m_t and h_t; the loop turns gradients of h_t into gradients of g_t
         grads[1:, :, memory_size:] = grad_h
         grads[-1, :, :memory_size] = grad_m
         slopes = (1 - h[1:] ** 2).unbind()

@@ -1,4 +1,4 @@
-"""The parallel form of the Legendre Memory Unit (Chilkuri and Eliasmith, ICML 2021)."""
+"""Parallel form of the Legendre Memory Unit (Chilkuri and Eliasmith, ICML 2021)."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -11,33 +11,35 @@ from torch.autograd.function import once_differentiable
 from models.speech.legendre import discrete_system, impulse_response, orbit, orthonormal_scale
 
 _SMALL = 4096
-"""Operations per signal and step up to which a product is faster than Fourier transforms."""
+"""Number of operations per signal and time step up to which a matrix product is faster than Fourier transforms."""
 _CACHED = 2**18
-"""Elements of spectra (2 MiB) multiplied and transformed at a time if products are elementwise."""
+"""Number of elements of spectra (2 MiB) processed at a time if products are elementwise."""
 _LARGE = 2**21
-"""Elements of spectra (16 MiB) at a time for matrix products, which are faster the larger they are. Beyond twice as
-much, allocators map fresh memory each time, which takes longer than the arithmetic.
+"""Number of elements of spectra (16 MiB) processed at a time if products are matrix products.
+
+Larger matrix products are faster, but above 32 MiB allocators map new memory for each, which takes longer than the
+arithmetic.
 """
 
 
 class ParallelLMU(nn.Module):
-    """A layer with a linear memory, computed for all time steps at once.
+    """Layer with a linear memory, computed for all time steps in parallel.
 
         u_t = f_u(U x_t + b_u)                        `channels` numbers
         m_t = A_d m_(t-1) + B_d u_t                   `memory_size` numbers for each of them
         o_t = f(W_m m_t + W_x x_t + b_o)              `hidden_size` numbers
 
-    m does not feed back to u. For small memories and sequences m is the product of u with a Toeplitz matrix of the
-    memory's impulse response. Otherwise W_m m is a convolution of u with W_m A_d^k B_d: Fourier transforms compute it
-    in n log n operations for n steps, without forming the memory. W_m acts on coordinates of m scaled by
-    `orthonormal_scale`, so that a random one weights all of them equally.
+    u does not depend on m. For small memories and sequences m is the product of u with a Toeplitz matrix of the
+    memory's impulse response. Otherwise W_m m is a convolution of u with W_m A_d^k B_d. Fourier transforms compute the
+    convolution in O(n log n) operations for n steps, without storing m. W_m acts on m scaled by `orthonormal_scale`, so
+    that random initial weights use all elements of m equally.
 
-    theta: the memory's window length in time steps, above 0. bidirectional: each channel has a second memory that runs
-    backwards from the end of the sequence. signal_activation, activation: f_u and f.
+    theta: window length of the memory in time steps, above 0. bidirectional: whether each channel has a second memory,
+    which runs backwards from the end of the sequence. signal_activation, activation: f_u and f.
     """
 
     stays_eager: ClassVar[bool] = True
-    """Not compiled by `torch.compile`, which would recompute impulse responses in each step."""
+    """Whether `torch.compile` skips the module: it would recompute impulse responses in each step."""
 
     def __init__(
         self,
@@ -60,9 +62,10 @@ class ParallelLMU(nn.Module):
         self.skip = nn.Linear(input_size, hidden_size)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x (B, T, input_size), T >= 1 -> o of all steps (B, T, hidden_size).
+        """Returns o of all steps, (B, T, hidden_size), for x, (B, T, input_size), T >= 1.
 
-        mask: (B, T), False at steps to exclude from memories. Needed for end padding only if bidirectional.
+        mask: (B, T) bool, False at steps to exclude from memories. Padding at the end needs a mask only if the layer is
+        bidirectional.
         """
         u = self._signals(x)
         if mask is not None:
@@ -70,11 +73,10 @@ class ParallelLMU(nn.Module):
         return self.activation(self._argument(u, x))
 
     def stream(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Processes the next steps of a sequence, x (B, T, input_size), T >= 1 -> o (B, T, hidden_size), and the new
-        state.
+        """Returns o, (B, T, hidden_size), for the next steps of a sequence, (B, T, input_size), T >= 1, and the state.
 
-        state: the memory (B, channels, memory_size), zero if None. Pieces may have any lengths, each with the state
-        returned before. Unidirectional only.
+        state: the memory, (B, channels, memory_size), returned by the previous call; None at the start. The pieces of a
+        sequence may have any length. The layer must be unidirectional.
         """
         assert self.num_directions == 1, "a bidirectional memory cannot be streamed"
         u = self._signals(x)
@@ -90,23 +92,23 @@ class ParallelLMU(nn.Module):
         return self.activation(answer), after
 
     def _argument(self, u: Tensor, x: Tensor) -> Tensor:
-        """Returns the argument of f, from zero memories: (B, T, hidden_size)."""
+        """Returns the argument of f, (B, T, hidden_size), for memories that start at zero."""
         small = self.num_directions * self.memory_size * (x.shape[1] + self.skip.out_features) <= _SMALL
         return self._by_product(u, x) if small else self._by_transforms(u, x)
 
     def _by_product(self, u: Tensor, x: Tensor) -> Tensor:
-        """Computes the argument by a matrix product, fastest for few steps."""
+        """Computes the argument of f by a matrix product, which is fastest for few steps."""
         with torch.autocast(x.device.type, enabled=False):
             num_steps = u.shape[1]
-            # a matrix for fewer steps is part of it, so few are built, and a GPU seldom waits for one
+            # A matrix for fewer steps is part of a larger one, so few are built, and a GPU rarely waits for one.
             most_steps = 2 ** (num_steps - 1).bit_length()
             matrix = _toeplitz(self.memory_size, self.theta, self.num_directions, most_steps, u.dtype, u.device)
             matrix = matrix[: num_steps * self.num_directions * self.memory_size, :num_steps]
-            memory = (matrix @ u).view(len(u), num_steps, -1)  # directions, memory_size and channels in a row
+            memory = (matrix @ u).view(len(u), num_steps, -1)  # the last dimension: directions, memory_size, channels
         return self.read_out(memory) + self.skip(x)
 
     def _by_transforms(self, u: Tensor, x: Tensor) -> Tensor:
-        """Computes the argument by Fourier transforms, with time as the last axis for speed on a CPU."""
+        """Computes the argument of f by Fourier transforms, with time in the last dimension for speed on a CPU."""
         with torch.autocast(x.device.type, enabled=False):
             responses = self._responses(u)
             answer = _Convolution.apply(u.mT, _kernels(self._weight(u.dtype), responses), responses.size)
@@ -114,9 +116,9 @@ class ParallelLMU(nn.Module):
         return answer.add_(torch.baddbmm(bias, skip, x.mT)).mT
 
     def last(self, x: Tensor) -> Tensor:
-        """Returns o of the last step only, (B, T, input_size) -> (B, hidden_size); unidirectional.
+        """Returns o of the last step only: (B, T, input_size) -> (B, hidden_size).
 
-        The memory after a whole sequence is one product.
+        One product computes the memory after the whole sequence. The layer must be unidirectional.
         """
         assert self.num_directions == 1
         u = self._signals(x)
@@ -126,7 +128,7 @@ class ParallelLMU(nn.Module):
         return self.activation(self.read_out(memory.flatten(1)) + self.skip(x[:, -1]))
 
     def _signals(self, x: Tensor) -> Tensor:
-        """Returns u (B, T, channels), in at least float32 for Fourier transforms."""
+        """Returns u, (B, T, channels), in at least float32 for Fourier transforms."""
         u = self.signal_activation(self.encode(x))
         return u.to(torch.promote_types(u.dtype, torch.float32))
 
@@ -134,24 +136,27 @@ class ParallelLMU(nn.Module):
         return _responses(self.memory_size, self.theta, _fft_size(u.shape[1]), u.dtype, u.device)
 
     def _weight(self, dtype: torch.dtype) -> Tensor:
-        """Returns W_m as (hidden_size, directions, memory_size, channels)."""
+        """Returns W_m in the shape (hidden_size, directions, memory_size, channels)."""
         return self.read_out.weight.to(dtype).unflatten(1, (self.num_directions, self.memory_size, -1))
 
     def _without_input(self, state: Tensor, num_steps: int) -> Tensor:
-        """Evolves a memory (B, channels, memory_size) without input: (memory_size, steps, B, channels)."""
+        """Returns the memories that follow a state, (B, channels, memory_size), if all inputs are 0.
+
+        The result is (memory_size, steps, B, channels).
+        """
         a, _ = discrete_system(self.memory_size, self.theta, state.dtype, state.device)
         return orbit(a, a @ state.flatten(0, 1).T, num_steps).unflatten(2, state.shape[:2])
 
 
 class _Responses(NamedTuple):
-    """Impulse response of a memory, and its spectrum."""
+    """Impulse response of a memory, and the spectrum of the scaled response."""
 
     impulse: Tensor
-    """(memory_size, size // 2)"""
+    """Impulse response, (memory_size, size // 2)."""
     scale: Tensor
-    """(memory_size,), the memory's orthonormal scale."""
+    """Result of `orthonormal_scale`, (memory_size,)."""
     real: Tensor
-    """(memory_size, size // 2 + 1), real part of the scaled response's spectrum."""
+    """Real part of the scaled response's spectrum, (memory_size, size // 2 + 1)."""
     imaginary: Tensor
 
     @property
@@ -172,9 +177,9 @@ def _responses(memory_size: int, theta: float, size: int, dtype: torch.dtype, de
 def _toeplitz(
     memory_size: int, theta: float, num_directions: int, num_steps: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Returns the matrix that maps a signal at all steps to scaled memories at all steps.
+    """Returns the matrix, (T * directions * memory_size, T), that maps a signal to the scaled memories of all steps.
 
-    Rows are ordered by step, direction and coordinate: (T * directions * memory_size, T).
+    Rows are ordered by step, direction and element of the memory.
     """
     with torch.inference_mode(False), torch.no_grad():
         impulse = impulse_response(memory_size, theta, num_steps) * orthonormal_scale(memory_size, theta)[:, None]
@@ -185,14 +190,15 @@ def _toeplitz(
 
 
 def _memory_after(u: Tensor, responses: _Responses) -> Tensor:
-    """Returns the memory (B, channels, memory_size) after u (B, T, channels), from zero."""
+    """Returns the memory, (B, channels, memory_size), after signals u, (B, T, channels), if it starts at zero."""
     return torch.einsum("btc,nt->bcn", u.flip(1), responses.impulse[:, : u.shape[1]])
 
 
 def _kernels(weight: Tensor, responses: _Responses) -> Tensor:
-    """Returns spectra (H, channels, frequencies), complex, of the readout of a memory after an impulse.
+    """Returns the complex spectra, (H, channels, frequencies), of W_m m after an impulse.
 
-    weight: (H, directions, memory_size, channels). The second direction runs backwards: its spectrum is the conjugate.
+    weight: W_m as (H, directions, memory_size, channels). The second direction runs backwards, so the spectrum of its
+    impulse response is the conjugate.
     """
     ahead, back = (weight[:, i].mT.flatten(0, 1) for i in (0, -1))  # each (H * channels, memory_size)
     if weight.shape[1] == 2:
@@ -203,11 +209,11 @@ def _kernels(weight: Tensor, responses: _Responses) -> Tensor:
 
 
 class _Convolution(torch.autograd.Function):
-    """Convolves signals with kernels given by spectra, and sums over signals."""
+    """Convolves signals with kernels, given by their spectra, and sums the results over signals."""
 
     @staticmethod
     def forward(ctx: Any, u: Tensor, kernels: Tensor, size: int) -> Tensor:
-        """u (B, C, T), kernels (H, C, size // 2 + 1) complex -> (B, H, T); size: of the transforms, even."""
+        """Convolves u, (B, C, T), with complex kernels, (H, C, size // 2 + 1): (B, H, T); size: even FFT size."""
         signals = torch.fft.rfft(u, size)
         ctx.save_for_backward(signals, kernels)
         ctx.size, ctx.num_steps = size, u.shape[2]
@@ -227,13 +233,13 @@ class _Convolution(torch.autograd.Function):
             grads = torch.fft.rfft(grad[part], ctx.size)
             grad_kernels += _product(grads.transpose(0, 1), reverse_signals[:, part])
             grad_u[part] = torch.fft.irfft(_product(grads, reverse_kernels), ctx.size)[..., : ctx.num_steps]
-        # real signals have each frequency twice, z and its conjugate, except the lowest and highest
+        # The full spectrum of a real signal has all frequencies but the lowest and highest twice, as conjugates.
         grad_kernels[..., 1:-1] *= 2
         return grad_u, grad_kernels / ctx.size, None
 
 
 def _parts(batch: Tensor, kernels: Tensor) -> list[slice]:
-    """Splits sequences into slices whose spectra fit a CPU's caches."""
+    """Splits a batch into slices whose spectra are small enough for a CPU; does not split a batch on a GPU."""
     if batch.device.type == "cpu":
         most_elements = _CACHED if kernels.shape[1] == 1 else _LARGE
         num_sequences = max(1, most_elements // kernels[:, 0].numel())
@@ -243,7 +249,7 @@ def _parts(batch: Tensor, kernels: Tensor) -> list[slice]:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Returns the sum over k of a[m, k] * b[n, k] per frequency: (M, K, F), (N, K, F) -> (M, N, F)."""
+    """Returns the sum over k of a[m, k] * b[n, k] for each frequency: (M, K, F), (N, K, F) -> (M, N, F)."""
     if a.shape[1] == 1:
         return a * b.squeeze(1)
     if len(b) == 1:
@@ -252,7 +258,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _fft_size(num_steps: int) -> int:
-    """Returns the smallest even size without prime factors above 7 that avoids wrap-around."""
+    """Returns the smallest even FFT size, without prime factors above 7, that avoids wrap-around."""
     size = 2 * num_steps
     while not _is_smooth(size):
         size += 2

@@ -1,4 +1,4 @@
-"""A speech recogniser for CTC: audio in, log-probabilities of symbols out."""
+"""Speech recogniser for CTC, which maps audio to log-probabilities of symbols."""
 
 from typing import NamedTuple
 
@@ -15,9 +15,9 @@ class Recognised(NamedTuple):
     """Output of a recogniser for CTC decoding."""
 
     log_probs: Tensor
-    """(B, T, num_symbols), float32 or float64; symbol 0 is the blank."""
+    """(B, T, num_symbols), float32 or float64, where symbol 0 is the blank."""
     lengths: Tensor
-    """(B,) int64, frames of each utterance; the rest is padding."""
+    """(B,) int64, number of frames of each utterance, without padding."""
 
 
 class StreamState(NamedTuple):
@@ -28,26 +28,26 @@ class StreamState(NamedTuple):
 
 
 class SpeechRecogniser(nn.Module):
-    """A front end, an encoder and a linear layer."""
+    """Computes log-probabilities by a front end, an encoder and a linear layer."""
 
     def __init__(self, front_end: LogMel, encoder: AttentionLMU | ParallelLMUEncoder, num_symbols: int) -> None:
-        """num_symbols: including the blank."""
+        """num_symbols: number of symbols, including the blank."""
         super().__init__()
         self.front_end = front_end
         self.encoder = encoder
         self.head = nn.Linear(encoder.out_features, num_symbols)
 
     def forward(self, audio: Tensor, num_samples: Tensor, *distortions: Tensor | None) -> Recognised:
-        """Takes the arguments of `LogMel.forward`; distortions are those after the first two, in training."""
+        """Recognises audio; distortions: the further arguments of `LogMel.forward`, for augmentation in training."""
         features, lengths = self.front_end(audio, num_samples, *distortions)
         states, lengths = self.encoder(features, lengths)
         return Recognised(self._log_probs(states), lengths)
 
     def stream(self, audio: Tensor, state: StreamState | None = None) -> tuple[Tensor, StreamState]:
-        """Processes the next samples (B, S) -> completed log-probabilities (B, T, num_symbols), T >= 0.
+        """Processes the next samples, (B, S); returns completed log-probabilities, (B, T, num_symbols), T >= 0.
 
-        state: from the last call, None at the start. In eval mode chunks of any size give the results of `forward`.
-        Requires a unidirectional encoder and a front end that does not need the whole utterance.
+        state: the state returned by the previous call; None at the start. In eval mode chunks of any size give the
+        results of `forward`. The encoder must be unidirectional, and the front end must not normalise by utterance.
         """
         assert isinstance(self.encoder, ParallelLMUEncoder), "its attention needs the whole utterance"
         before = state or StreamState()
@@ -57,14 +57,14 @@ class SpeechRecogniser(nn.Module):
 
     @property
     def frame_s(self) -> float:
-        """Returns the seconds between frames of log-probabilities."""
+        """Returns the time between two frames of log-probabilities, in seconds."""
         return self.encoder.subsampling * self.front_end.hop / self.front_end.sample_rate
 
     def num_frames(self, num_samples: Tensor) -> Tensor:
-        """Returns the frames of log-probabilities for a number of audio samples, int64."""
+        """Returns the number of frames of log-probabilities for num_samples audio samples, int64."""
         return -(-self.front_end.num_frames(num_samples) // self.encoder.subsampling)
 
     def _log_probs(self, states: Tensor) -> Tensor:
-        """Computes in full precision, also under autocast, since CTC multiplies hundreds of probabilities."""
+        """Returns log-probabilities in full precision, because CTC multiplies hundreds of probabilities."""
         logits: Tensor = self.head(states)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

@@ -1,9 +1,9 @@
 """Random activation functions of a causal model's units, tabulated on a grid.
 
-Tables of values reduce any function to two look-ups, so all tables of a batch share the computation.
+Tabulated functions are evaluated by look-ups, so one computation serves different functions of all tables of a batch.
 
-Uses only torch functions whose result does not depend on the position in the tensor: exp, log, sin, tanh and
-arithmetic. Others, such as F.silu, round the last elements of a tensor differently.
+The module uses only torch functions whose result does not depend on the position in the tensor: exp, log, sin, tanh
+and arithmetic. Other functions, such as F.silu, round the last elements of a tensor differently.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 from data.tabular.prior.randomness import TableRandom, products
 
 REACH = 4.0
-"""The grid covers standardised inputs from -REACH to REACH; others are clamped to the border."""
+"""Bound of the grid, which covers standardised inputs from -REACH to REACH; other inputs are clamped."""
 NUM_CELLS = 127
 _GRID = torch.linspace(-REACH, REACH, NUM_CELLS + 1)
 _DENSITY = torch.softmax(-_GRID.square() / 2, 0)
@@ -23,7 +23,7 @@ _NUM_WAVES = 32
 _WAVE_NUMBERS = torch.arange(1.0, _NUM_WAVES + 1)
 _WAVES = torch.cat([torch.sin(_WAVE_NUMBERS[:, None] * _GRID * (math.pi / 2 / REACH) + phase) for phase in (0, 1.5708)])
 MOST_ARGUMENT = 30.0
-"""exp() of it is far below the largest float32."""
+"""Bound of arguments, whose exp() is far below the largest float32."""
 
 
 def _elu(x: Tensor, scale: float = 1.0, slope: float = 1.0) -> Tensor:
@@ -51,22 +51,22 @@ FUNCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.abs,
 )
 _STEEPNESS = 0.7
-"""Standard deviation of the logarithm of a function's input scale. Several steep layers leave only noise."""
+"""Standard deviation of the logarithm of a function's input scale, small because several steep layers leave noise."""
 _NUM_FOURIER = 10
-"""Weight of a random Fourier series relative to each other function (TabICL, arXiv 2502.05564)."""
+"""Frequency of random Fourier series, relative to each of the other functions (TabICL, arXiv 2502.05564)."""
 
 
 def draw_activations(random: TableRandom, num_layers: int) -> Tensor:
-    """Draws a function for each layer of each table, tabulated: (G, num_layers, NUM_CELLS + 1).
+    """Draws a tabulated function for each layer of each table: (G, num_layers, NUM_CELLS + 1).
 
-    For standard normal input, each has mean 0 and variance 1, except the few that are constant on the grid.
+    For standard normal input a function has mean 0 and variance 1, unless it is constant on the grid.
     """
     num_kinds = len(FUNCTIONS) + _NUM_FOURIER
     kinds = random.integer(0, num_kinds - 1, num_layers)
     kinds = torch.where(random.chance(0.5, 1), kinds[:, :1], kinds)
     scale, shift = random.normal(num_layers, 1).mul(_STEEPNESS).exp(), random.normal(num_layers, 1)
     arguments = (_GRID * scale + shift).clamp_(-MOST_ARGUMENT, MOST_ARGUMENT).flatten(0, 1)
-    # sorted by kind, so that each function handles a slice
+    # Layers are sorted by kind of function, so that each function is applied to a slice.
     order = kinds.flatten().argsort()
     counts = kinds.flatten().bincount(minlength=num_kinds)[: len(FUNCTIONS)].tolist()
     values = _fourier_series(random, num_layers).flatten(0, 1)
@@ -88,7 +88,7 @@ def _fourier_series(random: TableRandom, num_layers: int) -> Tensor:
 
 
 def apply(function: Tensor, x: Tensor) -> Tensor:
-    """Interpolates the tabulated function (G, NUM_CELLS + 1) of each table linearly at standardised inputs (G, ...)."""
+    """Evaluates each table's function, (G, NUM_CELLS + 1), at inputs x, (G, ...), by linear interpolation."""
     scale = NUM_CELLS / (2 * REACH)
     position = x.mul(scale).add_(REACH * scale).clamp_(0, NUM_CELLS - 1e-3).flatten(1)
     cell = position.long()

@@ -1,4 +1,4 @@
-"""Root causes of a table: independent or correlated numbers, and categories of all kinds."""
+"""Root causes of a synthetic table: independent or correlated numbers, and categories."""
 
 import torch
 from torch import Tensor
@@ -10,16 +10,16 @@ _NUM_FACTORS = 4
 
 
 def draw_causes(random: TableRandom, num_causes: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Returns (input of the causal model, columns to show), each (G, num_causes, num_rows).
+    """Returns inputs of the causal model, and the columns that a table can show, (G, num_causes, num_rows) each.
 
-    They differ for categories: codes have no meaning, so each has its own effect.
+    For a category, the column contains codes, and the input of the causal model is an effect drawn for each code.
     """
     z = _correlated(random, random.normal(num_causes, num_rows))
     uniform = torch.special.ndtr(z)
-    # A column is normal below 1/4, uniform below 1/2, else categorical. Some tables have columns of one kind.
+    # A column is normal below 1/4, uniform below 1/2, and else categorical. Some tables have numeric columns only.
     column = torch.where(random.chance(0.4, 1), random.between(0, 0.35, 1), random.uniform(num_causes))[..., None]
     levels = random.integer(2, _MOST_LEVELS, num_causes, 1)
-    # skewed categories are more frequent at the beginning
+    # With skew, the distribution of categories is not uniform.
     skew = random.uniform(num_causes, 1) * random.chance(0.5, num_causes, 1)
     code = (uniform * (1 - skew * (1 - uniform.square())) * levels).long().minimum(levels - 1)
     effects = random.normal(num_causes, _MOST_LEVELS)
@@ -27,13 +27,13 @@ def draw_causes(random: TableRandom, num_causes: int, num_rows: int) -> tuple[Te
     effect = torch.where(is_ordered, code * (2 / levels), effects.gather(2, code))
     is_category = column >= 0.5
     number = torch.where(column < 0.25, z, 2 * uniform)
-    # in half of the tables some causes weigh much more than others
+    # In half of the tables some causes have much larger scales than others.
     scale = random.between(-2, 2, num_causes, 1).mul(random.chance(0.5, 1, 1)).exp()
     return torch.where(is_category, effect, number) * scale, torch.where(is_category, code.float(), number)
 
 
 def _correlated(random: TableRandom, z: Tensor) -> Tensor:
-    """Correlates half of the tables' columns by a few hidden factors; each column stays standard normal."""
+    """Correlates the columns of half of the tables by a few hidden factors; each column remains standard normal."""
     num_causes, num_rows = z.shape[1:]
     loadings = random.normal(num_causes, _NUM_FACTORS) * random.chance(0.5, 1, 1)
     total = (1 + loadings.square().sum(2, keepdim=True)).rsqrt()

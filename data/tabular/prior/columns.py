@@ -1,4 +1,4 @@
-"""Turns units into observed columns of tables."""
+"""Conversion of a causal model's units to columns of a table."""
 
 import torch
 from torch import Tensor
@@ -10,16 +10,16 @@ from data.tabular.prior.units import standardise
 MOST_LEVELS = 32
 """Largest number of categories of a column in version 1."""
 MANY_LEVELS = 128
-"""Largest number of categories of a column from version 2 on; a sixth of the columns draws log-uniformly up to it."""
+"""Largest number of categories in version 2, where the number is log-uniform for a sixth of categorical columns."""
 _MEAN_LEVELS = 10.0
 _MOST_DEVIATIONS = 4.0
 
 
 def draw_columns(random: TableRandom, settings: PriorSettings, units: Tensor) -> Tensor:
-    """Converts units (G, m, T) to columns (G, m, T), NaN where missing.
+    """Converts units, (G, m, T), to columns, (G, m, T), with NaN for missing values.
 
-    In some tables, some columns, randomly many of each kind, are heavy-tailed, floored, rounded, categorical, unrelated
-    to the rest, constant, or have gaps.
+    A random share of a table's columns is heavy-tailed, clipped from below, rounded, categorical, unrelated to the
+    other columns, constant, or has missing values.
     """
     num_features = units.shape[1]
     shares = torch.tensor([0.25, 0.15, 0.25, settings.categorical_share, 0.25, 0.03, settings.missing_share])
@@ -38,7 +38,10 @@ def draw_columns(random: TableRandom, settings: PriorSettings, units: Tensor) ->
 
 
 def without_outliers(x: Tensor) -> Tensor:
-    """Clips standardised columns at 4 standard deviations, computed from values within 4; standardises again."""
+    """Clips standardised columns, (..., T), at 4 standard deviations and standardises them again.
+
+    The bounds come from statistics of the columns clipped to [-4, 4].
+    """
     inner = x.clamp(-_MOST_DEVIATIONS, _MOST_DEVIATIONS)
     mean = inner.mean(-1, keepdim=True)
     reach = _MOST_DEVIATIONS * (inner - mean).square().mean(-1, keepdim=True).sqrt()
@@ -46,14 +49,14 @@ def without_outliers(x: Tensor) -> Tensor:
 
 
 def _in_random_rows(random: TableRandom, x: Tensor) -> Tensor:
-    """Picks a random row's value in each column of x (G, m, T): (G, m, 1)."""
+    """Returns the value of a random row for each column of x, (G, m, T): (G, m, 1)."""
     return x.gather(2, random.integer(0, x.shape[2] - 1, x.shape[1], 1))
 
 
 def _with_categories(random: TableRandom, x: Tensor, chosen: Tensor, version: int) -> Tensor:
-    """Converts chosen columns (G, m, 1) to codes of the intervals between values in random rows.
+    """Converts chosen columns to codes of categories, which are intervals between values of random rows.
 
-    The codes are shuffled, except in some tables.
+    chosen: (G, m, 1) bool. The codes are shuffled, except in some tables.
     """
     num_features, num_rows = x.shape[1:]
     levels, most = (
@@ -75,16 +78,16 @@ def _with_categories(random: TableRandom, x: Tensor, chosen: Tensor, version: in
 
 
 def _rolled(random: TableRandom, x: Tensor) -> Tensor:
-    """Gives each column the values of other rows: it keeps its distribution, without information."""
+    """Shifts the rows of each column, which keeps its distribution but makes it unrelated to other columns."""
     num_rows = x.shape[2]
     shift = random.integer(1, num_rows - 1, x.shape[1], 1)
     return x.gather(2, (torch.arange(num_rows) + shift) % num_rows)
 
 
 def _missing(random: TableRandom, x: Tensor, may: Tensor, version: int) -> Tensor:
-    """Chooses cells to remove, at random or only where the value exceeds a random one.
+    """Chooses cells to be missing, (G, m, T) bool, at random or only in rows where the value exceeds a random one.
 
-    From version 2 on the value may also be another column's.
+    In version 2 this value may be from another column. may: columns that may have missing cells.
     """
     num_features = x.shape[1]
     rate = 0.6 * random.uniform(num_features, 1).square() * may

@@ -1,8 +1,8 @@
-"""Draws a table's units from a random graph whose nodes are mixed functions of their parents.
+"""Units of a synthetic table from a random graph, whose nodes are functions of their parents.
 
 The design follows TabICLv2 (Qu et al., arXiv 2602.11139, section 5): sparse and dense graphs, networks, Gaussian
 processes, trees, linear and quadratic functions, products, and hyper-parameters that are correlated within a table.
-Every table has its own generator, so it depends on nothing but (seed, number, attempt).
+Every table has its own generator, so it depends on (seed, number, attempt) only.
 """
 
 import math
@@ -15,20 +15,20 @@ from numpy.random import Generator
 from data.tabular.prior.activations import FUNCTIONS, MOST_ARGUMENT
 
 MOST_NODES = 32
-"""Largest number of nodes of a graph; the smallest is 2."""
+"""Largest number of nodes of a graph; the smallest number is 2."""
 _MOST_PARENTS = 4
 _MOST_EXTRA = 3
-"""Most units of a node that neither a column nor the classes show."""
+"""Largest number of a node's units that neither a column nor the classes use."""
 _NUM_WAVES = 64
 _MOST_TREES, _MOST_DEPTH = 12, 5
 _MOST_CENTRES = 24
 _MOST_INPUTS = 12
-"""Most inputs of a quadratic function; others are left out."""
+"""Largest number of inputs of a quadratic function, which ignores further inputs."""
 _TINY = 1e-6
 
 
 class _Habits:
-    """Random choices of one table. Repeated choices of one kind resemble each other."""
+    """Random choices for one table, where repeated choices of one kind resemble each other."""
 
     def __init__(self, random: Generator) -> None:
         self.random = random
@@ -36,7 +36,7 @@ class _Habits:
         self._functions = random.dirichlet(np.full(len(_FUNCTIONS), 0.4))
 
     def share(self, kind: str) -> float:
-        """Draws a number between 0 and 1, by a beta distribution that belongs to this kind of choice."""
+        """Draws a number from 0 to 1 from a beta distribution, which is itself drawn once for each kind of choice."""
         if kind not in self._means:
             mean, strength = self.random.uniform(0.05, 0.95), math.exp(self.random.uniform(math.log(0.5), math.log(50)))
             self._means[kind] = strength * mean, strength * (1 - mean)
@@ -53,7 +53,7 @@ class _Habits:
         return _FUNCTIONS[self.chosen(self._functions)]
 
     def chosen(self, weights: np.ndarray, *shape: int) -> np.ndarray:
-        """Draws indices by their weights (n,): shape, int64."""
+        """Draws indices with probabilities in proportion to weights, (n,); returns int64 of the given shape."""
         total = weights.cumsum()
         return np.searchsorted(total[:-1], self.random.random(shape) * total[-1], side="right")
 
@@ -62,20 +62,20 @@ class _Habits:
         return self.random.standard_normal(shape, np.float32)
 
     def weights(self, *shape: int) -> np.ndarray:
-        """Draws normal weights (inputs, ...) whose sizes decay over the inputs, in random order, by a power law."""
+        """Draws normal weights, (inputs, ...), scaled by a power law over the inputs in random order."""
         decay = np.arange(1, shape[0] + 1, dtype=np.float32) ** -(2 * self.share("decay"))
         scale = self.random.permutation(decay / np.sqrt(np.square(decay).sum()))
         return self.normal(*shape) * scale.reshape(-1, *[1] * (len(shape) - 1))
 
 
 _Function = Callable[[_Habits, np.ndarray, int], np.ndarray]
-"""Maps (habits, inputs (T, d), width) to values (T, width)."""
+"""Function that maps (habits, inputs, width) to values, (T, width), for inputs, (T, d)."""
 
 
 def draw_graph(seed: int, number: int, attempt: int, num_columns: int, num_classes: int, num_rows: int) -> np.ndarray:
-    """Draws the units of one table: (num_columns + num_classes, T) float32, standardised.
+    """Draws the standardised units of one table, (num_columns + num_classes, T) float32.
 
-    The last num_classes units belong to one node, of which the classes are made.
+    The last num_classes units are units of one node, from which the classes are derived.
     """
     habits = _Habits(np.random.default_rng([2, attempt, number, seed % 2**63]))
     random = habits.random
@@ -98,7 +98,7 @@ def draw_graph(seed: int, number: int, attempt: int, num_columns: int, num_class
 
 
 def _edges(random: Generator, num_nodes: int) -> list[np.ndarray]:
-    """Draws each node's parents among the earlier nodes, with hubs and sinks (Cauchy graph of TabICLv2)."""
+    """Draws the parents of each node among earlier nodes, as in the Cauchy graph of TabICLv2 with hubs and sinks."""
     bias, out, into = random.standard_cauchy(), random.standard_cauchy(num_nodes), random.standard_cauchy(num_nodes)
     logits = (bias + out[:, None] + into).clip(-30, 30)
     is_edge = random.uniform(size=logits.shape) < 1 / (1 + np.exp(-logits))
@@ -106,7 +106,7 @@ def _edges(random: Generator, num_nodes: int) -> list[np.ndarray]:
 
 
 def _node(habits: _Habits, parents: list[np.ndarray], width: int, num_rows: int) -> np.ndarray:
-    """Computes a node: noise without parents, a function of all of them, or one function for each, joined."""
+    """Computes a node: random causes if it has no parents, else a function of all parents, or of each, combined."""
     if not parents:
         return _root(habits, width, num_rows)
     if len(parents) == 1 or habits.share("together") < 0.5:
@@ -119,7 +119,7 @@ def _node(habits: _Habits, parents: list[np.ndarray], width: int, num_rows: int)
 
 
 def _root(habits: _Habits, width: int, num_rows: int) -> np.ndarray:
-    """Draws causes: normal, uniform, or clusters, and correlates some of them."""
+    """Draws the units of a node without parents: normal, uniform or clustered values, which may be correlated."""
     random, kind = habits.random, habits.integer("root", 0, 2)
     x = habits.normal(num_rows, width) if kind != 1 else random.random((num_rows, width), np.float32) * 3.5 - 1.75
     if kind == 2:
@@ -146,7 +146,7 @@ def _quadratic(habits: _Habits, x: np.ndarray, width: int) -> np.ndarray:
 
 
 def _network(habits: _Habits, x: np.ndarray, width: int) -> np.ndarray:
-    """One or two hidden layers, each with its own activation."""
+    """Applies a random network with one or two hidden layers, each with a random activation function."""
     for _ in range(habits.integer("layers", 1, 2)):
         hidden = _standardised(x @ habits.weights(x.shape[1], habits.integer("hidden", 3, 32)))
         steepness, shift = habits.log_between("steepness", 0.3, 3), habits.normal(hidden.shape[1])
@@ -156,7 +156,7 @@ def _network(habits: _Habits, x: np.ndarray, width: int) -> np.ndarray:
 
 
 def _gaussian_process(habits: _Habits, x: np.ndarray, width: int) -> np.ndarray:
-    """Random Fourier features; heavy-tailed frequencies give rough functions, as of a Matern kernel."""
+    """Applies a random function from random Fourier features; heavy-tailed frequencies imitate a Matern kernel."""
     random, smoothness = habits.random, habits.log_between("smoothness", 0.5, 10)
     frequencies = habits.weights(x.shape[1], _NUM_WAVES) * habits.log_between("frequency", 0.3, 3)
     scales = random.standard_gamma(smoothness, _NUM_WAVES, np.float32) / smoothness + 0.01
@@ -165,7 +165,7 @@ def _gaussian_process(habits: _Habits, x: np.ndarray, width: int) -> np.ndarray:
 
 
 def _trees(habits: _Habits, x: np.ndarray, width: int) -> np.ndarray:
-    """Sums oblivious trees, whose questions compare an input with its value in a random row."""
+    """Sums oblivious decision trees, whose splits compare an input with its value in a random row."""
     random, num_trees = habits.random, habits.integer("trees", 1, _MOST_TREES)
     depth = habits.integer("depth", 1, _MOST_DEPTH)
     inputs = habits.chosen(np.abs(habits.weights(x.shape[1])), num_trees, depth)
@@ -175,7 +175,7 @@ def _trees(habits: _Habits, x: np.ndarray, width: int) -> np.ndarray:
 
 
 def _nearest(habits: _Habits, x: np.ndarray, width: int) -> np.ndarray:
-    """Gives every row the values that belong to the nearest of a few rows."""
+    """Returns random values that depend on which of a few random rows is the nearest."""
     centres = x[habits.random.integers(len(x), size=habits.integer("centres", 2, _MOST_CENTRES))]
     distance = np.square(centres).sum(axis=1) - 2 * x @ centres.T
     return habits.normal(len(centres), width)[distance.argmin(axis=1)]

@@ -1,4 +1,4 @@
-"""Random numbers for several tables at once, each a function of its own number only."""
+"""Random numbers for a batch of tables, where the numbers of a table do not depend on the other tables."""
 
 import math
 
@@ -9,9 +9,9 @@ from torch import Tensor
 from trainer.loading.counter_random import random_bits, uniform
 
 SHAPE_STREAM, KIND_STREAM, _SEED_STREAM, _FIRST_STREAM = range(4)
-"""Streams of `counter_random` for different purposes; all from the last one are in use."""
+"""Streams of `counter_random` for different purposes; all streams from _FIRST_STREAM on serve uniform numbers."""
 _CHUNK = 1024
-"""Numbers drawn at a time for small requests, since a call costs as much as some hundred numbers."""
+"""Amount of numbers drawn at a time for small requests, because a call takes as long as hundreds of numbers."""
 _MOST_POOLS = 16
 _GRANULE = 16
 
@@ -19,11 +19,12 @@ Bound = float | Tensor
 
 
 class TableRandom:
-    """Randomness of some tables. Row i of a result depends only on (seed, numbers[i], attempt) and the calls.
+    """Random numbers for a batch of tables.
 
-    Uniform numbers are hashed counters; normal ones come from a generator reseeded for each table.
+    Row i of a result depends only on (seed, numbers[i], attempt) and on the sequence of draws made. Uniform numbers are
+    hashed counters. Normal numbers come from a generator that is reseeded for each table.
 
-    numbers: (G,) int64, the tables. attempt: changes all numbers.
+    numbers: (G,) int64, identifies the tables. attempt: changes all random numbers.
     """
 
     def __init__(self, seed: int, numbers: np.ndarray, attempt: int) -> None:
@@ -35,7 +36,7 @@ class TableRandom:
         self._generator = torch.Generator()
 
     def uniform(self, *shape: int) -> Tensor:
-        """Draws uniformly in [0, 1): (G, *shape)."""
+        """Draws uniform numbers in [0, 1): (G, *shape)."""
         num = math.prod(shape)
         if self._uniform.shape[1] < num:
             self._uniform = uniform(*self._key, (max(num, _CHUNK),), _FIRST_STREAM + self._num_chunks)
@@ -44,20 +45,20 @@ class TableRandom:
         return torch.from_numpy(taken.reshape(-1, *shape))
 
     def between(self, low: Bound, high: Bound, *shape: int) -> Tensor:
-        """Draws uniformly between two bounds, each a number or (G, *shape): (G, *shape)."""
+        """Draws uniform numbers between two bounds, which are numbers or (G, *shape): (G, *shape)."""
         return self.uniform(*shape) * (high - low) + low
 
     def log_between(self, low: float, high: float, *shape: int) -> Tensor:
-        """Draws log-uniformly between two bounds: (G, *shape)."""
+        """Draws log-uniform numbers between two bounds: (G, *shape)."""
         return self.between(math.log(low), math.log(high), *shape).exp_()
 
     def integer(self, low: int | Tensor, high: int | Tensor, *shape: int) -> Tensor:
         """Draws integers from low to high, inclusive: (G, *shape) int64."""
-        # an integer times a multiple of 2^-24 below 1 is never rounded up to the integer
+        # An integer times a multiple of 2^-24 below 1 is never rounded up to the integer.
         return (self.uniform(*shape) * (high - low + 1)).long() + low
 
     def chance(self, probability: Bound, *shape: int) -> Tensor:
-        """Returns True with a probability: (G, *shape) bool."""
+        """Draws booleans that are True with the given probability: (G, *shape)."""
         return self.uniform(*shape) < probability
 
     def normal(self, *shape: int) -> Tensor:
@@ -71,27 +72,27 @@ class TableRandom:
         return taken.unflatten(1, shape)
 
     def _pool(self, num: int) -> Tensor:
-        # The generator uses 32 bits of a seed: two tables may share a pool, but their uniform numbers differ.
+        # The generator uses 32 bits of a seed. Two tables may get equal numbers here, but different uniform numbers.
         pool = torch.empty(len(self._key[2]), num)
         for of_table, seed in zip(pool.unbind(), self._seeds.pop(), strict=True):
             of_table.normal_(generator=self._generator.manual_seed(seed))
         return pool
 
     def of(self, part: slice) -> "TableRandom":
-        """Returns independent randomness for some of the tables."""
+        """Returns independent random numbers for some of the tables."""
         seed, attempt, numbers = self._key
         return TableRandom(~seed, numbers[part], attempt)
 
 
 def padded(size: int) -> int:
-    """Rounds up a size so that the next matrix has the same 64-byte alignment."""
+    """Rounds a size up to a multiple of 16, so that consecutive float32 matrices have the same 64-byte alignment."""
     return -(-size // _GRANULE) * _GRANULE
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """Multiplies each table's matrices (G, p, q) and (G, q, r), r a multiple of 16, one after another.
+    """Multiplies matrices (G, p, q) and (G, q, r), table by table; r is a multiple of 16.
 
-    Rounding of torch.bmm may depend on the number of tables, and that of any product on memory alignment.
+    The rounding of torch.bmm could depend on the number of tables, and the rounding of any product on memory alignment.
     """
     assert b.shape[2] % _GRANULE == 0
     result = a.new_empty(len(a), a.shape[1], b.shape[2])

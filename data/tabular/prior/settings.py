@@ -1,4 +1,4 @@
-"""Settings of the prior: sizes of synthetic tables, and shares of each kind."""
+"""Settings of the pre-training prior: sizes and kinds of synthetic tables."""
 
 import math
 from dataclasses import dataclass
@@ -11,15 +11,18 @@ from trainer.loading.counter_random import uniform
 
 @dataclass(frozen=True)
 class PriorSettings:
-    """Distribution of the tables; all ranges include both ends.
+    """Distribution of synthetic tables; all ranges include both ends.
 
-    rows: per table, context plus queries, log-uniform.
-    features: columns per table, uniform.
-    classes: maximum per table, 2 to 10. Half of the tables have two, the others a uniform number up to this.
-    context_share: share of rows in the context, uniform.
-    tree_share: share of tables whose causal model consists of trees rather than network layers.
-    categorical_share, missing_share: share of tables in which columns may be categorical, or have gaps.
-    tables_per_shape: consecutive tables of equal shape, which fill a batch without padding.
+    version: 1 for layered causal models, 2 for random graphs.
+    rows: range of the number of rows per table, context plus queries, drawn log-uniformly.
+    features: range of the number of columns per table, drawn uniformly.
+    classes: largest number of classes per table, 2 to 10. Half of the tables have two; the others draw uniformly from 2
+        to this number.
+    context_share: range of the share of rows in the context, drawn uniformly.
+    tree_share: share of tables of version 1 whose causal model consists of trees rather than network layers.
+    categorical_share: share of tables in which columns may be categorical.
+    missing_share: share of tables in which columns may have missing values.
+    tables_per_shape: number of consecutive tables of equal shape, which form a batch without padding.
     """
 
     version: int = 1
@@ -37,11 +40,11 @@ class PriorSettings:
         assert 2 <= self.classes <= 10 and 0 < self.context_share[0] <= self.context_share[1] < 1
 
     def shape(self, seed: int, group: int) -> tuple[int, int, int]:
-        """Returns (context rows, query rows, features) of a group, number // tables_per_shape."""
+        """Returns (context rows, query rows, features) for tables of a group, which is number // tables_per_shape."""
         rows, share, features = uniform(seed, 0, np.array([group]), (3,), SHAPE_STREAM)[0].tolist()
         fewest, most = self.rows
         num_rows = min(most, int(fewest * math.exp(rows * math.log((most + 1) / fewest))))
         low, high = self.context_share
-        # the context must have a row of each class
+        # The context must have a row of each class.
         num_context = min(max(round(num_rows * (low + share * (high - low))), self.classes), num_rows - 1)
         return num_context, num_rows - num_context, self.features[0] + int(features * (1 + np.ptp(self.features)))

@@ -1,7 +1,7 @@
-"""Structure of a table's causal model: causes, layers, units, and which units become columns and classes.
+"""Structure of a table's causal model: causes, layers, units, and the units that become columns and classes.
 
-Units are numbered through all blocks: block 0 has the causes, block l the units of layer l, each `width` units of which
-a table uses the first ones.
+Units form blocks of `width` units, of which a table uses the first: causes in block 0, units of layer l in block l.
+Unit numbers count through all blocks.
 """
 
 from dataclasses import dataclass, fields
@@ -14,32 +14,33 @@ from data.tabular.prior.randomness import KIND_STREAM, TableRandom, padded
 from trainer.loading.counter_random import uniform
 
 NUM_LAYERS = 4
-"""Maximum depth."""
+"""Largest number of layers of a network."""
 NUM_TREE_LAYERS = 2
 NUM_CLASS_UNITS = 10
-"""Candidate units per table for its classes; the first may suffice."""
+"""Number of units per table from which classes are derived; some tables use only the first unit."""
 MOST_CAUSES = 10
-"""Limit for a causal model; other models have one per column."""
+"""Largest number of causes of a causal table; the columns of other tables are their causes."""
 
 
 def width_of(num_features: int) -> int:
-    """Returns units per block: enough for features and class units of the shallowest model, at least 32."""
+    """Returns the number of units per block: at least 32, and enough for columns and classes of a one-layer model."""
     return padded(max(num_features + NUM_CLASS_UNITS, 32))
 
 
 def most_causes(num_features: int) -> int:
-    """Returns the causes drawn for every table, used or not."""
+    """Returns the number of causes drawn for every table, of which the table may use fewer."""
     return padded(max(num_features, MOST_CAUSES))
 
 
 @dataclass(frozen=True)
 class Structure:
-    """Structures of G tables, all (G, 1) but the last two. Networks precede trees; within both, deeper ones come first.
+    """Structures of G tables, sorted: networks before trees, and within both kinds deeper models first.
 
-    num_causes: real units of block 0. num_units: of the other blocks. depth: number of layers.
-    is_tree: units are sums of trees rather than weighted sums of a network.
-    is_causal: columns are units of any layer; otherwise they are the causes.
-    features: (G, m), class_units: (G, NUM_CLASS_UNITS), unit numbers.
+    num_causes: (G, 1), number of causes. num_units: (G, 1), number of units per layer. depth: (G, 1), number of layers.
+    is_tree: (G, 1), whether units are sums of trees rather than weighted sums of a network.
+    is_causal: (G, 1), whether columns are units of the layers rather than causes.
+    features: (G, m), numbers of the units that become columns.
+    class_units: (G, NUM_CLASS_UNITS), numbers of the units from which classes are derived.
     """
 
     num_causes: Tensor
@@ -51,14 +52,14 @@ class Structure:
     class_units: Tensor
 
     def of(self, part: slice) -> "Structure":
-        """Selects some of the tables."""
+        """Returns the structures of some of the tables."""
         return Structure(*(getattr(self, field.name)[part] for field in fields(self)))
 
 
 def draw_kinds(seed: int, numbers: np.ndarray, attempt: int, tree_share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Draws is_tree (G,) bool and depth (G,) int64 for tables (G,) in any order.
+    """Draws is_tree, (G,) bool, and depth, (G,) int64, for tables in the order of numbers, (G,).
 
-    Nearly half of the networks have one layer: targets below many random layers are rarely predictable.
+    Half of the networks have one layer, because targets after many random layers are rarely predictable.
     """
     kind, depth = uniform(seed, attempt, numbers, (2,), KIND_STREAM).T
     is_tree = kind < tree_share
@@ -66,7 +67,7 @@ def draw_kinds(seed: int, numbers: np.ndarray, attempt: int, tree_share: float) 
 
 
 def draw_structure(random: TableRandom, is_tree: Tensor, depth: Tensor, num_features: int) -> Structure:
-    """Draws the rest of the structures, for a number of columns; is_tree, depth: (G, 1), in the order above."""
+    """Draws the other elements of the structures; is_tree, depth: (G, 1), sorted as in `Structure`."""
     width = width_of(num_features)
     is_causal = random.chance(0.5, 1)
     fewest = torch.where(is_causal, -(-(num_features + NUM_CLASS_UNITS) // depth), 4).clamp(min=4)
@@ -84,7 +85,10 @@ def draw_structure(random: TableRandom, is_tree: Tensor, depth: Tensor, num_feat
 def _units_to_see(
     random: TableRandom, num_features: int, width: int, depth: Tensor, num_units: Tensor, class_units: Tensor
 ) -> Tensor:
-    """Draws columns of a causal model: adjacent units in half of the tables, otherwise any but the class units."""
+    """Draws the units that become columns: neighbouring units in half of the tables, random units in the others.
+
+    Class units are chosen only if there are too few others.
+    """
     unit = torch.arange(width)
     block = torch.arange(NUM_LAYERS + 1)[:, None]
     rank = ((block - 1) * num_units[..., None] + unit).flatten(1)

@@ -1,4 +1,4 @@
-"""Data set of synthetic classification problems, each table a function of (seed, number)."""
+"""Data set of synthetic classification tables, each a function of the settings, a seed and a number."""
 
 from pathlib import Path
 
@@ -20,13 +20,13 @@ from trainer.loading.order import SampleKeys
 
 
 class PriorTables:
-    """A number of tables, with fresh_each_epoch new ones in every epoch.
+    """Data set of num_tables synthetic tables; fresh_each_epoch: whether to draw new tables in every epoch.
 
-    A batch is a dictionary of B tables with up to N context rows, Q queries and m features:
-        context (B, N, m), queries (B, Q, m) float32, NaN where missing; labels (B, N), targets (B, Q) int64
-        num_context, num_features, num_classes: (B,) int64, real sizes; the rest is padding behind, with labels 0 and
-        targets -1.
-    Every class occurs in the context, and there are at least two.
+    A batch is a dictionary of B tables with up to N context rows, Q query rows and m features:
+        context (B, N, m), queries (B, Q, m): float32, NaN where missing
+        labels (B, N), targets (B, Q): int64, padded at the end with labels 0 and targets -1
+        num_context, num_features, num_classes (B,): int64, sizes without padding
+    A table has at least two classes, and every class occurs in the context.
     """
 
     def __init__(self, settings: PriorSettings, seed: int, num_tables: int, *, fresh_each_epoch: bool = False) -> None:
@@ -47,7 +47,7 @@ class PriorTables:
         return parts[0] if len(parts) == 1 else _padded(parts, places)
 
     def largest(self, epoch: int, count: int) -> np.ndarray:
-        """Returns consecutive samples of an epoch with the most cells as a padded batch: (count,) int64."""
+        """Returns the indices, (count,), of consecutive samples of an epoch whose padded batch has the most cells."""
         shapes, shape_of_table = self._shapes(self._numbers(np.arange(self._num_tables), epoch))
         count = min(count, self._num_tables)
         windows = sliding_window_view(np.array(shapes)[shape_of_table], count, axis=0)
@@ -58,13 +58,13 @@ class PriorTables:
         return index.astype(np.int64) + (epoch * self._num_tables if self._fresh_each_epoch else 0)
 
     def _shapes(self, numbers: np.ndarray) -> tuple[list[tuple[int, int, int]], np.ndarray]:
-        """Returns the distinct shapes of these tables, and each table's index among them."""
+        """Returns the distinct shapes of the tables, and the index of each table's shape."""
         groups, group_of_table = np.unique(numbers // self._settings.tables_per_shape, return_inverse=True)
         return [self._settings.shape(self._seed, int(group)) for group in groups], group_of_table
 
 
 def write_tables(tables: PriorTables, path: Path) -> None:
-    """Writes the first epoch's tables as one padded batch into an .npz. Raises UserError."""
+    """Writes the tables of epoch 0 as one padded batch to an .npz file; raises UserError if that fails."""
     batch = tables.__getitems__(SampleKeys(np.arange(len(tables)), 0))
     with (
         refusing_disk_errors(f"--prior-only {path}", "choose a file that can be written"),
@@ -74,7 +74,7 @@ def write_tables(tables: PriorTables, path: Path) -> None:
 
 
 def draw_tables(settings: PriorSettings, seed: int, numbers: np.ndarray, shape: tuple[int, int, int]) -> Arrays:
-    """Draws the tables of these numbers (B,), all of one shape, as a batch of `PriorTables`."""
+    """Draws the tables with the given numbers, (B,), all of one shape, as a batch of `PriorTables`."""
     batch = _attempt(settings, seed, numbers, shape, 0)
     attempt = 0
     while len(failed := np.flatnonzero(batch["num_classes"] < 2)):
@@ -87,7 +87,10 @@ def draw_tables(settings: PriorSettings, seed: int, numbers: np.ndarray, shape: 
 def _attempt(
     settings: PriorSettings, seed: int, numbers: np.ndarray, shape: tuple[int, int, int], attempt: int
 ) -> Arrays:
-    """Draws the tables once. A few may have a single class; from version 2 on also those that nothing predicts."""
+    """Draws each table once; num_classes is 1 for tables to draw again.
+
+    In version 2 these include tables whose classes are not predictable.
+    """
     num_context, num_queries, num_features = shape
     num_rows = padded(num_context + num_queries)  # surplus rows are dropped at the end
     draw = _draw_layers if settings.version == 1 else _draw_graphs
@@ -114,13 +117,13 @@ def _attempt(
 
 
 _Units = tuple[np.ndarray, TableRandom, torch.Tensor, torch.Tensor]
-"""Order of the tables (G,), their randomness, the units of columns (G, m, T) and those of classes (G, U, T)."""
+"""Order of tables, (G,), their random numbers, units of columns, (G, m, T), and units of classes, (G, U, T)."""
 
 
 def _draw_layers(
     settings: PriorSettings, seed: int, numbers: np.ndarray, attempt: int, num_features: int, num_rows: int
 ) -> _Units:
-    """Draws the units of version 1."""
+    """Draws the units of tables by layered causal models, version 1 of the prior."""
     is_tree, depth = draw_kinds(seed, numbers, attempt, settings.tree_share)
     by_kind = np.lexsort((-depth, is_tree))
     random = TableRandom(seed, numbers[by_kind], attempt)
@@ -135,7 +138,7 @@ def _draw_layers(
 def _draw_graphs(
     settings: PriorSettings, seed: int, numbers: np.ndarray, attempt: int, num_features: int, num_rows: int
 ) -> _Units:
-    """Draws the units of version 2."""
+    """Draws the units of tables by random graphs, version 2 of the prior."""
     size = (num_features, NUM_CLASS_UNITS, num_rows)
     units = torch.from_numpy(np.stack([draw_graph(seed, number, attempt, *size) for number in numbers.tolist()]))
     random = TableRandom(seed, numbers, attempt)
@@ -143,7 +146,7 @@ def _draw_graphs(
 
 
 def _padded(parts: list[Arrays], places: list[np.ndarray]) -> Arrays:
-    """Joins batches of different shapes into one, each table at its position."""
+    """Pads batches of different shapes and concatenates them; places: each table's position in the result."""
     batch = {}
     back = np.argsort(np.concatenate(places))
     for name in parts[0]:

@@ -1,4 +1,4 @@
-"""Derives classes from a causal model's units, and chooses context rows."""
+"""Derivation of classes from a causal model's units, and choice of context rows."""
 
 import math
 
@@ -14,18 +14,18 @@ _MOST_PROTOTYPES = 32
 
 
 def draw_labels(random: TableRandom, units: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Returns labels (G, T) int64 and the number of classes, (G,), from units (G, U, T), the first or all of them.
+    """Returns labels, (G, T) int64, and numbers of classes, (G,), derived from units, (G, U, T).
 
-    Classes are intervals of the first unit, by random shares of rows or between random values; or the index of the
-    largest unit; or regions around a few rows, one to three per class. They are shuffled, except in some tables. Some
-    tables have wrong labels. A table may fail to have two classes.
+    Classes are intervals of the first unit, the index of the largest unit, or regions around a few rows, one to three
+    rows per class. Class numbers are shuffled, except in some tables. Some tables have wrong labels. A table may have a
+    single class.
     """
     num_classes = torch.where(random.chance(0.5, 1), 2, random.integer(2, most, 1))
     kind = random.uniform(1)
     latent = without_outliers(standardise(units[:, :1]))[:, 0]
     in_order = latent.sort(1).values
     bounds = torch.where(kind < 0.3, random.normal(most - 1), _quantiles(random, in_order, num_classes, most))
-    # between the smallest and the largest value, so that there are two classes
+    # Bounds between the smallest and the largest value give at least two classes.
     bounds = bounds.clamp(in_order[:, 1:2], in_order[:, -1:])
     bounds = bounds.masked_fill_(torch.arange(1, most) >= num_classes, float("inf")).sort(1).values
     labels = torch.searchsorted(bounds, latent, right=True)
@@ -46,14 +46,14 @@ def draw_labels(random: TableRandom, units: Tensor, most: int) -> tuple[Tensor, 
 
 _NUM_FERNS, _FERN_DEPTH = 64, 4
 _LEAST_GAIN = 3.0
-"""Standard errors by which queries must be likelier than by the classes' shares."""
+"""Minimum gain in mean log-likelihood of the queries over class frequencies, in standard errors."""
 
 
 def is_predictable(rows: np.ndarray, labels: np.ndarray, num_context: int, key: tuple[int, int, int]) -> bool:
-    """Returns whether random ferns that saw the context predict the queries better than the classes' shares do.
+    """Returns whether random ferns fitted to the context predict the queries better than class frequencies do.
 
-    A fern is an oblivious tree of random questions (Ozuysal et al., 2010). rows: (T, m), NaN where missing. labels:
-    (T,). key: determines the questions.
+    A fern is an oblivious decision tree with random splits (Ozuysal et al., 2010). rows: (T, m), NaN where missing.
+    labels: (T,). key: seed of the splits.
     """
     random = np.random.default_rng([abs(part) for part in key])
     column = random.integers(rows.shape[1], size=(_NUM_FERNS, _FERN_DEPTH))
@@ -77,7 +77,7 @@ def is_predictable(rows: np.ndarray, labels: np.ndarray, num_context: int, key: 
 
 
 def _quantiles(random: TableRandom, in_order: Tensor, num_classes: Tensor, most: int) -> Tensor:
-    """Draws bounds between classes of random shares, exponential numbers to a power of 0 to 1.5."""
+    """Draws bounds between classes of random sizes, in proportion to exponential numbers to a power from 0 to 1.5."""
     num_rows = in_order.shape[1]
     shares = ((1 - random.uniform(most)).log().neg() + 1e-3).log().mul(random.between(0, 1.5, 1)).exp()
     shares = shares * (torch.arange(most) < num_classes)
@@ -86,13 +86,13 @@ def _quantiles(random: TableRandom, in_order: Tensor, num_classes: Tensor, most:
 
 
 def _largest(units: Tensor, offsets: Tensor, num_classes: Tensor) -> Tensor:
-    """Returns the index of the largest of the first units (G, U, T) plus offsets (G, U): (G, T)."""
+    """Returns the index of the largest of the first num_classes units, (G, U, T), plus offsets, (G, U): (G, T)."""
     offsets = offsets.masked_fill(torch.arange(units.shape[1]) >= num_classes, float("-inf"))
     return (units + offsets[..., None]).argmax(1)
 
 
 def _nearest(units: Tensor, rows: Tensor, num_prototypes: Tensor) -> Tensor:
-    """Returns the index of the nearest of the first num_prototypes (G, 1) rows (G, _MOST_PROTOTYPES): (G, T)."""
+    """Returns the index of the nearest of the first num_prototypes, (G, 1), of rows, (G, _MOST_PROTOTYPES): (G, T)."""
     prototypes = units.gather(2, rows[:, None, :].expand(-1, units.shape[1], -1)).transpose(1, 2).contiguous()
     closeness = products(prototypes, units) - prototypes.square().sum(2, keepdim=True) / 2
     is_used = torch.arange(_MOST_PROTOTYPES)[:, None] < num_prototypes[..., None]
@@ -100,7 +100,7 @@ def _nearest(units: Tensor, rows: Tensor, num_prototypes: Tensor) -> Tensor:
 
 
 def _with_errors(random: TableRandom, labels: Tensor) -> Tensor:
-    """Replaces some labels by those of other rows, in a third of the tables."""
+    """Replaces some labels by labels of other rows, in 30% of the tables."""
     rate = random.between(0, 0.3, 1) * random.chance(0.3, 1)
     num_rows = labels.shape[1]
     other = labels.gather(1, (torch.arange(num_rows) + random.integer(1, num_rows - 1, 1)) % num_rows)
@@ -108,7 +108,7 @@ def _with_errors(random: TableRandom, labels: Tensor) -> Tensor:
 
 
 def _dense(labels: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Renumbers the occurring classes in order: labels (G, T), and their number, (G,)."""
+    """Renumbers the classes that occur, in order; returns labels, (G, T), and numbers of classes, (G,)."""
     occurs = torch.zeros(len(labels), most, dtype=torch.int64).scatter_(1, labels, 1)
     return (occurs.cumsum(1) - 1).gather(1, labels), occurs.sum(1)
 
@@ -120,7 +120,7 @@ def _permuted(random: TableRandom, labels: Tensor, num_classes: Tensor, most: in
 
 
 def row_order(random: TableRandom, labels: Tensor, most: int) -> Tensor:
-    """Shuffles each table's rows, one of each class first, so that the context has every class: (G, T)."""
+    """Returns a random order of each table's rows, (G, T), that starts with one row of each class for the context."""
     num_rows = labels.shape[1]
     row = torch.arange(num_rows).expand(labels.shape)
     first = torch.full((len(labels), most), num_rows).scatter_reduce_(1, labels, row, "amin")

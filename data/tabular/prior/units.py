@@ -1,9 +1,10 @@
-"""Computes all units of a causal model, for all rows.
+"""Units of a layered causal model, computed for all rows of a table.
 
-A random network (TabPFN, arXiv 2207.01848, 3.3) or random trees (TabICL, arXiv 2502.05564, which fits them to noise).
+A layer is a random network layer (TabPFN, arXiv 2207.01848, 3.3) or a layer of random trees (similar to TabICL, arXiv
+2502.05564, which fits trees to noise).
 
-All tables are computed together, but each must not depend on the others, to the bit: sizes are padded to those of the
-shape, sums run along the last dimension, and matrix products are computed per table.
+Tables of a batch are computed together, but each is independent of the others to the bit: sizes are padded to a common
+size, sums run along the last dimension, and matrix products are computed table by table.
 """
 
 import math
@@ -21,20 +22,21 @@ _NUM_TREES, _TREE_DEPTH = 3, 3
 
 
 def standardise(x: Tensor) -> Tensor:
-    """Standardises along the last dimension; constants become 0."""
+    """Standardises x along the last dimension; constant values become 0."""
     centred = x - x.mean(-1, keepdim=True)
     return centred * (centred.square().mean(-1, keepdim=True) + _TINY).rsqrt()
 
 
 def taken(x: Tensor, numbers: Tensor) -> Tensor:
-    """Selects rows of x (G, U, T) by numbers (G, n): (G, n, T)."""
+    """Selects units of x, (G, U, T), by numbers, (G, n): (G, n, T)."""
     first = torch.arange(0, x.shape[0] * x.shape[1], x.shape[1])[:, None]
     return x.reshape(-1, x.shape[2]).index_select(0, (numbers + first).flatten()).view(*numbers.shape, x.shape[2])
 
 
 def draw_units(random: TableRandom, structure: Structure, causes: Tensor, width: int) -> Tensor:
-    """causes: (G, C, T), the first units of block 0. Returns (G, (NUM_LAYERS + 1) * width, T); unused units are
-    arbitrary.
+    """Computes all units from causes, (G, C, T), which are the first units of block 0.
+
+    Returns (G, (NUM_LAYERS + 1) * width, T), with arbitrary values for units that a table does not use.
     """
     num_tables, num_causes, num_rows = causes.shape
     num_networks = num_tables - int(structure.is_tree.sum())
@@ -50,8 +52,8 @@ def draw_units(random: TableRandom, structure: Structure, causes: Tensor, width:
 def _noise(random: TableRandom, width: int, num_rows: int) -> Tensor:
     """Draws noise for the units of all layers: (G, NUM_LAYERS, width, T).
 
-    Each unit sees another window of one sequence, independent within a row; reuse across rows is undetectable, since
-    rows have no order.
+    The noise of each unit is a different slice of one random sequence. Noise is independent within a row. Rows reuse
+    numbers, which cannot be detected because the order of rows is random.
     """
     num_windows = NUM_LAYERS * width
     sequence = random.normal((num_windows - 1) * _STRIDE + num_rows) * random.log_between(1e-4, 0.5, 1)
@@ -59,7 +61,7 @@ def _noise(random: TableRandom, width: int, num_rows: int) -> Tensor:
 
 
 def _add_network(random: TableRandom, structure: Structure, blocks: Tensor, noise: Tensor) -> None:
-    """Fills the blocks (G, NUM_LAYERS + 1, width, T) after the first: a function of each unit, weights, noise."""
+    """Fills the blocks, (G, NUM_LAYERS + 1, width, T), of a network's layers: activations, weighted sums, noise."""
     weights = _weights(random, structure, blocks.shape[2])
     functions = draw_activations(random, NUM_LAYERS - 1)
     x = blocks[:, 0]
@@ -73,9 +75,10 @@ def _add_network(random: TableRandom, structure: Structure, blocks: Tensor, nois
 
 
 def _weights(random: TableRandom, structure: Structure, width: int) -> Tensor:
-    """(G, NUM_LAYERS, width, width), to and from. Drops small weights, or all between blocks of units.
+    """Draws weights, (G, NUM_LAYERS, width, width), from the last dimension to the one before it.
 
-    A unit's weights have length 1, so its values have about variance 1 beside the noise.
+    In half of the tables weights between different groups of units are 0, in the others small weights are 0. A unit's
+    weight vector has norm 1, so its values have a variance of about 1, not counting the noise.
     """
     weights = random.normal(NUM_LAYERS, width, width)
     unit = torch.arange(width)
@@ -86,21 +89,21 @@ def _weights(random: TableRandom, structure: Structure, width: int) -> Tensor:
     to_block = unit * num_blocks // structure.num_units[..., None]
     from_block = unit * num_blocks // num_inputs[..., None]
     from_block.masked_fill_(unit >= num_inputs[..., None], -1)
-    # a normal number is smaller than sqrt(2) erfinv(p) with probability p
+    # The absolute value of a normal number is below sqrt(2) erfinv(p) with probability p.
     threshold = torch.where(in_blocks, 0, random.between(0, 0.9, 1).erfinv() * math.sqrt(2))[..., None, None]
     weights *= (to_block[..., None] == from_block[:, :, None]) & (weights.abs() >= threshold)
     return weights.mul_((weights.square().sum(-1, keepdim=True) + _TINY).rsqrt_())
 
 
 def _add_trees(random: TableRandom, structure: Structure, blocks: Tensor, noise: Tensor) -> None:
-    """Fills the blocks with sums of oblivious trees per unit: all nodes of a level ask one question.
+    """Fills the blocks of layers with sums of oblivious trees, in which all nodes of a level have the same split.
 
-    A question compares an input with its value in a random row; the trees of a layer share a bank of questions.
+    A split compares an input with its value in a random row. The trees of a layer choose from a common set of splits.
     """
     width, num_rows = blocks.shape[2:]
     num_trees, num_questions = width * _NUM_TREES, 2 * width
     leaves = random.normal(NUM_TREE_LAYERS, num_trees, 2**_TREE_DEPTH)
-    # fewer trees, or fewer questions, make simpler functions
+    # Fewer trees or fewer splits make simpler functions.
     leaves *= torch.arange(num_trees)[:, None] < width * random.integer(1, _NUM_TREES, 1)[..., None, None]
     is_asked = torch.arange(_TREE_DEPTH)[:, None] < random.integer(1, _TREE_DEPTH, 1, num_trees)
     num_inputs = structure.num_causes
@@ -109,7 +112,7 @@ def _add_trees(random: TableRandom, structure: Structure, blocks: Tensor, noise:
         unit = random.integer(0, num_inputs - 1, num_questions)[:num_tables]
         row = random.integer(0, num_rows - 1, num_questions, 1)[:num_tables]
         inputs = taken(blocks[:num_tables, layer], unit)
-        answers = torch.zeros(num_tables, num_questions + 1, num_rows, dtype=torch.uint8)  # the last is always no
+        answers = torch.zeros(num_tables, num_questions + 1, num_rows, dtype=torch.uint8)  # the last answer is always 0
         answers[:, :-1] = inputs > inputs.gather(2, row)
         asked = random.integer(0, num_questions - 1, _TREE_DEPTH, num_trees).where(is_asked, num_questions)
         leaf = torch.zeros(num_tables, num_trees, num_rows, dtype=torch.uint8)
