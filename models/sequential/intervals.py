@@ -1,19 +1,18 @@
-"""Products with a table of one row per interval, looked up by each (query, key) pair.
-
-Attention to intervals needs, for query i and key j whose interval has the row r_ij of the table,
+"""Products of attention with a table of one row per time interval. Attention to intervals needs, with r_ij the row of
+the interval between query i and key j,
 
     logits_ij = query_i . table[r_ij]             (interval_logits)
     sums_i    = sum_j weight_ij table[r_ij]       (interval_sums)
 
-without storing the (B, Tq, T, width) looked-up rows. Either the queries are multiplied by the whole table, from which
-each pair picks a number, and the weights of keys at one interval are added before they are multiplied by the table: two
-matrix products, and tensors of (B, heads, Tq, rows). Or, on a CPU where the table has many more rows than there are
-keys, so that most of these products would be wasted, both are embedding bags (torch.nn.functional.embedding_bag). Each
-is the derivative of the other, and
+without storing the looked-up rows, (B, Tq, T, width). By default each is one matrix product: queries are multiplied by
+the whole table and each pair picks its number; weights of keys at the same interval are added first, then multiplied by
+the table. These need tensors of shape (B, heads, Tq, rows). On a CPU, if the table has many more rows than there are
+keys, most of that work would be wasted, so the sums are embedding bags (torch.nn.functional.embedding_bag) and the
+logits their derivative by the weights. The gradient of the table,
 
     table_gradient_r = sum over the pairs of row r of weight_ij query_i
 
-is a bag again, of pairs in the order of their rows. All are exact.
+is also an embedding bag, of the pairs sorted by row. All results are exact.
 """
 
 from functools import cached_property
@@ -28,27 +27,27 @@ from torch.autograd.graph import saved_tensors_hooks
 from trainer.common.torch_private import run_backward
 
 _ROWS_PER_KEY = 10
-"""Rows per key at which both forms are equally fast, in training and inference, for 25 to 200 keys."""
+"""Rows per key above which embedding bags are faster, measured in training and inference for 25 to 200 keys."""
 
 
 class Pairs:
-    """The table row looked up by each (query, key) pair."""
+    """The table row that each (query, key) pair looks up."""
 
     def __init__(self, row: Tensor, num_rows: int) -> None:
-        """row: (B, Tq, T) int64 in [0, num_rows)."""
+        """Stores the rows. row: (B, Tq, T) int64 in [0, num_rows)."""
         self.row = row
         self.num_rows = num_rows
 
     @cached_property
     def by_row(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns all pairs sorted by row: their indices, their queries' indices, and each row's first pair."""
+        """Returns pairs sorted by row: the pairs' indices, their queries' indices, and where each row begins."""
         row, pair = self.row.flatten().sort(stable=True)
         first = torch.searchsorted(row, torch.arange(self.num_rows))
         return pair, pair // self.row.shape[-1], first
 
 
 def interval_logits(query: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
-    """Returns query_i . table[r_ij] by head: (B, heads, Tq, C) and (heads, rows, C) -> (B, heads, Tq, T)."""
+    """Returns query_i . table[r_ij] per head: (B, heads, Tq, C) and (heads, rows, C) -> (B, heads, Tq, T)."""
     if _in_bags(pairs):
         return _by_head(_Logits, query, table, pairs)
     row = pairs.row.unsqueeze(1).expand(-1, query.shape[1], -1, -1)
@@ -56,17 +55,17 @@ def interval_logits(query: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
 
 
 def interval_sums(weight: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
-    """Returns sum_j weight_ij table[r_ij] by head: (B, heads, Tq, T) and (heads, rows, C) -> (B, heads, Tq, C)."""
+    """Returns sum_j weight_ij table[r_ij] per head: (B, heads, Tq, T) and (heads, rows, C) -> (B, heads, Tq, C)."""
     if _in_bags(pairs):
         return _by_head(_Sums, weight, table, pairs)
     row = pairs.row.unsqueeze(1).expand(-1, weight.shape[1], -1, -1)
     by_row = weight.new_zeros(*weight.shape[:-1], pairs.num_rows).scatter_add_(-1, row, weight)
-    # `@` would copy the table for every row of the batch
+    # `@` would copy the table for every sequence
     return torch.einsum("bhir,hrc->bhic", by_row, table)
 
 
 def _in_bags(pairs: Pairs) -> bool:
-    # the logits are computed as a derivative, which inference_mode lacks
+    # the logits are a derivative, and inference_mode disables autograd
     if pairs.row.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
     return pairs.num_rows > _ROWS_PER_KEY * pairs.row.shape[-1]
@@ -78,7 +77,7 @@ def _by_head(product: Any, x: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
 
 
 class _Logits(torch.autograd.Function):
-    """(B, Tq, C), (rows, C) -> (B * Tq, T)."""
+    """Computes the logits of one head: (B, Tq, C), (rows, C) -> (B * Tq, T)."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
@@ -98,7 +97,7 @@ class _Logits(torch.autograd.Function):
 
 
 class _Sums(torch.autograd.Function):
-    """(B, Tq, T), (rows, C) -> (B * Tq, C)."""
+    """Computes the sums of one head: (B, Tq, T), (rows, C) -> (B * Tq, C)."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
@@ -119,26 +118,26 @@ class _Sums(torch.autograd.Function):
 
 
 def _sums(weight: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
-    """(B * Tq, T), (rows, C) -> (B * Tq, C)."""
+    """Returns the sums of one head: (B * Tq, T), (rows, C) -> (B * Tq, C)."""
     return F.embedding_bag(pairs.row.flatten(0, 1), table, per_sample_weights=weight.contiguous(), mode="sum")
 
 
 def _logits(query: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
-    """(B * Tq, C), (rows, C) -> (B * Tq, T): the derivative of `_sums` by the weights in the direction of `query`."""
+    """Returns the gradient of (_sums(weight) * query).sum() by weight: (B * Tq, C), (rows, C) -> (B * Tq, T)."""
     with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
         weight = query.new_zeros(len(query), pairs.row.shape[-1], requires_grad=True)
-        # torch.autograd.grad would import sympy, a third of a second
+        # torch.autograd.grad would import sympy, which takes a third of a second
         run_backward((_sums(weight, table.detach(), pairs),), (query.detach(),))
     assert weight.grad is not None
     return weight.grad
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
-    # Hooks that recompute or offload saved tensors belong to the outer backward.
+    # Hooks that recompute or offload saved tensors are meant for the outer backward only.
     return tensor
 
 
 def _table_gradient(weight: Tensor, query: Tensor, pairs: Pairs) -> Tensor:
-    """(B * Tq, T), (B * Tq, C) -> (rows, C)."""
+    """Returns the gradient of the table: (B * Tq, T), (B * Tq, C) -> (rows, C)."""
     pair, of_query, first = pairs.by_row
     return F.embedding_bag(of_query, query, first, per_sample_weights=weight.flatten()[pair], mode="sum")

@@ -10,13 +10,13 @@ with coefficients that depend on the token (equations 7 and 8 of the paper): wit
     h_post = 2 sigmoid(a_post v phi_post + b_post)
     H_res = Sinkhorn(a_res v phi_res + b_res)
 
-Streams exist from the first sub-layer to the last: a model's first connection opens them as copies of its input, and
-the last one closes them by their mean. Where all streams are equal, or only their mean is used, H_res has a true
-gradient of zero (as has h_pre in front of a norm), so those two connections lack these coefficients.
+A model's first connection creates the streams as copies of its input, and its last one returns their mean. The first
+lacks h_pre and H_res: with equal streams they have no effect (a norm cancels the scale of h_pre X). The last lacks
+H_res, which does not change the mean.
 
-Initially h_post is 1, H_res is close to the identity and h_pre sums to 1, mostly on stream l mod n at connection l. All
-streams are then equal and the network is the plain pre-norm one, but streams are read differently and so receive
-different gradients; with equal h_pre they would stay equal forever.
+Initially h_post is 1, H_res is close to the identity and h_pre sums to 1, mostly on stream l mod n at connection l. So
+all streams are equal at first, and the network computes what a pre-norm network does. Unequal h_pre give the streams
+different gradients; with equal ones they would stay equal forever.
 """
 
 import math
@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from models.sequential.sasrec import NORM_EPS, Sublayer, rows
 
 _OTHERS_SHARE = 1 / (1 + math.exp(4.0))
-"""Initial h_pre of every stream but one: sigmoid(-4)."""
+"""Initial h_pre of all streams but one: sigmoid(-4)."""
 _RESIDUAL_LOGIT = 1.5
-"""Initial b_res: this on the diagonal, its negative elsewhere."""
+"""Initial value of b_res on the diagonal; elsewhere its negative."""
 _PHI_STD = 0.02
 _SMALLEST_ENTRY = math.exp(-27.0)
 
@@ -40,7 +40,7 @@ def hyper_connections(
     width: int, num_blocks: int, num_streams: int = 4, init_gate: float = 0.01, num_iterations: int = 20,
     in_full_precision: bool = False,
 ) -> list["HyperConnection"]:  # fmt: skip
-    """Creates a model's connections, two per block; see HyperConnection for the arguments."""
+    """Creates the connections of a model, two per block. Arguments: as in HyperConnection."""
     last = 2 * num_blocks - 1
     return [
         HyperConnection(
@@ -52,15 +52,11 @@ def hyper_connections(
 
 
 class HyperConnection(nn.Module):
-    """A connection around a sub-layer with normalised input, as in a pre-norm residual connection.
-
-    layer: index of the sub-layer in the model, from 0.
-    num_streams: n, at least 2.
-    init_gate: initial a_pre, a_post and a_res: how much the coefficients depend on the token.
-    num_iterations: of Sinkhorn and Knopp's algorithm, at least 1.
-    in_full_precision: disables autocast for the whole connection; otherwise its matrix products use it.
-    opens: takes (B, T, C) and creates the streams.
-    closes: returns (B, T, C), the mean of the streams.
+    """A hyper-connection around a sub-layer, which replaces a pre-norm residual connection. layer: index of the
+    sub-layer in the model, from 0. num_streams: n, at least 2. init_gate: initial a_pre, a_post and a_res: how much the
+    coefficients depend on the token. num_iterations: of Sinkhorn and Knopp's algorithm, at least 1. in_full_precision:
+    disables autocast for everything but the sub-layer. opens: takes (B, T, C) and creates the streams. closes: returns
+    (B, T, C), the mean of the streams.
     """
 
     def __init__(
@@ -87,11 +83,11 @@ class HyperConnection(nn.Module):
             self.residual = ResidualMatrix(read, n, init_gate, num_iterations)
 
     def forward(self, x: Tensor, sublayer: Sublayer, last: Tensor | None = None) -> Tensor:
-        """(B, T, n, C) -> (B, T, n, C), or (B, 1, n, C) with `last`; see `opens` and `closes`."""
+        """Applies the sub-layer: (B, T, n, C) -> (B, T, n, C), with `last` (B, 1, n, C); see `opens` and `closes`."""
         with self._precision(x):
             streams = x.unsqueeze(-2) if self.opens else x
             projected = self._projected(streams)
-            # A sum of products, since products of such thin matrices are many times slower on a CPU.
+            # multiplied and summed, since a product of such thin matrices is many times slower on a CPU
             read = x if self.opens else (torch.sigmoid(self.pre(projected["pre"])).unsqueeze(-1) * streams).sum(-2)
             normalised = self.norm(read)
         out = sublayer(rows(normalised, last), normalised)
@@ -104,9 +100,9 @@ class HyperConnection(nn.Module):
             return kept + post.unsqueeze(-1) * out.unsqueeze(-2)
 
     def _projected(self, streams: Tensor) -> dict[str, Tensor]:
-        """Returns RMSNorm(vec(X)) phi of all coefficients by name: (B, T, n, C) -> (B, T, number of coefficients) each.
+        """Returns RMSNorm(vec(X)) phi by name of the coefficients: (B, T, n, C) -> (B, T, number of coefficients) each.
 
-        RMSNorm's gain is absorbed in phi, and its division is applied to the product, which is shorter than its input.
+        Phi includes the weight of RMSNorm. Its division is applied to the product, which is smaller than its input.
         """
         phi = {name: part.phi for name, part in self.named_children() if isinstance(part, Coefficients)}
         flat = streams.flatten(-2)
@@ -121,7 +117,7 @@ class HyperConnection(nn.Module):
 
 
 class Coefficients(nn.Module):
-    """gate * (RMSNorm(vec(X)) phi) + bias, in full precision except for the product, which the connection computes."""
+    """Computes gate * projected + bias in full precision; the connection computes projected = RMSNorm(vec(X)) phi."""
 
     def __init__(self, num_inputs: int, bias: Tensor, gate: float) -> None:
         super().__init__()
@@ -130,15 +126,15 @@ class Coefficients(nn.Module):
         self.bias = nn.Parameter(bias)
 
     def forward(self, projected: Tensor) -> Tensor:
-        """(..., number of coefficients) -> the same shape."""
+        """Returns the coefficients, in the shape of `projected`: (..., number of coefficients)."""
         return self.gate * projected + self.bias
 
 
 class ResidualMatrix(Coefficients):
-    """Returns H_res of every token, doubly stochastic."""
+    """Computes H_res of every token, a doubly stochastic matrix."""
 
     stays_eager: ClassVar[bool] = True
-    """Not compiled by `torch.compile`, which would unroll all iterations for many minutes."""
+    """Excludes the module from `torch.compile`, which would unroll all iterations and take many minutes."""
 
     def __init__(self, num_inputs: int, num_streams: int, gate: float, num_iterations: int) -> None:
         super().__init__(num_inputs, _RESIDUAL_LOGIT * (2 * torch.eye(num_streams) - 1).flatten(), gate)
@@ -146,27 +142,27 @@ class ResidualMatrix(Coefficients):
         self.num_iterations = num_iterations
 
     def forward(self, projected: Tensor) -> Tensor:
-        """(..., n * n) -> (..., n, n)."""
+        """Returns H_res: (..., n * n) -> (..., n, n)."""
         logits = super().forward(projected).unflatten(-1, (self.num_streams, self.num_streams))
         return doubly_stochastic(logits, self.num_iterations)
 
 
 def _one_hot_read(stream: int, n: int) -> Tensor:
-    """Returns b_pre that reads mostly one stream, summing to exactly 1."""
+    """Returns the initial b_pre, (n,): h_pre sums to 1, mostly on the given stream."""
     share = torch.full((n,), _OTHERS_SHARE)
     share[stream] = 1 - (n - 1) * _OTHERS_SHARE
     return torch.logit(share)
 
 
 def doubly_stochastic(logits: Tensor, num_iterations: int) -> Tensor:
-    """Returns the doubly stochastic matrix near exp(logits): (..., n, n), at least in float32.
+    """Returns doubly stochastic matrices near exp(logits): (..., n, n), in at least float32.
 
-    Columns and rows are divided by their sums in turn (Sinkhorn and Knopp, 1967), rows last. Widely spread logits would
-    need too many iterations, so the columns' remaining error is removed by the rounding of Altschuler, Weed and
-    Rigollet (NeurIPS 2017, algorithm 2), after which rows and columns sum to 1 exactly.
+    Divides columns and rows by their sums in turn (Sinkhorn and Knopp, 1967), rows last. Widely spread logits would
+    need too many iterations, so rounding by Altschuler, Weed and Rigollet (NeurIPS 2017, algorithm 2) removes the
+    remaining error of the columns.
     """
     n = logits.shape[-1]
-    # with tokens last, sums over the small matrices are sums of long vectors
+    # with tokens last, summing rows or columns adds long vectors
     by_token = logits.reshape(-1, n, n).permute(1, 2, 0)
     if by_token.dtype in (torch.float16, torch.bfloat16):
         by_token = by_token.float()
@@ -180,15 +176,15 @@ def doubly_stochastic(logits: Tensor, num_iterations: int) -> Tensor:
 
 
 class _Sinkhorn(torch.autograd.Function):
-    """exp(logits) of (n, n, tokens), columns and rows normalised in turn.
+    """Normalises columns and rows of exp(logits) in turn, for logits (n, n, tokens).
 
-    Every iterate is diag(u) K diag(v), so only these vectors are iterated and stored for backward. Entries below e^-27
-    of their column's largest are raised to it, so that no sum vanishes.
+    Every iterate is diag(u) K diag(v) with a fixed K, so only u and v are computed and stored for backward. Entries
+    less than e^-27 times the largest of their column are raised to that, so that no sum becomes 0.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, num_iterations: int) -> Tensor:
-        # the first division cancels any column factor, so the largest entry can be 1
+        # scaling each column to a maximum of 1 changes nothing: the first division would cancel it
         kernel = (logits - logits.amax(0, keepdim=True)).exp().clamp(min=_SMALLEST_ENTRY).contiguous()
         u = [torch.ones_like(kernel[:, 0])]
         v = []
@@ -206,7 +202,7 @@ class _Sinkhorn(torch.autograd.Function):
         grad_u = (weighted * v[-1].unsqueeze(0)).sum(1)
         grad_v = (weighted * u[-1].unsqueeze(1)).sum(0)
         grad_kernel = u[-1].unsqueeze(1) * grad * v[-1].unsqueeze(0)
-        slope_u, slope_v = -u.square(), -v.square()  # of reciprocals
+        slope_u, slope_v = -u.square(), -v.square()  # derivatives of the reciprocals
         for t in reversed(range(len(v))):
             # u[t + 1] = 1 / (K v[t])
             row = grad_u * slope_u[t + 1]

@@ -1,7 +1,7 @@
-"""Ranking items: training losses, and the place of the true item.
+"""Training losses and metrics of next-item prediction.
 
-States (..., d) score item i by their dot product with row i of the item table; item 0 is padding and never scored.
-Every loss is a sum over positions whose target is an item.
+The score of item i is the dot product of a state, (..., d), with row i of the item table; item 0 is padding and never
+scored. Every loss is a sum over positions whose target is not padding.
 """
 
 import math
@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
-"""Scores held at once by `full_softmax`: few enough for a CPU's cache, enough to keep a GPU busy (256 MiB)."""
+"""Number of scores `full_softmax` computes at a time: few enough for a CPU's cache, or enough to keep a GPU busy."""
 _FEWEST_POSITIONS = 16
-"""Minimum positions per chunk, since each chunk reads the whole table."""
+"""Minimum number of positions per chunk, since each chunk reads the whole table."""
 
 
 def binary_cross_entropy(states: Tensor, targets: Tensor, negatives: Tensor, table: Tensor) -> Tensor:
-    """softplus(-s+) plus the mean of softplus(s-) over a position's negatives (SASRec, equation 6).
+    """Returns the sum of softplus(-s+) + mean of softplus(s-) over a position's negatives (SASRec, equation 6).
 
-    states: (B, T, d). targets: (B, T). negatives: (B, T, k). table: (num_items + 1, d). Returns a scalar.
+    states: (B, T, d). targets: (B, T). negatives: (B, T, k). table: (num_items + 1, d).
     """
     states = _of_items(states, targets)
     positive = (states * F.embedding(targets, table)).sum(-1)
@@ -32,12 +32,12 @@ def binary_cross_entropy(states: Tensor, targets: Tensor, negatives: Tensor, tab
 def generalised_binary_cross_entropy(
     states: Tensor, targets: Tensor, negatives: Tensor, table: Tensor, calibration: float
 ) -> Tensor:
-    """gBCE (Petrov and Macdonald, RecSys 2023, equation 12): counters the overconfidence that few negatives cause.
+    """Returns gBCE, less overconfident than BCE with few negatives (Petrov and Macdonald, RecSys 2023, equation 12).
 
-    -(log sigma(s+)^beta + sum log(1 - sigma(s-))) / (k + 1), with the sampling rate alpha = k / (num_items - 1) and
-    beta = alpha (t (1 - 1 / alpha) + 1 / alpha).
+    Per position, -(log sigma(s+)^beta + sum log(1 - sigma(s-))) / (k + 1), with the sampling rate alpha = k /
+    (num_items - 1) and beta = alpha (t (1 - 1 / alpha) + 1 / alpha).
 
-    negatives: (B, k), shared by a row's positions. calibration: t in [0, 1]; 0 is plain BCE, 1 unbiased.
+    negatives: (B, k), shared by all positions of a sequence. calibration: t in [0, 1]; 0 is BCE, 1 unbiased.
     """
     positive, negative = _scores(states, targets, negatives, table)
     k = negatives.shape[-1]
@@ -48,17 +48,17 @@ def generalised_binary_cross_entropy(
 
 
 def sampled_softmax(states: Tensor, targets: Tensor, negatives: Tensor, table: Tensor) -> Tensor:
-    """Softmax cross-entropy over the target and the row's k negatives, (B, k), drawn uniformly."""
+    """Returns softmax cross-entropy over the target and negatives (B, k), shared by all positions of a sequence."""
     positive, negative = _scores(states, targets, negatives, table)
     of_all = torch.logaddexp(positive, negative.logsumexp(-1))
     return _sum_over_items(of_all - positive, targets)
 
 
 def full_softmax(states: Tensor, targets: Tensor, table: Tensor) -> Tensor:
-    """Softmax cross-entropy over all items, exact, without holding all scores at once."""
+    """Returns softmax cross-entropy over all items, without storing all scores at once."""
     flat, targets = states.flatten(0, -2), targets.flatten()
     if flat.device.type == "cpu":
-        # skipping padding saves work; on a GPU the host would wait for the number of positions
+        # skipping padding saves work, but on a GPU the host would wait for the number of positions
         real = targets.nonzero().squeeze(1)
         flat, targets = flat.index_select(0, real), targets.index_select(0, real)
     loss: Tensor = _FullSoftmax.apply(flat, targets, table)
@@ -66,14 +66,14 @@ def full_softmax(states: Tensor, targets: Tensor, table: Tensor) -> Tensor:
 
 
 class _FullSoftmax(torch.autograd.Function):
-    """Computes scores, loss and gradients in chunks; forward stores the gradients, no larger than the inputs.
+    """Computes the loss and its gradients in chunks of positions. The gradient of scores is softmax minus one-hot.
 
-    For the sum of losses d/d scores = softmax - one-hot; backward scales its products with states and table.
+    Forward stores the gradients, which are no larger than the inputs, and backward scales them.
     """
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, targets: Tensor, table: Tensor) -> Tensor:
-        # low-precision autocast applies to the products only
+        # autocast lowers the precision of the products only
         states = _of_items(states, targets)
         in_full = torch.promote_types(states.dtype, torch.float32)
         grad_states, grad_table = torch.zeros_like(states), torch.zeros_like(table, dtype=in_full)
@@ -100,7 +100,7 @@ class _FullSoftmax(torch.autograd.Function):
 
 
 def _scores(states: Tensor, targets: Tensor, negatives: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores targets (B, T) and the rows' negatives (B, T, k) in at least float32, since many are summed."""
+    """Returns scores of targets, (B, T), and of negatives (B, k) as (B, T, k), in at least float32 for summing."""
     states = _of_items(states, targets)
     positive = (states * F.embedding(targets, table)).sum(-1)
     negative = states @ F.embedding(negatives, table).transpose(-2, -1)
@@ -112,15 +112,16 @@ def _sum_over_items(loss: Tensor, targets: Tensor) -> Tensor:
 
 
 def _of_items(states: Tensor, targets: Tensor) -> Tensor:
-    """Returns states with zeros at padding, where they may hold anything, even infinity."""
+    """Returns states with zeros at padding, where they may be infinite or NaN."""
     return torch.where((targets > 0).unsqueeze(-1), states, 0)
 
 
 def place_of_target(target: Tensor, others: Tensor) -> Tensor:
-    """Returns how many other items rank above the target, float64 (B,), from its score (B,) and theirs (B, n).
+    """Returns the number of other items ranked above the target, float64 (B,).
 
-    An item tied with m others takes their middle place: m / 2 count as above it, in any storage order. NaN scores count
-    as above the target, and a NaN target is last. -inf removes an item, unless the target's score is -inf too.
+    target: (B,), its score. others: (B, n), scores of other items; half of those equal to the target's count as above
+    it, whatever their order. So do all NaN scores, and all items if the target's is NaN. A score of -inf excludes an
+    item, unless the target's is -inf too.
     """
     target = target.unsqueeze(1)
     num_below = (others < target).sum(1)
@@ -131,18 +132,18 @@ def place_of_target(target: Tensor, others: Tensor) -> Tensor:
 def ranking_metrics(place: Tensor, cutoffs: Sequence[int]) -> Tensor:
     """Returns hit rate, NDCG and reciprocal rank at each cut-off, summed over queries: (3, len(cutoffs)) float64.
 
-    place: (B,), from `place_of_target`. With one relevant item NDCG is 1 / log2(place + 2), and the reciprocal rank 1 /
-    (place + 1), both 0 beyond the cut-off k; a hit means place <= k - 1.
+    place: (B,), from `place_of_target`. At cut-off k, a query with place <= k - 1 is a hit, with NDCG 1 / log2(place +
+    2) and reciprocal rank 1 / (place + 1). Otherwise all are 0.
     """
     place = place.double().unsqueeze(1)
-    # plain numbers go to a GPU with the kernels; copying a tensor would make the host wait
+    # Python numbers are passed to a GPU with the kernel; copying a tensor would make the host wait
     hit = torch.cat([place <= cutoff - 1 for cutoff in cutoffs], dim=1).double()
     gain = math.log(2) / torch.log(place + 2)
     return torch.stack([hit.sum(0), (hit * gain).sum(0), (hit / (place + 1)).sum(0)])
 
 
 def times_recommended(scores: Tensor, cutoffs: Sequence[int]) -> Tensor:
-    """Counts how often each item is among the best k of a query, at each cut-off k: (len(cutoffs), n) float64."""
+    """Returns for how many queries each item is among the k best, per cut-off k: (len(cutoffs), n) float64."""
     best = scores.topk(min(max(cutoffs), scores.shape[1]))
     counts = (best.values > -math.inf).double()
     times = counts.new_zeros(len(cutoffs), scores.shape[1])

@@ -1,8 +1,7 @@
-"""SASRec: self-attentive sequential recommendation (Kang and McAuley, ICDM 2018), and its relatives' common parts.
+"""SASRec: self-attentive sequential recommendation (Kang and McAuley, ICDM 2018), with the base of similar models.
 
-Histories are left-aligned: real items first, then zeros. Attention is causal, so real items never see the padding and
-no padding mask is needed. Positions count from the end, as in the left-padded original: every history's last item has
-the last position.
+Histories are padded with zeros at the end. Attention is causal, so items never attend to padding and no padding mask is
+needed. The last item of every history has the last position, as in the original, which pads at the start.
 """
 
 import math
@@ -17,18 +16,15 @@ from models.layers.dropout import Dropout
 
 NormOrder = Literal["original", "pre", "post"]
 Sublayer = Callable[[Tensor, Tensor], Tensor]
-"""(query input, context) -> update of the residual stream; the feed-forward sub-layer ignores the context."""
+"""(query input, context) -> what is added to the residual stream. The feed-forward sub-layer ignores the context."""
 
 NORM_EPS = 1e-8
 _CHUNK_STEPS = 50
 
 
 class Residual(nn.Module):
-    """A residual connection around a sub-layer F(query input, context), with its LayerNorm.
-
-    original: n = norm(x); n + F(n, x), as in the SASRec paper's code: the stream itself is normalised.
-    pre: x + F(norm(x), norm(x)).
-    post: norm(x + F(x, x)).
+    """A residual connection around a sub-layer F(query input, context), with a LayerNorm. original: n + F(n, x) with n
+    = norm(x), as in the code of the SASRec paper. pre: x + F(norm(x), norm(x)). post: norm(x + F(x, x)).
     """
 
     def __init__(self, width: int, order: NormOrder) -> None:
@@ -37,7 +33,7 @@ class Residual(nn.Module):
         self.norm = nn.LayerNorm(width, eps=NORM_EPS)
 
     def forward(self, x: Tensor, sublayer: Sublayer, last: Tensor | None = None) -> Tensor:
-        """x: (B, T, width) -> the same shape, or (B, 1, width) with `last` (see `rows`)."""
+        """Applies the sub-layer: (B, T, width) -> (B, T, width), or (B, 1, width) with `last` (see `rows`)."""
         here = rows(x, last)
         if self.order == "original":
             query = self.norm(here)
@@ -49,18 +45,18 @@ class Residual(nn.Module):
 
 
 def rows(x: Tensor, last: Tensor | None) -> Tensor:
-    """Selects time step last[b] of every b: (B, T, ...) -> (B, 1, ...); all of x for None.
+    """Selects time step last[b] of each sequence b: (B, T, ...) -> (B, 1, ...). Returns x if `last` is None.
 
-    Only the state after the last item predicts the next one, so the last block needs no other query.
+    Only the state after the last item predicts the next one, so in inference the last block needs no other query.
     """
     return x if last is None else x[torch.arange(x.shape[0], device=x.device), last].unsqueeze(1)
 
 
 def causal_chunks(num_steps: int, device: torch.device) -> list[tuple[int, int]]:
-    """Returns ranges of query time steps, processed in turn on a CPU.
+    """Returns ranges of query time steps, each processed with the keys up to its end.
 
-    Queries of a range see no key beyond its end, which saves a good third of all pairs. A GPU prefers few large
-    kernels, and an exported program any number of steps: there it is one range.
+    On a CPU this saves up to half of all pairs. GPUs are faster with few large kernels, and exported programs need one
+    form for all numbers of steps, so there all steps are one range.
     """
     if device.type != "cpu" or torch.compiler.is_compiling():
         return [(0, num_steps)]
@@ -68,9 +64,9 @@ def causal_chunks(num_steps: int, device: torch.device) -> list[tuple[int, int]]
 
 
 def causal_parts(query: Tensor) -> list[tuple[Tensor, int]]:
-    """Splits queries into `causal_chunks`, with each range's end. query: (B, heads, T, width / heads).
+    """Splits queries into `causal_chunks`, and returns each with its end. query: (B, heads, T, width / heads).
 
-    Uses split, whose gradient is concatenated once; gradients of slices would be zero-padded and added.
+    The backward of `split` concatenates gradients once, while that of slices would pad each with zeros and add them.
     """
     chunks = causal_chunks(query.shape[2], query.device)
     parts = query.split([stop - start for start, stop in chunks], dim=2)
@@ -78,23 +74,23 @@ def causal_parts(query: Tensor) -> list[tuple[Tensor, int]]:
 
 
 def causal_softmax(logits: Tensor) -> Tensor:
-    """Applies softmax for Tq queries, the last of T time steps, over keys up to their own: (..., Tq, T).
+    """Returns the softmax over keys up to each query's time step: (..., Tq, T).
 
-    Changes the logits in place.
+    The queries are those of the last Tq of T time steps. Changes the logits in place.
     """
     num_queries, num_keys = logits.shape[-2:]
     hidden = logits.new_full((num_queries, num_keys), -math.inf).triu_(num_keys - num_queries + 1)
-    return logits.add_(hidden).softmax(dim=-1)  # adding is cheaper than filling
+    return logits.add_(hidden).softmax(dim=-1)  # faster than masked_fill_
 
 
 def last_softmax(logits: Tensor, last: Tensor) -> Tensor:
-    """Applies softmax for one query per row, (B, heads, 1, T), over keys up to time step last[b]."""
+    """Returns the softmax over keys up to time step last[b], for one query per sequence: (B, heads, 1, T)."""
     behind = torch.arange(logits.shape[-1], device=logits.device) > last.view(-1, 1, 1, 1)
     return logits.masked_fill(behind, -math.inf).softmax(dim=-1)
 
 
 class FeedForward(nn.Module):
-    """Two layers of equal width with ReLU: the kernel-size-1 convolutions of the paper's code."""
+    """Two linear layers with ReLU between: the convolutions of kernel size 1 in the paper's code."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -107,7 +103,7 @@ class FeedForward(nn.Module):
 
 
 class Projections(nn.Module):
-    """Queries, keys and values by head. Keys have no bias: softmax ignores it, so its true gradient is zero."""
+    """Linear layers for queries, keys and values of all heads. Keys need no bias, since softmax would cancel it."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -117,15 +113,15 @@ class Projections(nn.Module):
         self.value = nn.Linear(width, width)
 
     def forward(self, query_input: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, width) twice -> queries, divided by sqrt(width / heads), keys and values.
+        """Returns queries, divided by sqrt(width / heads), keys and values: (B, heads, T, width / heads) each.
 
-        Each is (B, heads, T, width / heads).
+        query_input, context: (B, T, width).
         """
         return self.scaled_query(query_input), self.split(self.key(context)), self.split(self.value(context))
 
     def scaled_query(self, query_input: Tensor) -> Tensor:
-        """(B, T, width) -> (B, heads, T, width / heads)."""
-        scale = (self.num_heads / query_input.shape[-1]) ** 0.5  # scales the weights, which are fewer than the queries
+        """Returns queries divided by sqrt(width / heads): (B, T, width) -> (B, heads, T, width / heads)."""
+        scale = (self.num_heads / query_input.shape[-1]) ** 0.5  # weights are scaled, since they are fewer
         return self.split(F.linear(query_input, self.query.weight * scale, self.query.bias * scale))
 
     def score(self, query: Tensor, context: Tensor) -> Tensor:
@@ -147,17 +143,17 @@ class Projections(nn.Module):
         return pooled + attention.sum(-1, keepdim=True) * bias
 
     def split(self, x: Tensor) -> Tensor:
-        """(..., T, width) -> (..., heads, T, width / heads)."""
+        """Splits into heads: (..., T, width) -> (..., heads, T, width / heads)."""
         return x.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """(B, heads, T, width / heads) -> (B, T, width)."""
+    """Concatenates heads: (B, heads, T, width / heads) -> (B, T, width)."""
     return x.transpose(1, 2).flatten(2)
 
 
 class CausalAttention(nn.Module):
-    """Scaled dot-product attention to items up to the query's own, without an output projection, as published."""
+    """Scaled dot-product attention to items up to the query's, without an output projection, as published."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -173,7 +169,7 @@ class CausalAttention(nn.Module):
         if query.device.type != "cpu":
             p = self.dropout.p if self.training else 0.0
             return merge_heads(F.scaled_dot_product_attention(query, key, value, None, p, is_causal=True, scale=1))
-        # for these lengths torch's fused attention is slower on a CPU than matrix products
+        # for such lengths, matrix products are faster on a CPU than torch's fused attention
         parts = []
         for part, stop in causal_parts(query):
             logits = part @ key[:, :, :stop].transpose(-2, -1)
@@ -183,7 +179,7 @@ class CausalAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each inside a connection: `Residual`, or a hyper-connection of `mhc`."""
+    """Attention, then a feed-forward layer, each inside a `Residual` or a HyperConnection of models.sequential.mhc."""
 
     def __init__(self, attention: nn.Module, feed_forward: FeedForward, connections: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -192,13 +188,13 @@ class Block(nn.Module):
         self.attention_connection, self.feed_forward_connection = connections
 
     def forward(self, x: Tensor, *relations: Any, last: Tensor | None = None) -> Tensor:
-        """relations: further inputs of the attention."""
+        """Returns the next states. relations: further inputs of the attention."""
         x = self.attention_connection(x, lambda query, context: self.attention(query, context, *relations, last), last)
         return self.feed_forward_connection(x, lambda query, _: self.feed_forward(query))
 
 
 class SequentialRecommender(nn.Module):
-    """Base: item embeddings, blocks and a final norm. Subclasses define the blocks' input.
+    """Base class: item embeddings, blocks and a final norm. Subclasses define the input of the blocks.
 
     num_items: items are 1..num_items; 0 is padding.
     maxlen: longest history, in items.
@@ -217,7 +213,7 @@ class SequentialRecommender(nn.Module):
     ) -> None:
         super().__init__()
         self.maxlen = maxlen
-        self.item_scale = math.sqrt(width)  # factor of item embeddings in the blocks' input, as published
+        self.item_scale = math.sqrt(width)  # of item embeddings in the blocks' input, as published
         self.items = nn.Embedding(num_items + 1, width, padding_idx=0)
         self.dropout = Dropout(dropout)
         self.blocks = nn.ModuleList(
@@ -227,15 +223,14 @@ class SequentialRecommender(nn.Module):
         self.norm = nn.LayerNorm(width, eps=NORM_EPS)
 
     def forward(self, items: Tensor, length: Tensor, times: Tensor | None = None) -> Tensor:
-        """Scores every item as the next one: (B, num_items + 1); padding item 0 scores -inf.
+        """Returns the score of every item as the next one, (B, num_items + 1); -inf for item 0, which is padding.
 
-        items: (B, T) int64, T <= maxlen, each history from oldest to newest, then zeros. length: (B,) int64, real
-        items, at least 1. times: (B, T) integers, scaled times of models.sequential.tisasrec; ignored by models without
-        time.
+        items: (B, T) int64, T <= maxlen, each history from oldest to newest, then zeros. length: (B,) int64, at least
+        1, number of items. times: (B, T) integers, scaled as in TiSASRec; ignored by models without time.
         """
         states = self.encode(items, length, times, only_last=True)[:, 0]
         table = self.items.weight
-        with torch.autocast(table.device.type, enabled=False):  # bfloat16 scores would have many ties
+        with torch.autocast(table.device.type, enabled=False):  # scores in bfloat16 would have many ties
             scores = states.to(table.dtype) @ table.T
         scores[:, 0] = -math.inf
         return scores
@@ -243,7 +238,7 @@ class SequentialRecommender(nn.Module):
     def encode(self, items: Tensor, length: Tensor, times: Tensor | None = None, only_last: bool = False) -> Tensor:
         """Returns the state after every item, (B, T, width), whose dot products with item embeddings are scores.
 
-        only_last: returns only the state after the last item, (B, 1, width), skipping what it does not need.
+        only_last: computes only the state after the last item, (B, 1, width).
         """
         if items.shape[1] > self.maxlen:
             raise ValueError(f"histories of {items.shape[1]} items are longer than maxlen {self.maxlen}")
@@ -254,21 +249,21 @@ class SequentialRecommender(nn.Module):
         return self.norm(x)
 
     def embed(self, items: Tensor, length: Tensor, times: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
-        """Returns the blocks' input (B, T, width), and further inputs of their attention."""
+        """Returns the input of the blocks, (B, T, width), and further inputs of their attention."""
         raise NotImplementedError
 
     def positions(self, items: Tensor, length: Tensor) -> Tensor:
-        """Returns positions (B, T) int64 in [0, maxlen), with every history's last item at maxlen - 1."""
+        """Returns positions, (B, T) int64 in [0, maxlen): maxlen - 1 for the last item of every history."""
         step = torch.arange(items.shape[1], device=items.device)
         return (step + (self.maxlen - length).unsqueeze(1)).clamp(max=self.maxlen - 1)
 
     def embedding_tables(self) -> list[Tensor]:
-        """Returns the tables in an L2 penalty on embeddings."""
+        """Returns the embedding tables, for an L2 penalty."""
         return [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
 
 
 class SASRec(SequentialRecommender):
-    """x_t = sqrt(width) E[item_t] + P[t], then blocks of causal attention (equations 1 to 5 of the paper)."""
+    """Blocks of causal attention on x_t = sqrt(width) E[item_t] + P[t] (equations 1 to 5 of the paper)."""
 
     def __init__(
         self,
@@ -280,7 +275,7 @@ class SASRec(SequentialRecommender):
         dropout: float = 0.2,
         connections: Sequence[nn.Module] | None = None,
     ) -> None:
-        """connections: see SequentialRecommender; default: plain residuals in the original order."""
+        """Creates the model. connections: as in SequentialRecommender; default: residuals of the original order."""
         attentions = [CausalAttention(width, num_heads, dropout) for _ in range(num_blocks)]
         super().__init__(num_items, maxlen, width, dropout, attentions, connections or residuals(width, num_blocks))
         self.position_embedding = nn.Embedding(maxlen, width)
@@ -292,12 +287,12 @@ class SASRec(SequentialRecommender):
 
 
 def residuals(width: int, num_blocks: int, order: NormOrder = "original") -> list[Residual]:
-    """Creates a model's plain residual connections."""
+    """Creates the residual connections of a model, two per block."""
     return [Residual(width, order) for _ in range(2 * num_blocks)]
 
 
 def initialise(model: SequentialRecommender) -> None:
-    """Initialises embeddings and linear layers by Xavier's normal rule, biases and item row 0 to zero."""
+    """Initialises weights and embeddings as Xavier normal, and biases and the embedding of item 0 as zero."""
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.Linear):
             nn.init.xavier_normal_(module.weight)

@@ -5,9 +5,9 @@ With r_ij = min(time_span, |t_i - t_j|) and tables K^P, V^P of positions and K^R
     logit_ij = Q_i . (K_j + K^P_j + K^R[r_ij]) / sqrt(d)        (equation 8)
     out_i    = sum_j a_ij (V_j + V^P_j + V^R[r_ij])             (equation 6)
 
-look up K^R and V^R for every pair; models.sequential.intervals computes the same products without that.
+look up K^R and V^R for every pair; models.sequential.intervals computes the same products without storing them.
 
-Dropout on intervals acts on the tables' entries, once per forward, instead of on every pair's copy.
+Dropout of intervals applies to the tables, once per forward, instead of to the looked-up rows of every pair.
 """
 
 from collections.abc import Sequence
@@ -34,16 +34,16 @@ from models.sequential.sasrec import (
 
 
 class Intervals:
-    """r_ij = min(time_span, |t_i - t_j|) between items of histories, shared by all blocks."""
+    """Intervals r_ij = min(time_span, |t_i - t_j|) between items of histories, shared by all blocks."""
 
     def __init__(self, times: Tensor, time_span: int) -> None:
-        """times: (B, T) integers."""
+        """Stores the times, (B, T) integers."""
         self.times = times
         self.time_span = time_span
 
     @property
     def chunks(self) -> list[Pairs]:
-        """Returns the pairs of each query range of `causal_chunks`, with all keys up to its end."""
+        """Returns the pairs of queries and keys per range of `causal_chunks`."""
         return self._of_chunks() if torch.compiler.is_compiling() else self._kept
 
     @cached_property
@@ -56,17 +56,17 @@ class Intervals:
         return [self.pairs(times[:, start:stop], times[:, :stop]) for start, stop in parts]
 
     def of_last(self, last: Tensor) -> Pairs:
-        """Returns the pairs of the queries at time steps last[b], (B,), with all keys."""
+        """Returns the pairs of the query at time step last[b] of each history b with all keys."""
         return self.pairs(rows(self.times, last), self.times)
 
     def pairs(self, queries: Tensor, keys: Tensor) -> Pairs:
-        """Returns the pairs of times (B, Tq) with times (B, T)."""
+        """Returns the pairs of queries with times (B, Tq) and keys with times (B, T)."""
         interval = (queries.unsqueeze(2) - keys.unsqueeze(1)).abs_().clamp_(max=self.time_span)
         return Pairs(interval.long(), self.time_span + 1)
 
 
 class IntervalAttention(nn.Module):
-    """Causal attention to items, their positions, and the time between them and the query's item."""
+    """Causal attention to items, their positions, and the time between each and the query's item."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class IntervalAttention(nn.Module):
         interval_values: Tensor,
         last: Tensor | None = None,
     ) -> Tensor:
-        """(B, Tq, width) queries over (B, T, width) -> (B, Tq, width); Tq is 1 with `last`, else T.
+        """Attends from (B, Tq, width) to (B, T, width) and returns (B, Tq, width); Tq is 1 with `last`, else T.
 
         intervals: of the histories. position_keys, position_values: (B, T, width), of each item's position.
         interval_keys, interval_values: (time_span + 1, width), the tables.
@@ -109,7 +109,7 @@ class IntervalAttention(nn.Module):
 
 
 class TiSASRec(SequentialRecommender):
-    """SASRec whose attention has positions and intervals as keys and values, shared by all blocks, not in the input."""
+    """SASRec with positions and intervals in keys and values, the same in all blocks, instead of in the input."""
 
     def __init__(
         self,
@@ -122,9 +122,9 @@ class TiSASRec(SequentialRecommender):
         time_span: int = 256,
         connections: Sequence[nn.Module] | None = None,
     ) -> None:
-        """time_span: longest distinguished interval, in units of scaled time, at least 1.
+        """Creates the model. time_span: maximum interval, at least 1; longer ones are shortened to it.
 
-        connections: see SequentialRecommender; default: plain residuals in the original order.
+        connections: as in SequentialRecommender; default: residuals of the original order.
         """
         attentions = [IntervalAttention(width, num_heads, dropout) for _ in range(num_blocks)]
         super().__init__(num_items, maxlen, width, dropout, attentions, connections or residuals(width, num_blocks))
@@ -136,7 +136,7 @@ class TiSASRec(SequentialRecommender):
         initialise(self)
 
     def embed(self, items: Tensor, length: Tensor, times: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
-        """times: (B, T) integers, in units of the user's smallest gap, so that intervals are comparable."""
+        """Returns the blocks' input. times: (B, T) integers, in units of the user's smallest positive interval."""
         if times is None:
             raise ValueError("TiSASRec needs the times of the items")
         position = self.positions(items, length)
