@@ -18,8 +18,8 @@ _MOST_CHARACTERS = 64
 def moments_of(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
     """Parses cells as times: (lines, columns, 2) float64, in seconds for dates and times of day; NaN for other text.
 
-    A date such as 31/05/2024 has two values: with the day first, and with the month first; see `settled`. Other times
-    have two equal values.
+    A date such as 31/05/2024 has two values: with the day first, and with the month first; see `settled`. Both values
+    of any other time are equal.
     """
     found = [[moment_of(fields[column].strip(), decimal_comma) for column in columns] for _, fields in lines]
     return np.array(found, np.float64).reshape(len(lines), len(columns), 2)

@@ -361,9 +361,7 @@ class KgatTask(RecommenderTask):
     # --- results ------------------------------------------------------------------------------------------------
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Returns mean losses in training; in evaluation recall, precision, hit, ndcg and ndcg_official at all
-        cut-offs.
-        """
+        """Returns mean losses (training), or recall, precision, hit, ndcg and ndcg_official at all cut-offs."""
         weight = sums["weight"]
         if "loss" in sums:
             return {name: float(sums[name] / weight) for name in ("loss", "ranking")}

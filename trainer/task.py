@@ -137,8 +137,7 @@ class Objective(SeesConversions):
         return type(self).joint_loss is not Objective.joint_loss
 
     def outputs(self, batch: Batch, phase: str = "train") -> Rows:
-        """Returns the inputs of `joint_loss`: tensors (B, ...) by name, with the same shape beyond dim 0 in all
-        batches.
+        """Returns the inputs of `joint_loss`: tensors (B, ...) by name, of equal shapes but for dim 0 in all batches.
 
         With several micro-batches per step, it is called twice for each of them, with the same dropout.
         """

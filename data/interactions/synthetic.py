@@ -106,7 +106,7 @@ class _Viewers:
         self.interests[users[finds_new], _pick_topics(draws[finds_new, 1])] += 1
 
     def leap(self, users: np.ndarray, draws: np.ndarray) -> np.ndarray:
-        """Draws an attractive unseen item for each of users (n,): (n,). draws: (n,) in [0, 1)."""
+        """Draws an item that attracts each user and is new to them, (n,). users: (n,). draws: (n,) in [0, 1)."""
         renown = 1 / np.arange(1, ITEMS_PER_TOPIC + 1)
         interests = self.interests[users] + _CURIOSITY
         weights = interests[:, :, None] * renown * self.unseen[users]

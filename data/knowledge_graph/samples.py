@@ -75,8 +75,8 @@ class BprSamples(Movable):
 class Triples(Movable):
     """Data set of edges, each with a node that the edge's relation does not join to its head.
 
-    It has one sample per edge. The samples of an epoch, in order, run through random permutations of the head nodes,
-    one after another; the edge is uniform among the head's edges. After the published code of KGAT.
+    It has one sample per edge. In each epoch, heads come from one random permutation of the head nodes after another,
+    and each sample draws one of its head's edges uniformly, as in the published code of KGAT.
     """
 
     rows_alike = True
@@ -145,8 +145,7 @@ class UsersToRank(Movable):
         return len(self.users)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
-        """Returns {"user": (B,), "positives": (B, P), "seen": (B, S)}, int64; lists are padded at the end with
-        num_items.
+        """Returns {"user": (B,), "positives": (B, P), "seen": (B, S)}, int64, with lists padded with num_items.
 
         "seen" are items that are not recommended: of training and, in the test, also of a separate validation set.
         """

@@ -68,9 +68,7 @@ class LightGCN(Recommender):
         return ego, ego
 
     def _propagate(self, x: Tensor, rows: Tensor | None) -> Tensor:
-        """Returns the mean of all layers for nodes `rows`, (n, width), or all; the last layer is computed only for
-        these.
-        """
+        """Returns the mean of all layers for nodes `rows`, (n, width); None: for all nodes."""
         matrix = self.matrix.operands()
         total = select(x, rows)
         for _ in range(self.num_layers - 1):

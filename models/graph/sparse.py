@@ -43,9 +43,7 @@ class SparseMatrix(nn.Module):
     transposed_entries: Tensor
 
     def __init__(self, rows: Tensor, columns: Tensor, size: int, dtype: torch.dtype) -> None:
-        """Creates a zero matrix. rows, columns: (entries,) integers below `size`, distinct pairs sorted by (row,
-        column).
-        """
+        """Creates a zero matrix. rows, columns: (entries,) integers below `size`, distinct pairs in sorted order."""
         super().__init__()
         entries = columns.argsort(stable=True)
         for name, value in (

@@ -119,8 +119,7 @@ class Encoder(nn.Module):
 
 
 def with_small_movements(x: Tensor) -> Tensor:
-    """Appends asinh(x / 0.03) / 3 of the first six channels: (B, C, T) -> (B, C + min(C, 6), T), in standard
-    deviations.
+    """Appends asinh(x / 0.03) / 3 of the first six standardised channels: (B, C, T) -> (B, C + min(C, 6), T).
 
     Standing and sitting differ by movements of hundredths of a standard deviation, which gravity hides.
     """

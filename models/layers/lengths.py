@@ -12,9 +12,7 @@ def within_lengths(lengths: Tensor, size: int) -> Tensor:
 
 
 def of_present_classes(logits: Tensor, num_classes: Tensor | None) -> Tensor:
-    """Returns logits (B, Q, max_classes), in at least float32, with -inf for classes from num_classes (B,) on, if
-    given.
-    """
+    """Returns logits (B, Q, max_classes), in at least float32, with -inf for classes from num_classes (B,) on."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if num_classes is None:
         return logits

@@ -1,5 +1,6 @@
-"""Products of attention with a table of one row per time interval. Attention to intervals needs, with r_ij the row of
-the interval between query i and key j,
+"""Products of attention with a table of one row per time interval.
+
+Attention to intervals needs, with r_ij the row of the interval between query i and key j,
 
     logits_ij = query_i . table[r_ij]             (interval_logits)
     sums_i    = sum_j weight_ij table[r_ij]       (interval_sums)

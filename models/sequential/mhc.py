@@ -52,11 +52,15 @@ def hyper_connections(
 
 
 class HyperConnection(nn.Module):
-    """A hyper-connection around a sub-layer, which replaces a pre-norm residual connection. layer: index of the
-    sub-layer in the model, from 0. num_streams: n, at least 2. init_gate: initial a_pre, a_post and a_res: how much the
-    coefficients depend on the token. num_iterations: of Sinkhorn and Knopp's algorithm, at least 1. in_full_precision:
-    disables autocast for everything but the sub-layer. opens: takes (B, T, C) and creates the streams. closes: returns
-    (B, T, C), the mean of the streams.
+    """A hyper-connection around a sub-layer, which replaces a pre-norm residual connection.
+
+    layer: index of the sub-layer in the model, from 0.
+    num_streams: n, at least 2.
+    init_gate: initial a_pre, a_post and a_res, which determine how much the coefficients depend on the token.
+    num_iterations: of Sinkhorn and Knopp's algorithm, at least 1.
+    in_full_precision: disables autocast for everything but the sub-layer.
+    opens: takes (B, T, C) and creates the streams.
+    closes: returns (B, T, C), the mean of the streams.
     """
 
     def __init__(

@@ -23,8 +23,11 @@ _CHUNK_STEPS = 50
 
 
 class Residual(nn.Module):
-    """A residual connection around a sub-layer F(query input, context), with a LayerNorm. original: n + F(n, x) with n
-    = norm(x), as in the code of the SASRec paper. pre: x + F(norm(x), norm(x)). post: norm(x + F(x, x)).
+    """A residual connection around a sub-layer F(query input, context), with a LayerNorm.
+
+    original: n + F(n, x) with n = norm(x), as in the code of the SASRec paper.
+    pre: x + F(norm(x), norm(x)).
+    post: norm(x + F(x, x)).
     """
 
     def __init__(self, width: int, order: NormOrder) -> None:

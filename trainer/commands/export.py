@@ -166,9 +166,7 @@ def _refusing_failures(what: str) -> Iterator[None]:
 
 
 def largest_difference(call: Exported, found: Sequence[Tensor]) -> float:
-    """Returns the largest difference, relative to an output's largest finite value; infinity if shapes, infinities or
-    NaNs differ.
-    """
+    """Returns the largest difference relative to an output's largest finite value; inf if shapes or NaNs differ."""
     expected, largest = _tensors(call.expected), 0.0
     if [tensor.shape for tensor in expected] != [tensor.shape for tensor in found]:
         return float("inf")

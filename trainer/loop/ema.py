@@ -46,7 +46,7 @@ class ExponentialMovingAverage:
         self._averaging = []
 
     def leave_to(self, optimizers: Sequence[Optimizer]) -> None:
-        """Adopts averages that optimizers keep. Raises UserError if decay > 0, or if two of them share a parameter."""
+        """Adopts averages that optimizers keep. Raises UserError if decay > 0 or two average one parameter."""
         self._averaging = [optimizer for optimizer in optimizers if keeps_average(optimizer)]
         params = _params_of(self._averaging)
         if self._averaging and self.decay > 0:

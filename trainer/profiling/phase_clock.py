@@ -61,8 +61,7 @@ class PhaseClock:
         return result
 
     def stop(self) -> np.ndarray:
-        """Returns the milliseconds of each step's phases since the clock's creation, (steps, PHASES). Waits for the
-        device.
+        """Waits for the device, and returns the milliseconds of each step's phases since creation, (steps, PHASES).
 
         A step lasts until the next step starts. The wait for a step's data, which are fetched during the previous step,
         counts for the step itself.
