@@ -1,4 +1,4 @@
-"""A task of any size that needs no data: linear layers that reproduce random inputs."""
+"""Task of any size without data files: linear layers learn to reproduce random inputs."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -37,7 +37,7 @@ class AutoencoderFlags(FlagGroup):
 
 
 class Autoencoder(Task):
-    """num_layers matrices of width x width."""
+    """Network of num_layers linear layers with (width, width) weights."""
 
     Config = AutoencoderFlags
     monitor = ("val/loss", "min")

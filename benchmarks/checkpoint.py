@@ -1,11 +1,11 @@
-"""What a checkpoint costs the training that goes on meanwhile.
+"""Measures how much saving a checkpoint slows down the training that continues meanwhile.
 
     python benchmarks/checkpoint.py
 
-A model of 50 million parameters on the CPU, whose state with two moments is 600 MB, trains through the command line's
-own loop. Blocks of steps without and with one save take turns; beside them a plain copy of the same tensors and a save
-that is waited for are timed. A block with a save ends when its checkpoint is on the disk. Figures are medians of the
-ratios of neighbours: machines change speed from minute to minute.
+A model of 50 million parameters, whose state with two moments has 600 MB, trains on the CPU in the trainer's loop.
+Blocks of steps without a save and blocks with one alternate. The benchmark also times a plain copy of the same tensors
+and a blocking save. A block with a save ends when its checkpoint is on the disk. Results are medians of the ratios of
+neighbouring blocks, because the speed of a machine changes from minute to minute.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def build_lockstep(folder: Path, num_steps: int, device: str, task: str) -> Run:
 
 
 class Timer:
-    """Saves after the first step of every other block of steps, and times everything from within the loop."""
+    """Saves after the first step of every second block of steps, and times blocks and saves in the loop."""
 
     def __init__(self, run: Run, num_steps: int) -> None:
         self.run, self.num_steps = run, num_steps
@@ -131,8 +131,8 @@ def median_ratio(times: list[float], references: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cycles", type=int, default=9, help="pairs of blocks, one of them with a save")
-    parser.add_argument("--steps", type=int, default=50, help="steps of a block")
+    parser.add_argument("--cycles", type=int, default=9, help="number of pairs of blocks, without and with a save")
+    parser.add_argument("--steps", type=int, default=50, help="steps per block")
     arguments = parser.parse_args()
     result = measure(arguments.cycles, arguments.steps)
     print(f"{result['num_parameters'] / 1e6:.0f} M parameters, a state of {result['state_mb']} MB; medians")

@@ -1,9 +1,9 @@
-"""Trains the same on 1, 2 and 4 devices with `--parts`, and prints the sha256 of what each number of them comes to.
+"""Repeats a training with `--parts` on 1, 2 and 4 devices, and prints sha256 checksums of each result.
 
     python benchmarks/equal_bits.py --task har --max-steps 40 --device cpu
 
-It takes the flags of training; `--parts` is 8 and `--worlds` is 1,2,4 unless given. Its exit status is 1 if a sha256
-differs. Of metrics.jsonl everything counts but times.
+The script takes the flags of training. The default of `--parts` is 8 and of `--worlds` 1,2,4. The exit status is 1 if
+a checksum differs. The checksum of metrics.jsonl covers all entries but times.
 """
 
 import argparse
@@ -23,7 +23,7 @@ TIMES = ("samples_per_second", "epoch_seconds")
 
 
 def pieces(value: Any) -> Iterator[bytes]:
-    """The bytes of a nested state, tensors by their numbers."""
+    """Returns the bytes of a nested state, with tensors by their values."""
     if isinstance(value, torch.Tensor):
         yield value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, dict | list | tuple):
@@ -38,7 +38,7 @@ def sha256_of(value: Any) -> str:
 
 
 def learnt(folder: Path) -> dict[str, str]:
-    """The sha256 of what a finished run has learnt and logged, by what it is."""
+    """Returns the sha256 of each part of a finished run's result, by name."""
     state = torch.load(folder / "last.pth", weights_only=True)
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     logged = [{name: value for name, value in record.items() if name not in TIMES} for record in records]
@@ -59,8 +59,8 @@ def trained(num_devices: int, argv: list[str], folder: Path) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", default="1,2,4", help="numbers of devices")
-    parser.add_argument("--parts", default="8", help="of each global batch")
+    parser.add_argument("--worlds", default="1,2,4", help="numbers of devices, separated by commas")
+    parser.add_argument("--parts", default="8", help="number of parts of each global batch")
     args, argv = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as name:
         found = {

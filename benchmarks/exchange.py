@@ -1,12 +1,12 @@
-"""What the exchange of gradients costs between CPU processes, and how much of it is only waiting for each other.
+"""Measures the time of exchanging gradients between CPU processes, and how much of it is waiting for each other.
 
     python benchmarks/exchange.py
 
-The default model's training step in two processes that run five kinds of it in turns, a block of steps each:
-without any exchange; each waiting for the other once a step, without exchanging anything; a bare hand-written loop
-under DistributedDataParallel; Lockstep's step; the same with `--parts 2`, a part for each process. Processes that wait
-for each other go at the pace of the slower one, and the speed of a shared machine's cores varies: the second is the
-most that any exchange could reach on it.
+Two processes run the default model's training step in five variants, which alternate in blocks of steps: without any
+exchange; waiting for the other process once per step, without exchanging data; a hand-written loop with
+DistributedDataParallel; Lockstep's step; Lockstep's step with `--parts 2`, one part per process. Processes that wait
+for each other are as slow as the slower one, and the speed of cores of a shared machine varies, so the second variant
+is an upper bound for any exchange.
 """
 
 import argparse
@@ -53,7 +53,7 @@ Step = Callable[[], None]
 
 
 def shuffled_batches(task: HarTask, rank: int) -> Iterator[WeightedBatch]:
-    """The same few batches again and again, in memory."""
+    """Repeats a few batches in memory."""
     dataset = task.splits()["train"]
     order = EpochOrder(0, 0, 0, len(dataset)).take(0, len(dataset))[rank::WORLD_SIZE]
     keys = [SampleKeys(order[i * BATCH_SIZE : (i + 1) * BATCH_SIZE], epoch=0) for i in range(NUM_BATCHES)]
@@ -66,7 +66,7 @@ def optimized(model: nn.Module) -> tuple[torch.optim.Optimizer, list[Tensor]]:
 
 
 def lockstep_step(task: HarTask, strategy: Strategy, batches: Iterator[WeightedBatch]) -> Step:
-    """The trainer's step, with the exchange of the next window's weight that its loop makes."""
+    """Runs the trainer's step, with the exchange of the next accumulation window's weight as in its loop."""
     precision = Precision("off", torch.float32, CPU)
     objective = strategy.place(task.build_objective, task.blocks, complete=lambda _: None)
     net = in_precision(objective, precision)
@@ -90,7 +90,7 @@ def lockstep_step(task: HarTask, strategy: Strategy, batches: Iterator[WeightedB
 
 
 def waiting_step(alone: Step, rank: int, counters: Tensor) -> Step:
-    """The step of one process, and a look at the other's counter until it has come as far. counters: shared memory."""
+    """Runs the step of one process, then waits until the other's counter is as high; counters: in shared memory."""
 
     def step() -> None:
         alone()
@@ -108,7 +108,7 @@ def under_ddp(objective: Objective) -> nn.Module:
 
 
 def bare_step(model: nn.Module, batches: Iterator[WeightedBatch]) -> Step:
-    """What one would write by hand. model: an objective, wrapped."""
+    """Runs the step of a hand-written loop; model: a wrapped objective."""
     optimizer, params = optimized(model)
 
     def step() -> None:
@@ -122,7 +122,7 @@ def bare_step(model: nn.Module, batches: Iterator[WeightedBatch]) -> Step:
 
 
 def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
-    """What each of the two processes does; the first one writes the median times and efficiencies."""
+    """Measures all variants in one of the two processes; rank 0 writes median times and efficiencies."""
     torch.set_num_threads(1)
     strategy = Replicated(ProcessGroup(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu")))
     task = HarTask(HarFlags(), seed=0, cache_dir=folder)
@@ -151,7 +151,7 @@ def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
 
 
 def in_turns(steps: Mapping[str, Step], rounds: int, strategy: Strategy) -> dict[str, Tensor]:
-    """Seconds of each kind of step by the clock, and of a processor: (rounds, 2), the means of the processes."""
+    """Returns wall-clock and CPU seconds per step of each variant, (rounds, 2), averaged over the processes."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for _ in range(WARM_UP_ROUNDS + rounds):
         for name, step in steps.items():
@@ -163,7 +163,7 @@ def in_turns(steps: Mapping[str, Step], rounds: int, strategy: Strategy) -> dict
 
 
 def block_s(step: Step) -> tuple[float, float]:
-    """Of one step, the mean of a block of them."""
+    """Returns the mean wall-clock and CPU seconds of a step over a block of steps."""
     clock, processor = time.perf_counter(), time.process_time()
     for _ in range(BLOCK_STEPS):
         step()
@@ -171,15 +171,15 @@ def block_s(step: Step) -> tuple[float, float]:
 
 
 def measured(measure: Callable[..., int], description: str | None) -> dict:
-    """What `measure(environment, folder, rounds)` of both processes leaves in result.json; rounds: of the command line.
+    """Runs `measure(environment, folder, rounds)` in two processes; returns the contents of its result.json.
 
-    description: for its help.
+    description: help text of the command line, which sets rounds.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60, help="blocks of steps of each kind, 1 or more")
+    parser.add_argument("--rounds", type=int, default=60, help="blocks of steps per variant, at least 1")
     args = parser.parse_args()
     if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}: must be 1 or more")
+        parser.error(f"--rounds {args.rounds}: must be at least 1")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if launch(partial(measure, folder=folder, rounds=args.rounds), WORLD_SIZE):

@@ -1,13 +1,13 @@
-"""All that a single GPU can settle, in 25 minutes: whether the trainer is right on it, and how fast.
+"""Checks the trainer on a single GPU, and measures its speed, in 25 minutes.
 
     python benchmarks/gpu.py                              every part, in order of value
     python benchmarks/gpu.py --parts exact,poisoned       some of them, in this order
     python benchmarks/gpu.py --small                      little work: whether they run, in a few minutes
     python benchmarks/gpu.py --device cpu                 the same without a GPU, but for what only a GPU has
 
-It installs nothing and needs no network: the data are generated. Each part runs in a process of its own, is ended
-when its time is up, and disturbs no other. Every figure is printed, and written to --json, as soon as it is known, so
-that a run which is cut short leaves what it has found. The exit status is 0 if every check of every part holds.
+The script installs nothing and needs no network, because the data are generated. Each part runs in a process of its
+own, which is ended at its time limit. Every result is printed and written to --json at once, so that an interrupted
+run leaves its results. The exit status is 0 if every check of every part holds.
 """
 
 import argparse
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 MACHINE = "machine"
-"""The part that always comes first; without it the others mean nothing."""
+"""Part that always runs first, because results of other parts need its description of the machine."""
 PARTS = {
     MACHINE: 3.0,
     "exact": 4.0,
@@ -48,10 +48,10 @@ PARTS = {
     "saving": 1.5,
     "compiled": 5.0,
 }
-"""Modules of benchmarks/on_gpu, in order of value, and the most minutes that each may take."""
+"""Modules of benchmarks/on_gpu in order of value, and the time limit of each in minutes."""
 ENDED = "ended"
 SHOWN_LINES = 15
-"""Of the log of a part that did not come to its end."""
+"""Number of lines to print from the end of a failed part's log."""
 
 
 def main() -> int:
@@ -69,15 +69,15 @@ def main() -> int:
 
 
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags, with `names`, the parts that they mean."""
+    """Parses the flags, and adds `names`, the parts to run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a try, as with --small")
-    parser.add_argument("--small", action="store_true", help="little work; no speed that it tells counts")
-    parser.add_argument("--parts", default=",".join(PARTS), help="names, separated by commas; default: %(default)s")
-    parser.add_argument("--minutes", type=float, default=25.0, help="for all parts together; default: %(default)g")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a test, as with --small")
+    parser.add_argument("--small", action="store_true", help="do little work, to test the script; ignore its speeds")
+    parser.add_argument("--parts", default=",".join(PARTS), help="parts, separated by commas; default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=25.0, help="time limit of all parts; default: %(default)g")
     results = Path("checkpoints/gpu/gpu.json")
-    parser.add_argument("--json", type=Path, default=results, help="the results; default: %(default)s")
-    parser.add_argument("--logs", type=Path, help="folder for what the parts print (default: logs, beside the results)")
+    parser.add_argument("--json", type=Path, default=results, help="file of results; default: %(default)s")
+    parser.add_argument("--logs", type=Path, help="folder for the output of parts (default: logs, beside the results)")
     parser.add_argument("--of-part", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.small |= args.device == "cpu"
@@ -94,7 +94,7 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class Results:
-    """What has been found so far, in a file that is always whole."""
+    """Results so far, in a file that is always complete."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -108,7 +108,7 @@ class Results:
         self._write()
 
     def add(self, part: str, found: Mapping[str, Any]) -> None:
-        """found: see `Report`."""
+        """Adds a result of a part; found: see `Report`."""
         name, fails = found["name"], found.get("holds") is False
         self._parts[part]["figures"][name] = found["value"]
         if fails:
@@ -123,7 +123,7 @@ class Results:
         self._write()
 
     def conclude(self) -> int:
-        """Says what is wrong, and returns the exit status."""
+        """Prints failed checks, and returns the exit status."""
         wrong = [f"{part}: {name}" for part, found in self._parts.items() for name in found["do_not_hold"]]
         wrong += [f"{part}: {found['status']}" for part, found in self._parts.items() if found["status"] != ENDED]
         print("\n".join(["Wrong or not settled:", *wrong] if wrong else ["Every check holds."]))
@@ -139,7 +139,7 @@ class Results:
 def run_parts(
     commands: Mapping[str, Sequence[str]], limits_s: Mapping[str, float], limit_s: float, logs: Path, results: Results
 ) -> None:
-    """Each part after the other, none of them longer than its own limit or what is left of that of all."""
+    """Runs the parts one after another, each within its own time limit and the remaining time of the run."""
     deadline = time.monotonic() + limit_s
     logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-gpu-") as folder:
@@ -159,9 +159,10 @@ def run_parts(
 
 
 def watch(command: Sequence[str], log: Path, limit_s: float, add: Callable[[dict[str, Any]], None]) -> str:
-    """Runs a part's process and hands on what it finds; returns how it ended: ENDED if by itself, and well.
+    """Runs a part in a process and records its results; returns ENDED, or how the process failed.
 
-    It leads a group of processes, which is ended as a whole; by its standard input it notices when this one is gone.
+    The process leads a process group, which is killed as a whole. It exits when its standard input closes because this
+    process has ended.
     """
     with log.open("w") as errors:
         process = subprocess.Popen(
@@ -195,7 +196,7 @@ def messages(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
 
 
 def end_group(process: subprocess.Popen[str]) -> None:
-    """Whatever a part left behind."""
+    """Kills the processes that a part left behind."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -205,7 +206,7 @@ def end_group(process: subprocess.Popen[str]) -> None:
 
 
 def be_part(name: str, device: str, is_small: bool, folder: Path) -> int:
-    """Runs a part; what it finds goes to standard output, a JSON object a line, and all that is printed to the log."""
+    """Runs a part; writes each result to standard output as a line of JSON, and all printed text to the log."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -226,8 +227,8 @@ def be_part(name: str, device: str, is_small: bool, folder: Path) -> int:
 
 
 def end_with_parent() -> None:
-    """The other end of standard input closes when the process that holds it is gone."""
-    os.read(0, 1)  # by sys.stdin it would hold a lock that forked workers, which close theirs, wait for
+    """Exits when standard input closes, which happens when the parent process ends."""
+    os.read(0, 1)  # sys.stdin would hold a lock for which forked workers wait when they close it
     os.killpg(os.getpid(), signal.SIGKILL)
 
 

@@ -1,10 +1,10 @@
-"""Every HAR model of this project under one protocol: all training subjects, the same epochs, each seed scored once.
+"""Compares the HAR models under one protocol: all training subjects, equal epochs, one test score per seed.
 
     python benchmarks/har_models.py --data-dir "UCI HAR Dataset.zip"
 
-Each row is `python main.py --refit --epochs 20 --seeds N ...` in a folder of its own, so that an interrupted table
-goes on where it was. Prints a Markdown table. Seconds are those of one seed's training on one thread, the median,
-evaluation not counted.
+Each row of the printed Markdown table runs `python main.py --refit --epochs 20 --seeds N ...` in a folder of its own,
+so an interrupted benchmark resumes. The column of seconds is the median training time of a seed on one thread, without
+evaluation.
 """
 
 import argparse
@@ -29,12 +29,12 @@ ROWS: Mapping[str, Sequence[str]] = {
 
 
 def main() -> None:
-    """One table."""
+    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, required=True, help="UCI HAR: its folder or zip")
+    parser.add_argument("--data-dir", type=Path, required=True, help="folder or zip of UCI HAR")
     parser.add_argument("--save-dir", type=Path, default=Path("checkpoints/har_models"), help="folder for all runs")
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each model")
-    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=ROWS, metavar="ROW", help="only these")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds per model")
+    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=ROWS, metavar="ROW", help="rows to measure")
     given = parser.parse_args()
     print("| model | flags | parameters | accuracy, mean (deviation) | macro-F1 | all seeds together | s a seed |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def train(data_dir: Path, num_seeds: int, folder: Path, flags: Sequence[str]) -> None:
-    """Trains the seeds that are not finished yet."""
+    """Trains the seeds that are not finished."""
     argv = ["--data-dir", str(data_dir), "--refit", "--epochs", str(EPOCHS), *flags]
     several = ["--seeds", str(num_seeds), "--save-dir", str(folder)]
     where = several if num_seeds > 1 else ["--save-dir", str(folder / "seed-0")]
@@ -56,7 +56,7 @@ def train(data_dir: Path, num_seeds: int, folder: Path, flags: Sequence[str]) ->
 
 
 def line(name: str, num_seeds: int, folder: Path) -> str:
-    """Of the table: test scores in % over the seeds, and what a model costs."""
+    """Returns a row of the table: test scores in % over the seeds, number of parameters, and training time."""
     runs = [json.loads((folder / f"seed-{seed}" / "results.json").read_text()) for seed in range(num_seeds)]
     accuracy, f1 = ([run["metrics"][f"test/{metric}"] for run in runs] for metric in ("accuracy", "macro_f1"))
     deviation = f" ({stdev(accuracy):.2%})" if num_seeds > 1 else ""

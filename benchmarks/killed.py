@@ -1,10 +1,10 @@
-"""Kills a run four times, resumes it on another number of processes each time, and draws it over an unbroken one.
+"""Kills a run four times, resumes it on another number of processes each time, and compares it with an unbroken run.
 
     pip install matplotlib
     python benchmarks/killed.py --output docs/killed.svg
 
-Both train on the CPU with `--parts 4`; more flags of training may follow. Its exit status is 1 if model, optimizer
-state, test scores or metrics differ in a bit.
+The script draws the losses of both runs, which train on the CPU with `--parts 4`; further flags of training may
+follow. The exit status is 1 if any bit of model, optimizer state, test scores or metrics differs.
 """
 
 import argparse
@@ -26,18 +26,18 @@ from benchmarks.equal_bits import learnt
 
 FLAGS = ("--parts", "4", "--global-batch-size", "64", "--log-interval", "5", "--save-every-steps", "20")
 STARTS = ((4, 60), (2, 140), (1, 230), (4, 330), (2, None))
-"""Numbers of processes, and the optimizer step at which each start is killed."""
+"""Number of processes of each start, and the optimizer step at which the start is killed."""
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
-    """Logged steps with their training loss."""
+    """Returns logged steps and their training losses."""
     lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
     records = [json.loads(line) for line in lines if line.endswith("}")]
     return [(record["step"], record["train/loss"]) for record in records if record["event"] == "step"]
 
 
 def train(folder: Path, num_processes: int, kill_at: int | None, argv: list[str]) -> list[tuple[int, float]]:
-    """Trains, or resumes, until SIGKILL at a step or to the end; returns the losses that this start has logged."""
+    """Starts or resumes training, until SIGKILL at a step or to the end; returns the losses that this start logged."""
     before = dict(losses(folder))
     program = ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", str(num_processes)]
     command = [sys.executable, *program, "--device", "cpu", *FLAGS, *argv, "--save-dir", str(folder)]
@@ -71,7 +71,7 @@ def draw(unbroken: list[tuple[int, float]], starts: list[list[tuple[int, float]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="the picture to write, an .svg or .png")
+    parser.add_argument("--output", type=Path, required=True, help="image file to write, .svg or .png")
     args, argv = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as name:
         unbroken, killed = Path(name) / "unbroken", Path(name) / "killed"

@@ -1,12 +1,12 @@
-"""Every model of --task seqrec on MovieLens-1M by the published settings, with three seeds.
+"""Trains every model of --task seqrec on MovieLens-1M with published settings and three seeds.
 
     python benchmarks/movielens.py --data-dir ml-1m.zip --save-dir checkpoints/movielens --jobs 2
 
-Each run is a command line of main.py on one thread, which is printed, in a folder of its own: the same command goes on
-where it was stopped, and runs that are there already are only read. Every column takes the epoch that is best by that
-column's own metric on the validation set; only the checkpoints of those epochs are kept. The hundred negatives are
-drawn in both ways in which published figures are: that of SASRec's code (sampled) and that of TiSASRec's (unseen); the
-epoch is that of the first. The last line is one JSON object.
+Each run is a printed command line of main.py, on one thread, in a folder of its own. Running the benchmark again
+resumes interrupted runs and reads finished ones. Each column of the table has the test score of the epoch with the best
+validation score of the column's metric; only checkpoints of these epochs are kept. Metrics with a hundred negatives are
+computed in both published ways: as in SASRec's code (sampled), which also chooses the epoch, and as in TiSASRec's code
+(unseen). The last printed line is a JSON object.
 """
 
 import argparse
@@ -45,17 +45,17 @@ METRICS = ("hr@10", "ndcg@10", "sampled_hr@10", "sampled_ndcg@10")
 COLUMNS = {metric: (metric, "parity") for metric in METRICS} | {
     f"unseen_{metric}": (f"sampled_{metric}", "unseen") for metric in ("hr@10", "ndcg@10")
 }
-"""The metric of each column, and how --eval-negatives draws."""
+"""Metric of each column, and the value of --eval-negatives."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, help="MovieLens-1M (default: a generated catalogue)")
-    parser.add_argument("--save-dir", type=Path, required=True, help="where the runs are kept")
-    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=ROWS, metavar="ROW", help="only these")
+    parser.add_argument("--save-dir", type=Path, required=True, help="folder for all runs")
+    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=ROWS, metavar="ROW", help="rows to measure")
     parser.add_argument("--seeds", nargs="*", type=int, default=(0, 1, 2))
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, of one thread each")
-    parser.add_argument("--epochs", type=int, help="of all runs (default: as published)")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel runs, of one thread each")
+    parser.add_argument("--epochs", type=int, help="epochs of all runs (default: as published)")
     args = parser.parse_args()
     jobs = [(row, seed) for seed in args.seeds for row in args.rows]
     data = ["--data-dir", str(args.data_dir.resolve())] if args.data_dir else []
@@ -81,7 +81,7 @@ def command_of(row: str, flags: list[str]) -> list[str]:
 
 
 def scores(run: Path) -> dict[str, Any]:
-    """Of each metric the best epoch on the validation set, and the test score of that epoch."""
+    """Returns, for each metric, the best epoch on the validation set and its test score."""
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     best, validated = best_epochs(events), validations(events)
     chosen = {run / f"checkpoint_{epoch}.pth" for epoch in best.values()}
@@ -103,12 +103,12 @@ def scores(run: Path) -> dict[str, Any]:
 
 
 def validations(events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The events of epochs that were validated, by epoch."""
+    """Returns the events of validated epochs, by epoch."""
     return {event["epoch"]: event for event in events if "val/ndcg@10" in event}
 
 
 def best_epochs(events: list[dict[str, Any]]) -> dict[str, int]:
-    """Of each metric the epoch that is best by it. events: the lines of metrics.jsonl."""
+    """Returns the best epoch by each metric; events: lines of metrics.jsonl."""
     epochs = validations(events)
     return {metric: max(epochs, key=lambda epoch: epochs[epoch][f"val/{metric}"]) for metric in METRICS}
 

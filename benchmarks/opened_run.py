@@ -1,4 +1,4 @@
-"""A run opened as the command line opens one, for benchmarks that drive its loop."""
+"""Opening of a run, as by the command line, for benchmarks that drive the training loop."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +14,9 @@ from trainer.parallel.strategy import SingleDevice
 
 
 def opened_run(folder: Path, argv: Sequence[str], device: str = "cpu", keeps_memory: bool = True) -> Run:
-    """On one CPU thread, or on a GPU, in the folder. argv: the other flags.
+    """Opens a run in a folder, on a GPU or on one CPU thread; argv: the other flags.
 
-    keeps_memory: of the CPU, as a run does; see `keep_freed_memory`.
+    keeps_memory: whether to keep freed CPU memory, as a run does; see `keep_freed_memory`.
     """
     threads = ["--num-threads", "1"] if device == "cpu" else []
     argv = ["--save-dir", str(folder), "--device", device, *threads, *argv]

@@ -1,12 +1,11 @@
-"""What the trainer costs over a bare hand-written loop that does the same work.
+"""Measures the overhead of the trainer over a hand-written loop that does the same work.
 
     python benchmarks/overhead.py
 
-Both train the same small network on the same windows in memory: same shuffle, dropout, clipping, schedule, label
-smoothing and fused AdamW, with the same wrappers of torch around its step; each epoch ends with an evaluation and a
-saved checkpoint. The trainer runs through the command line's own train(), with its progress bar drawn and all its logs
-written. The two take turns in one process, a block of steps each; the figure is the median of the ratios of
-neighbouring blocks.
+Both train the same small network on the same data in memory, with the same shuffling, dropout, clipping, schedule,
+label smoothing and fused AdamW. Each epoch ends with an evaluation and a checkpoint. The trainer runs the command
+line's own train(), with its progress bar and all logs. Trainer and loop alternate in one process in blocks of steps.
+The result is the median of the ratios of neighbouring blocks.
 """
 
 import argparse
@@ -49,18 +48,18 @@ PEAK_LR, WARMUP_EPOCHS, MAX_GRAD_NORM, WEIGHT_DECAY = 1e-3, 2, 1.0, 0.01
 
 
 def small_model() -> Standardised:
-    """A model whose step takes about 2 ms on one CPU thread, so that overhead shows."""
+    """Builds a model whose step takes about 2 ms on one CPU thread, so that overhead shows."""
     return Standardised(HarNet(hidden_dims=HIDDEN_DIMS, dropout=DROPOUT, widths=WIDTHS, num_members=1), len(SIGNALS))
 
 
 def everything(dataset: KeyedDataset) -> tuple[np.ndarray, np.ndarray]:
-    """All windows and labels."""
+    """Returns all windows of signals, and their labels."""
     samples = dataset.__getitems__(SampleKeys(np.arange(len(dataset)), epoch=0))
     return samples["signals"], samples["label"]
 
 
 class SmallObjective(HarObjective):
-    """In training the same sums as the bare loop's, not those of several networks side by side."""
+    """Computes the same sums as the hand-written loop in training."""
 
     def forward(self, batch: Batch, phase: str = "train") -> Sums:
         if not self.training:
@@ -71,7 +70,7 @@ class SmallObjective(HarObjective):
 
 
 class SmallHar(HarTask):
-    """The default task with that model, and four times its windows, for epochs of a usual number of steps."""
+    """Default task with the small model, and with four times its data for epochs of realistic length."""
 
     @cached_property
     def _splits(self):
@@ -86,14 +85,14 @@ class SmallHar(HarTask):
 
 
 class Terminal(io.StringIO):
-    """A standard error on which the progress bar is drawn, and forgotten."""
+    """Standard error stream on which the progress bar is drawn, but not shown."""
 
     def isatty(self) -> bool:
         return True
 
 
 class BareLoop:
-    """What one would write by hand for this model and this data."""
+    """Hand-written training loop for this model and data."""
 
     def __init__(self, run, folder: Path) -> None:
         splits = run.task.splits()
@@ -110,7 +109,7 @@ class BareLoop:
         self.total_epochs = run.plan.epochs
 
     def steps(self) -> Iterator[None]:
-        """Trains for ever, one step at a time."""
+        """Trains without end, and yields after each step."""
         for epoch in range(self.total_epochs):
             self.model.train()
             total_loss = torch.zeros(())
@@ -134,7 +133,7 @@ class BareLoop:
                 yield
 
     def end_epoch(self) -> None:
-        """Evaluates and saves."""
+        """Evaluates the model and saves a checkpoint."""
         self.evaluate()
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         torch.save(state, self.folder / "bare.pth")
@@ -165,10 +164,10 @@ def build_lockstep(folder: Path, num_epochs: int):
 
 
 class Turns:
-    """Lets train() and the bare loop take turns, a block of steps each, and keeps the times of the blocks.
+    """Alternates blocks of steps of train() and the hand-written loop, and records the times of the blocks.
 
-    Machines change speed from second to second; blocks of a tenth of a second see the same machine. wait: returns when
-    the device has done what it was asked to; a block ends then.
+    Blocks take a tenth of a second, because the speed of a machine changes from second to second. wait: waits for the
+    device at the end of a block.
     """
 
     def __init__(self, run, bare, wait: Callable[[], None] = lambda: None) -> None:
@@ -208,7 +207,7 @@ class Turns:
 
 
 def fastest_tenth(blocks: list[tuple[float, float]], who: int) -> float:
-    """The time that a tenth of the blocks stay below: what the code costs when the machine does nothing else."""
+    """Returns the first decile of the blocks' times, an estimate for a machine that does nothing else."""
     return statistics.quantiles((block[who] for block in blocks), n=10)[0]
 
 
@@ -248,8 +247,8 @@ def measure(num_epochs: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=21, help="epochs; the first is not counted")
-    parser.add_argument("--processor-time", action="store_true", help="instead of the clock's, for a busy machine")
+    parser.add_argument("--epochs", type=int, default=21, help="epochs; the first is a warm-up")
+    parser.add_argument("--processor-time", action="store_true", help="measure CPU time, for a busy machine")
     args = parser.parse_args()
     num_epochs = args.epochs
     if args.processor_time:

@@ -1,9 +1,9 @@
-"""Every model of --task kgat on every data set, three seeds: what docs/results.md says of recall and NDCG.
+"""Trains every model of --task kgat on every data set with three seeds, for recall and NDCG in docs/results.md.
 
     python benchmarks/recommenders.py --save-dir checkpoints/recommenders --data music=music lfm1m=lfm1m.zip
 
-Each run is a command line of main.py, which is printed, in a folder of its own: the same command goes on where it was
-stopped, and runs that are there already are only read. The last line is one JSON object.
+Each run is a printed command line of main.py in a folder of its own. Running the benchmark again resumes interrupted
+runs and reads finished ones. The last printed line is a JSON object.
 """
 
 import argparse
@@ -69,13 +69,13 @@ METRICS = ("test/recall@20", "test/ndcg@20")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save-dir", type=Path, required=True, help="where the runs are kept")
+    parser.add_argument("--save-dir", type=Path, required=True, help="folder for all runs")
     parser.add_argument(
         "--data", nargs="*", default=["default="], metavar="NAME=PATH", help=f"of {', '.join(SETTINGS)}"
     )
     parser.add_argument("--models", nargs="*", help="only these")
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, of one thread each")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel runs, of one thread each")
     args = parser.parse_args()
     places = dict(text.split("=", 1) for text in args.data)
     jobs = [
@@ -86,7 +86,7 @@ def main() -> None:
         if model in SETTINGS[name]
     ]
     with ThreadPoolExecutor(args.jobs) as pool:
-        # What starts from another run comes after all of those.
+        # Runs that start from the weights of other runs come last.
         for late in (False, True):
             chosen = [job for job in jobs if ("{start}" in SETTINGS[job[0]][job[1]]) == late]
             list(pool.map(lambda job: run(*job, places[job[0]], args.save_dir), chosen))
@@ -107,7 +107,7 @@ def run(name: str, model: str, seed: int, place: str, save_dir: Path) -> None:
 
 
 def scores(name: str, save_dir: Path) -> dict[str, Any]:
-    """Of each model that has runs, and of the simple ones that these were compared with."""
+    """Returns the results of each model with runs, and of the simple models that these were compared with."""
     trained, simple = dict[str, Any](), dict[str, Any]()
     for model in SETTINGS[name]:
         found = [folder(save_dir / name, model, seed) / "results.json" for seed in SEEDS]

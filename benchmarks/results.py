@@ -1,10 +1,10 @@
-"""Measures the tables of docs/results.md anew, and writes them there.
+"""Measures the tables of docs/results.md again, and updates the page.
 
     python benchmarks/results.py            # all of them: about half an hour on two idle cores
     python benchmarks/results.py overhead   # those whose command has this word
 
 A table stands between a comment with its command, `<!-- python benchmarks/overhead.py -->`, and `<!-- end -->`. It
-shows the JSON object that the command prints last.
+shows the JSON object in the last line that the command prints.
 """
 
 import argparse
@@ -23,7 +23,7 @@ TABLE = re.compile(r"<!-- python (?P<command>[^>]*?) -->\n(?P<table>.*?)<!-- end
 
 
 def measured(command: str) -> dict[str, Any]:
-    """What a benchmark prints in its last line. Its other lines are shown."""
+    """Runs a benchmark and returns the JSON object of its last line; shows its other lines."""
     print(f"python {command}", flush=True)
     lines = []
     process = subprocess.Popen([sys.executable, *shlex.split(command)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -37,7 +37,7 @@ def measured(command: str) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A row for each figure; where several things have the same figures, a row for each of those."""
+    """Formats a result as a table with a row for each figure, or for each thing if several have the same figures."""
     parts = [*result.values()]
     if all(isinstance(part, dict) for part in parts) and len({tuple(part) for part in parts}) == 1:
         titles, rows = [*parts[0]], [(name, *part.values()) for name, part in result.items()]
@@ -48,7 +48,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Every number of a result with the path to it; a list of plain values is one of them."""
+    """Yields each value of a nested result with its path; a list of plain values counts as one value."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from flat(item, f"{name}, {key}" if name else key)
@@ -61,7 +61,7 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("word", nargs="?", default="", help="measure only commands with this word")
+    parser.add_argument("word", nargs="?", default="", help="measure only commands that contain this word")
     word = parser.parse_args().word
     commands = [match["command"] for match in TABLE.finditer(DOCUMENT.read_text()) if word in match["command"]]
     if not commands:
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def write(command: str, text: str) -> None:
-    """Puts a table in its place, in the document as it is by now."""
+    """Replaces a table in the current version of the document."""
 
     def replaced(match: re.Match[str]) -> str:
         return f"<!-- python {command} -->\n{text}<!-- end -->" if match["command"] == command else match[0]

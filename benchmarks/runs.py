@@ -1,4 +1,4 @@
-"""Runs of main.py that a benchmark compares: each in a folder of its own, and only read where it is finished."""
+"""Runs of main.py that a benchmark compares, each in a folder of its own; finished runs are only read."""
 
 import shlex
 import subprocess
@@ -10,19 +10,19 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def folder(save_dir: Path, row: str, seed: int) -> Path:
-    """Of a row of a table, with a seed."""
+    """Returns the folder of a run, for a row of a table and a seed."""
     return save_dir / row.replace(", ", "-").replace(" ", "-") / str(seed)
 
 
 def main_py(*arguments: str) -> str:
-    """Output of a command line of main.py."""
+    """Returns the output of a command line of main.py."""
     return subprocess.run(
         [sys.executable, "main.py", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
     ).stdout
 
 
 def train(own: Path, flags: Sequence[str], seed: int) -> None:
-    """Trains on one thread in a folder, or goes on there, and prints the command; does nothing where that is done."""
+    """Starts or resumes a run on one thread, and prints its command; does nothing if the run is finished."""
     if (own / "results.json").exists():
         return
     command = [*flags, "--seed", str(seed), "--num-threads", "1", "--save-dir", str(own)]

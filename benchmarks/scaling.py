@@ -1,10 +1,10 @@
-"""DistributedDataParallel with 2 processes, against 1 process and against 2 independent ones; one CPU thread each.
+"""Compares DistributedDataParallel on 2 processes with 1 process and with 2 independent ones, on one CPU thread each.
 
     python benchmarks/scaling.py
 
-Two independent processes side by side are the ceiling of the machine: they share memory bandwidth and caches as the
-two ranks do, but do not talk. All through the real command lines on the default task, in turns; medians over rounds.
-Every configuration runs the same batch per process.
+Two independent processes are an upper bound: they share memory bandwidth and caches like two ranks, but exchange
+nothing. The configurations train the default task by command line, with the same batch per process, and alternate.
+Results are medians over rounds.
 """
 
 import argparse
@@ -27,13 +27,13 @@ def command(launcher: list[str], folder: Path, epochs: int) -> list[str]:
 
 
 def samples_per_second(folder: Path) -> float:
-    """Median over the epochs but the first, which warms up; training only, without evaluation."""
+    """Returns the median samples per second in training over all epochs but the first, which is a warm-up."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return statistics.median([r["samples_per_second"] for r in records if r["event"] == "epoch"][1:])
 
 
 def throughput(launchers: list[list[str]], base: Path, epochs: int) -> float:
-    """Runs the command lines at the same time; samples per second of all together."""
+    """Runs command lines at the same time; returns the sum of their samples per second."""
     folders = [base / str(i) for i in range(len(launchers))]
     processes = [
         subprocess.Popen(command(launcher, folder, epochs), cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -47,8 +47,8 @@ def throughput(launchers: list[list[str]], base: Path, epochs: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="times that each configuration runs")
-    parser.add_argument("--epochs", type=int, default=6, help="epochs of each run; the first is not counted")
+    parser.add_argument("--rounds", type=int, default=5, help="number of runs of each configuration")
+    parser.add_argument("--epochs", type=int, default=6, help="epochs per run; the first is a warm-up")
     args = parser.parse_args()
     kinds = {"one": [["main.py"]], "ddp": [DDP], "two_independent": [["main.py"], ["main.py"]]}
     found: dict[str, list[float]] = {kind: [] for kind in kinds}

@@ -1,10 +1,10 @@
-"""What a step under --multi-gpu fsdp takes on CPU processes, beside a bare loop with fully_shard and one under ddp.
+"""Measures a step with --multi-gpu fsdp on CPU processes, relative to hand-written loops with fully_shard and ddp.
 
     python benchmarks/sharded.py
 
-The default model's training step in two processes that run three kinds of it in turns, a block of steps each: a bare
-hand-written loop with `fully_shard` on each block and on the model; Lockstep's step under fsdp; the bare loop under
-DistributedDataParallel. Time by the clock, and of the processor, which a busy machine disturbs less.
+Two processes run the default model's training step in three variants, which alternate in blocks of steps: a
+hand-written loop with `fully_shard` on each block and on the model; Lockstep's step with fsdp; the hand-written loop
+with DistributedDataParallel. The script measures wall-clock time, and CPU time, which a busy machine affects less.
 """
 
 import json
@@ -40,7 +40,7 @@ def sharded(task: HarTask) -> nn.Module:
 
 
 def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
-    """What each of the two processes does; the first one writes the median times and ratios."""
+    """Measures all variants in one of the two processes; rank 0 writes median times and ratios."""
     torch.set_num_threads(1)
     strategy = Sharded(ProcessGroup(environment, MultiDeviceFlags(multi_gpu="fsdp"), DeviceFlags(device="cpu")))
     task = HarTask(HarFlags(), seed=0, cache_dir=folder)
@@ -64,7 +64,7 @@ def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
 
 
 def compared(ours: Tensor, others: Tensor) -> dict[str, float]:
-    """Medians of the ratios of neighbours, (rounds, 2)."""
+    """Returns median ratios of neighbouring blocks' wall-clock and CPU times, (rounds, 2) each."""
     clock, processor = (ours / others).median(dim=0).values.tolist()
     return {"time": round(clock, 3), "processor time": round(processor, 3)}
 

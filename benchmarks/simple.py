@@ -1,15 +1,14 @@
-"""Simple recommenders on every data set of recommendation that is found: what trained ones have to be better than.
+"""Scores simple recommenders, the baselines of trained ones, on every recommendation data set that is found.
 
     LOCKSTEP_DATA=data python benchmarks/simple.py
 
-Small data sets come first. What each run of a recommender shows of its own data is printed here for all of them: those
-of --task seqrec as they are and with the order of interactions of the same second shuffled, those of --task kgat. The
-last line is one JSON object.
+Small data sets come first. Data sets of --task seqrec are scored as they are, and with interactions of the same second
+shuffled. The last printed line is a JSON object.
 
     python benchmarks/simple.py --runs checkpoints/ml-1m checkpoints/music
 
-compares the best weights of finished runs with the best simple model, user by user: the mean difference of the
-monitored validation metric, and two standard errors of it.
+compares the best weights of finished runs with the best simple model, user by user. It prints the mean difference of
+the monitored validation metric, and two standard errors of the difference.
 """
 
 import argparse
@@ -43,18 +42,18 @@ SEQUENCES = {
     "ml-1m, 2,000 users": ("ml-1m/ml-1m_complete_order.txt.gz", 2000),
     "ml-1m": ("ml-1m/ml-1m_complete_order.txt.gz", None),
 }
-"""Files below the folder, and how many users to take of them."""
+"""Files in the folder LOCKSTEP_DATA, and the number of users to take from each."""
 CATALOGUES = {"music": MUSIC, "book": "mcclk_book", "lfm1m": "kgat/lfm1m.zip"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--folder", type=Path, default=os.environ.get("LOCKSTEP_DATA"), help="(default: $LOCKSTEP_DATA)"
+        "--folder", type=Path, default=os.environ.get("LOCKSTEP_DATA"), help="data sets (default: $LOCKSTEP_DATA)"
     )
-    parser.add_argument("--only", nargs="*", help="only data sets of these names")
+    parser.add_argument("--only", nargs="*", help="names of the data sets to score")
     parser.add_argument("--cache-dir", type=Path, default="~/.cache/lockstep")
-    parser.add_argument("--runs", nargs="*", type=Path, default=(), help="compare these with simple models")
+    parser.add_argument("--runs", nargs="*", type=Path, default=(), help="finished runs to compare with simple models")
     given = parser.parse_args()
     if given.runs:
         print(json.dumps({str(folder): compared(folder) for folder in given.runs}))
@@ -78,7 +77,7 @@ def main() -> None:
 
 
 def compared(folder: Path) -> dict[str, float | str]:
-    """A run's best weights against the simple model that is best on validation."""
+    """Compares a run's best weights with the simple model of the best validation score."""
     record = json.loads((folder / "config.json").read_text())["config"]
     task_type: type[SeqrecTask | KgatTask] = SeqrecTask if record["--task"] == "seqrec" else KgatTask
     task = task_type(group_from_values(task_type.Config, record), record["--seed"], Path(record["--cache-dir"]))
@@ -100,7 +99,7 @@ def compared(folder: Path) -> dict[str, float | str]:
 
 @torch.no_grad()
 def of_each_user(task: RecommenderTask, objective: Objective) -> np.ndarray:
-    """The monitored metric of each user of the validation set."""
+    """Returns the monitored metric of each user of the validation set."""
     dataset, found = task.splits()["val"], []
     objective.eval()
     objective.start_evaluation()
@@ -112,7 +111,7 @@ def of_each_user(task: RecommenderTask, objective: Objective) -> np.ndarray:
 
 
 def tasks(folder: Path | None, cache: Path, only: list[str] | None) -> Iterator[tuple[str, RecommenderTask]]:
-    """Of each data set that is there, by its name."""
+    """Yields name and task of each data set that is found."""
 
     def wanted(name: str, place: str | None) -> bool:
         is_there = place is None or (folder is not None and (folder / place).exists())

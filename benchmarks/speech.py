@@ -1,10 +1,10 @@
-"""Word error rates of --task speech: generated utterances, digit strings of known and of unseen speakers, yesno.
+"""Measures word error rates of --task speech on generated utterances, strings of digits, and the yesno data set.
 
     python benchmarks/speech.py --save-dir checkpoints/speech --fsdd recordings.tar.gz --yesno waves_yesno.tar.gz
 
-Each run is a command line of main.py on one thread, which is printed, in a folder of its own: the same command goes on
-where it was stopped, and runs that are there already are only read. CPU seconds are those of the whole process, data
-and evaluations included. The last line is one JSON object.
+Each run is a printed command line of main.py, on one thread, in a folder of its own. Running the benchmark again
+resumes interrupted runs and reads finished ones. CPU seconds include data and evaluations. The last printed line is a
+JSON object.
 """
 
 import argparse
@@ -34,11 +34,11 @@ CPU_SECONDS = "cpu_seconds.txt"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save-dir", type=Path, required=True, help="where the runs are kept")
-    parser.add_argument("--fsdd", help="Free Spoken Digit Dataset: folder, zip or tar of its recordings")
-    parser.add_argument("--yesno", help="waves_yesno: folder or tar")
-    parser.add_argument("--only", nargs="*", help="only runs whose names begin so")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--save-dir", type=Path, required=True, help="folder for all runs")
+    parser.add_argument("--fsdd", help="folder, zip or tar of the Free Spoken Digit Dataset")
+    parser.add_argument("--yesno", help="folder or tar of waves_yesno")
+    parser.add_argument("--only", nargs="*", help="run only names that start with this text")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel runs")
     args = parser.parse_args()
     commands = runs(args.fsdd, args.yesno)
     if args.only:
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def runs(fsdd: str | None, yesno: str | None) -> dict[str, str]:
-    """The flags of each run by its name."""
+    """Returns the flags of each run by name."""
     found = {"generated": ""}
     if fsdd is not None:
         found["known speakers"] = f"--data-dir {shlex.quote(fsdd)} {KNOWN}"
@@ -66,7 +66,7 @@ def runs(fsdd: str | None, yesno: str | None) -> dict[str, str]:
 
 
 def run(save_dir: Path, name: str, flags: str) -> dict[str, Any]:
-    """The results of the command, which is run first where they are not there. Of folds their mean, and each."""
+    """Returns the results of a command, after running it if it is not finished; for folds, the mean and each fold."""
     own = save_dir / name.replace(", ", "-").replace(" ", "-")
     command = ["main.py", "--task", "speech", *shlex.split(flags), "--num-threads", "1", "--device", "cpu"]
     command += ["--save-dir", str(own), "--keep-checkpoints", "1"]
@@ -76,7 +76,7 @@ def run(save_dir: Path, name: str, flags: str) -> dict[str, Any]:
         process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         own.mkdir(parents=True, exist_ok=True)
-        with open(own / CPU_SECONDS, "a") as file:  # a line for each part of a run that was stopped
+        with open(own / CPU_SECONDS, "a") as file:  # an interrupted run has a line per start
             file.write(f"{usage.ru_utime + usage.ru_stime:.1f}\n")
         if status != 0:
             raise SystemExit(f"{name}: ended with status {os.waitstatus_to_exitcode(status)}")
@@ -88,7 +88,7 @@ def run(save_dir: Path, name: str, flags: str) -> dict[str, Any]:
 
 
 def plain_names(metrics: dict[str, float]) -> dict[str, Any]:
-    """Without the split."""
+    """Removes the name of the split from the names of metrics."""
     return {name.rpartition("/")[2]: value for name, value in metrics.items()}
 
 

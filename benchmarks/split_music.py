@@ -1,9 +1,9 @@
-"""Last.fm as KGCN publishes it (github.com/hwwang55/KGCN, data/music) -> the layout of KGAT, for `--task kgat`.
+"""Converts Last.fm from KGCN's files (github.com/hwwang55/KGCN, data/music) to KGAT's layout, for `--task kgat`.
 
     python benchmarks/split_music.py KGCN/data/music music
 
-Of each user 20 % of the artists are the test and 10 % the validation, at random; the rest is trained on. Users, items
-and entities are numbered in the order in which they first occur, the entities of items first.
+A random 20 % of each user's artists are for the test, 10 % for validation, and the others for training. Users, items
+and entities are numbered in the order of their first occurrence, starting with the entities of items.
 """
 
 import argparse
@@ -26,7 +26,7 @@ class Numbers(dict[str, int]):
 def main() -> None:
     """Writes train.txt, valid.txt, test.txt and kg_final.txt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="KGCN's folder data/music")
+    parser.add_argument("source", type=Path, help="the folder data/music of KGCN")
     parser.add_argument("target", type=Path, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def write_parts(liked: dict[int, set[int]], target: Path, rng: np.random.Generator) -> None:
-    """A line for each user and part: the user, then the items. Who has too few for a training item keeps all."""
+    """Writes a line with user and items for each user and part; users with too few items train on all of them."""
     parts: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
     for user in sorted(liked):
         items = np.array(sorted(liked[user]))

@@ -1,4 +1,4 @@
-"""Makes the weights that come with --task tabular of a run: its best ones in bfloat16, and the flags that trained them.
+"""Writes the weights shipped with --task tabular: the best weights of a run in bfloat16, and the run's flags.
 
 python benchmarks/tabular_weights.py checkpoints/tables tasks/tabular_nano.pth
 """
@@ -17,7 +17,7 @@ from trainer.checkpoint.weights import load_best_weights
 
 KEPT = ("model", "task", "config", "data_facts", "step", "train_seconds")
 PLACES = ("--save-dir", "--cache-dir", "--logger", "--resume-from", "--init-from", "--init-from-partial")
-"""Flags that name places on the machine that trained."""
+"""Flags with paths of the training machine, which are left out."""
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""A file of interactions with the order of those of the same second shuffled: what a score owes to that order.
+"""Writes a file of interactions in which interactions of the same second are shuffled.
 
     python benchmarks/ties.py ml-1m_complete_order.txt.gz shuffled.tsv
 
-Many logs give one time to all that a user did on one page, and the order of the file then decides what comes last.
-Whatever a model learns of that order is nothing that a recommender is for: a score that falls on the shuffled file was
-due to it. The last line says how many neighbours share a second.
+Many logs give all interactions on one page the same time, so the order of the file decides which one is the last. A
+model may learn this order, which is useless for recommendations. Its score on the shuffled file is then lower. The last
+printed line is the share of neighbouring interactions with the same time.
 """
 
 import argparse
@@ -23,18 +23,18 @@ from data.interactions.table import read_table
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="as --data-dir of --task seqrec")
-    parser.add_argument("target", type=Path, help="file to write: user, item and time, by user and time")
+    parser.add_argument("source", type=Path, help="file of interactions, as --data-dir of --task seqrec")
+    parser.add_argument("target", type=Path, help="file to write: user, item and time, sorted by user and time")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--users", type=int, help="the first so many users alone")
-    parser.add_argument("--keep", action="store_true", help="keep the order of the file")
+    parser.add_argument("--users", type=int, help="number of users to write, the first ones (default: all)")
+    parser.add_argument("--keep", action="store_true", help="keep the order of the file for equal times")
     given = parser.parse_args()
     share = write_shuffled(given.source, given.target, None if given.keep else given.seed, given.users)
     print(f"{share:.1%} of neighbouring interactions of a user share a second")
 
 
 def write_shuffled(source: Path, target: Path, seed: int | None = 0, num_users: int | None = None) -> float:
-    """Writes the file; returns the share of a user's neighbours that have one second. seed: None keeps the order."""
+    """Writes the file; returns the share of neighbouring interactions in one second; seed: None keeps the order."""
     table = read_table(find_files(source), FIND_OUT)
     assert table.times is not None, f"{source} has no times"
     seconds = np.floor(table.times).astype(np.int64)

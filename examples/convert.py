@@ -1,4 +1,4 @@
-"""Converts files and published data sets to files that the tasks read, in the current folder.
+"""Converts files and published data sets to files that the tasks can read, in the current folder.
 
     python examples/convert.py arff table.arff
     python examples/convert.py pamap2 PAMAP2_Dataset/Protocol
@@ -21,7 +21,7 @@ def write_table(path: Path, names: list[str], rows: Iterable[Iterable[str]]) -> 
 
 
 def fields(path: Path) -> Iterator[list[str]]:
-    """Yields the fields of each line that holds any."""
+    """Yields the fields of each line that is not blank."""
     with path.open(encoding="utf-8") as file:
         yield from filter(None, map(str.split, file))
 

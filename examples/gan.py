@@ -1,9 +1,10 @@
-"""A generative adversarial network whose two halves have turns: points on a ring of eight spots are drawn anew.
+"""Generative adversarial network that learns to draw points from eight spots on a ring.
 
     python main.py --task examples/gan.py:Gan --num-threads 1
 
-Every sample is a function of (seed, epoch, index), so the data are endless and the same on any number of devices. What
-the discriminator sees is blurred at the beginning, and less and less so until the end (Sønderby et al., 2017).
+Discriminator and generator train in turns. Every sample is a function of (seed, epoch, index), so each epoch has new
+data, which are the same on any number of devices. The discriminator's inputs are blurred by noise, which decreases to
+zero during training (Sønderby et al., 2017).
 """
 
 from dataclasses import dataclass
@@ -24,12 +25,12 @@ SPOTS = np.stack([np.cos(ANGLES), np.sin(ANGLES)], axis=1).astype(np.float32)
 class GanFlags(FlagGroup):
     """Task: a GAN on a ring of spots"""
 
-    num_points: int = flag(50_000, "points that the discriminator sees in an epoch", at_least=1)
-    blur: float = flag(0.2, "standard deviation of the blur at the beginning", at_least=0)
+    num_points: int = flag(50_000, "training points per epoch", at_least=1)
+    blur: float = flag(0.2, "standard deviation of the blur at the start; decreases to 0 at the end", at_least=0)
 
 
 class Points:
-    """Real points beside the noise that false ones are made of."""
+    """Data set of real points, each with noise for its blur and a latent vector for a generated point."""
 
     def __init__(self, num_points: int, seed: int, blur: float) -> None:
         self.num_points, self.seed, self.blur = num_points, seed, blur
@@ -46,7 +47,7 @@ class Points:
 
 
 class Halves(nn.Module):
-    """The generator, from noise to points, and the discriminator, from points to a score that is high for real ones."""
+    """Generator, which maps noise to points, and discriminator, which gives real points high scores."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()
@@ -97,6 +98,6 @@ class Gan(Task):
         return [{"params": getattr(objective.model, phase).parameters()}]
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """How many points are near a spot, and how many spots have at least a quarter of their share of points."""
+        """Returns the share of points near a spot, and the number of spots with at least a quarter of their share."""
         found = sums["per_spot"] > sums["weight"] / NUM_SPOTS / 4
         return {"near": float(sums["near"] / sums["weight"]), "spots": float(found.sum())}

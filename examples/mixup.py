@@ -1,4 +1,4 @@
-"""Mixup: each spiral point is mixed with another one, which its key draws.
+"""Mixup, which trains on mixtures of two spiral points; the sample's key determines the second point and its share.
 
 python main.py --task examples/mixup.py:MixedSpirals --epochs 5
 """
@@ -15,7 +15,7 @@ from lockstep import Batch, KeyedDataset, Objective, SampleKeys, Sums, random_bi
 
 
 class Mixed:
-    """Data whose every sample is a mixture of two: the same mixture in any batch, on any device, after a resume."""
+    """Data set of mixtures of two samples, which depend neither on batches and devices nor on resuming."""
 
     def __init__(self, data: SpiralData, seed: int) -> None:
         self.data, self.seed = data, seed

@@ -1,4 +1,4 @@
-"""A logger of your own in one file: posts the scores and the end of a run to a chat, by the webhook that it offers.
+"""Custom logger in one file, which posts the scores and the final state of a run to the webhook of a chat.
 
 WEBHOOK_URL=https://... python main.py --logger examples/notify.py:Notify --save-dir checkpoints/notified
 """

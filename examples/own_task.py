@@ -1,4 +1,4 @@
-"""A task of your own in one file: which of three spiral arms does a point lie on?
+"""Custom task in one file, which predicts the spiral arm of a point.
 
 python main.py --task examples/own_task.py:Spirals --epochs 5 --hidden-units 64
 """
@@ -21,13 +21,13 @@ NUM_ARMS = 3
 class SpiralFlags(FlagGroup):
     """Task: spirals"""
 
-    num_points: int = flag(3000, "training points", at_least=1)
+    num_points: int = flag(3000, "number of training points", at_least=1)
     noise: float = flag(0.1, "standard deviation of the points around their arm", at_least=0)
     hidden_units: int = flag(64, "units of each hidden layer", at_least=1)
 
 
 class SpiralData:
-    """Points (n, 2) float32 and arms (n,) int64, in memory; a batch is one gather."""
+    """Data set in memory: points, (n, 2) float32, and arms, (n,) int64."""
 
     def __init__(self, num_points: int, noise: float, seed: int) -> None:
         rng = np.random.default_rng(seed)

@@ -1,9 +1,9 @@
-"""Permuted sequential MNIST: a handwritten digit, one pixel after the other in an order that makes no picture.
+"""Permuted sequential MNIST, which classifies handwritten digits from their pixels in a fixed random order.
 
     python main.py --task examples/psmnist.py:PermutedPixels --data-dir mnist
 
-A parallel Legendre Memory Unit keeps all 784 pixels in its memory, and the digit is read from the last state alone. The
-sizes are those of github.com/hrshtv/pytorch-lmu; Chilkuri and Eliasmith (ICML 2021) report 98.49 % for such a layer.
+A parallel Legendre Memory Unit remembers all 784 pixels, and its last state is classified. Layer sizes are taken from
+github.com/hrshtv/pytorch-lmu. Chilkuri and Eliasmith (ICML 2021) report an accuracy of 98.49 % for such a layer.
 """
 
 import gzip
@@ -30,9 +30,9 @@ class PixelFlags(FlagGroup):
     """Task: permuted sequential MNIST"""
 
     data_dir: Path | None = flag(None, f"folder of MNIST's four files, compressed or not, from {ADDRESS}", local=True)
-    num_val: int = flag(10_000, "training pictures held out for validation, the last ones", at_least=1)
-    hidden_size: int = flag(346, "units of the layer", at_least=1)
-    memory_size: int = flag(468, "numbers in its memory", at_least=1)
+    num_val: int = flag(10_000, "training images held out for validation, from the end of the set", at_least=1)
+    hidden_size: int = flag(346, "hidden units of the LMU layer", at_least=1)
+    memory_size: int = flag(468, "size of the LMU layer's memory", at_least=1)
     dropout: float = flag(0.5, "dropout before the classifier", at_least=0, below=1)
 
     def problems(self) -> list[str]:
@@ -42,7 +42,7 @@ class PixelFlags(FlagGroup):
 
 
 class Pixels:
-    """Pictures as sequences, (n, 784) uint8, and their digits."""
+    """Data set of images as permuted sequences, (n, 784) uint8, and their digits, (n,) int64."""
 
     def __init__(self, pictures: np.ndarray, digits: np.ndarray) -> None:
         self.pixels, self.digits = pictures.reshape(-1, NUM_PIXELS)[:, ORDER], digits.astype(np.int64)
@@ -55,7 +55,7 @@ class Pixels:
 
 
 def read_idx(folder: Path, name: str, num_axes: int) -> np.ndarray:
-    """An array of bytes in MNIST's format: two zeros, 8 for bytes, the number of axes, their sizes, the bytes."""
+    """Reads a byte array in MNIST's format: bytes 0, 0, 8 and the number of axes, the size of each axis, the data."""
     found = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
     if not found:
         raise UserError(f"--data-dir {folder}: has neither {name} nor {name}.gz; they are at {ADDRESS}")
@@ -73,7 +73,7 @@ def read_idx(folder: Path, name: str, num_axes: int) -> np.ndarray:
 
 
 class PixelReader(nn.Module):
-    """Logits (B, 10) from pixels (B, 784) in [0, 1]: 166,092 parameters by default."""
+    """Computes logits, (B, 10), from pixels, (B, 784) in [0, 1]; has 166,092 parameters by default."""
 
     def __init__(self, hidden_size: int, memory_size: int, dropout: float) -> None:
         super().__init__()

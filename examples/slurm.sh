@@ -1,10 +1,10 @@
 #!/bin/bash
-# Trains on one or several SLURM nodes, and queues itself again when its time is up, until the run is finished:
+# Trains on one or several SLURM nodes, and requeues itself at its time limit until the run is finished:
 #
 #     sbatch --nodes=2 examples/slurm.sh --save-dir /shared/runs/first --epochs 40
 #
-# Submit it from the repository, which all nodes must see, as they must see --save-dir and the data. The arguments are
-# those of main_multi_gpu.py; the same ones go on where the run was, so --fresh does not belong here.
+# Submit the script from the repository. All nodes must have access to the repository, --save-dir and the data. The
+# script takes the arguments of main_multi_gpu.py, except --fresh: the same arguments resume the run.
 #
 #SBATCH --job-name=lockstep
 #SBATCH --nodes=1
@@ -17,15 +17,15 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@120
 #
-# How a request to stop travels, 120 s before the time limit:
-#   SLURM sends USR1 to this shell alone (B:). This shell passes it to srun, which passes it to every node. TERM would
-#   not do: srun makes a SIGKILL of it. On each node a second shell sends TERM to the training processes. torchrun
-#   itself must not notice: it dies of USR1, and on TERM it kills its workers 30 s later, saved or not. (torch 2.13 has
-#   --signals-to-handle and --shutdown-timeout for that, but this script is for torch 2.8 too.)
-#   The workers stop together, save, and return 0, and so do torchrun and srun.
+# How the job stops, 120 s before the time limit:
+#   SLURM sends USR1 to this shell only (B:). The shell forwards USR1 to srun, and srun to every node. It cannot forward
+#   TERM, which srun turns into SIGKILL. On each node a second shell sends TERM to the training processes, but not to
+#   torchrun, which kills its workers 30 s after TERM even if they have not saved, and which USR1 would end. (torch 2.13
+#   has --signals-to-handle and --shutdown-timeout for this purpose, but the script also supports torch 2.8.)
+#   The workers stop together, save, and return 0, and torchrun and srun return 0, too.
 #
-# A node that dies leaves its lock in --save-dir. SLURM then queues the job again by itself, and since it has the same job
-# id, and has been started once more, it takes the lock over.
+# A node that fails leaves the run's lock in --save-dir. SLURM then requeues the job, which takes the lock over, because
+# it has the same job id and a higher restart count.
 
 set -u
 
@@ -39,16 +39,16 @@ for argument in "$@"; do
     previous=$argument
 done
 
-# Waits for a child, whatever traps interrupt the waiting; returns its exit status.
+# Waits for a child even if traps interrupt the shell's wait; returns the child's exit status.
 wait_for() {
     wait "$1"
     while kill -0 "$1" 2> /dev/null; do wait "$1"; done
-    wait "$1" # which the shell remembers
+    wait "$1" # returns the status, which the shell remembers
 }
 
-# On each node: torchrun, with one worker per GPU.
+# Runs torchrun on a node, with one worker per GPU.
 train_on_node() {
-    # TERM is how SLURM itself preempts a job. Some clusters signal every process of the step: hence ignoring USR1.
+    # SLURM preempts a job by TERM. Some clusters signal every process of the step, so torchrun must ignore USR1.
     trap 'trap "" USR1; pkill -TERM -P "$torchrun_pid"' USR1 TERM
     (
         trap '' USR1
@@ -72,7 +72,7 @@ trap 'asked_to_stop=yes; kill -USR1 "$srun_pid"' USR1
 wait_for "$srun_pid"
 status=$?
 
-# Only what was saved is worth going on from. Without a request to stop the file may be of an earlier attempt.
+# Requeue only if the run was saved. Without a request to stop, state.json may be from an earlier attempt.
 if [ "$asked_to_stop" = yes ] && grep -qs '"state": "preempted"' "$save_dir/state.json"; then
     echo "Time is up and everything is saved: queueing job $SLURM_JOB_ID again."
     scontrol requeue "$SLURM_JOB_ID"

@@ -1,4 +1,4 @@
-"""Writes what is said in a recording while it plays: 100 ms after 100 ms, by a run that was trained with --streaming.
+"""Transcribes a recording in chunks of 100 ms, as it would be heard live, by a run that was trained with --streaming.
 
 python main.py --task speech --streaming --save-dir checkpoints/streaming
 python -m examples.stream checkpoints/streaming recording.wav
@@ -18,17 +18,17 @@ import lockstep
 
 
 class Transcriber:
-    """Chunks of audio -> the text that each of them completes. A symbol is written in the frame where it begins."""
+    """Returns the text that each chunk of audio completes; a symbol is complete in the first of its frames."""
 
     def __init__(self, model: Any, symbols: list[str], separator: str = "") -> None:
-        """model: a `SpeechRecogniser`. symbols: without the blank. separator: between two of them."""
+        """model: a `SpeechRecogniser`. symbols: all symbols but the blank. separator: text after each symbol."""
         self.model, self.symbols, self.separator = model, ["", *symbols], separator
-        self.state: Any = None  # what the model remembers
+        self.state: Any = None  # of the model's stream
         self.last = 0
 
     @torch.inference_mode()
     def __call__(self, chunk: Tensor) -> str:
-        """chunk: (samples,) in [-1, 1], of any length."""
+        """Returns the text completed by the next chunk, (samples,) in [-1, 1], of any length."""
         log_probs, self.state = self.model.stream(chunk.unsqueeze(0), self.state)
         text = ""
         for symbol in log_probs[0].argmax(1).tolist():
@@ -39,7 +39,7 @@ class Transcriber:
 
     @property
     def delay_s(self) -> float:
-        """From a sound to the end of the first frame after it that the encoder looks at, at most."""
+        """Returns the longest time from a sound to the end of the encoder's next frame, in seconds."""
         front_end, encoder = self.model.front_end, self.model.encoder
         skipped = (encoder.subsampling - 1) * front_end.hop
         return float((front_end.window_length + skipped) / front_end.sample_rate)
@@ -48,14 +48,14 @@ class Transcriber:
 def load_transcriber(run: Path) -> Transcriber:
     model: Any = lockstep.load(run)
     if model.front_end.normalise == "utterance":
-        raise lockstep.UserError(f"{run}: hears an utterance as a whole; train it with --streaming")
+        raise lockstep.UserError(f"{run}: the model needs whole utterances; train it with --streaming")
     checkpoint = torch.load(run / "best.pth", weights_only=True)
     separator = " " if checkpoint["config"]["--units"] == "words" else ""
     return Transcriber(model, checkpoint["data_facts"]["alphabet"], separator)
 
 
 def read_wav(path: Path, sample_rate: int) -> Tensor:
-    """(samples,) in [-1, 1]; of several channels the mean."""
+    """Reads a wav file, (samples,) in [-1, 1], averaging its channels; raises UserError."""
     try:
         with wave.open(str(path)) as file:
             if (file.getsampwidth(), file.getframerate()) != (2, sample_rate):
@@ -72,8 +72,8 @@ def read_wav(path: Path, sample_rate: int) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run directory")
-    parser.add_argument("recording", type=Path, help="wav of 16 bits")
-    parser.add_argument("--chunk-ms", type=int, default=100, help="from 1 on (default: 100)")
+    parser.add_argument("recording", type=Path, help="wav file of 16 bits")
+    parser.add_argument("--chunk-ms", type=int, default=100, help="length of a chunk, at least 1 (default: 100)")
     args = parser.parse_args()
     if args.chunk_ms < 1:
         parser.error(f"--chunk-ms {args.chunk_ms}: must be at least 1")
@@ -94,9 +94,9 @@ def main() -> None:
     print(f"\n{seconds:.2f} s of audio in {sum(times):.3f} s: real-time factor {sum(times) / seconds:.3f}, one thread")
     latency_ms = args.chunk_ms + 1000 * (transcriber.delay_s + float(np.median(times)))
     print(
-        f"A sound has been heard after at most {latency_ms:.0f} ms: a chunk of {args.chunk_ms} ms, frames of "
-        f"{1000 * transcriber.delay_s:.0f} ms, and {1000 * np.median(times):.1f} ms to compute; its symbol may come "
-        "later, when the model is sure"
+        f"A sound is processed within {latency_ms:.0f} ms: {args.chunk_ms} ms for its chunk, "
+        f"{1000 * transcriber.delay_s:.0f} ms for frames, {1000 * np.median(times):.1f} ms to compute; the model may "
+        "output its symbol later"
     )
 
 

@@ -1,11 +1,11 @@
-"""Pictures in tar shards, as the webdataset library writes them; all of them together may be larger than any memory.
+"""Images in tar shards, as the webdataset library writes them, which together may be larger than the memory.
 
 python -m examples.tar_shards shards
 python main.py --task examples/tar_shards.py:TarShards --shards shards --epochs 2
 
-A sample is neighbouring members of an uncompressed tar with one KEY: KEY.npy, here (32, 32) uint8, and KEY.cls, its
-class in digits. Where the members lie is found once, and kept in --cache-dir; a sample is read from its place when its
-turn comes, and nothing is unpacked. So each has a number, and `order` says which ones a step has.
+A sample consists of consecutive members of an uncompressed tar with the same KEY: KEY.npy, here (32, 32) uint8, and
+KEY.cls, the class as digits. The positions of all members are indexed once and kept in --cache-dir. A sample is read
+from its position when a step needs it, without unpacking the tar, and `order` chooses the samples of each step.
 """
 
 import argparse
@@ -40,17 +40,17 @@ SHAPE = (32, 32)
 NUM_CLASSES = 4
 FIELDS = ("npy", "cls")
 MOST_MEMBER = 64 << 20
-"""Bytes of a member that is read."""
+"""Largest size of a member, in bytes."""
 MOST_HEADER = 1 << 20
 END = bytes(2 * tarfile.BLOCKSIZE)
-"""What a tar that is whole ends with."""
+"""Last bytes of a complete tar."""
 
 
-# --- where the samples of a shard lie ----------------------------------------------------------------------------
+# --- positions of the samples in a shard -------------------------------------------------------------------------
 
 
 class Headers(io.BufferedReader):
-    """A tar of which only headers are read, and none that says it is longer than they are."""
+    """Tar file of which only headers are read; refuses headers of an implausible size."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or not 0 <= size <= MOST_HEADER:
@@ -59,7 +59,7 @@ class Headers(io.BufferedReader):
 
 
 def members(file: Headers) -> Iterator[tuple[str, str, int, int]]:
-    """Key, field, first byte and size of each file in a tar."""
+    """Yields key, field, first byte and size of each file in a tar; raises tarfile.ReadError."""
     length = os.fstat(file.fileno()).st_size
     with tarfile.open(fileobj=file, mode="r:") as archive:
         for member in archive:
@@ -70,13 +70,13 @@ def members(file: Headers) -> Iterator[tuple[str, str, int, int]]:
             path = PurePosixPath(member.name)
             stem, _, field = path.name.partition(".")
             yield str(path.with_name(stem or ".")), field, member.offset_data, member.size
-    file.seek(archive.offset)  # where tarfile saw an end, or nothing that it could read
+    file.seek(archive.offset)  # where tarfile stopped, at the end or at bytes that it could not read
     if file.read(len(END)) != END:
         raise tarfile.ReadError(f"no member and no end at byte {archive.offset}")
 
 
 def index_of(path: Path) -> dict[str, np.ndarray]:
-    """spans: (n, 2, 2) int64, of each sample and field the first byte and the number of bytes. Raises UserError."""
+    """Returns spans, (n, 2, 2) int64: the first byte and the size of each field of each sample. Raises UserError."""
     spans = []
     try:
         with Headers(io.FileIO(path), tarfile.BLOCKSIZE) as file:
@@ -94,18 +94,18 @@ def index_of(path: Path) -> dict[str, np.ndarray]:
 
 
 class Shard:
-    """One that is open. spans: see `index_of`."""
+    """Open shard, whose samples are read by number; spans: see `index_of`."""
 
     def __init__(self, path: Path, spans: np.ndarray) -> None:
         self.path, self.spans = path, spans
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed with the last reference)
 
     def sample(self, number: int) -> tuple[np.ndarray, int]:
-        """Raises UserError."""
+        """Reads and decodes a sample; raises UserError if it is damaged."""
         try:
             picture, label = (self._read(*span) for span in self.spans[number].tolist())
             return decoded(picture, label)
-        except Exception as error:  # whatever a decoder makes of damaged bytes
+        except Exception as error:  # a decoder may raise anything for damaged bytes
             raise UserError(f"--shards: sample {number} of {self.path} is damaged ({error}); fetch it again") from None
 
     def _read(self, start: int, size: int) -> bytes:
@@ -116,7 +116,7 @@ class Shard:
 
 
 def decoded(picture: bytes, label: bytes) -> tuple[np.ndarray, int]:
-    """The place for a decoder of your own. Raises what it likes."""
+    """Decodes a sample; replace this function by a decoder of your own, which may raise any exception."""
     array, number = np.lib.format.read_array(io.BytesIO(picture), allow_pickle=False), int(label)
     if array.shape != SHAPE or array.dtype != np.uint8 or not 0 <= number < NUM_CLASSES:
         raise ValueError(f"{array.dtype} of shape {array.shape}, class {number}")
@@ -124,7 +124,7 @@ def decoded(picture: bytes, label: bytes) -> tuple[np.ndarray, int]:
 
 
 class TarSamples:
-    """The samples of shards, one shard after another. Two are open at a time: a batch may lie across a border."""
+    """Data set of all samples of the shards, in order; keeps two shards open, because a batch may need both."""
 
     def __init__(self, paths: Sequence[Path], cache_dir: Path) -> None:
         self._paths, self._cache_dir = paths, cache_dir
@@ -133,7 +133,7 @@ class TarSamples:
         self._opened = lru_cache(maxsize=2)(lambda shard: Shard(paths[shard], self._spans(paths[shard])))
 
     def _spans(self, path: Path) -> np.ndarray:
-        """Mapped from the disk, not held."""
+        """Returns the spans of a shard, memory-mapped from the cache."""
         status = path.stat()
         stamp = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
         key = f"tar-{blake2b(stamp.encode(), digest_size=16).hexdigest()}"
@@ -167,9 +167,9 @@ class Network(nn.Module):
         self.head = nn.Linear(64, NUM_CLASSES)
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """pictures: (B, 32, 32) uint8. Returns logits (B, NUM_CLASSES)."""
+        """Returns logits, (B, NUM_CLASSES), for pictures, (B, 32, 32) uint8."""
         x = ((pictures.unsqueeze(1) - 128.0) / 50).to(self.head.weight.dtype)
-        # The largest of each quarter of the 14 x 14 places: on a GPU torch's pooling layers are not deterministic.
+        # The maximum of each quarter of 14 x 14 positions; torch's pooling layers are nondeterministic on a GPU.
         quarters = F.gelu(self.convolution(x)).unflatten(3, (2, 7)).unflatten(2, (2, 7))
         return self.head(quarters.amax((3, 5)).flatten(1))
 
@@ -206,11 +206,11 @@ class TarShards(Task):
         return {name: float(sums[key] / sums["weight"]) for name, key in (("loss", "loss"), ("accuracy", "correct"))}
 
 
-# --- shards to try it with ---------------------------------------------------------------------------------------
+# --- generated shards --------------------------------------------------------------------------------------------
 
 
 def stripes(label: int, rng: np.random.Generator) -> np.ndarray:
-    """A picture whose stripes have the direction of the class, anywhere, in noise."""
+    """Draws a noisy image of stripes, whose direction shows the class."""
     angle, phase = np.pi * label / NUM_CLASSES, rng.uniform(0, 2 * np.pi)
     y, x = np.mgrid[: SHAPE[0], : SHAPE[1]]
     waves = np.sin(x * np.cos(angle) + y * np.sin(angle) + phase) + rng.normal(size=SHAPE)
@@ -231,9 +231,9 @@ def write_shard(path: Path, num_samples: int, seed: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where to write them")
-    parser.add_argument("--num-shards", type=int, default=8, help="of training (default: 8)")
-    parser.add_argument("--num-samples", type=int, default=500, help="in each (default: 500)")
+    parser.add_argument("folder", type=Path, help="folder to write shards to")
+    parser.add_argument("--num-shards", type=int, default=8, help="number of training shards (default: 8)")
+    parser.add_argument("--num-samples", type=int, default=500, help="samples per shard (default: 500)")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     names = [f"train-{number:06}.tar" for number in range(args.num_shards)]

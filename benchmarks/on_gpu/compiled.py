@@ -1,4 +1,4 @@
-"""Samples per second of every model with `--compile`, as in `throughput`. It comes last: compiling takes long."""
+"""Measures samples per second of every model with `--compile`, as `throughput` does; runs last, because it is slow."""
 
 from dataclasses import fields
 from functools import partial

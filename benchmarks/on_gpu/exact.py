@@ -1,7 +1,7 @@
-"""Every model that comes with the trainer learns the same on the GPU as on the CPU: in float64, below 1e-9.
+"""Checks that every model learns the same on the GPU as on the CPU, with differences below 1e-9 in float64.
 
-Float64 has enough digits to tell rounding from a mistake. A few steps from the same start, then the weights and the
-scores of the validation set are compared. On the CPU alone the other side splits its batches in two instead.
+Float64 is precise enough to distinguish rounding from errors. After a few steps from the same initial weights, weights
+and validation scores are compared. Without a GPU, a second run on the CPU with half the micro-batch is compared.
 """
 
 from functools import partial

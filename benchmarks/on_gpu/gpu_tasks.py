@@ -1,4 +1,4 @@
-"""The tests' tasks for a GPU: with kernels that take long, and with memory that runs out."""
+"""Variants of the tests' tasks for a GPU, with slow kernels or with memory that runs out."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,17 @@ from tests.helpers.weighted_task import Weighted, WeightedFlags, WeightedObjecti
 from trainer.config import flag
 
 LONG_CYCLES = 10_000_000
-"""Of the GPU's clock: some 5 ms."""
+"""Length of a slow kernel in cycles of the GPU's clock, about 5 ms."""
 
 
 def keep_busy(device: torch.device, cycles: int = LONG_CYCLES) -> None:
-    """Queues a kernel that only takes time: whatever is read before it ends was not waited for."""
+    """Queues a kernel that only takes time, so that results read without waiting for the GPU are wrong."""
     if device.type == "cuda":
         torch.cuda._sleep(cycles)
 
 
 class LateObjective(PoisonedObjective):
-    """Without the test's own look at the batch, which waits for the device."""
+    """Omits the test's check of the batch, which waits for the device."""
 
     def forward(self, batch, phase="train"):
         if not self.training:
@@ -32,13 +32,13 @@ class LateObjective(PoisonedObjective):
         if self.poison == "flat_loss":
             sums["loss"] = loss + torch.where(is_bad, torch.inf, 0.0)
         if self.poison == "gradient":
-            start = torch.where(is_bad, 0.0, 1.0)  # from 0 the gradient of the root is infinite, and 0 times that NaN
+            start = torch.where(is_bad, 0.0, 1.0)  # sqrt has an infinite gradient at 0, and 0 * inf is NaN
             sums["loss"] = loss + (loss * 0 + start).sqrt() - start
         return sums
 
 
 class LatePoisoned(Poisoned):
-    """The host runs far ahead of the GPU, which works on a long kernel before each training forward."""
+    """Lets the host run far ahead of the GPU by a slow kernel before each training forward."""
 
     def build_objective(self):
         return LateObjective(super().build_objective().model, self.config)
@@ -66,7 +66,7 @@ class ShrinkingObjective(WeightedObjective):
 
 
 class Shrinking(Weighted):
-    """Its memory gets short after the dry run, in the midst of training."""
+    """Runs out of memory during training, after a successful dry run."""
 
     Config = ShrinkingFlags
 

@@ -1,8 +1,8 @@
-"""Steps as CUDA graphs: the bits of steps launched kernel by kernel, and how fast they are.
+"""Checks that steps as CUDA graphs are identical to eager steps to the bit, and measures their speed.
 
-Bits: every model and some settings, deterministic, with `--cuda-graphs off` and `on`, side by side in processes of
-their own. The last checkpoints are the same to the bit, and nothing is launched that should have been recorded. Speed:
-see `ready`; nothing else runs meanwhile. The first of all models are told before all else.
+Every model, and some settings, train deterministically with `--cuda-graphs off` and `on`, in parallel processes. The
+last checkpoints must be identical to the bit, and all steps that can be captured must be. Speed is measured as in
+`ready`, while nothing else runs. The models of FIRST run first.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from benchmarks.on_gpu.part import HELPERS, ROOT, Report, Setting, checkpoint_of
 FIRST = ("sasrec", "harnet", "lightgcn", "plmu")
 NUM_AT_ONCE, THREADS = 8, 2
 TIMES, NUM_MODELS = 5.0, 11
-"""Goals: how many times faster a step is with graphs, for at least how many models; and than other trainers' steps."""
+"""Goals: minimum speedup by graphs and over other trainers, and the minimum number of models that reach it."""
 OFF = ["--cuda-graphs", "off"]
 STEPS = 30
 BITS = [
@@ -47,7 +47,7 @@ FURTHER: dict[str, list[object]] = {
     "compiled": ["--task", "har", *BITS, "--compile"],
     "blocks that are computed twice": ["--task", "seqrec", *BITS, "--grad-checkpointing"],
 }
-"""Settings that a CPU, or little work, does not tell much of."""
+"""Settings that are left out on a CPU and with --small."""
 RESUMED = [*SMALL, "--epochs", 3, "--save-every-steps", 10, "--keep-checkpoints", 0, "--dropout", 0.2]
 
 
@@ -76,7 +76,7 @@ def measure(setting: Setting, report: Report) -> None:
 
 
 def side_by_side(setting: Setting, report: Report, names: Sequence[str]) -> None:
-    """Little work is done here, one by one."""
+    """Checks bits of several models or settings in parallel, or with --small one after another."""
     if setting.is_small:
         for name in names:
             report.attempt(name, partial(bits, setting, report, name))
@@ -101,7 +101,7 @@ def bits_found(setting: Setting, name: str) -> list[dict[str, Any]]:
 
 
 def bits(setting: Setting, report: Report, name: str) -> None:
-    """name: of a model or a setting."""
+    """Compares the checkpoints of runs with and without graphs; name: of a model or a setting."""
     if name in MODELS:
         for amp in setting.pick(("off", "bf16", "fp16"), ("off",)):
             title, flags = f"{name}, {amp}", [*MODELS[name], *BITS, "--amp", amp]
@@ -120,12 +120,12 @@ def compare(setting: Setting, report: Report, name: str, flags: Sequence[object]
 
 
 def graphed(setting: Setting, name: str, flags: Sequence[object]) -> Path:
-    """A CPU has no graphs: there `auto` is nothing else than `off`."""
+    """Runs a command line with CUDA graphs, or on a CPU, which has none, with `auto`; returns its run directory."""
     return run(setting, name, *flags, "--cuda-graphs", "on" if setting.is_gpu else "auto")
 
 
 def resume(setting: Setting, report: Report, name: str) -> None:
-    """In the midst of epochs, from launched steps to recorded ones and back."""
+    """Checks runs that resume within an epoch, from eager steps to graphs and from graphs to eager steps."""
     launched = run(setting, f"{name}, launched", *RESUMED, *OFF)
 
     def there_and_back() -> Path:
@@ -137,7 +137,7 @@ def resume(setting: Setting, report: Report, name: str) -> None:
 
 
 def judge(setting: Setting, report: Report, name: str, with_graphs: Callable[[], Path], launched: Path) -> None:
-    """Tells whether a run has learnt what another one has without graphs."""
+    """Checks that a run with graphs has learned the same as a run without graphs."""
     with graphs_watched() as found:
         different = unlike(last(with_graphs()), last(launched))
     value = {

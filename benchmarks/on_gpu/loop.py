@@ -1,8 +1,8 @@
-"""What the trainer's loop costs over a bare hand-written one on the GPU, with a short step and one of 20 ms.
+"""Measures the overhead of the trainer's loop over a hand-written loop on the GPU, with short steps and steps of 20 ms.
 
-The first is all launching of kernels, so that whatever the host does more is seen; the second is all work of the GPU,
-behind which the host must hide. Both loops train linear layers on the same batches with clipping and fused AdamW, and
-take turns in one process, a block of steps each; figures are medians of neighbours.
+A short step consists of kernel launches, so any additional work of the host shows. A step of 20 ms keeps the GPU busy,
+so the host's work must overlap with it. Both loops train linear layers on the same batches with clipping and fused
+AdamW, and alternate in one process in blocks of steps. Results are medians over neighbouring blocks.
 """
 
 import statistics
@@ -40,7 +40,7 @@ def opened(
 
 
 def long_batch(setting: Setting) -> int:
-    """The batch whose bare step comes closest to 20 ms from below."""
+    """Returns the largest batch whose step in the hand-written loop takes at most 20 ms."""
     size, most = setting.pick((64, 16384), (4, 8))
     while size < most:
         with opened(setting, setting.pick(Long, Short), 2 * size) as (run, windows, _):

@@ -1,4 +1,4 @@
-"""Which machine this is: the GPU and the versions of all that has a part in its numbers."""
+"""Describes the machine: its GPU, and the versions of software that affects the results."""
 
 import os
 import platform
@@ -34,7 +34,7 @@ def measure(setting: Setting, report: Report) -> None:
 
 
 def said_by(*command: str) -> str | None:
-    """The output of a program; None where it is missing or fails."""
+    """Returns the output of a program; None if the program is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""The command lines of all models that come with the trainer, on the data that their tasks generate."""
+"""Command lines of all models of the trainer, on data that their tasks generate."""
 
 from benchmarks.on_gpu.part import Setting
 
@@ -20,7 +20,7 @@ MODELS: dict[str, list[str]] = {
     "nano": ["--task", "tabular", "--num-val-tables", "4"],
     "tabicl": ["--task", "tabular", "--model", "tabicl", "--num-val-tables", "4"],
 }
-"""By the name that figures are told under."""
+"""Flags of each model, by its name in the results."""
 
 HAVE_DROPOUT = frozenset(MODELS) - {"kg-lightgcn", "lightgcn", "bprmf", "nano", "tabicl"}
 
@@ -28,16 +28,16 @@ SLOW_ON_CPU = ("deepconvlstm", "lmu", "tabicl")
 
 
 def chosen(setting: Setting, on_cpu: str) -> list[str]:
-    """The models that a part is about: on the CPU one that is quick."""
+    """Returns the models that a part measures: all on a GPU, a fast one on the CPU."""
     if not setting.is_gpu:
         return [on_cpu]
     return [name for name in MODELS if not setting.is_small or name not in SLOW_ON_CPU]
 
 
 def without_dropout(name: str) -> list[str]:
-    """A model's command line without dropout, whose masks come from another generator on each kind of device."""
+    """Returns a model's command line without dropout, whose masks differ between kinds of devices."""
     return [*MODELS[name], *(["--dropout", "0"] if name in HAVE_DROPOUT else [])]
 
 
 BATCH_SIZES = {"har": 256, "seqrec": 128, "kgat": 1024, "speech": 32, "tabular": 16}
-"""By task: samples of a step whose speed is measured."""
+"""Batch size of speed measurements, by task."""

@@ -1,4 +1,4 @@
-"""What every part of benchmarks/gpu.py is given, and how it tells what it finds while it is at work."""
+"""Settings of the parts of benchmarks/gpu.py, reporting of their results, and functions that they share."""
 
 import gc
 import io
@@ -29,7 +29,7 @@ CACHE = "cache"
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a part runs. folder: its own, for whatever it writes. is_small: little work, to try the part itself."""
+    """Settings of a part; folder: for files of the part; is_small: whether to do little work, to test the part."""
 
     device: str
     folder: Path
@@ -44,17 +44,17 @@ class Setting:
 
     @property
     def threads(self) -> list[str]:
-        """Small tensors only wait for a second thread."""
+        """Uses one CPU thread, because small tensors do not profit from a second one."""
         return ["--num-threads", "1"] if self.is_small else []
 
     def synchronise(self) -> None:
-        """Waits until the device has done all it was asked to."""
+        """Waits until the device has completed all queued work."""
         if self.is_gpu:
             torch.cuda.synchronize()
 
 
 class Report:
-    """Figures, and checks that hold or do not. tell: takes each of them as soon as it is known."""
+    """Report of a part's measurements and checks; tell: called with each result as soon as it is known."""
 
     def __init__(self, tell: Callable[[dict[str, Any]], None]) -> None:
         self.tell = tell
@@ -63,11 +63,11 @@ class Report:
         self.tell({"name": name, "value": value})
 
     def check(self, name: str, holds: bool, value: Any = None) -> None:
-        """value: what was found, which tells more than that it holds."""
+        """Reports whether a check holds; value: the finding, which says more than that."""
         self.tell({"name": name, "value": bool(holds) if value is None else value, "holds": bool(holds)})
 
     def attempt(self, name: str, work: Callable[[], None]) -> None:
-        """Does some work of a part; what it raises is a check that does not hold, and the part goes on."""
+        """Runs some work of a part; reports an exception as a failed check, and continues the part."""
         try:
             work()
         except Exception as error:
@@ -75,13 +75,13 @@ class Report:
 
 
 class Ended(RuntimeError):
-    """A command line that did not end with the status that it should."""
+    """Raised if a command line ends with an unexpected status."""
 
 
 def run(setting: Setting, name: str, *flags: object, status: int = 0, device: str | None = None) -> Path:
     """Runs a command line of main.py in this process; returns its run directory. Raises Ended.
 
-    Nothing that it sets of torch is left for the next one.
+    Settings of torch are restored afterwards.
     """
     directory = setting.folder / name
     argv = [
@@ -98,7 +98,7 @@ def run(setting: Setting, name: str, *flags: object, status: int = 0, device: st
 
 @contextmanager
 def opened_model(setting: Setting, *flags: object) -> Iterator[Run]:
-    """A run of a command line of main.py, opened for measurements of its steps in this process."""
+    """Context that opens the run of a main.py command line, to measure its steps in this process."""
     where = ["--device", setting.device, *setting.threads, "--cache-dir", setting.folder.parent / CACHE]
     argv = list(map(str, [*flags, *where, "--log-interval", 1000]))
     print("measured:", *argv, flush=True)
@@ -113,7 +113,7 @@ def opened_model(setting: Setting, *flags: object) -> Iterator[Run]:
 
 @dataclass
 class Graphs:
-    """CUDA graphs of this process: how many were recorded, those that were replayed, and what a run said of them."""
+    """CUDA graphs of this process: number of captures, the replayed graphs, and the run's log lines about graphs."""
 
     num_recorded: int = 0
     replayed: list[torch.cuda.CUDAGraph] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Graphs:
 
 @contextmanager
 def graphs_watched() -> Iterator[Graphs]:
-    """Counts recordings and replays within it; afterwards it has the printed lines about graphs too."""
+    """Context that counts captures and replays of graphs, and finally collects the printed lines about graphs."""
     found, kind, printed = Graphs(), torch.cuda.CUDAGraph, io.StringIO()
     capture_end, replay = kind.capture_end, kind.replay
 
@@ -143,7 +143,7 @@ def graphs_watched() -> Iterator[Graphs]:
 
 
 def last(directory: Path) -> dict[str, Any]:
-    """The newest checkpoint of a run."""
+    """Loads the newest checkpoint of a run."""
     return torch.load(directory / "last.pth", weights_only=True, map_location="cpu")
 
 
@@ -153,31 +153,31 @@ def checkpoint_of_step(directory: Path, step: int) -> Path:
 
 
 def metrics(directory: Path) -> dict[str, float]:
-    """What the last report of a run says of its data."""
+    """Returns the metrics of a run's last report."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     report = [record for record in map(json.loads, lines) if record["event"] != "step"][-1]
     return {name: value for name, value in report.items() if name.startswith(("train/", "val/", "test/"))}
 
 
 def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """The largest one of any weight, relative to the largest value of that weight."""
+    """Returns the largest difference of any weight tensor, relative to the tensor's largest absolute value."""
     if found.keys() != expected.keys():
         raise ValueError(f"other weights: {sorted(found.keys() ^ expected.keys())}")
     return max(float((found[name] - w).abs().max() / w.abs().max().clamp(min=1e-300)) for name, w in expected.items())
 
 
 LEARNT = ("model", "training_model", "optimizers", "scaler", "average_updates", "totals", "position", "step", "best")
-"""What two checkpoints of the same training have alike."""
+"""Entries that the checkpoints of equal trainings have in common."""
 
 
 def unlike(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """The parts of two checkpoints' training that differ in any bit."""
+    """Returns the names of the entries in which two checkpoints differ by any bit."""
     mine, theirs = (dict(leaves({key: state.get(key) for key in LEARNT})) for state in (found, expected))
     return sorted(name for name in mine.keys() | theirs.keys() if not _same(mine.get(name), theirs.get(name)))
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every tensor and plain value of nested containers, with the path to it."""
+    """Yields every tensor and plain value of nested containers with its path."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else None
     if items is None:
         yield path, value

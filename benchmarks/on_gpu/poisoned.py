@@ -1,7 +1,7 @@
-"""A step that is not finite changes nothing on the GPU either, in every precision, however late the host learns of it.
+"""Checks in every precision that a step with a non-finite loss changes nothing, even if the host learns of it late.
 
-A run that meets a poisoned batch and leaves it out is compared with one that never had the batch: to the bit, but for
-fp16, whose gradient scale is then another one.
+A run that skips a poisoned batch is compared with a run without the batch. They must be identical to the bit, except
+in fp16, where their gradient scales differ.
 """
 
 import math
@@ -48,7 +48,7 @@ def compare(setting: Setting, report: Report, name: str, flags: list[str]) -> No
         far = difference(found["model"], expected["model"])
         limit = FP16_LIMIT if "fp16" in flags else 0.0
         report.check(f"{name}, {poison}, difference", far <= limit and all_finite(found["model"]), far)
-        # At a high scale of gradients fp16 takes it for an overflow, which a lower one may end.
+        # At a high gradient scale fp16 treats it as an overflow, which a lower scale may avoid.
         skipped = 0 if "fp16" in flags else 1
         report.check(f"{name}, {poison}, steps skipped", found["skipped_steps"] == skipped, found["skipped_steps"])
         if "fp16" in flags:
@@ -57,7 +57,7 @@ def compare(setting: Setting, report: Report, name: str, flags: list[str]) -> No
 
 
 def expect_stop(setting: Setting, report: Report, precision: str) -> None:
-    """A run that is to stop at the first such step, with whatever it saved before still finite."""
+    """Checks that a run stops at the first non-finite step, and that all saved weights are finite."""
     met = ("--poison", "loss", "--poisoned", SAMPLES[3], "--on-nonfinite", "stop")
     name = f"{precision} stop"
     if precision == "fp16":  # only at its lowest scale

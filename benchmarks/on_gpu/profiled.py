@@ -1,4 +1,4 @@
-"""What profiler.py says of the machine: `check`, `step` and `batch-size`, whose largest batch is then trained with."""
+"""Runs `check`, `step` and `batch-size` of profiler.py, and trains with the largest batch that `batch-size` found."""
 
 import gc
 import json
@@ -12,7 +12,7 @@ from trainer.profiling.cli import main
 
 WIDE = ["--task", f"{HELPERS / 'weighted_task.py'}:Weighted", "--width"]
 MEMORY_BYTES = 2e9
-"""What `batch-size` may fill."""
+"""Memory limit for `batch-size`."""
 
 
 def measure(setting: Setting, report: Report) -> None:
@@ -37,7 +37,7 @@ def step(setting: Setting, report: Report) -> None:
 
 
 def batch_size(setting: Setting, report: Report) -> None:
-    """What it finds to fit into the limit does train within the limit: a sixteenth less, as fine as it searches."""
+    """Checks that the batch size found for a limit, minus the search's tolerance of 1/16, trains within the limit."""
     width, most = (2048, 65536) if setting.is_gpu else (16, 32)
     wide = [*WIDE, width, "--num-train", most, *arguments(setting)]
     steps = ["--steps", setting.pick(5, 1), "--settling-steps", 1]
@@ -59,7 +59,7 @@ def arguments(setting: Setting) -> list[object]:
 
 
 def profiled(setting: Setting, command: str, *flags: object) -> dict[str, Any]:
-    """What a command line of profiler.py writes as JSON. Raises Ended."""
+    """Returns the JSON that a command line of profiler.py writes; raises Ended."""
     results: Path = setting.folder / f"{command}.json"
     device = ["--device", setting.device] if command == "check" else []
     argv = list(map(str, [command, "--json", results, *device, *flags]))

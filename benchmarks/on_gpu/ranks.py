@@ -1,8 +1,8 @@
-"""Several processes, as far as one GPU can show it: NCCL with one rank, gloo with two on the same GPU.
+"""Checks training in several processes as far as one GPU allows: one rank with NCCL, two ranks with gloo on one GPU.
 
-In float64 they learn what one process learns, and with `--parts` the same bits. On the CPU there is only gloo.
-`--cuda-graphs on` must not change a bit.
-Where there are several GPUs, 2 to 8 ranks over NCCL are compared too, and samples/s show how training scales.
+In float64 they must learn what one process learns, with `--parts` to the bit, and `--cuda-graphs on` must not change a
+bit. On the CPU only gloo is checked. With several GPUs, 2 to 8 ranks with NCCL are compared, too, and their samples
+per second show how training scales.
 """
 
 import subprocess
@@ -33,7 +33,7 @@ ON_GPU = {
 ON_CPU = {"gloo, two ranks": GLOO}
 PARTS = ["--dtype", "float32", "--parts", 4, "--dropout", 0.2]
 GRAPHED = {name: ON_GPU[name] for name in ("gloo, two ranks", "nccl, one rank")}
-"""Which ranks are compared with and without graphs on one GPU."""
+"""Configurations of ranks that are compared with and without graphs on one GPU."""
 
 
 def measure(setting: Setting, report: Report) -> None:
@@ -93,7 +93,7 @@ def expect_refusal(setting: Setting, report: Report) -> None:
 
 
 def run_several(setting: Setting, name: str, *flags: object, status: int = 0) -> tuple[Path, str]:
-    """Runs a command line of main_multi_gpu.py; its run directory, and the end of what it said."""
+    """Runs a command line of main_multi_gpu.py; returns its run directory and the end of its output."""
     directory = setting.folder / name
     threads = ["--num-threads", 1] if setting.is_small else []
     argv = [

@@ -1,4 +1,4 @@
-"""How long steps on batches that are ready take: in a bare loop, in the trainer's, as graphs, in other trainers."""
+"""Measures steps on loaded batches: in a hand-written loop, in the trainer's, as CUDA graphs, in other trainers."""
 
 import statistics
 import time
@@ -27,19 +27,19 @@ from trainer.profiling.phase_clock import replaced
 
 NUM_BATCHES, NUM_STEPS = 20, 60
 CLOSE, CLOSE_MS, CLOSE_TO_EARLIER = 1.10, 0.15, 1.05
-"""Goals: what a step may take, as a multiple or in milliseconds more; a replay, as a multiple of an earlier one."""
+"""Goals: limits of a step's time, as a ratio or in additional milliseconds, and of a replay relative to EARLIER_MS."""
 EARLIER_MS = {
     "harnet": 1.25, "tinyhar": 3.5, "deepconvlstm": 9.8, "sasrec": 1.65, "tisasrec": 2.18, "tisasrec with mhc": 5.6,
     "kgat": 0.62, "kg-lightgcn": 0.32, "lightgcn": 0.25, "bprmf": 0.20, "plmu": 1.59, "plmu streaming": 1.57,
     "lmu": 14.8, "nano": 4.7, "tabicl": 30.7,
 }  # fmt: skip
-"""Earlier measurements on an H100 with torch 2.11: forward, backward, norm, clipping and fused AdamW in float32 of a
-task's first batch, recorded by hand as one graph."""
+"""Earlier measurements on an H100 with torch 2.11, in ms: a hand-made CUDA graph of forward, backward, norm, clipping
+and fused AdamW in float32, on a task's first batch."""
 Step = Callable[[], Any]
 
 
 class Ready:
-    """Loads the batches of an epoch once: every epoch has the same ones, whatever its order."""
+    """Loader that loads the batches of an epoch once, and returns the same batches in every epoch."""
 
     def __init__(self, loader: BatchLoader) -> None:
         self._loader, self.close = loader, loader.close
@@ -57,7 +57,7 @@ class Ready:
 
 @contextmanager
 def ready_run(setting: Setting, *flags: object) -> Iterator[tuple[Run, list[Window], int]]:
-    """A run whose epochs have few batches, which are ready; the windows of an epoch; epochs that are measured."""
+    """Context that opens a run of short epochs with loaded batches; yields run, windows and number of epochs."""
     with opened_model(setting, *flags, "--amp", "off", "--max-grad-norm", 1) as run:
         most = setting.pick(NUM_BATCHES, 2)
         orders = tuple(with_at_most(order, most * order.global_batch_size) for order in run.plan.orders)
@@ -74,12 +74,12 @@ def model_flags(setting: Setting, name: str) -> list[object]:
 
 
 def between(queue: DeviceQueue, marks: Sequence[Any]) -> list[float]:
-    """Milliseconds between neighbouring instants. Waits for the device."""
+    """Returns the milliseconds between successive instants, after waiting for the device."""
     return [1e3 * queue.seconds(*pair) for pair in pairwise(marks)]
 
 
 def ms_of(run: Run, steps: Iterable[Step]) -> list[float]:
-    """Milliseconds of each of some steps, one after the other."""
+    """Returns the milliseconds of each step."""
     queue = queue_of(run.strategy.device)
     marks = [queue.instant()]
     for step in steps:
@@ -89,7 +89,7 @@ def ms_of(run: Run, steps: Iterable[Step]) -> list[float]:
 
 
 def ms_of_loop(run: Run, num_steps: int) -> list[float]:
-    """Milliseconds of each step of the trainer's loop but the first."""
+    """Returns the milliseconds of each step of the trainer's loop, except the first."""
     queue, marks, advance = queue_of(run.strategy.device), [], run.log.advance
 
     def advanced(num_samples: int) -> None:
@@ -102,7 +102,7 @@ def ms_of_loop(run: Run, num_steps: int) -> list[float]:
 
 
 def bare_step(run: Run, window: Window) -> None:
-    """Makes a step as a loop written by hand would."""
+    """Runs a step as a hand-written loop would."""
     phase, learner = run.task.phases[window.step.phase], run.learner
     batch = {name: value.to(learner.device, non_blocking=True) for name, value in window.micro_batches[0].batch.items()}
     (learner.enter(phase)(batch, phase)["loss"] / window.weight).backward()
@@ -113,7 +113,7 @@ def bare_step(run: Run, window: Window) -> None:
 
 
 def in_turns(run: Run, windows: Sequence[Window], num_epochs: int) -> tuple[dict[str, float], list[float]]:
-    """A bare loop and the trainer's take turns, an epoch each. Medians of their steps, and ratios of neighbours."""
+    """Alternates epochs of a hand-written loop and of the trainer's; returns median steps and ratios of epochs."""
     steps = [partial(bare_step, run, window) for window in windows]
     turns = [(ms_of(run, steps), ms_of_loop(run, len(steps))) for _ in range(1 + num_epochs)][1:]
     bare, loop = (statistics.median(ms for epoch in own for ms in epoch) for own in zip(*turns, strict=True))
@@ -122,12 +122,12 @@ def in_turns(run: Run, windows: Sequence[Window], num_epochs: int) -> tuple[dict
 
 
 def judge(setting: Setting, report: Report, name: str, holds: bool, value: Any) -> None:
-    """A goal of speed; little work does not tell."""
+    """Checks a goal of speed, or with --small only reports the value."""
     report.figure(name, value) if setting.is_small else report.check(name, holds, value)
 
 
 def speed(setting: Setting, report: Report, name: str) -> dict[str, float]:
-    """Median milliseconds of a model's steps, by the way that they are made. Without a GPU there are no graphs."""
+    """Returns median milliseconds of a model's steps by kind of loop, on a GPU also with CUDA graphs."""
     flags = model_flags(setting, name)
     with ready_run(setting, *flags, "--cuda-graphs", "off") as (run, windows, num_epochs):
         ms, _ = in_turns(run, windows, num_epochs)
@@ -135,9 +135,9 @@ def speed(setting: Setting, report: Report, name: str) -> dict[str, float]:
     if setting.is_gpu:
         with ready_run(setting, *flags, "--cuda-graphs", "on") as (run, windows, num_epochs):
             with graphs_watched() as found:
-                for _ in range(2):  # signatures are new, and recorded
+                for _ in range(2):  # signatures are new and captured
                     MeasuredRun(run).train(len(windows))
-                run.watches.remove(run.learner)  # or each epoch would check recordings once more
+                run.watches.remove(run.learner)  # otherwise each epoch would check graphs again
                 found.replayed.clear()
                 MeasuredRun(run).train(len(windows))
             size, rest = divmod(len(found.replayed), len(windows))
@@ -164,7 +164,7 @@ def replay(graphs: Iterable[torch.cuda.CUDAGraph]) -> None:
 
 
 def waited_for(setting: Setting, step: Step) -> float:
-    """Milliseconds until the device has done a step, by the host's clock, as for EARLIER_MS."""
+    """Returns wall-clock milliseconds until the device has completed a step, as for EARLIER_MS."""
     setting.synchronise()
     started = time.perf_counter()
     step()
@@ -176,7 +176,7 @@ def waited_for(setting: Setting, step: Step) -> float:
 
 
 def beside(setting: Setting, report: Report, name: str) -> dict[str, float]:
-    """Milliseconds of a step of other trainers, by name: they get the net, optimizer and batches of the run."""
+    """Returns milliseconds per step of other trainers, by name, with the run's model, optimizer and batches."""
     ms: dict[str, float] = {}
     for other, (package, steps_of) in OTHERS.items():
         if find_spec(package) is None:
@@ -190,7 +190,7 @@ def beside(setting: Setting, report: Report, name: str) -> dict[str, float]:
                 found = steps_of(setting, run, windows, 2 + num_epochs)[-num_epochs * len(windows) :]
         except Exception as error:
             refusal = f"{type(error).__name__}: {error}"[:300]
-            report.check(f"{name}, {other}", "compiled" in other, refusal)  # the compiler takes not every model
+            report.check(f"{name}, {other}", "compiled" in other, refusal)  # not every model can be compiled
             continue
         ms[other] = round(statistics.median(found), 4)
         report.figure(f"{name}, {other}, ms", ms[other])

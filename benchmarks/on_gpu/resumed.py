@@ -1,7 +1,7 @@
-"""A run that is resumed in the middle ends as the unbroken one: to the bit, with --deterministic.
+"""Checks that a run resumed in the middle ends identically to an unbroken run, to the bit with --deterministic.
 
-Every model that comes with the trainer, with its dropout and in the precision that a GPU gets by default. How far
-the two are apart without --deterministic is told too; no promise is made of it.
+Every model trains with its dropout and in the default precision of the GPU. The difference without --deterministic is
+reported, too, but may have any size.
 """
 
 from functools import partial

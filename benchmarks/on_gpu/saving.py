@@ -1,4 +1,4 @@
-"""How long the loop stalls for a checkpoint of a large model, and the page-locked memory that it takes meanwhile."""
+"""Measures how long saving a large model stalls the training loop, and how much pinned memory it takes."""
 
 import torch
 

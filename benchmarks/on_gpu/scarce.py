@@ -1,7 +1,7 @@
-"""Where the GPU's memory runs out, a run goes on with smaller micro-batches, and learns what it would have learnt.
+"""Checks that a run that exhausts the GPU's memory continues with smaller micro-batches and learns the same.
 
-The limit is real: torch refuses to take more than a share of the GPU. On the CPU, which has no such limit, the errors
-are injected. Weights are compared in float64 with a run that had room.
+The memory limit is real: torch refuses to allocate more than a share of the GPU's memory. On the CPU, which has no such
+limit, the errors are injected. Weights are compared in float64 with a run that had enough memory.
 """
 
 import gc
@@ -19,7 +19,7 @@ WEIGHTED = f"{HELPERS / 'weighted_task.py'}:Weighted"
 TIGHT = f"{HELPERS / 'tight_task.py'}:Tight"
 SHRINKING = f"{ROOT / 'benchmarks' / 'on_gpu' / 'gpu_tasks.py'}:Shrinking"
 SHARE = 0.7
-"""Of the peak of a run with room: too little for its micro-batches, and enough for half of them."""
+"""Share of an unlimited run's peak memory that is too little for its micro-batch, but enough for half of it."""
 LIMIT = 1e-9
 FLAGS = ["--dtype", "float64", "--epochs", 2, "--log-interval", 1000]
 
@@ -30,7 +30,7 @@ def measure(setting: Setting, report: Report) -> None:
 
 
 def short_from_the_start(setting: Setting, report: Report, name: str) -> None:
-    """On a GPU it is the dry run that finds out."""
+    """Checks a run whose memory is too small from the start, which on a GPU the dry run detects."""
     flags = [*FLAGS, *sizes(setting)]
     expected, peak = with_room(setting, name, flags)
     real, injected = ["--task", WEIGHTED], ["--task", TIGHT, "--fit", 12]
@@ -50,7 +50,7 @@ def short_later(setting: Setting, report: Report, name: str) -> None:
 
 
 def no_room_at_all(setting: Setting, report: Report, name: str) -> None:
-    """Weights have room, and moments beside them do not. One message, and the status of what the user has to change."""
+    """Checks the message and exit status of a run with enough memory for weights, but not for optimizer moments."""
     real, injected = ["--task", WEIGHTED, "--width", 4_000_000], ["--task", TIGHT, "--fit", 0]  # 352 MB
     with limited(setting, 800e6):
         run(setting, name, *FLAGS, "--batch-size", 2, *(real if setting.is_gpu else injected), status=2)
@@ -65,14 +65,14 @@ CASES = {
 
 
 def sizes(setting: Setting) -> list[object]:
-    """A step whose activations, and not its weights, take the memory: about 2 GiB of it on a GPU, however small."""
+    """Returns flags for steps whose memory is mostly activations: about 2 GiB on a GPU, also with --small."""
     if setting.is_gpu:
         return ["--width", 2048, "--num-train", 8192, "--batch-size", 4096, "--num-val", 64]
     return ["--num-train", 32, "--batch-size", 16]
 
 
 def with_room(setting: Setting, name: str, flags: list[object]) -> tuple[dict[str, torch.Tensor], int]:
-    """The weights of a run without a limit, and the bytes that its tensors took at most."""
+    """Returns the weights of a run without a memory limit, and the peak memory of its tensors in bytes."""
     if setting.is_gpu:
         torch.cuda.reset_peak_memory_stats()
     weights = last(run(setting, f"{name}, with room", "--task", WEIGHTED, *flags))["model"]
@@ -81,7 +81,7 @@ def with_room(setting: Setting, name: str, flags: list[object]) -> tuple[dict[st
 
 @contextmanager
 def limited(setting: Setting, num_bytes: float | None = None) -> Iterator[None]:
-    """Within it torch takes no more of the GPU than so many bytes; None: all, until the task limits it."""
+    """Context that limits torch's memory on the GPU to a number of bytes; None for no limit but the task's own."""
     if not setting.is_gpu:
         yield
         return

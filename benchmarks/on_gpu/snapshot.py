@@ -1,4 +1,4 @@
-"""A checkpoint that is taken while long kernels are queued holds what they compute, and nothing of what comes after."""
+"""Checks that a checkpoint saved while slow kernels are queued has their results, and no later changes."""
 
 import time
 
@@ -10,7 +10,7 @@ from benchmarks.on_gpu.poisoned import TASK
 from trainer.checkpoint.background import snapshot, tensors_of
 
 HALF_A_SECOND = 1_000_000_000
-"""Cycles of the GPU's clock; more or less."""
+"""Approximate length of a slow kernel, in cycles of the GPU's clock."""
 TIMES = 3
 
 
@@ -20,7 +20,7 @@ def measure(setting: Setting, report: Report) -> None:
 
 
 def copy_while_busy(setting: Setting, report: Report) -> None:
-    """Values change before, and right after, each of several snapshots that use the same memory again."""
+    """Checks snapshots that reuse memory, while values change just before and just after each snapshot."""
     device = torch.device(setting.device)
     values = [torch.zeros(size, device=device) for size in (3, setting.pick(10_000_000, 1000))]
     state, copies = {"values": values, "again": values[0]}, None
@@ -43,7 +43,7 @@ def copy_while_busy(setting: Setting, report: Report) -> None:
 
 
 def save_while_busy(setting: Setting, report: Report) -> None:
-    """A run that saves in the midst of its steps, against runs that end there."""
+    """Compares the checkpoints that a run saves between its steps with runs that end at these steps."""
     flags = [
         "--task", TASK, "--max-steps", 12, "--batch-size", 8, "--deterministic", "--log-interval", 1000, "--schedule",
         "constant", "--warmup-steps", 0, "--keep-checkpoints", 0, "--num-train", 200, "--ema-decay", 0.9,

@@ -1,7 +1,7 @@
-"""Samples per second of every model that comes with the trainer: in float32, bf16 and fp16, with and without graphs.
+"""Measures samples per second of every model in float32, bf16 and fp16, with and without CUDA graphs.
 
-The trainer's own loop trains them as `profiler.py step` would. What of a step is spent waiting for data, and the most
-memory that tensors occupied, is told beside it.
+The models train in the trainer's loop, as in `profiler.py step`. The share of time spent waiting for data and the peak
+memory of tensors are reported, too.
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ WITH_GRAPHS = {f"{kind}, graphs": ["--amp", kind, "--cuda-graphs", "on"] for kin
 
 
 def measure(setting: Setting, report: Report) -> None:
-    """Precision by precision, so that a part that is cut short has all models in some of them."""
+    """Measures one precision after another, so that an interrupted part has all models in some precisions."""
     kinds = PRECISIONS | (WITH_GRAPHS if setting.is_gpu else {})
     for kind, flags in sorted(kinds.items(), key=lambda kind: [*PRECISIONS].index(kind[0].split(",")[0])):
         for name in chosen(setting, on_cpu="bprmf"):

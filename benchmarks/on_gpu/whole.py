@@ -1,7 +1,7 @@
-"""Whole commands by the wall clock, from their start to their last line, and how busy the GPU is in between.
+"""Measures the wall-clock time of whole commands, from start to last line, and how busy they keep the GPU.
 
-Real data are looked for in the folder LOCKSTEP_DATA; a command whose data are not there is left out. Little work takes
-one epoch of generated data.
+Real data are expected in the folder LOCKSTEP_DATA. A command without its data is left out. With --small a command
+trains for one epoch on generated data.
 """
 
 import json
@@ -21,16 +21,16 @@ from trainer.profiling.measure import MeasuredRun
 
 GRAPHS = ["--cuda-graphs", "on"]
 NOTHING = "import torch; torch.zeros(1, device='{device}'); import main, tasks"
-"""Imports torch and the trainer and makes the CUDA context: time that no command can save."""
+"""Program that imports torch and the trainer and creates the CUDA context, which every command must do."""
 BUSY, NUM_BUSY = 0.8, 12
-"""Goal: the share of a step in which the GPU replays, for at least how many models."""
+"""Goal: the minimum share of a step in which the GPU replays graphs, and the minimum number of models that reach it."""
 LEAST_TABLES = {"off": 3000, "bf16": 3500}
-"""Goal: tables that nano sees a second, by precision."""
+"""Goal: minimum number of tables per second for nano, by precision."""
 ML_1M = "ml-1m/ml-1m_complete_order.txt.gz"
 
 
 class Whole(NamedTuple):
-    """A command and its goals. data: within LOCKSTEP_DATA. metrics: of test, by name, the least that is right."""
+    """Command and its goals; data: path within LOCKSTEP_DATA; metrics: minimum test scores by name."""
 
     data: str
     flags: list[str]
@@ -65,7 +65,7 @@ def measure(setting: Setting, report: Report) -> None:
 
 
 def seconds_of(arguments: Sequence[object]) -> float:
-    """How long a program of Python takes in a process of its own. Raises CalledProcessError."""
+    """Returns the seconds that a Python program takes in a process of its own; raises CalledProcessError."""
     started = time.perf_counter()
     subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, check=True)
     return time.perf_counter() - started
@@ -77,7 +77,7 @@ def command(setting: Setting, name: str, *flags: object) -> list[object]:
 
 
 def start(setting: Setting, report: Report, nothing_s: float) -> None:
-    """From the command to the end of its first step, once the cache has what the task generates."""
+    """Measures the time from a command's start to the end of its first step, with generated data in the cache."""
     flags = ["--max-steps", 1, "--no-test", "--eval-every-steps", 1000]
     for name in ("filled", "start"):
         seconds = seconds_of(command(setting, name, *flags))
@@ -99,7 +99,7 @@ def whole(setting: Setting, report: Report, name: str) -> None:
 
 
 def busy(setting: Setting, report: Report, name: str) -> float:
-    """The replay of a step over the time that the trainer's loop takes for one, with its data."""
+    """Returns the time of a step's graph replay, divided by the time of a step in the trainer's loop with its data."""
     ms = ready.speed(setting, report, name)
     with opened_model(setting, *ready.model_flags(setting, name), *GRAPHS, "--amp", "off") as run:
         step_ms = MeasuredRun(run).measure(*setting.pick((200, 60), (2, 1)))["step_ms_mean"]

@@ -1,8 +1,8 @@
-"""The task for Accelerate, as its documentation teaches it.
+"""Script for Accelerate that follows its documentation.
 
-Accumulation for samples of variable size by the guide's fix, or (--mean-of-means) by `accumulate` alone; checkpoints by
-`save_state` in folders named by the step, as in its example; the place within an epoch by `skip_first_batches`, or
-(--stateful) by `use_stateful_dataloader`; metrics by `gather_for_metrics`.
+Gradients are accumulated as the guide recommends for samples of variable size, or with --mean-of-means by `accumulate`
+only. Checkpoints are saved by `save_state` in folders named by the step, as in the example. The position in an epoch is
+restored by `skip_first_batches`, or with --stateful by `use_stateful_dataloader`. Metrics use `gather_for_metrics`.
 """
 
 import math
@@ -55,7 +55,7 @@ class Training:
         self.num_steps = 0
 
     def run(self) -> None:
-        """Goes on from the newest checkpoint, if there is one."""
+        """Trains, after resuming from the newest checkpoint if there is one."""
         steps_per_epoch = math.ceil(len(self.train) / self.settings.accumulate)
         first_epoch, skipped = 0, 0
         checkpoints = sorted(self.save_dir.glob("step_*"), key=lambda path: path.stat().st_ctime)
@@ -81,7 +81,7 @@ class Training:
                 self.accelerator.save_state(str(self.save_dir / f"step_{self.num_steps}"))
 
     def steps_by_means(self, batches: Iterable[Batch]) -> Iterator[None]:
-        """The guide's first code: the loss is the mean of a batch."""
+        """Accumulates gradients of the mean loss of each batch, as in the first example of the guide."""
         for batch in batches:
             with self.accelerator.accumulate(self.model):
                 self.watch.seen(batch["index"], self.trained)
@@ -91,7 +91,7 @@ class Training:
                 yield
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[None]:
-        """The guide's code for samples of variable size: a window is counted before it is trained on."""
+        """Counts the tokens of an accumulation window before training on it, as the guide does for variable sizes."""
         remaining = iter(batches)
         while window := list(islice(remaining, self.settings.accumulate)):
             num_items = torch.stack([(batch["tags"] != IGNORED).sum() for batch in window]).sum()

@@ -1,4 +1,4 @@
-"""The loop that one writes by hand for this task, and how a side takes turns with it."""
+"""Hand-written loop for the task, and its alternation with another trainer's steps."""
 
 import time
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from benchmarks.peers.tagging import Settings, loss_of, new_model, new_optimizer
 
 BLOCK_STEPS = 20
 SETTLING_STEPS = 100
-"""Steps of a side that do not count."""
+"""Number of warm-up steps, which are not measured."""
 
 
 def bare_steps(settings: Settings) -> Iterator[None]:
-    """Trains for ever, a step at a time: one device, no logs, no checkpoints."""
+    """Trains without end on one device, without logs and checkpoints, and yields after each step."""
     data, model = train_data(settings), new_model(settings)
     parameters = list(model.parameters())
     optimizer = new_optimizer(settings, parameters)
@@ -41,14 +41,14 @@ class Clock(NamedTuple):
 
 
 class Turns:
-    """A block of steps of a side, then one of the bare loop, in one process: both see the same machine."""
+    """Alternates blocks of a trainer's steps with blocks of the hand-written loop, in one process."""
 
     def __init__(self, settings: Settings) -> None:
         self.bare = bare_steps(settings)
         self.num_steps, self.mark = 0, Clock.now()
 
     def next_step(self) -> dict[str, float] | None:
-        """Called where the side begins a step. At the end of two blocks: the ratio of their seconds, by both clocks."""
+        """Marks the start of a trainer's step; after two blocks, records the ratios of CPU and wall-clock seconds."""
         self.num_steps += 1
         if self.num_steps < SETTLING_STEPS or (self.num_steps - SETTLING_STEPS) % BLOCK_STEPS:
             return None

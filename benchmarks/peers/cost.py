@@ -1,12 +1,12 @@
-"""What a step and a start cost. Lockstep, Lightning and Accelerate, each beside the same bare loop.
+"""Measures the time of a step and of a start of Lockstep, Lightning and Accelerate, relative to a hand-written loop.
 
     pip install -r requirements.txt -r benchmarks/peers/requirements.txt
     python benchmarks/peers/cost.py
 
-Step: the side trains an epoch of 400 steps with its usual logs, but without a progress bar, which is drawn so many
-times a second, not a step; it takes turns with the bare loop in one process, a block of 20 steps each. The figure is
-the median of the ratios of neighbouring blocks, by CPU time and by the clock. Start: the seconds from the start of the
-program until its second step begins.
+Step: the trainer runs an epoch of 400 steps with its usual logs, but without a progress bar, whose cost depends on time
+rather than steps. It alternates with the hand-written loop in one process, in blocks of 20 steps. The result is the
+median of the ratios of neighbouring blocks, in CPU time and wall-clock time. Start: the seconds from the start of the
+program to the start of its second step.
 """
 
 import argparse
@@ -34,7 +34,7 @@ SETTINGS = Settings(
 
 
 def measure(side: str) -> dict[str, float]:
-    """Of one run: seconds of its start, and the medians over its blocks of steps."""
+    """Returns the seconds of a run's start, and medians over its blocks of steps."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         done = subprocess.run(
@@ -54,7 +54,7 @@ def measure(side: str) -> dict[str, float]:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each side, in turns")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each trainer, which alternate")
     return parser
 
 

@@ -1,12 +1,12 @@
-"""Is a step that of its whole batch, and a score that of every sample once? Lockstep, Lightning and Accelerate.
+"""Checks steps and scores of Lockstep, Lightning and Accelerate against exact results of the whole batch and data set.
 
     pip install -r requirements.txt -r benchmarks/peers/requirements.txt
     python benchmarks/peers/exactness.py lockstep       # or lightning, or accelerate
 
-Accumulation: 203 sequences of 1 to 24 tokens in micro-batches of 4, 16 sequences a step, on one process and on two;
-neither the last step nor its last micro-batch is full. The steps are then redone, each as one batch, on the samples
-that the forwards got; the figure is the distance of the weights in parts of the way that training went.
-Evaluation: of 101 sequences, and of one, by the scripts' own scores, beside those of the same weights.
+Accumulation: 203 sequences of 1 to 24 tokens, in micro-batches of 4 and steps of 16 sequences, on one process and on
+two. The last step and its last micro-batch are not full. The steps are then repeated with one batch each, on the
+samples of the recorded forwards. The result is the distance between the weights, divided by the length of the way from
+the initial weights. Evaluation: scores of 101 sequences, and of one, compared with exact scores of the same weights.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""The task for Lightning, as its documentation teaches it.
+"""Script for Lightning that follows its documentation.
 
-Checkpoints by `ModelCheckpoint(every_n_train_steps)`, the place within an epoch by torchdata's `StatefulDataLoader`, or
-(--plain-loader) not at all, `ckpt_path="last"` to go on, metrics by torchmetrics, `accumulate_grad_batches`.
+The script uses `ModelCheckpoint(every_n_train_steps)`, `ckpt_path="last"`, torchmetrics and `accumulate_grad_batches`.
+The position in an epoch is restored by torchdata's `StatefulDataLoader`, or with --plain-loader not at all.
 """
 
 import sys

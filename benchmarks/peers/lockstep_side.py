@@ -1,4 +1,4 @@
-"""The task for Lockstep: `python main.py --task benchmarks/peers/lockstep_side.py:Tagging`."""
+"""Task for Lockstep: `python main.py --task benchmarks/peers/lockstep_side.py:Tagging`."""
 
 import sys
 from collections.abc import Mapping

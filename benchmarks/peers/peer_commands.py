@@ -1,4 +1,4 @@
-"""What the scripts for other libraries share: their flags, and what they leave behind."""
+"""Flags and results of the scripts for other libraries."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ WEIGHTS, METRICS = "weights.pt", "metrics.json"
 
 
 def peer_settings(description: str | None, *switches: str) -> tuple[Settings, Path, dict[str, bool]]:
-    """The settings, the folder of the run, and the switches, by the command line."""
+    """Parses the command line to settings, the run's folder, and switches."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save-dir", type=Path, required=True)
     for field in fields(Settings):

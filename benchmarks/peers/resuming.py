@@ -1,13 +1,14 @@
-"""What is left of a run that is killed and started again by the same command? Lockstep, Lightning and Accelerate.
+"""Kills runs of Lockstep, Lightning and Accelerate, restarts them by the same command, and checks what they repeat.
 
     pip install -r requirements.txt -r benchmarks/peers/requirements.txt
     python benchmarks/peers/resuming.py stop lockstep            # SIGKILL within an epoch, and between two
     python benchmarks/peers/resuming.py worlds lightning         # SIGKILL, then another number of processes
     python benchmarks/peers/resuming.py kills accelerate         # SIGKILL at random moments
 
-In the first two every process kills itself in the same step. The samples are those that the forwards got: of the first
-life those before the checkpoint that the second one goes on from, which is found by its weights. The global batch of 16
-sequences is kept on another number of processes: by Lockstep itself, for the others by another accumulation.
+With `stop` and `worlds` every process kills itself in the same step. The samples of a run are those of its recorded
+forwards; of the first start, those before the checkpoint from which the second start resumes, which is identified by
+its weights. Lockstep keeps the global batch of 16 sequences when the number of processes changes. The other libraries
+get another number of accumulation steps.
 """
 
 import argparse
@@ -31,11 +32,11 @@ from benchmarks.peers.watch import Step
 VARIANTS = ("lockstep", "lightning", "lightning, plain loader", "accelerate", "accelerate, stateful loader")
 GLOBAL_BATCH, MICRO_BATCH, STEPS_PER_EPOCH = 16, 4, 13
 KILLED = Settings(epochs=2, micro_batch=8, width=384, dtype="float32", save_every=2)
-"""0.6 million parameters, of which a checkpoint of 5 MB is saved after every second of 52 steps."""
+"""Settings with 0.6 million parameters, whose checkpoint of 5 MB is saved after every second of 52 steps."""
 
 
 class Stop(NamedTuple):
-    """A kill when a step begins, counted from 1, in a run of 26 steps that saves after every so many."""
+    """Steps at whose start a run of 26 steps is killed, counted from 1, and the number of steps between checkpoints."""
 
     in_step: int
     save_every: int
@@ -53,9 +54,10 @@ def sized(world: int, stop: Stop, dropout: float = 0.0) -> Settings:
 
 
 class Lineage(NamedTuple):
-    """The steps that led to the weights at the end.
+    """Returns the steps that led to the final weights.
 
-    went_on_after: steps of the first life that count, None if the second one began with weights that it never had.
+    went_on_after: number of the first start's steps from which the second start resumed; None if the second start began
+    with weights that the first one never had.
     """
 
     went_on_after: int | None
@@ -73,7 +75,7 @@ def lineage(first: Sequence[Step], second: Sequence[Step]) -> Lineage:
 
 
 def compared(steps: Sequence[Step], unbroken: Sequence[Step], epochs: int) -> dict[str, int]:
-    """How the samples differ from those of the unbroken run."""
+    """Describes how the samples of a run differ from the samples of an unbroken run."""
     times = Counter(sample for step in steps for sample in set(step.index))
     every = {sample for step in unbroken for sample in step.index}
     return {
@@ -85,7 +87,7 @@ def compared(steps: Sequence[Step], unbroken: Sequence[Step], epochs: int) -> di
 
 
 def stopped(variant: str, stop: Stop, worlds: tuple[int, int] = (1, 1), dropout: float = 0.0) -> dict:
-    """One kill, and what its second start makes of it. worlds: processes of the first and the second."""
+    """Kills and restarts a run once, and compares it; worlds: number of processes of the first and second start."""
     before, after = (sized(world, stop, dropout) for world in worlds)
     found: dict = {"variant": variant, "processes": worlds, "dropout": dropout, "killed_in_step": stop.in_step}
     with new_run(variant, before) as unbroken, new_run(variant, before) as run:
@@ -107,7 +109,7 @@ def stopped(variant: str, stop: Stop, worlds: tuple[int, int] = (1, 1), dropout:
 
 
 def refusal(output: str, folder: Path) -> str:
-    """The first exception that a start printed, and the line of code that raised it."""
+    """Returns the first exception that a start printed, and the line of code that raised it."""
     found = re.search(r"^ +(?P<code>\S.*)(\n +\^+)?\n(?P<error>[\w.]*(Error|Exception)\b.*)", output, re.MULTILINE)
     text = f"{found['error']} ({found['code']})" if found else output[-300:]
     return text.replace(str(folder), "...")
@@ -120,7 +122,7 @@ Outcome = Literal["same bits", "other weights", "refused"]
 
 
 class Killed(NamedTuple):
-    """What became of a run that was killed once. steps_redone: None where the second life began with other weights."""
+    """Result of a run that was killed once; steps_redone: None if the second start began with other weights."""
 
     outcome: Outcome
     steps_redone: int | None
@@ -144,7 +146,7 @@ def killed_once(variant: str, unbroken: Sequence[Step], right: dict[str, Tensor]
 
 
 def killed_often(variant: str, num_kills: int, seed: int) -> Iterator[dict]:
-    """A line for each kill, then their sums."""
+    """Yields a result for each kill, and finally their sums."""
     draw = random.Random(seed)
     with new_run(variant, KILLED) as run:
         run.finish_well()
@@ -168,8 +170,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("stop", "worlds", "kills"))
     parser.add_argument("side", choices=SIDES)
-    parser.add_argument("--kills", type=int, default=20, help="runs that are killed")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--kills", type=int, default=20, help="number of runs to kill")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments of the kills")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""The same run on each side: its command, and what it left behind."""
+"""Runs of the same task with each trainer: their commands and results."""
 
 import contextlib
 import json
@@ -36,11 +36,11 @@ VARIANTS = {
     "accelerate, mean of means": (ACCELERATE, ("--mean-of-means",)),
     "accelerate, stateful loader": (ACCELERATE, ("--stateful",)),
 }
-"""Ways to write the task: the side, and what its script is told besides."""
+"""Variants of the task's script: the trainer, and additional flags of the script."""
 
 
 def command(variant: str, settings: Settings, save_dir: Path) -> list[str]:
-    """Of one process of the run."""
+    """Returns the command line of one process of a run."""
     side, switches = VARIANTS[variant]
     arguments = lockstep_arguments(settings) if side == LOCKSTEP else peer_arguments(side, settings)
     return [sys.executable, *arguments, *switches, "--save-dir", str(save_dir)]
@@ -68,7 +68,7 @@ def peer_arguments(side: str, settings: Settings) -> list[str]:
 
 @dataclass(frozen=True)
 class Run:
-    """A folder in which one run is started, ended and started again by the same command."""
+    """Folder in which one run is started, ended and restarted by the same command."""
 
     variant: str
     settings: Settings
@@ -83,10 +83,9 @@ class Run:
         return self.folder / "run"
 
     def start(self, settings: Settings | None = None, **asked: object) -> list[BaseProcess]:
-        """One process for each rank, as a launcher would start them. settings: others than those of the run.
+        """Starts one process per rank, as a launcher would; settings: replace the settings of the run.
 
-        asked: see `watch`. The processes are forked from one that has imported the library, but run nothing of it:
-        they are there in a moment.
+        asked: see `watch`. The processes start fast, because they are forked from one that has imported the library.
         """
         settings = settings or self.settings
         self.notes.mkdir(exist_ok=True)
@@ -102,10 +101,10 @@ class Run:
         return processes
 
     def finish(self, settings: Settings | None = None, **asked: object) -> bool:
-        """Starts it and waits for its end; whether it ended well."""
+        """Starts the run and waits for its end; returns whether all processes succeeded."""
         processes = self.start(settings, **asked)
         until = time.monotonic() + MAY_TAKE_S
-        # Where one process fails, the others may wait for it.
+        # If one process fails, the others may wait for it.
         while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
             if time.monotonic() > until:
                 break
@@ -118,7 +117,7 @@ class Run:
             sys.exit(f"{self.variant} failed:\n{self.output()[-3000:]}")
 
     def killed(self, when: Callable[[], bool], wait_s: float) -> bool:
-        """Starts it and kills it so many seconds after the condition holds. False where it has ended before."""
+        """Starts the run and kills it a number of seconds after a condition holds; returns False if it ended before."""
         processes, until = self.start(), time.monotonic() + MAY_TAKE_S
         while processes[0].is_alive() and not when() and time.monotonic() < until:
             time.sleep(0.001)
@@ -128,11 +127,11 @@ class Run:
         return lived
 
     def num_forwards(self) -> int:
-        """In training, of all starts and processes."""
+        """Returns the number of training forwards of all starts and processes."""
         return sum(file.read_bytes().count(b"weights") for file in self.notes.glob("*/*"))
 
     def lives(self) -> list[list[Step]]:
-        """The steps of each start."""
+        """Returns the steps of each start."""
         return lives(self.notes)
 
     @property
@@ -143,13 +142,13 @@ class Run:
         return self.output_file.read_text(errors="replace")
 
     def weights(self) -> dict[str, Tensor]:
-        """At the end."""
+        """Loads the final weights."""
         if self.variant == LOCKSTEP:
             return torch.load(self.save_dir / "final.pth", weights_only=True)["model"]
         return torch.load(self.save_dir / WEIGHTS, weights_only=True)
 
     def metrics(self) -> dict[str, float]:
-        """Of the evaluation at the end."""
+        """Returns the scores of the final evaluation."""
         if self.variant == LOCKSTEP:
             metrics = json.loads((self.save_dir / "results.json").read_text())["metrics"]
             return {name.removeprefix("test/"): value for name, value in metrics.items()}
@@ -163,7 +162,7 @@ def new_run(variant: str, settings: Settings) -> Iterator[Run]:
 
 
 def watched(notes: Path, **asked: object) -> dict[str, str]:
-    """Variables of the environment of a process that is watched. asked: see `watch`."""
+    """Returns the environment variables of a watched process; asked: see `watch`."""
     return {
         VARIABLE: json.dumps({"folder": str(notes), "started": time.time(), **asked}),
         "OMP_NUM_THREADS": "1",
@@ -171,7 +170,7 @@ def watched(notes: Path, **asked: object) -> dict[str, str]:
 
 
 def ranks(world: int) -> list[dict[str, str]]:
-    """The variables by which torchrun tells each process who it is; none of a single one."""
+    """Returns the environment variables by which torchrun gives each process its rank; none for a single process."""
     if world == 1:
         return [{}]
     with socket.socket() as found:
@@ -185,7 +184,7 @@ def ranks(world: int) -> list[dict[str, str]]:
 
 
 def forking(side: str) -> ForkServerContext:
-    """Forks processes that have imported this side. One program uses one side."""
+    """Returns a server that forks processes with a trainer's library imported; a program uses one trainer only."""
     os.environ["PYTHONPATH"] = str(ROOT)  # of the server
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
@@ -194,7 +193,7 @@ def forking(side: str) -> ForkServerContext:
 
 
 def run_forked(variant: str, settings: Settings, save_dir: Path, output: Path, variables: Mapping[str, str]) -> None:
-    """The command, in a process that is there already."""
+    """Runs a command in a forked process."""
     os.setsid()
     os.chdir(ROOT)
     for stream in (1, 2):
@@ -209,7 +208,7 @@ def run_forked(variant: str, settings: Settings, save_dir: Path, output: Path, v
 
 
 def kill(processes: Sequence[BaseProcess]) -> None:
-    """And the processes that they have started."""
+    """Kills the processes and the processes that they have started."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -222,7 +221,7 @@ def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def distance(found: dict[str, Tensor], right: dict[str, Tensor], start: dict[str, Tensor]) -> float:
-    """How far the weights are from where they should be, in parts of the way that training should have gone."""
+    """Returns the distance of the weights from the exact ones, divided by the exact ones' way from the initial ones."""
     error = sum(float((found[name] - right[name]).square().sum()) for name in right) ** 0.5
     way = sum(float((right[name] - start[name]).square().sum()) for name in right) ** 0.5
     return error / way

@@ -1,7 +1,7 @@
-"""The task of the comparison, in plain torch: tag every token of sequences of very unequal length.
+"""Task of the comparison, in plain torch: tag every token of sequences of very different lengths.
 
-The loss of a step is the mean over the tokens of all its sequences, so a mean of means of parts is another number. The
-data, the model and the optimizers are the same objects on every side.
+The loss of a step is the mean over the tokens of all its sequences, which differs from a mean of micro-batch means. All
+trainers use the same data, model and optimizers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 NUM_TOKENS, NUM_TAGS, MAX_LENGTH = 50, 5, 24
 IGNORED = -100
-"""The tag of padding, which torch's cross entropy leaves out by itself."""
+"""Tag of padding, which torch's cross entropy ignores by default."""
 MOMENTUM = 0.9
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is asked for, in the words of no side."""
+    """Settings of a run, independent of the trainer."""
 
     num_train: int = 203
     num_eval: int = 101
@@ -38,9 +38,9 @@ class Settings:
 
 
 class Sequences:
-    """Tokens and tags (n, 24) int64, in memory; a batch is one gather.
+    """Data set of tokens and tags, (n, 24) int64, in memory.
 
-    As a data set of torch it gathers the batches of a DataLoader whose `collate_fn` hands them on.
+    With a DataLoader, the data set gathers whole batches, and its `collate_fn` returns them unchanged.
     """
 
     def __init__(self, num: int, seed: int) -> None:
@@ -68,7 +68,7 @@ class Sequences:
 
 
 def as_they_are(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The `collate_fn` of a DataLoader over `Sequences`."""
+    """Returns a batch of `Sequences` unchanged, as the `collate_fn` of a DataLoader."""
     return batch
 
 
@@ -81,7 +81,7 @@ def eval_data(settings: Settings) -> Sequences:
 
 
 class Tagger(nn.Module):
-    """Scores (B, 24, 5) of tokens (B, 24): of each token and the mean of those up to it."""
+    """Computes scores of tokens, (B, 24) -> (B, 24, 5), from the token and the mean of tokens up to it."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def new_model(settings: Settings) -> Tagger:
 
 
 def loss_of(scores: Tensor, tags: Tensor, reduction: str = "mean") -> Tensor:
-    """Of the tokens that are no padding: their mean, their sum, or (B, 24) each by itself."""
+    """Returns the loss of tokens without padding: the mean, the sum, or the loss of each token, (B, 24)."""
     losses = F.cross_entropy(scores.flatten(0, 1), tags.flatten(), ignore_index=IGNORED, reduction=reduction)
     return losses.view(tags.shape) if reduction == "none" else losses
 
@@ -118,7 +118,7 @@ def new_optimizer(settings: Settings, parameters: Iterable[nn.Parameter]) -> tor
 
 
 def trained_on(settings: Settings, steps: Iterable[Sequence[int]]) -> Tagger:
-    """A model after steps on these samples, each as one batch: total loss over total tokens."""
+    """Returns a model after steps on the given samples, with one batch per step and the mean loss over its tokens."""
     data, model = train_data(settings), new_model(settings)
     optimizer = new_optimizer(settings, model.parameters())
     for index in steps:
@@ -131,7 +131,7 @@ def trained_on(settings: Settings, steps: Iterable[Sequence[int]]) -> Tagger:
 
 @torch.no_grad()
 def scores_of(settings: Settings, weights: dict[str, Tensor]) -> dict[str, float]:
-    """Loss and accuracy over the tokens of the evaluation set, every sample once."""
+    """Returns loss and accuracy over the tokens of the evaluation set, with every sample once."""
     data, model = eval_data(settings), new_model(settings)
     model.load_state_dict(weights)
     batch = data.__getitems__(range(len(data)))
