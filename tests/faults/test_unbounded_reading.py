@@ -132,7 +132,7 @@ def test_a_checkpoint_that_unpacks_to_anything(train, tmp_path):
             new.writestr(part, old.read(part))
     read_checkpoint(stored, "x")
     for verified in (False, True):  # a run brings its own checksums
-        with pytest.raises(UserError, match="a part of it is compressed"):
+        with pytest.raises(UserError, match="an entry of it is compressed"):
             read_checkpoint(packed, "x", verified=verified)
 
 

@@ -102,4 +102,4 @@ def test_recordings_that_gain_nothing_are_given_up(tmp_path, cache_dir):
     GraphedLearner._timed = lambda self, function: (timed(self, function)[0], 1e-3)
     run(cache_dir, *LONGER, *CUDA, "--cuda-graphs", "auto", "--save-dir", tmp_path / "slow")
     (line,) = told()
-    assert line.endswith("without a graph: graphs are less than 1.1 times as fast.")
+    assert line.endswith("without a graph: the speed-up of graphs is below 1.1.")

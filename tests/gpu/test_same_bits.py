@@ -46,4 +46,4 @@ def test_a_part_that_does_not_fit_is_refused(tmp_path, cache_dir):
     GPUS.limit_memory(ROOM)
     argv = [*TINY, *WIDE, "--parts", 2, "--global-batch-size", 96, "--eval-batch-size", 8, "--save-dir", tmp_path]
     run(cache_dir, *argv, "--device", "cuda", status=2)
-    assert "with parts of 48 samples: --parts 2 fixes their size; use a lower" in GPUS.printed()
+    assert "with parts of 48 samples: --parts 2 fixes the size of parts; use a lower" in GPUS.printed()

@@ -34,7 +34,7 @@ LONG = [
     "--num-workers",
     "auto",
 ]
-HERE = "Workers: batches are made in the trainer's process: "
+HERE = "Workers: none, the training process loads batches: "
 
 
 def told() -> list[str]:
@@ -49,7 +49,7 @@ def test_slow_data_get_workers_and_the_same_bits(tmp_path, cache_dir):
     found = tiny(cache_dir, tmp_path / "auto", *SLEEPY, *LONG, "--eval-every-steps", 25)
     start, decision = told()
     assert "Workers: 2 per rank, used only if the first steps show that they save time. Threads: 1 " in start
-    assert decision.startswith("Workers: a batch takes ") and "so 2 process(es) make them from now on" in decision
+    assert decision.startswith("Workers: a batch takes ") and "so 2 process(es) load batches from now on" in decision
     assert torch.cuda.is_initialized() and not multiprocessing.active_children()
     expected = tiny(cache_dir, tmp_path / "here", *SLEEPY, *LONG, "--eval-every-steps", 25, "--num-workers", 0)
     assert_same_bits(found, expected)
@@ -60,7 +60,7 @@ def test_slow_data_get_workers_and_the_same_bits(tmp_path, cache_dir):
 def test_batches_that_would_fill_shared_memory_are_made_by_the_trainer(tmp_path, cache_dir):
     loaders.num_cores, loaders.shared_memory = lambda: 9, lambda: 16 * 200
     tiny(cache_dir, tmp_path / "run", *SLEEPY, *LONG)
-    assert told()[1:] == [f"{HERE}16 of them would not fit into /dev/shm."]
+    assert told()[1:] == [f"{HERE}16 batches would not fit into /dev/shm."]
 
 
 @on_imagined_gpus()
@@ -69,16 +69,16 @@ def test_quick_data_are_loaded_by_the_trainer(tmp_path, cache_dir):
     tiny(cache_dir, tmp_path / "run", *LONG, "--delay-s", 0.02)
     start, decision = told()
     assert "Workers: 8 per rank" in start
-    assert decision.startswith(f"{HERE}a batch takes ") and "ms to learn from" in decision
+    assert decision.startswith(f"{HERE}a batch takes ") and "ms to train on" in decision
     assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize(
     ("holds", "why"),
     [
-        ("counts", "Counted.counts changes, which other processes would not see."),
+        ("counts", "Counted.counts changes, which worker processes would not see."),
         pytest.param(
-            "connection", "processes may be unable to share SleepySequences.connection.", marks=pytest.mark.slow
+            "connection", "worker processes may be unable to share SleepySequences.connection.", marks=pytest.mark.slow
         ),
     ],
 )
@@ -95,10 +95,10 @@ def test_a_number_starts_workers_whatever_the_data_hold_but_none_by_a_fork_of_a_
     first = tiny(cache_dir, tmp_path / "first", *counting)
     start, changed = told()
     assert "Workers: 2 per rank. " in start
-    assert changed == "Workers: Counted.counts changed after they started, which they do not see."
+    assert changed == "Workers: Counted.counts changed, but workers use the value at their start."
     assert_same_bits(first, tiny(cache_dir, tmp_path / "second", *counting))
     assert "Workers: 0 per rank. " in told()[2]
-    assert told()[3:] == [f"{HERE}it uses CUDA already, so it cannot fork workers."]
+    assert told()[3:] == [f"{HERE}this process already uses CUDA, so it cannot fork workers."]
 
 
 @on_imagined_gpus()
@@ -163,4 +163,4 @@ def test_each_rank_has_workers_of_its_own(tmp_path, cache_dir):
     assert run_ranks([*argv, "--save-dir", tmp_path / "run"], 2, tmp_path / "meeting") == [0, 0], GPUS.printed()
     start, decision = told()
     assert "Workers: 1 per rank, if " in start
-    assert decision.endswith("so 1 process(es) make them from now on.")
+    assert decision.endswith("so 1 process(es) load batches from now on.")

@@ -123,7 +123,7 @@ def test_a_placeholder_leaves_no_trace():
             ["--batch-size", "4"],
             [
                 "--batch-size 4: the last step of an epoch, with 1 sample(s),",
-                "drop that step with --drop-last, or use",
+                "drop this step with --drop-last, or use",
             ],
         ),
         (

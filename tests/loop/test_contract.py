@@ -164,7 +164,7 @@ BEFORE_TRAINING = {
     ),
     "no loss": (with_sums(lambda loss: {"cost": loss}), "in train mode returns cost and no 'loss'"),
     "losses": (with_sums(lambda loss: {"loss": loss.repeat(2)}), "in train mode returns a loss of shape (2,)"),
-    "no gradient": (with_sums(lambda loss: {"loss": loss.detach()}), "depends on none of the parameters"),
+    "no gradient": (with_sums(lambda loss: {"loss": loss.detach()}), "depends on no parameter"),
     "weight of its own": (with_sums(lambda loss: {"loss": loss, "weight": loss}), "in train mode returns 'weight'"),
     "foreign block": (
         with_blocks(lambda layers: [nn.Linear(1, 1)]),
@@ -221,7 +221,7 @@ def test_blocks_that_share_a_parameter(refused, tmp_path, monkeypatch):
 AFTER_AN_EPOCH = {
     "no such metric": (
         broken(monitor=("val/acuracy", "max")),
-        "Broken.monitor: there is no metric 'val/acuracy' among train/loss, train/accuracy",
+        "Broken.monitor: no metric 'val/acuracy' among train/loss, train/accuracy",
     ),
     "tensors": (broken(summarise=lambda self, sums: sums), "Broken.summarise: returns a Tensor for 'loss': must be"),
     "a number of numpy": (

@@ -113,7 +113,7 @@ def test_two_processes_learn_what_a_bare_loop_learns(form, kind, train_two, tmp_
 
 def test_attributes_of_the_objective_begin_with_the_first_step(run_here, tmp_path):
     out = run_here("--task", f"{FILE}:Counted", *RUN, "--batch-size", 3, "--save-dir", tmp_path).out
-    assert "Forwards change plain attributes: calls. Checkpoints do not hold them" in out
+    assert "Forwards change plain attributes: calls. Checkpoints lack these attributes" in out
     assert float(load(tmp_path / "final.pth")["model"]["calls_of_objective"]) == 2 * 8  # 3 + 3 + 2 micro-batches
 
 
@@ -227,8 +227,8 @@ def test_one_that_is_larger_on_another_rank_is_refused_before_it_is_sent(train_t
 def test_what_checkpoints_do_not_hold_is_told_by_name(run_here, tmp_path):
     out = run_here(*of("Counting"), "--save-dir", tmp_path / "run").out
     names = ", ".join(f"model.0.1.{name}" for name in ("calls", "last", "names", "mean", "history", "by_size", "pair"))
-    assert f"Forwards change plain attributes: {names}. Checkpoints do not hold them" in out
+    assert f"Forwards change plain attributes: {names}. Checkpoints lack these attributes" in out
     scaled = run_here(*of("Scaled"), "--save-dir", tmp_path / "Scaled").out
-    assert "Forwards change the buffers model.0.1.scale. With several devices rank 0's are kept" in scaled
+    assert "Forwards change the buffers model.0.1.scale. Several devices keep rank 0's values" in scaled
     for kind in ("OldWeightNorm", "Masked", "BatchNorm"):
         assert "Forwards change" not in run_here(*of(kind), "--save-dir", tmp_path / kind).out

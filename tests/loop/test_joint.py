@@ -88,7 +88,7 @@ REFUSED = {
         (),
         "runs the collective allgather of (2, 6), (2, 6), (2, 6) on rank 0 but allgather of (1, 6), (1, 6), (1, 6) on ",
     ),
-    "twice": (Case("Gathers", 3), (), "trainer.gather: gathers the rows of one forward, and this step has 2"),
+    "twice": (Case("Gathers", 3), (), "trainer.gather: gathers the rows of one forward pass, but this step has 2"),
 }
 """By name what two processes are refused: flags besides, and what is said of it."""
 
@@ -223,7 +223,7 @@ def test_what_several_processes_cannot_do_is_refused(name, world):
         (
             "Gathers",
             ["--batch-size", 4],
-            "trainer.gather: gathers the rows of one forward, and this step has 3",
+            "trainer.gather: gathers the rows of one forward pass, but this step has 3",
         ),
         ("NoLoss", [], "OnlyRows: must have forward(batch, phase), which returns sums, or both `outputs` and `joint_"),
         ("NoRows", [], "Summed.outputs: 'e' must have a row for each of 2 samples, and is ()"),

@@ -14,7 +14,7 @@ from trainer.loop.law import check_sums
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 Y = (X.sum(1) > 0).long()
-DEPENDS = "so what is learned depends on --batch-size and the number of devices"
+DEPENDS = "so results depend on --batch-size and the number of devices"
 
 
 class Job(Task):

@@ -111,7 +111,7 @@ def test_what_was_learnt_is_remembered(run_here, tmp_path):
     run_here(*args, "--fit", 3)
     out, _ = run_here(*args, "--fit", 3, "--epochs", 3)
     assert "Out of memory" not in out
-    assert "At most 3 samples per forward: more did not fit in the memory of cpu before." in out
+    assert "At most 3 samples per forward: more did not fit into the memory of cpu earlier." in out
     assert "from 3 x 4 accumulation" in out
     out, _ = run_here(*args, "--fit", 6, "--batch-size", 6, "--epochs", 4)
     assert "Out of memory" not in out

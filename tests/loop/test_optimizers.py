@@ -236,7 +236,7 @@ def own(make):
     [
         (
             with_groups(lambda model: [{"params": model.head.parameters(), "lr": 0.3}]), {},
-            'Wrong.param_groups: phase \'train\': a group has "lr" 0.3, but the schedule sets its rate; '
+            'Wrong.param_groups: phase \'train\': a group has "lr" 0.3, but the schedule sets the rate; '
             'give it "lr_scale"',
         ),
         (
@@ -245,7 +245,7 @@ def own(make):
         ),
         (
             with_groups(lambda model: [{"params": model.parameters()}]), {"weight_decay": 0.1},
-            'a group with weight decay 0.1 holds parameters of sparse embeddings, of which a step sees only some rows; '
+            'a group with weight decay 0.1 holds parameters of sparse embeddings, with rows that a step may skip; '
             'put them into a group with "weight_decay": 0.0, or give --weight-decay 0',
         ),
         (

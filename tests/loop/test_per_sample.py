@@ -175,7 +175,7 @@ def test_all_batches_must_have_the_same_ones():
     for first, second in ((rows, nothing), (nothing, rows), (rows, rows | {"y": PerSample(torch.zeros(2))})):
         outputs = PerSampleOutputs()
         outputs.add(torch.arange(2), first)
-        with pytest.raises(UserError, match=r"PerSample '[xy]': the objective returned it for some batches only"):
+        with pytest.raises(UserError, match=r"PerSample '[xy]': the objective returned it only for some batches"):
             outputs.add(torch.arange(2), second)
 
 

@@ -116,9 +116,7 @@ def test_what_appears_later_is_refused_by_the_save_and_costs_no_earlier_one(shap
                 self.state["late"] = decimal.Decimal(1)
 
     err = shaped(tmp_path, "--max-steps", 6, "--save-every-steps", 2, status=2, **optimizing(Late))
-    assert_messages(
-        err, "nothing was saved, because it could not be read again: optimizers.train[0].state.late Decimal('1')"
-    )
+    assert_messages(err, "because the new file could not be read back: optimizers.train[0].state.late Decimal('1')")
     assert load(tmp_path / "last.pth")["step"] == 3
     assert shaped(tmp_path, "--max-steps", 6, **optimizing(torch.optim.SGD)) == []
 

@@ -142,7 +142,7 @@ def steps_of_large(environment, finds_unused):
                 net(torch.ones(3, 2))["loss"].backward()
         return 0
     except UserError as error:
-        told = "a forward did not use some parameters", "--find-unused-parameters"
+        told = "a forward pass did not use some parameters", "--find-unused-parameters"
         return 3 if all(part in str(error) for part in told) else 4
     finally:
         group.close()

@@ -251,7 +251,7 @@ class Spun(torch.nn.Module):
 
 
 def test_refuses_complex_parameters_beside_real_ones():
-    with pytest.raises(UserError, match=r"^--multi-gpu fsdp: turn and length share a unit"):
+    with pytest.raises(UserError, match=r"^--multi-gpu fsdp: turn and length are sharded together"):
         refuse_what_cannot_be_cut(PiecesObjective(Spun()), [])
 
 
@@ -285,7 +285,7 @@ def test_takes_ties_within_a_unit():
 
 
 def test_refuses_other_processes_than_shards():
-    with pytest.raises(UserError, match="--shard-size 2: must divide the 3 processes of this run"):
+    with pytest.raises(UserError, match=r"--shard-size 2: must evenly divide the number of processes \(3\)"):
         ProcessGroup(RankEnvironment(0, 3), MultiDeviceFlags("fsdp", shard_size=2), DeviceFlags("cpu"))
 
 

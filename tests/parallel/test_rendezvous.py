@@ -89,7 +89,7 @@ def test_all_meet(come):
 def test_a_second_process_of_a_rank_is_refused_at_once_and_the_others_meet(come):
     first, second, third = come(RankEnvironment(0, 2), RankEnvironment(1, 2), RankEnvironment(1, 2), within_s=60)
     assert first is second is None
-    assert isinstance(third, UserError) and str(third).startswith("rank 1 of 2: another process joined ")
+    assert isinstance(third, UserError) and str(third).startswith("rank 1 of 2: another process has already joined ")
 
 
 def test_a_rank_that_does_not_come_is_named(come):
@@ -194,5 +194,5 @@ def test_a_rank_given_twice_and_one_that_is_missing_end_in_time(meet, tmp_path):
     told = sorted(line for lines in messages for line in lines)
     assert len(told) == 3
     assert told[0].startswith("error: rank 0 of 3 could not join the other ranks at 127.0.0.1:")
-    assert sum("another process joined" in line for line in told) == 1
+    assert sum("another process has already joined" in line for line in told) == 1
     assert "rank 2 did not join, and several processes joined as rank 1" in told[0]

@@ -41,6 +41,6 @@ def test_nccl_is_refused_before_it_begins(environment, tmp_path):
     argv = ["--multi-gpu", "ddp", *TINY, "--save-dir", tmp_path / "run"]
     assert forks.run_group(argv, 2, environment, output, prepare=show_one_gpu) == [2, 2]
     (error,) = [line for line in output.read_text().splitlines() if line.startswith("error")]
-    assert error.startswith("error: --backend nccl: takes one process per GPU, but ranks 0 and 1 share one on ")
+    assert error.startswith("error: --backend nccl: needs one process per GPU, but ranks 0 and 1 share a GPU on ")
     assert error.endswith("; start fewer processes there (--nproc, --nproc_per_node), or use --backend gloo")
     assert contents(tmp_path / "run") == {}

@@ -17,7 +17,7 @@ from trainer.profiling.step import StepFlags
 
 
 @pytest.mark.parametrize(("argv", "messages"), [
-    ([], ["nothing to measure"]),
+    ([], ["no command given"]),
     (["stpe"], ["stpe: no such command"]),
     (["step", "--steps", "0", "--epochs", "x", "--nonsense"],
      ["--steps 0: must be at least 1", "--epochs x: must be a whole number", "--nonsense: no such flag"]),
@@ -68,7 +68,7 @@ def test_results_that_cannot_be_written_are_told_before_measuring(argv, message,
 def test_launcher_is_refused_where_processes_are_started(profile_here, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "scaling: starts its processes by itself" in profile_here("scaling", status=2).err
+    assert "scaling: starts its own processes" in profile_here("scaling", status=2).err
 
 
 @pytest.mark.parametrize("argv", [["step", "--multi-gpu", "ddp", "--bogus"], ["scaling"], ["stpe"]])

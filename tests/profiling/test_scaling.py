@@ -71,7 +71,7 @@ def scaling_of(monkeypatch, profile_here):
 def test_scaling_says_where_the_data_bounds_the_batch(scaling_of):
     bounded = {**measured(150), "requested_global_batch_size": 64}
     out = scaling_of({1: measured(100), 2: bounded}).out
-    assert "\nddp 2: Steps of 64 samples were asked for; the training data has 32.\n" in out
+    assert "\nddp 2: Steps of 64 samples were requested, but the training data has only 32.\n" in out
     assert "single: Steps" not in out
 
 

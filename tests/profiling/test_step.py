@@ -71,7 +71,7 @@ def test_batch_beyond_the_data_is_told_as_what_it_is(profile_here, tmp_path):
     assert (result["requested_global_batch_size"], result["global_batch_size"]) == (64, 40)
     assert result["samples_per_step"] == 40
     assert "\n4 steps of 40 samples: " in out
-    assert "Steps of 64 samples were asked for; the training data has 40." in out
+    assert "Steps of 64 samples were requested, but the training data has only 40." in out
 
 
 def test_steps_of_two_phases_have_their_own_samples(profile_here, tmp_path):

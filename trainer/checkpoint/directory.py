@@ -261,7 +261,7 @@ class RunDirectory:
         except OSError as error:
             # without space for copies, the next save or start updates the links
             if error.errno not in DISK_FULL:
-                raise DiskError(f"--save-dir {self.path}: cannot be tidied after a save: {error.strerror}") from None
+                raise DiskError(f"--save-dir {self.path}: cannot delete old files: {error.strerror}") from None
 
 
 def _size(num_bytes: int) -> str:

@@ -106,11 +106,11 @@ def _refusal_of(error: Exception) -> str:
     if isinstance(error, pickle.UnpicklingError):
         is_code = any(word in text for word in ("Unsupported global", "Unsupported class", "GLOBAL"))
         refused, damaged = "refused, it holds more than tensors and plain values", "is damaged or not a checkpoint"
-        return f"{refused if is_code else damaged}; nothing in it was run"
+        return f"{refused if is_code else damaged}; no code in it was run"
     if "weights_only" in text or "TorchScript" in text:
         return (
             "refused, it is a TorchScript archive or a file of torch before 1.6, which cannot be read without running "
-            "its code; nothing in it was run; save the model's state_dict() with torch.save"
+            "its code; no code was run; save the model's state_dict() with torch.save"
         )
     return f"is damaged: {(text or 'it is empty').splitlines()[0]}"
 
@@ -128,7 +128,7 @@ def _refuse_more_than_its_file(state: Any, num_bytes: int) -> None:
         num_parts -= 1
         if isinstance(value, Tensor):
             if any(hasattr(Tensor, name) for name in vars(value)):
-                raise ValueError("a tensor in it has its own methods")
+                raise ValueError("a tensor in it defines methods")
             for part in _dense_parts(value):
                 view = (part.untyped_storage().data_ptr(), part.storage_offset(), part.shape, part.stride())
                 num_beyond -= 0 if view in seen else part.nbytes
@@ -194,7 +194,7 @@ def _refuse_changed_bits(path: Path, file: IO[bytes]) -> None:
         has_checksums = any(part.CRC for part in archive.infolist())  # torch can be configured to omit them
         damaged = archive.testzip() if has_checksums else None
     if damaged is not None:
-        raise zipfile.BadZipFile(f"the checksum of its part {damaged} does not match")
+        raise zipfile.BadZipFile(f"the checksum of its entry {damaged} does not match")
 
 
 def _refuse_odd_archive(file: IO[bytes]) -> None:
@@ -206,9 +206,9 @@ def _refuse_odd_archive(file: IO[bytes]) -> None:
     if any(part.filename.endswith("/constants.pkl") for part in parts):
         raise zipfile.BadZipFile("it is an archive of TorchScript")
     if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
-        raise zipfile.BadZipFile("a part of it is compressed, which might unpack to anything")
+        raise zipfile.BadZipFile("an entry of it is compressed and could unpack to any size")
     if any(part.external_attr & FOLDER_ATTRIBUTE for part in parts):
-        raise zipfile.BadZipFile("a part of it is marked as a folder")  # which torch would read as empty
+        raise zipfile.BadZipFile("an entry of it is marked as a folder")  # which torch would read as empty
 
 
 def write_checkpoint(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
     state = {**state, "format_version": FORMAT_VERSION}
     wrong = error_of_saving(state)
     if wrong is not None:
-        raise UnfitState(f"{path.parent}: nothing was saved, because it could not be read again: {wrong}")
+        raise UnfitState(f"{path.parent}: nothing was saved, because the new file could not be read back: {wrong}")
     # Given a path instead of a file, torch.save holds the GIL while it writes, which would block training.
     with path.open("wb") as file:
         hashed = _HashedFile(file)

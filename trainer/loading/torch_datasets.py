@@ -68,7 +68,7 @@ def require_keyed(dataset: Any, where: str) -> None:
     if not is_keyed(dataset):
         name, found = "dataset", "has no `__getitems__(keys)`"
         if isinstance(dataset, DataLoader):
-            name, found = "loader.dataset", "makes its own batches, but the trainer makes them"
+            name, found = "loader.dataset", "makes its own batches, but the trainer must build them"
         raise UserError(
             f"{where}: {type(dataset).__name__} {found}; return trainer.from_dataset({name}, seed=self.seed) instead"
         )

@@ -46,7 +46,7 @@ class Trial:
         """Returns whether workers save time, and the host's times as text; a GPU that lags behind is not measured."""
         blocks = [self._times[start : start + BLOCK] for start in range(BLOCK, NUM_BATCHES, BLOCK)]
         made, between = min(([sum(part) / BLOCK for part in zip(*block, strict=True)] for block in blocks), key=sum)
-        times = f"a batch takes {1e3 * made:.2g} ms to make and {1e3 * between:.2g} ms to learn from"
+        times = f"a batch takes {1e3 * made:.2g} ms to load and {1e3 * between:.2g} ms to train on"
         return made >= max(LEAST_S, LEAST_SHARE * (made + between)), times
 
 

@@ -115,7 +115,7 @@ class Workers:
         if self._processes is None:
             return
         if CAN_FORK and torch.cuda.is_initialized():
-            self._end("it uses CUDA already, so it cannot fork workers")
+            self._end("this process already uses CUDA, so it cannot fork workers")
             return
         self._at_start = self._outline()
         self._prime()
@@ -228,9 +228,9 @@ class Workers:
         if not saves_time:
             self._end(times)
         elif 2 * self.num_workers * batch_bytes > self._room:
-            self._end(f"{2 * self.num_workers} of them would not fit into {SHARED_MEMORY}")
+            self._end(f"{2 * self.num_workers} batches would not fit into {SHARED_MEMORY}")
         elif self._may_ask():
-            self._remarks.append(f"Workers: {times}, so {self.num_workers} process(es) make them from now on.")
+            self._remarks.append(f"Workers: {times}, so {self.num_workers} process(es) load batches from now on.")
             self._prime()
 
     def _may_ask(self) -> bool:
@@ -245,11 +245,11 @@ class Workers:
         if not self._is_auto:
             self._at_start = None  # reports a change only once
             if changed is not None:
-                self._remarks.append(f"Workers: {changed} changed after they started, which they do not see.")
+                self._remarks.append(f"Workers: {changed} changed, but workers use the value at their start.")
         elif changed is not None:
-            self._end(f"{changed} changes, which other processes would not see")
+            self._end(f"{changed} changes, which worker processes would not see")
         elif unknown is not None:
-            self._end(f"processes may be unable to share {unknown}")
+            self._end(f"worker processes may be unable to share {unknown}")
         return self._processes is not None
 
     def _outline(self) -> dict[str, Any]:
@@ -261,7 +261,7 @@ class Workers:
         return outline(roots.values())
 
     def _end(self, reason: str) -> None:
-        self._remarks.append(f"Workers: batches are made in the trainer's process: {reason}.")
+        self._remarks.append(f"Workers: none, the training process loads batches: {reason}.")
         self.end()
 
 

@@ -243,23 +243,23 @@ class ForwardState:
         ]
         if attributes:
             lines.append(
-                f"Forwards change plain attributes: {', '.join(attributes)}. Checkpoints do not hold them, so a "
-                "resumed run may differ from an uninterrupted one; keep them in buffers."
+                f"Forwards change plain attributes: {', '.join(attributes)}. Checkpoints lack these attributes, so a "
+                "resumed run may differ from an uninterrupted run; use buffers."
             )
         if self._shared:
             lines.append(
-                f"Forwards change the buffers {', '.join(self._shared)}. With several devices rank 0's are kept, and "
-                "with several forwards per step the last ones: results may depend on how a batch is split."
+                f"Forwards change the buffers {', '.join(self._shared)}. Several devices keep rank 0's values, and "
+                "several forwards per step the last values: results may depend on how a batch is split."
             )
         if unseen:
             lines.append(
                 f"Forwards change objects that cannot be restored: {', '.join(unseen)}. The trial forward before "
-                "training changed them too, and checkpoints do not hold them; keep them in buffers."
+                "training changed them too, and checkpoints lack them; keep their data in buffers."
             )
         if self._local and world_size > 1:
             lines.append(
-                f"Each rank keeps its own buffers: {', '.join(self._local)}. A resumed run starts with rank 0's on all "
-                "ranks."
+                f"Each rank keeps its own buffers: {', '.join(self._local)}. A resumed run starts with rank 0's "
+                "buffers on all ranks."
             )
         return lines
 

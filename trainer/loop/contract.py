@@ -132,11 +132,11 @@ def check_tensors(model: nn.Module, where: str) -> None:
     """Raises UserError if a model has lazy parameters, or state that a checkpoint cannot hold."""
     lazy = [name for name, value in [*model.named_parameters(), *model.named_buffers()] if is_lazy(value)]
     if lazy:
-        raise UserError(f"{where}: {lazy[0]} has no shape before a first forward; run one in it, on a batch of zeros")
+        raise UserError(f"{where}: {lazy[0]} has no shape before a first forward; run one there on a batch of zeros")
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise UserError(
-                f"{where}: {name} is a {type(value).__name__}, but checkpoints hold only tensors; make it one"
+                f"{where}: {name} is a {type(value).__name__}, but checkpoints hold only tensors; make it a tensor"
             )
     is_outline = torch.empty(0).is_meta  # fsdp builds a model on the meta device for its shapes
     wrong = None if is_outline else error_of_model(model.state_dict())
@@ -200,8 +200,8 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
         require_sums(sums, objective, phase)
         if not sums["loss"].requires_grad:
             raise UserError(
-                f"{forward_name(objective, phase)} returns a loss that depends on none of the parameters of "
-                "`param_groups`; see Objective in trainer/task.py"
+                f"{forward_name(objective, phase)} returns a loss that depends on no parameter of `param_groups`; see "
+                "Objective in trainer/task.py"
             )
         now = dict(objective.named_parameters())
         changed = (
@@ -209,8 +209,8 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
         )
         if (name := next(changed, None)) is not None:
             raise UserError(
-                f"{forward_name(objective, phase)} changes the parameter {name}, on each process by its own samples; "
-                "change it in after_step; see Objective in trainer/task.py"
+                f"{forward_name(objective, phase)} changes the parameter {name} differently on each process; change "
+                "it in after_step; see Objective in trainer/task.py"
             )
         learner.buffers.learn(changes(), objective, strategy.group)
         (sums["loss"] * 0).backward()
@@ -256,7 +256,7 @@ def check_single_samples(
             raise
         only_the_rest = isinstance(order, ShuffledOrder) and refused[-1] < order.global_batch_size
         step = "the last step" if only_the_rest else "a step"
-        advice = "drop that step with --drop-last, or use another --batch-size" if only_the_rest else "use another one"
+        advice = "drop this step with --drop-last, or use another --batch-size" if only_the_rest else "use another one"
         raise UserError(
             f"--batch-size {split.batch_size}: {step} of an epoch, with {refused[-1]} sample(s), has a forward with a "
             f"single sample, but a batch norm of the model needs at least two; {advice}"
@@ -301,5 +301,5 @@ def monitored(task: Task, metrics: Mapping[str, float]) -> float:
     """Returns the value of the metric that `Task.monitor` names. Raises UserError if `metrics` lacks the metric."""
     name, _ = task.monitor
     if printable(name) not in metrics:
-        raise UserError(f"{type(task).__name__}.monitor: there is no metric {name!r} among {', '.join(metrics)}")
+        raise UserError(f"{type(task).__name__}.monitor: no metric {name!r} among {', '.join(metrics)}")
     return metrics[printable(name)]

@@ -57,7 +57,8 @@ class ExponentialMovingAverage:
         if len(set(params)) < len(params):
             raise UserError(
                 f"Task.build_optimizers: two phases train a parameter with {type(self._averaging[-1]).__name__}, but "
-                "only one optimizer can provide its average; use another one in all phases but one"
+                "only one can provide its average; keep it in one phase and choose a non-averaging optimizer for the "
+                "others"
             )
 
     @torch.no_grad()

@@ -208,8 +208,8 @@ def start_epoch(task: Task, learner: Learner, strategy: Strategy, epoch: int, lo
     if len(set(digests)) > 1:
         raise UserError(
             f"{method.__qualname__} left different weights or buffers on rank "
-            f"{next(rank for rank, digest in enumerate(digests) if digest != digests[0])} and rank 0; it must depend "
-            "only on the model and the epoch"
+            f"{next(rank for rank, digest in enumerate(digests) if digest != digests[0])} and rank 0; the method "
+            "must depend only on the model and the epoch"
         )
 
 

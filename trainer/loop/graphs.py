@@ -305,7 +305,7 @@ class GraphedLearner(Learner, Watch):
             with self.strategy.keeping_generators():
                 after, expected = self._moment(gradients), self._named(phase, gradients, sums)
                 if (changed := _first_difference(held, outline(self.objective))) is not None:
-                    raise CannotBeRecorded(f"forwards change {changed}, which a graph would not")
+                    raise CannotBeRecorded(f"forwards change {changed}, which a graph would not change")
                 if recording is None:
                     recording = self._recorded(phase, gradients, micro_batch, before)
 
@@ -320,11 +320,11 @@ class GraphedLearner(Learner, Watch):
 
                 rounding = ROUNDING if self.precision.autocast_dtype is None else ROUNDING_OF_HALVES
                 if (name := difference(expected, replayed(), replayed, rounding)) is not None:
-                    raise CannotBeRecorded(f"a graph computed another value of {name}")
+                    raise CannotBeRecorded(f"a graph computed a different value of {name}")
                 if self.only_if_faster and key not in self._recordings:
                     replayed()  # the first replay may be slower
                     if launched_s < LEAST_GAIN * min(replayed_s):
-                        raise CannotBeRecorded(f"graphs are less than {LEAST_GAIN} times as fast")
+                        raise CannotBeRecorded(f"the speed-up of graphs is below {LEAST_GAIN}")
         except Exception as error:  # a user's forward may raise anything during capture
             problem = self._account_of(error)
         if after is not None:
@@ -407,7 +407,7 @@ class GraphedLearner(Learner, Watch):
         outputs = self._forwards(net, batch, self._account_of)
         if was_recorded and self._forwards.problem is not None:
             self._forget()
-            self._lines.append(f"CUDA graphs: evaluations run without a graph: {self._forwards.problem}.")
+            self._lines.append(f"CUDA graphs: evaluation runs without a graph: {self._forwards.problem}.")
         return outputs
 
     # --- the update ---------------------------------------------------------------------------------------------------
@@ -435,7 +435,7 @@ class GraphedLearner(Learner, Watch):
             gradients.present, gradients.is_attached = gradients.flat.present, True
             if held and (changed := _first_difference(held, outline(self.objective))) is not None:
                 for each in self.params:
-                    self._give_up(each, f"a step replaces {changed}, which a graph would not see")
+                    self._give_up(each, f"a step replaces {changed}, which a graph would not notice")
             return outcome
         for rate, group in zip(self._rates[phase], self._groups(phase), strict=True):
             group["lr"] = self.precision.rate(learning_rate * group.get("lr_scale", 1.0))

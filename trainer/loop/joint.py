@@ -35,7 +35,7 @@ def refuse_joint(objective: Objective, strategy: Strategy, compiles: bool) -> No
     if strategy.exchanges_in_forward:
         raise UserError(f"--multi-gpu fsdp: {name} may use parameters outside of blocks; use --multi-gpu ddp")
     if compiles:
-        raise UserError(f"--compile: for {name} forwards run twice, and compiled ones may differ; leave it out")
+        raise UserError(f"--compile: for {name} forwards run twice, but compiled ones may differ; leave --compile out")
 
 
 class JointForward(nn.Module):
@@ -78,8 +78,9 @@ class JointLearner(Learner, Watch):
     def remarks(self) -> Sequence[str]:
         norms = [path for path, module in self.objective.named_modules() if isinstance(module, BATCH_NORMS)]
         line = (
-            f"{type(self.objective).__name__}.joint_loss gets all rows of a step, but batch norms ({', '.join(norms)}) "
-            "see the samples of one forward: what is learned depends on --batch-size and the number of devices."
+            f"{type(self.objective).__name__}.joint_loss gets all rows of a step, but batch norms "
+            f"({', '.join(norms)}) see the samples of one forward: results depend on --batch-size and the number of "
+            "devices."
         )
         return [line] if norms else []
 

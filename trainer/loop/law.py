@@ -153,8 +153,8 @@ def _joint_mean(where: str, num_samples: int, whole: Sums, parts: Sequence[Sums]
         return []
     return [
         f"{where}: 'loss' is {loss:.5g} for {num_samples} samples, {double:.5g} with each of them twice, and "
-        f"{in_halves:.5g} for the same in {NUM_PARTS} halves, as of a mean. It must be a sum over the rows, for the "
-        "trainer divides it by their weight: a mean times the number of rows, or with reduction='sum'."
+        f"{in_halves:.5g} for the same in {NUM_PARTS} halves, as of a mean. It must be a sum over the rows, because "
+        "the trainer divides it by their weight: use reduction='sum', or multiply the mean by the number of rows."
     ]
 
 
@@ -189,8 +189,8 @@ def _compared(
         if name in found:
             raise UserError(f"{account}, as of a mean; {ADVICE}")
         return [
-            f"{account}, so what is learned depends on --batch-size and the number of devices. If it is not a sum over "
-            f"the samples, {ADVICE}. If it compares samples, write `outputs` and `joint_loss`; see docs/own_task.md."
+            f"{account}, so results depend on --batch-size and the number of devices. If it is not a sum over the "
+            f"samples, {ADVICE}. If it compares samples, write `outputs` and `joint_loss`; see docs/own_task.md."
         ]
     return []
 
@@ -203,7 +203,7 @@ def _require_same_shapes(where: str, whole: Sums, part: Sums, num_samples: int) 
         if part[name].shape != value.shape:
             raise UserError(
                 f"{where}: returns {name!r} of shape {tuple(value.shape)} for {num_samples} samples and "
-                f"{tuple(part[name].shape)} for half of them: a sum over samples has no dimension of them"
+                f"{tuple(part[name].shape)} for half of them: a sum over samples has no sample dimension"
             )
 
 

@@ -169,7 +169,7 @@ class Lockstep(Watch):
             self._is_on = False
             notes.append(
                 f"The ranks differ in bits after optimizer step {step}, first in {next(iter(drifted))}, because their "
-                f"devices are of different kinds ({'; '.join(sorted(kinds))}). They are not compared any more."
+                f"devices are of different kinds ({'; '.join(sorted(kinds))}). Ranks are no longer compared."
             )
         return notes
 
@@ -200,10 +200,10 @@ class Lockstep(Watch):
         since = f" (equal after step {self._last_agreed})" if self._last_agreed is not None else ""
         return (
             f"the ranks are no longer in lockstep: after optimizer step {step}{since} {where} differs on "
-            f"{', and differently on '.join(fewer)} from {most}; nothing of it is saved, and the same command resumes "
-            "from the newest checkpoint, at which they agreed. If it recurs at other steps, that device or its memory "
-            "may be faulty; if at the same step, the task changes its model on one rank only; --lockstep-every 0 "
-            "disables the comparison"
+            f"{', and differently on '.join(fewer)} from {most}; nothing of it is saved, and the same command "
+            "resumes from the newest checkpoint, at which all ranks agreed. If it recurs at other steps, that device "
+            "or its memory may be faulty; if at the same step, the task changes its model on one rank only; "
+            "--lockstep-every 0 disables the comparison"
         )
 
 

@@ -83,8 +83,8 @@ class MemoryLimit:
         if self.batch_size is None:
             return []
         return [
-            f"At most {self.batch_size} samples per forward: more did not fit in the memory of {self.device} before. "
-            f"To retry, change --batch-size or delete {MEMORY}."
+            f"At most {self.batch_size} samples per forward: more did not fit into the memory of {self.device} "
+            f"earlier. To retry, change --batch-size or delete {MEMORY}."
         ]
 
 
@@ -154,7 +154,7 @@ class MemoryGuard:
         """
         before, num_parts = self.splits[phase], self._strategy.num_parts
         if num_parts:
-            advice = f"--parts {num_parts} fixes their size; use a lower --batch-size, or more --parts"
+            advice = f"--parts {num_parts} fixes the size of parts; use a lower --batch-size, or more --parts"
             raise self._hopeless(f"with parts of {before.batch_size} samples", advice)
         if before.batch_size == 1:
             raise self._hopeless(_SINGLE)

@@ -70,14 +70,14 @@ def completed_groups(task: Task, objective: Objective, phase: str, weight_decay:
 
 def _problem_of_group(group: ParamGroup, sparse: Collection[Tensor]) -> str | None:
     if "lr" in group:
-        return f'a group has "lr" {group["lr"]}, but the schedule sets its rate; give it "lr_scale", a factor on --lr'
+        return f'a group has "lr" {group["lr"]}, but the schedule sets the rate; give it "lr_scale", a factor on --lr'
     scale = group.get("lr_scale", 1.0)
     if not 0 <= scale < math.inf:
         return f'a group has "lr_scale" {scale}; it must be a finite number, at least 0'
     if group["weight_decay"] and any(p in sparse for p in group["params"]):
         return (
-            f"a group with weight decay {group['weight_decay']} holds parameters of sparse embeddings, of which a step "
-            'sees only some rows; put them into a group with "weight_decay": 0.0, or give --weight-decay 0'
+            f"a group with weight decay {group['weight_decay']} holds parameters of sparse embeddings, with rows that "
+            'a step may skip; put them into a group with "weight_decay": 0.0, or give --weight-decay 0'
         )
     return None
 
@@ -158,7 +158,7 @@ def _unknown_setting(learning: LearningFlags, optimizers: Sequence[Optimizer]) -
     known = OF_EVERY_GROUP.union(*(optimizer.defaults for optimizer in optimizers))
     unknown = [name for optimizer in optimizers for group in optimizer.param_groups for name in group.keys() - known]
     if unknown:
-        return f'a group has "{unknown[0]}", which is not a setting of --optimizer {learning.optimizer}; leave it out'
+        return f'a group has "{unknown[0]}", which is not a setting of --optimizer {learning.optimizer}; remove it'
     return None
 
 
@@ -172,7 +172,7 @@ def _problem_of_own(own: Any, groups: Sequence[ParamGroup], lr: float) -> str | 
     for optimizer in own:
         name = type(optimizer).__name__
         if any("lr" not in group for group in optimizer.param_groups):
-            return f'{name} has a group without "lr", through which the schedule sets its rate'
+            return f'{name} has a group without "lr", through which the schedule sets the learning rate'
         rates = [group["lr"] for group in optimizer.param_groups if group["lr"] != lr]
         if rates:
             return (

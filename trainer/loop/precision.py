@@ -77,8 +77,8 @@ class Precision:
         """
         if not loss.requires_grad:
             raise UserError(
-                "Objective.forward: the loss of this batch depends on no parameter; where there is nothing to learn "
-                "from, return one that does, such as logits.sum() * 0"
+                "Objective.forward: the loss of this batch depends on no parameter; for a batch without anything to "
+                "learn, return a loss that does, such as logits.sum() * 0"
             )
         dtype = loss.dtype if loss.dtype.itemsize >= 4 else torch.float32
         if self._knows_at_once:
@@ -199,8 +199,8 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
         if "closure" in told.lower() or told == "'NoneType' object is not callable":
             raise UserError(
                 f"Task.build_optimizers: {name} evaluates the loss several times a step by a closure, which this "
-                f"trainer does not support ({reason(error)}); use another one, or for SAM its base optimizer with "
-                "--sam-rho"
+                f"trainer does not support ({reason(error)}); use another optimizer, or for SAM its base optimizer "
+                "with --sam-rho"
             ) from error
         in_parts = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
         if in_parts and any(word in told for word in _OF_PARTS):

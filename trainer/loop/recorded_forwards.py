@@ -78,7 +78,7 @@ class RecordedForwards:
             if self._strategy.places_in_generators() != drawn:
                 raise CannotBeRecorded("forwards draw from the host's random generators")
             for change in changes():
-                raise CannotBeRecorded(f"forwards change {change.path}, which a graph would not")
+                raise CannotBeRecorded(f"forwards change {change.path}, which a graph would not change")
         inputs = self._uploaded(batch)
         with self._strategy.keeping_generators():
             expected, reads = dry_run(lambda: _tensors(net({**inputs})))
@@ -95,7 +95,7 @@ class RecordedForwards:
             found = _tensors(_replayed(recording, batch))
         name = difference(expected, found, lambda: expected, rounding=0.0)
         if name is not None:
-            raise CannotBeRecorded(f"a graph computed another value of {name}")
+            raise CannotBeRecorded(f"a graph computed a different value of {name}")
         return recording
 
     def _uploaded(self, batch: Batch) -> Batch:

@@ -34,7 +34,7 @@ def refuse_sam(rho: float, objective: Objective, strategy: Strategy) -> None:
     }
     found = next((other for other, is_there in others.items() if is_there), None)
     if rho > 0 and found is not None:
-        raise UserError(f"--sam-rho {rho:g}: a step needs two gradients, but {found} supports one; leave one flag out")
+        raise UserError(f"--sam-rho {rho:g}: a step needs two gradients, but {found} supports only one; drop one flag")
 
 
 @dataclass
@@ -44,7 +44,7 @@ class SamLearner(Learner, Watch):
     rho: float = field(kw_only=True)
 
     def remarks(self) -> Sequence[str]:
-        return [f"--sam-rho {self.rho:g}: every step takes two forwards and backwards."]
+        return [f"--sam-rho {self.rho:g}: every step takes two forward and backward passes."]
 
     def accumulate_window(
         self, strategy: Strategy, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]

@@ -187,7 +187,7 @@ class PerSampleOutputs:
         self._names = set(found) if self._names is None else self._names
         if found.keys() != self._names:
             name = min(found.keys() ^ self._names)
-            raise UserError(f"PerSample {name!r}: the objective returned it for some batches only; return it for all")
+            raise UserError(f"PerSample {name!r}: the objective returned it only for some batches; return it for all")
         if found:
             self._index.append(index)
             # Copies, because a slice would keep a whole tensor alive; copies from a GPU are asynchronous.
@@ -211,7 +211,7 @@ class PerSampleOutputs:
         All processes must call this method. All processes raise UserError if outputs are inconsistent.
         """
         names = {"PerSample outputs": sorted(self._names or ())}
-        group.require_same(names, "the objective must return the same ones for all batches, on all ranks")
+        group.require_same(names, "the objective must return the same sums for all batches and ranks")
         if not self._index:
             return {}
         if self._arrived:

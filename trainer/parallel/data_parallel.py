@@ -81,6 +81,6 @@ def start_data_parallel(devices: DeviceFlags, flags: MultiDeviceFlags) -> Strate
         to_stdout("DataParallel needs at least two GPUs and found none: training on the CPU.")
         return SingleDevice(torch.device("cpu"))
     if len(ids) < 2:
-        to_stdout(f"DataParallel needs at least two GPUs and there is one: training on cuda:{ids[0]}.")
+        to_stdout(f"DataParallel needs at least two GPUs and found one: training on cuda:{ids[0]}.")
         return SingleDevice(torch.device("cuda", ids[0]))
     return DataParallel([torch.device("cuda", i) for i in ids])

@@ -230,6 +230,6 @@ def _naming_left_out() -> Iterator[None]:
         if "Expected to have finished reduction in the prior iteration" not in str(error):
             raise
         raise UserError(
-            "--multi-gpu ddp: a forward did not use some parameters, whose gradients DistributedDataParallel "
-            "waits for; add --find-unused-parameters"
+            "--multi-gpu ddp: a forward pass did not use some parameters, but DDP waits for their gradients; add "
+            "--find-unused-parameters"
         ) from None

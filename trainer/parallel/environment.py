@@ -139,8 +139,8 @@ def one_process_problems(environ: Mapping[str, str]) -> list[str]:
     """Returns a list with an error message if a launcher started several processes for a single-process run."""
     if "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1":
         return [
-            f"WORLD_SIZE={environ['WORLD_SIZE']} is set, so a launcher started several processes, but this run is "
-            "a single one; use main_multi_gpu.py --multi-gpu ddp, or start it without the launcher"
+            f"WORLD_SIZE={environ['WORLD_SIZE']} is set, so a launcher started several processes, but this run uses "
+            "one process; use main_multi_gpu.py --multi-gpu ddp, or start it without the launcher"
         ]
     return []
 
@@ -175,7 +175,7 @@ def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str
         launcher, *names = line
         by_hand = BY_HAND.format(**dict(zip(("rank", "world_size", "local_rank"), names, strict=True)))
         return {}, [
-            f"{size}={environ[size]}: {launcher} has started several processes, but its variables lack "
+            f"{size}={environ[size]}: {launcher} has started several processes, but its environment variables lack "
             f"{', '.join(missing)}; use: {launcher} ... {by_hand}"
         ]
     return {}, []

@@ -61,7 +61,7 @@ class Sharded(Distributed):
     def describe(self) -> str:
         copies = self.group.world_size // self.shard_size
         models = f"{copies} copies of the model, each" if copies > 1 else "the model"
-        return f"{super().describe()}, {models} in {self.shard_size} part(s)"
+        return f"{super().describe()}, {models} in {self.shard_size} shard(s)"
 
     # --- the model ---------------------------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class Sharded(Distributed):
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if any(kind.__name__ == "Muon" for each in optimizers for kind in type(each).__mro__):
             raise UserError(
-                "--multi-gpu fsdp: Muon orthogonalises whole matrices, but a process holds only a shard; use "
+                "--multi-gpu fsdp: Muon orthogonalises whole matrices, but a process holds only shards; use "
                 "--multi-gpu ddp or another optimizer"
             )
         for each in optimizers:
@@ -224,8 +224,8 @@ def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module])
     for path, module in objective.model.named_modules():
         if isinstance(module, RecursiveScriptModule):
             raise UserError(
-                f"--multi-gpu fsdp: {path or 'the model'} is made by torch.jit.script which does not support the "
-                "hooks of fsdp; build it without, or use --multi-gpu ddp"
+                f"--multi-gpu fsdp: {path or 'the model'} is made by torch.jit.script which does not support fsdp's "
+                "hooks; do not script it, or use --multi-gpu ddp"
             )
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             label = f"{path}.{name}".lstrip(".")
@@ -249,7 +249,7 @@ def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module])
         if (unit, not parameter.is_complex()) in of_kind and parameter.requires_grad:
             pair = " and ".join(of_kind[unit, is_complex] for is_complex in (True, False))
             raise UserError(
-                f"--multi-gpu fsdp: {pair} share a unit, but only the first is complex; store it as real "
+                f"--multi-gpu fsdp: {pair} are sharded together, but only the first is complex; store it as real "
                 "pairs and call torch.view_as_complex in the forward, or use --multi-gpu ddp"
             )
 

@@ -117,8 +117,8 @@ class LeftOut:
         if self._in_forward:
             raise UserError(
                 "--multi-gpu fsdp: the objective computes a gradient within its forward (as a gradient penalty does) "
-                "through blocks of Task.blocks, which are freed by then; leave those blocks out of Task.blocks, or "
-                "use --multi-gpu ddp"
+                "through blocks of Task.blocks, whose parameters are freed by then; leave those blocks out of "
+                "Task.blocks, or use --multi-gpu ddp"
             )
         pre_backward(*args)
 

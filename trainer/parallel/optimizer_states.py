@@ -242,7 +242,7 @@ def _refuse_other_entries(
     own: the optimizer's current `state_dict()`. State tensors of PyTorch's optimizers must have the shape of their
     parameter, and equal names within a parameter group; otherwise the first step after the resume would fail.
     """
-    advice = "start over with --fresh, or from the weights only: --init-from, in another --save-dir"
+    advice = "start over with --fresh, or start from its weights with --init-from in another --save-dir"
     missing = [name for name in own if name not in saved]
     if missing:
         raise UserError(

@@ -78,7 +78,8 @@ class ProcessGroup(Group):
         if environment.world_size % (flags.shard_size or 1):
             with self._told_once():
                 raise UserError(
-                    f"--shard-size {flags.shard_size}: must divide the {environment.world_size} processes of this run"
+                    f"--shard-size {flags.shard_size}: must evenly divide the number of processes "
+                    f"({environment.world_size})"
                 )
         gpus = usable_gpus(devices.device, flags.gpu_ids)
         self.backend = flags.backend or ("nccl" if gpus else "gloo")
@@ -177,7 +178,7 @@ class ProcessGroup(Group):
         sharing = first_sharing_ranks([*zip(self.hosts, gpus, strict=True)])
         if sharing:
             raise UserError(
-                f"--backend nccl: takes one process per GPU, but ranks {' and '.join(map(str, sharing))} share one "
+                f"--backend nccl: needs one process per GPU, but ranks {' and '.join(map(str, sharing))} share a GPU "
                 f"on {self.hosts[sharing[0]]}; start fewer processes there (--nproc, --nproc_per_node), or use "
                 "--backend gloo"
             )
@@ -353,7 +354,7 @@ def _rank_device(local_rank: int, gpus: Sequence[int]) -> torch.device:
     index = local_rank if len(gpus) > 1 else 0
     if index >= len(gpus):
         raise UserError(
-            f"local rank {local_rank} has no GPU: this machine offers {len(gpus)} ({gpus}); start fewer "
-            "processes per machine, or choose others with --gpu-ids or CUDA_VISIBLE_DEVICES"
+            f"local rank {local_rank} has no GPU: this machine has {len(gpus)} to use ({gpus}); start fewer processes "
+            "per machine, or choose others with --gpu-ids or CUDA_VISIBLE_DEVICES"
         )
     return torch.device("cuda", gpus[index])

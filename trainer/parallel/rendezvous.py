@@ -51,8 +51,8 @@ def _claim_rank(store: dist.Store, environment: RankEnvironment, deadline: float
         raise UserError(f"rank {rank} has WORLD_SIZE={world_size}, and rank 0 WORLD_SIZE={size}; {ALIKE}")
     if store.add(claims[rank], 1) > 1:
         raise UserError(
-            f"rank {rank} of {world_size}: another process joined {environment.meeting_place} with this rank "
-            "before; give each process its own RANK, and each job its own MASTER_PORT"
+            f"rank {rank} of {world_size}: another process has already joined {environment.meeting_place} with this "
+            "rank; give each process its own RANK, and each job its own MASTER_PORT"
         )
     try:
         store.wait(claims, _until(deadline))

@@ -51,11 +51,11 @@ def gather(rows: Tensor) -> Gathered:
     refuse_coupling("trainer.gather", strategy)
     if num_forwards > 1:
         raise UserError(
-            f"trainer.gather: gathers the rows of one forward, and this step has {num_forwards} micro-batches on each "
-            "device; raise --batch-size, or write the loss as `outputs` and `joint_loss`, see docs/own_task.md"
+            f"trainer.gather: gathers the rows of one forward pass, but this step has {num_forwards} micro-batches on "
+            "each device; raise --batch-size, or write the loss as `outputs` and `joint_loss`, see docs/own_task.md"
         )
     if num_samples not in (0, len(rows)):
-        raise UserError(f"trainer.gather: {len(rows)} rows for a batch of {num_samples} samples; needs one per sample")
+        raise UserError(f"trainer.gather: {len(rows)} rows for a batch of {num_samples} samples; pass one per sample")
     if group.world_size == 1:
         return Gathered(rows, own)
     if rows.is_cuda and torch.cuda.is_current_stream_capturing():

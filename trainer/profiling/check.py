@@ -124,7 +124,7 @@ def of_exchange(strategy: Strategy) -> Finding:
     """Verifies and times all-reduces over all processes. All processes call it."""
     world_size, devices = strategy.group.world_size, strategy.describe()
     if not sums_are_right(strategy.group):
-        advice = "training here would be wrong; NCCL_P2P_DISABLE=1 may help, or --backend gloo"
+        advice = "training here would give wrong results; NCCL_P2P_DISABLE=1 may help, or --backend gloo"
         return Finding("BROKEN", "exchange", f"{devices}: sums are wrong", advice)
     if world_size == 1:
         return Finding("OK", "exchange", f"{devices}: one process, nothing to exchange")

@@ -52,7 +52,7 @@ def main(argv: Sequence[str], environment: RankEnvironment | None = None, tasks:
 
     def work() -> int:
         if name not in COMMANDS:
-            given = f"{name}: no such command" if name else "nothing to measure"
+            given = f"{name}: no such command" if name else "no command given"
             raise UserError(f"{given}; give one of {', '.join(COMMANDS)}, or --help")
         command = COMMANDS[name]
         return command.run(command, argv, environment)
@@ -108,7 +108,7 @@ def in_worlds(command: Command, argv: Sequence[str], environment: RankEnvironmen
     """Calls measure(flags, argv), which starts processes for each number of devices."""
     flags, problems = parse([*argv[1:], *FOR_SEVERAL_DEVICES], True, command.tool, command.about, command=argv[0])
     if one_process_problems(os.environ):
-        problems.append(f"{argv[0]}: starts its processes by itself; run it without the launcher")
+        problems.append(f"{argv[0]}: starts its own processes; run it without the launcher")
     if flags.multi is not None and flags.multi.nproc is not None:
         problems.append(f"--nproc {flags.multi.nproc}: {argv[0]} chooses the number of processes; leave it out")
     problems += [*not_measured(flags), *command.problems(flags, argv[1:]), *unwritable_targets(flags.tool)]

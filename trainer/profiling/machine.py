@@ -62,17 +62,17 @@ def of_this_machine(save_dir: Path, gpus: Sequence[int]) -> Iterator[Finding]:
     """Yields findings that need no other process. gpus: indices of the GPUs to check; empty for the CPU."""
     yield tested("versions", "install a build of torch with gloo: ddp needs it", versions)
     for num_workers in (0, 2):  # before CUDA is initialised, after which processes must not be forked
-        advice = "train with --num-workers 0; is there shared memory?"
+        advice = "train with --num-workers 0, or check shared memory"
         yield tested(f"loader, {num_workers} workers", advice, loader, num_workers)
     if not gpus and torch.version.cuda and not torch.cuda.is_available():
-        advice = "this torch is built for CUDA: is there a driver (nvidia-smi), and what is CUDA_VISIBLE_DEVICES?"
+        advice = "torch is built for CUDA; check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
         yield Finding("warning", "GPU", "none is visible", advice)
     elif not gpus:
         yield Finding("OK", "GPU", "none: training runs on the CPU")
     for i in gpus:
-        yield tested(f"GPU {i}", "leave it out with --gpu-ids", gpu, i)
+        yield tested(f"GPU {i}", "exclude this GPU with --gpu-ids", gpu, i)
     for i, j in permutations(gpus, 2):
-        yield tested(f"GPU {i} -> {j}", "NCCL_P2P_DISABLE=1 goes through the host", peer_to_peer, i, j)
+        yield tested(f"GPU {i} -> {j}", "NCCL_P2P_DISABLE=1 copies through the host", peer_to_peer, i, j)
     yield Finding("OK", "CPU", f"{num_cores()} cores for this process")
     yield tested("disk", "choose another --save-dir", disk, save_dir)
     yield tested("shared memory", "train with --num-workers 0", shared_memory)
@@ -118,7 +118,7 @@ def peer_to_peer(i: int, j: int) -> Tested:
     if not (target == 1).all():
         raise Broken(f"{text}; the copy is wrong")
     if not torch.cuda.can_device_access_peer(i, j):
-        return f"{text}, through the host", "no direct access between these two"
+        return f"{text}, through the host", "these two GPUs have no direct access to each other"
     return text, ""
 
 
@@ -138,7 +138,7 @@ def disk(save_dir: Path) -> Tested:
     free = shutil.disk_usage(folder).free / GIB
     text = f"{folder}: {rate:.0f} MiB/s written and flushed, {free:.1f} GiB free"
     if rate < LEAST_DISK_MIB_S:
-        return text, "checkpoints take long here; save less often, or elsewhere"
+        return text, "saving is slow here; save less often, or to another disk"
     return text, "free some space before long runs" if free < LEAST_FREE_GIB else ""
 
 
@@ -147,7 +147,7 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Tested:
     if not path.is_dir():
         return f"{path} does not exist on this system", ""
     free = shutil.disk_usage(path).free / GIB
-    advice = "workers and NCCL may run out of it; docker run --shm-size=8g, or --num-workers 0"
+    advice = "workers and NCCL may need more; use docker run --shm-size=8g, or --num-workers 0"
     return f"{free:.1f} GiB free in {path}", advice if free < LEAST_SHARED_GIB else ""
 
 
@@ -156,7 +156,7 @@ def open_files() -> Tested:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 0:
         return "no limit", ""
-    return f"at most {soft}", "ulimit -n 65536, if workers fail for it" if soft < LEAST_OPEN_FILES else ""
+    return f"at most {soft}", "run ulimit -n 65536 if workers run out of files" if soft < LEAST_OPEN_FILES else ""
 
 
 class _Numbers:

@@ -27,7 +27,7 @@ def table(columns: Sequence[tuple[str, str, str]], rows: Sequence[Mapping[str, A
 def note_of_cut_batch(measured: Mapping[str, Any]) -> list[str]:
     """Returns a note if steps have fewer samples than requested. measured: result of `MeasuredRun.measure`."""
     asked, full = measured["requested_global_batch_size"], measured["global_batch_size"]
-    return [f"Steps of {asked} samples were asked for; the training data has {full}."] if full < asked else []
+    return [f"Steps of {asked} samples were requested, but the training data has only {full}."] if full < asked else []
 
 
 def save_results(path: Path | None, results: Mapping[str, Any]) -> None:

@@ -64,7 +64,7 @@ def profile_scaling(flags: Flags, argv: Sequence[str]) -> None:
         print("DataParallel needs at least two GPUs and found none: skipping it.")
         warn_of_threads(flags)
         if worlds[-1].num_devices > num_cores():
-            print(f"{worlds[-1].num_devices} processes share {num_cores()} cores here: their speed says little.")
+            print(f"{worlds[-1].num_devices} processes share {num_cores()} cores here, so their speed says little.")
     found: dict[World, list[dict[str, Any]]] = {world: [] for world in worlds}
     for round_ in range(tool.rounds):
         for world in worlds:
