@@ -261,7 +261,7 @@ def reading_errors(where: str) -> Iterator[None]:
     except ARCHIVE_ERRORS as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         told = str(reason)[:_MOST_OF_A_REASON]  # messages about damaged zips may contain the file's bytes
-        raise UserError(f"{where}: cannot be read or is damaged ({told}); fetch it again") from None
+        raise UserError(f"{where}: cannot be read or is damaged ({told}); download it again") from None
 
 
 def shown(names: Iterable[str]) -> str:

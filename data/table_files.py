@@ -126,8 +126,8 @@ def tables_at(path: Path, flag_name: str, advice: str, known: Sequence[str] = ()
     ]  # fmt: skip
     if len(found) != 1 and not parts_of(found):
         raise UserError(
-            f"{source.where}: {len(found)} files in it can be the table, where one is needed; give the file itself; "
-            f"there are: {shown(file.name for file in source.files or Folder(path, depth=3).files)}"
+            f"{source.where}: {len(found)} files in it may be the table; give the file itself; there are: "
+            f"{shown(file.name for file in source.files or Folder(path, depth=3).files)}"
         )
     return found
 
@@ -215,10 +215,13 @@ def _why_no_text(error: UnicodeDecodeError, encoding: str) -> str:
     byte = error.object[error.start]
     reason = f"is not text in {encoding if is_given else 'UTF-8'}, but has the byte 0x{byte:02x}"
     if is_given or b"\0" in error.object:
-        return f"{reason}; " + ("leave out --encoding, or give another" if is_given else "give a CSV")
+        return f"{reason}; " + ("leave out --encoding, or give another encoding" if is_given else "give a CSV")
     likely = "latin-1" if re.search(rb"[\x81\x8d\x8f\x90\x9d]", error.object) else "cp1252"
     word = _word_at(error.object, error.start, likely)
-    return f"{reason}; in {likely} it says {word!r}: add --encoding {likely} if that is right, else save it in UTF-8"
+    return (
+        f"{reason}; in {likely} the text is {word!r}: add --encoding {likely} if that is right, otherwise save "
+        "the file in UTF-8"
+    )
 
 
 def _word_at(content: bytes, place: int, encoding: str) -> str:
@@ -247,7 +250,9 @@ def _recognised(content: IO[bytes], where: str, left_out: LeftOut) -> str:
         chunk = content.read(_CHUNK)
     if (is_utf_8 and not decoder.getstate()[0]) or not is_western or word is None:
         return _UTF_8
-    left_out.note = left_out.note or f"{where}: is read as cp1252, in which it says {word!r}; else give --encoding."
+    left_out.note = (
+        left_out.note or f"{where}: is read as cp1252, which gives {word!r}; if that is wrong, give --encoding."
+    )
     return "cp1252"
 
 
@@ -322,8 +327,7 @@ def _parquet_lines(content: IO[bytes], where: str) -> Iterator[Line]:
         parquet = importlib.import_module("pyarrow.parquet")  # imported by name, since it is optional
     except ImportError:
         raise UserError(
-            f"{where}: is parquet, which is read by the package pyarrow, and that is not here: run `pip install "
-            "pyarrow`, or save it as CSV"
+            f"{where}: is parquet, which needs the package pyarrow: run `pip install pyarrow`, or save the table as CSV"
         ) from None
     try:
         file = parquet.ParquetFile(content)

@@ -161,13 +161,13 @@ class HarFlags(FlagGroup):
     def problems(self) -> list[str]:
         found = []
         if self.data_dir is not None and not self.data_dir.exists() and not self.download:
-            advice = "give recordings, or the UCI HAR folder or zip, or add --download to fetch that to there"
+            advice = "give recordings, or the UCI HAR folder or zip, or add --download to save UCI HAR there"
             found.append(f"--data-dir {self.data_dir}: no such file or folder; {advice}")
         if self.encoder_path is not None and not self.encoder_path.is_file():
             kind = "is not a file" if self.encoder_path.exists() else "does not exist"
             found.append(f"--encoder-path {self.encoder_path}: {kind}; give the checkpoint of a run, such as best.pth")
         if self.model == "deepconvlstm" and (self.window or _SHORTEST_OF_LSTM) < _SHORTEST_OF_LSTM:
-            found.append(f"--window {self.window}: --model deepconvlstm needs {_SHORTEST_OF_LSTM} rows or more")
+            found.append(f"--window {self.window}: --model deepconvlstm needs at least {_SHORTEST_OF_LSTM} rows")
         channels = self.channels or ()
         if twice := {name for name in channels if channels.count(name) > 1}:
             found.append(f"--channels: names {', '.join(sorted(twice))} more than once; name each channel once")
@@ -304,8 +304,8 @@ class HarTask(Task):
         if path is not None and not config.download and not is_uci_har(path):
             refuse_other_data(path)
         if given := given_flags(config, _OF_OWN):
-            advice = "give them by --data-dir" if path is None else f"--data-dir {path} is read as UCI HAR"
-            raise UserError(f"{', '.join(given)}: only for your own recordings; {advice}")
+            advice = "give those with --data-dir" if path is None else f"--data-dir {path} is read as UCI HAR"
+            raise UserError(f"{', '.join(given)}: applies only to your own recordings; {advice}")
         if config.download:
             path = path or self.cache_dir / "uci_har"
             download_uci_har(path, self.cache_dir, show_download)
@@ -359,8 +359,8 @@ class HarTask(Task):
         unseen = [name for label, name in enumerate(recordings.classes) if label not in shown]
         if unseen:
             names = ", ".join(unseen)
-            advice = "hold out others with --test-subjects or --val-subjects"
-            found.append(f"Nobody in the training set does {names}: {advice}.")
+            advice = "hold out other subjects with --test-subjects or --val-subjects"
+            found.append(f"The training set has no windows of {names}: {advice}.")
         return found
 
     def _doubts_about_rate(self) -> list[str]:
@@ -368,8 +368,8 @@ class HarTask(Task):
         if told_hz is None or is_same_rate(told_hz, rate_hz):
             return []
         return [
-            f"Warning: the clock shows {told_hz:.4g} rows a second, but --rate says {rate_hz:g}: times in the table "
-            "of --predict depend on it; without --rate the clock counts."
+            f"Warning: the clock shows {told_hz:.4g} rows a second, but --rate says {rate_hz:g}: the times that "
+            "--predict writes use --rate; leave --rate out to use the clock."
         ]
 
     def build_objective(self) -> HarObjective:

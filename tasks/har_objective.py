@@ -96,7 +96,7 @@ def load_encoder(model: Standardised, path: Path) -> None:
         if value.shape != expected[name].shape:
             raise UserError(
                 f"{label}: its {name} has shape {tuple(value.shape)}, not {tuple(expected[name].shape)}; give the "
-                "--mode that it was trained with"
+                "--mode of its training run"
             )
     encoder.load_state_dict(found)
     if "mean" in weights and "std" in weights:
@@ -125,7 +125,7 @@ def refuse_other_encoder(model: Standardised, encoding: Standardised) -> None:
     # statistics computed on another machine may differ in the last digits
     if not all(torch.allclose(value, expected[name], rtol=1e-5, atol=1e-6) for name, value in own.items()):
         raise UserError(
-            "--encoder-path: is not the encoder that this run began with; give it that file again, or start over with "
+            "--encoder-path: is not the encoder with which this run began; give that file again, or start over with "
             "--fresh"
         )
 

@@ -216,7 +216,7 @@ class KgatTask(RecommenderTask):
         if config.model in _WITH_GRAPH and not catalogue.has_graph:
             raise UserError(
                 f"--data-dir {config.data_dir}: has no kg_final.txt, nor a table with head, relation and tail, which "
-                f"--model {config.model} needs as its graph; add it, or use --model lightgcn"
+                f"--model {config.model} needs as its graph; add one, or use --model lightgcn"
             )
         return catalogue
 
@@ -246,7 +246,7 @@ class KgatTask(RecommenderTask):
         if len(hidden):
             lines.append(
                 f"{len(hidden):,} of the {catalogue.num_items:,} item ids up to the largest one, such as {hidden[0]}, "
-                "occur neither in the interactions nor in the graph nor in a list of items: they are never recommended."
+                "occur in no interactions, graph or list of items, so they are never recommended."
             )
         return lines + self._of_new_users
 

@@ -163,12 +163,12 @@ class SeqrecFlags(FlagGroup):
         if self.data_dir is not None and not self.data_dir.exists():
             found.append(f"--data-dir {self.data_dir}: no such file or folder; give a file of interactions")
         if self.hidden_units % self.num_heads:
-            found.append(f"--num-heads {self.num_heads}: must divide --hidden-units {self.hidden_units}")
+            found.append(f"--num-heads {self.num_heads}: must evenly divide --hidden-units {self.hidden_units}")
         if self.mhc and self.norm in ("original", "post"):
-            found.append(f"--norm {self.norm}: --mhc needs pre; leave one of them out")
+            found.append(f"--norm {self.norm}: --mhc needs --norm pre; leave one of the two out")
         if self.val_share + self.test_share >= 1:
             shares = f"--val-share {self.val_share:g} and --test-share {self.test_share:g}"
-            found.append(f"{shares}: leave nothing to train on; choose smaller ones")
+            found.append(f"{shares}: leave nothing to train on; choose smaller shares")
         return found
 
     @property
@@ -235,7 +235,9 @@ class SeqrecTask(RecommenderTask):
             return load_synthetic_interactions(self.cache_dir)
         interactions = load_interactions(config.data_dir, config.k_core, self.cache_dir, config.columns, config.reading)
         if config.uses_times and interactions.times is None:
-            raise UserError(f"--data-dir {config.data_dir}: has no times, but TiSASRec needs them; add --model sasrec")
+            raise UserError(
+                f"--data-dir {config.data_dir}: has no times, but --model tisasrec needs times; use --model sasrec"
+            )
         return interactions
 
     @cached_property
@@ -268,9 +270,9 @@ class SeqrecTask(RecommenderTask):
             return remarks
         return [
             *remarks,
-            f"Warning: {NUM_EVALUATION_NEGATIVES} negatives are drawn from {self.num_items} items with repetition: the "
-            f"true item is among them {draws:.1f} times on average, so sampled_* are unreliable; use the scores among "
-            "all items, or --eval-negatives unseen.",
+            f"Warning: {NUM_EVALUATION_NEGATIVES} negatives are drawn from {self.num_items} items with replacement: "
+            f"the true item is among them {draws:.1f} times on average, so sampled_* metrics are unreliable; use the "
+            "metrics over all items, or --eval-negatives unseen.",
         ]
 
     @cached_property
@@ -290,8 +292,8 @@ class SeqrecTask(RecommenderTask):
         for part, name in (("validation", "val"), ("test", "test")):
             if len(splits[name]) == 0:
                 raise UserError(
-                    f"{config.hold_out.flags}: leaves no interaction for the {part} that follows another one of the "
-                    "same user; give more data, or choose another --split or other shares"
+                    f"{config.hold_out.flags}: leaves no interaction for the {part} that follows another of the same "
+                    "user; give more data, or change --split or the shares"
                 )
         return splits
 

@@ -163,12 +163,13 @@ class SpeechFlags(FlagGroup):
         if self.strings is not None and self.string_lengths is None:
             found.append(f"--strings {self.strings}: must be two numbers, the first at least 1, as in 3-7")
         if self.hidden_size % self.num_heads:
-            found.append(f"--num-heads {self.num_heads}: must divide --hidden-size {self.hidden_size}")
+            found.append(f"--num-heads {self.num_heads}: must evenly divide --hidden-size {self.hidden_size}")
         if self.subsampling not in (1, 2, 4):
             found.append(f"--subsampling {self.subsampling}: must be 1, 2 or 4")
         if self.streaming and self.masking_db != SpeechFlags.masking_db:
             found.append(
-                f"--masking-db {self.masking_db:g}: needs the power of a whole utterance; leave out --streaming"
+                f"--masking-db {self.masking_db:g}: needs the power of the whole utterance; leave out "
+                "--streaming or --masking-db"
             )
         return sorted(found)
 
@@ -280,7 +281,9 @@ class SpeechTask(Task):
         if len(parts["test"]) == 0:
             parts["test"] = parts["val"]
         if len(parts["test"]) == 0:
-            raise UserError("--test-share 0 --val-share 0: leave nothing to score; hold out some utterances")
+            raise UserError(
+                "--test-share 0 --val-share 0: leave nothing to score; hold out some utterances with one of them"
+            )
         parts["train"] = self._long_enough(parts["train"])
         self._refuse_unusable_language_model()
         return {name: self._dataset(name, part) for name, part in parts.items() if len(part) > 0}

@@ -90,11 +90,11 @@ class Cut:
         if not self._rises[column] and not self._falls[column]:
             return "never changes within a recording"
         if not self._falls[column]:
-            return "only rises within recordings, as a clock or a counter does"
+            return "only rises within recordings, like a clock or counter"
         if not self._rises[column]:
-            return "only falls within recordings, as a battery does"
+            return "only falls within recordings, like a battery level"
         if self._widest[column] < _HARDLY * (self.highest[column] - self.lowest[column]):
-            return "hardly changes within a recording, but from one to another"
+            return "hardly changes within a recording, only between recordings"
         return ""
 
     def signals(self, columns: Sequence[int]) -> np.ndarray:

@@ -55,8 +55,8 @@ def _fetch_from_any(addresses: Sequence[str], file: Path, verify: Verify, progre
             return
         except (OSError, HTTPException, UserError) as error:
             failures.append(f"{address}: {error.reason if type(error) is URLError else error}")
-    advice = "Fetch it by other means and give the file with --data-dir"
-    raise UserError(f"--download: cannot fetch {file.stem} from {'; nor from '.join(failures)}. {advice}")
+    advice = "Download the file by other means and give it with --data-dir"
+    raise UserError(f"--download: cannot download {file.stem} from {'; nor from '.join(failures)}. {advice}")
 
 
 def _receive(address: str, path: Path, progress: Progress) -> None:

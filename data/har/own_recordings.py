@@ -99,12 +99,12 @@ def refuse_other_data(path: Path) -> NoReturn:
     if path.is_file():
         with opened_table(single(path, "--data-dir"), LeftOut()):
             pass  # raises UserError for detected formats
-    found = "is neither UCI HAR, a folder or a zip, nor a table of recordings of your own, whose name ends in "
-    found += f"{', '.join(_SUFFIXES)}, perhaps behind that in .gz, .bz2, .xz or .zip"
+    found = "is neither UCI HAR (a folder or a zip) nor a table of your own recordings with a name ending in "
+    found += f"{', '.join(_SUFFIXES)}, optionally followed by .gz, .bz2, .xz or .zip"
     if path.is_dir():
-        found += f", or a folder of such; it holds {shown(names)}"
+        found += f", or a folder of such tables; it contains {shown(names)}"
     if tables := [file.name for file in Folder(path, depth=3).files if _is_table(file)]:
-        found = f"has its tables in folders ({shown(tables)}); put them side by side into one"
+        found = f"has its tables in folders ({shown(tables)}); put all tables into one folder"
     raise UserError(f"--data-dir {path}: {found}")
 
 
@@ -165,7 +165,7 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
         })  # fmt: skip
     if not columns.channels:
         reasons = "; ".join(f"{name} {why}" for name, why in columns.left_out.items())
-        raise UserError(f"{where}: has no columns of signals ({reasons}); name them with --channels")
+        raise UserError(f"{where}: has no column to use as a channel ({reasons}); name columns with --channels")
     channels = triplets_first(columns.channels)[0]
     signals = cut.signals([columns.read.index(name) for name in channels])
     labels = _places([activities[key] for key in cut.labels], classes)
@@ -210,18 +210,18 @@ def _refuse_other_rates(people: Mapping[str, float], usual_hz: float | None, whe
     if others:
         told = "; ".join(f"{shown(in_order(names))}: {rate} rows a second" for rate, names in others.items())
         raise UserError(
-            f"{where}: by the clock people were recorded at different rates ({told}; the others: {usual_hz:.4g}), and "
-            "a window is a number of rows: resample them to one rate, or take out these people, or the column of the "
-            "clock where it is wrong"
+            f"{where}: by the clock, people were recorded at different rates ({told}; the others: {usual_hz:.4g}), "
+            "but windows have a fixed number of rows: resample to one rate, or remove these people, or a wrong clock "
+            "column"
         )
 
 
 def _why_no_window(cut: Cut, wanted: OwnFormat, where: str, label: str) -> str:
     if cut.longest == 0:
-        return f"{where}: no row has a label (column {label}); fill it in, or name another column with --label-column"
+        return f"{where}: no row has a label (column {label}); fill the column in, or name another with --label-column"
     return (
-        f"{where}: nobody does one thing for {wanted.length} rows in a row, so that there is no window: the longest "
-        f"recording has {cut.longest}; sort the rows by person and time, or choose a smaller --window"
+        f"{where}: no activity lasts for the {wanted.length} rows of a window: the longest recording has "
+        f"{cut.longest} rows; sort the rows by person and time, or choose a smaller --window"
     )
 
 
@@ -236,7 +236,7 @@ def _table(columns: "_Columns", cut: Cut, num_people: int, num_classes: int) -> 
     rows.append((columns.subject, "subject", f"{num_people} people"))
     unlabelled_rows = f"; {unlabelled:,} rows without a label" if unlabelled else ""
     rows.append((columns.label, "label", f"{num_classes} classes{unlabelled_rows}"))
-    rows += [(name, "trial", "another recording begins where it changes") for name in columns.trials]
+    rows += [(name, "trial", "a new recording begins where this column changes") for name in columns.trials]
     rows += [(name, "left out", why) for name, why in columns.left_out.items()]
     for name in columns.channels:
         k = columns.read.index(name)
@@ -246,30 +246,30 @@ def _table(columns: "_Columns", cut: Cut, num_people: int, num_classes: int) -> 
 
 def _remarks(cut: Cut, several: Sequence[str]) -> Iterator[str]:
     if several:
-        yield f"Taken for one name: {'; '.join(several)}."
+        yield f"Treated as the same name: {'; '.join(several)}."
     for name, cell in cut.unread.items():
         yield (
-            f"Warning: the column {name} has the name of a clock, but {cell!r} in it cannot be read, so that gaps and "
-            "other rates are not noticed: write seconds, or dates such as 2024-05-31T18:30:00.25."
+            f"Warning: the column {name} has the name of a clock, but its cell {cell!r} cannot be read, so gaps and "
+            "other rates go unnoticed: write seconds, or dates such as 2024-05-31T18:30:00.25."
         )
     if others := cut.windows_at_another_rate():
         yield (
-            f"Warning: {len(others):,} windows are of recordings at another rate by the clock, such as {others[0]:.4g} "
-            f"rows a second where most have {cut.rate_hz:.4g}: resample them, or leave them out."
+            f"Warning: {len(others):,} windows come from recordings whose clock shows another rate, such as "
+            f"{others[0]:.4g} rows a second instead of {cut.rate_hz:.4g}: resample or remove these recordings."
         )
     if cut.num_gaps:
         yield (
             f"Divided at {cut.num_gaps:,} places where the clock jumps by more than {GAP} of its usual steps: no "
-            "window reaches over them."
+            "window spans such a gap."
         )
     if cut.num_disorders:
         yield (
-            f"Within recordings the clock goes back {cut.num_disorders:,} times: if the rows are out of order, sort "
-            "them by time."
+            f"Within recordings, the clock goes backwards {cut.num_disorders:,} times: if the rows are out of order, "
+            "sort them by time."
         )
     if cut.num_short:
         yield (
-            f"Left out: {cut.num_short:,} stretches of one activity that are shorter than a window, "
+            f"Left out: {cut.num_short:,} recordings of one activity that are shorter than a window, "
             f"{cut.num_short_rows:,} rows in all."
         )
 
@@ -322,7 +322,9 @@ def _columns(file: DataFile, wanted: OwnFormat) -> _Columns:
         }
     channels = wanted.channels or tuple(header[i] for i in others if header[i] not in (*clocks, *left_out))
     if not channels:
-        raise UserError(f"{file.where}: has no columns of signals, only {', '.join(header)}; name them with --channels")
+        raise UserError(
+            f"{file.where}: has no column to use as a channel, only {', '.join(header)}; name columns with --channels"
+        )
     return _Columns(header[subject], header[label], tuple(clocks), tuple(trials), channels, channels, left_out)
 
 
@@ -358,8 +360,8 @@ def _subject_and_label(table: CsvTable, wanted: OwnFormat, file: DataFile) -> tu
     subject, label = found
     if subject == label:
         raise UserError(
-            f"{file.where}, line {table.line}: {header[label]} is the subject and the label; name another column by "
-            "--subject-column or --label-column"
+            f"{file.where}, line {table.line}: {header[label]} is both the subject and the label; name another column "
+            "with --subject-column or --label-column"
         )
     for column in found:
         if header[column] in (wanted.channels or ()):
@@ -377,12 +379,12 @@ def _read(file: DataFile, wanted: OwnFormat, columns: _Columns, left_out: LeftOu
             columns.read,
             roles,
             file.where,
-            "fix it, name the columns of signals by --channels, or add --on-bad drop or interpolate",
+            "fix it, name the channels with --channels, or add --on-bad drop or interpolate",
             left_out,
             needs_subject=True,
         )
     if not len(rows.signals):
-        raise UserError(f"{file.where}: has column names, but no rows that can be read; give at least one")
+        raise UserError(f"{file.where}: has column names, but no readable rows; give at least one row")
     if "" in rows.subjects:
         place = rows.subjects.index("") + 1
         raise UserError(f"{file.where}: row {place} below the names has no subject; fix it, or add --on-bad drop")
@@ -393,9 +395,11 @@ def _refuse_names(subjects: Sequence[str], classes: Sequence[str], where: str) -
     """Raises UserError for names that flags or tables cannot contain, and for fewer than two classes."""
     for name in subjects:
         if name.startswith("-") or "," in name:
-            raise UserError(f"{where}: subject {name!r}: must not begin with '-', nor hold commas; rename it")
+            raise UserError(f"{where}: subject {name!r}: must not begin with '-' or contain commas; rename it")
     for name in classes:
         if name in _OF_TABLE:
-            raise UserError(f"{where}: label {name!r}: is a column of the table of --predict; rename it")
+            raise UserError(
+                f"{where}: label {name!r}: is also a column name of the output of --predict; rename the label"
+            )
     if len(classes) < 2:
-        raise UserError(f"{where}: has windows of {shown(classes)} alone, where two classes at least are needed")
+        raise UserError(f"{where}: has windows of {shown(classes)} alone, but at least two classes are needed")

@@ -82,7 +82,7 @@ def _windows_of(rows: Rows, label: str, wanted: WindowFormat, remarks: Sequence[
     if not len(first_rows):
         found = f"has {len(rows.signals)} rows below its header"
         if len(pieces) > 1:
-            found += f", at most {max(piece.stop - piece.start for piece, _ in pieces)} of one person without a gap"
+            found += f", at most {max(piece.stop - piece.start for piece, _ in pieces)} from one person without a gap"
         needed = f"a window takes {length} ({length / wanted.rate_hz:g} s at {wanted.rate_hz:g} Hz)"
         raise UserError(f"{label}: {found}, and {needed}; give a longer recording")
     rates = [(piece.rate_hz, len(starts)) for piece, starts in pieces if piece.rate_hz is not None and len(starts)]
@@ -90,8 +90,8 @@ def _windows_of(rows: Rows, label: str, wanted: WindowFormat, remarks: Sequence[
     if (told_hz := middle_rate_hz(rates)) is not None:
         if not is_same_rate(told_hz, rate_hz):
             raise UserError(
-                f"{label}: the clock ({', '.join(rows.moments)}) shows {told_hz:.4g} rows a second, and the run was "
-                f"trained on {rate_hz:.4g}: resample it, or leave the column out where it is wrong"
+                f"{label}: the clock ({', '.join(rows.moments)}) shows {told_hz:.4g} rows a second, but the run was "
+                f"trained on {rate_hz:.4g}: resample the recording, or remove a wrong clock column"
             )
         rate_hz = usual_rate_hz(told_hz)
     seconds = seconds_of(rows.clocks, rows.in_seconds)
@@ -103,15 +103,15 @@ def _windows_of(rows: Rows, label: str, wanted: WindowFormat, remarks: Sequence[
 
 def _remarks(rows: Rows, label: str, pieces: Sequence[Recording]) -> Iterator[str]:
     if num_gaps := sum(piece.is_behind_gap for piece in pieces):
-        yield f"{label}: the clock jumps at {num_gaps:,} places, and no window reaches over them."
+        yield f"{label}: the clock jumps at {num_gaps:,} places, and no window spans these gaps."
     if (num_people := len(set(rows.subjects))) > 1:
-        yield f"{label}: has rows of {num_people} people, one after another; no window reaches from one to the next."
+        yield f"{label}: has rows of {num_people} people, one after another; no window contains rows of two people."
     if any(rows.labels):
-        yield f"{label}: has a column of labels, which is not looked at."
+        yield f"{label}: has a label column, which is ignored."
     for name, cell in rows.unread.items():
         yield (
-            f"Warning: {label}: the column {name} has the name of a clock, but {cell!r} in it cannot be read, so that "
-            "gaps and another rate are not noticed."
+            f"Warning: {label}: the column {name} has the name of a clock, but its cell {cell!r} cannot be read, so "
+            "gaps and another rate go unnoticed."
         )
 
 
@@ -134,7 +134,7 @@ def doubt_about_units(windows: NewWindows, channels: Sequence[str], mean: np.nda
         if factor > _OTHER_SIZE or (factor < 1 / _OTHER_SIZE and min(constants) > _CONSTANT):
             unit = _known_unit(factor)
             told.append(f"{', '.join(channels[sensor])} {factor:.3g} times as large as in training{unit}")
-    return "; ".join(told) and f"{'; '.join(told)}. If they are in other units, the labels below are wrong"
+    return "; ".join(told) and f"{'; '.join(told)}. If their units differ from training, the labels below are wrong"
 
 
 def _known_unit(factor: float) -> str:
@@ -159,7 +159,7 @@ def _read_array(path: Path, label: str, window: WindowFormat) -> np.ndarray:
         if path.stat().st_size == 0:
             reason = "is empty"
         elif "allow_pickle" in str(error):
-            reason = "holds Python objects, or is no .npy file; nothing in it was run"
+            reason = "contains Python objects or is not a .npy file; no code in it was run"
         else:
             reason = f"is damaged ({error})"
         raise UserError(f"{label}: {reason}; give windows of shape {wanted}, saved by numpy.save") from None
@@ -171,7 +171,7 @@ def _read_array(path: Path, label: str, window: WindowFormat) -> np.ndarray:
         order = f"the signals in the order {', '.join(channels)}"
         raise UserError(f"{label}: has shape {array.shape}; windows have shape {wanted}, {order}")
     if len(array) == 0:
-        raise UserError(f"{label}: contains no window; give at least one")
+        raise UserError(f"{label}: contains no windows; at least one is required")
     signals = as_float32(array)
     if not np.isfinite(signals).all():
         row, signal, sample = np.argwhere(~np.isfinite(signals))[0].tolist()

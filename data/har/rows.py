@@ -97,7 +97,7 @@ class Rows:
             is_kept &= np.array(self.subjects, dtype=str) != ""
             first = first or f"row {self.places[self.subjects.index('')] + 1} below the names, which has no subject"
         left_out.count(_BAD_ROWS, first, int((~is_kept).sum()))
-        left_out.count("cells without a number", first, num_filled, "Filled in by the numbers before and after")
+        left_out.count("cells without a number", first, num_filled, "Filled in from the numbers before and after")
         kept, places = np.flatnonzero(is_kept).tolist(), self.places[is_kept]
         stretches = np.cumsum(np.diff(places, prepend=places[:1]) > 1).tolist()
         return replace(
@@ -163,10 +163,10 @@ def usual_column(header: Sequence[str], names: Sequence[str], chosen: str | None
 def why_no_signal(name: str, column: int, lines: Sequence[Line]) -> str:
     """Returns why a column is not a signal, by its name or first rows; "" if it may be a signal."""
     if plain_name(name) in (*SUBJECTS, *LABELS, *_OF_ROWS):
-        return "by its name: numbers of rows, people or activities"
+        return "its name suggests numbers of rows, people or activities"
     words = re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", re.sub(r"[(\[].*", "", name)).lower())
     if _SLOW & set(words) or " ".join(words) in _SLOW_NAMES:
-        return "by its name: of a place or a device, not of a motion"
+        return "its name suggests a place or a device, not a motion"
     texts = [text for _, fields in lines if len(fields) > column and (text := fields[column].strip()) not in MISSING]
     if texts and not any(re.match(r"[+-]?[.,]?\d", text) or is_number(text) for text in texts):
         return f"text, such as {texts[0][:_NUM_SHOWN]!r}"
@@ -251,12 +251,12 @@ def signal_columns(header: Sequence[str], channels: Sequence[str], where: str) -
     number = "nine" if len(channels) == len(SIGNALS) else str(len(channels))
     if len(missing) == len(channels):
         advice = f"give a CSV whose first line names them, separated by commas: {','.join(channels)}"
-        raise UserError(f"{where}: names none of the {number} signals; {advice}")
+        raise UserError(f"{where}: names none of the {number} channels; {advice}")
     if missing:
-        raise UserError(f"{where}: lacks {', '.join(missing)}; all {number} signals are needed")
+        raise UserError(f"{where}: lacks {', '.join(missing)}; all {number} channels are needed")
     twice = [name for name in channels if header.count(name) > 1]
     if twice:
-        raise UserError(f"{where}: names {', '.join(twice)} more than once; keep one column of each")
+        raise UserError(f"{where}: names {', '.join(twice)} more than once; keep one column for each name")
     return [header.index(name) for name in channels]
 
 

@@ -93,7 +93,7 @@ def download_uci_har(
         cached_arrays(cache_dir, key, lambda: _verify(there, sha256))
     except UserError as error:
         raise UserError(
-            f"{error}. Delete it and --download fetches it anew; without --download it is used all the same"
+            f"{error}. Delete it to let --download fetch it again; without --download it is used anyway"
         ) from None
 
 
@@ -184,7 +184,7 @@ def _parse(source: _Published) -> Arrays:
     parts = {part: _parse_part(source, part) for part in ("train", "test")}
     for subject in np.intersect1d(parts["train"]["subjects"], parts["test"]["subjects"]):
         where = source.where("test/subject_test.txt")
-        raise UserError(f"{where}: subject {subject} is in the training part too; give the official split")
+        raise UserError(f"{where}: subject {subject} is also in the training part; give the official split")
     arrays = {name: np.concatenate([part[name] for part in parts.values()]) for name in parts["train"]}
     arrays["is_test"] = np.repeat([False, True], [len(part["labels"]) for part in parts.values()])
     return arrays
@@ -216,8 +216,8 @@ def _equally_many_lines(source: _Published, name: str, reference: str, labels: n
     lines = _lines(source, name)
     if len(lines) != len(labels):
         raise UserError(
-            f"{source.where(name)}: has {len(lines)} lines, but {reference} has {len(labels)}; "
-            "the files of a data set belong together"
+            f"{source.where(name)}: has {len(lines)} lines, but {reference} has {len(labels)}; take all files from "
+            "one copy of the data set"
         )
     return lines
 

@@ -172,9 +172,9 @@ def with_test_subjects(recordings: HarRecordings, names: Sequence[str] | None) -
     if names is None:
         names = known[4::5] or known[-1:]
     if strangers := [name for name in names if name not in known]:
-        raise UserError(f"--test-subjects {' '.join(strangers)}: not among the subjects; those are {' '.join(known)}")
+        raise UserError(f"--test-subjects {' '.join(strangers)}: not among the subjects, which are {' '.join(known)}")
     if len(known) < 2:
-        raise UserError(f"--data-dir: {known[0]} is the only subject, and another one is needed for the test")
+        raise UserError(f"--data-dir: {known[0]} is the only subject, but the test set needs another")
     if len(set(names)) >= len(known):
         raise UserError(
             f"--test-subjects {' '.join(names)}: leaves none of the {len(known)} subjects to train on; hold out fewer"
@@ -197,9 +197,9 @@ def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int
     candidates = training_subjects(recordings)
     if len(candidates) == 1:
         raise UserError(
-            f"--data-dir: beside the test one subject is left, {recordings.name_of(candidates[0])}, and nobody for "
-            "the validation; hold out fewer with --test-subjects, give recordings of three people at least, or add "
-            "--refit, which does without"
+            f"--data-dir: only subject {recordings.name_of(candidates[0])} is left beside the test set, and nobody "
+            "for validation; hold out fewer with --test-subjects, give recordings of at least three people, or skip "
+            "validation with --refit"
         )
     if not 0 < num_val_subjects < len(candidates):
         raise UserError(
@@ -215,7 +215,7 @@ def named_subjects(recordings: HarRecordings, names: Sequence[str]) -> list[int]
     candidates = {recordings.name_of(subject): subject for subject in training_subjects(recordings)}
     if strangers := [name for name in names if name not in candidates]:
         raise UserError(
-            f"--val-subjects {' '.join(strangers)}: not among the training subjects; those are {' '.join(candidates)}"
+            f"--val-subjects {' '.join(strangers)}: not among the training subjects, which are {' '.join(candidates)}"
         )
     held_out = sorted({candidates[name] for name in names})
     if not 0 < len(held_out) < len(candidates):

@@ -26,7 +26,7 @@ NAMES = {
     "rating": ("rating", "ratings", "score", "stars", "overall", "label", "weight", "count"),
 }
 """Usual names of columns, normalised by `plain_name`, in order of preference."""
-_UNUSUAL_NAMES = "The first line is taken for names of columns; if it is an interaction, put a line of names above it."
+_UNUSUAL_NAMES = "The first line was read as column names; if it is an interaction, add a line of names above it."
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoic
     columns = [column for column in found.values() if column is not None]
     if len(set(columns)) < len(columns):
         places = ", ".join(f"the {role} is column {column + 1}" for role, column in found.items() if column is not None)
-        raise UserError(f"{where}: {places}; each needs a column of its own: specify it with {_flags(found)}")
+        raise UserError(f"{where}: {places}; each needs its own column: specify the columns with {_flags(found)}")
     user, item = found["user"], found["item"]
     assert user is not None and item is not None
     names = first if has_names else [f"column {column}" for column in range(1, len(first) + 1)]
@@ -121,10 +121,10 @@ def _by_name(names: Sequence[str], second: Sequence[str], choice: ColumnChoice, 
     if missing == ["time"] and not rest:
         missing = []  # only a rating remains, so there is no time
     if missing:
-        advice = f"; --time-column {NO_TIMES} where there are no times" if "time" in missing else ""
+        advice = f"; use --time-column {NO_TIMES} if there are no times" if "time" in missing else ""
         raise UserError(
-            f"{where}: of the columns {', '.join(names)} none is known as the {' or the '.join(missing)}: "
-            f"name it with {_flags(missing)}{advice}"
+            f"{where}: of the columns {', '.join(names)} none is recognised as the {' or the '.join(missing)}: name "
+            f"that column with {_flags(missing)}{advice}"
         )
     if choice.time is None and found["time"] is not None and len(second) == len(names):
         _refuse_time_of_day(names, second, found["time"], where)
@@ -136,28 +136,28 @@ def _refuse_time_of_day(names: Sequence[str], second: Sequence[str], time: int, 
     dates = [i for i, name in enumerate(names) if plain_name(name) in NAMES["time"] and is_calendar_time(second[i])]
     if dates and time not in dates:
         raise UserError(
-            f"{where}: the column {names[time]} begins with {second[time]!r}, no date and no seconds since 1970, but "
-            f"{names[dates[0]]} does; name one of them with --time-column, or join date and time of day in one"
+            f"{where}: the column {names[time]} begins with {second[time]!r}, neither a date nor seconds since 1970, "
+            f"but {names[dates[0]]} has dates; name one of the two with --time-column, or join date and time of day"
         )
 
 
 def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice, where: str) -> dict[str, int | None]:
     columns = f"{len(first)} column{'s' * (len(first) != 1)}"
     if second and len(second) != len(first) and all(map(str.isdecimal, (*first, *second))):
-        what = f"one user a line ({columns}, and {len(second)} in the line below: a user and all items of the user)"
+        what = f"one user a line ({columns}, and {len(second)} in the line below: a user and all the user's items)"
         raise not_read(where, what, "one-user-a-line")
     if not 2 <= len(first) <= 4 and any(choice.of(role) is None for role in ROLES):
         if len(first) == 1:
-            columns += ", since no tab, ::, semicolon, comma, | or blank separates any"
+            columns += ", because no tab, ::, semicolon, comma, | or blank separates values"
         raise UserError(
             f"{where}: {','.join(first)[:80]!r}: {columns}, not `user item`, `user item time` or `user item rating "
-            f"time`, and no names of columns; specify {_flags(ROLES)}, counted from 1"
-            + "; if a line is a user and all items of the user, see docs/formats.md#one-user-a-line"
+            f"time`, and no column names; specify {_flags(ROLES)}, counted from 1"
+            + "; if each line has a user and all the user's items, see docs/formats.md#one-user-a-line"
             * (len(first) > 4)
         )
     if choice == FIND_OUT and _are_unlike(first, second):
         raise UserError(
-            f"{where}: {', '.join(first)}: not known as names of columns, and unlike the numbers below; specify "
+            f"{where}: {', '.join(first)}: not recognised as column names, but unlike the numbers below; specify "
             "--user-column and --item-column"
         )
     usual = {"user": 0, "item": 1}
@@ -173,15 +173,15 @@ def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice,
     if others and len(times) != 1:
         which = "several columns begin" if times else "no column after the item begins"
         raise UserError(
-            f"{where}: {' '.join(first)[:80]!r}: there are no names of columns, and {which} with a date or with "
-            f"seconds since 1970, so that the time is not known; specify it with --time-column, counted from 1, or "
-            f"--time-column {NO_TIMES} where there are no times"
+            f"{where}: {' '.join(first)[:80]!r}: there are no column names, and {which} with a date or seconds since "
+            "1970, so the time column is unknown; specify it with --time-column, counted from 1, or use "
+            f"--time-column {NO_TIMES} if there are no times"
         )
     found["time"] = times[0] if times else None
     if times and any(is_time_of_day(first[column]) for column in others):
         raise UserError(
-            f"{where}: {' '.join(first)[:80]!r}: has the date and the time of day in columns of their own; join them, "
-            "as in 2024-05-31T18:30:00, or name the date alone with --time-column"
+            f"{where}: {' '.join(first)[:80]!r}: has date and time of day in separate columns; join these, as in "
+            "2024-05-31T18:30:00, or name only the date column with --time-column"
         )
     return found
 
@@ -201,8 +201,8 @@ def _chosen(role: str, chosen: str, names: Sequence[str], where: str) -> int | N
         others = [other for other in ROLES if other != role and plain_name(names[column]) in NAMES[other]]
         if others and plain_name(names[column]) not in NAMES[role]:
             raise UserError(
-                f"--{role}-column {chosen}: {where} calls that column {names[column]}, as if it were the {others[0]}; "
-                "give its name"
+                f"--{role}-column {chosen}: {where} calls that column {names[column]}, which suggests the "
+                f"{others[0]}; give the column's name"
             )
         return column
     raise UserError(f"--{role}-column {chosen}: {where} has no such column; there are: {', '.join(names)}")

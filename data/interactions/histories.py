@@ -38,7 +38,7 @@ class Histories:
         [file] = find_files(path, "--predict")[-1:]
         table = read_table([file], columns, reading)
         if with_times and table.times is None:
-            raise UserError(f"{file.where}: has no times, which the run was trained with; add a column of times")
+            raise UserError(f"{file.where}: has no times, but the run was trained with times; add a time column")
         self.remarks = list(table.remarks)
         self._interactions, self.user_ids = self._known(table, item_ids, file.where)
         self._maxlen, self.num_places, self._mask_seen = maxlen, num_places, mask_seen
@@ -55,8 +55,8 @@ class Histories:
         if len(kept) < len(table.items):
             unknown = [name for name, number in zip(table.item_ids, numbers, strict=True) if not number]
             self.remarks.append(
-                f"Warning: {len(table.items) - len(kept):,} of {len(table.items):,} interactions are with items that "
-                f"the run was not trained on, and are left out: {shown(unknown)}."
+                f"Warning: {len(table.items) - len(kept):,} of {len(table.items):,} interactions have items that the "
+                f"run was not trained on and are left out: {shown(unknown)}."
             )
         users, counts = np.unique(table.users[kept], return_counts=True)
         if len(users) < len(table.user_ids):
@@ -85,7 +85,7 @@ class Histories:
             fewest = min(left.values())
             fewer = f"choose at most {fewest}, or take" if fewest else "take"
             raise UserError(
-                f"--top-k {self.num_places}: {where}: fewer items are left that are not in the history for "
+                f"--top-k {self.num_places}: {where}: too few items outside the history are left for "
                 f"{shown(f'user {name} ({num})' for name, num in left.items())}; {fewer} them out of the table"
             )
 

@@ -39,7 +39,9 @@ class HoldOut:
         count = np.diff(interactions.offsets)
         if interactions.held_out is not None:
             if self != HoldOut():
-                raise UserError(f"{self.flags}: there are files for training and test, which decide; leave it out")
+                raise UserError(
+                    f"{self.flags}: the files for training and test define the split; leave these flags out"
+                )
             num_val, num_test = interactions.held_out.T
             return count - num_val - num_test, count - num_test
         if self.kind == "time":

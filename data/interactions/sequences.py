@@ -289,9 +289,9 @@ def _check_enough_others(sets: ItemSets, interactions: Interactions, users: np.n
         user = users[num_others.argmin()]
         length = interactions.offsets[user + 1] - interactions.offsets[user]
         raise UserError(
-            f"{flag}: negatives are items without the user, and one user, of {length:,} interactions, leaves {fewest} "
-            f"of the {sets.num_items} items, where {wanted} {'is' if wanted == 1 else 'are'} needed; take that user "
-            "out, or give data with more items"
+            f"{flag}: negatives are items new to the user, but a user with {length:,} interactions leaves {fewest} of "
+            f"the {sets.num_items} items, and {wanted} {'is' if wanted == 1 else 'are'} needed; remove that user, or "
+            "give data with more items"
         )
 
 

@@ -100,9 +100,9 @@ def _fields_in_quotes(text: Iterable[str], delimiter: str, where: str) -> Iterat
         lines = [line for line in recent if not line.isspace()]
         if len(lines) > 1 and all(line.count(delimiter) == len(fields) - 1 for line in lines):
             raise UserError(
-                f"{where}, lines {number - len(recent) + 1} to {number}: a quote that opens on the first and closes on "
-                "the last makes one interaction of them, though each has all its columns; take such quotes out, or "
-                "double them"
+                f"{where}, lines {number - len(recent) + 1} to {number}: a quote that opens on the first line and "
+                "closes on the last joins these lines into one interaction, although each has all columns; remove or "
+                "double such quotes"
             )
         recent.clear()
         if len(fields) > 1 or fields[0].strip():
@@ -122,7 +122,7 @@ class _Parser:
     def add(self, lines: Iterable[Line], layout: Layout, where: str) -> None:
         """Adds the lines of a file. where: noun for the file in messages."""
         if layout.names != self._layout.names:
-            raise UserError(f"{where}: has other columns than {self._wheres[0]}; give files of one layout")
+            raise UserError(f"{where}: has different columns than {self._wheres[0]}; give files with the same columns")
         self._wheres.append(where)
         lines, num_before = iter(lines), len(self._blocks)
         while some := list(islice(lines, _ROWS_AT_ONCE)):
@@ -132,7 +132,7 @@ class _Parser:
             if block is not None:
                 self._blocks.append((*block, np.full(len(some), len(self._wheres) - 1)))
         if len(self._blocks) == num_before:
-            raise UserError(f"{where}: has only a header; give a file of interactions")
+            raise UserError(f"{where}: has only a header; give a file with interactions")
 
     def table(self) -> Table:
         users, items, *columns, parts = (np.concatenate(blocks) for blocks in zip(*self._blocks, strict=True))
@@ -142,7 +142,7 @@ class _Parser:
         if len(user_ids) == 1 and user_ids[0].lower() in _NO_NAMES:
             raise UserError(
                 f"{self._where}: all interactions have the user {user_ids[0]!r}, which marks a missing value; name "
-                "another column with --user-column, such as one of sessions"
+                "another column with --user-column, such as session ids"
             )
         remarks, times, form = [*self._layout.remarks, *self._left_out.remarks()], None, ""
         if columns:
@@ -154,8 +154,8 @@ class _Parser:
             once = _first_of_equal(users, items, times)
             if num_again := len(users) - len(once):
                 remarks.append(
-                    f"{num_again:,} of {len(users):,} lines repeat the user, item and time of another line and "
-                    "count once."
+                    f"{num_again:,} of {len(users):,} lines repeat the user, item and time of another line and are "
+                    "dropped."
                 )
             users, items, times, parts = users[once], items[once], times[once], parts[once]
         overview_lines = self._overview(user_ids, item_ids, times, form, len(users))
@@ -172,8 +172,8 @@ class _Parser:
         user, item = (self._layout.names[column] for column in (self._layout.user, self._layout.item))
         if self._layout.has_names and user in self._users and item in self._items:
             raise UserError(
-                f"{self._where}: the header, with {user} and {item}, occurs again, as in concatenated files; "
-                "remove it below the first line"
+                f"{self._where}: the header, with {user} and {item}, occurs again, as in concatenated files; keep "
+                "only the first header"
             )
 
     def _overview(
@@ -232,7 +232,7 @@ class _Parser:
         if len(fields) != len(layout.names):
             return f"{len(fields)} column{'s' * (len(fields) != 1)} instead of {len(layout.names)}", advice
         if _is_no_name(fields[layout.user]) or _is_no_name(fields[layout.item]):
-            return "the user or the item has no name, or one with a line break", advice
+            return "the user or item is empty or contains a line break", advice
         if layout.time is None:
             return None
         text, advice = fields[layout.time], "fix it, or name another column with --time-column"
@@ -241,7 +241,7 @@ class _Parser:
             return f"{_shorten(text)!r} is not {EXPECTED}", advice
         self._form_of_times = self._form_of_times or form
         if form != self._form_of_times:
-            return f"the time {_shorten(text)!r} is {form}, and above stands {self._form_of_times}", advice
+            return f"the time {_shorten(text)!r} is {form}, but earlier times are {self._form_of_times}", advice
         return None
 
 
@@ -303,15 +303,15 @@ def _doubts(times: np.ndarray, num_interactions: int) -> list[str]:
     num_seconds = num_distinct if times.dtype.kind == "i" else len(np.unique(np.floor(times)))
     if 2 * num_seconds < num_distinct:
         return [
-            f"Warning: {num_distinct:,} distinct times are {num_seconds:,} in whole seconds, which is what intervals "
-            "and --split time are told by; fractions count for the order alone. Give times in seconds."
+            f"Warning: {num_distinct:,} distinct times become {num_seconds:,} in whole seconds, which intervals and "
+            "--split time use; fractions only affect the order. Give times in seconds."
         ]
     if num_distinct >= _FEW_TIMES or num_interactions <= _MANY_INTERACTIONS * num_distinct:
         return []
     return [
-        f"Warning: the {num_interactions:,} interactions have {num_distinct} distinct "
-        f"time{'s' * (num_distinct > 1)}: is that column the time? "
-        "Name another with --time-column. Interactions of one time keep the order of the file."
+        f"Warning: the {num_interactions:,} interactions have {num_distinct} distinct time{'s' * (num_distinct > 1)}: "
+        "check that this is the time column, or name another with --time-column. Interactions with equal times keep "
+        "the order of the file."
     ]
 
 

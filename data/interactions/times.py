@@ -43,7 +43,9 @@ def in_seconds(times: np.ndarray) -> tuple[np.ndarray, str]:
     if times.ndim == 2:
         found = settled(times[:, None])[:, 0]
         if np.isnan(found).any():
-            raise ValueError("no date tells whether the day or the month comes first, or some tell other than others")
+            raise ValueError(
+                "the dates do not show, or contradict each other on, whether the day or the month comes first"
+            )
         return _whole_if_all_are(found), f"dates with the {'day' if (found == times[:, 0]).all() else 'month'} first"
     is_known = times > 0
     known = times[is_known]

@@ -26,7 +26,9 @@ class DataFiles:
         """Returns the file with a name. Raises UserError if it is missing."""
         file = self.find(name)
         if file is None:
-            raise UserError(f"{self.where}: no {name}; give a folder that has it; there are: {shown(self.by_name)}")
+            raise UserError(
+                f"{self.where}: no {name}; give a folder that contains it; there are: {shown(self.by_name)}"
+            )
         return file
 
     def stamps(self, names: Iterable[str]) -> list[tuple[object, ...]]:
@@ -50,7 +52,7 @@ def find_files(path: Path, telling: Collection[str]) -> DataFiles:
     folders = _folders(source)
     meant = [folder for folder, files in folders.items() if not _bare_names(files).isdisjoint(telling)]
     if where not in meant and len(meant) > 1:
-        raise UserError(f"{where}: {len(meant)} folders in it can be the data set; give one of them alone")
+        raise UserError(f"{where}: {len(meant)} of its folders may be the data set; give only one of these")
     found = meant or [folder for folder, files in folders.items() if files]
     chosen = where if where in meant or len(found) != 1 else found[0]
     by_name: dict[str, DataFile] = {}

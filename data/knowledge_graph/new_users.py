@@ -29,7 +29,7 @@ def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> t
     try:
         content = read_whole(path, MOST_WHOLE)
     except OSError as error:
-        raise UserError(f"{label}: {error.strerror or error}; give a file with one user id a line") from None
+        raise UserError(f"{label}: {error.strerror or error}; give a file with one user id per line") from None
     users: list[int] = []
     unknown = LeftOut(reading)
     for number, line in enumerate(decoded(content, label, unknown).splitlines(), start=1):
@@ -45,7 +45,7 @@ def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> t
         line_shown = f"{label}, line {number}: {text_of_line[:80]!r}"
         unknown.add(
             line_shown,
-            f"{line_shown}: must be the id of a user with training items{ids}; --on-bad drop leaves others out",
+            f"{line_shown}: must be the id of a user with training items{ids}; --on-bad drop skips other lines",
             "lines that name no user with training items",
         )
     return np.array(users, dtype=np.int64), unknown.remarks()

@@ -38,11 +38,11 @@ class Numbers:
         content = file.read()
         numbers = _from_array(file, content) if file.bare_name.endswith(".npy") else _from_text(file, content)
         if not len(numbers.values):
-            raise UserError(f"{file.where}: is empty; fetch it again")
+            raise UserError(f"{file.where}: is empty; download it again")
         outside = np.flatnonzero((numbers.values < 0) | (numbers.values > LARGEST_ID))
         if len(outside):
             row = int(np.searchsorted(numbers.offsets, outside[0], side="right")) - 1
-            reason = f"{numbers.values[outside[0]]} is not an id: ids count from 0, and none is above {LARGEST_ID:,}"
+            reason = f"{numbers.values[outside[0]]} is not an id: ids are 0 to {LARGEST_ID:,}"
             raise numbers.mistake(row, reason)
         return numbers
 
@@ -96,10 +96,12 @@ def _from_array(file: DataFile, content: bytes) -> Numbers:
         with array_errors():
             array = np.load(io.BytesIO(content), allow_pickle=False)
     except (ValueError, OSError) as error:
-        raise UserError(f"{file.where}: is not an array of numbers, or is damaged ({error}); fetch it again") from None
+        raise UserError(
+            f"{file.where}: is not an array of numbers, or is damaged ({error}); download it again"
+        ) from None
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
         raise UserError(
-            f"{file.where}: is {array.dtype} of shape {array.shape}, where whole numbers in rows and columns are needed"
+            f"{file.where}: is {array.dtype} of shape {array.shape}, but a two-dimensional array of integers is needed"
         )
     rows, columns = array.shape
     return Numbers(file.where, array.astype(np.int64).ravel(), np.arange(rows + 1) * columns, np.arange(rows) + 1)
@@ -112,7 +114,7 @@ def _no_number(file: DataFile, text: bytes) -> UserError:
             if not field.isdigit():
                 reason = f"{_decoded(field)!r} is not a whole number from 0"
                 if number == 1 and not any(map(str.isdigit, _decoded(line))):
-                    reason += ", and this file has no line of names"
+                    reason += ", and this file has no header line"
                 return _mistake(file.where, number, _decoded(line), reason)
     raise AssertionError("all are numbers")
 

@@ -36,7 +36,7 @@ _TEST_SHARE = 0.2
 """Share of each user's ratings for the test, as in the published code of KGCN."""
 _IDS_FOR_ONE = 10
 """An id above 1000 + this factor times the number of distinct ids is an error, since tables are as long as ids."""
-_NUMBERED = "far beyond the others: ids count from 0, with few left out"
+_NUMBERED = "far above the others: ids should be 0, 1, 2, ... with few gaps"
 
 
 def load_catalogue(
@@ -64,13 +64,13 @@ def load_catalogue(
         elif ratings := files.find(*_RATINGS_FILES):
             published = _read_kgcn(files, ratings, seed)
         elif {"item_index2entity_id.txt", "kg.txt"} <= files.by_name.keys():
-            raise not_read(files.where, "KGCN's data as they are before its preprocess.py", "kgcn")
+            raise not_read(files.where, "KGCN's raw data, before its preprocess.py", "kgcn")
         elif (tables := tables_of(list(files.by_name.values()), reading))["interactions"]:
             published = read_tables(tables, files.where, reading, _TEST_SHARE, seed)
         else:
             raise UserError(
-                f"{files.where}: has neither train.txt and test.txt, as data sets for KGAT do, nor ratings_final, as "
-                "those for KGCN, nor a table with columns such as user and item; there are: "
+                f"{files.where}: has neither KGAT's train.txt and test.txt, nor KGCN's ratings_final, nor a table "
+                "with columns such as user and item; there are: "
                 f"{shown(file.name for file in files.by_name.values())}"
             )
         return with_validation(published, val_share=val_share, seed=seed, selects_on_test=selects_on_test).arrays
@@ -100,7 +100,7 @@ class _UserLines:
         users = numbers.first
         is_again = np.ones(len(users), bool)
         is_again[np.unique(users, return_index=True)[1]] = False
-        numbers.refuse(is_again, "user {user} has another line before; join the two", user=users)
+        numbers.refuse(is_again, "user {user} also has an earlier line; join the two lines", user=users)
         rows = np.repeat(np.arange(len(users)), np.diff(numbers.offsets) - 1)
         return cls(numbers, users[rows], np.delete(numbers.values, numbers.offsets[:-1]), rows)
 
@@ -119,7 +119,9 @@ def _read_kgat(files: DataFiles) -> Catalogue:
     lines = {name: _UserLines.read(file) for name, file in files_of_lines.items()}
     for part in lines.values():
         if not len(part.items):
-            raise UserError(f"{part.numbers.where}: nobody has an item; fetch it again, or leave it out if it can be")
+            raise UserError(
+                f"{part.numbers.where}: no user has an item; download it again, or remove it if it is optional"
+            )
     of_train = lines["train.txt"].numbers
     of_train.refuse(np.diff(of_train.offsets) == 1, "a user without items; leave the line out")
     users_listed, items_listed = _num_listed(files, "user_list.txt"), _num_listed(files, "item_list.txt")
@@ -163,7 +165,7 @@ def _check_held_out(lines: dict[str, _UserLines], num_users: int, is_known: np.n
         for other_name, other in earlier.items():
             part.refuse(
                 other.contain(part.users, part.items),
-                "user {user} has item {item} in " + other_name + " too, and what is known is never recommended",
+                "user {user} has item {item} in " + other_name + " too, but known items are never recommended",
             )
         earlier[name] = part.lists(num_users)
 
@@ -180,7 +182,7 @@ def _read_kgcn(files: DataFiles, file: DataFile, seed: int) -> Catalogue:
     positives = ItemLists.of_pairs(users[labels == 1], items[labels == 1], num_users)
     train, test = hold_out(positives, _TEST_SHARE, seed, TEST_STREAM)
     if not len(test):
-        raise UserError(f"{file.where}: no user has two items with label 1, so that there is nothing to test on")
+        raise UserError(f"{file.where}: no user has two items with label 1, so there is nothing to test on")
     triples, relation_names = _read_graph(files, num_items)
     is_known = _are_known(items, triples, num_items) | (num_listed is not None)
     unknown = np.flatnonzero(~is_known)
@@ -203,8 +205,8 @@ def _read_graph(files: DataFiles, num_items: int) -> tuple[np.ndarray, tuple[str
     _check_ids(numbers, "tail", tails, entities, num_entities, "entity_list.txt")
     if not (triples[:, [0, 2]] < num_items).any():
         raise UserError(
-            f"{file.where}: none of its {len(triples)} triples has an item, which are the entities below {num_items}; "
-            "give the graph of these items"
+            f"{file.where}: none of its {len(triples)} triples has an item (an entity below {num_items}); give the "
+            "graph of these items"
         )
     triples = triples[np.lexsort(triples.T[::-1])].astype(np.int32)
     is_new = np.append(True, (np.diff(triples, axis=0) != 0).any(axis=1))
@@ -248,7 +250,7 @@ def _read_relation_names(files: DataFiles) -> tuple[str, ...]:
         *name, number = line.decode(errors="replace").split()
         if not number.isdecimal() or int(number) >= len(lines) or int(number) in names:
             raise UserError(
-                f"{file.where}: {line.decode(errors='replace')!r}: should be a name and an id, each id from 0 to "
+                f"{file.where}: {line.decode(errors='replace')!r}: must be a name and an id, with each id from 0 to "
                 f"{len(lines) - 1} once; fix it, or leave the file out"
             )
         names[int(number)] = " ".join(name)

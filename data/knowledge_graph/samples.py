@@ -48,8 +48,8 @@ class BprSamples(Movable):
         without_negative = np.flatnonzero(self._sets.num_others(self._users) == 0)
         if len(without_negative):
             raise UserError(
-                f"--data-dir: user {self._users[without_negative[0]]} has all {catalogue.num_items} items in training, "
-                "so that there is no negative to draw; give data with more items, or leave the user out"
+                f"--data-dir: user {self._users[without_negative[0]]} has all {catalogue.num_items} items in "
+                "training, so no negative can be drawn; give data with more items, or remove this user"
             )
 
     def __len__(self) -> int:
@@ -98,8 +98,8 @@ class Triples(Movable):
         if len(full):
             edge = first[full[0]]
             raise UserError(
-                f"--data-dir: relation {self._relation[edge]} joins node {head[edge]} to all "
-                f"{edges.num_nodes} nodes, so that there is no negative to draw; leave such a relation out of the graph"
+                f"--data-dir: relation {self._relation[edge]} joins node {head[edge]} to all {edges.num_nodes} nodes, "
+                "so no negative can be drawn; remove such relations from the graph"
             )
 
     def __len__(self) -> int:

@@ -59,7 +59,9 @@ def read_tables(
         if len(files[kind]) > most or (
             kind == "interactions" and len(files[kind]) > 1 and parts_of(files[kind]) != files[kind]
         ):
-            raise UserError(f"{where}: {shown(file.name for file in files[kind])} can be the {kind}; keep one of them")
+            raise UserError(
+                f"{where}: {shown(file.name for file in files[kind])} may each be the {kind}; keep only one"
+            )
     with opened_table(files["interactions"][0], LeftOut(reading)) as opened:
         has_times = not set(NAMES["time"]).isdisjoint(map(plain_name, opened.header))
     columns = FIND_OUT if has_times else ColumnChoice(time=NO_TIMES)
@@ -75,7 +77,7 @@ def read_tables(
         latest = None if table.times is None else _latest(parts[0], table.users, table.items, table.times)
         (train, test), val = hold_out(parts[0], test_share, seed, TEST_STREAM, latest), ItemLists.empty(num_users)
     if not len(test):
-        raise UserError(f"{where}: no user has two items, so that there is nothing to test on")
+        raise UserError(f"{where}: no user has two items, so there is nothing to test on")
     notes = list(table.remarks)
     triples, relations, entities = _read_graph(files, table.item_ids, reading, notes)
     names = (tuple(table.user_ids), tuple(table.item_ids), entities)
@@ -112,7 +114,7 @@ def _read_graph(
     if not (found[:, [0, 2]] < len(item_ids)).any():
         raise UserError(
             f"{files['graph'][0].where}: none of its {len(found)} triples has an item, such as {shown(item_ids[:3])}; "
-            "name items in it as among the interactions, or add a table with the columns item and entity"
+            "use the item names of the interactions there, or add a table with columns item and entity"
         )
     return found, tuple(relations), tuple(entities)
 
@@ -129,6 +131,6 @@ def _columns(file: DataFile, names: Sequence[str], reading: Reading, notes: list
                 rows.append(row)
             else:
                 line = f"{file.where}, line {number}: {','.join(fields)[:80]!r}: lacks one of {', '.join(names)}"
-                left_out.add(line, f"{line}; fix it, or leave such lines out with --on-bad drop")
+                left_out.add(line, f"{line}; fix the line, or skip such lines with --on-bad drop")
     notes += left_out.remarks()
     return rows

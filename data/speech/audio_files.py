@@ -50,14 +50,14 @@ def decode(content: bytes, name: str) -> tuple[np.ndarray, int]:
         raise UnreadableAudio("is an empty file")
     is_riff = content[:4] == b"RIFF" and content[8:12] == b"WAVE"
     if not is_riff and content[:4] != b"RF64" and name.lower().endswith(".wav"):
-        raise UnreadableAudio("is damaged: it does not begin as a wav")
+        raise UnreadableAudio("is damaged: it does not start like a wav file")
     samples, rate = (_decode_wav(content) if is_riff else None) or _decode_by_soundfile(content, name)
     if not MIN_RATE <= rate <= MAX_RATE:
         raise UnreadableAudio(f"says {rate} samples a second, not {MIN_RATE} to {MAX_RATE}")
     if not np.isfinite(samples).all():
         raise UnreadableAudio("has samples that are not finite numbers")
     if (peak := float(np.abs(samples).max(initial=0))) > _LOUDEST:
-        raise UnreadableAudio(f"has samples up to {peak:.3g}, where full scale is 1")
+        raise UnreadableAudio(f"has samples up to {peak:.3g}, but full scale is 1")
     return samples.mean(axis=1, dtype=np.float32), rate
 
 
@@ -121,12 +121,12 @@ def _decode_wav(content: bytes) -> tuple[np.ndarray, int] | None:
     chunks = _riff_chunks(content)
     header, data = chunks.get(b"fmt ", b""), chunks.get(b"data")
     if len(header) < 16 or data is None:
-        raise UnreadableAudio("is damaged: a wav without header or samples")
+        raise UnreadableAudio("is damaged: a wav file without header or samples")
     codec, num_channels, rate, _, _, bits = struct.unpack("<HHIIHH", header[:16])
     if codec == _EXTENSIBLE and len(header) >= 26:
         codec = int.from_bytes(header[24:26], "little")
     if not num_channels:
-        raise UnreadableAudio("is damaged: a wav without channels")
+        raise UnreadableAudio("is damaged: a wav file without channels")
     width = bits // 8
     if (codec, bits) not in [(_PCM, 8), (_PCM, 16), (_PCM, 24), (_PCM, 32), (_FLOAT, 32), (_FLOAT, 64)]:
         return None
@@ -169,11 +169,11 @@ def _decode_by_soundfile(content: bytes, name: str) -> tuple[np.ndarray, int]:
         soundfile = importlib.import_module("soundfile")
     except (ImportError, OSError) as error:  # OSError if libsndfile is missing
         raise UserError(
-            f"{name}: sound other than plain wav needs the package soundfile, which is not here ({error}); "
-            "run `pip install soundfile`, or convert the files to wav"
+            f"{name}: audio other than plain wav needs the package soundfile, which is not installed ({error}); run "
+            "`pip install soundfile`, or convert the files to wav"
         ) from None
     try:
         samples, rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
     except RuntimeError:
-        raise UnreadableAudio("is damaged or of no known format") from None
+        raise UnreadableAudio("is damaged or has an unknown format") from None
     return samples, rate

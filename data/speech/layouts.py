@@ -103,15 +103,15 @@ def _why_unknown(source: Source) -> str:
     for pattern, what in _UNREAD.items():
         if some := [name for name in source.names if re.fullmatch(pattern, name.lower())]:
             if what == "a manifest":
-                advice = f"give it with --data-dir {source.path}/{some[0]}, or call it train.jsonl"
+                advice = f"give that file with --data-dir {source.path}/{some[0]}, or rename it train.jsonl"
             elif what == "Kaldi's files":
                 advice = "docs/formats.md#kaldi makes a manifest of it"
             return f"looks like {what} ({some[0]}), which cannot be read directly: {advice}"
     shown = ", ".join(source.names[:_NUM_SHOWN]) + ", ..." * (len(source.names) > _NUM_SHOWN)
     return (
-        "no recordings with transcripts: neither a manifest, nor Common Voice's or LibriSpeech's files, nor sound with "
-        f".txt of the same name beside it or with a name of words alone, such as yes_no.wav; there are: "
-        f"{shown or 'no files'}. Else {advice}"
+        "no recordings with transcripts: no manifest, no files of Common Voice or LibriSpeech, and no sound files "
+        "with a .txt of the same name, or with a name of words only, such as yes_no.wav; there are: "
+        f"{shown or 'no files'}. Or {advice}"
     )
 
 
@@ -149,22 +149,22 @@ def _manifest_line(source: Source, name: str, number: int, line: str, split: str
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         shown = line if len(line) <= 80 else line[:77] + "..."
         reason = f"{shown!r} is not a JSON object with audio_path and text"
-        raise UserError(f"{where}: {reason}; give one a line") from None
+        raise UserError(f"{where}: {reason}; give one object per line") from None
     speaker = str(entry.get("speaker") or "")
     if not (isinstance(sound, str) and isinstance(text, str) and (duration is None or _is_finite(duration))):
-        raise UserError(f"{where}: audio_path and text must be texts and duration a number of seconds; fix it")
+        raise UserError(f"{where}: audio_path and text must be strings and duration a number of seconds; fix the line")
     _refuse_no_text(where, sound, text + speaker)
     if entry.get("offset"):
-        raise UserError(f"{where}: is a part of a recording (offset {entry['offset']}); cut it out into a file")
+        raise UserError(f"{where}: is a part of a recording (offset {entry['offset']}); save that part as a file")
     path = posixpath.normpath(posixpath.join(posixpath.dirname(name), sound))
     if not source.reads_outside and (path.startswith(("/", "../"))):
-        raise UserError(f"{where}: {sound!r} leads out of the archive; pack the sound with the manifest")
+        raise UserError(f"{where}: {sound!r} points outside the archive; pack the sound with the manifest")
     return Utterance(path, text, speaker, split, duration)
 
 
 def _refuse_no_text(where: str, sound: str, text: str) -> None:
     if "\0" in sound or not _can_be_written(sound, "surrogateescape") or not _can_be_written(text):
-        raise UserError(f"{where}: holds a character that no text or name of a file has; fix it")
+        raise UserError(f"{where}: contains a character that is invalid in text and file names; fix the line")
 
 
 def _is_finite(number: object) -> bool:
@@ -288,7 +288,9 @@ def _lines(source: Source, name: str) -> Iterator[tuple[int, str]]:
 def _only_folder(source: Source, names: Iterable[str]) -> None:
     folders = sorted({str(PurePosixPath(name).parent) for name in names})
     if len(folders) > 1:
-        raise UserError(f"{source.where()}: {len(folders)} folders can be meant; give one of {', '.join(folders)}")
+        raise UserError(
+            f"{source.where()}: {len(folders)} folders may be the data set; give one of {', '.join(folders)}"
+        )
 
 
 # --- text beside the sound, or in its name ------------------------------------------------------------------------

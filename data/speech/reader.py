@@ -26,7 +26,7 @@ Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 _FORMAT_VERSION = 3
 DROP = Reading(on_bad="drop")
 _DURATION_TOLERANCE = 0.5
-_ADVICE = "fix it, or leave out such files with --on-bad drop"
+_ADVICE = "fix it, or skip such files with --on-bad drop"
 
 
 def load_corpus(
@@ -75,7 +75,7 @@ def read_recordings(path: Path, sample_rate: int, on_bad: OnBad = "drop") -> Cor
         folder, left_out, advice = path, LeftOut(Reading(on_bad=on_bad)), _ADVICE
     if not names:
         raise UserError(
-            f"--predict {path}: contains no sound ({', '.join(SUFFIXES)}); give a file or folder of recordings"
+            f"--predict {path}: contains no sound files ({', '.join(SUFFIXES)}); give a file or folder of recordings"
         )
     sound, loud = {}, []
     for name in names:
@@ -212,7 +212,7 @@ def _decode(source: Source, utterance: Utterance) -> tuple[np.ndarray, int]:
         raise UnreadableAudio("has no samples")
     said = utterance.duration
     if said is not None and abs(len(samples) / rate - said) > _DURATION_TOLERANCE * said:
-        raise UnreadableAudio("has another duration than the manifest says")
+        raise UnreadableAudio("does not have the duration in the manifest")
     return samples, rate
 
 

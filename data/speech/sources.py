@@ -47,7 +47,7 @@ class Source:
         try:
             return decoded(self.read(name), self.where(name), self.left_out)
         except ARCHIVE_ERRORS as error:
-            raise UserError(f"{self.where(name)}: cannot be read ({error}); fetch it again") from None
+            raise UserError(f"{self.where(name)}: cannot be read ({error}); download it again") from None
 
 
 def find(path: Path) -> Path:
@@ -90,7 +90,7 @@ def opened(path: Path, cache_dir: Path, left_out: LeftOut) -> Iterator[Source]:
                 names, read = stack.enter_context(_zip(path) if is_zip else _tar(path, cache_dir))
             except ARCHIVE_ERRORS as error:
                 raise UserError(
-                    f"--data-dir {path}: is not an archive or is damaged ({error}); fetch it again"
+                    f"--data-dir {path}: is not an archive or is damaged ({error}); download it again"
                 ) from None
             yield Source(path, tuple(_visible(path, names)), False, read, left_out)
     elif path.name.lower().endswith(MANIFESTS):
@@ -101,7 +101,7 @@ def opened(path: Path, cache_dir: Path, left_out: LeftOut) -> Iterator[Source]:
                 pass  # raises UserError for detected formats
         raise UserError(
             f"--data-dir {path}: is not a folder, archive ({', '.join(ARCHIVES)}) or manifest (.json, .jsonl); give "
-            "the folder that holds the sound"
+            "the folder with the sound files"
         )
 
 
@@ -159,5 +159,7 @@ def _visible(path: Path, names: Iterable[str]) -> list[str]:
     visible = sorted(name for name in names if is_visible(name))
     for name in visible:
         if name.startswith("/") or ".." in PurePosixPath(name).parts:
-            raise UserError(f"--data-dir {path}: holds the name {name!r}, which leads out of it; pack it anew")
+            raise UserError(
+                f"--data-dir {path}: holds the name {name!r}, which points outside the archive; pack the archive again"
+            )
     return visible

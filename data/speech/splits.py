@@ -41,7 +41,7 @@ def hold_out(
     if not len(chosen["train"]):
         raise UserError(
             f"--split {split}: of {len(corpus)} utterances {len(chosen['val'])} are for validation, "
-            f"{len(chosen['test'])} for the test and none to train on; hold out fewer"
+            f"{len(chosen['test'])} for testing and none for training; hold out fewer"
         )
     return chosen
 
@@ -82,7 +82,7 @@ def _by_speaker(
         for stranger in sorted(set(speakers) - set(known)):
             raise UserError(f"--{part}-speakers {stranger}: no such speaker; there are {', '.join(known)}")
     for speaker in sorted(set(test_speakers) & set(val_speakers)):
-        raise UserError(f"--val-speakers {speaker}: is in --test-speakers too; hold each out once")
+        raise UserError(f"--val-speakers {speaker}: is also in --test-speakers; hold out each speaker once")
     free = sorted(set(known) - set(test_speakers) - set(val_speakers), key=_hash)
     part_of = dict.fromkeys(known, "train")
     for part, share in {"test": test_share, "val": val_share}.items():
@@ -96,7 +96,7 @@ def _speakers(corpus: Corpus) -> list[str]:
     """Returns the speakers, sorted. Raises UserError if an utterance has no speaker."""
     if "" in corpus.speakers:
         nameless = corpus.names[corpus.speakers.index("")]
-        raise UserError(f"--split speaker: who speaks in {nameless} is not known; use --split utterance")
+        raise UserError(f"--split speaker: the speaker of {nameless} is unknown; use --split utterance")
     return sorted(set(corpus.speakers))
 
 

@@ -78,21 +78,23 @@ class Alphabet:
         try:
             lines = read_whole(path, MOST_RECORD).decode("utf-8-sig").splitlines()
         except OSError as error:
-            raise UserError(f"{where}: {error.strerror or error}; give a file with one symbol a line") from None
+            raise UserError(f"{where}: {error.strerror or error}; give a file with one symbol per line") from None
         except UnicodeDecodeError as error:
             raise UserError(f"{where}: is not text in UTF-8 ({error.reason}); convert it") from None
         numbers: dict[str, int] = {}
         for number, line in enumerate(lines, start=1):
             symbol = " " if line in (" ", _SPACE_IN_FILES) else unicodedata.normalize("NFKC", line.strip()).lower()
             if not symbol:
-                raise UserError(f"{where}, line {number}: is empty; give one symbol a line, the space as <space>")
+                raise UserError(f"{where}, line {number}: is empty; give one symbol per line, the space as <space>")
             if units == "characters" and len(symbol) > 1:
                 raise UserError(f"{where}, line {number}: {symbol!r} is more than one character; use --units words")
             if symbol in numbers:
-                raise UserError(f"{where}, line {number}: {symbol!r} is in line {numbers[symbol]} already; keep one")
+                raise UserError(
+                    f"{where}, line {number}: {symbol!r} is already in line {numbers[symbol]}; keep one of them"
+                )
             numbers[symbol] = number
         if not numbers:
-            raise UserError(f"{where}: is empty; give one symbol a line")
+            raise UserError(f"{where}: is empty; give one symbol per line")
         return cls(units, tuple(numbers))
 
     def encode(self, text: str) -> np.ndarray:
@@ -102,8 +104,8 @@ class Alphabet:
             return np.fromiter((self._numbers[symbol] for symbol in symbols), np.int64, len(symbols))
         except KeyError as missing:
             raise UserError(
-                f"--alphabet: {missing.args[0]!r} in the transcript {text!r} is none of its {len(self.symbols)} "
-                "symbols; add it, or leave that utterance out"
+                f"--alphabet: {missing.args[0]!r} in the transcript {text!r} is not among its {len(self.symbols)} "
+                "symbols; add the symbol, or remove that utterance"
             ) from None
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

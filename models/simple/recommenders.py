@@ -99,8 +99,8 @@ class EASE(SimpleRecommender):
         """Creates the model. Raises UserError for more than MOST_ITEMS_OF_EASE items."""
         if num_items > MOST_ITEMS_OF_EASE:
             raise UserError(
-                f"--model ease: has a weight for each pair of items, so it takes at most "
-                f"{MOST_ITEMS_OF_EASE:,} items, not {num_items:,}; use --model itemknn"
+                f"--model ease: has a weight for each pair of items, so it supports at most {MOST_ITEMS_OF_EASE:,} "
+                f"items, not {num_items:,}; use --model itemknn"
             )
         super().__init__(num_items, maxlen)
         self.register_buffer("weights", torch.zeros(num_items + 1, num_items + 1))

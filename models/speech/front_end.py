@@ -133,7 +133,9 @@ class LogMel(nn.Module):
         normalise="utterance".
         """
         if self.normalise == "utterance":
-            raise ValueError('normalise "utterance" needs the whole utterance: streaming takes "fixed" or "running"')
+            raise ValueError(
+                'normalise "utterance" needs the whole utterance; streaming supports "fixed" and "running"'
+            )
         with torch.autocast(audio.device.type, enabled=False):
             if state is None:
                 sums = self.mean.new_zeros(2, len(audio), 1, self.num_mels)

@@ -85,7 +85,7 @@ def read_arpa(path: Path) -> NGram:
         else:
             _add_entry(entries, line, order, place)
     missing = "\\data\\" if order == -1 else "\\end\\"
-    raise ValueError(f"{path}: no line {missing}: not an ARPA file, or cut short")
+    raise ValueError(f"{path}: line {missing} is missing: not an ARPA file, or truncated")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -260,5 +260,7 @@ def build_scorer(
     known = set(symbols)
     if not any(set(word) <= known if of_words else word in known for word in predicted):
         strange = min(predicted, default="nothing")
-        raise ValueError(f"predicts {strange!r} and the like, which the alphabet cannot spell; it is in lower case")
+        raise ValueError(
+            f"predicts words such as {strange!r}, which the alphabet cannot spell; the alphabet is in lower case"
+        )
     return (WordScorer if of_words else SymbolScorer)(ngram, symbols, weight, bonus)

@@ -109,7 +109,7 @@ def test_a_run_that_goes_on_with_another_encoder_file_is_refused(run_here, train
     init = [*argv[:-1], tmp_path / "other", "--init-from", tmp_path / "run" / "best.pth"]
     for changed in ([*argv, "--epochs", 2], [*argv, "--eval-only"], init):
         said = run_here(*changed, status=2).err
-        assert "--encoder-path: is not the encoder that this run began with" in said
+        assert "--encoder-path: is not the encoder with which this run began" in said
 
 
 def test_features_of_less_precision_are_taken(trained, cache_dir):

@@ -57,7 +57,7 @@ def test_what_nobody_shows_is_said(own, recordings, run_here, tmp_path):
     lines = recordings.read_text().splitlines()
     recordings.write_text("\n".join(line for line in lines if ",run" not in line or ",eve," in line or ",fay," in line))
     out, _ = run_here(*own, "--test-subjects", "eve", "fay", "--save-dir", tmp_path / "run")
-    assert "Nobody in the training set does run: hold out others with --test-subjects or --val-subjects." in out
+    assert "The training set has no windows of run: hold out other subjects with --test-subjects or --val-subj" in out
 
 
 @pytest.mark.parametrize("more", [["--epochs", 3], ["--eval-only"]], ids=lambda more: more[0])
@@ -139,7 +139,7 @@ def test_without_a_rate_the_clock_counts(recordings, run_here, tmp_path):
         (["mHealth_subject1.log"], "is MHEALTH"),
         (["dataset/S1-ADL1.dat", "doc/notes.txt"], "is OPPORTUNITY"),
         (["walk/ann.csv", "rest/ann.csv"], "has its tables in folders (rest/ann.csv, walk/ann.csv); put them"),
-        (["notes.txt"], "is neither UCI HAR, a folder or a zip, nor a table of recordings of your own"),
+        (["notes.txt"], "is neither UCI HAR (a folder or a zip) nor a table of your own recordings"),
         ([], "it holds no files"),
     ],
 )
@@ -167,17 +167,17 @@ def test_folds_are_made_of_people(own, run_here, tmp_path):
 def test_mistakes(own, run_here, recordings, tmp_path):
     save = ["--save-dir", tmp_path / "run"]
     for argv, part in (
-        (["--window", 40, *SHORT], "--window 40: only for your own recordings; give them by --data-dir"),
+        (["--window", 40, *SHORT], "--window 40: applies only to your own recordings; give those with --data-dir"),
         (
             [*own, "--val-subjects", "zoe"],
-            "--val-subjects zoe: not among the training subjects; those are ann bob cat dan fay",
+            "--val-subjects zoe: not among the training subjects, which are ann bob cat dan fay",
         ),
         ([*own, "--subject-column", "who"], "has no column known as --subject-column who; there are: when, heart"),
         ([*own[:2], "--channels", "heart,acc_x,heart", *own[4:]], "--channels: names heart more than once"),
-        ([*own, "--model", "deepconvlstm", "--window", 9], "--window 9: --model deepconvlstm needs 17 rows or more"),
+        ([*own, "--model", "deepconvlstm", "--window", 9], "--window 9: --model deepconvlstm needs at least 17 rows"),
         (
             ["--data-dir", tmp_path / "notes.pdf", "--rate", 50],
-            "notes.pdf: is neither UCI HAR, a folder or a zip, nor a table",
+            "notes.pdf: is neither UCI HAR (a folder or a zip) nor a table",
         ),
     ):
         (tmp_path / "notes.pdf").write_text("x")

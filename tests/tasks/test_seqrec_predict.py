@@ -84,7 +84,7 @@ def test_columns_are_those_of_the_new_file_and_strangers_are_said(trained, predi
     flags = ["--user-column", "user", "--time-column", "time", "--top-k", 1]
     table, err = predict(plain, *flags)
     assert [row["user"] for row in table] == ["mia"]
-    assert "2 of 3 interactions are with items that the run was not trained on" in err and "item-777, item-888" in err
+    assert "2 of 3 interactions have items that the run was not trained on" in err and "item-777, item-888" in err
     assert "users without a known item: tom" in err
     _, err = predict(plain, status=2)
     assert "--user-column buyer: " in err and "there are: user, item, time" in err and err.count("error: ") == 1
@@ -128,7 +128,7 @@ def test_times_are_needed_where_the_model_was_trained_with_them(trained, predict
     text = "buyer,item\na,item-001\n"
     with_times = trained[1]
     _, err = predict(text, "--time-column", "none", status=2 if with_times else 0)
-    assert ("has no times, which the run was trained with" in err) == with_times
+    assert ("has no times, but the run was trained with times" in err) == with_times
 
 
 def test_the_names_of_items_stay_with_the_run(trained):

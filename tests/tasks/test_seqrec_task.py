@@ -162,7 +162,7 @@ def test_a_hundred_negatives_of_few_items_are_doubted(make_task, tmp_path):
     data = tmp_path / "data.txt"
     write_small(data)
     argv = ["--task", "seqrec", "--data-dir", data, "--k-core", 0]
-    said = "true item is among them 11.1 times on average, so sampled_* are unreliable"
+    said = "true item is among them 11.1 times on average, so sampled_* metrics are unreliable"
     assert said in " ".join(make_task(*argv).remarks())
     assert said not in " ".join(make_task(*argv, "--eval-negatives", "unseen").remarks())
     assert "are unreliable" not in " ".join(make_task("--task", "seqrec").remarks())
@@ -231,8 +231,8 @@ def test_mistakes_are_shown_together(refused, tmp_path):
     refused(
         [
             f"--data-dir {tmp_path / 'missing'}: no such file or folder",
-            "--num-heads 4: must divide --hidden-units 50",
-            "--norm post: --mhc needs pre; leave one of them out",
+            "--num-heads 4: must evenly divide --hidden-units 50",
+            "--norm post: --mhc needs --norm pre; leave one of the two out",
             "--num-negatives 5: --loss ce does not use it",
             "--gbce-calibration 2: ",
         ],
@@ -268,12 +268,12 @@ def test_columns_are_of_a_file(refused):
 @pytest.mark.parametrize(
     ("text", "args", "part"),
     [
-        ("a 1\na 2\na 3\n", "--k-core 0", "has no times, but TiSASRec needs them; add --model sasrec"),
+        ("a 1\na 2\na 3\n", "--k-core 0", "has no times, but --model tisasrec needs times; use --model sasrec"),
         (f"{HEAD}a 1 10\na 2 20\na 3 noon\n", "", "line 4: 'a 3 noon': 'noon' is not a time"),
         (f"{HEAD}a 1 10\na 2\n", "", "line 3: 'a 2': 2 columns instead of 3"),
         ("", "", "is empty"),
-        ("a 1 5\na 2 4\n", "", "the time is not known; specify it with --time-column"),
-        ("a,b,c\na,2,4\n", "", "none is known as the user or the item or the time: name it with --user-column"),
+        ("a 1 5\na 2 4\n", "", "the time column is unknown; specify it with --time-column"),
+        ("a,b,c\na,2,4\n", "", "none is recognised as the user or the item or the time: name that column with --user"),
         (f"{HEAD}a 1 10\n", "--time-column at", "--time-column at: "),
         (
             f"{HEAD}a 1 10\na 2 20\nb 1 5\nb 3 5\n",

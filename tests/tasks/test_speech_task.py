@@ -437,7 +437,7 @@ def test_transcripts_too_long_for_their_sound_are_left_out(with_a_long_one, run_
     (with_a_long_one / "train" / "21.txt").write_text("grün", encoding="cp1252")
     out, _ = run_here(*RUN, "--data-dir", with_a_long_one, "--save-dir", tmp_path / "run")
     assert "Data: 17 train, 3 val, 3 test samples" in out
-    assert f"\n--data-dir {with_a_long_one}, train/21.txt: is read as cp1252, in which it says 'grün'; " in out
+    assert f"\n--data-dir {with_a_long_one}, train/21.txt: is read as cp1252, which gives 'grün'; " in out
     assert "\nLeft out (1): too short for its transcript, such as train/20.wav, 1" in out
     ((reason, count),) = results_of(tmp_path / "run")["left_out"].items()
     assert count == 1 and reason.startswith("too short for its transcript, such as train/20.wav, 1")
@@ -470,12 +470,12 @@ def test_a_corpus_of_transcripts_that_are_all_too_long_is_refused(refused, cache
         ("--strings 3", "--strings 3: must be two numbers, the first at least 1, as in 3-7"),
         ("--strings 0-3", "--strings 0-3: must be two numbers"),
         ("--strings 4-3", "--strings 4-3: must be two numbers"),
-        ("--model lmu --num-heads 3", "--num-heads 3: must divide --hidden-size 512"),
+        ("--model lmu --num-heads 3", "--num-heads 3: must evenly divide --hidden-size 512"),
         ("--subsampling 3", "--subsampling 3: must be 1, 2 or 4"),
         ("--subsampling 8", "--subsampling 8: must be 1, 2 or 4"),
         ("--model lmu --width 9", "--width 9: --model lmu does not use it; leave it out"),
         ("--model lmu --streaming", "error: --streaming: --model lmu does not use it; leave it out"),
-        ("--streaming --masking-db 20", "--masking-db 20: needs the power of a whole utterance; leave out --streaming"),
+        ("--streaming --masking-db 20", "--masking-db 20: needs the power of the whole utterance; leave out --stream"),
         ("--hidden-size 8", "--hidden-size 8: --model plmu does not use it; leave it out"),
         (
             "--val-speakers anna",
@@ -511,8 +511,8 @@ def test_mistakes_are_shown_together(refused, tmp_path):
         (["--split", "speaker", "--val-speakers", *SPEAKERS], ["--split speaker: ", "none to train on"]),
         (["--folds", 4], ["--folds 4: must be 2 to 3, the number of speakers"]),
         (["--num-mels", 200], ["--num-mels 200", "too many"]),
-        (["--alphabet", "FILE"], ["--alphabet: '3' in the transcript '3' is none of its 3 symbols"]),
-        (["--beam", 2, "--language-model", "FILE"], ["--language-model ", "not an ARPA file, or cut short"]),
+        (["--alphabet", "FILE"], ["--alphabet: '3' in the transcript '3' is not among its 3 symbols"]),
+        (["--beam", 2, "--language-model", "FILE"], ["--language-model ", "not an ARPA file, or truncated"]),
         (["--data-dir", "EMPTY"], ["--data-dir ", "no recordings with transcripts"]),
     ],
     ids=lambda value: None if isinstance(value[0], str) and " " in value[0] else value[0],
@@ -530,7 +530,7 @@ def test_unusable_data(args, parts, cli, digits, cache_dir, tmp_path):
 
 def test_speakers_that_are_not_known_are_not_held_out(refused, sentences, cache_dir, tmp_path):
     refused(
-        ["--split speaker: who speaks in 00.wav is not known; use --split utterance"],
+        ["--split speaker: the speaker of 00.wav is unknown; use --split utterance"],
         *RUN, "--data-dir", sentences, "--split", "speaker", "--cache-dir", cache_dir, "--save-dir", tmp_path / "run",
     )  # fmt: skip
 

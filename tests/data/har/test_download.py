@@ -130,10 +130,10 @@ def test_every_address_that_fails_is_named_with_its_reason(server, target, nobod
     with pytest.raises(UserError) as caught:
         get(target, server.address("a.zip"), server.address("b.zip"), nobody_listens)
     assert str(caught.value) == (
-        f"--download: cannot fetch file.zip from {server.address('a.zip')}: HTTP Error 404: Not Found; "
+        f"--download: cannot download file.zip from {server.address('a.zip')}: HTTP Error 404: Not Found; "
         f"nor from {server.address('b.zip')}: HTTP Error 500: Internal Server Error; "
         f"nor from {nobody_listens}: [Errno 111] Connection refused. "
-        "Fetch it by other means and give the file with --data-dir"
+        "Download the file by other means and give it with --data-dir"
     )
     assert_nothing_left(target)
 

@@ -112,7 +112,7 @@ def test_times_are_those_of_the_clock(tmp_path):
 )
 def test_another_rate_by_the_clock_is_refused(clock, tmp_path):
     path = recorded(tmp_path / "new.csv", [("p", 100)], rate=25.0, names=("time", "subject"), clock=clock)
-    with pytest.raises(UserError, match=r"^--predict .*the clock \(time\) shows 25 rows a second, and .* on 50"):
+    with pytest.raises(UserError, match=r"^--predict .*the clock \(time\) shows 25 rows a second, but .* on 50"):
         read_new_windows(path, ONE)
     path = recorded(path, [("p", 100)], names=("time", "subject"), clock=clock)
     assert len(read_new_windows(path, ONE)) == 19
@@ -124,8 +124,8 @@ def test_labels_are_not_looked_at_and_a_clock_that_cannot_be_read_is_said(tmp_pa
     )
     windows = read_new_windows(path, ONE)
     assert len(windows) == 7
-    assert "has a column of labels, which is not looked at" in windows.remarks[0]
-    assert "the column time has the name of a clock, but 'noon' in it cannot be read" in windows.remarks[1]
+    assert "has a label column, which is ignored" in windows.remarks[0]
+    assert "the column time has the name of a clock, but its cell 'noon' cannot be read" in windows.remarks[1]
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------
@@ -148,8 +148,8 @@ def refuse_file(path, message):
         (7, 7, "1e39", "line 7, column 7 (total_acc_x): '1e39' is not a finite number"),
         (7, 7, "1e30", "line 7, column 7 (total_acc_x): '1e30' is not a finite number below 1e+15"),
         (7, 7, "1,5", "line 7: 10 columns, but the header has 9"),
-        (7, 7, '"1', "line 7: a quote is opened and never closed"),
-        (1, 2, "acc_y", "line 1: lacks body_acc_y; all nine signals are needed"),
+        (7, 7, '"1', "line 7: a quote is opened but never closed"),
+        (1, 2, "acc_y", "line 1: lacks body_acc_y; all nine channels are needed"),
         (1, 2, "body_acc_x", "line 1: lacks body_acc_y"),
         (1, 9, "total_acc_z,total_acc_z", "line 1: names total_acc_z more than once"),
     ],
@@ -179,7 +179,7 @@ def test_mistake_far_below_is_named_by_its_line(tmp_path):
         (b"\n\n", "is empty"),
         (
             b"1;2;3\n4;5;6\n",
-            "line 1: names none of the nine signals; give a CSV whose first line names them, separated",
+            "line 1: names none of the nine channels; give a CSV whose first line names them, separated",
         ),
         (",".join(SIGNALS).encode(), "has 0 rows below its header, and a window takes 128 (2.56 s at 50 Hz)"),
         (b"\x93NUMPY\x01\x00", "is a NumPy array, which cannot be read directly"),
@@ -204,7 +204,7 @@ def test_array_that_holds_no_windows(windows, tmp_path):
         "has shape (14, 128, 9); windows have shape (N, 9, 128)": windows.swapaxes(1, 2),
         "has shape (9, 128); windows": windows[0],
         "has shape (14, 9, 64); windows": windows[..., :64],
-        "contains no window": windows[:0],
+        "contains no windows": windows[:0],
         "has numbers of type complex64": windows.astype(np.complex64),
         "has numbers of type <U3": np.full((1, 9, 128), "1.0"),
         "has numbers of type bool": np.ones((1, 9, 128), bool),
@@ -232,9 +232,9 @@ def test_file_that_is_no_array(windows, tmp_path):
         whole[:50]: "is damaged (",
         b"PK\x03\x04 cut off": "is damaged (",
         whole[:60] + b"((" + whole[62:]: "is damaged (",  # the header is Python, which goes on in the next line
-        b"plain text": "holds Python objects, or is no .npy file; nothing in it was run",
-        pickle.dumps(Malicious(created)): "holds Python objects",
-        pickled.getvalue(): "holds Python objects",
+        b"plain text": "contains Python objects or is not a .npy file; no code in it was run",
+        pickle.dumps(Malicious(created)): "contains Python objects",
+        pickled.getvalue(): "contains Python objects",
         (tmp_path / "archive.npz").read_bytes(): "is an archive of arrays; give one array of shape (N, 9, 128)",
     }.items():
         path.write_bytes(content)

@@ -100,7 +100,7 @@ def test_without_a_network_one_message_says_what_to_do(no_network, tmp_path, cap
         arguments += ["--data-dir", str(tmp_path / place)]
     assert main(["--num-threads", "1", "--device", "cpu", *arguments], several_devices=False) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: --download: cannot fetch")
+    assert line.startswith("error: --download: cannot download")
     assert line.count("https://archive.ics.uci.edu/") == 2 and line.count("Connection refused") == 2
     assert "--data-dir" in line
     assert not list(tmp_path.rglob("*.zip")) and not (tmp_path / "run").exists()

@@ -86,7 +86,7 @@ def test_nobody_held_out_trains_on_all(recordings) -> None:
 
 def test_subjects_that_cannot_be_held_out_are_named(recordings) -> None:
     for val_subjects, message in {
-        ("99",): "--val-subjects 99: not among the training subjects; those are 1 3 5 6",
+        ("99",): "--val-subjects 99: not among the training subjects, which are 1 3 5 6",
         ("2",): "--val-subjects 2: not among the training subjects",
         ("1", "3", "5", "6"): "--val-subjects: 4 of 4 training subjects",
         (): "--val-subjects: 0 of 4 training subjects",

@@ -52,8 +52,8 @@ def test_files_for_training_validation_and_test(form, in_zip, load, tmp_path):
     assert found.item_ids == ("1", "2", "3", "4")
     assert (found.offsets.tolist(), found.items.tolist()) == ([0, 4, 6], [1, 2, 3, 4, 1, 3])
     assert [bounds.tolist() for bounds in HoldOut().bounds(found)] == [[2, 1], [3, 1]]
-    assert any("What is held out is what the files say: 3 of " in remark for remark in found.remarks)
-    with pytest.raises(UserError, match=r"--split ratio .*: there are files for training and test"):
+    assert any("The files define what is held out: 3 of " in remark for remark in found.remarks)
+    with pytest.raises(UserError, match=r"--split ratio .*: the files for training and test define the split"):
         HoldOut("ratio").bounds(found)
     if found.times is not None:  # the test of b came before its training
         assert scaled_times(found, found.times).min() == 1
@@ -69,16 +69,16 @@ def test_parts_of_other_columns_are_refused(load, tmp_path):
     for name in ("train.csv", "test.csv"):
         (tmp_path / name).write_text(PARTS["CSV"][name])
     (tmp_path / "test.csv").write_text("user,item\na,4\n")
-    with pytest.raises(UserError, match=r"test.csv: has other columns than .*train.csv"):
+    with pytest.raises(UserError, match=r"test.csv: has different columns than .*train.csv"):
         load(tmp_path, ColumnChoice(time="none"))
 
 
 BAD = {
-    "user,item,time\na,x,10\n,y,20\nb,x,30\n": (1, "line 3: ' y 20': the user or the item has no name"),
+    "user,item,time\na,x,10\n,y,20\nb,x,30\n": (1, "line 3: ' y 20': the user or item is empty"),
     "user,item,time\na,x,10\na,y\na,y,\nb,x,30,4\nb,x,30\n": (3, r"line 3: 'a y': 2 columns instead of 3"),
-    "user,item,time\n,y,soon\na,x,10\nb,x,30\n": (1, "line 2: .*has no name"),
+    "user,item,time\n,y,soon\na,x,10\nb,x,30\n": (1, "line 2: .*is empty"),
     "user,item,time\na,x,soon\na,x,10\nb,x,30\n": (1, "line 2: .*'soon' is not a time"),
-    "user,item,time\na,x,10\nb,x,2024-05-31\nb,x,30\n": (1, "line 3: .*is an ISO date, and above stands a number"),
+    "user,item,time\na,x,10\nb,x,2024-05-31\nb,x,30\n": (1, "line 3: .*is an ISO date, but earlier times are a number"),
     '{"user": "a", "item": "x", "time": 10}\nno object\n{"user": "b", "item": "x", "time": 30}\n': (
         1, "line 2: 'no object': 1 column instead of 3",
     ),
@@ -123,6 +123,6 @@ def test_dates_that_do_not_tell_the_day_are_refused(load, tmp_path):
     for texts in (["01/02/2024", "03/05/2024"], ["13/02/2024", "02/13/2024"]):
         (tmp_path / "t.csv").write_text("user,item,time\n" + "".join(f"a,{k},{text}\n" for k, text in enumerate(texts)))
         with pytest.raises(
-            UserError, match=r"t.csv: no date tells whether the day or the month .*write dates as 2024-05"
+            UserError, match=r"t.csv: the dates do not show, .* the day or the month .*write dates as 2024-05"
         ):
             load(tmp_path / "t.csv")

@@ -203,19 +203,19 @@ def test_everybody_keeps_an_item() -> None:
     ("files", "message"),
     [
         ({"train": "0 3 1\n1 x\n"}, r"train.txt, line 2: '1 x': 'x' is not a whole number from 0; fix it"),
-        ({"train": "user_id item_ids\n0 3 1\n"}, r"train.txt, line 1: .*, and this file has no line of names; fix"),
+        ({"train": "user_id item_ids\n0 3 1\n"}, r"train.txt, line 1: .*, and this file has no header line; fix"),
         ({"train": "0 3 1\n\n1 -2\n"}, r"train.txt, line 3: '1 -2': '-2' is not a whole number"),
         ({"test": "0 1.5\n"}, r"test.txt, line 1: '0 1.5': '1.5' is not a whole number"),
         ({"train": "0 \u0663\n"}, r"train.txt, line 1: .* is not a whole number"),
-        ({"train": f"0 1\n1 {LARGEST_ID + 1}\n"}, r"line 2: .*: 100000001 is not an id: ids count from 0, and none is"),
+        ({"train": f"0 1\n1 {LARGEST_ID + 1}\n"}, r"line 2: .*: 100000001 is not an id: ids are 0 to"),
         ({"kg_final": f"0 0 {10**30}\n"}, r"kg_final.txt, line 1: .* is not an id"),
-        ({"train": "0 3 1\n1 90000\n"}, r"train.txt, line 2: '1 90000': item 90000 is far beyond the others"),
-        ({"test": "90000 1\n"}, r"test.txt, line 1: '90000 1': user 90000 is far beyond the others"),
-        ({"kg_final": "0 0 5\n1 0 90000\n"}, r"kg_final.txt, line 2: '1 0 90000': tail 90000 is far beyond"),
-        ({"kg_final": "0 0 5\n1 90000 5\n"}, r"kg_final.txt, line 2: '1 90000 5': relation 90000 is far beyond"),
+        ({"train": "0 3 1\n1 90000\n"}, r"train.txt, line 2: '1 90000': item 90000 is far above the others"),
+        ({"test": "90000 1\n"}, r"test.txt, line 1: '90000 1': user 90000 is far above the others"),
+        ({"kg_final": "0 0 5\n1 0 90000\n"}, r"kg_final.txt, line 2: '1 0 90000': tail 90000 is far above"),
+        ({"kg_final": "0 0 5\n1 90000 5\n"}, r"kg_final.txt, line 2: '1 90000 5': relation 90000 is far above"),
         ({"kg_final": "0 0 5\n\n1 6\n"}, r"kg_final.txt, line 3: '1 6': 2 columns instead of `head relation tail`"),
         ({"kg_final": "0 0 5 1\n"}, r"line 1: '0 0 5 1': 4 columns instead of"),
-        ({"kg_final": "5 0 6\n6 0 7\n"}, r"kg_final.txt: none of its 2 triples has an item, .* below 5; give"),
+        ({"kg_final": "5 0 6\n6 0 7\n"}, r"kg_final.txt: none of its 2 triples has an item .* below 5.; give"),
         ({"kg_final": "0 4 5\n"}, r"kg_final.txt, line 1: '0 4 5': relation 4 is not among the 4 of relation_list.txt"),
         (
             {"entity_list": "a 0\nb 1\nc 2\nd 3\ne 4\nf 5\n"},
@@ -233,26 +233,26 @@ def test_everybody_keeps_an_item() -> None:
             {"item_list": "org_id remap_id\na 0\nb 1\nc 2\n"},
             r"train.txt, line 1: .*: item 3 is not among the 3 of item",
         ),
-        ({"relation_list": "a 0\nb 2\n"}, r"relation_list.txt: 'b 2': should be a name and an id, each id from 0 to 1"),
+        ({"relation_list": "a 0\nb 2\n"}, r"relation_list.txt: 'b 2': must be a name and an id, with each id from 0"),
         ({"relation_list": "a 0\nb 0\n"}, r"relation_list.txt: 'b 0'"),
         ({"relation_list": "a\n"}, r"relation_list.txt: 'a'"),
         ({"train": "0 1\n1\n2 0\n"}, r"train.txt, line 2: '1': a user without items; leave the line out"),
-        ({"train": "0 1\n1 2\n0 3\n"}, r"train.txt, line 3: '0 3': user 0 has another line before; join the two"),
-        ({"test": "0 0\n0 4\n"}, r"test.txt, line 2: '0 4': user 0 has another line before"),
+        ({"train": "0 1\n1 2\n0 3\n"}, r"train.txt, line 3: '0 3': user 0 also has an earlier line; join the two"),
+        ({"test": "0 0\n0 4\n"}, r"test.txt, line 2: '0 4': user 0 also has an earlier line"),
         ({"test": "0 0\n3 1\n"}, r"test.txt, line 2: '3 1': user 3 has no items in train.txt"),
         ({"valid": "4 1\n"}, r"valid.txt, line 1: '4 1': user 4 has no items in train.txt"),
         ({"test": "0 0\n1 9\n"}, r"test.txt, line 2: '1 9': item 9 occurs neither in train.txt nor in the graph"),
         ({"valid": "0 9\n", "kg_final": None}, r"valid.txt, line 1: '0 9': item 9 occurs neither in train.txt; fix"),
-        ({"test": "2 3 0\n"}, r"test.txt, line 1: '2 3 0': user 2 has item 0 in train.txt too, and what is known is"),
+        ({"test": "2 3 0\n"}, r"test.txt, line 1: '2 3 0': user 2 has item 0 in train.txt too, but known items are"),
         ({"valid": "0 3\n"}, r"valid.txt, line 1: '0 3': user 0 has item 3 in train.txt too"),
         ({"test": "0 2\n"}, r"test.txt, line 1: '0 2': user 0 has item 2 in valid.txt too"),
         ({"train": ""}, r"train.txt: is empty"),
-        ({"kg_final": " \n\n"}, r"kg_final.txt: is empty; fetch it again"),
+        ({"kg_final": " \n\n"}, r"kg_final.txt: is empty; download it again"),
         ({"train": None}, r"set: no train.txt; .* there are: kg_final.txt, relation_list.txt, test.txt, valid.txt$"),
         ({"test": None}, r"set: no test.txt; .* there are: kg_final.txt, relation_list.txt, train.txt, valid.txt$"),
-        ({"train": None, "test": None}, r"set: has neither train.txt and test.txt, .* nor ratings_final, .*: kg_final"),
-        ({"test": "0\n1\n"}, r"test.txt: nobody has an item"),
-        ({"valid": "0\n1\n"}, r"valid.txt: nobody has an item"),
+        ({"train": None, "test": None}, r"set: has neither KGAT's train.txt .* nor KGCN's ratings_final, .*: kg_final"),
+        ({"test": "0\n1\n"}, r"test.txt: no user has an item"),
+        ({"valid": "0\n1\n"}, r"valid.txt: no user has an item"),
     ],
 )
 def test_mistakes_of_the_kgat_layout_are_named(load, files, message) -> None:
@@ -271,7 +271,7 @@ def test_mistakes_of_the_kgat_layout_are_named(load, files, message) -> None:
         ({"ratings_final.txt": "0 1 0\n0 2 1\n1 2 1\n"}, r"no user has two items with label 1"),
         ({"item_index2entity_id.txt": "a b\n" * 4}, r"line 2: '0 1 1': item 4 is not among the 4 of item_index2entity"),
         ({"ratings_final.npy": npy(np.array([[0, 1, 1], [0, -1, 1]]))}, r"npy, line 2: '0 -1 1': -1 is not an id"),
-        ({"ratings_final.npy": npy(np.ones((2, 3)))}, r"npy: is float64 of shape \(2, 3\), where whole numbers"),
+        ({"ratings_final.npy": npy(np.ones((2, 3)))}, r"npy: is float64 of shape \(2, 3\), but a two-dimensional"),
         ({"ratings_final.npy": npy(np.ones(3, int))}, r"npy: is int64 of shape \(3,\)"),
         ({"ratings_final.npy": npy(np.ones((0, 3), int))}, r"ratings_final.npy: is empty"),
         ({"ratings_final.npy": npy(np.array([{}]))}, r"npy: is not an array of numbers, or is damaged"),
@@ -289,9 +289,9 @@ def test_mistakes_of_the_kgcn_layout_are_named(load, files, message) -> None:
 def test_paths_that_cannot_be_chosen(load, tmp_path) -> None:
     with pytest.raises(UserError, match=r"^--data-dir .*/nowhere: no such file or folder"):
         load_catalogue(tmp_path / "nowhere", tmp_path, val_share=0.1, seed=0, selects_on_test=False)
-    with pytest.raises(UserError, match=r"train.txt: no test.txt; give a folder that has it"):
+    with pytest.raises(UserError, match=r"train.txt: no test.txt; give a folder that contains it"):
         load(b"0 1\n", "train.txt")
-    with pytest.raises(UserError, match=r"twice: 2 folders in it can be the data set; give one of them alone$"):
+    with pytest.raises(UserError, match=r"twice: 2 of its folders may be the data set; give only one of these$"):
         load({f"{folder}/{name}": content for name, content in KGAT.items() for folder in "ab"}, "twice")
     with pytest.raises(UserError, match=r"both: has train.txt and train.txt.gz; keep one of them$"):
         load(KGAT | {"train.txt.gz": gzip.compress(b"0 1\n")}, "both")
@@ -318,7 +318,7 @@ def test_damaged_files_are_named(load) -> None:
 
 
 def test_nothing_to_validate_on(load) -> None:
-    with pytest.raises(UserError, match=r"^--val-share 0.0: leaves nobody an item to validate on; choose a larger"):
+    with pytest.raises(UserError, match=r"^--val-share 0.0: leaves no user an item to validate on; choose a larger"):
         load(changed(valid=None), val_share=0.0)
 
 

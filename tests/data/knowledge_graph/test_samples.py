@@ -159,7 +159,7 @@ def test_who_leaves_no_negative_is_named(catalogue) -> None:
     users, items = np.array([1, *[3] * catalogue.num_items]), np.array([0, *range(catalogue.num_items)])
     greedy = replace(catalogue, train=ItemLists.of_pairs(users, items, catalogue.num_users))
     with pytest.raises(
-        UserError, match=r"^--data-dir: user 3 has all 17 items in training, so that there is no negative"
+        UserError, match=r"^--data-dir: user 3 has all 17 items in training, so no negative can be drawn"
     ):
         BprSamples(greedy, 0)
     three = np.arange(3, dtype=np.int32)

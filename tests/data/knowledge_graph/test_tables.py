@@ -79,22 +79,22 @@ def test_files_for_training_validation_and_test(load):
     head, rows = "user,item\n", ["a,1\na,2\nb,1\n", "a,3\n", "b,3\n"]
     found = load(dict(zip(("train.csv", "valid.csv", "test.csv"), (head + row for row in rows), strict=True)))
     assert named(found, found.test) == {("b", "3")} and len(found.train) == 3
-    with pytest.raises(UserError, match=r"more.csv, test.csv, train.csv, valid.csv can be the interactions; keep one"):
+    with pytest.raises(UserError, match=r"more.csv, test.csv, train.csv, valid.csv may each be the interactions; keep"):
         load({"more.csv": head + rows[0]} | dict.fromkeys(("train.csv", "test.csv"), head + rows[0]))
 
 
 def test_graphs_without_items_and_lines_without_values(load, tmp_path):
-    with pytest.raises(UserError, match=r"graph.csv: none of its 1 triples has an item, such as i0, i1, i2; name"):
+    with pytest.raises(UserError, match=r"graph.csv: none of its 1 triples has an item, such as i0, i1, i2; use"):
         load({"interactions.csv": USERS, "graph.csv": "head,relation,tail\nx,y,z\n"})
     files = {"interactions.csv": USERS + "u0,,7\n", "graph.csv": GRAPH + "i1,of,\n"}
-    with pytest.raises(UserError, match=r"interactions.csv, line 22: .*no name.*--on-bad drop"):
+    with pytest.raises(UserError, match=r"interactions.csv, line 22: .*is empty.*--on-bad drop"):
         load(files)
     found = load(files, reading=Reading(on_bad="drop"))
     assert (
         len(found.triples) == 3
         and [note[:36] for note in found.notes if "cannot" in note] == ["Left out: 1 lines that cannot be rea"] * 2
     )
-    with pytest.raises(UserError, match=r"kg: has neither train.txt .*nor a table with columns such as user and item"):
+    with pytest.raises(UserError, match=r"kg: has neither KGAT's .*nor a table with columns such as user and item"):
         load({"interactions.csv": "a,b\n1,2\n", "graph.csv": GRAPH})
 
 

@@ -70,7 +70,7 @@ GOOD = riff(1, 16, 1, bytes(20))
         (riff(1, 16, 0, b""), "without channels"),
         (riff(1, 16, 1, bytes(20), rate=0), "0 samples a second"),
         (riff(3, 32, 1, struct.pack("<f", float("nan"))), "not finite"),
-        (riff(3, 32, 1, struct.pack("<f", 1e30)), "has samples up to 1e.30, where full scale is 1"),
+        (riff(3, 32, 1, struct.pack("<f", 1e30)), "has samples up to 1e.30, but full scale is 1"),
     ],
 )
 def test_damaged_file_is_unreadable(content, says):

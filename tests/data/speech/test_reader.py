@@ -274,11 +274,11 @@ def test_unusable_utterances_are_counted(load, noise, form):
     missing = "No such file or directory" if form is as_folder else "is not in the archive"
     assert corpus.skipped == {
         "is cut off within its samples, such as 1.wav": 2,
-        "is damaged: it does not begin as a wav, such as 3.wav": 1,
+        "is damaged: it does not start like a wav file, such as 3.wav": 1,
         "has no samples, such as 4.wav": 1,
         f"{missing}, such as 5.wav": 1,
         "has no transcript, such as 6.wav": 1,
-        "has another duration than the manifest says, such as 8.wav": 1,
+        "does not have the duration in the manifest, such as 8.wav": 1,
     }
 
 
@@ -298,13 +298,13 @@ def test_nothing_usable_is_refused(load):
         ("no JSON", "'no JSON' is not a JSON object with audio_path and text"),
         ('{"audio_path": "1.wav"}', "with audio_path and text"),
         ("[1]", "with audio_path and text"),
-        ('{"audio_path": "1.wav", "text": 1}', "must be texts"),
+        ('{"audio_path": "1.wav", "text": 1}', "must be strings"),
         ('{"audio_path": "1.wav", "text": "a", "duration": "1 s"}', "a number of seconds"),
         ('{"audio_path": "1.wav", "text": "a", "duration": 1%s}' % ("0" * 400), "a number of seconds"),
         ('{"audio_path": "1.wav", "text": "a", "duration": NaN}', "a number of seconds"),
-        ('{"audio_path": "1.wav\\u0000", "text": "a"}', "a character that no text or name of a file has"),
-        ('{"audio_path": "\\ud800.wav", "text": "a"}', "a character that no"),
-        ('{"audio_path": "1.wav", "text": "\\udcff"}', "a character that no"),
+        ('{"audio_path": "1.wav\\u0000", "text": "a"}', "a character that is invalid"),
+        ('{"audio_path": "\\ud800.wav", "text": "a"}', "a character that is invalid"),
+        ('{"audio_path": "1.wav", "text": "\\udcff"}', "a character that is invalid"),
         ('{"audio_path": "1.wav", "text": "a", "offset": 2.5}', "a part of a recording .offset 2.5."),
     ],
 )
@@ -327,7 +327,7 @@ def test_recording_listed_twice_is_refused(load, noise):
 
 
 def test_several_corpora_are_refused(load, noise):
-    with pytest.raises(UserError, match="2 folders can be meant; give one of de, en"):
+    with pytest.raises(UserError, match="2 folders may be the data set; give one of de, en"):
         load({"de/train.jsonl": manifest(entry("1.wav")), "en/train.jsonl": manifest(entry("1.wav"))})
 
 
@@ -372,7 +372,7 @@ def test_names_beside_other_texts_are_no_transcripts(load, noise, beside):
         (["wavs/a.wav", "names.tsv"], r"a table beside the sound \(names.tsv\)"),
         (
             ["a.wav", "data.jsonl"],
-            r"a manifest \(data.jsonl\).* give it with --data-dir .*/data.jsonl, or call it",
+            r"a manifest \(data.jsonl\).* give that file with --data-dir .*/data.jsonl, or rename it",
         ),
     ],
 )
@@ -397,13 +397,13 @@ def test_folder_without_transcripts_is_refused(load, files, says):
 @pytest.mark.parametrize("form", [as_zip, as_tar, as_tar_gz])
 @pytest.mark.parametrize("name", ["../1_0.wav", "/1_0.wav", "a/../../1_0.wav"])
 def test_name_that_leads_out_of_an_archive_is_refused(load, noise, form, name):
-    with pytest.raises(UserError, match=f"holds the name '{name}', which leads out of it"):
+    with pytest.raises(UserError, match=f"holds the name '{name}', which points outside the archive"):
         load({name: wav(noise())}, form)
 
 
 @pytest.mark.parametrize("sound", ["../1.wav", "/etc/passwd"])
 def test_manifest_cannot_lead_out_of_an_archive(load, sound):
-    with pytest.raises(UserError, match=f"train.jsonl, line 1: '{sound}' leads out of the archive"):
+    with pytest.raises(UserError, match=f"train.jsonl, line 1: '{sound}' points outside the archive"):
         load({"train.jsonl": manifest(entry(sound)), "x": ""}, as_zip)
 
 
@@ -444,7 +444,7 @@ def test_paths_that_cannot_be_meant_are_refused(tmp_path, noise):
     as_folder(tmp_path / "x", {"a.wav": wav(noise()), "two/a.zip": "", "two/b.tar": ""})
     for name, text in {"t.csv": "file_name,text\n", "t.arff": "@relation t\n"}.items():
         (tmp_path / "x" / name).write_text(text)
-    told = {"a.wav": "is not a folder, archive", "t.csv": "give the folder that holds the sound", "t.arff": "is ARFF, "}
+    told = {"a.wav": "is not a folder, archive", "t.csv": "give the folder with the sound files", "t.arff": "is ARFF, "}
     for name, message in told.items():
         with pytest.raises(UserError, match=f"{name}: .*{message}"):
             load_corpus(tmp_path / "x" / name, tmp_path / "cache")

@@ -93,8 +93,8 @@ def test_named_speakers_are_held_out():
     ("options", "says"),
     [
         ({"test_speakers": ["eve"]}, "--test-speakers eve: no such speaker; there are s0, s1"),
-        ({"test_speakers": ["s1"], "val_speakers": ["s1"]}, "--val-speakers s1: is in --test-speakers too"),
-        ({"test_speakers": ["s1"], "val_speakers": ["s0"]}, "none to train on"),
+        ({"test_speakers": ["s1"], "val_speakers": ["s1"]}, "--val-speakers s1: is also in --test-speakers"),
+        ({"test_speakers": ["s1"], "val_speakers": ["s0"]}, "none for training"),
     ],
 )
 def test_impossible_choice_of_speakers_is_refused(options, says):
@@ -103,10 +103,10 @@ def test_impossible_choice_of_speakers_is_refused(options, says):
 
 
 def test_unknown_speakers_cannot_be_held_out():
-    with pytest.raises(UserError, match="who speaks in b is not known"):
+    with pytest.raises(UserError, match="the speaker of b is unknown"):
         by_speaker(corpus_of(["a", "b"], ["s0", ""]), 0.5)
 
 
 def test_nothing_to_train_on_is_refused():
-    with pytest.raises(UserError, match="none to train on"):
+    with pytest.raises(UserError, match="none for training"):
         by_utterance(corpus_of(["a", "b"]))

@@ -127,6 +127,6 @@ def test_a_table_keeps_the_strongest(monkeypatch):
 
 def test_ease_refuses_large_catalogues():
     with pytest.raises(
-        UserError, match=r"^--model ease: has a weight for each pair of items, so it takes at most 8,000 items"
+        UserError, match=r"^--model ease: has a weight for each pair of items, so it supports at most 8,000 items"
     ):
         SIMPLE_MODELS["ease"](MOST_ITEMS_OF_EASE + 1, MAXLEN)

@@ -83,8 +83,8 @@ def test_compressed_files(tmp_path, written):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("\\data\\", "\\date\\", r"model.arpa: no line \data\: not an ARPA file, or cut short"),
-        ("\\end\\", "", r"model.arpa: no line \end\: not an ARPA file, or cut short"),
+        ("\\data\\", "\\date\\", r"model.arpa: line \data\ is missing: not an ARPA file, or truncated"),
+        ("\\end\\", "", r"model.arpa: line \end\ is missing: not an ARPA file, or truncated"),
         ("1=4", "1=5", r"model.arpa:17: 4 1-grams before it, but 5 by the section \data\ "),
         ("ngram 2=2", "", r"model.arpa:17: 2 2-grams before it, but 0 by the section \data\ "),
         ("ngram 2=2", "2 bigrams", "model.arpa:5: '2 bigrams' is not of the form ngram ORDER=COUNT"),
@@ -119,7 +119,7 @@ def test_whether_words_or_symbols_are_scored_is_seen_from_the_vocabulary(written
     words = NGram(1, {("THE",): (-1.0, 0.0)})
     for symbols in (["", "t", "h", "e", " "], ["", "the"]):
         with pytest.raises(
-            ValueError, match="'THE' and the like, which the alphabet cannot spell; it is in lower case"
+            ValueError, match="words such as 'THE', which the alphabet cannot spell; the alphabet is in lower case"
         ):
             build_scorer(words, symbols)
 
