@@ -185,7 +185,7 @@ def test_what_the_start_can_see_is_refused_before_training(task, message, refuse
 LATER = {
     "no loss": (lambda loss: {"cost": loss}, "in train mode returns cost and no 'loss'"),
     "losses": (lambda loss: {"loss": loss.repeat(2)}, "in train mode returns a loss of shape (2,)"),
-    "no gradient": (lambda loss: {"loss": loss.detach()}, "depends on no parameter; where there is nothing to learn"),
+    "no gradient": (lambda loss: {"loss": loss.detach()}, "depends on no parameter; for a batch without anything"),
     "nothing": (lambda loss: None, "must return a dict of tensors"),
 }
 

@@ -253,7 +253,7 @@ def test_a_loss_without_a_gradient_is_refused_with_what_to_return(refused, tmp_p
         "    def build_objective(self):\n"
         "        return GapObjective(self.build())\n"
     )
-    part = "Objective.forward: the loss of this batch depends on no parameter; where there is nothing to learn"
+    part = "Objective.forward: the loss of this batch depends on no parameter; for a batch without anything to learn"
     refused([part], "--task", f"{tmp_path / 'gap.py'}:Gap", *RUN[2:], tmp_path / "run")
 
 
