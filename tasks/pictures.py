@@ -1,6 +1,6 @@
 """Draws pictures for any task: bars and confusion matrices.
 
-Uses Pillow. No meaning depends on distinguishing red from green.
+Draws with Pillow. No meaning depends on distinguishing red from green.
 """
 
 import unicodedata

@@ -1,7 +1,7 @@
 """Reports on speech recognition: error rates, words with times, and pictures of utterances.
 
-Spaces separate words and count as one character each; repeated, leading and trailing spaces do not count. Pictures are
-clear without colours.
+Spaces separate words and count as one character each; repeated, leading and trailing spaces do not count. Pictures can
+be read without colours.
 """
 
 import textwrap

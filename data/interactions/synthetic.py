@@ -113,7 +113,7 @@ class _Viewers:
         return _pick(weights.reshape(len(users), NUM_ITEMS), draws)
 
     def sequel(self, users: np.ndarray, draws: np.ndarray) -> np.ndarray:
-        """Returns the next unseen item of the threads of users (n,), sometimes the second next; -1 at the end: (n,)."""
+        """Returns the next new item of each user's thread, sometimes the second next; -1 at its end."""
         topic, position = np.divmod(self.thread[users], ITEMS_PER_TOPIC)
         ahead = self.unseen[users, topic] & (np.arange(ITEMS_PER_TOPIC) > position[:, None])
         count = np.cumsum(ahead, axis=1)

@@ -33,9 +33,9 @@ class BprSamples(Movable):
     def __init__(self, catalogue: Catalogue, seed: int, draw: Literal["users", "interactions"] = "users") -> None:
         """Creates the data set. draw: "users" or "interactions".
 
-        "users": the samples of an epoch, in order, run through random permutations of the users, one after another, so
-        a batch contains distinct users except where permutations meet. The positive is uniform among the user's items.
-        After the published code of KGAT. "interactions": sample i is interaction i.
+        "users": in each epoch, users come from one random permutation after another, so a batch rarely contains a user
+        twice. The positive is drawn uniformly from the user's items, as in the published code of KGAT. "interactions":
+        sample i is interaction i.
 
         Raises UserError if a user has all items, which leaves no negative.
         """

@@ -1,9 +1,10 @@
 """Data sets of utterances: single recordings, or strings (concatenations) of recordings of a speaker.
 
-A batch from `__getitems__`: audio: (B, S) float32 in about [-1, 1], padded with zeros. num_samples: (B,) int64.
-    recordings: (B, W) int64, indices of each sample's recordings in the corpus, padded with -1. targets: (B, U) int64,
-    symbols, padded with 0. target_length: (B,) int64. Absent without an alphabet. warp, freq_masks, time_masks,
-    masking_db: see `Augmenter.for_front_end`. Absent without augmentation.
+A batch from `__getitems__` has
+    audio: (B, S) float32 in about [-1, 1], padded with zeros. num_samples: (B,) int64.
+    recordings: (B, W) int64, indices of each sample's recordings in the corpus, padded with -1.
+    targets: (B, U) int64, symbols, padded with 0. target_length: (B,) int64. Only with an alphabet.
+    warp, freq_masks, time_masks, masking_db: see `Augmenter.for_front_end`. Only with augmentation.
 
 Audio and targets are padded to `SampleKeys.padded_length`.
 

@@ -35,7 +35,7 @@ class Aggregator(nn.Module):
 
 
 class GCN(Aggregator):
-    """LeakyReLU(W (x + A x) + b)."""
+    """Computes LeakyReLU(W (x + A x) + b)."""
 
     def __init__(self, width: int, out_width: int, slope: float) -> None:
         super().__init__(slope)
@@ -52,7 +52,7 @@ class GCN(Aggregator):
 
 
 class GraphSAGE(Aggregator):
-    """LeakyReLU(W [x ; A x] + b)."""
+    """Computes LeakyReLU(W [x ; A x] + b)."""
 
     def __init__(self, width: int, out_width: int, slope: float) -> None:
         super().__init__(slope)
@@ -64,7 +64,7 @@ class GraphSAGE(Aggregator):
 
 
 class BiInteraction(Aggregator):
-    """LeakyReLU(W1 (x + A x) + b1) + LeakyReLU(W2 (x * A x) + b2)."""
+    """Computes LeakyReLU(W1 (x + A x) + b1) + LeakyReLU(W2 (x * A x) + b2)."""
 
     def __init__(self, width: int, out_width: int, slope: float) -> None:
         super().__init__(slope)

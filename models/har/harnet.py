@@ -26,12 +26,14 @@ class HarNet(nn.Module):
     All layers normalise within a sample and a member (GroupNorm, LayerNorm), so samples do not affect each other. T may
     be any length of at least 8, because features are pooled over time.
 
-    mode: how channels are combined. "early": the first convolution gets all channels; this is the most accurate mode.
-        "flatten": an encoder is applied to each channel, and features are concatenated. "average": an encoder is
-        applied to each channel, and features are averaged. "first": the encoder gets channel 0 only.
-    hidden_dims: widths of the hidden layers of each member's head; (): a linear head. dropout: probability after each
-        hidden layer. widths: channels of each member's convolutions, multiples of 8; each convolution halves the time
-        axis.
+    mode: how channels are combined.
+        "early": the first convolution gets all channels; this is the most accurate mode.
+        "flatten": an encoder is applied to each channel, and features are concatenated.
+        "average": an encoder is applied to each channel, and features are averaged.
+        "first": the encoder gets channel 0 only.
+    hidden_dims: widths of the hidden layers of each member's head; (): a linear head.
+    dropout: probability after each hidden layer.
+    widths: channels of each member's convolutions, multiples of 8; each convolution halves the time axis.
     """
 
     def __init__(
