@@ -20,7 +20,7 @@ _LARGEST_CODE = 1e9
 class ColumnCode:
     """Encoding of one column.
 
-    categories: texts, each encoded by its position; None for a numeric column.
+    categories: texts, each encoded by its position, or None for a numeric column.
     mean, std: statistics by which numbers are standardised in float64, because float32 loses small differences between
         large numbers; 0 and 1 for categories.
     spelling: format of the column's numbers.

@@ -1,4 +1,4 @@
-"""Reading of the user's tables: CSV and similar files, or arrays in a .npz file."""
+"""Reading of the user's tables from CSV and similar files, or from arrays in a .npz file."""
 
 import warnings
 import zipfile

@@ -28,7 +28,7 @@ HEADING = ("column", "kind", "missing", "values", "note")
 
 
 class ColumnReport(NamedTuple):
-    """Report on a column, a line below `HEADING`; `note` is empty if there is nothing to note."""
+    """Report on a column, printed as a line below `HEADING`, with an empty note if there is nothing to note."""
 
     name: str
     kind: str

@@ -176,7 +176,7 @@ def is_plain(text: str) -> bool:
 class Meaning:
     """Equivalence of a category's spellings, such as yes and YES, or 1 and 1.0 if all numbers are whole.
 
-    The case of other words matters. The case of letters matters, except in a column of only Y and N, or T and F.
+    Case matters for other words, and for single letters except in a column of only Y and N, or T and F.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -265,9 +265,9 @@ def _are_nearly_all(fits: np.ndarray, counts: np.ndarray) -> bool:
 def _doubt(texts: Sequence[str], counts: np.ndarray, numbers: np.ndarray, rival: np.ndarray, likely: Likely) -> str:
     """Explains why the chosen decimal sign may be wrong; returns an empty text if it is not in doubt.
 
-    The sign matters if the other sign (rival) gives different numbers. It is in doubt unless nearly all rows that allow
-    only one sign have the chosen one. Without such rows it is in doubt only for numbers such as 1500 beside 1,234 in a
-    file that does not show the sign elsewhere.
+    The decimal sign matters if the other sign (rival) gives different numbers. The sign is in doubt unless nearly all
+    rows that allow only one sign have the chosen one. Without such rows the sign is in doubt only for numbers such as
+    1500 beside 1,234 in a file that does not show the sign elsewhere.
     """
     is_read, is_rival = ~np.isnan(numbers), ~np.isnan(rival)
     is_other, is_shown = is_read & is_rival & (numbers != rival), is_read != is_rival

@@ -45,7 +45,7 @@ class Column:
     """Column of a table with n rows.
 
     values: (n,) float64, numbers or indices of texts, NaN where missing.
-    texts: distinct texts, sorted, which rows need not use; None for numbers.
+    texts: distinct texts, sorted, which rows need not use, or None for numbers.
     spelling: format of the texts from which numbers were converted. likely: decimal sign to assume if the texts do not
         show it.
     """
@@ -192,7 +192,7 @@ class Table:
         return len(self.columns[0].values)
 
     def column(self, name: str) -> Column | None:
-        """Returns the column, or the feature of a date column, with a name; None if there is none."""
+        """Returns the column, or the feature of a date column, with the given name, or None if there is none."""
         base, _, part = name.rpartition(" (")
         for column in self.columns:
             if column.name == name:

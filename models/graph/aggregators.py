@@ -1,4 +1,4 @@
-"""Aggregators, which combine a node's state with the weighted sum of its neighbours' (KGAT, equations 6 to 8)."""
+"""Aggregators, which combine a node's state with the weighted sum of its neighbours' states (KGAT, equations 6-8)."""
 
 from collections.abc import Iterator
 from itertools import repeat
@@ -13,7 +13,7 @@ from models.graph.sparse import Operands, product, select
 Aggregation = Literal["bi-interaction", "gcn", "graphsage"]
 
 _CHUNK_ROWS = 1024
-"""Nodes per chunk on a CPU, so that intermediate states fit into the cache."""
+"""Number of nodes per chunk on a CPU, small enough for intermediate states to fit into the cache."""
 
 
 class Aggregator(nn.Module):

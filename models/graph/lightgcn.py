@@ -35,7 +35,7 @@ class LightGCN(Recommender):
     """
 
     stays_eager: ClassVar[bool] = True
-    """Excludes the model from `torch.compile`, which does not support sparse products."""
+    """Whether `torch.compile` skips the model: it does not support sparse products."""
 
     def __init__(
         self, users: Tensor, items: Tensor, num_users: int, num_items: int, width: int = 64, num_layers: int = 3
@@ -82,7 +82,7 @@ class KnowledgeLightGCN(LightGCN):
 
     Layer 0 of an item is its embedding plus the mean embedding of its neighbours in the knowledge graph, from a
     separate table of all entities, including items. Relations are not distinguished; a neighbour by several relations
-    counts several times. This adds a sparse product to LightGCN.
+    counts several times. The model needs one more sparse product than LightGCN.
     """
 
     def __init__(

@@ -15,15 +15,15 @@ class TopK(NamedTuple):
     """Sums over users of metrics at each cut-off k: (len(ks),) float64 each."""
 
     recall: Tensor
-    """Hits / number of positives."""
+    """Hits in the first k places / number of positives."""
     precision: Tensor
-    """Hits / k."""
+    """Hits in the first k places / k."""
     hit: Tensor
-    """1 if there is a hit, else 0."""
+    """1 if there is a hit in the first k places, else 0."""
     ndcg: Tensor
-    """DCG / DCG with min(k, number of positives) hits in the first places."""
+    """DCG / the highest possible DCG, with min(k, number of positives) hits in the first places."""
     ndcg_official: Tensor
-    """DCG / DCG with the hits among the first 100 items moved to the first places, as in KGAT's code; too high."""
+    """DCG / DCG with the hits among the first 100 items moved to the front, as in KGAT's code, which is too high."""
 
 
 def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) -> TopK:

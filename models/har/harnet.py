@@ -11,9 +11,9 @@ from models.layers.ensemble import log_mean_probabilities
 Mode = Literal["early", "flatten", "average", "first"]
 
 NUM_MOVEMENT_CHANNELS = 6
-"""The first channels, acceleration without gravity and rotation; channels with gravity add no other movement."""
+"""Number of leading channels that show movement: three of acceleration without gravity, three of rotation."""
 SMALL_MOVEMENT = 0.03
-"""Value, in standard deviations, below which the second copy of a channel is linear and above which logarithmic."""
+"""Signal strength, in standard deviations, up to which the scale of a channel's second copy is about linear."""
 
 
 class HarNet(nn.Module):
@@ -104,7 +104,7 @@ class Encoder(nn.Module):
         num_channels += min(num_channels, NUM_MOVEMENT_CHANNELS)
         groups = 1  # all members share the input channels
         for width, kernel_size in zip(widths, (9, 5, *[3] * len(widths)), strict=False):
-            # without bias, which the following normalisation cancels
+            # without bias, since the following normalisation has one
             conv = nn.Conv1d(
                 num_channels, num_members * width, kernel_size, stride=2, padding=kernel_size // 2, groups=groups,
                 bias=False,

@@ -25,7 +25,7 @@ class TinyHar(nn.Module):
     The published model has batch norm, so in training a window's logits depend on the other windows of the micro-batch;
     in eval mode they do not.
 
-    A gate scales the result of each attention. Gates are initialised to 0, so the attention's weights have no gradient
+    A gate scales the output of each attention. Gates are initialised to 0, so the attention's weights have no gradient
     in the first step.
 
     dropout: probability, in [0, 1), after the attention between channels and before the classifier.
@@ -72,7 +72,7 @@ def _encoder() -> nn.Sequential:
 class ChannelAttention(nn.Module):
     """Self-attention between the channels of each time step, x + gate * attention(x), unscaled as in the authors' code.
 
-    In this code the projection named "key" acts as the query, because softmax runs over rows.
+    In the authors' code the projection named "key" acts as the query, because softmax runs over rows.
     """
 
     def __init__(self, width: int) -> None:

@@ -10,13 +10,13 @@ with coefficients that depend on the token (equations 7 and 8 of the paper): wit
     h_post = 2 sigmoid(a_post v phi_post + b_post)
     H_res = Sinkhorn(a_res v phi_res + b_res)
 
-A model's first connection creates the streams as copies of its input, and its last one returns their mean. The first
-lacks h_pre and H_res: with equal streams they have no effect (a norm cancels the scale of h_pre X). The last lacks
-H_res, which does not change the mean.
+A model's first connection creates the streams as copies of its input, and its last connection returns their mean. The
+first connection lacks h_pre and H_res, which have no effect on equal streams (a norm cancels the scale of h_pre X). The
+last connection lacks H_res, which does not change the mean.
 
-Initially h_post is 1, H_res is close to the identity and h_pre sums to 1, mostly on stream l mod n at connection l. So
-all streams are equal at first, and the network computes what a pre-norm network does. Unequal h_pre give the streams
-different gradients; with equal ones they would stay equal forever.
+Initially h_post is 1, H_res is close to the identity and h_pre sums to 1, mostly on stream l mod n at connection l. All
+streams are equal at first, and the network computes the same as with pre-norm residuals. Different h_pre give the
+streams different gradients; with equal h_pre the streams would stay equal throughout training.
 """
 
 import math
@@ -31,7 +31,7 @@ from models.sequential.sasrec import NORM_EPS, Sublayer, rows
 _OTHERS_SHARE = 1 / (1 + math.exp(4.0))
 """Initial h_pre of all streams but one: sigmoid(-4)."""
 _RESIDUAL_LOGIT = 1.5
-"""Initial value of b_res on the diagonal; elsewhere its negative."""
+"""Initial value of b_res on the diagonal; other elements are the negative of this value."""
 _PHI_STD = 0.02
 _SMALLEST_ENTRY = math.exp(-27.0)
 
@@ -138,7 +138,7 @@ class ResidualMatrix(Coefficients):
     """Computes H_res of every token, a doubly stochastic matrix."""
 
     stays_eager: ClassVar[bool] = True
-    """Excludes the module from `torch.compile`, which would unroll all iterations and take many minutes."""
+    """Whether `torch.compile` skips the module, which takes many minutes to compile: all iterations are unrolled."""
 
     def __init__(self, num_inputs: int, num_streams: int, gate: float, num_iterations: int) -> None:
         super().__init__(num_inputs, _RESIDUAL_LOGIT * (2 * torch.eye(num_streams) - 1).flatten(), gate)

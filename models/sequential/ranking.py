@@ -119,9 +119,9 @@ def _of_items(states: Tensor, targets: Tensor) -> Tensor:
 def place_of_target(target: Tensor, others: Tensor) -> Tensor:
     """Returns the number of other items ranked above the target, float64 (B,).
 
-    target: (B,), its score. others: (B, n), scores of other items; half of those equal to the target's count as above
-    it, whatever their order. So do all NaN scores, and all items if the target's is NaN. A score of -inf excludes an
-    item, unless the target's is -inf too.
+    target: (B,), the target's score. others: (B, n), scores of the other items. If m of them equal the target's score,
+    m / 2 count as above it, whatever their order. NaN scores count as above the target, and all others count as above a
+    NaN target. An item of score -inf does not count, unless the target's score is -inf, too.
     """
     target = target.unsqueeze(1)
     num_below = (others < target).sum(1)

@@ -16,14 +16,14 @@ from models.layers.dropout import Dropout
 
 NormOrder = Literal["original", "pre", "post"]
 Sublayer = Callable[[Tensor, Tensor], Tensor]
-"""(query input, context) -> what is added to the residual stream. The feed-forward sub-layer ignores the context."""
+"""Function (query input, context) -> update of the residual stream; feed-forward sub-layers ignore the context."""
 
 NORM_EPS = 1e-8
 _CHUNK_STEPS = 50
 
 
 class Residual(nn.Module):
-    """A residual connection around a sub-layer F(query input, context), with a LayerNorm.
+    """Residual connection with LayerNorm around a sub-layer F(query input, context).
 
     original: n + F(n, x) with n = norm(x), as in the code of the SASRec paper.
     pre: x + F(norm(x), norm(x)).
@@ -156,7 +156,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 class CausalAttention(nn.Module):
-    """Scaled dot-product attention to items up to the query's, without an output projection, as published."""
+    """Computes causal scaled dot-product attention, without an output projection, as published."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class CausalAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward layer, each inside a `Residual` or a HyperConnection of models.sequential.mhc."""
+    """Applies attention, then a feed-forward layer, each inside a `Residual` or a `mhc.HyperConnection`."""
 
     def __init__(self, attention: nn.Module, feed_forward: FeedForward, connections: Sequence[nn.Module]) -> None:
         super().__init__()

@@ -66,7 +66,7 @@ class Intervals:
 
 
 class IntervalAttention(nn.Module):
-    """Causal attention to items, their positions, and the time between each and the query's item."""
+    """Computes causal attention whose keys and values depend on items, positions and the time between two items."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class TiSASRec(SequentialRecommender):
         time_span: int = 256,
         connections: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Creates the model. time_span: maximum interval, at least 1; longer ones are shortened to it.
+        """Creates the model. time_span: cap on intervals, at least 1; longer intervals count as this long.
 
         connections: as in SequentialRecommender; default: residuals of the original order.
         """

@@ -14,14 +14,14 @@ from models.simple.recommenders import MOST_ITEMS_OF_EASE, MOST_NEIGHBOURS
 
 Buffers = Mapping[str, np.ndarray]
 Cells = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Items, other items, and a sum for each pair: (n,) each."""
+"""Pairs of items, with a sum for each pair: (item, other item, sum), (n,) each."""
 Strength = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 """Function that converts `Cells` to strengths, (n,)."""
 
 _LEAST_WEIGHT = 1e-4
-"""Weight below which an item of a history is ignored."""
+"""Recency weight below which an item of a history is ignored."""
 _SHRINKAGE = 20
-"""Number added to the denominator of cosines, which reduces those of items with few users."""
+"""Number added to the denominator of cosines, which reduces the similarity of items with few users."""
 _PAIRS = 2**22
 """Number of pairs counted at a time."""
 _SPARSE = 8
@@ -45,29 +45,29 @@ class TrainingHistories:
 
     @cached_property
     def users(self) -> np.ndarray:
-        """User of each item, (n,) int64."""
+        """Returns the user of each item, (n,) int64."""
         return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
 
     @cached_property
     def distinct(self) -> tuple[np.ndarray, np.ndarray]:
-        """Users and items of distinct pairs, sorted by user: (m,) int64 each."""
+        """Returns distinct (user, item) pairs, sorted by user, as users and items: (m,) int64 each."""
         pairs = np.sort(self.users * (self.num_items + 1) + self.items)
         pairs = pairs[np.diff(pairs, prepend=-1) > 0]
         return pairs // (self.num_items + 1), pairs % (self.num_items + 1)
 
     @property
     def num_pairs(self) -> int:
-        """Number of item pairs in histories: the sum of the squares of their lengths."""
+        """Returns the number of item pairs in histories: the sum of their squared lengths."""
         return int((np.diff(self.offsets) ** 2).sum())
 
     @cached_property
     def popularity(self) -> np.ndarray:
-        """Number of users of each item: (num_items + 1,) float64; 0 for padding."""
+        """Returns the number of users of each item: (num_items + 1,) float64; 0 for padding."""
         return np.bincount(self.distinct[1], minlength=self.num_items + 1).astype(np.float64)
 
     @cached_property
     def common_users(self) -> np.ndarray:
-        """Number of common users of each pair of items: (num_items + 1, num_items + 1) float32; for few items."""
+        """Returns the number of common users of each item pair, (num_items + 1, num_items + 1) float32."""
         counts = np.zeros((self.num_items + 1, self.num_items + 1), np.float32)
         users, items = self.distinct
         for first in range(0, len(self.offsets) - 1, _USERS):

@@ -22,7 +22,7 @@ _LONGEST_RESPONSE = 2**16
 
 
 class RecogniserOfAnyLength(nn.Module):
-    """Exportable copy of a recogniser: `log_probs, lengths = module(audio, num_samples)`, as in eval mode.
+    """Exportable copy of a recogniser in eval mode, called as `log_probs, lengths = module(audio, num_samples)`.
 
     audio: (B, S) in about [-1, 1], zero-padded, S at least the front end's window length. num_samples: (B,) int64.
     """
@@ -44,7 +44,7 @@ class RecogniserOfAnyLength(nn.Module):
 class ConvolvedLMU(nn.Module):
     """Computes a `ParallelLMU` whose memory is a convolution with its impulse response.
 
-    The response is cut off where it is nearly zero, because a memory forgets inputs much older than its window.
+    The impulse response is cut off where it is nearly zero: a memory forgets inputs much older than its window.
     """
 
     response: Tensor

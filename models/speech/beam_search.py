@@ -1,7 +1,7 @@
 """Prefix beam search for CTC (Hannun et al., 2014, algorithm 1), which decodes a batch of utterances on the CPU.
 
-Beam search compares prefixes by the sum of all their alignments, while greedy decoding compares the symbols of each
-frame. The results therefore differ even for width 1.
+Beam search of width 1 differs from greedy decoding: it compares prefixes by the sum of all their alignments, while
+greedy decoding compares the symbols of each frame.
 """
 
 from dataclasses import dataclass, fields, replace

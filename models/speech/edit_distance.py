@@ -26,7 +26,7 @@ class EditCounts(NamedTuple):
 
 
 class Edit(NamedTuple):
-    """Step of an alignment; `hypothesis` is None for a deletion, `reference` is None for an insertion."""
+    """Step of an alignment, where hypothesis is None for a deletion and reference is None for an insertion."""
 
     kind: Literal["equal", "substitution", "deletion", "insertion"]
     reference: Hashable

@@ -128,8 +128,8 @@ class ParallelLMUEncoder(nn.Module):
     def stream(self, features: Tensor, state: StreamState | None = None) -> tuple[Tensor, StreamState]:
         """Processes the next frames, (B, T, F), T >= 0; returns completed states, (B, T', out_features), T' >= 0.
 
-        state: the state returned by the previous call; None at the start. The pieces may have any length: the states
-        are the same as for the whole utterance. The encoder must be unidirectional.
+        state: the state returned by the previous call, or None at the start. Pieces of any length give the same states
+        as the whole utterance. The encoder must be unidirectional.
         """
         assert not self.bidirectional, "a bidirectional memory cannot be streamed"
         carried = iter(state or [None] * (len(self.convolutions) + len(self.blocks)))
@@ -167,7 +167,7 @@ class CausalConvolution(nn.Module):
     def forward(self, x: Tensor, inputs: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns outputs and the new pending inputs for x, (B, T, num_inputs), and previous pending inputs.
 
-        inputs: (B, n, num_inputs), result of the previous call; None at the start for zeros.
+        inputs: (B, n, num_inputs), result of the previous call, or None at the start for zeros.
         """
         (kernel_size,) = self.convolution.kernel_size
         if inputs is None:

@@ -40,8 +40,8 @@ class LMU(nn.Module):
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Returns h of all steps, (B, T, hidden_size), for x, (B, T, input_size), T >= 1, and the final state.
 
-        state: h, (B, hidden_size), and m, (B, memory_size), before the first step; None for zeros. The layer computes
-        in at least float32, also under autocast, because rounding errors accumulate.
+        state: h, (B, hidden_size), and m, (B, memory_size), before the first step, or None for zeros. The layer
+        computes in at least float32, also under autocast, because rounding errors accumulate.
         """
         dtype = torch.promote_types(x.dtype, self.w_x.dtype)
         with torch.autocast(x.device.type, enabled=False):

@@ -75,7 +75,7 @@ class ParallelLMU(nn.Module):
     def stream(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns o, (B, T, hidden_size), for the next steps of a sequence, (B, T, input_size), T >= 1, and the state.
 
-        state: the memory, (B, channels, memory_size), returned by the previous call; None at the start. The pieces of a
+        state: the memory, (B, channels, memory_size), returned by the previous call, or None at the start. Pieces of a
         sequence may have any length. The layer must be unidirectional.
         """
         assert self.num_directions == 1, "a bidirectional memory cannot be streamed"

@@ -46,7 +46,7 @@ class SpeechRecogniser(nn.Module):
     def stream(self, audio: Tensor, state: StreamState | None = None) -> tuple[Tensor, StreamState]:
         """Processes the next samples, (B, S); returns completed log-probabilities, (B, T, num_symbols), T >= 0.
 
-        state: the state returned by the previous call; None at the start. In eval mode chunks of any size give the
+        state: the state returned by the previous call, or None at the start. In eval mode chunks of any size give the
         results of `forward`. The encoder must be unidirectional, and the front end must not normalise by utterance.
         """
         assert isinstance(self.encoder, ParallelLMUEncoder), "its attention needs the whole utterance"

@@ -17,7 +17,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     """Returns softmax(q k^T / sqrt(d)) v of each sequence and head.
 
     query: (S, T, heads, d). key, value: (S, K, heads, d). mask: (S, 1, 1, K) bool, True at keys to attend to, at least
-    one per sequence; None for all keys. Returns (S, T, heads, d).
+    one per sequence, or None for all keys. Returns (S, T, heads, d).
     """
     # A program exported for any number of keys cannot choose by the number.
     if query.device.type == "cpu" and not torch.compiler.is_compiling() and key.shape[1] <= _FEW_KEYS:

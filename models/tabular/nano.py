@@ -1,7 +1,7 @@
 """NanoTabular, a model in which cells of a table attend to each other across features and rows.
 
-It has the architecture of nanoTabPFN (Pfefferle et al., arXiv 2511.03634), a small TabPFN v2 (Hollmann et al., Nature
-2025), but pre-norm instead of post-norm, and the feature grouping of TabICL v2 (Qu et al., 2026).
+The architecture is nanoTabPFN (Pfefferle et al., arXiv 2511.03634), a small TabPFN v2 (Hollmann et al., Nature 2025),
+with pre-norm instead of post-norm and the feature grouping of TabICL v2 (Qu et al., 2026).
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ class Layout(NamedTuple):
     context_rows: int
     """Number of context rows per problem, including padding."""
     real_tokens: Tensor | None
-    """(rows, 1, 1, tokens) bool, True at tokens that are not padding; None without padding."""
+    """(rows, 1, 1, tokens) bool, True at tokens that are not padding, or None without padding."""
     real_context: Tensor | None
-    """(num_problems, 1, 1, context_rows) bool, True at context rows that are not padding; None without padding."""
+    """(num_problems, 1, 1, context_rows) bool, True at context rows that are not padding, or None without padding."""
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Splits x into context rows and query rows."""
@@ -100,7 +100,7 @@ class NanoTabular(nn.Module):
 
         context: (B, N, m), queries: (B, Q, m), with non-finite numbers for missing values. labels: (B, N) int64 in [0,
         max_classes). num_context, num_features, num_classes: (B,) int64, at least 1, sizes of each problem without
-        padding; None if all problems have N context rows, m features or max_classes classes.
+        padding, or None if all problems have N context rows, m features or max_classes classes.
         """
         assert labels.shape == context.shape[:2]
         layout = _layout(context, queries, num_context, num_features, self.num_thinking_rows)

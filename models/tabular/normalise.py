@@ -15,7 +15,7 @@ def normalise(context: Tensor, queries: Tensor, num_context: Tensor | None = Non
     """Standardises columns by their context rows, then applies 3 asinh(z / 3) against outliers.
 
     context: (B, N, m), queries: (B, Q, m), with non-finite numbers for missing values. num_context: (B,) int64, number
-    of context rows without padding; None for N. Returns the normalised values of context and queries, (B, N + Q, m),
+    of context rows without padding, or None for N. Returns the normalised values of context and queries, (B, N + Q, m),
     from -41 to 41, and a bool tensor of the same shape, True where a value is missing. Missing values become 0, as do
     all values of a column that is constant in the context up to rounding.
     """

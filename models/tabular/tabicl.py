@@ -63,7 +63,7 @@ class TabICL(nn.Module):
 
         context: (B, N, m), queries: (B, Q, m), with non-finite numbers for missing values. labels: (B, N) int64 in [0,
         max_classes). num_context, num_features, num_classes: (B,) int64, at least 1, sizes of each problem without
-        padding; None if all problems have N context rows, m features or max_classes classes.
+        padding, or None if all problems have N context rows, m features or max_classes classes.
         """
         assert labels.shape == context.shape[:2]
         values, _ = normalise(context, queries, num_context)

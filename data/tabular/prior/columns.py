@@ -8,9 +8,9 @@ from data.tabular.prior.settings import PriorSettings
 from data.tabular.prior.units import standardise
 
 MOST_LEVELS = 32
-"""Largest number of categories of a column in version 1."""
+"""Largest number of categories of a column in version 1 of the prior."""
 MANY_LEVELS = 128
-"""Largest number of categories in version 2, where the number is log-uniform for a sixth of categorical columns."""
+"""Largest number of categories in version 2 of the prior, log-uniform for a sixth of the categorical columns."""
 _MEAN_LEVELS = 10.0
 _MOST_DEVIATIONS = 4.0
 
@@ -56,7 +56,7 @@ def _in_random_rows(random: TableRandom, x: Tensor) -> Tensor:
 def _with_categories(random: TableRandom, x: Tensor, chosen: Tensor, version: int) -> Tensor:
     """Converts chosen columns to codes of categories, which are intervals between values of random rows.
 
-    chosen: (G, m, 1) bool. The codes are shuffled, except in some tables.
+    chosen: (G, m, 1) bool. Codes of categories are shuffled, except in some tables.
     """
     num_features, num_rows = x.shape[1:]
     levels, most = (
@@ -87,7 +87,7 @@ def _rolled(random: TableRandom, x: Tensor) -> Tensor:
 def _missing(random: TableRandom, x: Tensor, may: Tensor, version: int) -> Tensor:
     """Chooses cells to be missing, (G, m, T) bool, at random or only in rows where the value exceeds a random one.
 
-    In version 2 this value may be from another column. may: columns that may have missing cells.
+    In version 2 of the prior, the deciding value may be from another column. may: columns that may have missing cells.
     """
     num_features = x.shape[1]
     rate = 0.6 * random.uniform(num_features, 1).square() * may

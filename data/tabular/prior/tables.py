@@ -89,7 +89,7 @@ def _attempt(
 ) -> Arrays:
     """Draws each table once; num_classes is 1 for tables to draw again.
 
-    In version 2 these include tables whose classes are not predictable.
+    In version 2 of the prior, tables whose classes are not predictable are drawn again.
     """
     num_context, num_queries, num_features = shape
     num_rows = padded(num_context + num_queries)  # surplus rows are dropped at the end
