@@ -70,7 +70,7 @@ def test_low_limit_of_open_files_is_warned_of():
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert finding.level == "warning" and "256" in finding.text
-    assert str(finding).startswith("warning  open files: at most 256; ulimit -n")
+    assert str(finding).startswith("warning  open files: at most 256; run ulimit -n")
 
 
 def test_check_of_a_broken_part_has_status_1(profile_here, alone):
