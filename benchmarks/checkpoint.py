@@ -135,17 +135,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="steps per block")
     arguments = parser.parse_args()
     result = measure(arguments.cycles, arguments.steps)
-    print(f"{result['num_parameters'] / 1e6:.0f} M parameters, a state of {result['state_mb']} MB; medians")
+    print(f"{result['num_parameters'] / 1e6:.0f} M parameters, a state of {result['state_mb']} MB; medians of:")
     for name, key in (
-        ("a plain copy of it", "clone_s"),
-        ("stall of the loop for a save", "stall_s"),
-        ("a save that is waited for", "blocking_save_s"),
+        ("copying the state", "clone_s"),
+        ("stall of the loop by a save", "stall_s"),
+        ("a blocking save", "blocking_save_s"),
         (f"{result['num_steps']} steps without a save", "steps_without_s"),
-        (f"{result['num_steps']} steps with one", "steps_with_save_s"),
+        (f"{result['num_steps']} steps with a save", "steps_with_save_s"),
     ):
         print(f"  {name:<32}{result[key]:>9.3f} s")
-    print(f"  {'stall / plain copy':<32}{result['stall_over_clone']:>9.3f}")
-    print(f"  {'extra time / waited-for save':<32}{result['extra_over_blocking_save']:>9.3f}")
+    print(f"  {'stall / copying the state':<32}{result['stall_over_clone']:>9.3f}")
+    print(f"  {'extra time / blocking save':<32}{result['extra_over_blocking_save']:>9.3f}")
     print(json.dumps(result))
 
 

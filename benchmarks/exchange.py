@@ -190,7 +190,7 @@ def measured(measure: Callable[..., int], description: str | None) -> dict:
 
 def main() -> None:
     result = measured(measure, __doc__)
-    print("efficiency relative to processes that do not talk:", result["efficiency"])
+    print("efficiency relative to processes without exchange:", result["efficiency"])
     print(json.dumps(result))
 
 

@@ -161,8 +161,8 @@ def run_parts(
 def watch(command: Sequence[str], log: Path, limit_s: float, add: Callable[[dict[str, Any]], None]) -> str:
     """Runs a part in a process and records its results; returns ENDED, or how the process failed.
 
-    The process leads a process group, which is killed as a whole. It exits when its standard input closes because this
-    process has ended.
+    The process leads a process group, which is killed as a whole. The part's process exits when its standard input
+    closes because this process has ended.
     """
     with log.open("w") as errors:
         process = subprocess.Popen(

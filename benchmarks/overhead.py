@@ -259,9 +259,9 @@ def main() -> None:
         result = measure(num_epochs)
     finally:
         sys.stderr = real_stderr
-    print(f"bare step {result['bare_step_ms']} ms, Lockstep step {result['lockstep_step_ms']} ms")
-    print(f"training an epoch, bar and logs on: {result['training_ratio']} times the bare loop (median)")
-    print(f"the same with evaluation and a durable checkpoint: {result['epoch_ratio']} times")
+    print(f"hand-written step {result['bare_step_ms']} ms, Lockstep step {result['lockstep_step_ms']} ms")
+    print(f"training for an epoch, with bar and logs: {result['training_ratio']} times the hand-written loop (median)")
+    print(f"training with evaluation and checkpoint: {result['epoch_ratio']} times")
     print(json.dumps(result))
 
 

@@ -3,8 +3,8 @@
     python benchmarks/results.py            # all of them: about half an hour on two idle cores
     python benchmarks/results.py overhead   # those whose command has this word
 
-A table stands between a comment with its command, `<!-- python benchmarks/overhead.py -->`, and `<!-- end -->`. It
-shows the JSON object in the last line that the command prints.
+A table stands between a comment with its command, `<!-- python benchmarks/overhead.py -->`, and `<!-- end -->`. The
+table shows the JSON object in the last line that the command prints.
 """
 
 import argparse

@@ -7,8 +7,8 @@ shuffled. The last printed line is a JSON object.
 
     python benchmarks/simple.py --runs checkpoints/ml-1m checkpoints/music
 
-compares the best weights of finished runs with the best simple model, user by user. It prints the mean difference of
-the monitored validation metric, and two standard errors of the difference.
+compares the best weights of finished runs with the best simple model, user by user. The script then prints the mean
+difference of the monitored validation metric, and two standard errors of the difference.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python benchmarks/ties.py ml-1m_complete_order.txt.gz shuffled.tsv
 
 Many logs give all interactions on one page the same time, so the order of the file decides which one is the last. A
-model may learn this order, which is useless for recommendations. Its score on the shuffled file is then lower. The last
-printed line is the share of neighbouring interactions with the same time.
+model may learn this order, which is useless for recommendations. The model's score on the shuffled file is then lower.
+The last printed line is the share of neighbouring interactions with the same time.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="keep the order of the file for equal times")
     given = parser.parse_args()
     share = write_shuffled(given.source, given.target, None if given.keep else given.seed, given.users)
-    print(f"{share:.1%} of neighbouring interactions of a user share a second")
+    print(f"{share:.1%} of a user's neighbouring interactions have the same time")
 
 
 def write_shuffled(source: Path, target: Path, seed: int | None = 0, num_users: int | None = None) -> float:

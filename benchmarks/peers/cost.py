@@ -4,7 +4,7 @@
     python benchmarks/peers/cost.py
 
 Step: the trainer runs an epoch of 400 steps with its usual logs, but without a progress bar, whose cost depends on time
-rather than steps. It alternates with the hand-written loop in one process, in blocks of 20 steps. The result is the
+rather than steps. Trainer and hand-written loop alternate in one process, in blocks of 20 steps. The result is the
 median of the ratios of neighbouring blocks, in CPU time and wall-clock time. Start: the seconds from the start of the
 program to the start of its second step.
 """

@@ -7,8 +7,8 @@
 
 With `stop` and `worlds` every process kills itself in the same step. The samples of a run are those of its recorded
 forwards; of the first start, those before the checkpoint from which the second start resumes, which is identified by
-its weights. Lockstep keeps the global batch of 16 sequences when the number of processes changes. The other libraries
-get another number of accumulation steps.
+its weights. Lockstep keeps the global batch of 16 sequences when the number of processes changes. For the other
+libraries, the script changes the number of accumulation steps.
 """
 
 import argparse

@@ -3,9 +3,9 @@
 Each forward in training writes a line: the samples, and two weights that change in every step and so identify the step.
 A run that resumes exactly has the same pair as an unbroken run, and forwards with the same pair belong to one step.
 
-The environment variable LOCKSTEP_PEERS turns recording on. Its value is JSON with folder, where each process writes a
-file, and started, the time of the start. Optional entries are die_at, the forward in which the process kills itself,
-and turns, the settings of a hand-written loop with which steps alternate.
+The environment variable LOCKSTEP_PEERS turns recording on. The value of the variable is JSON with folder, where each
+process writes a file, and started, the time of the start. Optional entries are die_at, the forward in which the process
+kills itself, and turns, the settings of a hand-written loop with which steps alternate.
 """
 
 import json

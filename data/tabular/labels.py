@@ -17,7 +17,7 @@ from trainer.loading.counter_random import random_bits
 _FEWEST_ROWS_PER_CLASS = 2
 """Minimum average number of rows per class; columns with fewer are measurements or row names."""
 _FEWEST_ROWS_PER_NUMBER = 5
-"""Minimum average number of rows per distinct number for many whole numbers to be classes, not a quantity."""
+"""Minimum average number of rows per distinct number for a column of many whole numbers to count as classes."""
 _MOST_NUMBERS, _MOST_FRACTIONS = 20, 10
 """Largest number of distinct whole numbers, and of distinct numbers with decimals, that are classes in any case."""
 

@@ -26,7 +26,7 @@ _MARKS = frozenset(text.lower() for text in MISSING) | frozenset(
 )
 """Lower-case texts that mark a missing value among numbers; in a column of texts most of them are categories."""
 _MOST_CATEGORIES = 10
-"""Largest number of distinct numbers beside a word that are categories; beside more numbers the word marks a gap."""
+"""Largest number of distinct numbers beside a word that are categories; beside more, it marks a missing value."""
 _LONGEST_NUMBER = 64
 """Largest number of characters of a number; the limit matters because matching takes up to quadratic time."""
 _FEWEST_GROUPED = 5

@@ -14,8 +14,8 @@ Softmax = Literal["separate", "coalesced"]
 class CollaborativeGraph(nn.Module):
     """Graph of directed edges (head, relation, tail); edges with the same head and tail are parallel.
 
-    `matrix`, which propagates states, has one entry per pair of head and tail: the sum over parallel edges. All other
-    values are per edge, (E,), in the given order.
+    `matrix`, which propagates states, has one entry per pair of head and tail: the sum over parallel edges. Values of
+    edges, (E,), are in the order of the constructor's arguments.
     """
 
     head: Tensor

@@ -62,8 +62,8 @@ def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) ->
 def _constants(ks: tuple[int, ...], length: int, device: torch.device) -> tuple[Tensor, ...]:
     """Returns constants of all batches, which are cached on the device and must not be changed.
 
-    They are the cut-offs, (len(ks),) int64; whether a place is within a cut-off, and its DCG gain there or 0, (length,
-    len(ks)) float64 each; and the DCG of n hits in the first places at index n, (length + 1,) float64.
+    The constants are the cut-offs, (len(ks),) int64; whether a place is within a cut-off, and its DCG gain there or 0,
+    (length, len(ks)) float64 each; and the DCG of n hits in the first places at index n, (length + 1,) float64.
     """
     with torch.inference_mode(False), torch.no_grad():
         gains = 1 / torch.arange(2, length + 2, dtype=torch.float64).log2()

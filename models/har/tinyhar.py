@@ -16,11 +16,11 @@ class TinyHar(nn.Module):
 
     The model has convolutions shared by the channels, attention between the channels of a time step, a linear layer
     that fuses the channels, an LSTM over time, and attentive pooling of the LSTM's states. T is at least 1; four
-    convolutions with strides 1, 2, 1, 2 leave ceil(T / 4) steps. There are 42,704 parameters for 9 channels and 6
+    convolutions with strides 1, 2, 1, 2 leave ceil(T / 4) steps. The model has 42,704 parameters for 9 channels and 6
     classes.
 
-    These are the variants attn, FC, lstm and tnaive of the authors' code (teco-kit/ISWC22-HAR), with 24 filters. Unlike
-    in this code, convolutions are padded, and dropout also precedes the classifier.
+    The architecture is the variants attn, FC, lstm and tnaive of the authors' code (teco-kit/ISWC22-HAR), with 24
+    filters. Unlike in the authors' code, convolutions are padded, and dropout also precedes the classifier.
 
     The published model has batch norm, so in training a window's logits depend on the other windows of the micro-batch;
     in eval mode they do not.

@@ -13,9 +13,9 @@ _LEVELS = 2**16
 def dropout_mask(shape: Sequence[int], p: float, like: Tensor) -> Tensor:
     """Returns a dropout mask: 0 with probability p in [0, 1), else 1 / (1 - p); with dtype and device of `like`.
 
-    On a CPU, torch draws Bernoulli numbers one by one, in 20 ns each. Here four elements share a random 64-bit word, so
-    p is rounded to a multiple of 2^-16; the scale uses the rounded p, so the mean is exact. Under torch.compile the
-    mask is drawn by torch.
+    On a CPU, torch draws Bernoulli numbers one by one, in 20 ns each. This function lets four elements share a random
+    64-bit word, so p is rounded to a multiple of 2^-16; the scale uses the rounded p, so the mean is exact. Under
+    torch.compile the mask is drawn by torch.
     """
     if like.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(like.new_ones(shape), p)

@@ -5,11 +5,11 @@ Attention to intervals needs, with r_ij the row of the interval between query i 
     logits_ij = query_i . table[r_ij]             (interval_logits)
     sums_i    = sum_j weight_ij table[r_ij]       (interval_sums)
 
-without storing the looked-up rows, (B, Tq, T, width). By default each is one matrix product: queries are multiplied by
-the whole table and each pair picks its number; weights of keys at the same interval are added first, then multiplied by
-the table. These need tensors of shape (B, heads, Tq, rows). On a CPU, if the table has many more rows than there are
-keys, most of that work would be wasted, so the sums are embedding bags (torch.nn.functional.embedding_bag) and the
-logits their derivative by the weights. The gradient of the table,
+without storing the looked-up rows, (B, Tq, T, width). By default logits and sums are one matrix product each: queries
+are multiplied by the whole table and each pair picks its number; weights of keys at the same interval are added first,
+then multiplied by the table. Matrix products need tensors of shape (B, heads, Tq, rows). On a CPU, if the table has
+many more rows than there are keys, most of that work would be wasted, so the sums are embedding bags
+(torch.nn.functional.embedding_bag) and the logits their derivative by the weights. The gradient of the table,
 
     table_gradient_r = sum over the pairs of row r of weight_ij query_i
 

@@ -106,7 +106,8 @@ class HyperConnection(nn.Module):
     def _projected(self, streams: Tensor) -> dict[str, Tensor]:
         """Returns RMSNorm(vec(X)) phi by name of the coefficients: (B, T, n, C) -> (B, T, number of coefficients) each.
 
-        Phi includes the weight of RMSNorm. Its division is applied to the product, which is smaller than its input.
+        Phi includes the weight of RMSNorm. RMSNorm's division is applied to the product with phi, which is smaller than
+        X.
         """
         phi = {name: part.phi for name, part in self.named_children() if isinstance(part, Coefficients)}
         flat = streams.flatten(-2)

@@ -95,7 +95,7 @@ def candidates(kind: str, histories: TrainingHistories, maxlen: int) -> Iterator
 def _rules(histories: TrainingHistories) -> Iterator[Buffers]:
     """Scores how often an item soon follows another: sum of 1 / distance over the root of the other item's frequency.
 
-    A second setting also divides by the root of the item's own frequency, which favours rare items.
+    A second setting of the rules also divides by the root of the item's own frequency, which favours rare items.
     """
     items, num_items = histories.items.astype(np.int64), histories.num_items
     begins = histories.offsets[histories.users]

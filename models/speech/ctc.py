@@ -41,8 +41,8 @@ def divergence(log_probs: Tensor, others: Tensor, lengths: Tensor) -> Tensor:
     """Returns the divergence between two outputs for the same utterances, (B,).
 
     The divergence is the sum over frames of the mean of KL(p || q) and KL(q || p). Each term has a gradient only for
-    its second argument. This is L_CR of Yao et al., "CR-CTC: consistency regularization on CTC for improved speech
-    recognition", ICLR 2025.
+    its second argument. The divergence is L_CR of Yao et al., "CR-CTC: consistency regularization on CTC for improved
+    speech recognition", ICLR 2025.
 
     log_probs, others: (B, T, V). lengths: (B,) int64, numbers of frames.
     """

@@ -1,7 +1,8 @@
 """Linear memory of Legendre Memory Units (Voelker, Kajić and Eliasmith, NeurIPS 2019).
 
-The memory m, a vector of `memory_size` numbers, depends on a signal u by theta m' = A m + B u. It represents the last
-theta samples of u by coefficients of shifted Legendre polynomials. In discrete time m_t = A_d m_(t-1) + B_d u_t.
+The memory m, a vector of `memory_size` numbers, depends on a signal u by theta m' = A m + B u. The memory represents
+the last theta samples of u by coefficients of shifted Legendre polynomials. In discrete time m_t = A_d m_(t-1) + B_d
+u_t.
 """
 
 from functools import lru_cache

@@ -18,8 +18,8 @@ class LMU(nn.Module):
         m_t = A_d m_(t-1) + B_d u_t
         h_t = tanh(W_x x_t + W_h h_(t-1) + W_m m_t)
 
-    Initial values are LeCun uniform for e_x and e_h, 0 for e_m, and Xavier normal for W_x, W_h and W_m. There are no
-    biases.
+    Initial values are LeCun uniform for e_x and e_h, 0 for e_m, and Xavier normal for W_x, W_h and W_m. The layer has
+    no biases.
 
     theta: window length of the memory in time steps, above 0.
     """
@@ -64,8 +64,8 @@ class _Recurrence(torch.autograd.Function):
 
         [m_t, g_t] = G [m_(t-1), h_(t-1)] + p_t
 
-    Autograd would accumulate a gradient of G in each step. This backward propagates only the gradients of m and g step
-    by step, and then computes gradients of the weights by products over all steps.
+    Autograd would accumulate a gradient of G in each step. The custom backward propagates only the gradients of m and g
+    step by step, and then computes gradients of the weights by products over all steps.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Structure of a table's causal model: causes, layers, units, and the units that become columns and classes.
 
 Units form blocks of `width` units, of which a table uses the first: causes in block 0, units of layer l in block l.
-Unit numbers count through all blocks.
+Unit i of block b has the number b * width + i.
 """
 
 from dataclasses import dataclass, fields
