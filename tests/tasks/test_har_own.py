@@ -138,9 +138,9 @@ def test_without_a_rate_the_clock_counts(recordings, run_here, tmp_path):
         (["Protocol/subject101.dat"], "is PAMAP2 (Protocol/subject101.dat), which cannot be read directly"),
         (["mHealth_subject1.log"], "is MHEALTH"),
         (["dataset/S1-ADL1.dat", "doc/notes.txt"], "is OPPORTUNITY"),
-        (["walk/ann.csv", "rest/ann.csv"], "has its tables in folders (rest/ann.csv, walk/ann.csv); put them"),
+        (["walk/ann.csv", "rest/ann.csv"], "has its tables in folders (rest/ann.csv, walk/ann.csv); put all"),
         (["notes.txt"], "is neither UCI HAR (a folder or a zip) nor a table of your own recordings"),
-        ([], "it holds no files"),
+        ([], "it contains no files"),
     ],
 )
 def test_what_other_data_are_is_said(files, says, make_task, tmp_path):
