@@ -8,7 +8,7 @@ Attention to intervals needs, with r_ij the row of the interval between query i 
 without storing the looked-up rows, (B, Tq, T, width). By default logits and sums are one matrix product each: queries
 are multiplied by the whole table and each pair picks its number; weights of keys at the same interval are added first,
 then multiplied by the table. Matrix products need tensors of shape (B, heads, Tq, rows). On a CPU, if the table has
-many more rows than there are keys, most of that work would be wasted, so the sums are embedding bags
+many more rows than there are keys, most of the results would be unused, so the sums are embedding bags
 (torch.nn.functional.embedding_bag) and the logits their derivative by the weights. The gradient of the table,
 
     table_gradient_r = sum over the pairs of row r of weight_ij query_i
@@ -32,7 +32,7 @@ _ROWS_PER_KEY = 10
 
 
 class Pairs:
-    """The table row that each (query, key) pair looks up."""
+    """Table row that each (query, key) pair looks up."""
 
     def __init__(self, row: Tensor, num_rows: int) -> None:
         """Stores the rows. row: (B, Tq, T) int64 in [0, num_rows)."""

@@ -52,7 +52,7 @@ def hyper_connections(
 
 
 class HyperConnection(nn.Module):
-    """A hyper-connection around a sub-layer, which replaces a pre-norm residual connection.
+    """Hyper-connection around a sub-layer, which replaces a pre-norm residual connection.
 
     layer: index of the sub-layer in the model, from 0.
     num_streams: n, at least 2.
@@ -106,8 +106,8 @@ class HyperConnection(nn.Module):
     def _projected(self, streams: Tensor) -> dict[str, Tensor]:
         """Returns RMSNorm(vec(X)) phi by name of the coefficients: (B, T, n, C) -> (B, T, number of coefficients) each.
 
-        Phi includes the weight of RMSNorm. RMSNorm's division is applied to the product with phi, which is smaller than
-        X.
+        RMSNorm has no weight of its own, because phi includes it. RMSNorm's division is applied to
+        the product with phi, which is smaller than X.
         """
         phi = {name: part.phi for name, part in self.named_children() if isinstance(part, Coefficients)}
         flat = streams.flatten(-2)
@@ -163,8 +163,8 @@ def doubly_stochastic(logits: Tensor, num_iterations: int) -> Tensor:
     """Returns doubly stochastic matrices near exp(logits): (..., n, n), in at least float32.
 
     Divides columns and rows by their sums in turn (Sinkhorn and Knopp, 1967), rows last. Widely spread logits would
-    need too many iterations, so rounding by Altschuler, Weed and Rigollet (NeurIPS 2017, algorithm 2) removes the
-    remaining error of the columns.
+    need too many iterations, so the rounding method of Altschuler, Weed and Rigollet (NeurIPS 2017, algorithm 2)
+    removes the remaining error of the columns.
     """
     n = logits.shape[-1]
     # with tokens last, summing rows or columns adds long vectors
@@ -184,7 +184,7 @@ class _Sinkhorn(torch.autograd.Function):
     """Normalises columns and rows of exp(logits) in turn, for logits (n, n, tokens).
 
     Every iterate is diag(u) K diag(v) with a fixed K, so only u and v are computed and stored for backward. Entries
-    less than e^-27 times the largest of their column are raised to that, so that no sum becomes 0.
+    below e^-27 times the largest entry of their column are raised to this bound, so that no sum becomes 0.
     """
 
     @staticmethod

@@ -37,7 +37,8 @@ def generalised_binary_cross_entropy(
     Per position, -(log sigma(s+)^beta + sum log(1 - sigma(s-))) / (k + 1), with the sampling rate alpha = k /
     (num_items - 1) and beta = alpha (t (1 - 1 / alpha) + 1 / alpha).
 
-    negatives: (B, k), shared by all positions of a sequence. calibration: t in [0, 1]; 0 is BCE, 1 unbiased.
+    negatives: (B, k), shared by all positions of a sequence. calibration: t in [0, 1]; 0 is plain BCE, 1 fully corrects
+    the sampling bias.
     """
     positive, negative = _scores(states, targets, negatives, table)
     k = negatives.shape[-1]
@@ -66,9 +67,10 @@ def full_softmax(states: Tensor, targets: Tensor, table: Tensor) -> Tensor:
 
 
 class _FullSoftmax(torch.autograd.Function):
-    """Computes the loss and its gradients in chunks of positions. The gradient of scores is softmax minus one-hot.
+    """Computes the loss and its gradients in chunks of positions.
 
-    Forward stores the gradients, which are no larger than the inputs, and backward scales them.
+    The gradient of the loss by the scores is softmax minus one-hot. Forward stores the gradients of states
+    and table, which are no larger than the inputs, and backward scales them.
     """
 
     @staticmethod
@@ -112,16 +114,17 @@ def _sum_over_items(loss: Tensor, targets: Tensor) -> Tensor:
 
 
 def _of_items(states: Tensor, targets: Tensor) -> Tensor:
-    """Returns states with zeros at padding, where they may be infinite or NaN."""
+    """Returns states with zeros at padding, where states may be infinite or NaN."""
     return torch.where((targets > 0).unsqueeze(-1), states, 0)
 
 
 def place_of_target(target: Tensor, others: Tensor) -> Tensor:
     """Returns the number of other items ranked above the target, float64 (B,).
 
-    target: (B,), the target's score. others: (B, n), scores of the other items. If m of them equal the target's score,
-    m / 2 count as above it, whatever their order. NaN scores count as above the target, and all others count as above a
-    NaN target. An item of score -inf does not count, unless the target's score is -inf, too.
+    target: (B,), the target's score. others: (B, n), scores of the other items. If m of the others equal the target's
+    score, m / 2 of them count as above the target, whatever their order. NaN scores count as above the target, and all
+    other items count as above a target of score NaN. An item of score -inf does not count, unless the target's score is
+    -inf, too.
     """
     target = target.unsqueeze(1)
     num_below = (others < target).sum(1)
@@ -143,7 +146,7 @@ def ranking_metrics(place: Tensor, cutoffs: Sequence[int]) -> Tensor:
 
 
 def times_recommended(scores: Tensor, cutoffs: Sequence[int]) -> Tensor:
-    """Returns for how many queries each item is among the k best, per cut-off k: (len(cutoffs), n) float64."""
+    """Counts, for each cut-off k, the queries that have an item among their k best: (len(cutoffs), n) float64."""
     best = scores.topk(min(max(cutoffs), scores.shape[1]))
     counts = (best.values > -math.inf).double()
     times = counts.new_zeros(len(cutoffs), scores.shape[1])

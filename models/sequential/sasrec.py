@@ -1,7 +1,7 @@
 """SASRec: self-attentive sequential recommendation (Kang and McAuley, ICDM 2018), with the base of similar models.
 
 Histories are padded with zeros at the end. Attention is causal, so items never attend to padding and no padding mask is
-needed. The last item of every history has the last position, as in the original, which pads at the start.
+needed. The last item of every history has the last position, as in the published code, which pads at the start.
 """
 
 import math
@@ -58,8 +58,8 @@ def rows(x: Tensor, last: Tensor | None) -> Tensor:
 def causal_chunks(num_steps: int, device: torch.device) -> list[tuple[int, int]]:
     """Returns ranges of query time steps, each processed with the keys up to its end.
 
-    On a CPU this saves up to half of all pairs. GPUs are faster with few large kernels, and exported programs need one
-    form for all numbers of steps, so there all steps are one range.
+    On a CPU, several ranges save up to half of all (query, key) pairs. On a GPU, which is faster with few large
+    kernels, and in exported programs, which must fit any number of steps, all steps are one range.
     """
     if device.type != "cpu" or torch.compiler.is_compiling():
         return [(0, num_steps)]
@@ -69,7 +69,8 @@ def causal_chunks(num_steps: int, device: torch.device) -> list[tuple[int, int]]
 def causal_parts(query: Tensor) -> list[tuple[Tensor, int]]:
     """Splits queries into `causal_chunks`, and returns each with its end. query: (B, heads, T, width / heads).
 
-    The backward of `split` concatenates gradients once, while that of slices would pad each with zeros and add them.
+    The backward of `split` concatenates gradients once, while the backward of slices would pad each gradient with zeros
+    and add them.
     """
     chunks = causal_chunks(query.shape[2], query.device)
     parts = query.split([stop - start for start, stop in chunks], dim=2)
@@ -79,7 +80,7 @@ def causal_parts(query: Tensor) -> list[tuple[Tensor, int]]:
 def causal_softmax(logits: Tensor) -> Tensor:
     """Returns the softmax over keys up to each query's time step: (..., Tq, T).
 
-    The queries are those of the last Tq of T time steps. Changes the logits in place.
+    The queries are those of the last Tq of T time steps. The logits are changed in place.
     """
     num_queries, num_keys = logits.shape[-2:]
     hidden = logits.new_full((num_queries, num_keys), -math.inf).triu_(num_keys - num_queries + 1)
@@ -93,7 +94,7 @@ def last_softmax(logits: Tensor, last: Tensor) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with ReLU between: the convolutions of kernel size 1 in the paper's code."""
+    """Applies two linear layers with ReLU between, which in the paper's code are convolutions of kernel size 1."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -128,7 +129,7 @@ class Projections(nn.Module):
         return self.split(F.linear(query_input, self.query.weight * scale, self.query.bias * scale))
 
     def score(self, query: Tensor, context: Tensor) -> Tensor:
-        """Returns one query's products with all keys without computing these: q . (W c) = (W^T q) . c.
+        """Returns one query's products with all keys, without computing the keys: q . (W c) = (W^T q) . c.
 
         query: (B, heads, 1, width / heads). context: (B, T, width). Returns (B, heads, 1, T).
         """
@@ -226,7 +227,7 @@ class SequentialRecommender(nn.Module):
         self.norm = nn.LayerNorm(width, eps=NORM_EPS)
 
     def forward(self, items: Tensor, length: Tensor, times: Tensor | None = None) -> Tensor:
-        """Returns the score of every item as the next one, (B, num_items + 1); -inf for item 0, which is padding.
+        """Returns each item's score as the next item, (B, num_items + 1), and -inf for item 0, which is padding.
 
         items: (B, T) int64, T <= maxlen, each history from oldest to newest, then zeros. length: (B,) int64, at least
         1, number of items. times: (B, T) integers, scaled as in TiSASRec; ignored by models without time.
@@ -266,7 +267,7 @@ class SequentialRecommender(nn.Module):
 
 
 class SASRec(SequentialRecommender):
-    """Blocks of causal attention on x_t = sqrt(width) E[item_t] + P[t] (equations 1 to 5 of the paper)."""
+    """Applies blocks of causal attention to x_t = sqrt(width) E[item_t] + P[t] (equations 1 to 5 of the paper)."""
 
     def __init__(
         self,

@@ -84,7 +84,7 @@ class IntervalAttention(nn.Module):
         interval_values: Tensor,
         last: Tensor | None = None,
     ) -> Tensor:
-        """Attends from (B, Tq, width) to (B, T, width) and returns (B, Tq, width); Tq is 1 with `last`, else T.
+        """Lets queries, (B, Tq, width), attend to context, (B, T, width); the time steps Tq are 1 with `last`, else T.
 
         intervals: of the histories. position_keys, position_values: (B, T, width), of each item's position.
         interval_keys, interval_values: (time_span + 1, width), the tables.
@@ -109,7 +109,7 @@ class IntervalAttention(nn.Module):
 
 
 class TiSASRec(SequentialRecommender):
-    """SASRec with positions and intervals in keys and values, the same in all blocks, instead of in the input."""
+    """SASRec with embeddings of positions and intervals in the keys and values of all blocks, not in the input."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class TiSASRec(SequentialRecommender):
         initialise(self)
 
     def embed(self, items: Tensor, length: Tensor, times: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
-        """Returns the blocks' input. times: (B, T) integers, in units of the user's smallest positive interval."""
+        """Returns the blocks' input. times: (B, T) integers, in units of the user's shortest gap above 0."""
         if times is None:
             raise ValueError("TiSASRec needs the times of the items")
         position = self.positions(items, length)

@@ -25,14 +25,14 @@ _SHRINKAGE = 20
 _PAIRS = 2**22
 """Number of pairs counted at a time."""
 _SPARSE = 8
-"""Cells of a dense array per pair, above which pairs are sorted instead of counted in the array."""
+"""Number of array elements per pair above which pairs are sorted instead of counted in a dense array."""
 _USERS = 1024
 """Number of users whose dense rows are multiplied at a time."""
 
 
 @dataclass(frozen=True)
 class TrainingHistories:
-    """The users' training histories.
+    """Training histories of all users.
 
     offsets: (num_users + 1,) int64; user u has items[offsets[u] : offsets[u + 1]]. items: (n,), from 1 to num_items.
     is_ordered: whether each user's items are in time order.
@@ -79,7 +79,7 @@ class TrainingHistories:
 
 
 def candidates(kind: str, histories: TrainingHistories, maxlen: int) -> Iterator[Buffers]:
-    """Yields the buffers of a kind of `SIMPLE_MODELS` for each setting."""
+    """Yields the buffers of the model `kind` of `SIMPLE_MODELS`, for each setting to try."""
     popularity = histories.popularity.astype(np.float32)
     if kind == "popularity":
         yield {"popularity": popularity}
@@ -124,7 +124,7 @@ def _rules(histories: TrainingHistories) -> Iterator[Buffers]:
 
 
 def _item_knn(histories: TrainingHistories) -> Iterator[Buffers]:
-    """Scores items by the cosine of their sets of users, reduced for small sets."""
+    """Computes the cosine similarity of two items' sets of users, reduced for small sets."""
     popularity, num_items = histories.popularity, histories.num_items
     users, items = histories.distinct
     by_item = np.argsort(items, kind="stable")
@@ -165,7 +165,7 @@ def _ease(histories: TrainingHistories) -> Iterator[Buffers]:
 _FITTED: Mapping[str, tuple[Callable[[TrainingHistories], Iterator[Buffers]], Sequence[float]]] = {
     "rules": (_rules, (0.5, 0.8, 0.9)), "itemknn": (_item_knn, (0.8, 0.9)), "ease": (_ease, (0.9,)),
 }  # fmt: skip
-"""Maps kinds to the function that fits them and to decays: factors on the weight of each earlier item."""
+"""Fitting function of each model, and ratios to try between the weights of an item and of the next item."""
 
 
 def _summed(
@@ -189,7 +189,7 @@ def _tables(
     """Builds for each strength function a table of every item's strongest neighbours, without the item itself.
 
     block: returns the distinct pairs of items start to stop - 1 with any items, sorted by the first. costs: (num_items
-    + 1,), number of pairs that it visits for each item.
+    + 1,), number of pairs that `block` visits for each item.
     """
     size = num_items + 1, min(MOST_NEIGHBOURS, num_items)
     tables: list[Buffers] = [

@@ -8,7 +8,7 @@ Classifier = Callable[[np.ndarray], np.ndarray]
 """Function that maps features (n, m) to class scores (n, num_classes)."""
 
 _RIDGE_PENALTY, _LOGISTIC_PENALTY = 10.0, 1.0
-"""Penalties on squared weights of standardised features, for losses summed over rows."""
+"""L2 penalties on the weights of standardised features, for losses summed over rows."""
 _NEWTON_STEPS = 10
 _BANDS = 8
 _WINDOWS = 4096
@@ -31,7 +31,7 @@ def window_statistics(signals: np.ndarray) -> np.ndarray:
 
 
 def ridge_classifier(features: np.ndarray, labels: np.ndarray, num_classes: int) -> Classifier:
-    """Fits a ridge regression with target 1 for the class and -1 for others. features: (n, m). labels: (n,)."""
+    """Fits a ridge regression with target 1 for a row's class and -1 for others; features: (n, m), labels: (n,)."""
     expand = _standardiser(features)
     x, targets = expand(features), 2.0 * (labels[:, None] == np.arange(num_classes)) - 1
     weights = np.linalg.solve(x.T @ x + _penalties(x, _RIDGE_PENALTY), x.T @ targets)

@@ -15,7 +15,7 @@ from trainer.common.errors import UserError
 MOST_NEIGHBOURS = 200
 """Number of strongest neighbours kept for each item."""
 MOST_ITEMS_OF_EASE = 8000
-"""Largest number of items, since weights are a dense matrix of items: 256 MB, computed in a minute on one core."""
+"""Largest number of items for EASE, whose dense matrix then has 256 MB and takes a core a minute to compute."""
 _TIE_BREAK = 1e-9
 """Factor on popularity, which orders items that have no neighbour in the history."""
 
@@ -90,13 +90,13 @@ class NeighbourTable(SimpleRecommender):
 class EASE(SimpleRecommender):
     """Linear model of items in closed form (Steck, "Embarrassingly shallow autoencoders", WWW 2019).
 
-    weights: (num_items + 1, num_items + 1), from the row's item to the column's item.
+    weights: (num_items + 1, num_items + 1), by which the row's item in a history predicts the column's item.
     """
 
     weights: Tensor
 
     def __init__(self, num_items: int, maxlen: int) -> None:
-        """Creates the model. Raises UserError for more than MOST_ITEMS_OF_EASE items."""
+        """Creates the model. Raises UserError if there are more than MOST_ITEMS_OF_EASE items."""
         if num_items > MOST_ITEMS_OF_EASE:
             raise UserError(
                 f"--model ease: has a weight for each pair of items, so it supports at most {MOST_ITEMS_OF_EASE:,} "

@@ -1,8 +1,8 @@
 """N-gram language models from ARPA files, as scorers for `beam_search` (shallow fusion).
 
 The score of a transcript y of audio x is log p(y | x) + weight * log p_lm(y) + bonus * units(y) (Hannun et al., 2014).
-A unit is a symbol or a word, whichever the language model predicts. A word is scored at the space after it or at the
-end of the utterance.
+A unit is a symbol or a word, whichever the language model predicts. A word is scored at the space after the word or at
+the end of the utterance.
 """
 
 import gzip
