@@ -24,7 +24,7 @@ from data.tabular.scores import scores
 from data.tabular.screening import screened
 from data.tabular.table import Column, Table, table_of_array
 from models.tabular.lora import merge_adapters
-from models.tabular.predictor import TabularModel, predict
+from models.tabular.predictor import TEMPERATURE, TabularModel, predict
 from tasks.tabular import SHIPPED, TabularTask
 from trainer.api import fit
 from trainer.checkpoint.file import read_checkpoint
@@ -69,7 +69,7 @@ class TabularClassifier:
         *,
         num_estimators: int = 8,
         max_context: int = 1024,
-        temperature: float = 0.9,
+        temperature: float = TEMPERATURE,
         epochs: int = 20,
         learning_rate: float | None = None,
         num_devices: int = 1,

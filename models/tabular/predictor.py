@@ -14,6 +14,8 @@ from trainer.loading.counter_random import random_bits
 _FEWEST_QUERIES = 64
 _LEAST_SHARE = 0.25
 """Minimum ratio of query rows to context rows in a forward, because every forward recomputes the context."""
+TEMPERATURE = 0.7
+"""Default divisor of the logits: below 1, because the mean of several members is less sure than each of them."""
 _SYMBOLS, _PLACES, _ROWS, _SHIFTS, _SAMPLE = range(5)
 """Numbers of the random streams from which orders and samples are drawn."""
 Node = list[list[int]]
@@ -44,7 +46,7 @@ def predict(
     *,
     num_estimators: int = 8,
     seed: int = 0,
-    temperature: float = 0.9,
+    temperature: float = TEMPERATURE,
     max_context: int = 1024,
     max_cells: int = 2**17,
     progress: Callable[[int, int], None] | None = None,

@@ -163,7 +163,7 @@ def slow_predict(model: Smooth, context: Tensor, labels: Tensor, queries: Tensor
             if view.member % 2 == 1:
                 seen, asked = slow_normal_scores(seen, seen), slow_normal_scores(seen, asked)
             codes = torch.tensor([order.index(c) for c in labels.tolist()])
-            logits = model(seen.unsqueeze(0), codes.unsqueeze(0), asked.unsqueeze(0))[0, 0, :num_classes] / 0.9
+            logits = model(seen.unsqueeze(0), codes.unsqueeze(0), asked.unsqueeze(0))[0, 0, :num_classes] / 0.7
             for code, c in enumerate(order):
                 total[i, c] += (logits[code].exp() / logits.exp().sum()).detach() / 8
     return total
@@ -224,7 +224,8 @@ def test_more_rows_than_fit_are_sampled_by_class_and_by_member() -> None:
         counts = np.bincount(labels[list(rows)])
         assert len(set(rows)) == 100 and abs(counts - [90, 10, 1]).max() <= 1 and counts.min() >= 1
     assert {len(view.rows) for view in module._views(labels, 3, 10, 4, 0, 2)} == {3}
-    found = predict(Shares(), torch.zeros(1000, 3), torch.from_numpy(labels), torch.zeros(1, 3), 3, max_context=100)
+    rows = torch.zeros(1000, 3), torch.from_numpy(labels), torch.zeros(1, 3)
+    found = predict(Shares(), *rows, 3, max_context=100, temperature=1)
     assert found[0, 0] == pytest.approx(0.9, abs=0.02)
 
 
