@@ -1,4 +1,4 @@
-"""Tables: classifies rows with a network that was trained on synthetic tables to learn in context."""
+"""Task of tables: classifies rows in context with a network that was pre-trained on synthetic tables."""
 
 import hashlib
 import string
@@ -42,21 +42,21 @@ from trainer.task import Baseline, Exported, Objective, ParamGroup, Picture, Tas
 
 SHIPPED = Path(__file__).with_name("tabular_nano.pth")
 _VALIDATION_SEED, _TEST_SEED = 2**40, 2**41
-"""Independent of --seed, so that all runs are scored on the same synthetic tables."""
+"""Seeds of validation and test tables, independent of --seed so that all runs are scored on the same tables."""
 _SPLIT_SEED = 0
-"""Independent of --seed, so that all runs on a table are scored on the same rows."""
+"""Seed of the split of a user's table, independent of --seed so that all runs are scored on the same rows."""
 _TUNING_LR_SCALE = {"base": 0.03, "lora": 0.3}
-"""Factors on --lr by --tune."""
+"""Factor on --lr for each value of --tune."""
 _QUERY_SHARE = 0.25
 """Share of an episode's rows that are queries."""
 _EPISODE_CELLS, _FEWEST_EPISODE_ROWS = 2**13, 32
-"""Cells of an episode, about 12 KiB each in training, and fewest rows; wide tables have fewer rows."""
+"""Most cells of an episode, which take about 12 KiB each in training, and fewest rows; wide tables have fewer rows."""
 _ROW_STEP, _COLUMN_STEP = 64, 4
 """Synthetic tables are padded to multiples of these rows and columns on a GPU, where launches of small tables cost more
 than cells. Finer steps would give nearly as many shapes as tables.
 """
 _EXPORT_ROWS = 64
-"""Context rows of the problems for which an exported model is tested."""
+"""Number of context rows in the problems that test an exported model."""
 _MOST_CLASSES_DRAWN = 30
 _MOST_ROWS_OF_REGRESSION, _MOST_CATEGORIES_OF_REGRESSION = 50_000, 100
 _OF_NANO, _OF_A_TABLE, _OF_TUNING, _OF_LORA = (
@@ -76,7 +76,7 @@ _OF_PRIOR = (
     "prior_only",
 )
 _OF_PREDICTIONS = ("num_estimators", "max_context")
-"""Flags that may be given without --data-dir, which `--predict` takes from the run."""
+"""Flags of predictions, which may be given without --data-dir because --predict takes it from the run."""
 
 
 @dataclass
@@ -193,14 +193,17 @@ class TabularFlags(FlagGroup):
 
 
 class Known(NamedTuple):
-    """Numeric rows with known classes. features: (n, m) float32. labels: (n,) int64."""
+    """Numeric rows with known classes.
+
+    features: (n, m) float32. labels: (n,) int64.
+    """
 
     features: np.ndarray
     labels: np.ndarray
 
 
 def _with_few_lengths(batch: Batch, keys: SampleKeys) -> Batch:
-    """Pads the tables of a batch of problems to few shapes."""
+    """Pads all tables of a batch to one of a few shapes."""
     (_, num_context, num_columns), num_queries = batch["context"].shape, batch["targets"].shape[1]
     rows, queries = (keys.padded_length(size, _ROW_STEP) - size for size in (num_context, num_queries))
     columns = keys.padded_length(num_columns, _COLUMN_STEP) - num_columns
@@ -213,7 +216,7 @@ def _with_few_lengths(batch: Batch, keys: SampleKeys) -> Batch:
 
 
 class TabularTask(Task):
-    """Pre-training on synthetic tables, or use of the pre-trained model on a user's table."""
+    """Task that pre-trains a model on synthetic tables, or applies or tunes a pre-trained model on a user's table."""
 
     Config = TabularFlags
     examples = (
@@ -232,15 +235,15 @@ class TabularTask(Task):
     predict_flags = ("data_dir", "label", "id", "encoding", "on_bad", "drop", "num_estimators", "max_context")
 
     _notes: tuple[str, ...] = ()
-    """Notes of the held-out tables."""
+    """Notes for the user on the held-out tables."""
     _of_new_rows: Sequence[str] = ()
-    """Notes of `new_data`."""
+    """Notes for the user on the table that `new_data` read."""
     _ids: Sequence[str] = ()
-    """Ids of the rows of `new_data`, if --id names their column."""
+    """Ids of the rows that `new_data` read, if --id names a column."""
 
     @property
     def trains(self) -> bool:  # type: ignore[override]
-        """Returns False if a model is only used."""
+        """Returns whether a model is trained; without --tune a user's table is only scored."""
         return self.config.data_dir is None or self.config.tune != "none"
 
     @property
@@ -248,7 +251,7 @@ class TabularTask(Task):
         return ("val/prior/auc", "max") if self.config.data_dir is None else ("val/loss", "min")
 
     def other_work(self) -> str | None:
-        """Writes synthetic tables to a file."""
+        """Writes an epoch of synthetic tables to the file of --prior-only; without the flag returns None."""
         path: Path | None = self.config.prior_only
         if path is None:
             return None
@@ -278,7 +281,7 @@ class TabularTask(Task):
 
     @cached_property
     def _table(self) -> LabelledTable:
-        """Reads the user's table. Raises UserError if it cannot be used."""
+        """Returns the user's table. Raises UserError if its rows cannot be classified."""
         config: TabularFlags = self.config
         assert config.data_dir is not None
         table = read_table(config.data_dir, reading=config.reading)
@@ -292,7 +295,7 @@ class TabularTask(Task):
 
     @cached_property
     def _held_out(self) -> dict[str, Table]:
-        """Reads the tables that files of their own give for "test" and "val"."""
+        """Returns the tables of "test" and "val" that separate files hold."""
         config: TabularFlags = self.config
         assert config.data_dir is not None
         tables, label = read_held_out(config.data_dir, config.reading), self._table.labels.name
@@ -303,7 +306,7 @@ class TabularTask(Task):
         return tables
 
     def _labelled(self, table: Table) -> Known:
-        """Returns the rows of a held-out table with known classes."""
+        """Returns the rows of a held-out table whose class --data-dir has, and notes how many rows are left out."""
         labels = self._table.labels
         column = named_column(table, labels.name, "--label").with_one_text_a_category()
         values = class_numbers(column, labels.classes)
@@ -347,7 +350,7 @@ class TabularTask(Task):
 
     @cached_property
     def _known(self) -> Known:
-        """Returns the context of predictions: training rows, then validation rows."""
+        """Returns the rows that predictions learn from: training rows, then validation rows."""
         train, val = self._encoded_rows["train"], self._encoded_rows["val"]
         return Known(*map(np.concatenate, zip(train, val, strict=True)))
 
@@ -388,7 +391,7 @@ class TabularTask(Task):
         return {"classes": list(self._table.labels.classes), "columns": list(self._table.features.names)}
 
     def remarks(self) -> Sequence[str]:
-        """Describes the columns of a user's table, with notes on a table to predict."""
+        """Returns lines that describe the columns of the user's table, and notes on the other tables."""
         if self.config.data_dir is None:
             return ()
         known, most = len(self._known.labels), self.config.max_context
@@ -404,7 +407,7 @@ class TabularTask(Task):
         return ConsecutiveBatches(self.num_samples(phase), global_batch_size)
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """Returns consecutive synthetic tables. Problems from a user's table all have one size."""
+        """Returns the neighbouring synthetic tables with most cells; all problems from a user's table have one size."""
         tables = self.splits()["train"]
         if isinstance(tables, PriorTables):
             return tables.largest(epoch, count)
@@ -457,7 +460,7 @@ class TabularTask(Task):
         return probabilities.to(rows.device)
 
     def shipped_weights(self) -> Path | None:
-        """Returns the pre-trained weights for a user's table."""
+        """Returns the file of pre-trained weights for a user's table, or None for synthetic tables."""
         return None if self.config.data_dir is None else SHIPPED
 
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
@@ -474,7 +477,7 @@ class TabularTask(Task):
     # --- results ------------------------------------------------------------------------------------------------
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Returns loss, accuracy and mean AUC of queries for synthetic tables; all `scores` for a user's."""
+        """Returns loss, accuracy and mean AUC on synthetic tables, or all `scores` and the loss on a user's table."""
         metrics = {"loss": float(sums["loss"] / sums["weight"])}
         if "probabilities" in sums:
             rounded = scores(sums["label"].numpy(), sums["probabilities"].numpy())
@@ -483,7 +486,7 @@ class TabularTask(Task):
         return metrics | ({"auc": float(sums["area"] / sums["tables"])} if "area" in sums else {})
 
     def baselines(self) -> Mapping[str, Baseline]:
-        """Scores logistic regression on a user's rows; nothing for synthetic tables."""
+        """Scores logistic regression on a user's table; synthetic tables have no baseline."""
         if self.config.data_dir is None:
             return {}
         parts, metrics = self._encoded_rows, dict[str, float]()
@@ -517,7 +520,7 @@ class TabularTask(Task):
         return {"confusion": draw_confusion_matrix(counts, classes)}
 
     def exported(self, objective: Objective, batch: Batch) -> Exported:
-        """Exports problems of any size to class logits of their query rows, by a single prediction."""
+        """Returns a model that maps problems of any size to the class logits of one prediction."""
         assert isinstance(objective, TabularObjective)
         model = merged(objective.model)
         batch = batch if "context" in batch else self._with_context(batch["row"])
@@ -525,7 +528,7 @@ class TabularTask(Task):
         return Exported(model, inputs, model(**inputs), {"context": table, "labels": (1,), "queries": table})
 
     def _with_context(self, rows: Tensor) -> Batch:
-        """Makes problems of two rows each, with rows of known classes as context."""
+        """Makes a problem of two query rows from each row, with rows of known classes as context."""
         features, labels = (torch.from_numpy(values[:_EXPORT_ROWS]).to(rows.device) for values in self._known)
         return {
             "context": features.to(rows.dtype).repeat(len(rows), 1, 1),
@@ -536,7 +539,7 @@ class TabularTask(Task):
     # --- prediction ---------------------------------------------------------------------------------------------
 
     def new_data(self, path: Path) -> KeyedDataset:
-        """Reads the rows of a table with the columns of --data-dir except its label."""
+        """Returns the rows of a table that has the columns of --data-dir but the label. Raises UserError."""
         if self.config.data_dir is None:
             raise UserError(
                 f"--predict {path}: needs the table with known classes that predictions are made from; add --data-dir "
@@ -582,7 +585,7 @@ class TabularTask(Task):
         return {c.name: ["" if v != v else c.texts[int(v)] if c.texts else v for v in c.values] for c in rows.columns}
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
-        """Returns each row's class, and the probability of each class."""
+        """Returns columns with each row's id, if any, its most probable class and the probability of each class."""
         assert isinstance(objective, TabularObjective)
         probabilities = objective.probabilities(batch).cpu().numpy()
         classes = self._table.labels.classes

@@ -1,4 +1,4 @@
-"""Tables from Python, by scikit-learn's conventions but without depending on it."""
+"""Classifier of tables for Python, which follows scikit-learn's conventions without depending on scikit-learn."""
 
 import importlib
 import io
@@ -41,7 +41,7 @@ _TUNING_BATCH = 16
 """Problems per step, on any number of devices."""
 _OF_THE_MODEL = ("model", "width", "num_blocks", "num_heads", "max_classes")
 _TUNING = threading.Lock()
-"""One tuning at a time per process, because it silences standard output."""
+"""Lock that lets a process run one tuning at a time, because tuning silences standard output."""
 
 _TIMES = "mM"
 """NumPy dtype kinds that checkpoints cannot hold."""
@@ -78,13 +78,13 @@ class TabularClassifier:
         random_state: int = 0,
         verbose: bool = False,
     ) -> None:
-        """strategy: what of the network learns from the table: nothing, which takes no time; all weights ("base"); or
-            adapters of low rank ("lora"). Tuning that does not help on rows held out is undone.
-        num_estimators: predictions whose mean counts. max_context: rows that one of them learns from at most.
-        temperature: divides the logits.
-        epochs, learning_rate, num_devices: of tuning; on several devices it runs in processes of its own.
-        device: "auto", "cpu" or "cuda". weights: a checkpoint of --task tabular; None takes those that come with it.
-        verbose: tuning prints its log; the processes of several devices always do.
+        """strategy: what `fit` trains: nothing ("none"), all weights ("base") or low-rank adapters ("lora"). Tuned
+            weights are kept only if they are better on held-out rows.
+        num_estimators: number of averaged predictions. max_context: most rows that a prediction learns from.
+        temperature: divisor of the logits.
+        epochs, learning_rate, num_devices: settings of the tuning, which starts a process for each of several devices.
+        device: "auto", "cpu" or "cuda". weights: a checkpoint of --task tabular; default: those that come with it.
+        verbose: whether tuning prints its log; the processes of several devices always print it.
         """
         self.strategy = strategy
         self.num_estimators = num_estimators
