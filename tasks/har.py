@@ -127,7 +127,7 @@ class HarFlags(FlagGroup):
         0.15, "augmentation: change the speed of a window by up to this fraction", at_least=0, below=1
     )
     jitter_std: float = flag(
-        0.0, "augmentation: add white noise of this many standard deviations of the channel", at_least=0
+        0.0, "augmentation: add white noise; its standard deviation is this value times the channel's", at_least=0
     )
     model: Literal["harnet", "tinyhar", "deepconvlstm"] = flag(
         "harnet", "network; harnet: small convolutional network of this project; tinyhar: Zhou et al., 2022, with "

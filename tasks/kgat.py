@@ -95,7 +95,9 @@ class KgatFlags(FlagGroup):
         0.01, "kgat: negative slope of LeakyReLU; the first published code uses 0.2", at_least=0, needs=_OF_KGAT
     )
     dropout: float = flag(0.1, "kgat: dropout on the output of each layer", at_least=0, below=1, needs=_OF_KGAT)
-    node_dropout: float = flag(0.0, "kgat: dropout on the edges of the graph", at_least=0, below=1, needs=_OF_KGAT)
+    node_dropout: float = flag(
+        0.0, "kgat: share of the graph's edges dropped in training", at_least=0, below=1, needs=_OF_KGAT
+    )
     l2: float | None = flag(
         None, "L2 penalty on the embeddings of each sample; half of this times their sum of squares (default: depends "
         "on --model)", at_least=0, needs=_TRAINED,

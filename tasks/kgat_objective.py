@@ -99,7 +99,7 @@ class SimpleObjective(RankingObjective):
         self._train = train
 
     def histories(self, users: Tensor) -> dict[str, Tensor]:
-        """Returns the model's inputs for users (B,): their training items, numbered from 1, and the number of items."""
+        """Returns the model's inputs for users (B,): each user's training items, numbered from 1, and their count."""
         keys = SampleKeys(users.cpu().numpy(), epoch=0)
         items = torch.as_tensor(padded(self._train, keys.index, -1, keys)) + 1
         length = torch.from_numpy(self._train.sizes[keys.index])

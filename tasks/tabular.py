@@ -118,7 +118,10 @@ class TabularFlags(FlagGroup):
         "does not help", above=0, below=1, needs=_OF_TUNING,
     )  # fmt: skip
     num_episodes: int = flag(
-        64, "--tune: prediction problems per epoch, each made of rows of the table", at_least=1, needs=_OF_TUNING
+        64,
+        "--tune: number of prediction problems per epoch, each made of rows of the table",
+        at_least=1,
+        needs=_OF_TUNING,
     )
     episode_rows: int = flag(
         512, "--tune: maximum rows per problem; a quarter of them are predicted", at_least=8, needs=_OF_TUNING
@@ -138,13 +141,15 @@ class TabularFlags(FlagGroup):
     )  # fmt: skip
     num_tables: int = flag(1600, "synthetic tables per epoch; every epoch has new tables", at_least=1)
     num_val_tables: int = flag(256, "synthetic tables per validation set; each test set has half as many", at_least=1)
-    min_rows: int = flag(64, "fewest rows of a synthetic table", at_least=32)
-    max_rows: int = flag(192, "most rows of a synthetic table", at_least=32)
-    min_features: int = flag(2, "fewest columns of a synthetic table", at_least=1)
-    max_features: int = flag(12, "most columns of a synthetic table", at_least=1)
-    max_classes: int = flag(10, "most classes of a synthetic table, and of a single prediction", at_least=2, at_most=10)
+    min_rows: int = flag(64, "minimum number of rows in a synthetic table", at_least=32)
+    max_rows: int = flag(192, "maximum number of rows in a synthetic table", at_least=32)
+    min_features: int = flag(2, "minimum number of columns in a synthetic table", at_least=1)
+    max_features: int = flag(12, "maximum number of columns in a synthetic table", at_least=1)
+    max_classes: int = flag(
+        10, "maximum number of classes in a synthetic table and in a prediction", at_least=2, at_most=10
+    )
     prior_version: Literal["1", "2"] = flag(
-        "2", "generator of the synthetic tables; 1: layers of random networks or trees; 2: random graphs of mixed "
+        "1", "generator of the synthetic tables; 1: layers of random networks or trees; 2: random graphs of mixed "
         "functions",
     )  # fmt: skip
     prior_only: Path | None = flag(

@@ -82,7 +82,7 @@ def test_a_switch_that_a_task_turns_can_be_turned_back(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         parse(["--task", "stating", "--help-all"], several_devices=False)
     shown = " ".join(capsys.readouterr().out.split())
-    assert "of an epoch if it is short (default: true)" in shown
+    assert "of an epoch if it is incomplete (default: true)" in shown
 
 
 def test_a_flag_displaces_the_default_that_it_excludes(stating):

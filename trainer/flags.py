@@ -155,7 +155,9 @@ class LearningFlags(FlagGroup):
         "may define its own optimizer", common=True, displaces=("betas", "eps", "momentum", "nesterov"),
     )  # fmt: skip
     lr: float = flag(1e-3, "learning rate after warm-up", common=True, above=0)
-    min_lr: float = flag(0.0, "final learning rate; the lowest of plateau; not allowed with constant", at_least=0)
+    min_lr: float = flag(
+        0.0, "final learning rate; with plateau its lower bound; not allowed with constant", at_least=0
+    )
     schedule: Schedule = flag(
         "cosine", "learning-rate schedule after warm-up; wsd: constant, then decays as 1 - sqrt over the last fifth "
         "of the run; plateau: reduced when the validation score stops improving", common=True,
@@ -470,7 +472,7 @@ class MultiDeviceFlags(FlagGroup):
         found = []
         num_gpus = torch.cuda.device_count()
         if self.multi_gpu is None:
-            found.append("--multi-gpu: needs a value, dp, ddp or fsdp; to train on one device run main.py")
+            found.append("--multi-gpu: needs a value: dp, ddp or fsdp; to train on one device, run main.py")
         if self.gpu_ids is not None:
             shown = f"--gpu-ids {','.join(map(str, self.gpu_ids))}"
             absent = [i for i in self.gpu_ids if not 0 <= i < num_gpus]

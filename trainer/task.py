@@ -570,7 +570,7 @@ def validation_sets(splits: Iterable[str]) -> list[str]:
 
 
 def training_streams(task: Task) -> dict[str, KeyedStream]:
-    """Returns the training data that are streams, by phase."""
+    """Returns the data streams to train on, by phase."""
     datasets = {phase: task.training_data(phase) for phase in task.phases}
     return {phase: dataset for phase, dataset in datasets.items() if isinstance(dataset, KeyedStream)}
 

@@ -27,7 +27,7 @@ class DataFiles:
         file = self.find(name)
         if file is None:
             raise UserError(
-                f"{self.where}: no {name}; give a folder that contains it; there are: {shown(self.by_name)}"
+                f"{self.where}: no {name}; give a folder that contains it; files found: {shown(self.by_name)}"
             )
         return file
 

@@ -70,7 +70,7 @@ def load_catalogue(
         else:
             raise UserError(
                 f"{files.where}: has neither KGAT's train.txt and test.txt, nor KGCN's ratings_final, nor a table "
-                "with columns such as user and item; there are: "
+                "with columns such as user and item; files found: "
                 f"{shown(file.name for file in files.by_name.values())}"
             )
         return with_validation(published, val_share=val_share, seed=seed, selects_on_test=selects_on_test).arrays

@@ -99,8 +99,8 @@ def _column_names(fields: Sequence[str], where: str) -> list[str]:
     names = [field or f"unnamed {i}" for i, field in enumerate(fields, start=1)]
     if all(map(is_number, names)) or any(is_number(name) and names.count(name) > 1 for name in names):
         raise UserError(
-            f"{where}: holds numbers where the names of the columns should be: docs/formats.md#no-line-of-names puts "
-            "them above"
+            f"{where}: holds numbers where the names of the columns should be; docs/formats.md#no-line-of-names shows "
+            "how to add names"
         )
     return names
 
@@ -194,4 +194,6 @@ def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
         if not zipfile.is_zipfile(path):  # numpy mistakes text for pickled objects
             raise UserError(f"{where}: is not an .npz file; {_ADVICE}") from None
         found = "holds Python objects" if "allow_pickle" in str(error) else f"is damaged ({error})"
-        raise UserError(f"{where}: {found}; nothing in it was run; save numbers and texts by numpy.savez") from None
+        raise UserError(
+            f"{where}: {found}; no code in it was run; save arrays of numbers and texts with numpy.savez"
+        ) from None

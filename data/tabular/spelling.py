@@ -115,8 +115,8 @@ class Reading(NamedTuple):
 def reading_of(texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOWN) -> Reading:
     """Detects whether a column holds numbers, and their format.
 
-    The function chooses the decimal sign with which more rows are numbers. In a numeric column nearly all rows are
-    numbers, or all other rows mark missing values, such as by a single word beside many numbers.
+    The decimal sign, a point or a comma, is the one with which more rows are numbers. In a numeric column nearly all
+    rows are numbers, or all other rows mark missing values, such as by a single word beside many numbers.
 
     texts: distinct texts, none of them in `MISSING`. counts: number of rows of each text, (len(texts),). likely: the
     decimal sign to assume if no row shows it.

@@ -120,7 +120,7 @@ def test_kgcn_before_its_preprocessing(tmp_path):
     (folder / "item_index2entity_id.txt").write_text("".join(f"{50 + k}\t{k}\n" for k in range(10)))
     (folder / "kg.txt").write_text("0\tmusic.artist.origin\t3846\n3846\tin\t1\n")
     split = {"val_share": 0.1, "seed": 0, "selects_on_test": True}
-    with pytest.raises(UserError, match=r"KGCN's data as they are before .*docs/formats.md#kgcn "):
+    with pytest.raises(UserError, match=r"KGCN's raw data, before .*docs/formats.md#kgcn "):
         load_catalogue(folder, tmp_path / "cache", **split)
     convert("kgcn", "raw")
     found = load_catalogue(tmp_path / "music", tmp_path / "cache", **split)

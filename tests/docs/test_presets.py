@@ -158,7 +158,7 @@ def compile_ahead_of_time():
 def test_two_processes_train_a_model_in_parts(layer, environment, tmp_path):
     more = ["--num-workers", 0]
     out = two_processes(layer.parent.name, environment, tmp_path, [layer], more, compile_ahead_of_time)
-    assert "Fully sharded over gloo: 2 x cpu, the model in 2 part(s)" in out
+    assert "Fully sharded over gloo: 2 x cpu, the model in 2 shard(s)" in out
 
 
 @pytest.mark.slow

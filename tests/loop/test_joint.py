@@ -278,8 +278,8 @@ def test_a_mean_in_the_place_of_a_sum_is_named(name, cli, tmp_path, monkeypatch)
             tmp_path / own.__name__,
         )[1]
     sums, means = said.values()
-    assert "as of a mean" not in sums
-    assert "as of a mean. It must be a sum over the rows" in means
+    assert "as if it were a mean" not in sums
+    assert "as if it were a mean. It must be a sum over the rows" in means
 
 
 def test_evaluation_has_the_rows_of_each_batch(cli, tmp_path):

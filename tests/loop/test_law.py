@@ -126,12 +126,12 @@ FINE = {
     "rows": job(per_sample),
 }
 REFUSED = {
-    "a mean": (job(mean), "in train mode: 'loss' is", "as of a mean; return sums over the samples"),
-    "a mean with dropout": (job(mean, dropping), "'loss' is", "as of a mean"),
-    "a mean with batch norm": (job(mean, normed), "in train mode: 'loss' is", "as of a mean"),
-    "a mean with noise": (job(noisy_mean), "in train mode: 'loss' is", "as of a mean"),
-    "a metric": (job(mean_metric), "'accuracy' is", "as of a mean"),
-    "in evaluation": (job(mean_in_evaluation), "in eval mode: 'loss' is", "as of a mean"),
+    "a mean": (job(mean), "in train mode: 'loss' is", "as if it were a mean; return sums over the samples"),
+    "a mean with dropout": (job(mean, dropping), "'loss' is", "as if it were a mean"),
+    "a mean with batch norm": (job(mean, normed), "in train mode: 'loss' is", "as if it were a mean"),
+    "a mean with noise": (job(noisy_mean), "in train mode: 'loss' is", "as if it were a mean"),
+    "a metric": (job(mean_metric), "'accuracy' is", "as if it were a mean"),
+    "in evaluation": (job(mean_in_evaluation), "in eval mode: 'loss' is", "as if it were a mean"),
     "logits": (job(logits), "returns 'logits' of shape (4, 2) for 4 samples", "and (2, 2) for half of them"),
     "a name at times": (job(at_times), "returns 'many' for some batches and not for others", ""),
 }
@@ -192,7 +192,7 @@ def test_what_takes_long_is_left_out(monkeypatch):
 
 def test_a_start_refuses_a_mean_and_a_resumed_run_is_not_asked_again(tmp_path):
     settings = {"save_dir": tmp_path, "max_steps": 2, "device": "cpu", "num_threads": 1}
-    with pytest.raises(UserError, match="as of a mean"):
+    with pytest.raises(UserError, match="as if it were a mean"):
         trainer.fit(job(mean), **settings)
     assert not (tmp_path / "last.pth").exists()
 

@@ -244,7 +244,7 @@ def test_mistakes_are_shown_together(refused, tmp_path):
 @pytest.mark.parametrize(
     ("args", "part"),
     [
-        ("--mhc --norm original", "--norm original: --mhc needs pre"),
+        ("--mhc --norm original", "--norm original: --mhc needs --norm pre"),
         ("--gbce-calibration 0.1", "--gbce-calibration 0.1: --loss ce does not use it; leave it out"),
         ("--loss bce --num-negatives 2", "--num-negatives 2: --loss bce does not use it"),
         ("--val-share 0.2", "--val-share 0.2: --split leave-one-out does not use it; leave it out"),
@@ -254,7 +254,7 @@ def test_mistakes_are_shown_together(refused, tmp_path):
         ("--mhc --mhc-expansion-rate 1", "--mhc-expansion-rate 1: "),
         ("--mhc-init-gate 0.1", "--mhc-init-gate 0.1: does nothing without --mhc"),
         ("--l2-emb -1", "--l2-emb -1: "),
-        ("--k-core 1000", "--k-core 1000: nothing of "),
+        ("--k-core 1000", "--k-core 1000: nothing in "),
     ],
 )
 def test_one_mistake(args, part, refused, data_file):
@@ -262,7 +262,7 @@ def test_one_mistake(args, part, refused, data_file):
 
 
 def test_columns_are_of_a_file(refused):
-    refused(["--user-column buyer: does nothing without --data-dir; add it"], "--user-column", "buyer")
+    refused(["--user-column buyer: does nothing without --data-dir; add --data-dir"], "--user-column", "buyer")
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_columns_are_of_a_file(refused):
             "--split time --val-share 0.1 --test-share 0.1: leaves ",
         ),
         (f"{HEAD}a 1 1\na 2 2\na 3 3\na 4 4\n", "--k-core 0 --eval-negatives clean", "--eval-negatives clean: "),
-        (f"{HEAD}a 1 1\na 2 2\na 1 3\na 2 4\n", "--k-core 0", "one user, of 4 interactions, leaves 0 of the 2 items"),
+        (f"{HEAD}a 1 1\na 2 2\na 1 3\na 2 4\n", "--k-core 0", "a user with 4 interactions leaves 0 of the 2 items"),
     ],
 )
 def test_unusable_data(text, args, part, refused, tmp_path):

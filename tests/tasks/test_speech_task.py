@@ -508,7 +508,7 @@ def test_mistakes_are_shown_together(refused, tmp_path):
     ("args", "parts"),
     [
         (["--split", "speaker", "--val-speakers", "dora"], ["--val-speakers dora: no such speaker", "anna, ben, cleo"]),
-        (["--split", "speaker", "--val-speakers", *SPEAKERS], ["--split speaker: ", "none to train on"]),
+        (["--split", "speaker", "--val-speakers", *SPEAKERS], ["--split speaker: ", "none for training"]),
         (["--folds", 4], ["--folds 4: must be 2 to 3, the number of speakers"]),
         (["--num-mels", 200], ["--num-mels 200", "too many"]),
         (["--alphabet", "FILE"], ["--alphabet: '3' in the transcript '3' is not among its 3 symbols"]),

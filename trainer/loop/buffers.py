@@ -371,8 +371,8 @@ class ForwardState:
         else:
             what = f"changes the shape of the persistent buffer {path} from {before} to {shape}"
         raise UserError(
-            f"{self._name} {what}, so no new model could load a checkpoint; register it with persistent=False, or in "
-            "its final shape in build_objective"
+            f"{self._name} {what}, so a new model cannot load a checkpoint of this run; register it with "
+            "persistent=False, or in its final shape in build_objective"
         )
 
 

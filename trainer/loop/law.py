@@ -153,8 +153,8 @@ def _joint_mean(where: str, num_samples: int, whole: Sums, parts: Sequence[Sums]
         return []
     return [
         f"{where}: 'loss' is {loss:.5g} for {num_samples} samples, {double:.5g} with each of them twice, and "
-        f"{in_halves:.5g} for the same in {NUM_PARTS} halves, as of a mean. It must be a sum over the rows, because "
-        "the trainer divides it by their weight: use reduction='sum', or multiply the mean by the number of rows."
+        f"{in_halves:.5g} for the same in {NUM_PARTS} halves, as if it were a mean. It must be a sum over the rows, "
+        "because the trainer divides it by their weight: use reduction='sum', or multiply the mean by the row count."
     ]
 
 
@@ -187,7 +187,7 @@ def _compared(
         one, both = (f"{float(value[name].double().sum()):.5g}" for value in (whole, total))
         account = f"{where}: {name!r} is {one} for {num_samples} samples, but {both} for the same in {NUM_PARTS} halves"
         if name in found:
-            raise UserError(f"{account}, as of a mean; {ADVICE}")
+            raise UserError(f"{account}, as if it were a mean; {ADVICE}")
         return [
             f"{account}, so results depend on --batch-size and the number of devices. If it is not a sum over the "
             f"samples, {ADVICE}. If it compares samples, write `outputs` and `joint_loss`; see docs/own_task.md."

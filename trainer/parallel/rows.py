@@ -66,7 +66,7 @@ def gather(rows: Tensor) -> Gathered:
 
 
 def refuse_coupling(what: str, strategy: Strategy) -> None:
-    """Raises UserError if a strategy cannot couple the samples of a step. what: the cause, for the message."""
+    """Raises UserError if a strategy does not support results that depend on several samples. what: names their use."""
     if strategy.num_parts:
         raise UserError(f"--parts {strategy.num_parts}: {what} couples samples of different parts; leave --parts out")
     if strategy.num_replicas > 1:

@@ -248,8 +248,8 @@ def test_everybody_keeps_an_item() -> None:
         ({"test": "0 2\n"}, r"test.txt, line 1: '0 2': user 0 has item 2 in valid.txt too"),
         ({"train": ""}, r"train.txt: is empty"),
         ({"kg_final": " \n\n"}, r"kg_final.txt: is empty; download it again"),
-        ({"train": None}, r"set: no train.txt; .* there are: kg_final.txt, relation_list.txt, test.txt, valid.txt$"),
-        ({"test": None}, r"set: no test.txt; .* there are: kg_final.txt, relation_list.txt, train.txt, valid.txt$"),
+        ({"train": None}, r"set: no train.txt; .* files found: kg_final.txt, relation_list.txt, test.txt, valid.txt$"),
+        ({"test": None}, r"set: no test.txt; .* files found: kg_final.txt, relation_list.txt, train.txt, valid.txt$"),
         ({"train": None, "test": None}, r"set: has neither KGAT's train.txt .* nor KGCN's ratings_final, .*: kg_final"),
         ({"test": "0\n1\n"}, r"test.txt: no user has an item"),
         ({"valid": "0\n1\n"}, r"valid.txt: no user has an item"),
@@ -295,7 +295,7 @@ def test_paths_that_cannot_be_chosen(load, tmp_path) -> None:
         load({f"{folder}/{name}": content for name, content in KGAT.items() for folder in "ab"}, "twice")
     with pytest.raises(UserError, match=r"both: has train.txt and train.txt.gz; keep one of them$"):
         load(KGAT | {"train.txt.gz": gzip.compress(b"0 1\n")}, "both")
-    with pytest.raises(UserError, match=r"empty.zip: has neither .* there are: no files$"):
+    with pytest.raises(UserError, match=r"empty.zip: has neither .* files found: no files$"):
         load(zipped({}), "empty.zip")
 
 

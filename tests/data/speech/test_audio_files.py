@@ -64,7 +64,7 @@ GOOD = riff(1, 16, 1, bytes(20))
     ("content", "says"),
     [
         (b"", "empty file"),
-        (b"no sound at all", "does not begin as a wav"),
+        (b"no sound at all", "does not start like a wav"),
         (GOOD[:-2], "cut off"),
         (GOOD[:30], "without header or samples"),
         (riff(1, 16, 0, b""), "without channels"),
