@@ -195,7 +195,7 @@ def test_a_checkpoint_without_them_still_resumes(run_here, tmp_path):
 def test_a_persistent_buffer_that_grows_is_refused_before_training(refused, tmp_path):
     part = (
         "ShapedObjective.forward changes the shape of the persistent buffer model.0.1.table from (1, 5) to (2, 5), so "
-        "no new model could load a checkpoint; register it with persistent=False"
+        "a new model cannot load a checkpoint of this run; register it with persistent=False"
     )
     refused([part], *of("PersistentTable"), "--save-dir", tmp_path / "run")
 
