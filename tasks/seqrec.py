@@ -94,7 +94,9 @@ class SeqrecFlags(FlagGroup):
     )  # fmt: skip
     no_time: bool = flag(False, "the same as --model sasrec", hidden=True, excludes=("model",))
     mhc: bool = flag(False, "use manifold-constrained hyper-connections instead of one residual stream", needs=_TRAINED)
-    maxlen: int = flag(50, "latest items in a history that the model sees", metavar="ITEMS", common=True, at_least=1)
+    maxlen: int = flag(
+        50, "number of latest items of a history that the model sees", metavar="ITEMS", common=True, at_least=1
+    )
     last_items_only: bool = flag(
         False, "train only on each user's last --maxlen items, as in the papers; otherwise longer histories are split "
         "into pieces", needs=_TRAINED,
@@ -103,7 +105,7 @@ class SeqrecFlags(FlagGroup):
     num_blocks: int = flag(
         2, "number of blocks, each an attention layer plus a feed-forward layer", at_least=1, needs=_TRAINED
     )
-    num_heads: int = flag(1, "attention heads; must evenly divide --hidden-units", at_least=1, needs=_TRAINED)
+    num_heads: int = flag(1, "number of attention heads; must evenly divide --hidden-units", at_least=1, needs=_TRAINED)
     dropout: float = flag(
         0.3, "dropout on embeddings, attention and feed-forward layers", at_least=0, below=1, needs=_TRAINED
     )

@@ -103,7 +103,7 @@ class SpeechFlags(FlagGroup):
         5, "--strings: epochs over which joined recordings grow to full length; CTC learns the sound of each symbol "
         "sooner from short utterances", metavar="EPOCHS", at_least=0, needs={"strings": None},
     )  # fmt: skip
-    units: Units = flag("characters", "output units", common=True)
+    units: Units = flag("characters", "symbols that the network outputs", common=True)
     alphabet: Path | None = flag(None, "file with one character or word per line (default: those in the transcripts)")
     batch_by: Literal["utterances", "seconds"] = flag(
         "utterances", "what optimizer steps have in common; utterances: the number of utterances; seconds: the "
@@ -126,7 +126,7 @@ class SpeechFlags(FlagGroup):
     num_blocks: int = flag(
         3, "plmu: number of blocks, each a memory layer plus a feed-forward layer", at_least=1, needs=_OF_PLMU
     )
-    channels: int = flag(16, "plmu: memories per block", at_least=1, needs=_OF_PLMU)
+    channels: int = flag(16, "plmu: number of memories per block", at_least=1, needs=_OF_PLMU)
     memory_size: int | None = flag(None, "Legendre polynomials per memory (default: plmu 8, lmu 256)", at_least=1)
     theta: float | None = flag(
         None, "length of a memory's sliding window, in frames after subsampling (default: plmu 16, lmu 1000)",

@@ -161,7 +161,7 @@ class TabularFlags(FlagGroup):
     )  # fmt: skip
     width: int = flag(96, "nano: width of each cell's embedding", at_least=4, needs=_OF_NANO)
     num_blocks: int = flag(3, "nano: number of blocks", at_least=1, needs=_OF_NANO)
-    num_heads: int = flag(4, "nano: attention heads", at_least=1, needs=_OF_NANO)
+    num_heads: int = flag(4, "nano: number of attention heads", at_least=1, needs=_OF_NANO)
     thinking_rows: int = flag(
         0, "nano: learned rows that all rows of a table can attend to, for example 16", at_least=0, needs=_OF_NANO
     )

@@ -58,7 +58,7 @@ class CheckFlags(FlagGroup):
         None, "communication backend to test (default: nccl on GPUs, gloo on the CPU)"
     )
     dist_timeout_s: float = flag(
-        60.0, "seconds that a process waits for another before it stops", metavar="SECONDS", above=0
+        60.0, "seconds that a process waits for another before it stops with an error", metavar="SECONDS", above=0
     )
     json: Path | None = flag(None, "also write the results to this file", metavar="FILE")
 
