@@ -388,7 +388,7 @@ def outcome(folder, *race_arguments):
 @pytest.mark.parametrize(
     ("num_races", "seconds"), [(1, 3.0), pytest.param(20, 10.0, marks=pytest.mark.slow)], ids=["one", "many"]
 )
-def test_frozen_machines_never_save_beside_another(num_races, seconds, tmp_path):
+def test_frozen_machines_never_save_beside_another(num_races, seconds, impatient, tmp_path):
     first_seed = int(os.environ.get("LOCKSTEP_SEED", "0"))
     totals = Counter()
     for seed in range(first_seed, first_seed + num_races):
