@@ -119,7 +119,8 @@ class _View:
         rows, labels, columns = (x.to(context.device) for x in (self.rows, self.labels, self.columns))
         context, queries = context[rows][:, columns], queries[:, columns]
         if self.by_rank:
-            context, queries = normal_scores(context, context), normal_scores(context, queries)
+            scored = normal_scores(context, torch.cat([context, queries]))
+            context, queries = scored[: len(rows)], scored[len(rows) :]
         return context, labels, queries
 
 

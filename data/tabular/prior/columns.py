@@ -59,12 +59,9 @@ def _with_categories(random: TableRandom, x: Tensor, chosen: Tensor, version: in
     chosen: (G, m, 1) bool. Codes of categories are shuffled, except in some tables.
     """
     num_features, num_rows = x.shape[1:]
-    levels, most = (
-        (-_MEAN_LEVELS * (1 - random.uniform(num_features, 1)).log()).round().clamp(2, MOST_LEVELS),
-        MOST_LEVELS,
-    )
+    most = MOST_LEVELS if version == 1 else MANY_LEVELS
+    levels = (-_MEAN_LEVELS * (1 - random.uniform(num_features, 1)).log()).round().clamp(2, MOST_LEVELS)
     if version > 1:
-        most = MANY_LEVELS
         many = random.log_between(2, most, num_features, 1).round()
         levels = torch.where(random.chance(1 / 6, num_features, 1), many, levels)
     row = random.integer(0, num_rows - 1, num_features, most - 1)
