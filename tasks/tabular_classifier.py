@@ -34,12 +34,13 @@ from trainer.commands.weights import model_of
 from trainer.common import forms
 from trainer.common.errors import UserError
 from trainer.common.files import written_as_a_whole
+from trainer.config import flag_name
 from trainer.logs.console import say
 from trainer.parallel.devices import pick_device
 
 _TUNING_BATCH = 16
 """Problems per step, on any number of devices."""
-_OF_THE_MODEL = ("model", "width", "num_blocks", "num_heads", "max_classes")
+_OF_THE_MODEL = ("model", "width", "num_blocks", "num_heads", "thinking_rows", "max_classes")
 _TUNING = threading.Lock()
 """Lock that lets a process run one tuning at a time, because tuning silences standard output."""
 
@@ -283,8 +284,8 @@ class TabularClassifier:
             raise UserError(
                 f"weights {self.weights}: holds adapters of another tuning; give the weights that it started from"
             )
-        config = state["config"]
-        return {name: config[f"--{name.replace('_', '-')}"] for name in _OF_THE_MODEL}
+        config = state["config"]  # older weights lack --thinking-rows
+        return {name: config[flag_name(name)] for name in _OF_THE_MODEL if flag_name(name) in config}
 
     @property
     def _seed(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from tasks.tabular import SHIPPED
 from tasks.tabular_classifier import TabularClassifier
 from tests.helpers.one_thread import on_one_thread
+from tests.helpers.small_table import SMALL_MODEL, SMALL_PRIOR
 from trainer.common.errors import UserError
 from trainer.failure.signals import StopRequest
 
@@ -272,3 +273,13 @@ def test_scikit_learn_agrees(monkeypatch):
     results = checks.check_estimator(TabularClassifier(num_estimators=1), on_fail=None)
     failed = {result["check_name"]: result["exception"] for result in results if result["status"] == "failed"}
     assert failed == {}
+
+
+def test_tuning_keeps_thinking_rows(run_here, tmp_path):
+    run_here("--task", "tabular", *SMALL_PRIOR, *SMALL_MODEL, "--thinking-rows", 2, "--save-dir", tmp_path / "run",
+             "--max-steps", 1, "--warmup-steps", 0)  # fmt: skip
+    classifier = TabularClassifier("base", epochs=1, weights=tmp_path / "run" / "final.pth", device="cpu")
+    assert classifier.fit(*moons(40, 0))._flags_of_weights()["thinking_rows"] == 2
+    classifier.save(tmp_path / "model.pth")
+    kept = torch.load(tmp_path / "model.pth", weights_only=True)
+    assert any("thinking_rows" in name for name in kept["model"])
