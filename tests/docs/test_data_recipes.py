@@ -1,6 +1,5 @@
 """The code for data sets in docs/own_task.md does what it promises."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,14 +39,14 @@ def test_a_torch_dataset():
 
 
 def test_a_stream():
-    train = recipe("A stream", Iterator=Iterator, Tensor=torch.Tensor)["splits"](SimpleNamespace(seed=0))["train"]
+    train = recipe("A stream")["splits"](SimpleNamespace(seed=0))["train"]
     first, second = (train.__getitems__(SampleKeys(np.arange(3), epoch)) for epoch in (0, 1))
     assert torch.equal(first["y"], first["x"].sum(1)) and not torch.equal(first["x"], second["x"])
 
 
-def test_batches_of_like_lengths():
+def test_batches_of_similar_lengths():
     lengths = np.random.default_rng(0).integers(1, 100, 1000)
-    order = recipe("Batches of like lengths")["order"](SimpleNamespace(lengths=lengths, seed=0), "train", 0, 10)
+    order = recipe("Batches of similar lengths")["order"](SimpleNamespace(lengths=lengths, seed=0), "train", 0, 10)
     assert sorted(np.concatenate(order)) == list(range(1000))
     assert np.mean([np.ptp(lengths[batch]) for batch in order]) < 5
 

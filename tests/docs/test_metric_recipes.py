@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import lockstep
 from examples.mixup import Mixed
@@ -15,9 +15,7 @@ from tasks import TASKS
 from tests.conftest import ROOT, load
 from tests.docs.recipes import recipe
 from tests.helpers.weights import difference
-from trainer import Batch, FlagGroup, Objective, SampleKeys, Sums, Task
-
-NAMES = {"F": F, "Tensor": Tensor, "Batch": Batch, "Sums": Sums, "SpiralData": SpiralData}
+from trainer import FlagGroup, Objective, SampleKeys, Task
 
 
 @dataclass
@@ -39,7 +37,7 @@ class Points:
 
 
 def test_metrics_that_do_not_add_up(monkeypatch, run_here, tmp_path):
-    names = recipe("Metrics that do not add up", area_under_curve=area_under_curve, **NAMES)
+    names = recipe("Metrics that do not add up", area_under_curve=area_under_curve, F=F)
     objective = type("RecipeObjective", (Objective,), {"forward": names["forward"]})
     splits = {"train": Points(50, 0), "val": Points(21, 1), "test": Points(30, 2)}
     members = {
@@ -142,7 +140,7 @@ class Gathering(Objective):
 
 def test_losses_that_couple_samples(monkeypatch, run_here, tmp_path):
     """A joint one learns the same in micro-batches, and its half for images what the gathering one learns."""
-    joint = recipe("Losses that couple the samples of a step", Objective=Objective, **NAMES)["ImagesAndTexts"]
+    joint = recipe("Losses that couple the samples of a step", Objective=Objective, F=F)["ImagesAndTexts"]
     one_sided = type("OneSided", (joint,), {"joint_loss": one_side})
     splits = {"train": Captions(24, 0), "val": Captions(8, 1), "test": Captions(8, 2)}
     learnt = {}

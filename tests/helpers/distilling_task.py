@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.docs.recipes import recipe
 from tests.helpers.shaped_task import NUM_CLASSES, NUM_FEATURES, Shaped
-from trainer import Batch, Objective, Sums
+from trainer import Objective
 
 
 def loss_of(student, teacher, x, y):
@@ -18,7 +18,7 @@ def loss_of(student, teacher, x, y):
     return F.cross_entropy(logits, y, reduction="sum") + F.cross_entropy(logits, expected, reduction="sum")
 
 
-SHOWN = recipe("Helpers", F=F, Objective=Objective, Batch=Batch, Sums=Sums)
+SHOWN = recipe("Helpers", F=F, Objective=Objective)
 """The code of docs/own_task.md."""
 Distilling = SHOWN["Distilled"]
 

@@ -1,8 +1,6 @@
 """Tasks that go by where the run is and by its scores: in the rate, in a step, in what they decide and summarise."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -10,7 +8,7 @@ from tests.docs.recipes import recipe
 from tests.helpers.remembering_task import Pair, PairObjective
 from tests.helpers.shaped_task import Shaped
 
-SHOWN = recipe("Where the run is, and its scores", math=math, Mapping=Mapping, Any=Any)
+SHOWN = recipe("Where the run is, and its scores", math=math)
 """The code of docs/own_task.md."""
 
 
