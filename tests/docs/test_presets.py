@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, load
-from tests.docs.test_docs import SCRIPTS, code_in, commands_in
-from tests.docs.test_guide import GUIDE
+from tests.docs.test_docs import SCRIPTS, commands_in
 from tests.helpers import forks
 from tests.helpers.small_seqrec import write_interactions
 from tests.helpers.uci_har_files import write_layout
@@ -113,15 +112,6 @@ def test_its_global_batch_is_the_one_that_it_says(preset):
         assert split_of(small, num_devices).global_batch_size == int(total)
     if flags.batch.batch_size == 32:
         assert split_of(small, number) == BatchSplit(16, 16, 2, int(total))
-
-
-def test_commands_of_other_guides_have_one_here():
-    section = GUIDE.split("## Commands of other guides\n")[1].split("\n## ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("| `")]
-    assert len(rows) == 3
-    for row in rows:
-        ((script, arguments),) = (found for code in code_in(row) for found in commands_in(code))
-        parsed(script, arguments)
 
 
 def two_processes(workload, environment, folder, layers=(), more=(), prepare=None):
