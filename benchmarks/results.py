@@ -1,10 +1,11 @@
 """Measures the tables of docs/results.md again, and updates the page.
 
-    python benchmarks/results.py            # all of them: about half an hour on two idle cores
-    python benchmarks/results.py overhead   # those whose command has this word
+    python benchmarks/results.py            # all tables: about half an hour on two idle cores
+    python benchmarks/results.py overhead   # tables whose command contains this word
 
-A table stands between a comment with its command, `<!-- python benchmarks/overhead.py -->`, and `<!-- end -->`. The
-table shows the JSON object in the last line that the command prints.
+A table is between a comment with its command, `<!-- python benchmarks/overhead.py -->`, and `<!-- end -->`. It shows
+the JSON object in the last line that the command prints. The page chooses the rows: a row that was deleted there is not
+written again, and a table without rows gets all of them.
 """
 
 import argparse
@@ -36,15 +37,12 @@ def measured(command: str) -> dict[str, Any]:
     return json.loads(lines[-1])
 
 
-def table(result: dict[str, Any]) -> str:
-    """Formats a result as a table with a row for each figure, or for each thing if several have the same figures."""
-    parts = [*result.values()]
-    if all(isinstance(part, dict) for part in parts) and len({tuple(part) for part in parts}) == 1:
-        titles, rows = [*parts[0]], [(name, *part.values()) for name, part in result.items()]
-    else:
-        titles, rows = ["value"], [*flat(result)]
-    lines = [("measured", *titles), ["---"] * (1 + len(titles)), *rows]
-    return "".join(f"| {' | '.join(map(str, line)).replace('_', ' ')} |\n" for line in lines)
+def table(result: dict[str, Any], old: str = "") -> str:
+    """Formats a result as a table with a row for each figure; only rows of the table `old`, if it has any."""
+    rows = {name.replace("_", " "): value for name, value in flat(result)}
+    names = [line.split(" | ")[0].removeprefix("| ") for line in old.splitlines()[2:]] or [*rows]
+    lines = ["| measured | value |", "| --- | --- |", *(f"| {name} | {rows[name]} |" for name in names)]
+    return "\n".join(lines) + "\n"
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -65,16 +63,18 @@ def main() -> None:
     word = parser.parse_args().word
     commands = [match["command"] for match in TABLE.finditer(DOCUMENT.read_text()) if word in match["command"]]
     if not commands:
-        parser.error(f"no command of {DOCUMENT.name} has the word {word!r}")
+        parser.error(f"no command of {DOCUMENT.name} contains {word!r}")
     for command in commands:
-        write(command, table(measured(command)))
+        write(command, measured(command))
 
 
-def write(command: str, text: str) -> None:
+def write(command: str, result: dict[str, Any]) -> None:
     """Replaces a table in the current version of the document."""
 
     def replaced(match: re.Match[str]) -> str:
-        return f"<!-- python {command} -->\n{text}<!-- end -->" if match["command"] == command else match[0]
+        if match["command"] != command:
+            return match[0]
+        return f"<!-- python {command} -->\n{table(result, match['table'])}<!-- end -->"
 
     DOCUMENT.write_text(TABLE.sub(replaced, DOCUMENT.read_text()))
 
