@@ -10,7 +10,7 @@ from trainer.common.errors import UserError
 
 DELIMITERS = (",", ";", "\t", "|")
 BLANK = " "
-"""Separator of fields if no delimiter splits a line; consecutive blanks count as one."""
+"""Field separator of lines without a delimiter; consecutive blanks count as one separator."""
 _WHOLE = re.compile(r"([+-]?[0-9]+)\.0*")
 
 Line = tuple[int, list[str]]
@@ -18,7 +18,7 @@ Line = tuple[int, list[str]]
 
 
 def delimiter_of(line: str, delimiters: Sequence[str] = DELIMITERS) -> str:
-    """Returns the delimiter that splits a line into the most columns; BLANK if no delimiter splits it."""
+    """Returns the delimiter that splits a line into the most columns; BLANK if only blanks split the line."""
     best = max(delimiters, key=lambda delimiter: _num_fields(line, delimiter))
     return BLANK if _num_fields(line, best) == 1 < len(line.split()) else best
 
@@ -43,7 +43,7 @@ def utc_seconds(date: str) -> float:
 
 
 def is_number(text: str) -> bool:
-    """Returns whether `float` can parse a text."""
+    """Returns whether `float` can parse a string."""
     try:
         float(text)
     except ValueError:
@@ -52,7 +52,7 @@ def is_number(text: str) -> bool:
 
 
 def without_point(text: str) -> str:
-    """Removes the decimals that programs add to whole numbers in columns with missing values: 7.0 -> 7."""
+    """Removes the zero decimals that programs add to whole numbers in columns with missing values: 7.0 -> 7."""
     whole = _WHOLE.fullmatch(text)
     return whole[1] if whole else text
 
@@ -72,7 +72,7 @@ def _numeric_order(digits: str) -> tuple[int, str, str]:
 def csv_lines(text: Iterable[str], delimiter: str, where: str) -> Iterator[Line]:
     """Yields the fields of non-blank lines, without quotes and without spaces before values.
 
-    where: names the file in messages. Raises UserError.
+    where: name of the file in messages. Raises UserError for malformed quotes.
     """
     text = map(str.strip, text) if delimiter == BLANK else text
     reader = csv.reader(text, delimiter=delimiter, skipinitialspace=True, strict=True)

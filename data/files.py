@@ -21,7 +21,7 @@ from trainer.common.errors import UserError
 from trainer.common.files import MOST_WHOLE, read_at_most, require_regular, stamp
 
 _ZSTD_ERROR = getattr(getattr(zipfile, "zstd", None), "ZstdError", zlib.error)
-"""Error of a damaged Zstandard member, which Python 3.14 and newer can read."""
+"""Exception for a damaged Zstandard member; Python 3.14 and newer read this compression."""
 ARCHIVE_ERRORS = (
     *(OSError, EOFError, RuntimeError, zipfile.BadZipFile, tarfile.TarError),
     *(zlib.error, lzma.LZMAError, _ZSTD_ERROR),
@@ -36,7 +36,7 @@ _MOST_OF_A_REASON = 200
 
 
 class ZipArchive(zipfile.ZipFile):
-    """Zip archive that raises BadZipFile, where zipfile may raise ValueError, if its directory is damaged."""
+    """Zip archive that raises BadZipFile for a damaged directory, even where zipfile raises ValueError."""
 
     def __init__(self, file: Path | IO[bytes]) -> None:
         with _damage_of_zip():
@@ -56,7 +56,7 @@ def _damage_of_zip() -> Iterator[None]:
 
 
 class Source(ABC):
-    """Folder or archive with files by name; "/" separates folders. where: noun for the source in messages."""
+    """Folder or archive whose files are read by name, with "/" between folders. where: its name in messages."""
 
     def __init__(self, path: Path, where: str | None = None) -> None:
         self.path = path
@@ -64,16 +64,16 @@ class Source(ABC):
 
     @cached_property
     def files(self) -> list["DataFile"]:
-        """Visible files, sorted by name. Raises UserError if they cannot be listed."""
+        """Visible files, sorted by name. Raises UserError if the files cannot be listed."""
         with reading_errors(self.where):
             return [DataFile(self, name) for name in sorted(self.names()) if is_visible(name)]
 
     def contents(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple["DataFile", bytes]]:
-        """Yields the wanted visible files with their contents, in the fastest order of reading. Raises UserError."""
+        """Yields the wanted visible files with their contents, in the order that reads fastest. Raises UserError."""
         return ((file, file.read()) for file in self.files if is_wanted(file.name))
 
     def where_of(self, name: str) -> str:
-        """Names a file in messages."""
+        """Returns the name of a file for messages."""
         return f"{self.where}, {name}"
 
     def stamp(self, name: str) -> tuple[str | int, ...]:
@@ -82,11 +82,11 @@ class Source(ABC):
 
     @abstractmethod
     def names(self) -> Iterable[str]:
-        """Returns the names of all files, including hidden ones. May raise any error of reading."""
+        """Returns the names of all files, including hidden files. May raise any of ARCHIVE_ERRORS."""
 
     @abstractmethod
     def open(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Opens a file without decompressing it. May raise any error of reading; FileNotFoundError if it is missing."""
+        """Opens a file without decompressing it. Raises FileNotFoundError or another of ARCHIVE_ERRORS."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class DataFile:
 
     @property
     def where(self) -> str:
-        """Noun for the file in messages."""
+        """Name of the file in messages."""
         return self.source.where_of(self.name)
 
     @property
@@ -114,18 +114,18 @@ class DataFile:
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """Opens the decompressed content. Raises UserError, also for errors of reading inside the context."""
+        """Opens the decompressed content. Raises UserError, also for read errors inside the context."""
         with reading_errors(self.where), self.source.open(self.name) as stored, _unpacked(self.name, stored) as content:
             yield content
 
     def read(self) -> bytes:
-        """Reads the decompressed content. Raises UserError for errors, and for more than MOST_WHOLE bytes."""
+        """Reads the decompressed content. Raises UserError for read errors and for more than MOST_WHOLE bytes."""
         with self.open() as file:
             return read_at_most(file, MOST_WHOLE)
 
 
 class Folder(Source):
-    """Folder. depth: levels of folders whose files are included; 1: only files in the folder itself."""
+    """Files of a folder. depth: number of folder levels to include; 1: only files in the folder itself."""
 
     def __init__(self, path: Path, where: str | None = None, depth: int = 1) -> None:
         super().__init__(path, where)
@@ -149,7 +149,7 @@ class Folder(Source):
 
 
 class _Single(Folder):
-    """Folder of a single file that a flag names."""
+    """Folder from which only the file that a flag gives is read."""
 
     def where_of(self, name: str) -> str:
         return self.where
@@ -184,7 +184,7 @@ class Zip(Source):
 
 
 class TarGz(Source):
-    """Archive .tar.gz. Opening a file reads the archive from its start; `contents` reads it once for all files."""
+    """Gzipped tar. Opening a file reads the archive from its start; `contents` reads the archive once for all files."""
 
     def contents(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[DataFile, bytes]]:
         """Yields wanted files with their contents, in the order of the archive."""
@@ -201,7 +201,7 @@ class TarGz(Source):
         with closing(self._members()) as members:
             for found, stored in members:
                 if found == name:
-                    # members of a stream are not seekable
+                    # the members of a streamed tar are not seekable
                     yield io.BytesIO(read_at_most(stored, MOST_WHOLE))
                     return
             raise _missing()
@@ -219,7 +219,7 @@ class TarGz(Source):
 def source_at(path: Path, depth: int, advice: str, flag: str = "--data-dir") -> Source | None:
     """Opens a folder or an archive as a source; returns None for any other file.
 
-    depth: see `Folder`. advice: end of the UserError's message if the path does not exist. flag: the flag that gave the
+    depth: see `Folder`. advice: end of the error message for a path that does not exist. flag: the flag that gave the
     path.
     """
     where = f"{flag} {path}"
@@ -240,12 +240,12 @@ def source_at(path: Path, depth: int, advice: str, flag: str = "--data-dir") -> 
 
 
 def single(path: Path, flag: str) -> DataFile:
-    """Returns the single file that a flag names."""
+    """Returns the file at the path that a flag gives."""
     return DataFile(_Single(path.parent, f"{flag} {path}"), path.name)
 
 
 def not_read(where: str, what: str, section: str) -> UserError:
-    """Builds the UserError for a format that must be converted, with a section of docs/formats.md."""
+    """Builds the UserError for a format that the user must convert. section: part of docs/formats.md that shows how."""
     return UserError(
         f"{where}: is {what}, which cannot be read directly: docs/formats.md#{section} shows how to convert it"
     )
@@ -253,7 +253,7 @@ def not_read(where: str, what: str, section: str) -> UserError:
 
 @contextmanager
 def reading_errors(where: str) -> Iterator[None]:
-    """Converts errors from reading files and archives to UserError. where: noun for the file in messages."""
+    """Converts errors from reading files and archives to UserError. where: name of the file in messages."""
     try:
         yield
     except FileNotFoundError as error:
@@ -271,7 +271,7 @@ def shown(names: Iterable[str]) -> str:
 
 
 def is_visible(name: str) -> bool:
-    """Returns whether a file is not hidden; files `._name`, which macOS adds to archives, are hidden."""
+    """Returns whether no part of a path is hidden; macOS adds hidden files `._name` to archives."""
     return not any(part.startswith(".") and part != ".." for part in PurePosixPath(name).parts)
 
 

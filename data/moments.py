@@ -12,14 +12,14 @@ from data.csv_lines import Line, is_number, utc_seconds
 _DATE = re.compile(r"(\d{1,2})([./-])(\d{1,2})\2(\d{4})(?:[T ,]+(\S.*))?", re.ASCII)
 _TIME = re.compile(r"(\d{1,2}):(\d\d)(?::(\d{1,2})(?:[.,:](\d{1,9}))?)?\s*([AaPp][Mm])?", re.ASCII)
 _MOST_CHARACTERS = 64
-"""Largest number of characters of a time."""
+"""Maximum length of a time in characters."""
 
 
 def moments_of(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
     """Parses cells as times: (lines, columns, 2) float64, in seconds for dates and times of day; NaN for other text.
 
-    A date such as 31/05/2024 has two values: with the day first, and with the month first; see `settled`. Both values
-    of any other time are equal.
+    A date such as 31/05/2024 has two values, one with the day first and one with the month first; see `settled`. The
+    two values of any other time are equal.
     """
     found = [[moment_of(fields[column].strip(), decimal_comma) for column in columns] for _, fields in lines]
     return np.array(found, np.float64).reshape(len(lines), len(columns), 2)
@@ -57,7 +57,7 @@ def moment_of(text: str, decimal_comma: bool = False) -> tuple[float, float]:
 
 
 def day_and_month(text: str) -> tuple[float, float]:
-    """Parses a date such as 31/05/2024 18:30 to seconds since 1970, with day first and with month first; or NaN."""
+    """Parses a date such as 31/05/2024 18:30 to seconds since 1970 with day first and with month first; NaN: none."""
     if (of_date := _DATE.fullmatch(text.strip()[:_MOST_CHARACTERS])) is None:
         return np.nan, np.nan
     of_day = _seconds_of_day(of_date[5] or "0:00")

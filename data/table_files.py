@@ -31,7 +31,7 @@ _BINARY = {
     b"\x93NUMPY": ("a NumPy array", "other-formats"),
     b"\x28\xb5\x2f\xfd": ("compressed by zstd", "other-formats"),
 }
-"""Maps first bytes to the name of a format and a section of docs/formats.md on converting it."""
+"""Maps a file's first bytes to its format and to the section of docs/formats.md that shows how to convert it."""
 _TEXTS = {
     r"(?is)\s*(%[^\n]*\s+)*@relation\b": ("ARFF", "arff"),
     r"(?is)\s*(#[^\n]*\s+)*@problemname\b": ("sktime's .ts", "other-formats"),
@@ -40,7 +40,7 @@ _TEXTS = {
     r"\s*\{\s*$": ("JSON of several lines", "json"),
     r"\s*[-+]?\d+(\.\d+)?( \d+:[-+\d.eE]+)+\s*$": ("libsvm's sparse rows", "other-formats"),
 }
-"""Maps patterns of the initial text to the name of a format and a section of docs/formats.md."""
+"""Maps patterns of a file's first text to its format and to the section of docs/formats.md on this format."""
 _LISTS = ("events", "interactions", "actions", "clicks", "items")
 """Names of JSON entries that contain a list of records, such as the events of a session."""
 _UTF_8 = "utf-8-sig"
@@ -50,7 +50,7 @@ _NOT_WESTERN = re.compile(
     rb"[^ A-Za-z%b]|[%b]{3}|[\xc2\xc3][\x80-\xbf]|\xf5(?!e)|[A-Za-lo-ru-z][\xb2\xb3]"
     rb"|[A-Za-z][^\x00-\x7f\xb7\x92%b][A-Za-z]" % (_LETTERS + _MARKS, _LETTERS, _LETTERS)
 )
-"""Matches bytes that do not occur in Western European words in cp1252, such as UTF-8 and other letters."""
+"""Matches bytes that do not occur in Western European words in cp1252, such as UTF-8 sequences."""
 _WESTERN = re.compile(
     rb"[A-Za-z][%b]|[%b][A-Za-z]|\xb0[CF]\b|\b[km]?[ms][\xb2\xb3]|\xb5[A-Zgms]|[\x80\xa3] ?\d|\d ?\x80"
     % (_LETTERS, _LETTERS)
@@ -64,7 +64,7 @@ _HEAD, _CHUNK = 4096, 1 << 18
 
 @dataclass(frozen=True)
 class Reading:
-    """Options for reading tables. encoding: None: detect it. on_bad: how to treat lines that cannot be read."""
+    """Options for reading tables. encoding: of the text; None: detect it. on_bad: how to treat unreadable lines."""
 
     encoding: str | None = None
     on_bad: OnBad = "refuse"
@@ -75,7 +75,7 @@ STRICT = Reading()
 
 @dataclass
 class LeftOut:
-    """Counts input that is dropped or filled in, by kind, and notes a detected encoding.
+    """Counts input that is dropped or filled in, and notes a detected encoding.
 
     found: count and first example by (action, kind). note: a sentence about the encoding, or "".
     """
@@ -85,7 +85,7 @@ class LeftOut:
     note: str = ""
 
     def add(self, first: str, refusal: str, kind: str = "lines that cannot be read") -> None:
-        """Counts unreadable input. first: its place and error. Raises UserError with the text `refusal` if refused."""
+        """Counts unreadable input, or raises UserError with the message `refusal`. first: place and error."""
         if self.reading.on_bad == "refuse":
             raise UserError(refusal)
         self.count(kind, first)
@@ -97,11 +97,11 @@ class LeftOut:
             self.found[action, kind] = before + num, first
 
     def counts(self) -> dict[str, int]:
-        """Returns counts by text on the kind and its first example."""
+        """Returns counts; each key describes a kind and its first example."""
         return {f"{kind}, such as {first}": num for (_, kind), (num, first) in self.found.items()}
 
     def remarks(self) -> list[str]:
-        """Returns sentences for the user."""
+        """Returns sentences for the user on the encoding and on dropped or filled-in input."""
         found = [f"{action}: {num:,} {kind}, such as {first}." for (action, kind), (num, first) in self.found.items()]
         return [self.note, *found] if self.note else found
 
@@ -113,9 +113,9 @@ ON_BAD = "what to do with unreadable lines, such as a line without a user; also 
 
 
 def tables_at(path: Path, flag_name: str, advice: str, known: Sequence[str] = ()) -> list[DataFile]:
-    """Finds the table at a path: the file, or the only table in a folder or archive, or the `parts_of` a split.
+    """Finds the table at a path: the file, the only table in a folder or archive, or the files of a split (`parts_of`).
 
-    known: preferred file names. Raises UserError if there is no table, or several.
+    known: preferred file names. Raises UserError if there is no table or more than one.
     """
     source = source_at(path, 1, advice, flag_name)
     if source is None:
@@ -135,7 +135,7 @@ def tables_at(path: Path, flag_name: str, advice: str, known: Sequence[str] = ()
 def parts_of(files: Iterable[DataFile]) -> list[DataFile]:
     """Returns the files for training, validation (optional) and test; [] if there are no such files.
 
-    The names contain these words, as in train.csv, x.valid.inter and test.txt.
+    File names contain train, val, dev or test, as in train.csv, x.valid.inter and test.txt.
     """
     found: dict[str, list[DataFile]] = {"train": [], "val": [], "dev": [], "test": []}
     for file in files:
@@ -146,14 +146,14 @@ def parts_of(files: Iterable[DataFile]) -> list[DataFile]:
 
 
 Split = Callable[[str, Iterator[str], str], Iterator[Line]]
-"""Function that splits text into fields: (first non-blank line, text, where) -> lines."""
+"""Function that splits lines into fields: (first non-blank line, all lines, file name in messages) -> lines."""
 
 
 @contextmanager
 def opened_lines(file: DataFile, left_out: LeftOut, split: Split) -> Iterator[Iterator[Line]]:
-    """Opens a file as lines of fields; for JSON lines and parquet, the first line is the names. Raises UserError.
+    """Opens a file as lines of fields; JSON lines and parquet begin with a line of column names. Raises UserError.
 
-    left_out: contains the options for reading, and gets a note on a detected encoding.
+    left_out: provides the reading options, and receives a note on a detected encoding.
     """
     encoding = left_out.reading.encoding
     if encoding is None:
@@ -189,7 +189,7 @@ def opened_table(file: DataFile, left_out: LeftOut) -> Iterator[CsvTable]:
 
 
 def decoded(content: bytes, where: str, left_out: LeftOut) -> str:
-    """Decodes the content of a file; line endings are kept. Raises UserError. left_out: see `opened_lines`."""
+    """Decodes the content of a file and keeps line endings. Raises UserError. left_out: see `opened_lines`."""
     encoding = left_out.reading.encoding or _recognised(io.BytesIO(content), where, left_out)
     with _opened_text(io.BytesIO(content), where, encoding) as text:
         return text.read()
@@ -210,7 +210,7 @@ def _opened_text(content: IO[bytes], where: str, encoding: str) -> Iterator[IO[s
 
 
 def _why_no_text(error: UnicodeDecodeError, encoding: str) -> str:
-    """Returns a message on bytes that are invalid in an encoding, which suggests a probable encoding."""
+    """Returns a message about a byte that is invalid in an encoding, with advice such as a probable encoding."""
     is_given = encoding != _UTF_8
     byte = error.object[error.start]
     reason = f"is not text in {encoding if is_given else 'UTF-8'}, but has the byte 0x{byte:02x}"
@@ -230,7 +230,7 @@ def _word_at(content: bytes, place: int, encoding: str) -> str:
 
 
 def _recognised(content: IO[bytes], where: str, left_out: LeftOut) -> str:
-    """Detects the encoding of a file, which is read to its end; notes cp1252 in `left_out`.
+    """Detects the encoding of a file, reading up to its end; adds a note to `left_out` if it is cp1252.
 
     UTF-16 begins with a byte order mark, or has zeros in most even or most odd bytes. A file that is not UTF-8 is read
     as cp1252 if all its words look Western European, which words in other encodings rarely do.
@@ -275,7 +275,7 @@ def json_lines(text: Iterator[str]) -> Iterator[Line]:
     """Yields the names of all entries in the first thousand JSON objects, then the entries of each object.
 
     The text has one object per line. Missing entries are ""; a line that is not an object is a single field. An object
-    with a list of records becomes a line per record.
+    that contains a list of records yields one line per record.
     """
     objects = ((number, line, _object(line)) for number, line in enumerate(text, start=1) if not line.isspace())
     if not (first := list(islice(objects, _FIRST_OBJECTS))):
@@ -290,7 +290,7 @@ def json_lines(text: Iterator[str]) -> Iterator[Line]:
 
 
 def _object(line: str) -> list[dict[str, Any]]:
-    """Returns the records of a line, in JSON or, as in Steam's files, in Python's syntax; [] for other lines."""
+    """Returns the records of a line in JSON, or in Python's syntax as in Steam's data sets; [] for other lines."""
     try:
         found = json.loads(line, parse_int=str, parse_float=str, parse_constant=str)
     except (ValueError, RecursionError):
@@ -309,7 +309,7 @@ def _object(line: str) -> list[dict[str, Any]]:
 
 
 def _can_be_written(value: Any) -> bool:
-    """Returns whether a value can be encoded; JSON's escapes can produce lone surrogates, which cannot."""
+    """Returns whether UTF-8 can encode a value; it cannot encode the lone surrogates that JSON escapes can produce."""
     return re.search(r"\\ud[89a-f]", repr(value)) is None
 
 

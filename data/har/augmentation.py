@@ -15,12 +15,12 @@ _TURN_STREAM, _MAP_STREAM, _JITTER_STREAM, _TEMPO_STREAM = range(4)
 class Augmentation:
     """Strengths of random changes of training windows; strength 0 disables a change.
 
-    max_rotation_deg: rotation of all triplets (x, y and z of a sensor) of a window together, about a random axis, by an
-        angle uniform in [-max, max] degrees.
+    max_rotation_deg: rotation of all triplets (x, y and z of a sensor) of a window about one random axis, by one angle
+        uniform in [-max, max] degrees.
     scale_std: standard deviation of the factor on each channel, drawn from a normal distribution with mean 1.
     tempo_spread: speed of movement, a factor uniform in [1 - spread, 1 + spread]. The window is stretched or compressed
         about its middle; its first and last samples fill missing ends.
-    jitter_std: standard deviation of white noise, relative to the channel's.
+    jitter_std: standard deviation of white noise, relative to the channel's standard deviation.
     """
 
     max_rotation_deg: float
@@ -33,7 +33,7 @@ class WindowAugmenter(Movable):
     """Applies an `Augmentation` to windows."""
 
     def __init__(self, strength: Augmentation, std: np.ndarray, seed: int, num_triplets: int = 3) -> None:
-        """Creates the augmenter. std: (C,), standard deviation of channels. num_triplets: number of sensor triplets."""
+        """Creates the augmenter. std: (C,), standard deviation of each channel. num_triplets: number of triplets."""
         self._strength = strength
         self._noise = np.float32(strength.jitter_std) * std.reshape(-1, 1).astype(np.float32)
         self._seed = seed
@@ -57,7 +57,7 @@ class WindowAugmenter(Movable):
         return augmented
 
     def linear_maps(self, epoch: int, index: Array) -> tuple[Array, Array]:
-        """Returns the rotation and scale of each window's triplets, and the factors on its other channels.
+        """Returns matrices that rotate and scale each window's triplets, and factors on its other channels.
 
         The shapes are (n, num_triplets, 3, 3) and (n, C - 3 * num_triplets), float32.
         """

@@ -1,4 +1,4 @@
-"""Interprets clocks of recordings: columns with times of rows, as dates or as numbers in an unknown unit."""
+"""Interprets clocks of recordings: columns with the times of rows, as dates or as numbers in an unknown unit."""
 
 from collections.abc import Sequence
 
@@ -10,23 +10,23 @@ _CLOCKS = ("t", "ts", "utc", "unix", "clock")
 _OF_CLOCKS = ("time", "date", "second", "elapsed", "epoch", "millis", "nanos")
 """Usual names of clocks, and words that names of clocks contain."""
 GAP = 10
-"""A step of a clock above this multiple of its median step is a gap between recordings."""
+"""A clock step larger than this multiple of the clock's median step is a gap between recordings."""
 _UNITS = (1, 1e3, 1e6, 1e9)
 """Possible units of a clock, per second."""
 _SLOWEST_HZ = 3.0
-"""Lowest plausible rate; at most one unit of a clock gives a rate from this to a thousand times this."""
+"""Lowest plausible rate; the highest plausible rate is a thousand times higher, so at most one unit of a clock fits."""
 _SAME_RATE = (0.8, 1.25)
 """Limits of the ratio of two rates that count as equal."""
 
 
 def is_clock(name: str) -> bool:
-    """Returns whether a column's name is one of a clock."""
+    """Returns whether a column's name suggests a clock."""
     plain = plain_name(name)
     return plain in _CLOCKS or any(part in plain for part in _OF_CLOCKS)
 
 
 def num_disorders(clocks: np.ndarray) -> int:
-    """Counts how often the steadiest clock of a recording goes back, except to its start. clocks: (n, K)."""
+    """Counts how often the steadiest clock of a recording goes back, but not below its start. clocks: (n, K)."""
     goes_back = (clocks[1:] < clocks[:-1]) & (clocks[1:] > clocks[0])
     return int(goes_back.sum(axis=0).min(initial=len(clocks))) if clocks.shape[1] else 0
 
@@ -34,15 +34,15 @@ def num_disorders(clocks: np.ndarray) -> int:
 def rate_and_gaps(clocks: np.ndarray, in_seconds: np.ndarray) -> tuple[float | None, np.ndarray]:
     """Returns rows per second by the finest clock of a recording, and the rows, int64, that follow a gap.
 
-    clocks: (n, K). in_seconds: (K,) bool, clocks in seconds. The rate is None if no clock rises twice, if the clock
-    counts rows, or if no unit gives a plausible rate.
+    clocks: (n, K). in_seconds: (K,) bool, whether clocks are in seconds. The rate is None if no clock rises twice, if
+    the finest clock counts rows, or if no unit gives a plausible rate.
     """
     found: list[tuple[int, float | None, np.ndarray]] = [(0, None, np.empty(0, np.int64))]
     for steps, is_in_seconds in zip(np.diff(clocks, axis=0).T, in_seconds, strict=True):
         rising = steps[steps > 0]
         if len(rising):
             is_gap = steps > GAP * np.median(rising)
-            # for a clock that is coarser than the rows, only the part from its first rise to its last counts
+            # a clock coarser than the rows counts only from its first rise to its last rise
             rises = np.flatnonzero((steps > 0) & ~is_gap)
             counts = (steps >= 0) & ~is_gap
             counts[: rises[0] + 1] = counts[rises[-1] + 1 :] = False
@@ -83,9 +83,9 @@ def middle_rate_hz(rates: Sequence[tuple[float, int]]) -> float | None:
 
 
 def seconds_of(clocks: np.ndarray, in_seconds: np.ndarray) -> np.ndarray | None:
-    """Returns the rows' times, (n,) float64 seconds since the first row, by the first clock that rises in most rows.
+    """Returns the rows' times, (n,) float64 seconds since the first row, by the first usable clock; or None.
 
-    Returns None if there is no such clock, or its unit is unknown.
+    A usable clock never falls, rises in more than 90 % of the rows, and has a known unit.
     """
     for clock, is_in_seconds in zip(clocks.T, in_seconds, strict=True):
         steps = np.diff(clock)

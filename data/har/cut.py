@@ -10,7 +10,7 @@ from data.har.clocks import is_same_rate, middle_rate_hz, num_disorders
 from data.har.rows import Rows
 
 _HARDLY = 1e-3
-"""Share of a column's total range; a column with a smaller range in every recording does not measure motion."""
+"""A column whose range in every recording is below this share of its total range does not measure motion."""
 
 
 class Cut:
@@ -74,7 +74,7 @@ class Cut:
         return middle_rate_hz([(rate_hz, count) for _, rate_hz, count in self._rates])
 
     def rates_of_people(self) -> dict[str, float]:
-        """Returns the median rows per second of each person with a clock."""
+        """Returns the median rows per second of each person whose recordings have a clock."""
         found = defaultdict(list)
         for subject, rate_hz, count in self._rates:
             found[subject].append((rate_hz, count))
@@ -86,7 +86,7 @@ class Cut:
         return [hz for _, hz, count in self._rates for _ in range(count) if usual and not is_same_rate(hz, usual)]
 
     def why_no_signal(self, column: int) -> str:
-        """Returns why a column does not measure motion; "" if it may."""
+        """Returns why a column does not measure motion; "" if it may measure motion."""
         if not self._rises[column] and not self._falls[column]:
             return "never changes within a recording"
         if not self._falls[column]:

@@ -1,4 +1,4 @@
-"""Downloads a published file over https and verifies it before it gets its name."""
+"""Downloads a published file over https, and verifies the file before renaming it to its final name."""
 
 import fcntl
 import shutil
@@ -20,12 +20,12 @@ Progress = Callable[[str, int | None, IO[bytes]], AbstractContextManager[Any]]
 
 
 def fetch(addresses: Sequence[str], target: Path, verify: Verify, progress: Progress) -> None:
-    """Downloads a file, unless it exists, into a folder, created if missing. One process downloads while others wait.
+    """Downloads a file unless it exists, and creates its folder. One process downloads while other processes wait.
 
-    addresses: tried in order; they, and their redirects, must be https. verify: called with the path of the complete
-    file, NAME.partial; raises UserError for a wrong file.
+    addresses: tried in order; addresses and their redirects must use https. verify: called with the path of the
+    complete file, NAME.partial; raises UserError for a wrong file.
 
-    Raises UserError, and leaves no part of the file, if no address works or the folder is not writable.
+    Raises UserError, and deletes the incomplete file, if no address works or the folder is not writable.
     """
     lock, partial = (target.with_name(f"{target.name}.{suffix}") for suffix in ("lock", "partial"))
     try:
@@ -69,7 +69,7 @@ def _receive(address: str, path: Path, progress: Progress) -> None:
 
 
 class HttpsOnly(BaseHandler):
-    """Handler that refuses addresses other than https, also in redirects; it allows http on this machine."""
+    """URL handler that refuses other protocols than https, also in redirects, but allows http to localhost."""
 
     def _require_this_machine(self, request: Request) -> Request:
         hosts = {urlsplit(request.full_url).hostname, request.origin_req_host}

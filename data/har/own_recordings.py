@@ -1,4 +1,4 @@
-"""Reads the user's own recordings, tables with a subject, a label and any channels, and cuts them into windows."""
+"""Reads the user's recordings (tables with a subject, a label and any channels) and cuts them into windows."""
 
 import math
 import re
@@ -46,12 +46,12 @@ _PUBLISHED = {
 }
 """Maps patterns of file names to names of well-known data sets."""
 _OF_TABLE = ("window", "start_s", "end_s", "activity", "confidence")
-"""Columns of the table of `--predict`, which also has a column per class."""
+"""Columns of the table that `--predict` writes; the table also has a column per class."""
 
 
 @dataclass(frozen=True)
 class OwnFormat:
-    """Format of own recordings. A None column is detected by usual names; channels None: all other columns."""
+    """Format of the user's recordings. None: a column with a usual name; for channels, all other columns."""
 
     subject_column: str | None
     label_column: str | None
@@ -65,8 +65,8 @@ class OwnFormat:
 class OwnRecordings:
     """Windows of the user's recordings, before the split, and remarks on how they were read.
 
-    remarks: lines; the first ones are a table of the columns. digest: digest of windows, labels and subjects. rate_hz:
-    rows per second; None without a usable clock.
+    remarks: lines for the user, which begin with a table of the columns. digest: hash of windows, labels and subjects.
+    rate_hz: rows per second; None without a usable clock.
     """
 
     recordings: HarRecordings
@@ -76,7 +76,7 @@ class OwnRecordings:
 
 
 def are_own(path: Path) -> bool:
-    """Returns whether a path contains own recordings and not UCI HAR: a table, or a folder or zip with tables."""
+    """Returns whether a path is a table, or a folder or zip that contains tables and is not UCI HAR."""
     if path.is_dir():
         published = ("train", "UCI HAR Dataset", "UCI HAR Dataset.zip")
         with reading_errors(f"--data-dir {path}"):
@@ -88,7 +88,7 @@ def are_own(path: Path) -> bool:
 
 
 def refuse_other_data(path: Path) -> NoReturn:
-    """Raises UserError for data that are neither own recordings nor UCI HAR, with a guess at what they are."""
+    """Raises UserError for data that are neither tables nor UCI HAR, with a guess at their format."""
     names = [path.name]
     if path.is_dir():
         with reading_errors(f"--data-dir {path}"):
@@ -112,9 +112,9 @@ def load_own_recordings(path: Path, cache_dir: Path, wanted: OwnFormat) -> OwnRe
     """Reads the user's recordings and caches their windows.
 
     path: a table (see `opened_table`), or a folder or zip of tables with the same channels. Rows must be in time order.
-    Consecutive rows of a file with equal subject and label form a recording, which is cut into windows of `length` rows
-    every `hop` rows; remaining rows are dropped. Rows without a label are dropped. A new recording also starts where a
-    trial or session column changes and where the clock jumps.
+    Consecutive rows of a file with equal subject and label form a recording. A recording also ends where a trial or
+    session column changes and where the clock jumps. Recordings are cut into windows of `length` rows that start every
+    `hop` rows; remaining rows and rows without a label are dropped.
 
     Channels are in the order of the first file, with x, y and z of sensors first (`triplets_first`). Subjects and
     classes are sorted by name, or by value if all are whole numbers. Raises UserError with file, line and column.
@@ -187,7 +187,7 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
 
 
 def _spelt(keys: Iterable[str], spellings: Counter[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns each key's most frequent spelling, and texts on keys with several spellings, such as "1 and 1.0".
+    """Returns each key's most frequent spelling, and lists the spellings of keys with several, as in "1 and 1.0".
 
     If a key with several spellings is a whole number, all whole numbers are written without decimals.
     """
@@ -226,7 +226,7 @@ def _why_no_window(cut: Cut, wanted: OwnFormat, where: str, label: str) -> str:
 
 
 def _table(columns: "_Columns", cut: Cut, num_people: int, num_classes: int) -> list[str]:
-    """Formats a table of the columns, each with its kind, and its range or the reason for leaving it out."""
+    """Formats a table with each column's kind, and with its range or the reason for ignoring it."""
     rate = "" if cut.rate_hz is None else f"{cut.rate_hz:.4g} rows a second, "
     unlabelled = sum(count for text, count in cut.spellings[1].items() if not key_of_name(text))
     rows = [
@@ -346,7 +346,7 @@ def _opened(file: DataFile, left_out: LeftOut) -> Iterator[CsvTable]:
 
 
 def _subject_and_label(table: CsvTable, wanted: OwnFormat, file: DataFile) -> tuple[int, int]:
-    """Returns the subject and label columns. Raises UserError, with the flags that name them, if they are unknown."""
+    """Returns the indices of the subject and label columns. Raises UserError, with the flags to give, if not found."""
     header, found, problems = table.header, [], []
     usual = {"subject": (wanted.subject_column, SUBJECTS), "label": (wanted.label_column, LABELS)}
     for role, (chosen, names) in usual.items():

@@ -17,9 +17,9 @@ from trainer.common.files import array_errors, require_regular
 from trainer.loading.order import SampleKeys
 
 _OTHER_SIZE = 4.0
-"""Ratio of a sensor's root mean square to that in training beyond which its unit is doubted."""
+"""Factor between a sensor's root mean squares in training and in new data above which its unit is doubted."""
 _CONSTANT = 0.5
-"""Share of the root mean square; a sensor with a larger mean measures a constant, such as gravity."""
+"""A sensor whose mean exceeds this share of its root mean square measures a constant, such as gravity."""
 _USUAL_FACTORS = {9.80665: ("m/s²", "g"), 180 / math.pi: ("degrees", "radians"), 1000.0: ("thousandths", "whole units")}
 _NEAR = 1.6
 
@@ -28,8 +28,9 @@ _NEAR = 1.6
 class NewWindows:
     """Data set of windows without labels, in physical units.
 
-    where: noun for the file in messages. signals: (N, C, T) float32. start_s: (N,) float64, start of each window in the
-    file, in seconds. duration_s: length of a window. Both are None for a .npy file. remarks: lines for the user.
+    where: name of the file in messages. signals: (N, C, T) float32. start_s: (N,) float64, start of each window in the
+    file, in seconds. duration_s: length of a window, in seconds. start_s and duration_s are None for a .npy file.
+    remarks: lines for the user.
     """
 
     where: str
@@ -57,8 +58,8 @@ def read_new_windows(
 
     path: a table (see `opened_table`) at the rate of the training data, or a .npy array of windows (N, C, T). The
     columns of a table are named like the channels, in any order; other columns are ignored. The table is cut into
-    windows as the training data were: no window spans a gap of the clock, two people or two trials, and remaining rows
-    are dropped. subject_column, label_column: names of these columns; None: usual names.
+    windows like the training data: no window spans a gap of the clock, two people or two trials, and remaining rows are
+    dropped. subject_column, label_column: names of the columns with subjects and labels; None: usual names.
 
     Raises UserError for invalid data, with file, line and column (for an array: window, signal and sample), and for a
     clock with another rate.
@@ -116,7 +117,7 @@ def _remarks(rows: Rows, label: str, pieces: Sequence[Recording]) -> Iterator[st
 
 
 def doubt_about_units(windows: NewWindows, channels: Sequence[str], mean: np.ndarray, std: np.ndarray) -> str:
-    """Returns a text on sensors whose numbers are implausibly large or small; "" if there are none.
+    """Describes sensors whose numbers are implausibly large or small; returns "" if there are none.
 
     mean, std: (C,), statistics of the training channels. A triplet is one sensor, in any orientation. Small numbers can
     mean little motion, so they are doubted only if the sensor measures a constant, such as gravity.

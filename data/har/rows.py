@@ -21,19 +21,19 @@ from trainer.common.errors import UserError
 SUBJECTS = ("subject", "person", "participant", "user", "volunteer")
 LABELS = ("label", "activity", "class")
 TRIALS = ("trial", "session")
-"""Names of columns in which a change starts a new recording."""
+"""Names of columns whose changes start a new recording."""
 _OF_ROWS = ("index", "row", "sample", "unnamed0", "", "id")
 _SLOW = {"battery", "latitude", "longitude", "gps", "accuracy", "pedometer"}
-"""Words in names of columns that do not measure motion, such as a place."""
+"""Words in the names of columns that measure a place or a device instead of motion."""
 _SLOW_NAMES = {"lat", "lon", "lng", "steps", "step count", "step counter", "step counts"}
-"""Further names, without units, of columns that do not measure motion."""
+"""Whole names, without units, of further columns that do not measure motion."""
 
 ROWS_AT_ONCE = 4096
 _LONGEST_HOLE = 25
-"""Largest number of consecutive missing cells that are filled in; more missing cells split a recording."""
+"""Largest number of consecutive missing cells to fill in; a longer gap splits a recording."""
 _BAD_ROWS = "rows that cannot be read, at which recordings are divided"
 LARGEST = 1e15
-"""Limit of signals; larger numbers are invalid."""
+"""Largest absolute value of a signal; larger values are invalid."""
 _NUM_SHOWN = 30
 
 
@@ -66,7 +66,7 @@ class Rows:
     subjects, labels: one per row, "" if missing. spellings: counts of subjects' and of labels' spellings.
     trials: cells of the columns that separate recordings.
     clocks: (n, K) float64; NaN if a cell is not a time. in_seconds: (K,) bool, whether a clock is in seconds.
-    moments: first and last cell by name of clock. unread: an unreadable cell by name of clock.
+    moments: first and last cell of each clock, by name. unread: an unreadable cell of each clock that has one, by name.
     places: (n,) int64, row numbers in the file.
     """
 
@@ -84,7 +84,7 @@ class Rows:
     def without_holes(self, left_out: LeftOut, first: str, needs_subject: bool) -> "Rows":
         """Returns the complete rows; removed rows split recordings. `--on-bad interpolate` first fills short gaps.
 
-        left_out: counts dropped rows and filled cells. first: text on the first unreadable cell.
+        left_out: counts dropped rows and filled cells. first: description of the first unreadable cell.
         """
         num_filled, start = 0, 0
         fills = left_out.reading.on_bad == "interpolate"
@@ -128,9 +128,9 @@ class Rows:
 
 
 def key_of_name(text: str) -> str:
-    """Maps different spellings of a name to one key: 1, 01 and 1.0; yes and YES. Marks of missing values become "".
+    """Maps spellings of a name, such as 1, 01 and 1.0, or yes and YES, to one key. Marks of missing values become "".
 
-    A letter and its capital have different keys, since codes may use both.
+    A single letter and its capital have different keys, since codes may use both.
     """
     text = " ".join(text.split())
     if text in MISSING:
@@ -150,7 +150,7 @@ def roles_of(
 
 
 def usual_column(header: Sequence[str], names: Sequence[str], chosen: str | None = None) -> int | None:
-    """Returns the chosen column, by default the first with a usual name; exact spellings take precedence. Or None."""
+    """Returns the index of the chosen column, or of the first with a usual name, exact spellings first; else None."""
     if chosen is not None:
         return header.index(chosen) if chosen in header else None
     for written in ([name.lower() for name in header], [plain_name(name) for name in header]):
@@ -191,8 +191,8 @@ def read_rows(
 ) -> Rows:  # fmt: skip
     """Reads all rows of an opened table. advice: end of messages on cells that are not numbers.
 
-    left_out: says how to treat bad rows, and counts them. needs_subject: whether a row without subject is bad. Raises
-    UserError with the line.
+    left_out: says how to treat unreadable rows, and counts them. needs_subject: whether rows without a subject count as
+    unreadable. Raises UserError with the line.
     """
     header, decimal_comma = table.header, table.decimal_comma
     columns = signal_columns(header, channels, f"{where}, line {table.line}")
@@ -246,7 +246,7 @@ def read_rows(
 
 
 def signal_columns(header: Sequence[str], channels: Sequence[str], where: str) -> list[int]:
-    """Returns the column index of each channel. Raises UserError if a channel has no column or several."""
+    """Returns the column index of each channel. Raises UserError unless each channel has exactly one column."""
     missing = [name for name in channels if name not in header]
     number = "nine" if len(channels) == len(SIGNALS) else str(len(channels))
     if len(missing) == len(channels):
@@ -274,7 +274,7 @@ def _numbers(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool)
 def _what_is_wrong(
     lines: Sequence[Line], header: Sequence[str], columns: Sequence[int], decimal_comma: bool
 ) -> tuple[str, str]:
-    """Returns what is wrong with the first bad line, and advice unless a cell is wrong."""
+    """Describes the error in the first bad line; also returns advice, or "" if the error is in a cell."""
     for number, fields in lines:
         if len(fields) != len(header):
             return f"line {number}: {len(fields)} columns, but the header has {len(header)}", "fix that line"

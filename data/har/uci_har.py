@@ -23,7 +23,7 @@ ADDRESSES = (
     "https://archive.ics.uci.edu/static/public/240/human+activity+recognition+using+smartphones.zip",
     "https://archive.ics.uci.edu/ml/machine-learning-databases/00240/UCI%20HAR%20Dataset.zip",
 )
-"""Published addresses, 61 MB each: a zip that contains `UCI HAR Dataset.zip`, and that zip itself."""
+"""Published addresses, 61 MB each: a zip that contains `UCI HAR Dataset.zip`, and `UCI HAR Dataset.zip` itself."""
 SHA256 = {
     "train/y_train.txt": "415b3357e2e2d5e70a45c781947c6bdd80e0410a579d862eedcd6bbce3c694ef",
     "train/subject_train.txt": "66e1e2fbe9b396fa5155f531dc3348c803f503be663e2318772d49947db9153a",
@@ -98,7 +98,7 @@ def download_uci_har(
 
 
 def _verify(source: "_Published", sha256: Mapping[str, str]) -> Arrays:
-    """Raises UserError for a file with another checksum. Returns no arrays, so that the cache stores the success."""
+    """Raises UserError for a file with a wrong checksum. Returns an empty dict, which the cache stores as success."""
     for name, expected in sha256.items():
         found = hashlib.sha256(source.read(name)).hexdigest()
         if found != expected:
@@ -119,7 +119,7 @@ class _Published:
         return [stamp(self._source.path)]
 
     def where(self, name: str) -> str:
-        """Names a file in messages."""
+        """Returns the name of a file for messages."""
         return self._source.where_of(name)
 
     def read(self, name: str) -> bytes:
@@ -129,7 +129,7 @@ class _Published:
 
     @cached_property
     def _holder(self) -> tuple[Source, str]:
-        """Source with the data set, perhaps an archive inside this source, and its top folder, "" or "x/"."""
+        """Source with the data set (this source or an archive in it), and the data set's top folder, "" or "x/"."""
         source = self._source
         top = "" if isinstance(source, Folder) else _top_folder(source)
         inner = [file for file in source.files if file.bare_name.endswith(".zip")] if top is None else []
@@ -163,7 +163,7 @@ def _find(path: Path) -> _Published:
 
 
 def is_uci_har(path: Path) -> bool:
-    """Returns whether a folder contains the data set, unpacked or as a zip, or a file is a zip."""
+    """Returns whether a path is a zip, or a folder that contains the data set unpacked or as a zip."""
     if path.is_file():
         return path.suffix == ".zip" or zipfile.is_zipfile(path)
     return _find_if_there(path) is not None
@@ -252,7 +252,7 @@ def _parse_line(line: bytes) -> np.ndarray | None:
 
 
 def _what_is_wrong(line: bytes, num_columns: int) -> str:
-    """Returns what is wrong with a line of numbers."""
+    """Describes the error in a line of numbers."""
     fields = line.decode(errors="replace").split()
     if len(fields) != num_columns:
         return f": {len(fields)} columns instead of {num_columns}"

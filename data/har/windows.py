@@ -1,4 +1,4 @@
-"""Windows of signals from wearable sensors, and their split by person."""
+"""Windows of wearable sensors' signals, and splits of the windows by person."""
 
 import copy
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class HarRecordings:
 
     signals: (N, C, T) float32.
     labels: (N,) int64, indices into `classes`.
-    subjects: (N,) int64, the wearer, as a number or as an index into `subject_names`.
+    subjects: (N,) int64, the wearer's number, or index into `subject_names`.
     is_test: (N,) bool, whether the wearer belongs to the test set.
     channels, classes: names; the defaults are UCI HAR's.
     subject_names: names of people; () if their numbers are their names.
@@ -82,7 +82,7 @@ def triplets_first(names: Sequence[str]) -> tuple[list[str], int]:
 
 
 class HarDataset(Movable):
-    """Data set of some people's windows, in physical units; processes share its memory."""
+    """Data set of some people's windows, in physical units."""
 
     rows_alike = True
 
@@ -149,11 +149,11 @@ def split_by_subject(
     val_subjects: Sequence[int],
     augmentation: Augmentation | None = None,
 ) -> dict[str, HarDataset]:
-    """Builds data sets "train", "val" and "test" of disjoint people; "val" is missing if nobody is held out.
+    """Builds data sets "train", "val" and "test" of disjoint people; "val" is missing without `val_subjects`.
 
     Consecutive windows overlap, so a split of random windows would leak training data into validation.
 
-    seed: seed of the augmentation. val_subjects: some of `training_subjects`. augmentation: of "train"; None: none.
+    seed: seed of the augmentation. val_subjects: some of `training_subjects`. augmentation: random changes of "train".
     """
     is_val = np.isin(recordings.subjects, val_subjects) & ~recordings.is_test
     rows = {"train": ~is_val & ~recordings.is_test, "val": is_val, "test": recordings.is_test}
@@ -164,9 +164,9 @@ def split_by_subject(
 
 
 def with_test_subjects(recordings: HarRecordings, names: Sequence[str] | None) -> HarRecordings:
-    """Makes some people the test set. names: their names; None: every fifth person, or the last of fewer than five.
+    """Makes some people the test set. names: people; None: every fifth person, or the last of fewer than five.
 
-    Raises UserError for unknown names, and if nobody is left.
+    Raises UserError for unknown names, and if nobody is left to train on.
     """
     known = [recordings.name_of(subject) for subject in np.unique(recordings.subjects)]
     if names is None:
@@ -184,15 +184,15 @@ def with_test_subjects(recordings: HarRecordings, names: Sequence[str] | None) -
 
 
 def training_subjects(recordings: HarRecordings) -> list[int]:
-    """Returns the people that are not in the test set, sorted."""
+    """Returns the people who are not in the test set, sorted."""
     subjects: list[int] = np.unique(recordings.subjects[~recordings.is_test]).tolist()
     return subjects
 
 
 def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int) -> list[int]:
-    """Returns the validation subjects of a seed: num_val_subjects consecutive training subjects, cyclically.
+    """Returns the validation subjects of a seed: num_val_subjects consecutive training subjects, in cyclic order.
 
-    The first one has index seed * num_val_subjects. Raises UserError if nobody is left for training.
+    The first subject has index seed * num_val_subjects. Raises UserError if nobody is left for training.
     """
     candidates = training_subjects(recordings)
     if len(candidates) == 1:
@@ -211,7 +211,7 @@ def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int
 
 
 def named_subjects(recordings: HarRecordings, names: Sequence[str]) -> list[int]:
-    """Returns the people of `--val-subjects`, sorted. Raises UserError for unknown names, or if nobody is left."""
+    """Returns the people of `--val-subjects`, sorted. Raises UserError for unknown names, or no remaining people."""
     candidates = {recordings.name_of(subject): subject for subject in training_subjects(recordings)}
     if strangers := [name for name in names if name not in candidates]:
         raise UserError(
