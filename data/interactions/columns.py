@@ -50,9 +50,9 @@ FIND_OUT = ColumnChoice()
 
 @dataclass(frozen=True)
 class Layout:
-    """Columns of a file and the roles of the user, item and time columns.
+    """Columns of a file, and which of the columns contain users, items and times.
 
-    names: names of columns; without a header, numbers.
+    names: names of columns; without a header, "column 1" and so on.
     user, item, time: column indices from 0; time: None without times.
     remarks: lines for the user.
     """
@@ -68,12 +68,12 @@ class Layout:
 def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoice, where: str) -> Layout:
     """Detects the layout of a file from its first two lines.
 
-    first, second: fields of these lines; second: [] if there is no second line. where: noun for the first line in
+    first, second: fields of these lines; second: [] if there is no second line. where: name of the first line in
     messages.
 
-    With a header, columns are found by name: a chosen name, otherwise a usual one. Without a header, user and item are
-    the first two columns, and the time is the only other column that begins with a date, or with seconds or
-    milliseconds since 1970 of the years 1973 to 2099.
+    With a header, columns are found by name: a chosen name, otherwise a usual name. Without a header, the first two
+    columns are user and item. The time is then the only other column that begins with a date, or with a Unix time from
+    1973 to 2099 in seconds or milliseconds.
 
     Raises UserError, with the flags to give, if the layout is ambiguous.
     """
@@ -92,9 +92,9 @@ def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoic
 
 
 def _are_names(first: Sequence[str], choice: ColumnChoice) -> bool:
-    """Returns whether a line is a header: has a chosen or usual name, or three columns without number or date.
+    """Returns whether a line is a header: has a chosen or usual name, or at least three columns and no number or date.
 
-    A word such as "book" may be the name of the item column or an item; in a line with a calendar time it is an item.
+    A word such as "book" can be a column name or an item; in a line with a date or Unix time it is an item.
     """
     chosen = [choice.of(role) for role in ROLES]
     if any(text is not None and text != NO_TIMES and not text.isdecimal() for text in chosen):
@@ -107,7 +107,7 @@ def _are_names(first: Sequence[str], choice: ColumnChoice) -> bool:
 
 
 def _are_unlike(first: Sequence[str], second: Sequence[str]) -> bool:
-    """Returns whether the first line has two words and the second two numbers, so the words are column names."""
+    """Returns whether the first line has two words and the second line two numbers; the words are then column names."""
     return len(first) == len(second) == 2 and not any(map(is_time, first)) and all(map(is_time, second))
 
 
@@ -132,7 +132,7 @@ def _by_name(names: Sequence[str], second: Sequence[str], choice: ColumnChoice, 
 
 
 def _refuse_time_of_day(names: Sequence[str], second: Sequence[str], time: int, where: str) -> None:
-    """Raises UserError if the time column contains only a time of day and another column the date."""
+    """Raises UserError if the time column contains only times of day and another column contains the date."""
     dates = [i for i, name in enumerate(names) if plain_name(name) in NAMES["time"] and is_calendar_time(second[i])]
     if dates and time not in dates:
         raise UserError(

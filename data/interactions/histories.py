@@ -1,4 +1,4 @@
-"""Reads the file of `--predict`: histories of users to recommend items to."""
+"""Reads the file of `--predict`: histories of the users to whom a model recommends items."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from trainer.loading.order import SampleKeys
 
 
 class Histories:
-    """Data set of ranking places: sample i is place i % num_places of the recommendations to user i // num_places.
+    """Data set with a sample per recommendation: sample i asks for place i % num_places of user i // num_places.
 
     user_ids: names of the users, in the order of `Table.user_ids`. remarks: lines for the user.
     """
@@ -32,8 +32,8 @@ class Histories:
         item_ids: names of the model's items 1, 2, ...; other items are dropped with a remark. maxlen: see
         `split_interactions`. with_times: whether the model needs times. mask_seen: recommend no item of the history.
 
-        Raises UserError if the file cannot be read, if no user remains, or if a user has fewer items left than
-        num_places.
+        Raises UserError if the file cannot be read, if no user remains, or if fewer than num_places items can be
+        recommended to a user.
         """
         [file] = find_files(path, "--predict")[-1:]
         table = read_table([file], columns, reading)

@@ -13,12 +13,12 @@ SplitKind = Literal["leave-one-out", "ratio", "time"]
 
 @dataclass(frozen=True)
 class HoldOut:
-    """Split of interactions that no files determine; each user's training comes first, then validation, then test.
+    """Rule to split interactions into each user's training, validation and test interactions, in this order of time.
 
-    kind: "leave-one-out": of each user with at least three interactions, the last one is for the test and the second to
-    last for validation. "ratio": of each such user, the last test_share of interactions is for the test and the
-    val_share before it for validation, at least one each. "time": the latest test_share of all interactions is for the
-    test and the val_share before it for validation; simultaneous interactions stay together.
+    kind: "leave-one-out": each user's last interaction is for the test and the second to last for validation. "ratio":
+    each user's last test_share of interactions is for the test and the val_share before it for validation, at least one
+    each. With both, users with fewer than three interactions are for training. "time": the latest test_share of all
+    interactions is for the test and the val_share before it for validation; simultaneous interactions stay together.
     """
 
     kind: SplitKind = "leave-one-out"
@@ -27,7 +27,7 @@ class HoldOut:
 
     @property
     def flags(self) -> str:
-        """Flags of this split as on a command line."""
+        """Flags that select this split on the command line."""
         shares = f" --val-share {self.val_share:g} --test-share {self.test_share:g}"
         return f"--split {self.kind}" + ("" if self.kind == "leave-one-out" else shares)
 

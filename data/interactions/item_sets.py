@@ -1,4 +1,4 @@
-"""Sets of items per user, and exact random draws from their complements."""
+"""Sets of items per user, and uniform random draws of items outside these sets."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ class ItemSets(Movable):
 
     @classmethod
     def of_pairs(cls, users: np.ndarray, items: np.ndarray, num_users: int, num_items: int) -> "ItemSets":
-        """Builds sets from pairs of user and item, (n,) each, in any order and perhaps repeated."""
+        """Builds sets from pairs of user and item, (n,) each, in any order; pairs may repeat."""
         stride = num_items + 1
         pairs = sorted_distinct(users * stride + items)
         users, items = np.divmod(pairs, stride)
@@ -97,11 +97,11 @@ def distinct_below(bits: Array, limit: Array) -> Array:
 
     Uses Floyd's algorithm (Bentley and Floyd, "A sample of brilliance", Communications of the ACM 30(9), 1987). Round i
     draws from the first limit - n + i + 1 numbers. If the draw was chosen before, the last of these numbers, which no
-    earlier round could draw, replaces it.
+    earlier round could draw, replaces the draw.
 
-    All rounds run at once. A draw was chosen before if it equals an earlier draw, which sorting shows, or the last
-    number of an earlier round that chose this number as a draw or a replacement. So each round points to the round
-    whose last number it drew, and each iteration of the loop doubles the length of the chains that are followed.
+    All rounds run at once. A draw was chosen before if it equals an earlier draw, which sorting shows, or if it equals
+    the last number of an earlier round that chose this number. So each round points to the round whose last number it
+    drew, and each iteration of the loop doubles the length of the chains of pointers that are followed.
     """
     num, least = bits.shape[1], (limit - bits.shape[1])[:, None]
     round_ = arange_like(num, bits)

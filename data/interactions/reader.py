@@ -26,8 +26,8 @@ class Interactions:
     items: (n,) int32, from 1 to num_items; 0 is padding.
     times: (n,) int64, in seconds; None without times.
     num_items: number of items.
-    held_out: (num_users, 2) int64, numbers of each user's last interactions for validation and for the test, if files
-        determine the split; otherwise None.
+    held_out: (num_users, 2) int64, how many of each user's last interactions are for validation and for the test, if
+        files determine the split; otherwise None.
     key: cache key of the content.
     item_ids: (num_items,), names of items 1, 2, ... in the files. remarks: lines for the user.
     """
@@ -51,16 +51,16 @@ def load_interactions(
 ) -> Interactions:
     """Reads interactions; the parsed arrays are cached.
 
-    A file has one interaction per line, with columns as `find_layout` describes, separated by tabs, `::`, semicolons,
-    commas, | or blanks; fields may be quoted unless `::` or blanks separate them. JSON lines and parquet are also
-    supported. Users and items are any text, numbered in order of their names, or by value if all are whole numbers.
+    A file has one interaction per line, with the columns of `find_layout` separated by tabs, `::`, semicolons, commas,
+    | or blanks. Fields may be quoted unless `::` or blanks separate them. JSON lines and parquet are also supported.
+    Users and items may have any names and are numbered in order of names, or by value if all names are whole numbers.
     Repeated interactions are kept, since people buy again, but lines with equal user, item and time count once. Without
     times, file order is time order.
 
-    path: a file, which gzip, bzip2 or xz may compress; or a folder, `.zip` or `.tar.gz` that contains `ratings.dat`,
-    `u.data` or `ratings.csv`, or else a single table (`TABLES`), or files of one layout for training, validation and
-    test (`parts_of`). Archives are read without unpacking them to disk. k_core: users and items with fewer interactions
-    are dropped repeatedly; 1 or less keeps all.
+    path: a file, plain or compressed with gzip, bzip2 or xz; or a folder, `.zip` or `.tar.gz` that contains
+    `ratings.dat`, `u.data` or `ratings.csv`, or else a single table (`TABLES`), or files with equal columns for
+    training, validation and test (`parts_of`). Archives are read without unpacking them to disk. k_core: users and
+    items with fewer interactions are dropped repeatedly; 1 or less keeps all.
 
     Raises UserError if the file is missing, ambiguous or damaged, has an unreadable line or unknown columns, or if the
     k-core is empty.
@@ -121,7 +121,7 @@ def _build(files: Sequence[DataFile], k_core: int, columns: ColumnChoice, readin
         counts = ", ".join(f"{count.sum():,} of {file.name}" for count, file in zip(of_parts, files, strict=True))
         remarks.append(f"The files define what is held out: {counts}.")
     if table.times is not None:
-        # fractions of a second affect only the order
+        # fractions of a second only affect the order
         arrays["times"] = np.floor(table.times[kept][order]).astype(np.int64)
     return arrays | {"remarks": array_of_texts(remarks)}
 
@@ -132,7 +132,7 @@ def in_time_order(users: np.ndarray, times: np.ndarray | None, parts: np.ndarray
 
 
 def _k_core(users: np.ndarray, items: np.ndarray, k: int) -> np.ndarray:
-    """Returns indices of the interactions left when users and items with fewer than k are dropped repeatedly."""
+    """Returns indices of the interactions that remain once each remaining user and item has at least k of them."""
     kept = np.arange(len(users))
     while True:
         stays = np.ones(len(kept), bool)

@@ -1,4 +1,4 @@
-"""Data sets of interactions: histories to train on, and held-out items with their histories; both with negatives.
+"""Data sets of training histories and of held-out items with their histories; both contain negatives.
 
 The sequences of a batch are padded at the end with item 0 to `SampleKeys.padded_length`.
 
@@ -38,8 +38,8 @@ Evaluation histories vary more in length and take less time than training histor
 class Negatives:
     """Number of negative items per training sample.
 
-    num: negatives per position, or per user. per_position: draw (B, T, num); otherwise (B, num), shared by all
-    positions of a user.
+    num: negatives per position, or per user. per_position: draw negatives (B, T, num) for each position; otherwise
+    (B, num), shared by all positions of a user.
     """
 
     num: int
@@ -103,7 +103,7 @@ class TrainSequences(Movable):
         return np.bincount(self._sets.items, minlength=self._sets.num_items + 1) / self._num_users
 
     def num_terms(self, index: np.ndarray) -> np.ndarray:
-        """Returns the number of targets of samples (B,): (B,) int64."""
+        """Returns the number of targets of each sample of `index`, (B,): (B,) int64."""
         return self._lengths[index]
 
     def weights(self, keys: SampleKeys) -> np.ndarray:
@@ -163,7 +163,7 @@ class _Candidates(Movable):
 
 
 class EvaluationSequences(Movable):
-    """Data set of held-out items, each with the non-empty history before it and with negatives.
+    """Data set of held-out items, each with negatives and with the user's earlier items, at least one.
 
     Samples are sorted by history length, so that batches need little padding.
 
@@ -251,12 +251,12 @@ def split_interactions(
     negatives: negatives of training samples; None: none.
     eval_negatives: how evaluation negatives are drawn. "parity": with replacement, from items that the user's training
         does not contain, so they may include the validation item and the target, as in the published code of SASRec.
-        "unseen": with replacement, from items that neither the user's training nor the evaluated set contains, nor for
-        the test the validation set, as in the published code of TiSASRec. "clean": 100 distinct items without any
-        interaction of the user.
+        "unseen": with replacement, from items that are not in the user's training or evaluated set or, for the test,
+        validation set, as in the published code of TiSASRec. "clean": 100 distinct items with which the user never
+        interacts.
     mask_seen: whether evaluation batches contain "seen".
 
-    Raises UserError if no history is left to train on, or if a user has too few items left for negatives.
+    Raises UserError if no history is left to train on, or if too few items are left as negatives for a user.
     """
     split = _load_split(interactions, cache_dir, hold_out)
     train = TrainSequences(
@@ -315,7 +315,7 @@ def _load_split(interactions: Interactions, cache_dir: Path, hold_out: HoldOut) 
 def _items_excluded(
     interactions: Interactions, split: _Split, eval_negatives: EvaluationNegatives, is_test: bool
 ) -> ItemSets:
-    """Returns the items of each user that are not drawn as negatives in validation or, if is_test, in the test."""
+    """Returns each user's items that are not drawn as negatives in validation or, if is_test, in the test."""
     if eval_negatives == "parity":
         return split.items
     users, position = _numbered(np.diff(interactions.offsets))
@@ -329,16 +329,16 @@ def _item_sets(interactions: Interactions, users: np.ndarray, chosen: np.ndarray
 
 
 def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Expands counts per user, (num_users,), to n pairs of user and index within the user, (n,) int64 each."""
+    """Expands counts per user, (num_users,), to n pairs: user and index within the user, (n,) int64 each."""
     users = np.repeat(np.arange(len(counts)), counts)
     return users, np.arange(len(users)) - (np.cumsum(counts) - counts)[users]
 
 
 def scaled_times(interactions: Interactions, times: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-    """Returns times since each user's first one, divided by the user's smallest gap and rounded, plus 1: (n,) int32.
+    """Returns times since each user's first time, divided by the user's smallest gap and rounded, plus 1: (n,) int32.
 
     times: (n,). counts: (n,) bool, interactions whose nonzero gaps count; None: all. Without a gap, the divisor is 1 s.
-    Counting only training interactions avoids leaking the future. After Li, Wang and McAuley, "Time interval aware
+    Counting only training interactions avoids leaking the future. See Li, Wang and McAuley, "Time interval aware
     self-attention for sequential recommendation", WSDM 2020.
     """
     users, _ = _numbered(np.diff(interactions.offsets))
@@ -350,4 +350,4 @@ def scaled_times(interactions: Interactions, times: np.ndarray, counts: np.ndarr
     np.minimum.at(smallest, users[1:][chosen], gaps[chosen])
     smallest[smallest == np.iinfo(np.int64).max] = 1
     scaled = np.rint((times - times[interactions.offsets[users]]) / smallest[users]) + 1
-    return np.clip(scaled, 1, _LARGEST_SCALED_TIME).astype(np.int32)  # with files for parts, times may decrease
+    return np.clip(scaled, 1, _LARGEST_SCALED_TIME).astype(np.int32)  # times may decrease between the files of a split

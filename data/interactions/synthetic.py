@@ -5,8 +5,8 @@ visit to visit old interests fade, and sometimes a new interest appears. Users w
 
 SHORT_GAPS separate the items of a visit, and LONG_GAPS separate visits. Three rules choose items:
 
-- A visit opens with a leap to an attractive item: one of a topic that the user likes, more often a well-known one.
-- After the opener, the user **resumes the thread of the previous visit**: the sequel of the item before the opener.
+- A visit opens with a leap to an attractive item: an item, often well known, of a topic that the user likes.
+- After the opener, the user **resumes the thread of the previous visit** with the sequel of the item before the opener.
 - The thread continues, sequel by sequel, until it ends or the user **begins another thread** with a similar leap, whose
   sequels follow.
 
@@ -106,7 +106,7 @@ class _Viewers:
         self.interests[users[finds_new], _pick_topics(draws[finds_new, 1])] += 1
 
     def leap(self, users: np.ndarray, draws: np.ndarray) -> np.ndarray:
-        """Draws an item that attracts each user and is new to them, (n,). users: (n,). draws: (n,) in [0, 1)."""
+        """Draws an attractive unseen item for each user: (n,). users: (n,). draws: (n,) in [0, 1)."""
         renown = 1 / np.arange(1, ITEMS_PER_TOPIC + 1)
         interests = self.interests[users] + _CURIOSITY
         weights = interests[:, :, None] * renown * self.unseen[users]
@@ -163,7 +163,7 @@ def _pick_topics(draws: np.ndarray) -> np.ndarray:
 
 
 def _pick(weights: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Draws a column of each row in proportion to its weight: (n,) int64. weights: (n, k). draws: (n,) in [0, 1)."""
+    """Draws a column of each row in proportion to the weights (n, k): (n,) int64. draws: (n,) in [0, 1)."""
     cumulated = np.cumsum(weights, axis=1)
     return np.argmax(cumulated > draws[:, None] * cumulated[:, -1:], axis=1)
 

@@ -120,7 +120,7 @@ class _Parser:
         self._wheres: list[str] = []
 
     def add(self, lines: Iterable[Line], layout: Layout, where: str) -> None:
-        """Adds the lines of a file. where: noun for the file in messages."""
+        """Adds the lines of a file. where: name of the file in messages."""
         if layout.names != self._layout.names:
             raise UserError(f"{where}: has different columns than {self._wheres[0]}; give files with the same columns")
         self._wheres.append(where)
@@ -227,7 +227,7 @@ class _Parser:
         return kept
 
     def _what_is_wrong(self, fields: Sequence[str]) -> tuple[str, str] | None:
-        """Returns what is wrong with a line and how to fix it; None if the line is well-formed."""
+        """Returns the error in a line and how to fix it; None if the line is well-formed."""
         layout, advice = self._layout, "fix it"
         if len(fields) != len(layout.names):
             return f"{len(fields)} column{'s' * (len(fields) != 1)} instead of {len(layout.names)}", advice
@@ -266,7 +266,7 @@ class _Codes(dict[str, int]):
     def in_order(self) -> tuple[list[str], np.ndarray]:
         """Returns the names, sorted by `data.csv_lines.in_order`, and each code's index in them.
 
-        If all names are whole numbers, 7.0 becomes 7, since programs write whole numbers so in columns with gaps.
+        If all names are whole numbers, 7.0 becomes 7, since programs write 7.0 in columns with missing values.
         """
         names, whole = list(self), list(map(without_point, self))
         if all(name.isascii() and name.isdigit() for name in whole):
@@ -281,7 +281,7 @@ def _is_no_name(text: str) -> bool:
 
 
 def _first_of_equal(users: np.ndarray, items: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Returns the indices of interactions without those that repeat an earlier one's user, item and time."""
+    """Returns the indices of interactions, except repetitions of an earlier user, item and time."""
     order = np.lexsort((times, items, users))  # a stable sort
     is_again = np.zeros(len(order), bool)
     is_again[order[1:]] = np.all([np.diff(column[order]) == 0 for column in (users, items, times)], axis=0)

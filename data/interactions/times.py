@@ -17,7 +17,7 @@ EXPECTED = "a time: a number, or a date such as 2024-05-31, 2024-05-31T18:30:00+
 
 
 def parse_times(texts: Sequence[str]) -> np.ndarray | None:
-    """Parses times to (n,) int64, or float64 unless all are whole; None if a text is no time or the forms differ.
+    """Parses times to (n,) int64, or float64 unless all are whole; None if a string is no time or formats differ.
 
     Dates become seconds since 1970, in UTC unless they have a time zone. For dates such as 31/05/2024 both
     interpretations are returned, (n, 2) float64: day first and month first, NaN if impossible.
@@ -37,8 +37,8 @@ def in_seconds(times: np.ndarray) -> tuple[np.ndarray, str]:
 
     times: all times of a file from `parse_times`, (n,) with n >= 1, or (n, 2) for ambiguous dates. Detects milli-,
     micro- and nanoseconds of the years 1973 to 2099, and days of these years as numbers such as 20240531, optionally
-    with hours, minutes and seconds. Numbers of 0 or less mark unknown times and do not count; among dates they become
-    0. Raises ValueError if it is unclear whether the day or the month comes first.
+    with hours, minutes and seconds. Numbers up to 0 mark unknown times and are ignored; beside numbers such as 20240531
+    they become 0. Raises ValueError if it is unclear whether the day or the month comes first.
     """
     if times.ndim == 2:
         found = settled(times[:, None])[:, 0]
@@ -93,7 +93,7 @@ _DATES_IN_DIGITS = {
 
 
 def form_of(text: str) -> str:
-    """Returns the form of a time, which must be the same in a file; "" for other text."""
+    """Describes the format of a time, so that formats can be compared; returns "" for other strings."""
     if is_number(text):
         return "a number"
     times = parse_times([text])
@@ -101,12 +101,12 @@ def form_of(text: str) -> str:
 
 
 def is_time(text: str) -> bool:
-    """Returns whether a text may be a time."""
+    """Returns whether a string may be a time."""
     return parse_times([text]) is not None
 
 
 def is_calendar_time(text: str) -> bool:
-    """Returns whether a text is a date, or seconds or milliseconds since 1970 of the years 1973 to 2099."""
+    """Returns whether a string is a date, or a Unix time from 1973 to 2099 in seconds or milliseconds."""
     if not is_number(text):
         return is_time(text)
     low, high = _CALENDAR_S
@@ -115,7 +115,7 @@ def is_calendar_time(text: str) -> bool:
 
 
 def is_time_of_day(text: str) -> bool:
-    """Returns whether a text is a time of day such as 18:30:00, without a date."""
+    """Returns whether a string is a time of day such as 18:30:00, without a date."""
     try:
         time.fromisoformat(text)
     except ValueError:
@@ -124,7 +124,7 @@ def is_time_of_day(text: str) -> bool:
 
 
 def time_range(times: np.ndarray) -> str:
-    """Formats the first and last time of (n,), n >= 1; as dates if possible."""
+    """Formats the first and the last of times (n,), n >= 1, as dates if possible."""
     low, high = _CALENDAR_S
     known = times[times != 0]  # 0 marks an unknown time
     if not len(known) or known.min() < low or known.max() >= high:

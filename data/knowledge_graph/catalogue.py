@@ -38,7 +38,7 @@ class ItemLists(Movable):
 
     @classmethod
     def of_pairs(cls, users: np.ndarray, items: np.ndarray, num_users: int) -> "ItemLists":
-        """Builds lists from pairs of user and item, (n,) int64 each, in any order and perhaps repeated."""
+        """Builds lists from pairs of user and item, (n,) int64 each, in any order; pairs may repeat."""
         stride = int(items.max(initial=0)) + 1
         users, items = np.divmod(sorted_distinct(users * stride + items), stride)
         return cls(np.searchsorted(users, np.arange(num_users + 1)), items.astype(np.int32))
@@ -69,7 +69,7 @@ class ItemLists(Movable):
         return np.append(own, -1)[position] == pairs
 
     def where(self, chosen: np.ndarray) -> "ItemLists":
-        """Returns lists of the chosen pairs, (n,) bool, for all users."""
+        """Returns the lists of all users with only the chosen pairs. chosen: (n,) bool."""
         return ItemLists(np.concatenate([[0], np.cumsum(chosen)])[self.offsets], self.items[chosen])
 
     def joined_with(self, other: "ItemLists") -> "ItemLists":
@@ -83,11 +83,11 @@ class Catalogue:
     """Training, validation and test interactions, and a knowledge graph.
 
     train, val, test: ItemLists of all users; if models are selected on the test set, val is the same object as test.
-    triples: (m, 3) int32, head, relation and tail of each triple, distinct and ascending; m is 0 without a graph.
+    triples: (m, 3) int32, head, relation and tail of each triple, distinct and sorted; m is 0 without a graph.
     relation_names: names of all relations; () if unknown.
     unknown_items: (k,) int64, item ids below num_items that no file contains.
     notes: lines for the user.
-    names: names of users, items and other entities; () each if the files contain numbers.
+    names: three tuples, with the names of users, items and other entities, or empty if the files contain numbers.
     """
 
     num_users: int

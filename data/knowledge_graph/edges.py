@@ -1,6 +1,6 @@
-"""Joins a knowledge graph and interactions to one graph.
+"""Joins a knowledge graph and users' interactions into one graph.
 
-After Wang et al., "KGAT: Knowledge Graph Attention Network for Recommendation", KDD 2019, section 2.
+See Wang et al., "KGAT: Knowledge Graph Attention Network for Recommendation", KDD 2019, section 2.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ class Edges:
     """Distinct directed edges, sorted by head, then tail, then relation.
 
     Nodes are items, from 0, then other entities, then users: user u is node num_entities + u. Relation 0 is "interact"
-    (user to item), 1 its inverse. Relation r of the knowledge graph's R is 2 + r, its inverse 2 + R + r.
+    (user to item), and relation 1 its inverse. The knowledge graph has R relations; its relation r becomes 2 + r, and
+    the inverse 2 + R + r.
 
     head, tail, relation: (E,) int32.
     num_relations: 2 + 2 R.

@@ -12,7 +12,7 @@ from trainer.common.errors import UserError
 class DataFiles:
     """Files of one folder.
 
-    where: noun for the folder in messages. by_name: files by `DataFile.bare_name`.
+    where: name of the folder in messages. by_name: files by `DataFile.bare_name`.
     """
 
     where: str
@@ -37,11 +37,11 @@ class DataFiles:
 
 
 def find_files(path: Path, telling: Collection[str]) -> DataFiles:
-    """Finds the folder of a data set: `path`, or a folder in it, that contains one of the file names `telling`.
+    """Finds the folder of a data set: `path`, or a folder in it, that contains a file named in `telling`.
 
     If no folder contains such a file, returns the files of `path` or of its only folder. path: a file, a folder or an
-    archive. Raises UserError if it cannot be read, if several folders qualify, or if a file exists with and without
-    .gz.
+    archive. Raises UserError if the path cannot be read, if several folders qualify, or if a file exists both plain and
+    compressed.
     """
     path = path.resolve()
     where = f"--data-dir {path}"
@@ -63,7 +63,7 @@ def find_files(path: Path, telling: Collection[str]) -> DataFiles:
 
 
 def _folders(source: Source) -> dict[str, list[DataFile]]:
-    """Returns the files by folder; keys are nouns for the folders in messages. The source itself comes first."""
+    """Returns the files of each folder, by the folder's name in messages; the source itself comes first."""
     folders: dict[str, list[DataFile]] = {source.where: []}
     for file in source.files:
         folder = str(PurePosixPath(file.name).parent)

@@ -1,4 +1,4 @@
-"""Reads the file of `--predict`: users to recommend items to."""
+"""Reads the file of `--predict`: users to whom a model recommends items."""
 
 from pathlib import Path
 
@@ -14,11 +14,11 @@ from trainer.loading.order import SampleKeys
 
 HEADER = "user"
 _MOST_DIGITS = 18
-"""Largest number of digits that always fits 64 bits."""
+"""Largest number of digits of which every integer fits 64 bits."""
 
 
 def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> tuple[np.ndarray, list[str]]:
-    """Reads users, (n,) int64, in the order of the file and perhaps repeated; also returns remarks.
+    """Reads users in the order of the file, with repetitions, (n,) int64; also returns lines to print.
 
     path: text with one user id per line, as in the training data, and optionally a header such as `user` or `user_id`.
     Raises UserError, with file, line and value, for users without training items, unless such users are dropped.
@@ -52,10 +52,10 @@ def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> t
 
 
 class Recommendations:
-    """Data set of ranking places: sample i is place i % num_places of the recommendations to users[i // num_places]."""
+    """Data set with a sample per recommendation: sample i asks for place i % num_places of users[i // num_places]."""
 
     def __init__(self, users: np.ndarray, num_places: int, catalogue: Catalogue) -> None:
-        """Creates the data set. users: (n,) int64. Raises UserError if a user has fewer than num_places items left."""
+        """Creates the data set. users: (n,) int64. Raises UserError if a user lacks num_places items to recommend."""
         self.users = users
         self.num_places = num_places
         self._seen = catalogue.seen

@@ -17,7 +17,7 @@ _SHOWN_WIDTH = 60
 
 @dataclass(frozen=True)
 class Numbers:
-    """Whole numbers from 0 to LARGEST_ID, in at least one row; no row is empty.
+    """One or more non-empty rows of whole numbers from 0 to LARGEST_ID.
 
     values: (n,) int64.
     offsets: (rows + 1,) int64; row r has values[offsets[r] : offsets[r + 1]].
@@ -52,7 +52,7 @@ class Numbers:
         return self.values[self.offsets[:-1]]
 
     def columns(self, names: str) -> np.ndarray:
-        """Returns a table (rows, columns), a column per word of `names`. Raises UserError if a row's length differs."""
+        """Returns a table (rows, columns) with a column per word of `names`. Raises UserError if a row does not fit."""
         num_columns = len(names.split())
         wrong = np.flatnonzero(np.diff(self.offsets) != num_columns)
         if len(wrong):
@@ -63,8 +63,8 @@ class Numbers:
     def refuse(self, is_wrong: np.ndarray, reason: str, rows: np.ndarray | None = None, **values: np.ndarray) -> None:
         """Raises UserError for the first wrong value. is_wrong: (n,) bool.
 
-        reason: in the message, {name} is replaced by the wrong value's entry in values[name], (n,). rows: (n,), the row
-        of each value; default: one value per row.
+        reason: part of the message, in which {name} becomes the wrong value's entry in values[name], (n,). rows: (n,),
+        the row of each value; by default value i is in row i.
         """
         if is_wrong.any():
             i = int(np.argmax(is_wrong))

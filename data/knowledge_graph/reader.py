@@ -1,12 +1,12 @@
 """Reads catalogues in the two layouts that most published data sets have.
 
 The layout of KGAT (Wang et al., KDD 2019) has `train.txt`, `test.txt` and optionally `valid.txt`, with a line `user
-item item ...` per user; `kg_final.txt`, with a line `head relation tail` per triple; and optionally lists with a header
-of all users, items, entities and relations, such as `user_list.txt`.
+item item ...` per user; `kg_final.txt`, with a line `head relation tail` per triple; and optionally lists of all users,
+items, entities and relations, such as `user_list.txt`, which begin with a header.
 
 The layout of KGCN (Wang et al., WWW 2019) has `ratings_final`, with a line `user item label` per rating, where label 1
-means that the user has the item; `kg_final`; and optionally `item_index2entity_id.txt`, with a line per item. The first
-two end in `.txt` or `.npy`; `.npy` takes precedence.
+means that the user has the item; `kg_final`; and optionally `item_index2entity_id.txt`, with a line per item.
+`ratings_final` and `kg_final` end in `.txt` or `.npy`; `.npy` takes precedence.
 
 `data.knowledge_graph.tables` reads tables of named columns.
 """
@@ -35,7 +35,7 @@ _LISTS = ("user_list.txt", "item_list.txt", "entity_list.txt", "relation_list.tx
 _TEST_SHARE = 0.2
 """Share of each user's ratings for the test, as in the published code of KGCN."""
 _IDS_FOR_ONE = 10
-"""An id above 1000 + this factor times the number of distinct ids is an error, since tables are as long as ids."""
+"""An id above 1000 + this factor times the number of distinct ids is an error, since tables have a row for every id."""
 _NUMBERED = "far above the others: ids should be 0, 1, 2, ... with few gaps"
 
 
@@ -48,7 +48,8 @@ def load_catalogue(
         compressed; archives are not unpacked to disk. The graph is optional. Repeated entries of a file count once.
     val_share: share of each user's training items to hold out for validation, 0 <= val_share < 1, if there is no
         `valid.txt`. Every user keeps at least one training item.
-    seed: determines, with user and item, the validation items, and the test items (20 % of each user's) of ratings.
+    seed: determines, with user and item, the validation items and, without a test file, 20 % of each user's items for
+        the test.
     selects_on_test: use the test set for validation too, as in the published code of KGAT; no training item is held
         out, and `valid.txt` is ignored.
     reading: encoding and treatment of bad lines, for tables.

@@ -1,4 +1,4 @@
-"""Data sets of a recommender: interactions, triples of the graph, and users to rank items for.
+"""Data sets of a recommender: interactions, triples of the graph, and users for whom items are ranked.
 
 Random draws are functions of seed, epoch and sample index, and do not depend on the batch. Negatives are drawn without
 rejection (see `ItemSets`).
@@ -56,7 +56,7 @@ class BprSamples(Movable):
         return len(self._items)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
-        """Returns {"user", "positive", "negative"}, (B,) int64 each; negatives are uniform among other items."""
+        """Returns {"user", "positive", "negative"}, (B,) int64 each; negatives are uniform over other items."""
         index = self.here(keys.index)
         bits = random_bits(self._seed, keys.epoch, index, 2, _ITEM_STREAM)
         if self._users_of_samples is not None:
@@ -73,7 +73,7 @@ class BprSamples(Movable):
 
 
 class Triples(Movable):
-    """Data set of edges, each with a node that the edge's relation does not join to its head.
+    """Data set of edges, each with a negative: a node that the edge's relation does not join to the edge's head.
 
     It has one sample per edge. In each epoch, heads come from one random permutation of the head nodes after another,
     and each sample draws one of its head's edges uniformly, as in the published code of KGAT.
@@ -147,7 +147,7 @@ class UsersToRank(Movable):
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
         """Returns {"user": (B,), "positives": (B, P), "seen": (B, S)}, int64, with lists padded with num_items.
 
-        "seen" are items that are not recommended: of training and, in the test, also of a separate validation set.
+        "seen" are items that are not recommended: training items and, in the test, items of a separate validation set.
         """
         users = self.users[keys.index]
         return {

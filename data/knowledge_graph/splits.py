@@ -17,8 +17,9 @@ def hold_out(
 ) -> tuple[ItemLists, ItemLists]:
     """Splits lists into kept items and held-out items, a share 0 <= share < 1 of each user's items.
 
-    The held-out items have the smallest hashes or, given times (n,), are the latest. A fraction of an item is rounded
-    up with its probability, so that users with few items contribute their share. Every user keeps at least one item.
+    The held-out items have the smallest hashes or, given times (n,), are the latest. A fractional number of items is
+    rounded up with the probability of its fraction, so that users with few items contribute their share. Every user
+    keeps at least one item.
     """
     users, sizes = lists.users, lists.sizes
     words = random_bits(seed, 0, users << 32 | lists.items, 1, stream)[:, 0]
@@ -31,7 +32,7 @@ def hold_out(
 
 
 def with_validation(published: Catalogue, *, val_share: float, seed: int, selects_on_test: bool) -> Catalogue:
-    """Adds a validation set to a published data set without one. For the other arguments see `load_catalogue`.
+    """Adds a validation set to a data set unless it has one. For the other arguments see `load_catalogue`.
 
     Raises UserError if the validation set is empty.
     """

@@ -1,11 +1,12 @@
-"""Synthetic data: readers who borrow books, with a graph that shows what few interactions do not show.
+"""Synthetic data: readers who borrow books, and a graph of facts that the few interactions do not show.
 
 A book has an author and a genre, and may belong to a series; all books of a series have the same author. An author
 writes for an imprint, mostly in one genre. A reader follows two authors and a series, and likes a genre and an imprint;
-how many of these a book has determines its probability. Half of all books are better known than the others.
+the more of these a book has, the more probably the reader borrows it. Half of all books are better known than the
+other half.
 
 So the same readers borrow different books of an author, but most books are borrowed too rarely for the interactions to
-show this. The graph shows it by its relations; it joins books of an imprint through their authors. Two relations, the
+show this. The relations of the graph show it; books of an imprint are joined through their authors. Two relations, the
 year and the printer of a book, do not affect taste.
 """
 
@@ -33,7 +34,7 @@ _OF_MAIN_GENRE = 0.75
 _WELL_KNOWN = 2.0
 """Factor on the probability of a well-known book."""
 _INTERESTS = {"author": (200.0, 200.0), "series": (150.0,), "genre": (4.0,), "imprint": (20.0,)}
-"""Strengths of a user's interests, by kind; the interest in any other entity is 1."""
+"""Strengths of a user's interests, by kind of entity; the interest in any other entity is 1."""
 
 _SEED = 0
 _FORMAT_VERSION = 1

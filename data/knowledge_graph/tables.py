@@ -1,4 +1,4 @@
-"""Reads catalogues from tables with named columns, in which users, items and entities are any text.
+"""Reads catalogues from tables with named columns, in which users, items and entities may have any names.
 
 A table with columns such as user, item and optionally time contains the interactions; three such tables contain
 training, validation and test. A table with head, relation and tail contains the graph. A table with item and entity
@@ -50,9 +50,9 @@ def tables_of(files: Sequence[DataFile], reading: Reading) -> dict[str, list[Dat
 def read_tables(
     files: dict[str, list[DataFile]], where: str, reading: Reading, test_share: float, seed: int
 ) -> Catalogue:
-    """Reads a data set of tables, without splitting off a validation set. where: noun for the data set in messages.
+    """Reads a data set of tables, without splitting off a validation set. where: name of the data set in messages.
 
-    test_share: share of each user's items, with times the latest ones, for the test without a test file. Raises
+    test_share: share of each user's items for the test if there is no test file; with times, the latest items. Raises
     UserError.
     """
     for kind, most in (("interactions", 3), ("graph", 1), ("link", 1)):
