@@ -1,4 +1,4 @@
-"""Workloads that come with the trainer; each is imported, with its part of models/ and data/, when it is chosen."""
+"""Built-in tasks, each imported only when it is chosen."""
 
 TASKS = {
     "har": f"{__name__}.har:HarTask",
@@ -7,4 +7,4 @@ TASKS = {
     "speech": f"{__name__}.speech:SpeechTask",
     "tabular": f"{__name__}.tabular:TabularTask",
 }
-"""Maps names for `--task` to workloads; the first entry is the default."""
+"""Maps values of `--task` to classes, written as "module:class"; the first entry is the default."""

@@ -50,12 +50,12 @@ from trainer.loading.cache import cached_numbers, digest_of, key_of
 from trainer.task import Baseline, Exported, Objective, Picture, Task
 
 _OF_OWN = ("subject_column", "label_column", "channels", "encoding", "on_bad", "rate", "window", "hop", "test_subjects")
-"""Fields that apply only to the user's own recordings."""
+"""Flags that apply only to the user's own recordings."""
 _SHORTEST_OF_LSTM = 17
 _OF_HARNET = {"model": ("harnet",)}
 _MOST_VAL_SUBJECTS = 4
 _MOST_SHOWN = 30
-"""Most classes, or people, that a line lists."""
+"""Maximum number of classes or people to list on one line."""
 
 
 @dataclass
@@ -179,13 +179,13 @@ class HarFlags(FlagGroup):
 
     @property
     def own_format(self) -> OwnFormat:
-        """Format for reading the user's own recordings."""
+        """Options for reading the user's own recordings."""
         length, hop = self.window_and_hop
         return OwnFormat(self.subject_column, self.label_column, self.channels, length, hop, self.reading)
 
     @property
     def window_and_hop(self) -> tuple[int, int]:
-        """Length and hop of windows, in rows (time steps)."""
+        """Window length, and distance between the starts of consecutive windows, in rows (time steps)."""
         length = self.window or WindowFormat.length
         return length, self.hop or max(1, length // 2)
 
@@ -200,7 +200,7 @@ def show_download(address: str, num_bytes: int | None, file: IO[bytes]) -> Abstr
 
 
 def _seconds(times_s: list[float | None], later_s: float, rate_hz: float) -> list[str]:
-    """Formats times in seconds, each increased by `later_s`, for the table of --predict; None becomes ""."""
+    """Adds `later_s` to each time, and formats the results in seconds for the output of --predict; None becomes ""."""
     digits = max(2, math.ceil(math.log10(rate_hz)))
     return ["" if time_s is None else f"{time_s + later_s:.{digits}f}" for time_s in times_s]
 
@@ -227,7 +227,7 @@ _MOST_WINDOWS_OF_RIDGE, _RIDGE_VERSION = 20_000, 1
 
 
 class HarTask(Task):
-    """Recognises activities of people, with people split into training, validation and test set."""
+    """Task that recognises human activities; each person belongs to only one of training, validation and test set."""
 
     Config = HarFlags
     monitor = ("val/accuracy", "max")
@@ -241,7 +241,7 @@ class HarTask(Task):
     predict_flags = ("encoding", "on_bad")
     headline = ("loss", "accuracy", "macro_f1")
     _new: NewWindows | None = None
-    """Result of `new_data`."""
+    """Windows that `new_data` read for `--predict`."""
     _has_doubted = False
 
     def splits(self) -> Mapping[str, KeyedDataset]:
@@ -256,7 +256,7 @@ class HarTask(Task):
 
     @cached_property
     def _encoding(self) -> Standardised | None:
-        """Model whose frozen encoder computes all windows' features in advance; None if the features are not fixed."""
+        """Model with a frozen encoder that computes all features before training; None if features can change."""
         config: HarFlags = self.config
         if not config.no_augmentation or not config.freeze_encoder:
             return None
@@ -285,7 +285,7 @@ class HarTask(Task):
 
     @property
     def _has_own(self) -> bool:
-        """Whether the data, or the training data of a checkpoint in use, are the user's own recordings."""
+        """Whether the user's own recordings are used, or were used to train the loaded checkpoint."""
         if self.data_facts is not None:
             return "channels" in self.data_facts
         path = self.config.data_dir
@@ -313,7 +313,7 @@ class HarTask(Task):
 
     @cached_property
     def format(self) -> WindowFormat:
-        """Format of the training windows, also for a trained model that is used without its data."""
+        """Format of the training windows, taken from the checkpoint if the training data are absent."""
         config: HarFlags = self.config
         if not self._has_own:
             return WindowFormat()
@@ -323,7 +323,7 @@ class HarTask(Task):
         return WindowFormat(tuple(own["channels"]), tuple(own["classes"]), length, hop, rate_hz)
 
     def describe_data(self) -> Mapping[str, Any]:
-        """Returns channels and classes of own recordings, and the sample rate if it is known only from timestamps."""
+        """Returns the channels and classes of the user's own recordings, and a sample rate detected from timestamps."""
         if not self._has_own:
             return {}
         return self.data_facts or self._facts_of_own
@@ -332,13 +332,13 @@ class HarTask(Task):
     def _facts_of_own(self) -> Mapping[str, Any]:
         recordings, told_hz = self._recordings, self._own.rate_hz
         facts: dict[str, Any] = {"channels": list(recordings.channels), "classes": list(recordings.classes)}
-        # The default rate is omitted: resuming requires equal facts, and older runs recorded no rate.
+        # Resuming requires equal facts, and older runs recorded no rate, so the default rate is omitted.
         if self.config.rate is None and told_hz is not None and not is_same_rate(told_hz, WindowFormat.rate_hz):
             facts["rate_hz"] = usual_rate_hz(told_hz)
         return facts
 
     def data_digest(self) -> str:
-        """Returns a digest of the recordings and of the split by people."""
+        """Returns a digest of the recordings and of their split into data sets."""
         parts = self._windows.values()
         if not self._has_own:
             generator = [f"generator {VERSION}"] * (self.config.data_dir is None and not self.config.download)
@@ -346,7 +346,7 @@ class HarTask(Task):
         return digest_of(self._own.digest, *(part.rows for part in parts))
 
     def remarks(self) -> Sequence[str]:
-        """Returns notes on how the user's own recordings, or new ones, were read."""
+        """Returns notes for the user on how the training recordings, or the file of `--predict`, were read."""
         if self._new is not None:
             return self._new.remarks
         if not self._has_own or self.data_facts is not None:
@@ -393,29 +393,29 @@ class HarTask(Task):
         return network.blocks
 
     def initialise(self, objective: Objective) -> None:
-        """Sets the input statistics of the training windows, and loads the encoder of `--encoder-path`."""
+        """Sets the model's input mean and standard deviation from training windows, and loads `--encoder-path`."""
         assert isinstance(objective, HarObjective)
         objective.model.set_statistics(*self._windows["train"].statistics)
         if self.config.encoder_path is not None:
             load_encoder(objective.model, self.config.encoder_path)
 
     def check_weights(self, objective: Objective) -> None:
-        """Raises UserError if the model's encoder is not the encoder that computed the features."""
+        """Raises UserError if the model's encoder differs from the encoder that computed the stored features."""
         assert isinstance(objective, HarObjective)
         if self._encoding is not None:
             refuse_other_encoder(objective.model, self._encoding)
 
     def fold_flags(self, num_folds: int) -> list[list[str]]:
-        """Returns a flag `--val-subjects` for each fold."""
+        """Returns the `--val-subjects` flag of each cross-validation fold."""
         return [["--val-subjects", *fold] for fold in subject_folds(self._recordings, num_folds)]
 
     def ensemble(self, objectives: Sequence[Objective]) -> HarEnsembleObjective:
         return HarEnsembleObjective(Ensemble([objective.model for objective in objectives]))
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Returns loss and accuracy; in evaluation also macro-F1 (unweighted mean over classes) and recall per class.
+        """Returns loss and accuracy. Evaluation adds macro-F1 (unweighted mean over classes) and recall per class.
 
-        A class without windows has no recall.
+        Recall is omitted for classes without windows.
         """
         weight = sums["weight"]
         if "confusion" not in sums:
@@ -437,7 +437,7 @@ class HarTask(Task):
         }
 
     def baselines(self) -> Mapping[str, Baseline]:
-        """Returns the scores of a ridge classifier on statistics of each window."""
+        """Returns the scores of a ridge classifier that is trained on summary statistics of each window."""
         key = key_of("ridge", _RIDGE_VERSION, self.data_digest(), self.config.window_and_hop, self.format.rate_hz)
         return {"ridge on statistics": Baseline(cached_numbers(self.cache_dir, key, self._scores_of_ridge))}
 
@@ -457,27 +457,27 @@ class HarTask(Task):
         return metrics
 
     def details(self, sums: dict[str, Tensor]) -> dict[str, Any]:
-        """Returns the confusion matrix; rows are true classes, columns predicted classes."""
+        """Returns class names and the confusion matrix, with true classes in rows and predicted classes in columns."""
         return {"classes": list(self.format.classes), "confusion_matrix": sums["confusion"].to(torch.int64).tolist()}
 
     def pictures(self, sums: dict[str, Tensor]) -> Mapping[str, Picture]:
         return {"confusion_matrix": draw_confusion_matrix(sums["confusion"], self.format.classes)}
 
     def new_data(self, path: Path) -> KeyedDataset:
-        """Reads windows for `--predict`; see `data.har.recording.read_new_windows`."""
+        """Reads the windows to classify from a CSV recording or a .npy array."""
         config: HarFlags = self.config
         self._new = read_new_windows(path, self.format, config.subject_column, config.label_column, config.reading)
         return self._new
 
     def sample(self) -> Mapping[str, Sequence[Any]]:
-        """Returns the signals of the first person in the test set."""
+        """Returns the signals of one test person by channel, as an example input of `--predict`."""
         recordings, hop = self._recordings, self.format.hop
         windows = recordings.signals[recordings.subjects == recordings.subjects[recordings.is_test][0]]
         rows = np.concatenate([window[:, :hop] for window in windows], axis=1)
         return {name: [f"{x:.6g}" for x in row.tolist()] for name, row in zip(recordings.channels, rows, strict=True)}
 
     def _doubt_units(self, model: Standardised) -> None:
-        """Prints a warning, once, if the new values' magnitude differs from the training data's."""
+        """Warns once if the magnitudes of new and training values differ so much that their units may differ."""
         if self._new is not None and not self._has_doubted:
             self._has_doubted = True
             mean, std = (statistic.flatten().double().cpu().numpy() for statistic in (model.mean, model.std))
@@ -485,9 +485,9 @@ class HarTask(Task):
                 to_stderr(f"Warning: {self._new.where}: {doubt}.")
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
-        """Returns each window's position in its recording, activity, and rounded probabilities.
+        """Returns columns with each window's index, start and end time, predicted activity and class probabilities.
 
-        "start_s" and "end_s" are in seconds; "" for windows from a .npy file.
+        Times are in seconds, and empty for windows from a .npy file.
         """
         assert isinstance(objective, HarObjective)
         self._doubt_units(objective.model)
@@ -507,14 +507,14 @@ class HarTask(Task):
         }
 
     def exported(self, objective: Objective, batch: Batch) -> Exported:
-        """Exports the model from signals in physical units to log-probabilities; HarNet takes windows of any length."""
+        """Exports the model, which maps signals in physical units to logits; only HarNet accepts any window length."""
         assert isinstance(objective, HarObjective)
         model, signals = objective.model, batch["signals"]
         lengths = {"x": (2,)} if isinstance(model.network, HarNet) else {}
         return Exported(model, {"x": signals}, model(signals), lengths)
 
     def example_pictures(self, objective: Objective, batch: Batch) -> Mapping[str, Picture]:
-        """Draws windows, in standard deviations of each channel, with predictions."""
+        """Draws standardised windows with their predicted and true activities."""
         assert isinstance(objective, HarObjective)
         confidence, predicted = objective.model(batch["signals"]).float().softmax(dim=1).max(dim=1)
         classes = self.format.classes

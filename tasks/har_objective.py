@@ -21,9 +21,9 @@ ENCODING_BATCH_SIZE = 256
 
 
 class HarObjective(Objective):
-    """Cross-entropy of activities; in evaluation without label smoothing, and with the confusion matrix.
+    """Computes label-smoothed cross-entropy in training; plain cross-entropy and a confusion matrix in evaluation.
 
-    The training loss is the mean over a HarNet's members; evaluation scores the members' mean probabilities.
+    A HarNet contains several networks (members): training averages their losses, evaluation their probabilities.
     """
 
     model: Standardised
@@ -33,7 +33,7 @@ class HarObjective(Objective):
         self.label_smoothing = label_smoothing
 
     def member_logits(self, batch: Batch) -> Tensor:
-        """Returns logits (B, num_members, C), from the batch's "features" of a frozen encoder, or from its signals."""
+        """Returns logits (B, num_members, C), computed from precomputed "features" if present, else from signals."""
         network = self.model.network
         if not isinstance(network, HarNet):
             return self.model(batch["signals"]).unsqueeze(1)
@@ -57,14 +57,14 @@ class HarObjective(Objective):
 
 
 class HarEnsembleObjective(Objective):
-    """Evaluates the mean prediction of several trained models."""
+    """Evaluates the averaged predictions of several trained models."""
 
     def forward(self, batch: Batch, phase: str = "train") -> Sums:
         return evaluation_sums(self.model(batch["signals"]), batch["label"])
 
 
 def evaluation_sums(logits: Tensor, label: Tensor) -> Sums:
-    """Returns the summed cross-entropy and the confusion matrix (C, C); rows: true, columns: predicted."""
+    """Returns the summed cross-entropy and a confusion matrix (C, C), indexed by [true class, predicted class]."""
     num_classes = logits.shape[1]
     pairs = F.one_hot(label * num_classes + logits.argmax(dim=1), num_classes**2).sum(dim=0)
     loss = F.cross_entropy(logits, label, reduction="sum")
@@ -72,17 +72,17 @@ def evaluation_sums(logits: Tensor, label: Tensor) -> Sums:
 
 
 def harnet_of(model: Standardised) -> HarNet:
-    """Returns the model's HarNet, to which the flags for encoders refer."""
+    """Returns the model's network, which must be a HarNet."""
     assert isinstance(model.network, HarNet)
     return model.network
 
 
 def load_encoder(model: Standardised, path: Path) -> None:
-    """Loads a trained encoder from a file, and the input statistics if the file contains them.
+    """Loads a trained encoder from a file, and the input mean and standard deviation if the file contains them.
 
-    path: checkpoint of a run, or a file with {"model": state dict of a HarNet or its encoder}.
+    path: a run's checkpoint, or a file that contains {"model": state dict of a HarNet or of its encoder}.
 
-    Raises UserError if the file contains no encoder of this shape.
+    Raises UserError if the file contains no encoder, or if the shapes of its tensors differ from the model's.
     """
     label = f"--encoder-path {path}"
     weights = read_checkpoint(path, label, only_weights=True)["model"]
@@ -104,13 +104,16 @@ def load_encoder(model: Standardised, path: Path) -> None:
 
 
 def features_of(model: Standardised, signals: Tensor) -> Tensor:
-    """Returns the encoder's features of windows in physical units: (B, num_members, F)."""
+    """Returns the encoder's features (B, num_members, F) of signals in physical units."""
     return harnet_of(model).features(model.standardise(signals))
 
 
 @torch.no_grad()
 def encode(model: Standardised, dataset: HarDataset) -> np.ndarray:
-    """Returns the encoder's features of all windows, (N, num_members, F) float32. model: in eval mode, on the CPU."""
+    """Returns the encoder's features of all windows, (N, num_members, F) float32.
+
+    model: must be in eval mode and on the CPU.
+    """
     parts = []
     for start in range(0, len(dataset), ENCODING_BATCH_SIZE):
         index = np.arange(start, min(start + ENCODING_BATCH_SIZE, len(dataset)))
@@ -120,7 +123,7 @@ def encode(model: Standardised, dataset: HarDataset) -> np.ndarray:
 
 
 def refuse_other_encoder(model: Standardised, encoding: Standardised) -> None:
-    """Raises UserError if a model's encoder differs from that of `encoding`, which computed the features."""
+    """Raises UserError if `model` and `encoding`, the model that computed the features, have different encoders."""
     own, expected = (_encoding_weights(each) for each in (model, encoding))
     # statistics computed on another machine may differ in the last digits
     if not all(torch.allclose(value, expected[name], rtol=1e-5, atol=1e-6) for name, value in own.items()):
@@ -131,7 +134,7 @@ def refuse_other_encoder(model: Standardised, encoding: Standardised) -> None:
 
 
 def _encoding_weights(model: Standardised) -> dict[str, Tensor]:
-    """Returns all weights on which features depend, float32 on the CPU."""
+    """Returns every parameter and buffer that affects the encoder's features, as float32 on the CPU."""
     encoder = harnet_of(model).encoder
     weights = dict([*encoder.named_parameters(), *encoder.named_buffers(), ("mean", model.mean), ("std", model.std)])
     return {name: value.detach().to("cpu", torch.float32) for name, value in weights.items()}

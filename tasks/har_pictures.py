@@ -36,7 +36,7 @@ PANEL_WIDTH = (WIDTH - GAP) // COLUMNS - GAP
 TITLE_HEIGHT = MEDIUM + SMALL + GAP
 
 Panels = Mapping[str, Sequence[int]]
-"""Maps a panel's name to the channels that the panel shows: a sensor's x, y and z, or a single channel."""
+"""Maps the name of each panel (a small plot) to the channels it shows: a sensor's x, y and z, or a single channel."""
 
 
 def panels_of(channels: Sequence[str]) -> Panels:
@@ -50,17 +50,17 @@ def panels_of(channels: Sequence[str]) -> Panels:
 
 
 def block_height(num_panels: int) -> int:
-    """Returns the height in pixels of a window's part of the picture."""
+    """Returns the height, in pixels, that each window takes in the picture."""
     return TITLE_HEIGHT + num_panels * PANEL_HEIGHT + GAP
 
 
 def draw_windows(
     signals: Tensor, panels: Panels, predicted: Sequence[str], confidence: Tensor, true: Sequence[str]
 ) -> np.ndarray:
-    """Draws each window: a text on its prediction above its panels. Returns (height, WIDTH, 3) uint8.
+    """Draws each window's panels below its predicted class. Returns (height, WIDTH, 3) uint8.
 
-    signals: (n, C, T); a panel has the same scale in all windows. predicted, true: class of each window. confidence:
-    (n,) in [0, 1].
+    signals: (n, C, T); each panel has the same scale for all windows. predicted, true: class names, one per window.
+    confidence: (n,), probability of each predicted class.
     """
     curves = [signals.double().cpu()[:, list(channels)] for channels in panels.values()]
     scaled = [lines / lines.abs().max().clamp(min=1e-12) for lines in curves]
@@ -80,7 +80,7 @@ def draw_windows(
 def _draw_verdict(
     draw: ImageDraw.ImageDraw, corner: tuple[float, float], predicted: str, confidence: float, true: str
 ) -> None:
-    """Draws two lines of text with their upper left corner at `corner`; the words are clear without the colours."""
+    """Draws a prediction as two lines of text. The meaning does not depend on colour. corner: upper left corner."""
     x, y = corner
     is_right = predicted == true
     draw.text((x, y), drawable(predicted), BLUE if is_right else VERMILION, font(MEDIUM))
@@ -89,7 +89,7 @@ def _draw_verdict(
 
 
 def _draw_panel(draw: ImageDraw.ImageDraw, corner: tuple[float, float], lines: Tensor) -> None:
-    """Draws a panel's curves. lines: (3 or 1, T) in [-1, 1]."""
+    """Draws the curves of one panel. lines: (3, T) or (1, T), in [-1, 1]. corner: upper left corner."""
     x, y = corner
     middle, reach = y + PANEL_HEIGHT / 2, PANEL_HEIGHT / 2 - 1
     draw.rectangle((x, y, x + PANEL_WIDTH, y + PANEL_HEIGHT), WHITE, PALE)
@@ -101,7 +101,7 @@ def _draw_panel(draw: ImageDraw.ImageDraw, corner: tuple[float, float], lines: T
 
 
 def _draw_legend(draw: ImageDraw.ImageDraw, left: tuple[float, float], panels: Sequence[str]) -> None:
-    """Draws a line that explains colours and panels. left: left end of the line, at half its height."""
+    """Draws a one-line legend of colours and panels. left: middle of the legend's left edge."""
     x, y = left
     for name, colour in zip(AXES, AXIS_COLOURS, strict=True):
         draw.line((x, y, x + 2 * GAP, y), colour, 2)

@@ -1,4 +1,4 @@
-"""Recommendation with a knowledge graph: ranks items by users' interactions and facts about items."""
+"""Recommendation with a knowledge graph, based on users' interactions and on facts about items."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,8 +43,7 @@ _WITH_GRAPH = ("kgat", "kg-lightgcn")
 _TRAINED = {"model": ("kgat", "kg-lightgcn", "lightgcn", "bprmf")}
 _USUAL_L2 = {"kgat": 1e-5, "kg-lightgcn": 1e-3, "lightgcn": 1e-3, "bprmf": 1e-2}
 _SPLIT_SEED = 0
-"""Seed of the split, equal for all runs, so that a run with --init-from is not scored on the first run's training data.
-"""
+"""Seed of the data split. All runs use it, so that --init-from never loads a model trained on this run's test data."""
 _RELATIONS_SHOWN = 20
 
 
@@ -143,7 +142,7 @@ class KgatFlags(FlagGroup):
 
 
 class Explanations:
-    """Finds paths of highest attention and formats them as text. attention: (E,), one number per edge."""
+    """Finds the graph paths with the highest attention from users to items. attention: (E,), one value per edge."""
 
     def __init__(self, catalogue: Catalogue, edges: Edges, attention: Tensor) -> None:
         self._catalogue = catalogue
@@ -152,7 +151,7 @@ class Explanations:
         self._finder = PathFinder(edges.head, edges.tail, self._attention, edges.num_nodes)
 
     def of(self, user: int, items: Sequence[int]) -> list[tuple[float, str]]:
-        """Returns (attention, path) of the best path from a user to each item; (0, "") if there is no path."""
+        """Returns the best path to each item as (product of attention, text); (0, "") if no path exists."""
         paths = self._finder.best(self._catalogue.num_entities + user, np.asarray(items))
         return [(float(np.prod(self._attention[path])) if path else 0.0, self._text(path)) for path in paths]
 
@@ -170,7 +169,7 @@ class Explanations:
 
 
 class KgatTask(RecommenderTask):
-    """Trains KGAT or one of its baselines, with the same data, samples and evaluation."""
+    """Task that trains KGAT or a baseline; all models share data, sampling and evaluation."""
 
     Config = KgatFlags
     examples = (
@@ -205,7 +204,7 @@ class KgatTask(RecommenderTask):
 
     @cached_property
     def catalogue(self) -> Catalogue:
-        """Interactions and graph. Raises UserError for invalid data, or a missing graph that the model needs."""
+        """Interactions and knowledge graph. Raises UserError if data are invalid, or if a required graph is missing."""
         config: KgatFlags = self.config
         split: dict[str, Any] = {
             "val_share": config.val_share,
@@ -223,14 +222,14 @@ class KgatTask(RecommenderTask):
         return catalogue
 
     def data_digest(self) -> str:
-        """Returns a digest of the three splits of interactions, and of the graph if the model uses it."""
+        """Returns a digest of training, validation and test interactions, and of the graph if the model uses it."""
         catalogue = self.catalogue
         lists = (catalogue.train, catalogue.val, catalogue.test)
         graph = [catalogue.triples] if self.config.model in _WITH_GRAPH else []
         return digest_of(*(array for own in lists for array in (own.offsets, own.items)), *graph)
 
     def remarks(self) -> Sequence[str]:
-        """Returns a table of the user's data, and notes on items and users without recommendations."""
+        """Returns a summary table of the user's data, and notes on items and users that get no recommendations."""
         if self.config.data_dir is None:
             return self._of_new_users
         catalogue, hidden = self.catalogue, self.catalogue.unknown_items
@@ -276,7 +275,7 @@ class KgatTask(RecommenderTask):
         return max(1, round(batch_size * self.config.kg_batch_ratio)) if phase == "kg" else batch_size
 
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray] | None:
-        """Returns batches in index order for data sets that draw new random samples in each epoch."""
+        """Returns unshuffled batches if the data set itself draws random samples in each epoch, else None."""
         if phase == "cf" and self.config.draw == "interactions":
             return None
         return ConsecutiveBatches(self.num_samples(phase), global_batch_size)
@@ -337,11 +336,11 @@ class KgatTask(RecommenderTask):
         )
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Returns KGAT's layers, which store several states of every node for the backward pass."""
+        """Returns KGAT's layers, each of which stores several activations per node for the backward pass."""
         return list(model.layers) if isinstance(model, KGAT) else ()
 
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
-        """Returns a phase's parameters; both phases of KGAT train node embeddings, with separate optimizer states."""
+        """Returns the parameters that a phase trains; node embeddings have an optimizer state in each phase of KGAT."""
         model = objective.model
         if not isinstance(model, KGAT):
             return [{"params": model.parameters()}]
@@ -352,7 +351,7 @@ class KgatTask(RecommenderTask):
         return [{"params": [*params, model.projections], "lr_scale": self.config.kg_lr_scale}]
 
     def on_epoch_start(self, objective: Objective, epoch: int, progress: ProgressBar) -> None:
-        """Computes the attention for the epoch's propagation from the current weights; epoch 0 uses the Laplacian."""
+        """Computes KGAT's attention from the current weights; epoch 0 uses the graph's Laplacian instead."""
         model = objective.model
         if isinstance(model, KGAT):
             if epoch == 0:
@@ -363,7 +362,7 @@ class KgatTask(RecommenderTask):
     # --- results ------------------------------------------------------------------------------------------------
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Returns mean losses (training), or recall, precision, hit, ndcg and ndcg_official at all cut-offs."""
+        """Returns mean losses in training, and each metric of `TopK` at each cut-off in evaluation."""
         weight = sums["weight"]
         if "loss" in sums:
             return {name: float(sums[name] / weight) for name in ("loss", "ranking")}
@@ -374,11 +373,11 @@ class KgatTask(RecommenderTask):
         }
 
     def details(self, sums: dict[str, Tensor]) -> dict[str, Any]:
-        """Returns the split whose metric selected the best epoch."""
+        """Returns the data set, "test" or "val", whose metric selects the best epoch."""
         return {"selected_on": "test" if self.config.select_on_test else "val"}
 
     def example_pictures(self, objective: Objective, batch: Batch) -> Mapping[str, Picture]:
-        """Draws the share of a node's attention on each relation, averaged over nodes."""
+        """Draws the share of attention that nodes give to each relation, averaged over nodes."""
         model = objective.model
         if not isinstance(model, KGAT):
             return {}
@@ -394,17 +393,17 @@ class KgatTask(RecommenderTask):
     # --- recommending -------------------------------------------------------------------------------------------
 
     def new_data(self, path: Path) -> KeyedDataset:
-        """Reads the users of `--predict`; see `data.knowledge_graph.new_users`."""
+        """Reads the users for whom `--predict` recommends items."""
         users, notes = read_users(path, self.catalogue, self.config.reading)
         self._of_new_users = notes
         return Recommendations(users, self.config.top_k, self.catalogue)
 
     def sample(self) -> Mapping[str, Sequence[Any]]:
-        """Returns the first twenty users with training items."""
+        """Returns the first twenty users who have training items, as an example input of `--predict`."""
         return {"user": np.flatnonzero(self.catalogue.train.sizes)[:20].tolist()}
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
-        """Returns a row per user and rank with item and score, for KGAT also the path of highest attention."""
+        """Returns a row per recommended item: user, rank, item, score and, for KGAT, the path of highest attention."""
         assert isinstance(objective, RankingObjective)
         distinct, row, count = batch["user"].unique_consecutive(return_inverse=True, return_counts=True)
         scores = objective.scores(distinct)
@@ -423,9 +422,9 @@ class KgatTask(RecommenderTask):
         return columns | {"attention": [f"{value:.3g}" for value, _ in paths], "path": [text for _, text in paths]}
 
     def exported(self, objective: Objective, batch: Batch) -> Exported:
-        """Exports a module from users to scores of all items; it contains propagated embeddings, not the graph.
+        """Exports a module that maps users to scores of all items; it contains final embeddings, but no graph.
 
-        For a simple model, exports it from histories of items, numbered from 1, to scores; column 0 is padding.
+        A simple model is exported as it is: it maps histories of items, numbered from 1, to scores (column 0: padding).
         """
         if isinstance(objective, SimpleObjective):
             inputs = objective.histories(batch["user"])
@@ -435,7 +434,7 @@ class KgatTask(RecommenderTask):
         return Exported(program, {"users": batch["user"]}, objective.scores(batch["user"]))
 
     def _explained(self, model: KGAT, users: Sequence[int], items: Sequence[int]) -> list[tuple[float, str]]:
-        """Returns the best path of each pair of user and item; looks up the neighbours of consecutive users once."""
+        """Returns (attention, path) for each user and item. Pairs of the same user should be consecutive, for speed."""
         if self._explanations is None:
             self._explanations = Explanations(self.catalogue, self.edges, model.compute_attention())
         found: list[tuple[float, str]] = []

@@ -19,12 +19,12 @@ from trainer.task import Objective, Sums
 
 
 class RankingObjective(Objective):
-    """Objective that ranks all items for each user in evaluation."""
+    """Evaluates a model by ranking all items for each user."""
 
     hidden: Tensor
 
     def __init__(self, model: nn.Module, ks: Sequence[int], hidden: np.ndarray) -> None:
-        """Creates the objective. ks: cut-offs of the metrics. hidden: (k,) int64, items excluded from rankings."""
+        """Creates the objective. ks: values of k in metrics @k. hidden: (n,) int64, items excluded from rankings."""
         super().__init__(model)
         self._ks = ks
         self.register_buffer("hidden", torch.tensor(hidden), persistent=False)
@@ -33,14 +33,14 @@ class RankingObjective(Objective):
         return top_k(self.scores(batch["user"]), batch["positives"], batch["seen"], self._ks)._asdict()
 
     def scores(self, users: Tensor) -> Tensor:
-        """Returns the scores of all items for users (B,): (B, num_items). Hidden items score -inf."""
+        """Returns scores (B, num_items) of all items for users (B,). Items excluded from rankings score -inf."""
         raise NotImplementedError
 
 
 class KgatObjective(RankingObjective):
-    """Bayesian personalised ranking (BPR) loss, and for KGAT also the loss of the graph's triples.
+    """Computes the Bayesian personalised ranking (BPR) loss and, for KGAT, also the loss of graph triples.
 
-    BPR (Rendle et al., UAI 2009) is softplus(score of a random other item - score of an item of the user).
+    BPR (Rendle et al., UAI 2009) is softplus(s(j) - s(i)) for scores s of a user's item i and a random other item j.
     """
 
     model: Recommender
@@ -49,7 +49,7 @@ class KgatObjective(RankingObjective):
     def __init__(
         self, model: Recommender, ks: Sequence[int], hidden: np.ndarray, l2: float = 0.0, kg_l2: float = 0.0
     ) -> None:
-        """Creates the objective. l2, kg_l2: factors of the L2 penalties on a sample's and a triple's embeddings."""
+        """Creates the objective. l2, kg_l2: weights of the L2 penalties on embeddings of BPR samples and of triples."""
         super().__init__(model, ks, hidden)
         self._l2, self._kg_l2 = l2, kg_l2
         self.users: Tensor | None
@@ -58,7 +58,7 @@ class KgatObjective(RankingObjective):
         self.register_buffer("items", None, persistent=False)
 
     def start_evaluation(self) -> None:
-        """Computes the propagated embeddings of all users and items."""
+        """Computes the final embeddings of all users and items, once per evaluation."""
         self.users, self.items = self.model.represent()
 
     def train(self, mode: bool = True) -> "KgatObjective":
@@ -83,14 +83,14 @@ class KgatObjective(RankingObjective):
         return {"loss": ranking + self._kg_l2 * squares.sum(), "ranking": ranking}
 
     def scores(self, users: Tensor) -> Tensor:
-        """Returns scores in full precision, since many are close. Requires a call of `start_evaluation`."""
+        """Returns scores in full precision, since many scores are nearly equal. Call `start_evaluation` first."""
         assert self.users is not None and self.items is not None
         with torch.autocast(users.device.type, enabled=False):
             return (self.users[users] @ self.items.T).index_fill_(1, self.hidden, -torch.inf)
 
 
 class SimpleObjective(RankingObjective):
-    """Evaluates a simple recommender, which scores all items from a user's training items."""
+    """Evaluates a simple recommender, which computes scores of all items from a user's training items."""
 
     model: SimpleRecommender
 
@@ -99,7 +99,7 @@ class SimpleObjective(RankingObjective):
         self._train = train
 
     def histories(self, users: Tensor) -> dict[str, Tensor]:
-        """Returns the model's inputs for users (B,): each user's training items, numbered from 1, and their count."""
+        """Returns model inputs for users (B,): "items" (B, L), their training items from 1, 0-padded; "length" (B,)."""
         keys = SampleKeys(users.cpu().numpy(), epoch=0)
         items = torch.as_tensor(padded(self._train, keys.index, -1, keys)) + 1
         length = torch.from_numpy(self._train.sizes[keys.index])

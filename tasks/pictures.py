@@ -1,6 +1,6 @@
-"""Draws pictures for any task: bars and confusion matrices.
+"""Draws bar charts and confusion matrices with Pillow.
 
-Draws with Pillow. No meaning depends on distinguishing red from green.
+The meaning of a picture never depends on distinguishing red from green.
 """
 
 import unicodedata
@@ -20,19 +20,19 @@ WIDTH = 350
 LARGE, MEDIUM, SMALL = 15, 13, 11
 GAP = 4
 ROW = SMALL + 2 * GAP
-"""Distance in pixels from a bar to the next."""
+"""Distance, in pixels, between the tops of consecutive bars."""
 WIDEST_NAME = WIDTH // 2
 CELL, WIDEST_MATRIX = 39, 1200
 
 
 @cache
 def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Returns the font of a size in pixels."""
+    """Returns Pillow's default font. size: in pixels."""
     return ImageFont.load_default(size)
 
 
 def drawable(text: str) -> str:
-    """Replaces characters that the font lacks: drops accents, and writes other characters as code points."""
+    """Replaces characters that the font lacks: drops accents, and escapes other non-ASCII characters."""
     letters = "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
     return (letters or text).encode("ascii", "backslashreplace").decode()
 
@@ -40,8 +40,8 @@ def drawable(text: str) -> str:
 def draw_bars(names: Sequence[str], shares: Sequence[float]) -> np.ndarray:
     """Draws a horizontal bar for each name, labelled with its share in percent.
 
-    names: a name wider than half the picture shows only its end, which distinguishes URLs and paths. shares: numbers of
-    at least 0; the largest one fills the width. Returns (height, WIDTH, 3) uint8.
+    names: only the end of a long name is drawn, because the end distinguishes URLs and paths. shares: at least 0; the
+    bar of the largest share fills the width. Returns (height, WIDTH, 3) uint8.
     """
     small = font(SMALL)
     names = [_shortened(drawable(name)) for name in names]
@@ -61,17 +61,17 @@ def draw_bars(names: Sequence[str], shares: Sequence[float]) -> np.ndarray:
 
 
 def _shortened(name: str) -> str:
-    """Returns a name, or as much of its end as fits into WIDEST_NAME pixels."""
+    """Returns the name, or "..." and the longest end of the name that fit into WIDEST_NAME pixels."""
     parts = (name, *(f"...{name[start:]}" for start in range(len(name))))
     return next(part for part in parts if font(SMALL).getlength(part) <= WIDEST_NAME)
 
 
 def draw_confusion_matrix(counts: Tensor, classes: Sequence[str]) -> np.ndarray:
-    """Draws a confusion matrix, with true classes in rows and predicted classes in columns; shades show row shares.
+    """Draws a confusion matrix, in which the shade of a cell shows the cell's share of its row.
 
-    Non-empty cells show count and percentage, if there are few enough classes for text.
+    If there are few classes, each non-empty cell also shows its count and percentage.
 
-    counts: (C, C), rows are true classes. classes: C names. Returns (height, width, 3) uint8.
+    counts: (C, C), indexed by [true class, predicted class]. classes: C names. Returns (height, width, 3) uint8.
     """
     cells = counts.double().cpu().numpy()
     shares = cells / cells.sum(axis=1, keepdims=True).clip(min=1)
@@ -82,7 +82,7 @@ def draw_confusion_matrix(counts: Tensor, classes: Sequence[str]) -> np.ndarray:
     longest = max((medium.getlength(line) for name in names for line in name.split("\n")), default=0)
     left = top = int(longest) + MEDIUM + 3 * GAP
     width, height = max(left + side + GAP, WIDTH), top + side + GAP
-    # vertical text is drawn first, before the picture is rotated
+    # the text that will be vertical is drawn before the picture is rotated
     image = Image.new("RGB", (height, width), WHITE)
     draw = ImageDraw.Draw(image)
     draw.text((height - top - side / 2, GAP / 2), "true", GREY, medium, anchor="ma")
@@ -104,7 +104,7 @@ def draw_confusion_matrix(counts: Tensor, classes: Sequence[str]) -> np.ndarray:
 def _shades(shares: np.ndarray) -> Image.Image:
     """Maps shares (C, C) in [0, 1] to C x C pixels from white to blue.
 
-    The shade follows the square root of the share, so that rare mistakes are visible.
+    The shade is proportional to the square root of the share, which makes rare mistakes visible.
     """
     white, blue = np.array(WHITE), np.array(BLUE)
     return Image.fromarray((white + (blue - white) * np.sqrt(shares)[..., None]).round().astype(np.uint8))

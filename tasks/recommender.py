@@ -1,4 +1,4 @@
-"""Base class of recommendation tasks, with simple models that are fitted to training data, also as baselines."""
+"""Base class of recommendation tasks, which can also fit simple models such as item popularity."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -18,46 +18,46 @@ from trainer.task import Baseline, Objective, Task
 _FORMAT_VERSION = 1
 _ROWS_PER_BATCH = 64
 _ROWS_TO_CHOOSE_BY = 2000
-"""Number of validation samples by which settings are chosen; enough to distinguish settings."""
+"""Maximum number of validation samples on which the settings of a simple model are compared."""
 _MOST_PAIRS, _MOST_INTERACTIONS = 10**9, 2 * 10**7
-"""Largest numbers of item pairs and interactions for which baselines are fitted; each takes a minute on one core."""
+"""Largest numbers of item pairs and of interactions for which a baseline is fitted, in about a minute on one core."""
 
 
 class RecommenderTask(Task):
-    """Task with simple models, which are fitted; the monitored validation metric chooses their settings."""
+    """Task that can also fit simple models, whose settings it chooses by the monitored validation metric."""
 
     simple_models: ClassVar[tuple[str, ...]] = ()
     """Names of the models in `SIMPLE_MODELS` that the task supports."""
 
     most_scores: int = 10**8
-    """Most scores computed for a baseline, a minute on one core; larger data sets are scored on a subset of users."""
+    """Maximum number of scores to compute for a baseline; baselines of larger data sets are scored on fewer users."""
 
     @abstractmethod
     def training_histories(self) -> TrainingHistories:
-        """Returns the users' training histories, from which simple models are fitted."""
+        """Returns the users' training interactions, to which simple models are fitted."""
 
     @abstractmethod
     def simple_objective(self, kind: str) -> Objective:
-        """Returns an objective whose `model` is a SimpleRecommender that is not yet fitted."""
+        """Returns an objective whose `model` is an unfitted SimpleRecommender of this kind."""
 
     @cached_property
     @abstractmethod
     def evaluation_key(self) -> tuple[object, ...]:
-        """Key of everything on which a fitted model's scores depend: data, split and evaluation."""
+        """Cache key with everything that determines a fitted model's scores: data, split and evaluation settings."""
 
     def initialise(self, objective: Objective) -> None:
         if isinstance(objective.model, SimpleRecommender):
             objective.model.fill(self._fit(self.config.model, self.training_histories()))
 
     def fitted_objective(self, kind: str, histories: TrainingHistories) -> Objective:
-        """Returns the objective of a fitted simple model with its best settings. histories: `training_histories`."""
+        """Fits a simple model with its best settings, and returns its objective. histories: `training_histories()`."""
         objective = self.simple_objective(kind)
         assert isinstance(objective.model, SimpleRecommender)
         objective.model.fill(self._fit(kind, histories))
         return objective
 
     def _fit(self, kind: str, histories: TrainingHistories) -> Buffers:
-        """Returns the buffers of a simple model with the best settings; the result is cached on disk."""
+        """Returns the buffers of a simple model fitted with its best settings, and caches them on disk."""
 
         def build() -> dict[str, np.ndarray]:
             objective = self.simple_objective(kind)
@@ -76,7 +76,7 @@ class RecommenderTask(Task):
 
     @torch.no_grad()
     def _scores(self, objective: Objective, split: str, most: int) -> dict[str, float]:
-        """Evaluates at most `most` evenly spaced samples of a data set; returns metrics such as "val/ndcg@10"."""
+        """Evaluates at most `most` evenly spaced samples of a split, and returns metrics such as "val/ndcg@10"."""
         dataset, sums = self.splits()[split], dict[str, torch.Tensor]()
         num = min(most, len(dataset))
         index = np.linspace(0, len(dataset) - 1, num).round().astype(np.int64)
@@ -90,7 +90,7 @@ class RecommenderTask(Task):
         return {f"{split}/{name}": value for name, value in self.summarise(sums).items()}
 
     def baselines(self) -> Mapping[str, Baseline]:
-        """Returns scores of the simple models that take seconds to fit; on large data sets, scores of a subset."""
+        """Returns the scores of each simple model that can be fitted quickly to this data set."""
         histories = self.training_histories()
         too_long = {
             "ease": histories.num_items > MOST_ITEMS_OF_EASE,
@@ -102,7 +102,7 @@ class RecommenderTask(Task):
         return {kind: Baseline(self._scores_of(kind, histories), self._flags_of(kind)) for kind in kinds}
 
     def _flags_of(self, kind: str) -> str:
-        """Returns the task's flags that choose a simple model; flags that only trained models use are left out."""
+        """Returns the command-line flags for a simple model: `--model`, and the given flags that apply to it."""
         config = self.config
         given = [
             option.as_typed(getattr(config, field))

@@ -1,4 +1,4 @@
-"""Sequential recommendation: predicts a user's next item from earlier items and the times between them."""
+"""Sequential recommendation: predicts a user's next item from earlier items and, optionally, their times."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ _OF_MHC = {"mhc": None}
 _TRAINED = {"model": ("tisasrec", "sasrec")}
 _USUAL_NEGATIVES = {"sampled": 3000, "gbce": 256}
 _MANY_DRAWS = 0.5
-"""Expected number of times that the true item is drawn as its own negative, above which to warn."""
+"""Threshold of a warning: expected number of times that the true item is drawn as one of its own negatives."""
 
 
 @dataclass
@@ -158,7 +158,7 @@ class SeqrecFlags(FlagGroup):
     def __post_init__(self) -> None:
         if self.no_time and self.model == "tisasrec":
             self.model = "sasrec"
-        self.no_time = False  # --model says the same and is recorded
+        self.no_time = False  # recorded as --model sasrec
 
     def problems(self) -> list[str]:
         found = []
@@ -192,7 +192,7 @@ class SeqrecFlags(FlagGroup):
 
     @property
     def negatives(self) -> Negatives | None:
-        """Negatives that the loss needs for every training sample; None for full softmax."""
+        """Number and kind of negatives that the loss needs for each training sample; None for full softmax."""
         if self.loss == "ce":
             return None
         if self.loss == "bce":
@@ -201,7 +201,7 @@ class SeqrecFlags(FlagGroup):
 
 
 class SeqrecTask(RecommenderTask):
-    """Trains SASRec or TiSASRec, with or without hyper-connections, or fits a simple model."""
+    """Task that trains SASRec or TiSASRec, optionally with hyper-connections, or fits a simple model."""
 
     Config = SeqrecFlags
     examples = (
@@ -217,7 +217,7 @@ class SeqrecTask(RecommenderTask):
     predict_flags = ("user_column", "item_column", "time_column", "encoding", "on_bad", "top_k")
 
     _histories: Histories | None = None
-    """Result of `new_data`."""
+    """Histories that `new_data` read for `--predict`."""
 
     def __init__(self, config: SeqrecFlags, seed: int, cache_dir: Path) -> None:
         super().__init__(config, seed, cache_dir)
@@ -244,7 +244,7 @@ class SeqrecTask(RecommenderTask):
 
     @cached_property
     def item_ids(self) -> Sequence[str]:
-        """Names of items 1, 2, ..., also for a trained model that is used without its data."""
+        """Names of items 1, 2, ..., taken from the checkpoint if the training data are absent."""
         if self.data_facts and "items" in self.data_facts:
             return str(self.data_facts["items"]).split("\n")
         return self._interactions.item_ids
@@ -254,7 +254,7 @@ class SeqrecTask(RecommenderTask):
         return len(self.item_ids)
 
     def describe_data(self) -> Mapping[str, Any]:
-        """Returns the items' names, one per line."""
+        """Returns the names of all items, joined by line breaks."""
         return {"items": "\n".join(self.item_ids)}
 
     def data_digest(self) -> str:
@@ -264,7 +264,7 @@ class SeqrecTask(RecommenderTask):
         return digest_of(data.offsets, data.items, *times, repr(config.hold_out))
 
     def remarks(self) -> Sequence[str]:
-        """Returns notes on the files' columns, dropped items and users, and unreliable scores."""
+        """Returns notes for the user on detected columns, dropped items and users, and unreliable metrics."""
         if self._histories is not None:
             return self._histories.remarks
         remarks, draws = self._interactions.remarks, NUM_EVALUATION_NEGATIVES / self.num_items
@@ -300,14 +300,14 @@ class SeqrecTask(RecommenderTask):
         return splits
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """Returns the indices of the longest histories."""
+        """Returns the indices of the longest training histories."""
         dataset = self.splits()["train"]
         assert isinstance(dataset, TrainSequences)
         lengths = dataset.num_terms(np.arange(len(dataset)))
         return np.argsort(-lengths, kind="stable")[:count]
 
     def collate(self, samples: Any, keys: SampleKeys) -> Batch:
-        """Builds a batch; "weight" is the number of next items in training, and 1 per user in evaluation."""
+        """Builds a batch; a sample's "weight" is its number of predicted items in training, and 1 in evaluation."""
         batch = super().collate(samples, keys)
         if "targets" in batch:
             batch["weight"] = batch["length"].float()
@@ -350,21 +350,21 @@ class SeqrecTask(RecommenderTask):
         return SeqrecObjective(model, config.ks, config.loss, config.gbce_calibration, config.l2_emb)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Returns the model's blocks, each with attention, feed-forward layer and their connections."""
+        """Returns the model's transformer blocks."""
         return list(model.blocks) if isinstance(model, SequentialRecommender) else ()
 
     def exported(self, objective: Objective, batch: Batch) -> Exported:
-        """Exports the model from histories of any length up to --maxlen to scores of all items."""
+        """Exports the model, which maps histories of up to --maxlen items to scores of all items."""
         names = ("items", "length", "times") if self.config.uses_times else ("items", "length")
         inputs = {name: batch[name] for name in names}
         return Exported(objective.model, inputs, objective.model(**inputs), {"items": (1,), "times": (1,)})
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Returns in training the mean loss per next item; in evaluation ranking metrics at the cut-offs of --ks.
+        """Returns the mean loss per predicted item in training, and metrics at each cut-off of --ks in evaluation.
 
-        hr, ndcg and mrr rank the true item among all items; sampled_hr, sampled_ndcg and sampled_mrr rank it among 100
-        random items. Tied items share their middle rank. coverage is the share of items that are recommended to any
-        user. popularity is the mean, over recommendations, of the share of users with this item in training.
+        hr, ndcg and mrr rank the true item among all items; sampled_hr, sampled_ndcg and sampled_mrr rank the true item
+        among 100 random items. Tied items share their mean rank. coverage is the share of items that are recommended to
+        at least one user. popularity is the mean share of users with a recommended item in their training history.
         """
         weight, cutoffs = sums["weight"], self.config.ks
         if "loss" in sums:
@@ -386,7 +386,7 @@ class SeqrecTask(RecommenderTask):
     # --- recommending -------------------------------------------------------------------------------------------
 
     def new_data(self, path: Path) -> Histories:
-        """Reads the histories of `--predict`; see `data.interactions.histories`."""
+        """Reads the histories of the users for whom `--predict` recommends items."""
         config: SeqrecFlags = self.config
         self._histories = Histories(
             path,
@@ -401,7 +401,7 @@ class SeqrecTask(RecommenderTask):
         return self._histories
 
     def sample(self) -> Mapping[str, Sequence[Any]]:
-        """Returns the histories of the first twenty users."""
+        """Returns the histories of the first twenty users, as an example input of `--predict`."""
         found = self._interactions
         sizes = np.diff(found.offsets)[:20]
         items = found.items[: sizes.sum()]
@@ -409,7 +409,7 @@ class SeqrecTask(RecommenderTask):
         return columns if found.times is None else columns | {"time": found.times[: len(items)].tolist()}
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
-        """Returns a row per user and rank with item and score."""
+        """Returns a row for each recommended item: user, rank, item and score."""
         assert isinstance(objective, SeqrecObjective) and self._histories is not None
         _, row, count = batch["user"].unique_consecutive(return_inverse=True, return_counts=True)
         of_users = {name: tensor[count.cumsum(0) - 1] for name, tensor in batch.items()}

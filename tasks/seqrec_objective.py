@@ -23,11 +23,11 @@ from trainer.task import Objective, Sums
 Loss = Literal["ce", "bce", "sampled", "gbce"]
 
 _LENGTHS_PER_BATCH = 4
-"""Number of parts into which a training batch on a CPU is split by length; more parts save padding but add calls."""
+"""Number of smaller batches into which a training batch on a CPU is split by length, to reduce padding."""
 
 
 class SeqrecObjective(Objective):
-    """Predicts the next item after every item of a history in training; ranks the held-out item in evaluation."""
+    """Trains a model to predict the next item at each position of a history; evaluates the held-out item's rank."""
 
     model: SequentialRecommender | SimpleRecommender
 
@@ -39,13 +39,13 @@ class SeqrecObjective(Objective):
         calibration: float = 0.0,
         l2: float = 0.0,
     ) -> None:
-        """Creates the objective. ks: cut-offs. calibration: of loss "gbce". l2: factor of the penalty on embeddings."""
+        """Creates the objective. ks: values of k in metrics @k. calibration: for "gbce". l2: L2 penalty's weight."""
         super().__init__(model)
         self._ks, self._kind, self._calibration, self.l2 = ks, loss, calibration, l2
         self._cuts_by_length = True
 
     def call_equally(self) -> None:
-        """Stops splitting batches by length, so that each batch takes a single model call."""
+        """Disables splitting by length, so that each batch takes a single model call."""
         self._cuts_by_length = False
 
     def forward(self, batch: Batch, phase: str = "train") -> Sums:
@@ -73,17 +73,17 @@ class SeqrecObjective(Objective):
         return generalised_binary_cross_entropy(states, targets, negatives, table, self._calibration)
 
     def _scores(self, batch: Batch) -> Tensor:
-        """Returns the score of each item as the next item, (B, num_items + 1); column 0, padding, is -inf."""
+        """Returns next-item scores (B, num_items + 1); column 0, the padding item, is -inf."""
         scores: Tensor = self.model(batch["items"], batch["length"], batch.get("times"))
         return scores
 
     def recommend(self, batch: Batch, num_items: int) -> tuple[Tensor, Tensor]:
-        """Returns scores and indices of the best unseen items, best first: (B, num_items) each."""
+        """Returns the highest scores and their items, (B, num_items) each, without items that the batch excludes."""
         best = without_seen(self._scores(batch), batch).topk(num_items)
         return best.values, best.indices
 
     def _places(self, batch: Batch) -> Sums:
-        """Returns ranking sums of the true item, among all items and among the 100 candidates."""
+        """Sums ranking metrics of the true item, among all items and among random items; counts recommendations."""
         scores = self._scores(batch)
         target = batch["target"].unsqueeze(1)
         of_target = scores.gather(1, target).squeeze(1)
@@ -103,10 +103,10 @@ def without_seen(scores: Tensor, batch: Batch) -> Tensor:
 
 
 def by_length(batch: Batch) -> Iterator[Batch]:
-    """Splits a training batch into parts by history length, with less padding.
+    """Splits a training batch into smaller batches of similar history lengths, which need less padding.
 
-    Splits only on a CPU, where time is proportional to work: about half of a batch of real histories is padding. On a
-    GPU, reading lengths would synchronise, and smaller kernels take as long.
+    Splits only on a CPU, where padding costs time. On a GPU, reading the lengths would force a synchronisation, and
+    smaller kernels would not be faster.
     """
     length = batch["length"]
     if length.device.type != "cpu" or len(length) < 2 * _LENGTHS_PER_BATCH or not _has_much_padding(batch):

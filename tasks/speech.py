@@ -1,4 +1,4 @@
-"""Speech recognition with Legendre memory units and CTC."""
+"""Speech recognition with Legendre memory units and connectionist temporal classification (CTC)."""
 
 import io
 import os
@@ -44,12 +44,12 @@ _USUAL: dict[str, dict[str, float]] = {
     "plmu": {"num_mels": 40, "memory_size": 8, "theta": 16.0},
     "lmu": {"num_mels": 80, "memory_size": 256, "theta": 1000.0},
 }
-"""Defaults of flags that depend on the model, by model and field."""
+"""Defaults of flags that depend on --model, by model and name."""
 _EVALUATION_STRINGS = 300
 _EVALUATION_SEED = 0
-"""Seed of evaluation strings, independent of --seed, so that all runs are scored on the same strings."""
+"""Seed for joining recordings in evaluation, independent of --seed, so that all runs are scored on the same audio."""
 _STATISTICS_UTTERANCES = 500
-"""Number of utterances that suffice for a stable mean spectrum."""
+"""Approximate number of training utterances from which the mean spectrum is computed."""
 
 
 @dataclass
@@ -174,13 +174,13 @@ class SpeechFlags(FlagGroup):
         return sorted(found)
 
     def usual(self, name: str) -> Any:
-        """Returns a flag's value, or its default for the model."""
+        """Returns a flag's value or, if the flag was not given, its default for the chosen model."""
         value = getattr(self, name)
         return _USUAL[self.model][name] if value is None else value
 
     @property
     def string_lengths(self) -> tuple[int, int] | None:
-        """Smallest and largest number of recordings in a string; None without `--strings`."""
+        """Smallest and largest number of recordings to join into one sample; None without a valid `--strings`."""
         match = re.fullmatch(r"(\d+)-(\d+)", self.strings or "")
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
             return None
@@ -188,7 +188,7 @@ class SpeechFlags(FlagGroup):
 
 
 def _with_a_bar(things: Iterable[Any], number: int) -> Iterable[Any]:
-    """Yields things, and shows a progress bar on a terminal. number: of things."""
+    """Wraps an iterable in a progress bar, which is shown only on a terminal. number: length of the iterable."""
     return tqdm(things, "decoding", number, leave=False, dynamic_ncols=True, disable=not sys.stderr.isatty())
 
 
@@ -198,7 +198,7 @@ def _as_text(name: str) -> str:
 
 
 class SpeechTask(Task):
-    """Recognises speech in recordings of single speakers; the best epoch has the lowest validation word error rate."""
+    """Task that transcribes speech; the best epoch has the lowest word error rate on the validation set."""
 
     Config = SpeechFlags
     examples = (
@@ -215,7 +215,7 @@ class SpeechTask(Task):
     predict_flags = ("on_bad", "beam", "language_model", "lm_weight", "length_bonus")
 
     _new: Corpus | None = None
-    """Recordings of `--predict`."""
+    """Recordings that `new_data` read for `--predict`."""
 
     # --- data ---------------------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class SpeechTask(Task):
         if config.alphabet is not None:
             return Alphabet.from_file(config.alphabet, config.units)
         transcripts = self.corpus.transcripts
-        joined = [" ".join(transcripts[:2])] * (config.strings is not None)  # only joined texts contain spaces
+        joined = [" ".join(transcripts[:2])] * (config.strings is not None)  # spaces occur only in joined transcripts
         return Alphabet.from_transcripts([*transcripts, *joined], config.units)
 
     def describe_data(self) -> Mapping[str, Any]:
@@ -254,11 +254,11 @@ class SpeechTask(Task):
 
     @cached_property
     def _left_out(self) -> dict[str, int]:
-        """Numbers of dropped utterances by reason."""
+        """Number of dropped utterances for each reason."""
         return dict(self.corpus.skipped)
 
     def data_digest(self) -> str:
-        """Returns a digest of the recordings' names, lengths and transcripts, not the audio, and of their split."""
+        """Returns a digest of the recordings' names, lengths, transcripts and split; the audio is not hashed."""
         corpus = self.corpus
         return digest_of(
             corpus.offsets,
@@ -296,7 +296,7 @@ class SpeechTask(Task):
             num_views = 2 if config.consistency > 0 else 1
             augmenter = Augmenter(self._augmentation, config.usual("num_mels"), self.seed, num_views)
         if config.string_lengths is None:
-            by_length = np.argsort(np.diff(self.corpus.offsets)[part], kind="stable")  # little padding in evaluation
+            by_length = np.argsort(np.diff(self.corpus.offsets)[part], kind="stable")  # reduces padding in evaluation
             return Utterances(self.corpus, part[by_length], self.alphabet, augmenter)
         return Strings(
             self.corpus,
@@ -314,9 +314,10 @@ class SpeechTask(Task):
         return Augmentation().times(self.config.augmentation)
 
     def _long_enough(self, part: np.ndarray) -> np.ndarray:
-        """Returns the training utterances with enough frames for CTC at the highest augmented speed. Raises UserError.
+        """Returns the training utterances that have enough frames for CTC even at the highest augmented speed.
 
-        Validation and test sets keep shorter utterances, which also occur in use.
+        Validation and test sets keep shorter utterances, because these also occur in practice. Raises UserError if all
+        training utterances are too short, or if any is too short and --on-bad is refuse.
         """
         corpus, model = self.corpus, self._build_model()
         needed = np.array([shortest_frames(self.alphabet.encode(text)) for text in corpus.transcripts])
@@ -344,7 +345,7 @@ class SpeechTask(Task):
         return self._splits
 
     def remarks(self) -> Sequence[str]:
-        """Returns a table of the user's data or new recordings, and lines on dropped utterances with reasons."""
+        """Returns a summary table of the training or new recordings, and the reasons for dropping utterances."""
         if self._new is not None:
             rows, left_out = list(self._new.found.items()), self._new.skipped
         elif self.data_facts is not None or self.config.data_dir is None:
@@ -373,11 +374,11 @@ class SpeechTask(Task):
         return make(self._splits["train"].lengths(epoch), global_batch_size, self.seed, epoch)
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """Returns the indices of the longest utterances."""
+        """Returns the indices of the longest training utterances."""
         return np.argsort(-self._splits["train"].lengths(epoch), kind="stable")[:count]
 
     def fold_flags(self, num_folds: int) -> list[list[str]]:
-        """Returns flags that hold out all utterances of some speakers in each fold."""
+        """Returns the flags of each cross-validation fold, which hold out all utterances of some speakers."""
         folds = speaker_folds(self.corpus, num_folds)
         return [["--split", "speaker", "--test-share", "0", "--val-speakers", *fold] for fold in folds]
 
@@ -423,25 +424,25 @@ class SpeechTask(Task):
         return Decoder(self.alphabet, config.beam, config.language_model, config.lm_weight, config.length_bonus)
 
     def _refuse_unusable_language_model(self) -> None:
-        """Reads the language model before the run writes any file. Raises UserError if it is unusable."""
+        """Reads the language model before the run writes any file. Raises UserError if the model is unusable."""
         _ = self._decoder
 
     def _longest_text(self, model: SpeechRecogniser) -> int:
-        """Returns the largest number of symbols of a spoken or decoded text in evaluation."""
+        """Returns an upper bound on the number of symbols of any reference or decoded text in evaluation."""
         evaluated = [dataset for name, dataset in self._splits.items() if name != "train"]
         num_samples = torch.tensor(max(int(dataset.lengths(0).max()) for dataset in evaluated))
         texts = {text for dataset in evaluated for text in dataset.transcripts(np.arange(len(dataset)))}
         return max(int(model.num_frames(num_samples)), *(len(self.alphabet.encode(text)) for text in texts))
 
     def initialise(self, objective: Objective) -> None:
-        """Sets the mean spectrum of training utterances, by which streaming models normalise their input."""
+        """Computes the mean spectrum of training utterances, with which streaming models normalise their input."""
         assert isinstance(objective, SpeechObjective)
         front_end, train = objective.model.front_end, self._splits["train"]
         if front_end.normalise != "utterance":
             front_end.fit_statistics(self._training_audio(train))
 
     def _training_audio(self, train: Utterances | Strings) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields evenly spaced training utterances: audio (1, S) and number of samples (1,)."""
+        """Yields evenly spaced training utterances as audio (1, S) and the number of audio samples (1,)."""
         for i in range(0, len(train), max(1, len(train) // _STATISTICS_UTTERANCES)):
             samples = train.__getitems__(SampleKeys(np.array([i]), epoch=0))
             yield torch.from_numpy(samples["audio"]), torch.from_numpy(samples["num_samples"])
@@ -453,19 +454,19 @@ class SpeechTask(Task):
     # --- results ------------------------------------------------------------------------------------------------
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Returns the loss per utterance in nats; in evaluation also `error_rates`."""
+        """Returns the mean loss per utterance in nats and, in evaluation, the metrics of `error_rates`."""
         metrics = {"loss": float(sums["loss"] / sums["weight"])}
         return metrics if "said" not in sums else metrics | error_rates(*self._texts(sums))
 
     def _texts(self, sums: dict[str, Tensor]) -> tuple[list[str], list[str]]:
-        """Returns the spoken and the decoded texts."""
+        """Returns the reference texts and the decoded texts."""
         return self._read(sums["said"]), self._read(sums["decoded"])
 
     def _read(self, ids: Tensor) -> list[str]:
         return [self.alphabet.decode(row) for row in ids.tolist()]
 
     def details(self, sums: dict[str, Tensor]) -> dict[str, Any]:
-        """Returns error counts, the ten worst utterances with aligned words, and numbers of dropped utterances."""
+        """Returns error counts, the ten worst utterances with aligned words, and counts of dropped utterances."""
         texts = self._texts(sums)
         worst = worst_utterances(*texts)
         for found in worst:
@@ -474,7 +475,7 @@ class SpeechTask(Task):
         return {"errors": error_counts(*texts), "worst": worst, "left_out": self._left_out}
 
     def example_pictures(self, objective: Objective, batch: Batch) -> Mapping[str, Picture]:
-        """Draws a few utterances: the spectrogram above the probabilities of symbols."""
+        """Draws each utterance of a batch as a spectrogram above the probabilities of symbols."""
         assert isinstance(objective, SpeechObjective)
         front_end = objective.model.front_end
         features, num_frames = front_end(batch["audio"], batch["num_samples"])
@@ -493,7 +494,7 @@ class SpeechTask(Task):
         }
 
     def exported(self, objective: Objective, batch: Batch) -> Exported:
-        """Exports the model from audio of any length to log-probabilities of symbols and their lengths in frames."""
+        """Exports the model, which maps audio of any length to log-probabilities of symbols and numbers of frames."""
         assert isinstance(objective, SpeechObjective)
         inputs = {name: batch[name] for name in ("audio", "num_samples")}
         expected = objective.model(*inputs.values())
@@ -518,7 +519,7 @@ class SpeechTask(Task):
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """Returns each recording's transcript, its words with times in seconds, and confidences in [0, 1].
 
-        The confidence of a recording is that of its least certain word; "" without words.
+        The confidence of a recording is the lowest confidence of its words, or "" if it has no words.
         """
         assert isinstance(objective, SpeechObjective) and self._new is not None
         texts = self._decoder.aligned(objective.recognise(batch))

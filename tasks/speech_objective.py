@@ -1,4 +1,4 @@
-"""CTC loss of a speech recogniser, and decoding by best symbols or beam search."""
+"""CTC loss of a speech recogniser, and greedy or beam-search decoding."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,11 +22,11 @@ from trainer.task import Objective, Outputs, PerSample
 _TRIED = 64
 """Number of most probable symbols that beam search tries in each frame."""
 _MASKS = {"freq_masks", "time_masks"}
-"""Batch entries in which two views of an utterance differ; dropout differs too."""
+"""Batch entries that differ between two augmented views of an utterance; dropout differs in addition."""
 
 
 class SpeechObjective(Objective):
-    """CTC loss summed over utterances; in evaluation also the decoded and the spoken symbols."""
+    """Computes the CTC loss summed over utterances and, in evaluation, the decoded and the reference symbols."""
 
     model: SpeechRecogniser
 
@@ -34,8 +34,8 @@ class SpeechObjective(Objective):
         self, model: SpeechRecogniser, decode: Callable[[Recognised], Tensor], longest: int, consistency: float = 0.0
     ) -> None:
         """Creates the objective. decode: returns each utterance's symbols, padded with 0. longest: largest number of
-        symbols of a text in evaluation. consistency: weight of the divergence between two views of an utterance in
-        training; 0: one view.
+        symbols of a text in evaluation. consistency: weight of the divergence between predictions for two augmented
+        views of each training utterance; 0 uses one view.
         """
         super().__init__(model)
         self._consistency = consistency
@@ -43,7 +43,7 @@ class SpeechObjective(Objective):
         self.longest = longest
 
     def recognise(self, batch: Batch) -> Recognised:
-        """Runs the model on a batch, with the augmentations that the batch contains in training."""
+        """Runs the model on a batch, and applies the augmentations that a training batch contains."""
         distortions = (batch.get(name) for name in ("warp", "freq_masks", "time_masks", "masking_db"))
         found: Recognised = self.model(batch["audio"], batch["num_samples"], *distortions)
         return found
@@ -76,19 +76,19 @@ class SpeechObjective(Objective):
 
 
 class AlignedText(NamedTuple):
-    """Symbols of an utterance, (U,) int64, and their frames."""
+    """Symbols of an utterance, and the frames of each symbol. ids: (U,) int64."""
 
     ids: np.ndarray
     aligned: Aligned
 
 
 class Decoder:
-    """Decodes log-probabilities to symbols."""
+    """Decodes log-probabilities to symbols, greedily or by beam search."""
 
     def __init__(
         self, alphabet: Alphabet, width: int, language_model: Path | None, weight: float, bonus: float
     ) -> None:
-        """Creates the decoder. width: prefixes that beam search keeps; 1: no search. Raises UserError."""
+        """Creates the decoder. width: beam width; 1 decodes greedily. Raises UserError for a bad language model."""
         self._width = width
         if language_model is not None and width == 1:
             raise UserError(f"--language-model {language_model}: needs a beam search; add --beam 16")
@@ -112,7 +112,7 @@ class Decoder:
         return torch.from_numpy(ids).to(found.log_probs.device)
 
     def aligned(self, found: Recognised) -> list[AlignedText]:
-        """Returns the symbols of each utterance with their frames."""
+        """Returns the symbols of each utterance with the frames of each symbol."""
         if self._width == 1:
             decoded = greedy(found.log_probs, found.lengths)
             rows = zip(*(values.cpu().numpy() for values in decoded), strict=True)

@@ -1,7 +1,7 @@
 """Reports on speech recognition: error rates, words with times, and pictures of utterances.
 
-Spaces separate words and count as one character each; repeated, leading and trailing spaces do not count. Pictures can
-be read without colours.
+A space between words counts as one character; repeated, leading and trailing spaces do not count. The meaning of a
+picture does not depend on colours.
 """
 
 import textwrap
@@ -27,13 +27,13 @@ PLOT_WIDTH = WIDTH - LABELS - GAP
 LINE_HEIGHT = SMALL + 3
 
 MOST_ROWS, LEAST_PEAK = 16, 0.1
-"""Largest number of symbols to draw besides the blank, and the probability that each must reach in some frame."""
+"""Maximum number of symbols to draw in addition to the blank, and the peak probability that a symbol must reach."""
 
 
 def error_rates(said: Sequence[str], heard: Sequence[str]) -> dict[str, float]:
-    """Returns word and character error rates ("wer", "cer"): edits / length of the reference, which can exceed 1.
+    """Returns word and character error rates ("wer", "cer"): edits / length of the references; they can exceed 1.
 
-    "string_error_rate" is the share of utterances with an error. said: references. heard: decoded texts.
+    "string_error_rate" is the share of utterances with at least one error. said: references. heard: decoded texts.
     """
     words, characters = _edits(tuple(said), tuple(heard))
     return {
@@ -44,7 +44,7 @@ def error_rates(said: Sequence[str], heard: Sequence[str]) -> dict[str, float]:
 
 
 def error_counts(said: Sequence[str], heard: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Returns numbers of substituted, deleted and inserted words and characters, by unit."""
+    """Returns the numbers of substitutions, deletions and insertions, for "words" and for "characters"."""
     counted = zip(("words", "characters"), _edits(tuple(said), tuple(heard)), strict=True)
     return {
         unit: {kind: int(count.sum()) for kind, count in zip(edits._fields, edits, strict=True)}
@@ -53,9 +53,9 @@ def error_counts(said: Sequence[str], heard: Sequence[str]) -> dict[str, dict[st
 
 
 def worst_utterances(said: Sequence[str], heard: Sequence[str], count: int = 10) -> list[dict[str, Any]]:
-    """Returns the `count` utterances with the most wrong words and, among equals, wrong characters; plain values.
+    """Returns up to `count` utterances with errors, sorted by the number of word errors, then of character errors.
 
-    "index" is the position in `said`. "aligned" contains both texts' words in columns, stars for missing words.
+    "index" is the position in `said`. "aligned" contains one line per text, with words in columns; stars mark gaps.
     """
     words, characters = _edits(tuple(said), tuple(heard))
     order = np.lexsort([-characters.edits, -words.edits])[:count].tolist()
@@ -75,7 +75,7 @@ def worst_utterances(said: Sequence[str], heard: Sequence[str], count: int = 10)
 
 @lru_cache(maxsize=1)
 def _edits(said: tuple[str, ...], heard: tuple[str, ...]) -> tuple[EditCounts, EditCounts]:
-    """Counts edits of words and characters. Cached, since several reports need the counts."""
+    """Counts word edits and character edits, and caches the result, since several reports use it."""
     of_words = count_edits([text.split() for text in said], [text.split() for text in heard])
     return of_words, count_edits([_tidied(text) for text in said], [_tidied(text) for text in heard])
 
@@ -85,7 +85,7 @@ def _tidied(text: str) -> str:
 
 
 def _aligned(said: str, heard: str) -> list[str]:
-    """Returns the words of two texts as two lines, in aligned columns."""
+    """Formats two texts as two lines in which corresponding words are aligned."""
     columns = [[str(edit.reference or ""), str(edit.hypothesis or "")] for edit in align(said.split(), heard.split())]
     widths = [max(map(len, column)) for column in columns]
     return [
@@ -95,7 +95,7 @@ def _aligned(said: str, heard: str) -> list[str]:
 
 
 class Word(NamedTuple):
-    """Word of a recording. start_s, end_s: seconds. confidence: of the word's least certain symbol, in [0, 1]."""
+    """Recognised word. start_s, end_s: in seconds. confidence: the lowest of its symbols, in [0, 1]."""
 
     text: str
     start_s: float
@@ -107,9 +107,9 @@ class Word(NamedTuple):
 
 
 def timed_words(text: AlignedText, alphabet: Alphabet, frame_s: float, duration_s: float) -> list[Word]:
-    """Returns the words that a text's symbols spell. frame_s: seconds per frame.
+    """Groups the symbols of a text into words with times. frame_s: seconds per frame.
 
-    duration_s: seconds of the recording, beyond which the last frame may extend.
+    duration_s: length of the recording in seconds, which limits times because the last frame may extend beyond it.
     """
     words: list[Word] = []
     begins = True
@@ -139,13 +139,13 @@ def draw_utterances(
     decoded: Sequence[str],
     frames_per_second: float,
 ) -> np.ndarray:
-    """Draws each utterance: text, log-mel spectrogram, symbol probabilities. Returns (height, WIDTH, 3) uint8.
+    """Draws the text, log-mel spectrogram and symbol probabilities of each utterance, as (height, WIDTH, 3) uint8.
 
     Darker pixels are louder or more probable.
 
-    features: (B, T, F), from low to high frequencies. num_frames: (B,), frames of features. log_probs: (B, T', V);
-    symbol 0 is the blank. lengths: (B,), frames of log_probs. symbols: V - 1 names of the others. said, decoded: B
-    texts.
+    features: (B, T, F), low frequencies first. num_frames: (B,), valid frames of features. log_probs: (B, T', V);
+    symbol 0 is the blank. lengths: (B,), valid frames of log_probs. symbols: names of symbols 1 to V - 1. said,
+    decoded: B texts.
     """
     heard, shares = (values.detach().double().cpu().numpy() for values in (features, log_probs.exp()))
     names = ["blank", *symbols]
@@ -160,7 +160,7 @@ def draw_utterances(
 def _draw_block(
     features: np.ndarray, seconds: float, shares: np.ndarray, names: Sequence[str], lines: list[tuple[str, Colour]]
 ) -> np.ndarray:
-    """Draws one utterance. features: (T, F), of `seconds` s. shares: (T', V), probabilities. names: of V symbols."""
+    """Draws one utterance. features: (T, F). seconds: duration. shares: probabilities (T', V). names: of V symbols."""
     rows = _rows(shares)
     top = GAP + len(lines) * LINE_HEIGHT
     below = top + SPECTROGRAM_HEIGHT + GAP
@@ -181,7 +181,7 @@ def _draw_block(
 
 
 def _lines(said: str, decoded: str) -> list[tuple[str, Colour]]:
-    """Returns lines of text with their colours; the words are clear without the colours."""
+    """Returns (line, colour) pairs that compare the decoded text with the spoken text."""
     if said == decoded:
         texts = [(f"right: {decoded}", BLUE)]
     else:
@@ -190,14 +190,14 @@ def _lines(said: str, decoded: str) -> list[tuple[str, Colour]]:
 
 
 def _wrapped(text: str) -> list[str]:
-    """Wraps text to 90 % of the picture's width, measured in average character widths."""
+    """Wraps text to about 90 % of the picture's width, estimated from the average width of its characters."""
     text = drawable(text)
     mean_width = font(SMALL).getlength(text) / len(text)
     return textwrap.wrap(text, int(0.9 * (WIDTH - 2 * GAP) / mean_width))
 
 
 def _rows(shares: np.ndarray) -> list[int]:
-    """Returns the symbols to draw: the blank, then others in the order of reaching half their peak probability."""
+    """Returns the blank, then the symbols to draw, sorted by the first frame with half of their peak probability."""
     peaks = shares.max(axis=0, initial=0)
     peaks[0] = 0
     drawn = [int(symbol) for symbol in np.argsort(-peaks, kind="stable")[:MOST_ROWS] if peaks[symbol] >= LEAST_PEAK]

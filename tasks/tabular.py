@@ -1,4 +1,4 @@
-"""Task of tables: classifies rows in context with a network that was pre-trained on synthetic tables."""
+"""Tabular task: classifies rows by in-context learning, with a network that was pre-trained on synthetic tables."""
 
 import hashlib
 import string
@@ -46,17 +46,17 @@ _VALIDATION_SEED, _TEST_SEED = 2**40, 2**41
 _SPLIT_SEED = 0
 """Seed of the split of a user's table, independent of --seed so that all runs are scored on the same rows."""
 _TUNING_LR_SCALE = {"base": 0.03, "lora": 0.3}
-"""Factor on --lr for each value of --tune."""
+"""Factor that multiplies --lr, for each value of --tune."""
 _QUERY_SHARE = 0.25
-"""Share of an episode's rows that are queries."""
+"""Share of query rows in an episode (a training problem made of rows of the user's table)."""
 _EPISODE_CELLS, _FEWEST_EPISODE_ROWS = 2**13, 32
-"""Most cells of an episode, which take about 12 KiB each in training, and fewest rows; wide tables have fewer rows."""
+"""Maximum number of cells (about 12 KiB each in training) and minimum number of rows of an episode."""
 _ROW_STEP, _COLUMN_STEP = 64, 4
-"""Synthetic tables are padded to multiples of these rows and columns on a GPU, where launches of small tables cost more
-than cells. Finer steps would give nearly as many shapes as tables.
+"""On a GPU, synthetic tables are padded to multiples of these numbers of rows and columns, to limit the number of
+shapes. Padding is cheap, because kernel launches cost more than the cells of small tables.
 """
 _EXPORT_ROWS = 64
-"""Number of context rows in the problems that test an exported model."""
+"""Number of context rows in the example inputs with which a model is exported."""
 _MOST_CLASSES_DRAWN = 30
 _MOST_ROWS_OF_REGRESSION, _MOST_CATEGORIES_OF_REGRESSION = 50_000, 100
 _OF_NANO, _OF_A_TABLE, _OF_TUNING, _OF_LORA = (
@@ -76,7 +76,7 @@ _OF_PRIOR = (
     "prior_only",
 )
 _OF_PREDICTIONS = ("num_estimators", "max_context")
-"""Flags of predictions, which may be given without --data-dir because --predict takes it from the run."""
+"""Flags of predictions for a user's table. --predict can take --data-dir from the run, so it need not be given."""
 
 
 @dataclass
@@ -198,7 +198,7 @@ class TabularFlags(FlagGroup):
 
 
 class Known(NamedTuple):
-    """Numeric rows with known classes.
+    """Rows of a table, encoded as numbers, with known classes.
 
     features: (n, m) float32. labels: (n,) int64.
     """
@@ -208,7 +208,7 @@ class Known(NamedTuple):
 
 
 def _with_few_lengths(batch: Batch, keys: SampleKeys) -> Batch:
-    """Pads all tables of a batch to one of a few shapes."""
+    """Pads the tables of a batch to sizes that limit the number of distinct shapes."""
     (_, num_context, num_columns), num_queries = batch["context"].shape, batch["targets"].shape[1]
     rows, queries = (keys.padded_length(size, _ROW_STEP) - size for size in (num_context, num_queries))
     columns = keys.padded_length(num_columns, _COLUMN_STEP) - num_columns
@@ -221,7 +221,7 @@ def _with_few_lengths(batch: Batch, keys: SampleKeys) -> Batch:
 
 
 class TabularTask(Task):
-    """Task that pre-trains a model on synthetic tables, or applies or tunes a pre-trained model on a user's table."""
+    """Task that pre-trains a model on synthetic tables, or applies a pre-trained model to a user's table."""
 
     Config = TabularFlags
     examples = (
@@ -240,7 +240,7 @@ class TabularTask(Task):
     predict_flags = ("data_dir", "label", "id", "encoding", "on_bad", "drop", "num_estimators", "max_context")
 
     _notes: tuple[str, ...] = ()
-    """Notes for the user on the held-out tables."""
+    """Notes for the user on separate validation and test tables."""
     _of_new_rows: Sequence[str] = ()
     """Notes for the user on the table that `new_data` read."""
     _ids: Sequence[str] = ()
@@ -248,7 +248,7 @@ class TabularTask(Task):
 
     @property
     def trains(self) -> bool:  # type: ignore[override]
-        """Returns whether a model is trained; without --tune a user's table is only scored."""
+        """Returns whether the run trains a model; with a user's table, it trains only if --tune is given."""
         return self.config.data_dir is None or self.config.tune != "none"
 
     @property
@@ -256,7 +256,7 @@ class TabularTask(Task):
         return ("val/prior/auc", "max") if self.config.data_dir is None else ("val/loss", "min")
 
     def other_work(self) -> str | None:
-        """Writes an epoch of synthetic tables to the file of --prior-only; without the flag returns None."""
+        """Writes an epoch of synthetic tables to --prior-only and returns a message; without the flag returns None."""
         path: Path | None = self.config.prior_only
         if path is None:
             return None
@@ -286,13 +286,13 @@ class TabularTask(Task):
 
     @cached_property
     def _table(self) -> LabelledTable:
-        """Returns the user's table. Raises UserError if its rows cannot be classified."""
+        """Returns the user's table, split into features and labels. Raises UserError if it cannot be classified."""
         config: TabularFlags = self.config
         assert config.data_dir is not None
         table = read_table(config.data_dir, reading=config.reading)
         dropped = [*(config.drop or ()), *([config.id] if config.id in table.names else [])]
         found = labelled_table(table, config.label or "y", dropped)
-        if self.data_facts:  # older versions did not use dates
+        if self.data_facts:  # models tuned by older versions do not use dates
             known = {*self.data_facts["columns"], *table.names}
             others = [name for name in found.features.names if name not in known]
             found = replace(found, features=found.features.without(others))
@@ -300,7 +300,7 @@ class TabularTask(Task):
 
     @cached_property
     def _held_out(self) -> dict[str, Table]:
-        """Returns the tables of "test" and "val" that separate files hold."""
+        """Returns the "test" and "val" tables that are in separate files."""
         config: TabularFlags = self.config
         assert config.data_dir is not None
         tables, label = read_held_out(config.data_dir, config.reading), self._table.labels.name
@@ -311,7 +311,7 @@ class TabularTask(Task):
         return tables
 
     def _labelled(self, table: Table) -> Known:
-        """Returns the rows of a held-out table whose class --data-dir has, and notes how many rows are left out."""
+        """Encodes the rows of a held-out table whose class occurs in --data-dir, and adds notes on other rows."""
         labels = self._table.labels
         column = named_column(table, labels.name, "--label").with_one_text_a_category()
         values = class_numbers(column, labels.classes)
@@ -326,7 +326,7 @@ class TabularTask(Task):
 
     @cached_property
     def _rows(self) -> dict[str, np.ndarray]:
-        """Returns the rows to learn from, to select the epoch ("val") and to test on, (k,) int64 each."""
+        """Returns indices (n,) int64 of the "train" rows, the "val" rows that select an epoch, and the "test" rows."""
         labels, config = self._table.labels.values, self.config
         train, nothing = np.arange(len(labels)), np.arange(0)
         held = {"test": nothing, "val": nothing}
@@ -355,7 +355,7 @@ class TabularTask(Task):
 
     @cached_property
     def _known(self) -> Known:
-        """Returns the rows that predictions learn from: training rows, then validation rows."""
+        """Returns the rows from which predictions are made: training rows, then validation rows."""
         train, val = self._encoded_rows["train"], self._encoded_rows["val"]
         return Known(*map(np.concatenate, zip(train, val, strict=True)))
 
@@ -396,7 +396,7 @@ class TabularTask(Task):
         return {"classes": list(self._table.labels.classes), "columns": list(self._table.features.names)}
 
     def remarks(self) -> Sequence[str]:
-        """Returns lines that describe the columns of the user's table, and notes on the other tables."""
+        """Returns a summary of the user's columns, and notes on validation, test and new tables."""
         if self.config.data_dir is None:
             return ()
         known, most = len(self._known.labels), self.config.max_context
@@ -406,22 +406,22 @@ class TabularTask(Task):
         return [*told, *self._notes, *([sampled] if known > most else []), *self._of_new_rows]
 
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray] | None:
-        """Returns synthetic tables in index order, since neighbours have equal shapes."""
+        """Returns batches of synthetic tables in index order, since consecutive tables have equal shapes."""
         if self.config.data_dir is not None:
             return None
         return ConsecutiveBatches(self.num_samples(phase), global_batch_size)
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """Returns the neighbouring synthetic tables with most cells; all problems from a user's table have one size."""
+        """Returns consecutive synthetic tables with the most cells; all episodes of a user's table have one size."""
         tables = self.splits()["train"]
         if isinstance(tables, PriorTables):
             return tables.largest(epoch, count)
         return super().largest_samples(phase, epoch, count)
 
     def collate(self, samples: Any, keys: SampleKeys) -> Batch:
-        """Makes a batch whose loss terms are the queries of a problem.
+        """Builds a batch in which the "weight" of a table is its number of query rows, each of which has a loss.
 
-        Omits counts of rows or columns that need no mask, unless shapes should be few.
+        Omits the numbers of valid rows and columns if no table is padded, unless `keys.few_lengths` is set.
         """
         batch = super().collate(samples, keys)
         if "targets" not in batch:
@@ -482,7 +482,7 @@ class TabularTask(Task):
     # --- results ------------------------------------------------------------------------------------------------
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Returns loss, accuracy and mean AUC on synthetic tables, or all `scores` and the loss on a user's table."""
+        """Returns loss, accuracy and mean AUC for synthetic tables; the metrics of `scores` for a user's table."""
         metrics = {"loss": float(sums["loss"] / sums["weight"])}
         if "probabilities" in sums:
             rounded = scores(sums["label"].numpy(), sums["probabilities"].numpy())
@@ -506,7 +506,7 @@ class TabularTask(Task):
         return {"logistic regression": Baseline(metrics)}
 
     def _one_hot(self, features: np.ndarray) -> np.ndarray:
-        """One-hot encodes rows (n, m), dropping columns with very many categories."""
+        """One-hot encodes the categories of rows (n, m), and drops columns with too many categories."""
         columns = []
         for code, values in zip(self._encoding.columns, features.T, strict=True):
             if code.categories is None:
@@ -516,7 +516,7 @@ class TabularTask(Task):
         return np.concatenate([*columns, np.zeros((len(features), 0))], axis=1)
 
     def pictures(self, sums: dict[str, Tensor]) -> Mapping[str, Picture]:
-        """Draws the confusion matrix."""
+        """Draws the confusion matrix of a user's table."""
         classes = () if self.config.data_dir is None else self._table.labels.classes
         if not 0 < len(classes) <= _MOST_CLASSES_DRAWN:
             return {}
@@ -525,7 +525,7 @@ class TabularTask(Task):
         return {"confusion": draw_confusion_matrix(counts, classes)}
 
     def exported(self, objective: Objective, batch: Batch) -> Exported:
-        """Returns a model that maps problems of any size to the class logits of one prediction."""
+        """Exports the model without ensembling; the model maps context and query rows to class logits."""
         assert isinstance(objective, TabularObjective)
         model = merged(objective.model)
         batch = batch if "context" in batch else self._with_context(batch["row"])
@@ -533,7 +533,7 @@ class TabularTask(Task):
         return Exported(model, inputs, model(**inputs), {"context": table, "labels": (1,), "queries": table})
 
     def _with_context(self, rows: Tensor) -> Batch:
-        """Makes a problem of two query rows from each row, with rows of known classes as context."""
+        """Builds a problem from each row, with known rows as context, and the row and its predecessor as queries."""
         features, labels = (torch.from_numpy(values[:_EXPORT_ROWS]).to(rows.device) for values in self._known)
         return {
             "context": features.to(rows.dtype).repeat(len(rows), 1, 1),
@@ -544,14 +544,14 @@ class TabularTask(Task):
     # --- prediction ---------------------------------------------------------------------------------------------
 
     def new_data(self, path: Path) -> KeyedDataset:
-        """Returns the rows of a table that has the columns of --data-dir but the label. Raises UserError."""
+        """Reads the rows to classify from a table with the columns of --data-dir except the label. Raises UserError."""
         if self.config.data_dir is None:
             raise UserError(
                 f"--predict {path}: needs the table with known classes that predictions are made from; add --data-dir "
                 "and --label"
             )
         facts = dict(self.data_facts or {})
-        if facts:  # a run may have been tuned when 0.0 and 1.0 were separate classes
+        if facts:  # runs of older versions may spell classes 0 and 1 as 0.0 and 1.0
             facts["classes"] = canonical(facts["classes"], np.ones(len(facts["classes"])))
         if facts and any(facts[name] != value for name, value in self._classes_and_columns.items()):
             raise UserError(
@@ -559,7 +559,7 @@ class TabularTask(Task):
                 "tuned on; give that table, or leave out --save-dir for the weights that come with tabular"
             )
         table = read_table(path, "--predict", self.config.reading)
-        # a user's predictions use all rows
+        # predictions use all rows of --data-dir as context
         nothing, everything = np.arange(0), np.arange(self._table.features.num_rows)
         self._rows = {"train": everything, "val": nothing, "test": nothing}
         self._encoding = self._fitted(everything)
@@ -576,10 +576,10 @@ class TabularTask(Task):
         return Rows(self._encoding.encode(table), None, len(self._known.labels))
 
     def sample(self) -> Mapping[str, Sequence[Any]]:
-        """Returns the first rows of --data-dir without their label, or a synthetic table with the label y."""
+        """Returns the first rows of --data-dir without the label column, or a synthetic table with labels y."""
         config: TabularFlags = self.config
         if config.data_dir is None:
-            # Two moons, which logistic regression cannot follow.
+            # two moons, which no linear classifier can separate
             table = OtherTables(_TEST_SEED, 2, num_context=400).__getitems__(SampleKeys(np.array([1]), 0))
             columns = dict(
                 zip(string.ascii_letters, table["context"][0].T.astype(float).round(4).tolist(), strict=False)

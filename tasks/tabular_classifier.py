@@ -1,4 +1,4 @@
-"""Classifier of tables for Python, which follows scikit-learn's conventions without depending on scikit-learn."""
+"""Tabular classifier that follows scikit-learn's conventions without depending on scikit-learn."""
 
 import importlib
 import io
@@ -39,29 +39,29 @@ from trainer.logs.console import say
 from trainer.parallel.devices import pick_device
 
 _TUNING_BATCH = 16
-"""Problems per step, on any number of devices."""
+"""Global batch size of tuning, in problems, for any number of devices."""
 _OF_THE_MODEL = ("model", "width", "num_blocks", "num_heads", "thinking_rows", "max_classes")
 _TUNING = threading.Lock()
 """Lock that lets a process run one tuning at a time, because tuning silences standard output."""
 
 _TIMES = "mM"
-"""NumPy dtype kinds that checkpoints cannot hold."""
+"""NumPy dtype kinds of durations and dates, which checkpoints cannot contain."""
 
 Strategy = Literal["none", "base", "lora"]
 
 
 class TabularClassifier:
-    """Classifies rows of a table with a network that was trained on synthetic tables to learn in context.
+    """Classifies rows of a table by in-context learning, with a network that was trained on synthetic tables.
 
-    X: an array (n, m) or a data frame of numbers, strings and booleans; NaN and None are missing. Strings are
-    categories. y: (n,) classes of any type.
+    X: an array (n, m) or a data frame of numbers, strings and booleans; NaN and None are missing values. Strings are
+    treated as categories. y: (n,), classes that can be sorted.
 
     Example:
         classifier = TabularClassifier().fit(X, y)
         probabilities = classifier.predict_proba(X_new)
 
-    Attributes after `fit`: classes_ (num_classes,), sorted; n_features_in_; feature_names_in_ of a data frame; notes_,
-    a line for each suspicious or ignored column.
+    Attributes after `fit`: classes_ (num_classes,), sorted; n_features_in_; feature_names_in_, only for a data frame;
+    notes_, with a line for each suspicious or ignored column.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class TabularClassifier:
         verbose: bool = False,
     ) -> None:
         """strategy: what `fit` trains: nothing ("none"), all weights ("base") or low-rank adapters ("lora"). Tuned
-            weights are kept only if they are better on held-out rows.
-        num_estimators: number of averaged predictions. max_context: most rows that a prediction learns from.
+            weights are kept only if they outperform the initial weights on held-out rows.
+        num_estimators: number of predictions to average. max_context: maximum number of known rows per prediction.
         temperature: divisor of the logits.
-        epochs, learning_rate, num_devices: settings of the tuning, which starts a process for each of several devices.
-        device: "auto", "cpu" or "cuda". weights: a checkpoint of --task tabular; default: those that come with it.
-        verbose: whether tuning prints its log; the processes of several devices always print it.
+        epochs, learning_rate, num_devices: settings of tuning, which starts one process per device if num_devices > 1.
+        device: "auto", "cpu" or "cuda". weights: a checkpoint of --task tabular (default: the built-in weights).
+        verbose: whether tuning prints its log; with several devices, the log is always printed.
         """
         self.strategy = strategy
         self.num_estimators = num_estimators
@@ -134,11 +134,11 @@ class TabularClassifier:
     # --- learning and predicting ---------------------------------------------------------------------------------
 
     def fit(self, X: Any, y: Any) -> "TabularClassifier":  # noqa: N803
-        """Learns from rows with known classes. Raises UserError, a ValueError, if nothing can be learned."""
+        """Fits the classifier to rows with known classes. Raises UserError, a ValueError, if the data are unusable."""
         self._check_parameters()
         table = _table(X)
         classes, labels = _classes(y, table.num_rows)
-        for learned in ("classes_", "feature_names_in_"):  # removes an earlier fit, so that a mixture cannot predict
+        for learned in ("classes_", "feature_names_in_"):  # if this call fails, nothing of an earlier fit remains
             self.__dict__.pop(learned, None)
         self.n_features_in_ = len(table.columns)
         if hasattr(X, "columns"):
@@ -155,7 +155,7 @@ class TabularClassifier:
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:  # noqa: N803
-        """Predicts class probabilities in the order of `classes_`: (n, num_classes) float64."""
+        """Returns class probabilities in the order of `classes_`, (n, num_classes) float64."""
         table = self._checked(X)
         queries = torch.from_numpy(self._encoding.encode(table))
         found = predict(
@@ -172,13 +172,13 @@ class TabularClassifier:
         return found.numpy()
 
     def predict(self, X: Any) -> np.ndarray:  # noqa: N803
-        """Predicts the most probable classes, (n,)."""
+        """Returns the most probable class of each row, (n,)."""
         places = self.predict_proba(X).argmax(axis=1)
         found: np.ndarray = self.classes_[places]
         return found
 
     def score(self, X: Any, y: Any) -> float:  # noqa: N803
-        """Returns the accuracy."""
+        """Returns the accuracy of `predict(X)`, given the true classes y."""
         predicted = self.predict(X)
         return float(np.mean(predicted == _one_class_a_row(y, len(predicted))))
 
@@ -217,7 +217,7 @@ class TabularClassifier:
 
     @classmethod
     def load(cls, path: str | Path) -> "TabularClassifier":
-        """Loads a file of `save`. Raises UserError."""
+        """Loads a classifier from a file that `save` wrote. Raises UserError if the file is unusable."""
         state = read_checkpoint(Path(path), str(path), only_weights=True)
         if not {"params", "encoding", "context"} <= state.keys():
             raise UserError(f"{path}: was not written by TabularClassifier.save")
@@ -244,7 +244,7 @@ class TabularClassifier:
         return run
 
     def _tuned(self) -> TrainedRun:
-        """Tunes by `trainer.fit` in a temporary folder; a stop signal ends it, as elsewhere."""
+        """Tunes with `trainer.fit` in a temporary folder. If a stop signal ends the tuning, raises the signal again."""
         several = {"multi_gpu": forms.USUAL, "nproc": int(self.num_devices)} if self.num_devices > 1 else {}
         of_weights = self._flags_of_weights()
         quiet = nullcontext() if self.verbose else redirect_stdout(io.StringIO())
@@ -273,10 +273,10 @@ class TabularClassifier:
                 return find_weights(fitted.run.path, {}, say)
             stopped_by = read_json(fitted.run.path / STATE).get("signal")
         signal.raise_signal(stopped_by or signal.SIGINT)
-        raise KeyboardInterrupt  # where the signal's own handler continues
+        raise KeyboardInterrupt  # in case the signal's handler returns
 
     def _flags_of_weights(self) -> dict[str, Any]:
-        """Returns the flags that determine a tuned run's model."""
+        """Returns the flags that define the model of `weights`."""
         if self.weights is None:
             return {}
         state = self._untuned().state
@@ -308,8 +308,8 @@ class TabularClassifier:
             raise ValueError(f'device {self.device!r}: must be "auto", "cpu", or with a GPU "cuda"')
 
     def _use(self, run: TrainedRun) -> None:
-        """Builds the network on the device, with adapters merged into its weights."""
-        with torch.random.fork_rng(devices=[]):  # weights are initialised before they are loaded
+        """Builds the network of a run on the device, with adapters merged into its weights."""
+        with torch.random.fork_rng(devices=[]):  # building the model draws random weights
             model = model_of(run, TabularTask)
         merge_adapters(model)
         self._run, self._model = run, model.to(pick_device(self.device), torch.float32)
@@ -319,9 +319,9 @@ class TabularClassifier:
             raise _of_sklearn("NotFittedError", ValueError)(f"this {type(self).__name__} is not fitted; call fit first")
 
     def _checked(self, X: Any) -> Table:  # noqa: N803
-        """Raises ValueError for a table whose columns differ from `fit`'s.
+        """Converts X to a table. Raises ValueError if its number of columns differs from the number in `fit`.
 
-        If only one of them has column names, their order counts, as in scikit-learn.
+        If only one of both tables has column names, columns are matched by position, as in scikit-learn.
         """
         self._require_fitted()
         table = _table(X)
@@ -337,13 +337,13 @@ class TabularClassifier:
 
 
 def _of_sklearn(name: str, otherwise: type[Any]) -> type[Any]:
-    """Returns scikit-learn's exception or warning class if it is imported, as its tools expect, else `otherwise`."""
+    """Returns scikit-learn's exception or warning class `name` if scikit-learn is imported, else `otherwise`."""
     found: type[Any] = getattr(sys.modules.get("sklearn.exceptions"), name, otherwise)
     return found
 
 
 def _table(X: Any) -> Table:  # noqa: N803
-    """Converts X to a table. Raises ValueError for anything but two dimensions of plain values."""
+    """Converts X to a table. Raises ValueError or TypeError unless X is a dense, real, two-dimensional array."""
     if hasattr(X, "columns"):
         columns = [Column.of_values(str(name), np.asarray(X[name])) for name in X.columns]
         _refuse_shape(len(columns[0].values) if columns else 0, len(columns))
@@ -371,7 +371,7 @@ def _refuse_shape(num_rows: int, num_columns: int) -> None:
 
 
 def _classes(y: Any, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the sorted classes, and each row's index, (n,) int64. Raises ValueError."""
+    """Returns the sorted classes, and the class index of each row, (n,) int64. Raises ValueError if y is unusable."""
     if y is None:
         raise ValueError("requires y to be passed, but the target y is None")
     values = _one_class_a_row(y, num_rows)
@@ -387,7 +387,7 @@ def _classes(y: Any, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _one_class_a_row(y: Any, num_rows: int) -> np.ndarray:
-    """Returns y as (n,), also from a column. Raises ValueError for another number of rows."""
+    """Converts y of shape (n,) or (n, 1) to (n,). Raises ValueError for another shape or number of rows."""
     values = np.asarray(y)
     if values.ndim == 2 and values.shape[1] == 1:
         warnings.warn(
@@ -408,5 +408,5 @@ def _numbers_of_times(values: np.ndarray) -> np.ndarray:
 
 
 def _plain(value: Any) -> Any:
-    """Converts NumPy scalars, left by parameter searches, to Python values."""
+    """Converts a NumPy scalar, which a parameter search may pass, to a Python value."""
     return value.item() if isinstance(value, np.generic) else value

@@ -1,4 +1,4 @@
-"""The loss and evaluation of table models, on synthetic problems or a user's rows."""
+"""Loss and evaluation of tabular models, on synthetic tables or on a user's table."""
 
 from collections.abc import Callable, Iterator
 
@@ -12,10 +12,10 @@ from trainer.loading.batches import Batch
 from trainer.task import Objective, Outputs, PerSample
 
 _PROBLEMS_AT_ONCE = 32
-"""Problems evaluated together, whatever the batch size."""
+"""Maximum number of problems per model call in evaluation, for any batch size."""
 
 _DECIMALS = 6
-"""Decimals of a probability, so that equal rows rank equally despite rounding in different batches."""
+"""Decimal places to which probabilities are rounded, so that equal rows in different batches are tied."""
 
 _TIE = 1e-6
 """Tolerance for ties: equal rows have equal scores except for rounding."""
@@ -25,17 +25,17 @@ Answer = Callable[[nn.Module, Tensor, int], Tensor]
 
 
 class TabularObjective(Objective):
-    """Cross-entropy of query rows' classes; in evaluation also ranking quality."""
+    """Computes the cross-entropy of query rows, and the sums from which other metrics are computed."""
 
     def __init__(self, model: nn.Module, answer: Answer | None) -> None:
-        """answer: predicts class probabilities of a user's rows; None without a table."""
+        """answer: function that predicts class probabilities of a user's rows; None for synthetic tables."""
         super().__init__(model)
         self._answer = answer
         self._cuts_evaluation = True
         self._merged: list[nn.Module] = []  # a list, so that it is not a submodule
 
     def call_equally(self) -> None:
-        """Stops splitting batches of problems; raises UserError for a user's table."""
+        """Disables splitting, so that each batch takes one model call. Raises UserError for a user's table."""
         if self._answer is not None:
             raise UserError(
                 "--multi-gpu fsdp: the number of model calls for a user's table depends on its rows, but each call "
@@ -44,7 +44,7 @@ class TabularObjective(Objective):
         self._cuts_evaluation = False
 
     def start_evaluation(self) -> None:
-        """Merges adapters once for all batches."""
+        """Merges low-rank adapters into the weights, once per evaluation."""
         self._merged = [merged(self.model)]
 
     def train(self, mode: bool = True) -> "TabularObjective":
@@ -53,7 +53,7 @@ class TabularObjective(Objective):
         return super().train(mode)
 
     def probabilities(self, batch: Batch) -> Tensor:
-        """Predicts class probabilities of a user's rows, (B, C), after `start_evaluation`."""
+        """Returns class probabilities (B, C) of a user's rows. Call `start_evaluation` first."""
         assert self._answer is not None
         return self._answer(self._merged[0], batch["row"], int(batch["num_context"][0]))
 
@@ -90,7 +90,7 @@ class TabularObjective(Objective):
 
 
 def with_all_counts(batch: Batch, max_classes: int) -> Batch:
-    """Completes a batch of problems with omitted counts, which equal the padded sizes."""
+    """Adds the counts that a batch of problems omits: all rows, all columns and `max_classes` classes."""
     num_problems, num_rows, num_columns = batch["context"].shape
     sizes = {"num_context": num_rows, "num_features": num_columns, "num_classes": max_classes}
     counts = {
@@ -101,7 +101,7 @@ def with_all_counts(batch: Batch, max_classes: int) -> Batch:
 
 
 def _fit_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Returns sums over valid queries. logits: (B, Q, C). targets: (B, Q), -1 for ignored ones."""
+    """Sums loss and correct predictions over queries. logits: (B, Q, C). targets: (B, Q); -1: query is ignored."""
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
     return {"loss": loss, "correct": (logits.argmax(2) == targets).sum()}
 
@@ -113,10 +113,10 @@ def _parts(batch: Batch, size: int) -> Iterator[Batch]:
 
 
 def area_under_curve(scores: Tensor, targets: Tensor) -> Tensor:
-    """Returns each problem's area under the ROC curve, one class against the rest, averaged over classes: (B,) float64.
+    """Returns each problem's one-vs-rest area under the ROC curve, averaged over classes: (B,) float64.
 
-    It is the share of (row of the class, other row) pairs in which the first has the higher score; ties (differences up
-    to 1e-6) count half. Classes of no row or of every row are ignored; NaN if none remains.
+    A class's area is the share of pairs (row of the class, other row) in which the first row has the higher score; ties
+    (differences up to 1e-6) count half. Classes of no row or of all rows are ignored; without other classes it is NaN.
 
     scores: (B, Q, C), for example probabilities. targets: (B, Q) int64, -1 for ignored rows.
     """
