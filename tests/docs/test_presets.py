@@ -100,7 +100,7 @@ def test_its_own_command_is_understood(path):
 def test_its_global_batch_is_the_one_that_it_says(preset):
     """On its GPUs, on fewer or more, and in less memory."""
     text, number = preset.read_text(), num_gpus(preset)
-    assert "no measured optimum" in text.splitlines()[0]
+    assert "not measured optima" in text.splitlines()[0]
     total, parts = re.search(r"^# Global batch: (\d+)(?: = (\d+ x \d+))?$", text, re.MULTILINE).groups()
     flags = parsed("main_multi_gpu.py", ["--config", str(preset), "--multi-gpu", "ddp"])
     split = split_of(flags, number)
