@@ -56,7 +56,10 @@ class BprSamples(Movable):
         return len(self._items)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
-        """Returns {"user", "positive", "negative"}, (B,) int64 each; negatives are uniform over other items."""
+        """Returns {"user", "positive", "negative"}, (B,) int64 each.
+
+        Negatives are uniform among the items that the user does not have.
+        """
         index = self.here(keys.index)
         bits = random_bits(self._seed, keys.epoch, index, 2, _ITEM_STREAM)
         if self._users_of_samples is not None:

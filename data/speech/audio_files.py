@@ -24,11 +24,11 @@ _LOUDEST = 2.0**31
 
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _UNKNOWN_SIZE = 0x7FFFF000
-"""A streamed WAV file declares at least this size; its samples then extend to the end of the file."""
+"""Declared size, in bytes, from which a WAV file counts as a stream, whose samples extend to the end of the file."""
 _NUM_LOBES = 24
-"""Zeros of the sinc on each side of the resampling filter."""
+"""Number of zeros of the sinc on each side of the resampling filter."""
 _ROLL_OFF = 0.96
-"""Frequency at which the filter halves the amplitude, as a share of the lower Nyquist frequency."""
+"""Frequency at which the filter halves the amplitude, as a share of the lower of both Nyquist frequencies."""
 _KAISER_BETA = 9.0
 """Parameter of the Kaiser window, for about 90 dB between passband and stopband."""
 
@@ -41,8 +41,8 @@ def decode(content: bytes, name: str) -> tuple[np.ndarray, int]:
     """Decodes a sound file; returns mono samples, (length,) float32 in [-1, 1], and the sample rate in Hz.
 
     Decodes WAV with integers of 8 to 32 bits or floats of 32 or 64 bits; other codecs, FLAC, MP3 and Ogg need the
-    package soundfile. Channels are averaged. Floats may exceed [-1, 1]; see `within_full_scale`. name: name of the
-    file, of which only the suffix counts.
+    package soundfile. Channels are averaged. Floats may exceed [-1, 1]; see `within_full_scale`. name: file name, whose
+    suffix is used.
 
     Raises UnreadableAudio, or UserError if soundfile is needed and not installed.
     """
@@ -62,7 +62,7 @@ def decode(content: bytes, name: str) -> tuple[np.ndarray, int]:
 
 
 def within_full_scale(samples: np.ndarray) -> tuple[np.ndarray, bool]:
-    """Scales samples that exceed [-1, 1] down, so that no sample clips; also returns whether they were scaled.
+    """Scales samples down to [-1, 1] if any sample exceeds it; also returns whether the samples were scaled.
 
     An excess of less than a 16-bit step is ignored.
     """
@@ -71,7 +71,7 @@ def within_full_scale(samples: np.ndarray) -> tuple[np.ndarray, bool]:
 
 
 def to_int16(samples: np.ndarray) -> np.ndarray:
-    """Rounds and clips samples in [-1, 1] to 16-bit integers; restores the integers of 16-bit files exactly."""
+    """Converts samples in [-1, 1] to 16-bit integers, clipped; restores the integers of 16-bit files exactly."""
     return np.clip(np.rint(samples * np.float32(FULL_SCALE)), -FULL_SCALE, FULL_SCALE - 1).astype(np.int16)
 
 
@@ -100,7 +100,7 @@ def resample(samples: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def _kernels(up: int, down: int) -> np.ndarray:
-    """Returns the filters of results 0 to up - 1, each centred on the last sample up to the result: (up, odd) float32.
+    """Returns the filters of results 0 to up - 1, centred on the sample at or before each result: (up, odd) float32.
 
     A filter is a Kaiser-windowed sinc whose weights add up to 1, so a constant signal is unchanged.
     """

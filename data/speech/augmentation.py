@@ -28,12 +28,12 @@ class Augmentation:
     speed_percent: change of playing speed, which also shifts pitch and formants. The new duration is an integer
         percentage of the old one, uniform in [100 - speed_percent, 100 + speed_percent]. Ko et al., "Audio augmentation
         for speech recognition", Interspeech 2015.
-    word_speed_percent: additional change of playing speed for each recording of a string.
+    word_speed_percent: additional change of playing speed for each recording of a string (concatenated recordings).
     gain_db: change of loudness in dB, uniform in [-gain_db, gain_db].
     tilt: change of high frequencies, as by another microphone: x_t - a x_(t-1) with a uniform in [-tilt, tilt].
     noise_snr_db: limits of the signal-to-noise ratio, in dB, of white or low-frequency noise.
     room_share: share of strings with room noise in their recordings, but not in the gaps between recordings.
-    room_snr_db: limits of the signal-to-noise ratio, in dB, of room noise; constant within a string.
+    room_snr_db: limits of the signal-to-noise ratio, in dB, of room noise; the ratio is constant within a string.
     warp: change of the features' frequencies by a factor uniform in [1 - warp, 1 + warp]. Jaitly and Hinton, "Vocal
         tract length perturbation improves speech recognition", 2013.
     masking_db: limits of the reduction, in dB, of the noise that masks weak sound.
@@ -57,7 +57,7 @@ class Augmentation:
     time_mask: float = 0.06
 
     def times(self, factor: float) -> "Augmentation":
-        """Returns strengths multiplied by a factor of at least 0; the factor applies to the amplitude of noise."""
+        """Returns a copy with strengths multiplied by a factor of at least 0, which scales the amplitude of noise."""
         return replace(
             self,
             speed_percent=min(round(factor * self.speed_percent), 90),
@@ -83,7 +83,7 @@ class Noise(NamedTuple):
     """Parameters of the noise in several recordings.
 
     snr_db: signal-to-noise ratio in dB; infinite for no noise. start: int64, first sample in the noise table. colour:
-    int64, index of the table, as in COLOURS.
+    int64, number of the noise table, an index into COLOURS.
     """
 
     snr_db: np.ndarray
@@ -99,14 +99,14 @@ class Noise(NamedTuple):
 
 
 Changes = tuple[np.ndarray, np.ndarray, np.ndarray, Noise | None]
-"""Changes of n utterances: percent of duration (n,) int64, gain and tilt (n,) float32, and noise or None."""
+"""Changes of n utterances: new duration in percent (n,) int64, gain and tilt (n,) float32, and noise or None."""
 
 
 class Augmenter:
     """Draws the changes of an `Augmentation`; applies them to audio, or returns them for the model's front end."""
 
     def __init__(self, strength: Augmentation, num_mels: int, seed: int, num_views: int = 1) -> None:
-        """Creates the augmenter. num_mels: number of mel bins. num_views: sets of masks per utterance."""
+        """Creates the augmenter. num_mels: number of mel bins. num_views: number of sets of masks per utterance."""
         self._strength = strength
         self._num_mels = num_mels
         self._seed = seed
@@ -177,7 +177,7 @@ class Augmenter:
 
 
 def length_at(length: Length, percent: Length) -> Length:
-    """Returns the length in samples at a percentage of the duration."""
+    """Returns the length, in samples, of audio that is changed to a percentage of its duration."""
     return -(-length * percent // 100)
 
 
@@ -228,7 +228,7 @@ def noise_tables() -> np.ndarray:
 
 @cache
 def hundreds(length: int) -> int:
-    """Returns the length, in hundreds, of a Fourier transform for audio: a product of powers of 2, 3 and 5.
+    """Returns the length of a Fourier transform for audio, in hundreds of samples: a product of powers of 2, 3 and 5.
 
     The length includes padding with zeros, so that the end of the audio does not affect its start.
     """

@@ -21,7 +21,7 @@ class Corpus:
     transcripts: as published, with normalised white space; all "" if unknown. names: distinct file names. speakers: ""
         if unknown. splits: "train", "val", "test", or "" if the source has no splits.
     skipped: number of dropped utterances by reason.
-    found: rows of the table at the start of a run, such as where the transcripts were found; {} for synthetic data.
+    found: rows of the table that a run first prints, such as where the transcripts were found; {} for synthetic data.
     """
 
     audio: np.ndarray
@@ -57,7 +57,7 @@ def cached_corpus(cache_dir: Path, key: str, build: Callable[[], Corpus]) -> Cor
 
 
 def _to_arrays(corpus: Corpus) -> Arrays:
-    # JSON, since in an array of text each transcript would take the memory of the longest
+    # JSON, since in an array of text every transcript would take the memory of the longest transcript
     facts = {name: getattr(corpus, name) for name in ("sample_rate", "skipped", "found", *_TEXTS)}
     text = json.dumps(facts).encode()
     return {"audio": corpus.audio, "offsets": corpus.offsets, "facts": np.frombuffer(text, np.uint8)}

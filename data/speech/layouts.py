@@ -64,19 +64,21 @@ class Utterance:
 
 
 def utterances_of(source: Source) -> tuple[str, list[Utterance]]:
-    """Returns a text on where the transcripts are, and the utterances, by the first matching layout:
+    """Returns a description of where the transcripts are, and the utterances, by the first matching layout.
 
-    manifest: .json or .jsonl files `train*`, `dev*` or `val*`, `test*`, or a single file, with one JSON object per
-    line: `audio_path` (or NeMo's `audio_filepath`), relative to the manifest's folder, `text`, and optionally
-    `duration` in seconds and `speaker`. Common Voice: `train.tsv`, `dev.tsv`, `test.tsv` and a folder `clips`.
-    metadata: `metadata.csv` or `metadata.jsonl` with `file_name` and `transcription`, as in audio folders of Hugging
-    Face, also one per split; `train.csv` and so on with such columns; and LJSpeech's `metadata.csv`. VCTK:
-    `txt/p225/p225_001.txt` and a folder with sound files. Speech Commands: the name of a file's folder is the word.
-    LibriSpeech: `{split}/{speaker}/{chapter}/{speaker}-{chapter}.trans.txt` in the folders of the sound files. text
-    files: `x.txt` in the folder of `x.wav`; with several folders, the folder is the speaker. names:
-    `{digit}_{speaker}_{index}.wav` (Free Spoken Digit Dataset, in which indices below 5 are the test set), or words
-    joined by `_` (yesno). File names are words if there is no other text, all consist of letters or all of single
-    digits, and most words occur in several names.
+    Manifest: .json or .jsonl files `train*`, `dev*` or `val*`, `test*`, or a single file, with one JSON object per
+        line: `audio_path` (or NeMo's `audio_filepath`), relative to the manifest's folder, `text`, and optionally
+        `duration` in seconds and `speaker`.
+    Common Voice: `train.tsv`, `dev.tsv`, `test.tsv` and a folder `clips`.
+    Metadata: `metadata.csv` or `metadata.jsonl` with `file_name` and `transcription`, as in audio folders of Hugging
+        Face, also one per split; `train.csv` and so on with such columns; and LJSpeech's `metadata.csv`.
+    VCTK: `txt/p225/p225_001.txt` and a folder with sound files.
+    Speech Commands: the name of a file's folder is the word.
+    LibriSpeech: `{split}/{speaker}/{chapter}/{speaker}-{chapter}.trans.txt` in the folders of the sound files.
+    Text files: `x.txt` in the folder of `x.wav`; with several folders, the folder's name is the speaker.
+    Names: `{digit}_{speaker}_{index}.wav` (Free Spoken Digit Dataset, in which indices below 5 are the test set), or
+        words joined by `_` (yesno). File names count as words if no file contains text, if all names consist of letters
+        or all of single digits, and if most words occur in several names.
 
     In all layouts but the first two, folders `train*`, `dev*`, `val*` and `test*` are splits. Raises UserError, with
     file and line, for an unreadable table, and if no layout matches.
@@ -116,7 +118,7 @@ def _why_unknown(source: Source) -> str:
 
 
 def manifest_sound(source: Source) -> list[str]:
-    """Returns the sound files that manifests name, [] without manifests. Raises UserError for an invalid manifest."""
+    """Returns the sound files that manifests list, [] without manifests. Raises UserError for an invalid manifest."""
     return [utterance.name for utterance in _manifests(source) or ()]
 
 
@@ -175,7 +177,7 @@ def _is_finite(number: object) -> bool:
 
 
 def _can_be_written(text: str, errors: str = "strict") -> bool:
-    """Returns whether a text can be encoded; JSON's escapes can produce lone surrogates, which cannot."""
+    """Returns whether UTF-8 can encode a string; it cannot encode the lone surrogates of some JSON escapes."""
     try:
         text.encode(errors=errors)
     except UnicodeEncodeError:
@@ -271,7 +273,7 @@ def _speech_commands(source: Source) -> list[Utterance] | None:
 
 
 def _read_alone(source: Source, name: str, transcript: str | None, speaker: str, split: str = "") -> Utterance:
-    """Builds an utterance that has a text file of its own; an error of reading the file affects only this utterance."""
+    """Builds an utterance with a transcript file of its own, whose read errors affect only this utterance."""
     try:
         return Utterance(name, "" if transcript is None else source.read_text(transcript), speaker, split)
     except UserError as error:
@@ -321,7 +323,7 @@ def _librispeech(source: Source) -> list[Utterance] | None:
 def _text_files(source: Source) -> list[Utterance] | None:
     texts = {_without_suffix(name): name for name in source.names if name.lower().endswith(".txt")}
     sound = _sound_of(source)
-    is_timit = any(name.lower().endswith(_MARKS_OF_TIMIT) for name in source.names)  # whose .txt begin with numbers
+    is_timit = any(name.lower().endswith(_MARKS_OF_TIMIT) for name in source.names)  # its .txt begin with numbers
     if is_timit or not any(_without_suffix(name) in texts for name in sound):
         return None
     folders = {name: [part for part in PurePosixPath(name).parts[:-1] if not _split_of(part)] for name in sound}
@@ -391,6 +393,6 @@ def _split_of_folders(name: str) -> str:
 
 
 def _split_of(name: str) -> str:
-    """Returns the split with which a file's or folder's name begins, as train-clean-100, but not valerie; or ""."""
+    """Returns the split with which a file's or folder's name begins, as in train-clean-100 (not in valerie), or ""."""
     match = _SPLIT.match(name.lower())
     return _SPLITS[match[1]] if match else ""

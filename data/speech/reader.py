@@ -40,11 +40,11 @@ def load_corpus(
     """Reads a corpus; the decoded audio is cached and takes 2 bytes per sample.
 
     path: a folder, .zip, .tar, .tar.gz or .tgz in a layout of `utterances_of`; a single manifest; or a folder that
-        contains one archive and no sound.
-    sample_rate: in Hz, to which all files are resampled; None: the files' most frequent rate, the highest one of
-        equally frequent rates.
-    reading: `on_bad` says whether to drop and count unusable utterances, or to refuse the first: those without sound,
-        samples or transcript, or whose manifest's duration differs by more than half.
+        contains one archive and no sound files.
+    sample_rate: rate in Hz to which all files are resampled; None: the files' most frequent rate or, among equally
+        frequent rates, the highest.
+    reading: `on_bad` says whether to drop and count unusable utterances, or to refuse the first. An utterance without
+        sound, samples or transcript, or with a duration that is more than half off the manifest's, is unusable.
     progress: shows the progress of decoding.
 
     Raises UserError, with file, line and value, for an invalid corpus, for a recording that is listed twice, and if no
@@ -63,9 +63,9 @@ def load_corpus(
 def read_recordings(path: Path, sample_rate: int, on_bad: OnBad = "drop") -> Corpus:
     """Reads the recordings of `--predict`, which have no transcripts.
 
-    path: a sound file, or a folder with sound files at any depth; names are relative to the folder. sample_rate: in Hz,
-    to which all files are resampled. on_bad: whether to drop and count unusable files of a folder, or to refuse the
-    first. Raises UserError for an unusable single file, and if no file is usable.
+    path: a sound file, or a folder with sound files at any depth; names are relative to the folder. sample_rate: rate
+    in Hz to which all files are resampled. on_bad: whether to drop and count unusable files of a folder, or to refuse
+    the first. Raises UserError for an unusable single file, and if no file is usable.
     """
     folder, names, advice = path.parent, [path.name], "give recordings that can be read"
     left_out = LeftOut()
@@ -101,7 +101,7 @@ def read_recordings(path: Path, sample_rate: int, on_bad: OnBad = "drop") -> Cor
 
 
 def _too_loud(names: Sequence[str]) -> dict[str, str]:
-    """Returns a row on recordings that were scaled down, for the table at the start of a run."""
+    """Returns a table row about recordings that were scaled down; a run prints the table at its start."""
     return (
         {"beyond full scale": f"{len(names)} file{'s' * (len(names) > 1)}, scaled down, such as {names[0]}"}
         if names
@@ -206,7 +206,7 @@ def _decode(source: Source, utterance: Utterance) -> tuple[np.ndarray, int]:
     except KeyError:
         raise UnreadableAudio("is not in the archive") from None
     except ARCHIVE_ERRORS as error:
-        # errors of archives name the file, but the same reason must count as one
+        # archive errors contain the file name, but equal reasons must count as one
         raise UnreadableAudio(getattr(error, "strerror", None) or "cannot be read from its archive") from None
     if not len(samples):
         raise UnreadableAudio("has no samples")
@@ -223,7 +223,7 @@ def _reasons(left_out: LeftOut) -> str:
 def _at_one_rate(
     decoded: IO[bytes], lengths: Sequence[int], rates: Sequence[int], resampled: IO[bytes]
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns samples, offsets and the most frequent rate; other utterances are resampled into `resampled`."""
+    """Resamples to the most frequent rate; returns samples, offsets and this rate. resampled: file for the samples."""
     audio, offsets, counts = _mapped(decoded), _offsets(lengths), Counter(rates)
     rate = max(counts, key=lambda rate: (counts[rate], rate))
     if len(counts) == 1:

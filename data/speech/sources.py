@@ -39,7 +39,7 @@ class Source:
     left_out: LeftOut
 
     def where(self, name: str = "") -> str:
-        """Returns a noun for a file in messages."""
+        """Returns the name of a file for messages."""
         return f"--data-dir {self.path}" + (f", {name}" if name else "")
 
     def read_text(self, name: str) -> str:
@@ -51,7 +51,7 @@ class Source:
 
 
 def find(path: Path) -> Path:
-    """Returns the path, or for a folder without sound and manifests the only archive in the folder.
+    """Returns the path; for a folder without sound files and manifests, returns the only archive in the folder.
 
     Raises UserError if the path does not exist, or if there are several archives.
     """
@@ -78,8 +78,8 @@ def is_archive(path: Path) -> bool:
 def opened(path: Path, cache_dir: Path, left_out: LeftOut) -> Iterator[Source]:
     """Opens a folder, an archive, or a manifest.
 
-    cache_dir: existing folder for a temporary file with the content of a compressed tar, which is deleted even if the
-    process is killed. Raises UserError if an archive is damaged or contains a name that leads out of it.
+    cache_dir: existing folder for a temporary file with the content of a compressed tar; the file is deleted even if
+    the process is killed. Raises UserError if an archive is damaged or contains a name that leads out of the archive.
     """
     if path.is_dir():
         yield Source(path, tuple(_names_in(path)), True, lambda name: read_whole(path / name, MOST_SOUND), left_out)
@@ -139,7 +139,7 @@ def _member(archive: ZipArchive, name: str) -> bytes:
 @contextmanager
 def _tar(path: Path, cache_dir: Path) -> Iterator[Archive]:
     with open(path, "rb") as packed, tempfile.TemporaryFile(dir=cache_dir) as unpacked:
-        # unpacked, since seeking backwards in a compressed tar decompresses it from the beginning
+        # unpacked, since seeking backwards in a compressed tar decompresses the tar from its beginning
         if is_packed := not path.name.lower().endswith(".tar"):
             with refusing_disk_errors(f"--cache-dir {cache_dir}", _ROOM, DISK_FULL), gzip.open(packed) as content:
                 shutil.copyfileobj(content, unpacked, 1 << 20)

@@ -1,4 +1,4 @@
-"""Converts transcripts to symbols: 0 is the CTC blank and the padding; 1, 2, ... are characters or words."""
+"""Converts transcripts to symbol numbers: 0 is the CTC blank and padding; 1, 2, ... are characters or words."""
 
 import re
 import unicodedata
@@ -98,7 +98,7 @@ class Alphabet:
         return cls(units, tuple(numbers))
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the symbols of a text after normalising it: (length,) int64. Raises UserError for unknown symbols."""
+        """Normalises a text and returns its symbol numbers, (length,) int64. Raises UserError for unknown symbols."""
         symbols = _split(normalise(text), self.units)
         try:
             return np.fromiter((self._numbers[symbol] for symbol in symbols), np.int64, len(symbols))
@@ -109,7 +109,7 @@ class Alphabet:
             ) from None
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Converts symbols to text; skips 0, the blank and padding."""
+        """Converts symbol numbers to text; skips 0, which is the blank and padding."""
         symbols = [self.symbols[number - 1] for number in ids if number != BLANK]
         return (" " if self.units == "words" else "").join(symbols)
 
@@ -119,5 +119,5 @@ def _split(text: str, units: Units) -> Sequence[str]:
 
 
 def shortest_frames(symbols: np.ndarray) -> int:
-    """Returns the fewest frames that CTC needs for symbols (length,): one each, and a blank between equal symbols."""
+    """Returns the fewest frames that CTC needs for symbols (length,): one per symbol, and one between equal symbols."""
     return len(symbols) + int(np.count_nonzero(symbols[1:] == symbols[:-1]))

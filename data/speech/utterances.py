@@ -9,7 +9,7 @@ A batch from `__getitems__` has
 Audio and targets are padded to `SampleKeys.padded_length`.
 
 Random draws are functions of seed, epoch and sample, do not depend on the batch, and are computed on the CPU. For data
-on a GPU, the GPU computes the audio of a whole batch (see `waves`), which differs from the CPU's by less than -100 dB.
+on a GPU, the GPU computes the audio of a whole batch (see `waves`); the result is within -100 dB of the CPU's audio.
 """
 
 from typing import Any, NamedTuple
@@ -27,15 +27,15 @@ from trainer.loading.on_device import Movable
 from trainer.loading.order import SampleKeys
 
 MOST_GAP_S = 0.4
-"""Largest silence, in seconds, before, between and after the recordings of a string; silences are uniform from 0."""
+"""Largest silence, in seconds, before, between and after the recordings of a string; drawn uniformly from 0."""
 LEVEL_DB = 3.0
-"""Largest change of loudness of each recording of a string, in dB; changes are uniform in both directions."""
+"""Largest increase or decrease of the loudness of each recording of a string, in dB; drawn uniformly."""
 STRING_SNR_DB = (25.0, 40.0)
 """Limits of the signal-to-noise ratio, in dB, of white noise in a string."""
 
 _FULL_SCALE = np.float32(2.0**-15)
 _STEPS_PER_SECOND, _TARGET_STEP = 4, 32
-"""On a GPU, audio is padded to multiples of a fraction of a second, and targets to multiples of _TARGET_STEP."""
+"""On a GPU, audio is padded to multiples of 1 / _STEPS_PER_SECOND s, and targets to multiples of _TARGET_STEP."""
 _STRING_STREAM = 16  # augmentation uses other streams with the same keys
 
 
@@ -53,7 +53,7 @@ class _OfCorpus(Movable):
         self._noise_tables: Array = noise_tables()
 
     def _recordings(self, which: np.ndarray, factors: np.ndarray) -> Array:
-        """Returns recordings (m,) times factors (m,) on the device, padded with zeros: (m, longest) float32."""
+        """Multiplies recordings `which`, (m,), by factors (m,) on the device: (m, longest) float32, zero-padded."""
         start, length = self.here(np.stack([self.corpus.offsets[which], self._durations[which]]))
         rows = Ragged(start, length, int(self._durations[which].max()))
         return cast(rows.of(self._audio), "float32") * self.here(factors * _FULL_SCALE)[:, None]
@@ -118,7 +118,7 @@ class _Plan(NamedTuple):
     recordings: (n, W) int64, indices in the corpus. is_word: (n, W) bool, whether the string has this recording.
     percent: (n, W) int64, new duration of each recording in percent.
     gaps: (n, W + 1) int64, samples of silence before each recording and after the last one.
-    level: (n, W) float32, factors on the amplitude. noise: of strings, (n,). room: of recordings, (n, W), or None.
+    level: (n, W) float32, factors on the amplitude. noise: for strings, (n,). room: for recordings, (n, W), or None.
     """
 
     recordings: np.ndarray

@@ -73,7 +73,7 @@ def changed(
 
 
 def joined(words: Tensor, length: np.ndarray, begin: np.ndarray, shape: tuple[int, int], here: Here) -> Tensor:
-    """Joins recordings `words` (m, T) to strings (B, width).
+    """Joins recordings `words` (m, T) into strings (B, width).
 
     length: (m,). begin: (m,) int64, ascending, start of each recording in the concatenated strings. shape: (B, width).
     """
