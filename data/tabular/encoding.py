@@ -13,14 +13,14 @@ from data.tabular.table import Column, Table
 from trainer.common.errors import UserError
 
 _LARGEST_CODE = 1e9
-"""Bound of encoded numbers, in standard deviations, whose square float32 can represent."""
+"""Largest absolute encoded number, in standard deviations; float32 can represent its square."""
 
 
 @dataclass(frozen=True)
 class ColumnCode:
     """Encoding of one column.
 
-    categories: texts, each encoded by its position, or None for a numeric column.
+    categories: names of categories, each encoded by its position, or None for a numeric column.
     mean, std: statistics by which numbers are standardised in float64, because float32 loses small differences between
         large numbers; 0 and 1 for categories.
     spelling: format of the column's numbers.
@@ -45,12 +45,12 @@ class ColumnCode:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ColumnCode":
-        """Builds a column's encoding from the result of `asdict`, which in older files has no spelling."""
+        """Builds a column's encoding from the result of `asdict`; older files lack the entry "spelling"."""
         categories, spelling = values["categories"], Spelling(**values.get("spelling", {}))
         return cls(**values | {"categories": _if_any(tuple, categories), "spelling": spelling})
 
     def encode(self, column: Column) -> np.ndarray:
-        """Encodes a column, (n,) float64, with NaN for missing values, texts among numbers and unknown categories."""
+        """Encodes a column, (n,) float64, with NaN for missing values, text among numbers and unknown categories."""
         if self.categories is None:
             numbers = column.as_numbers(column.spelling_like(self.spelling))
             return np.clip((numbers - self.mean) / self.std, -_LARGEST_CODE, _LARGEST_CODE)
@@ -59,7 +59,7 @@ class ColumnCode:
         return column.looked_up(lambda text: places.get(key(text), np.nan))
 
     def remarks(self, column: Column) -> list[str]:
-        """Returns sentences about values of a new column that count as missing or are read differently."""
+        """Returns sentences about a new column's values that count as missing or are read differently from training."""
         encoded, found = self.encode(column), []
         spelling = column.spelling_like(self.spelling)
         if self.categories is None and spelling != self.spelling:
@@ -106,7 +106,7 @@ class Encoding:
         return np.stack(columns, axis=1).astype(np.float32)
 
     def refuse_label(self, table: Table) -> None:
-        """Raises UserError if a table to predict has the label column."""
+        """Raises UserError if a table whose labels are to be predicted has the label column."""
         if self.label in table.names:
             raise UserError(f"{table.where}: has the column {self.label!r}, which is what is predicted; take it out")
 
@@ -122,7 +122,7 @@ class Encoding:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts the encoding to a dictionary of lists, texts and numbers."""
+        """Converts the encoding to a dictionary of lists, strings and numbers."""
         columns = [asdict(code) for code in self.columns]
         for column in columns:
             column["categories"] = _if_any(list, column["categories"])

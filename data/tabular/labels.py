@@ -26,7 +26,7 @@ _MOST_NUMBERS, _MOST_FRACTIONS = 20, 10
 class Labels:
     """Class of each row of a table.
 
-    classes: texts, sorted by value if all are numbers, else alphabetically.
+    classes: names of classes, sorted by value if all are numbers, else alphabetically.
     values: (n,) int64, positions in classes; -1 for rows without a label.
     may_be_quantity: whether the classes are many whole numbers and therefore might be a quantity.
     """
@@ -74,7 +74,7 @@ def _refuse_quantity(numbers: Sequence[float], num_labelled: int, where: str) ->
 
 
 def refuse_unless_classes(classes: Sequence[str], num_labelled: int, where: str) -> None:
-    """Raises UserError for a single class, or too many values to be classes; where: beginning of the message."""
+    """Raises UserError for a single class, or for too many values to be classes. where: beginning of the message."""
     if len(classes) == 1:
         raise UserError(
             f"{where}: all rows are of one class, {classes[0]!r} (NA and the like are no class); learning to tell "
@@ -111,9 +111,9 @@ def named_column(table: Table, name: str, flag: str) -> Column:
 def stratified_hold_out(labels: np.ndarray, share: float, seed: int, stream: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Returns the positions of training rows and of held-out rows, (k,) int64 each, ascending, stratified by class.
 
-    Random numbers are a function of (seed, stream, position of the row). Numbers of held-out rows per class are rounded
-    to add up to the rounded share of all rows, as nearly as possible. A class with two or more rows has at least one
-    held-out row and one training row. The row of a class with a single row is a training row.
+    Random numbers are a function of (seed, stream, position of the row). The numbers of held-out rows per class add up
+    to the rounded share of all rows, as nearly as possible. A class with two or more rows has at least one held-out row
+    and one training row. A class with a single row has no held-out row.
 
     labels: (n,) int64, at least 0. share: share of rows to hold out, above 0 and below 1.
     """

@@ -1,6 +1,6 @@
 """Synthetic problems that differ from the pre-training prior, to test how a model generalises.
 
-The problems are classic toy data with noise columns, in batches like those of `prior.tables.PriorTables`.
+The problems are classic toy data with noise columns. Batches have the format of `prior.tables.PriorTables`.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,7 @@ def _neighbours(random: Generator, num_rows: int) -> Problem:
 
 
 def _rules(random: Generator, num_rows: int) -> Problem:
-    """Labels rows of categories by rules: the first class whose rule on two columns holds, else the last class."""
+    """Labels rows of categories by rules on two columns: the first class whose rule is true, else the last class."""
     num_classes, num_levels = random.integers(2, 6), random.integers(2, 6, size=6)
     x = random.integers(num_levels, size=(num_rows, 6))
     labels = np.full(num_rows, num_classes - 1)
@@ -112,7 +112,7 @@ def _hills(random: Generator, num_rows: int) -> Problem:
 
 
 def _factors(random: Generator, num_rows: int) -> Problem:
-    """Labels rows by three hidden factors; columns are exponentials of mixtures of the factors, and so are skewed."""
+    """Labels rows by three hidden factors; the columns, exponentials of mixtures of the factors, are skewed."""
     factors = random.normal(size=(num_rows, 3))
     noise = 0.3 * random.normal(size=(num_rows, 9))
     x = np.exp((factors @ random.normal(size=(3, 9)) + noise) * random.uniform(0.2, 1.0, 9))
@@ -120,7 +120,7 @@ def _factors(random: Generator, num_rows: int) -> Problem:
 
 
 def _shapes(random: Generator, num_rows: int) -> Problem:
-    """Draws small integers, whose centre and correlations depend on the class, like measures of printed letters."""
+    """Draws small integers whose means and correlations depend on the class, like measurements of printed letters."""
     num_classes, num_features = random.integers(6, _MOST_CLASSES + 1), random.integers(6, _MOST_FEATURES + 1)
     labels = random.integers(num_classes, size=num_rows)
     centres = 1.2 * random.normal(size=(num_classes, num_features))
@@ -162,7 +162,7 @@ class OtherTables:
     """Data set of synthetic tables, each a function of (seed, index); the families of problems alternate.
 
     num_context, num_queries: numbers of rows per table. most_classes: largest number of classes per table; further
-    classes are merged. Batches have the form of `PriorTables`, and the context has every class of the queries.
+    classes are merged. Batches have the format of `PriorTables`. The context contains every class of the queries.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Data sets from the user's table: its rows to classify, and problems sampled from its rows for training."""
+"""Data sets from the user's table: rows to classify, and training problems sampled from the rows."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ class Rows:
     """
 
     def __init__(self, features: np.ndarray, labels: np.ndarray | None, num_context: int) -> None:
-        """features: (n, m) float32, NaN where missing. labels: (n,) int64."""
+        """Creates the data set. features: (n, m) float32, NaN where missing. labels: (n,) int64."""
         self.features = features
         self.labels = labels
         self._num_context = num_context
@@ -33,8 +33,8 @@ class Rows:
 class Episodes:
     """Data set of problems whose context and query rows are sampled from one table.
 
-    Each problem permutes columns and classes, so that a model learns from their content, not their order. If the table
-    has more than max_classes classes, classes are merged at random.
+    Each problem permutes columns and classes, because a model must not learn their order. If the table has more than
+    max_classes classes, classes are merged at random.
 
     A batch is a dictionary of context, (B, N, m), and queries, (B, Q, m), float32; labels, (B, N), and targets, (B, Q),
     int64, with target -1 for a class that is absent from the context; and num_classes, (B,) int64.
@@ -51,7 +51,7 @@ class Episodes:
         max_classes: int,
         seed: int,
     ) -> None:
-        """features: (n, m) float32. labels: (n,) int64. num_context + num_queries: at most n."""
+        """Creates the data set. features: (n, m) float32. labels: (n,) int64. num_context + num_queries: at most n."""
         self.features = features
         self.labels = labels
         self._num_episodes = num_episodes

@@ -1,4 +1,4 @@
-"""Reading of the user's tables from CSV and similar files, or from arrays in a .npz file."""
+"""Reads the user's tables from CSV and similar files, or from arrays in a .npz file."""
 
 import warnings
 import zipfile
@@ -25,14 +25,14 @@ _ADVICE = "give a CSV with a line of column names, or a .npz with X and y"
 
 
 def read_table(path: Path, flag: str = "--data-dir", reading: Reading = STRICT) -> Table:
-    """Reads a table, with columns of texts from a CSV, which `Column.typed` can convert to numbers.
+    """Reads a table. Columns of a CSV contain strings, which `Column.typed` can convert to numbers.
 
     path: one of the following.
         A CSV with a header, JSON lines, or parquet: plain, compressed, or as the only file of an archive. A CSV has
         columns separated by commas, semicolons (then 1,234 has a decimal comma), tabs, | or blanks. Quotes and spaces
         around a value are removed.
-        A .npz file with X, (n, m), numbers or texts, and optionally y, (n,), which becomes the column y, and names,
-        (m,), of the columns.
+        A .npz file with X, (n, m), numbers or strings, and optionally with y, (n,), which becomes the column y, and
+        with names, (m,), the names of the columns of X.
         A folder or archive with tables for training, test and perhaps validation: with flag --data-dir the training
         table is read, with another flag the test table.
     flag: the flag that gave the path, for messages. reading: how to read lines.
@@ -45,7 +45,7 @@ def read_table(path: Path, flag: str = "--data-dir", reading: Reading = STRICT) 
 
 
 def read_held_out(path: Path, reading: Reading) -> dict[str, Table]:
-    """Reads the tables "test" and, if present, "val" from a folder or archive with a table for each part."""
+    """Reads the tables "test" and, if present, "val" from a folder or archive with a table for each split."""
     files = [] if _is_npz(path) else tables_at(path, "--data-dir", _ADVICE)[:0:-1]
     return {part: _read_csv(file, reading) for part, file in zip(("test", "val"), files, strict=False)}
 
@@ -83,7 +83,7 @@ def _read_csv(file: DataFile, reading: Reading) -> Table:
 
 
 def _as_the_file_shows(columns: Sequence[Column], decimal_comma: bool) -> tuple[Column, ...]:
-    """Gives columns that do not show their decimal sign the sign of the other columns of the file."""
+    """Sets the likely decimal sign of columns that do not show it to the sign that other columns of the file show."""
     readings = [column.reading.spelling for column in columns]
     shown = [
         bool(spelling and spelling.is_shown_by(c.distinct_texts)) for c, spelling in zip(columns, readings, strict=True)
@@ -94,7 +94,7 @@ def _as_the_file_shows(columns: Sequence[Column], decimal_comma: bool) -> tuple[
 
 
 def _column_names(fields: Sequence[str], where: str) -> list[str]:
-    """Returns column names; a column without a name, such as row numbers of pandas, gets a name with its position."""
+    """Returns column names; an unnamed column, such as pandas' row numbers, is named by its position."""
     _check_width(len(fields), where)
     names = [field or f"unnamed {i}" for i, field in enumerate(fields, start=1)]
     if all(map(is_number, names)) or any(is_number(name) and names.count(name) > 1 for name in names):
@@ -106,7 +106,7 @@ def _column_names(fields: Sequence[str], where: str) -> list[str]:
 
 
 def _blocks(lines: Iterable[Line], num_columns: int, where: str, left_out: LeftOut) -> Iterator[list[list[str]]]:
-    """Yields lists of lines' fields; passes lines with a wrong number of fields to left_out, which may refuse them."""
+    """Yields the fields of lines in blocks; passes lines with too few or too many fields to left_out."""
     lines = iter(lines)
     while some := list(islice(lines, _ROWS_AT_ONCE)):
         for number, fields in some:
@@ -120,7 +120,7 @@ def _blocks(lines: Iterable[Line], num_columns: int, where: str, left_out: LeftO
 
 
 class _Texts:
-    """Collects the texts of a column, storing each distinct text once and its index for every row."""
+    """Collects the cells of a column: stores each distinct string once, and an index for every row."""
 
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
@@ -165,7 +165,7 @@ def _read_arrays(path: Path, where: str) -> Table:
 def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
     """Loads X and, if present, y and names; never unpickles, so no code in the file can run."""
     try:
-        # numpy parses array headers with Python's parser, which warns of odd syntax.
+        # numpy parses array headers with Python's parser, which warns about odd syntax.
         quiet = warnings.catch_warnings(action="ignore")
         with (
             reading_errors(where),

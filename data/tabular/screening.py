@@ -14,9 +14,9 @@ from data.tabular.table import Column, Table
 from trainer.common.errors import UserError
 
 _FEWEST_ROWS = 10
-"""Minimum number of rows for detecting ids and leaks, which with fewer rows may be chance."""
+"""Minimum number of rows for detecting ids and leaks; in fewer rows they may be chance."""
 _MOST_DISTINCT = 0.95
-"""Share of distinct values above which a column of texts counts as row names."""
+"""Share of distinct values above which a column of strings counts as row names."""
 _ID_NAME = re.compile(r"(?i:(.*[\W_])?(id|uuid|guid))|.*[a-z]I[dD]")
 _MOST_NAMES_SHOWN = 10
 
@@ -174,7 +174,7 @@ def _report(raw: Column, typed: Column) -> ColumnReport:
 
 
 def _is_usual(text: str) -> bool:
-    """Returns whether a text is a number as programs write it, without the leading zero of codes such as 01067."""
+    """Returns whether a string is a number as programs write it, without the leading zero of codes such as 01067."""
     return is_plain(text) and not re.match(r"0\d", text)
 
 
@@ -202,7 +202,7 @@ def _values(column: Column) -> str:
 
 
 def _differ_by_case(texts: Sequence[str]) -> str:
-    """Returns a note on two texts of two or more letters that differ only by case; empty if there are none."""
+    """Returns a note on two categories of two or more letters that differ only in case; "" if there are none."""
     seen = dict[str, str]()
     for text in texts:
         if (other := seen.setdefault(text.lower(), text)) != text and len(text) > 1:

@@ -15,22 +15,22 @@ MISSING = frozenset(
     {"", "?", "NA", "N/A", "na", "n/a", "NaN", "nan", "-NaN", "-nan", "NULL", "null", "NaT", "<NA>", "#N/A", "#N/A N/A"}
     | {"#NA", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"}
 )
-"""Texts that mark a missing value in any column."""
+"""Strings that mark a missing value in any column."""
 NEARLY_ALL = 0.95
-"""Minimum share of values that are numbers (or dates) in a numeric (or date) column, whose other cells are missing."""
+"""Minimum share of numbers (or dates) in a numeric (or date) column; its other cells count as missing."""
 
 _MARKS = frozenset(text.lower() for text in MISSING) | frozenset(
     {"-", "--", "---", "\u2013", "\u2014", ".", "..", "...", "*", "none", "n.a.", "missing"}
     | {"#null!", "#div/0!", "#value!", "#ref!", "#name?", "#num!"}
     | {f"{sign}{infinity}" for sign in ("", "+", "-") for infinity in ("inf", "infinity")}
 )
-"""Lower-case texts that mark a missing value among numbers; in a column of texts most of them are categories."""
+"""Lower-case strings that mark a missing value among numbers; in other columns, most of them are categories."""
 _MOST_CATEGORIES = 10
-"""Largest number of distinct numbers beside a word that are categories; beside more, it marks a missing value."""
+"""A single word beside at most this number of distinct numbers is a category; otherwise it marks missing values."""
 _LONGEST_NUMBER = 64
-"""Largest number of characters of a number; the limit matters because matching takes up to quadratic time."""
+"""Maximum number of characters of a number; limits the time of matching, which may grow quadratically."""
 _FEWEST_GROUPED = 5
-"""Minimum number of distinct numbers in groups of three digits; fewer may have three decimals by chance."""
+"""Minimum number of distinct numbers that show grouping by thousands; fewer may have three decimals by chance."""
 
 _PLAIN = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _CURRENCY = r"[A-Z]{0,3}[$¢£¤¥฿\u20a0-\u20cf]"
@@ -57,7 +57,7 @@ _TRUTHS = frozenset({"yes", "no", "true", "false"})
 
 
 class _Cell(NamedTuple):
-    """Text that looks like a number; unit: texts before and after it; numbers: its value for each decimal sign."""
+    """String that looks like a number; unit: text before and after it; numbers: its value for each decimal sign."""
 
     text: str
     unit: tuple[str, str]
@@ -69,7 +69,7 @@ class Spelling:
     """Format of a column's numbers.
 
     decimal: the decimal sign, "." or ","; the other sign, blanks and apostrophes may separate thousands.
-    head, tail: unit before or after every number. k or K, M and B mean thousands, millions and billions instead.
+    head, tail: unit before or after every number. k or K, M and B are no units: they multiply by 1e3, 1e6 and 1e9.
     """
 
     decimal: str = "."
@@ -77,14 +77,14 @@ class Spelling:
     tail: str = ""
 
     def number(self, text: str) -> float:
-        """Parses a text; returns NaN if it is not a number in this format, and infinity if float64 is too small."""
+        """Parses a string; returns NaN if it is no number in this format, and infinity if float64 overflows."""
         if self == PLAIN and is_plain(text):
             return float(text)
         cell = _cell(text)
         return cell.numbers[self.decimal] if cell and cell.unit == (self.head, self.tail) else np.nan
 
     def is_shown_by(self, texts: Sequence[str]) -> bool:
-        """Returns whether any text has the decimal sign where it cannot separate thousands."""
+        """Returns whether any string has the decimal sign in a place where it cannot separate thousands."""
         cells = filter(None, (_cell(text) for text in texts if self.decimal in text))
         return any(math.isnan(cell.numbers[_OTHER[self.decimal]]) for cell in cells)
 
@@ -113,13 +113,13 @@ class Reading(NamedTuple):
 
 
 def reading_of(texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOWN) -> Reading:
-    """Detects whether a column holds numbers, and their format.
+    """Detects whether a column contains numbers, and their format.
 
-    The decimal sign, a point or a comma, is the one with which more rows are numbers. In a numeric column nearly all
-    rows are numbers, or all other rows mark missing values, such as by a single word beside many numbers.
+    The decimal sign is a point or a comma, whichever makes more rows numbers. A column is numeric if nearly all rows
+    are numbers, or if all other rows mark missing values, for example by a single word beside many numbers.
 
-    texts: distinct texts, none of them in `MISSING`. counts: number of rows of each text, (len(texts),). likely: the
-    decimal sign to assume if no row shows it.
+    texts: distinct strings of the column, none in `MISSING`. counts: (len(texts),), number of rows with each string.
+    likely: the decimal sign to assume if no row shows it.
     """
     values = [i for i, text in enumerate(texts) if not is_mark_among_numbers(text)]
     texts, counts = [texts[i] for i in values], counts[values]
@@ -151,7 +151,7 @@ def reading_of(texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOW
 
 
 def spelling_like(trained: Spelling, texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOWN) -> Spelling:
-    """Detects the number format of new rows, with the unit of training, and its decimal sign if the rows show none.
+    """Detects the number format of new rows: training's unit, and training's decimal sign unless rows show another.
 
     texts, counts, likely: as for `reading_of`.
     """
@@ -164,12 +164,12 @@ def spelling_like(trained: Spelling, texts: Sequence[str], counts: np.ndarray, l
 
 
 def is_mark_among_numbers(text: str) -> bool:
-    """Returns whether a text marks a missing value among numbers."""
+    """Returns whether a string marks a missing value among numbers."""
     return text.lower() in _MARKS
 
 
 def is_plain(text: str) -> bool:
-    """Returns whether a text is a number in the notation of programs, such as -1.5e3."""
+    """Returns whether a string is a number in the notation of programs, such as -1.5e3."""
     return len(text) <= _LONGEST_NUMBER and _PLAIN.fullmatch(text) is not None
 
 
@@ -180,26 +180,26 @@ class Meaning:
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
-        """texts: distinct texts of the column."""
+        """Creates the equivalence. texts: distinct strings of the column."""
         lower = {text.lower() for text in texts}
         self._truths = _TRUTHS | (lower if lower <= set("yn") or lower <= set("tf") else set())
         self._are_whole = all(float(text).is_integer() for text in texts if is_plain(text))
 
     def is_truth(self, text: str) -> bool:
-        """Returns whether a text is a truth value such as yes, whose case does not matter."""
+        """Returns whether a string is a truth value such as yes, whose case does not matter."""
         return text.lower() in self._truths
 
     def key(self, text: str) -> str:
-        """Returns a key that is equal for equivalent texts."""
+        """Returns a key that is equal for equivalent strings."""
         if self.is_truth(text):
             return text.lower()
         return without_point(text) if self._are_whole else text
 
 
 def canonical(texts: Sequence[str], counts: np.ndarray) -> list[str]:
-    """Replaces equivalent texts of a column by one text: 1.0 by 1, and YES by yes if yes is more frequent.
+    """Replaces equivalent strings of a column with one string: 1.0 with 1, and YES with yes if yes is more frequent.
 
-    counts: number of rows of each text, (len(texts),).
+    counts: (len(texts),), number of rows with each string.
     """
     meaning = Meaning(texts)
     keys = [meaning.key(text) for text in texts]
@@ -212,7 +212,7 @@ def canonical(texts: Sequence[str], counts: np.ndarray) -> list[str]:
 
 
 def _cell(text: str) -> _Cell | None:
-    """Parses a text with each decimal sign; returns None if it is not a number with either."""
+    """Parses a string with each decimal sign; returns None if it is not a number with either sign."""
     match = _CELL.fullmatch(text.translate(_ALIKE)) if len(text) <= _LONGEST_NUMBER else None
     if match is None or (match["sign"] and match["inner"]):
         return None
@@ -239,7 +239,7 @@ def _signs(cells: Sequence[_Cell | None], likely: Likely) -> tuple[str, str]:
 
 
 def _is_of_thousands(sign: str, digits: Sequence[str]) -> bool:
-    """Returns whether a sign separates thousands: it groups all numbers above 999, as decimals hardly would."""
+    """Returns whether a sign separates thousands: it groups the digits of all numbers above 999, and of several."""
     small = [text for text in digits if text.isdigit() and len(text) <= 3]
     grouped = [text for text in digits if _GROUPED[sign].fullmatch(text)]
     return len(grouped) >= _FEWEST_GROUPED and bool(small) and len(small) + len(grouped) == len(digits)
@@ -248,7 +248,7 @@ def _is_of_thousands(sign: str, digits: Sequence[str]) -> bool:
 def _most_read(
     cells: Sequence[_Cell | None], unit: tuple[str, str], counts: np.ndarray, signs: tuple[str, str]
 ) -> tuple[str, str]:
-    """Returns both decimal signs, the one with which more rows are numbers first; equal ones keep their order."""
+    """Returns both decimal signs, first the sign with which more rows are numbers; ties keep their order."""
     first, second = (counts[~np.isnan(_numbers(cells, unit, sign))].sum() for sign in signs)
     return signs if first >= second else signs[::-1]
 
@@ -263,11 +263,11 @@ def _are_nearly_all(fits: np.ndarray, counts: np.ndarray) -> bool:
 
 
 def _doubt(texts: Sequence[str], counts: np.ndarray, numbers: np.ndarray, rival: np.ndarray, likely: Likely) -> str:
-    """Explains why the chosen decimal sign may be wrong; returns an empty text if it is not in doubt.
+    """Explains why the chosen decimal sign may be wrong; returns "" if the sign is not in doubt.
 
     The decimal sign matters if the other sign (rival) gives different numbers. The sign is in doubt unless nearly all
-    rows that allow only one sign have the chosen one. Without such rows the sign is in doubt only for numbers such as
-    1500 beside 1,234 in a file that does not show the sign elsewhere.
+    rows that allow only one sign allow the chosen sign. If every row allows both signs, the sign is in doubt only for
+    numbers such as 1500 beside 1,234 in a file that does not show the sign elsewhere.
     """
     is_read, is_rival = ~np.isnan(numbers), ~np.isnan(rival)
     is_other, is_shown = is_read & is_rival & (numbers != rival), is_read != is_rival
@@ -290,6 +290,6 @@ def _in_no_one_spelling(texts: Sequence[str], *groups: np.ndarray) -> str:
 
 
 def _examples(texts: Sequence[str], *groups: np.ndarray) -> list[str]:
-    """Returns the first text of each group, (len(texts),) bool, shortened and in quotes."""
+    """Returns the first string of each group, shortened and in quotes. groups: (len(texts),) bool each."""
     found = [texts[int(rows.argmax())] for rows in groups]
     return [repr(text if len(text) <= 12 else f"{text[:9]}...") for text in found]

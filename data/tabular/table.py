@@ -1,4 +1,4 @@
-"""Tables in memory, with columns of texts or numbers and missing values."""
+"""Tables in memory, with columns of strings or numbers and missing values."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -44,10 +44,10 @@ _PARTS_OF_DATE: dict[str, Callable[[float], float]] = {
 class Column:
     """Column of a table with n rows.
 
-    values: (n,) float64, numbers or indices of texts, NaN where missing.
-    texts: distinct texts, sorted, which rows need not use, or None for numbers.
-    spelling: format of the texts from which numbers were converted. likely: decimal sign to assume if the texts do not
-        show it.
+    values: (n,) float64, numbers or indices into texts, NaN where missing.
+    texts: distinct strings, sorted, some of which may occur in no row; None for numbers.
+    spelling: format of the strings from which numbers were converted. likely: decimal sign to assume if the strings do
+        not show it.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Column:
 
     @classmethod
     def of_codes(cls, name: str, codes: np.ndarray, texts: Iterable[str]) -> "Column":
-        """Builds a column from indices, (n,) integers, into texts, which may have duplicates."""
+        """Builds a column from indices, (n,) integers, into texts, which may contain duplicates."""
         stripped = [text.strip() for text in texts]
         present = tuple(sorted(set(stripped) - MISSING))
         place = {text: float(i) for i, text in enumerate(present)}
@@ -66,7 +66,7 @@ class Column:
 
     @classmethod
     def of_values(cls, name: str, values: np.ndarray) -> "Column":
-        """Builds a column from an array, (n,), of numbers, or of other values, which are converted to texts.
+        """Builds a column from an array, (n,), of numbers or of other values; other values are converted to strings.
 
         Booleans give the same column in a boolean array and in an object array with missing values.
         """
@@ -90,7 +90,7 @@ class Column:
 
     @property
     def distinct_texts(self) -> list[str]:
-        """Returns the distinct values as texts, with whole numbers as 3, not 3.0."""
+        """Returns the distinct values as strings, with whole numbers as 3, not 3.0."""
         if self.texts is None:
             return [number_text(value) for value in self.distinct.tolist()]
         return [self.texts[int(code)] for code in self.distinct]
@@ -115,13 +115,13 @@ class Column:
 
     @cached_property
     def reading(self) -> Reading:
-        """Detects whether the column's texts are numbers, and their format."""
+        """Detects whether the column's strings are numbers, and the format of the numbers."""
         if self.texts is None:
             return Reading(self.spelling)
         return reading_of(self.distinct_texts, self.counts, self.likely)
 
     def as_numbers(self, spelling: Spelling = PLAIN) -> np.ndarray:
-        """Parses the rows as numbers, (n,) float64; other texts and too large numbers become NaN."""
+        """Parses the rows as numbers, (n,) float64; other strings and too large numbers become NaN."""
         values = self.values if self.texts is None else self.looked_up(spelling.number)
         return np.where(np.abs(values) <= LARGEST_NUMBER, values, np.nan)  # false for NaN
 
@@ -132,14 +132,14 @@ class Column:
         return spelling_like(trained, self.distinct_texts, self.counts, self.likely)
 
     def typed(self) -> "Column":
-        """Converts texts to numbers if nearly all texts are numbers, and otherwise merges equivalent categories."""
+        """Converts strings to numbers if nearly all strings are numbers, and otherwise merges equivalent categories."""
         spelling = self.reading.spelling
         if spelling is not None:
             return Column(self.name, self.as_numbers(spelling), None, spelling)
         return self.with_one_text_a_category()
 
     def with_one_text_a_category(self) -> "Column":
-        """Merges equivalent spellings of a category, such as 1 and 1.0, to one text."""
+        """Merges equivalent spellings of a category, such as 1 and 1.0."""
         texts = [*canonical(self.distinct_texts, self.counts), ""]
         return Column.of_codes(self.name, self.places, texts)
 
@@ -161,7 +161,7 @@ class Column:
         return [self.date_part(f"{part}{order}") for part in _PARTS_OF_DATE]
 
     def date_part(self, part: str) -> "Column":
-        """Returns a feature of dates by name, a key of `_PARTS_OF_DATE` with an optional order: "month, day first"."""
+        """Returns a feature of the dates. part: a key of `_PARTS_OF_DATE`, perhaps with an order: "days, day first"."""
         kind, _, order = part.partition(", ")
         numbers = {text: moment_of(text)[order == "month first"] for text in self.distinct_texts}
         return Column(f"{self.name} ({part})", self.looked_up(lambda text: _PARTS_OF_DATE[kind](numbers[text])))
@@ -192,7 +192,7 @@ class Table:
         return len(self.columns[0].values)
 
     def column(self, name: str) -> Column | None:
-        """Returns the column, or the feature of a date column, with the given name, or None if there is none."""
+        """Returns the column, or the feature of a date column, with this name; None if there is none."""
         base, _, part = name.rpartition(" (")
         for column in self.columns:
             if column.name == name:
@@ -216,12 +216,12 @@ def table_of_array(values: np.ndarray, names: Sequence[str], where: str) -> Tabl
 
 
 def number_text(value: float) -> str:
-    """Formats 3.0 as 3, and other numbers as the shortest text from which `float` restores the number."""
+    """Formats 3.0 as 3, and other numbers as the shortest string from which `float` restores the number."""
     return str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
 
 
 def _text(value: object) -> str:
-    """Formats an element of an object array as a text, which is the same for 1 and 1.0."""
+    """Formats an element of an array as a string, which is equal for 1 and 1.0."""
     if isinstance(value, float):
         return number_text(float(value))
     return "" if value is None else str(value)
