@@ -62,20 +62,20 @@ _MOST_SHOWN = 30
 class HarFlags(FlagGroup):
     """Task: human activity recognition (--task har)
 
-    --predict takes the CSV file of one recording, whose header names the channels of
-    training, or a .npy array of windows (N, channels, rows). A recording is cut into
-    windows as in training; rows left over at its end are dropped. UCI HAR has nine
-    channels at 50 Hz and windows of 128 rows.
+    --predict takes the CSV file of one recording, whose header names the channels that
+    the model was trained on, or a .npy array of windows (N, channels, rows). A recording
+    is cut into windows as in training; an incomplete window at its end is dropped.
+    UCI HAR has nine channels at 50 Hz and windows of 128 rows.
     """
 
     data_dir: Path | None = flag(
-        None, "UCI HAR or own recordings; UCI HAR: its folder, the published zip, or a folder that contains either; "
-        "own recordings: a CSV file with subject, label and channel columns, or a folder of such files (default: "
-        "generated recordings; no download)", common=True, local=True,
+        None, "UCI HAR or own recordings; UCI HAR: its folder, the published zip, or a folder that contains one of "
+        "these; own recordings: a CSV file with subject, label and channel columns, or a folder of such files "
+        "(default: generated recordings; no download)", common=True, local=True,
     )  # fmt: skip
     download: bool = flag(
-        False, "download UCI HAR (61 MB) and train on it; to --data-dir, a zip or a folder, by default into "
-        "--cache-dir; an earlier download is reused", common=True,
+        False, "download UCI HAR (61 MB) and train on it; saves to --data-dir (a zip or a folder), or to --cache-dir "
+        "by default; reuses an earlier download", common=True,
     )  # fmt: skip
     subject_column: str | None = flag(
         None, "own recordings: subject column (default: detected by common column names)", metavar="COLUMN"
@@ -84,36 +84,38 @@ class HarFlags(FlagGroup):
         None, "own recordings: activity column (default: detected by common column names)", metavar="COLUMN"
     )
     channels: tuple[str, ...] | None = flag(
-        None, "own recordings: columns to use as channels (default: all but subject, label, clocks, text, positions "
-        "and counters)", metavar="COLUMN",
+        None, "own recordings: columns to use as channels (default: all but subject, label, clock, text, position and "
+        "counter columns)", metavar="COLUMN",
     )  # fmt: skip
     encoding: str | None = flag(None, f"own recordings: {ENCODING}", metavar="NAME")
     on_bad: OnBad = flag(
-        "refuse", "own recordings and --predict: what to do with a row in which a channel has no number; drop: drop "
-        "the row and split the recording there; interpolate: fill gaps of up to 25 rows and drop longer gaps",
+        "refuse", "own recordings and --predict: what to do with a row in which a channel has no number; refuse: stop "
+        "with an error; drop: drop the row and split the recording there; interpolate: fill gaps of up to 25 rows, "
+        "drop longer gaps",
     )  # fmt: skip
     rate: float | None = flag(
-        None, "own recordings: rows per second (default: from the clock column, otherwise 50)", metavar="HZ", above=0
-    )
+        None, "own recordings: sampling rate in rows per second (default: from the clock column, otherwise 50)",
+        metavar="HZ", above=0,
+    )  # fmt: skip
     window: int | None = flag(None, "own recordings: rows per window (default: 128)", metavar="ROWS", at_least=8)
     hop: int | None = flag(
-        None, "own recordings: rows from one window's start to the next (default: half of --window)", metavar="ROWS",
-        at_least=1,
+        None, "own recordings: rows from the start of one window to the next (default: half of --window)",
+        metavar="ROWS", at_least=1,
     )  # fmt: skip
     test_subjects: tuple[str, ...] | None = flag(
         None, "own recordings: subjects of the test set (default: every fifth subject)", metavar="ID"
     )
     num_val_subjects: int | None = flag(
-        None, "number of training subjects held out for validation; --seed chooses them (default: 4; for own "
+        None, "number of training subjects to hold out for validation; --seed chooses them (default: 4; for own "
         "recordings a fifth of the training subjects, at most 4)", metavar="N", at_least=1,
         excludes=("refit", "val_subjects"),
     )  # fmt: skip
     val_subjects: tuple[str, ...] | None = flag(
-        None, "subjects held out for validation, instead of --num-val-subjects", metavar="ID", excludes=("refit",)
+        None, "subjects to hold out for validation; replaces --num-val-subjects", metavar="ID", excludes=("refit",)
     )
     refit: bool = flag(
-        False, "train on all training subjects, without validation; the final weights are scored; choose --epochs and "
-        "other settings first", common=True,
+        False, "train on all training subjects, without validation; scores the last weights; choose --epochs and other "
+        "settings first", common=True,
     )  # fmt: skip
     no_augmentation: bool = flag(False, "train on windows as recorded, without random augmentation")
     rotation_deg: float = flag(
@@ -127,35 +129,39 @@ class HarFlags(FlagGroup):
         0.15, "augmentation: change the speed of a window by up to this fraction", at_least=0, below=1
     )
     jitter_std: float = flag(
-        0.0, "augmentation: add white noise; its standard deviation is this value times the channel's", at_least=0
-    )
+        0.0, "augmentation: standard deviation of added white noise, relative to the channel's standard deviation",
+        at_least=0,
+    )  # fmt: skip
     model: Literal["harnet", "tinyhar", "deepconvlstm"] = flag(
         "harnet", "network; harnet: small convolutional network of this project; tinyhar: Zhou et al., 2022, with "
         "batch norm (see --sync-bn); deepconvlstm: Ordonez and Roggen, 2016, slow on a CPU", common=True,
     )  # fmt: skip
     mode: Mode = flag(
-        "early", "harnet: how to combine channels; early: one convolution over all channels (most accurate); flatten, "
-        "average: one encoder for each channel separately, whose features are concatenated or averaged; first: only "
-        "the first channel", needs=_OF_HARNET,
+        "early", "harnet: how to combine channels; early: one convolution over all channels (most accurate); flatten: "
+        "encode channels separately, concatenate their features; average: encode channels separately, average their "
+        "features; first: use only the first channel", needs=_OF_HARNET,
     )  # fmt: skip
     hidden_dims: tuple[int, ...] = flag(
         (128,), "harnet: width of each hidden layer after the encoder", at_least=1, needs=_OF_HARNET
     )
     num_members: int = flag(
-        4, "harnet: number of small networks trained side by side, each on its own loss; their probabilities are "
+        4, "harnet: number of small networks trained in parallel, each on its own loss; their probabilities are "
         "averaged", metavar="N", at_least=1, needs=_OF_HARNET,
     )  # fmt: skip
-    dropout: float = flag(0.2, "dropout in the later layers; the published networks used 0.5", at_least=0, below=1)
+    dropout: float = flag(
+        0.2, "dropout probability in the later layers; tinyhar and deepconvlstm were published with 0.5", at_least=0,
+        below=1,
+    )  # fmt: skip
     label_smoothing: float = flag(
-        0.1, "label smoothing: share of each training label that is spread over all classes", at_least=0, below=1
+        0.1, "label smoothing; the share of each training label that is spread over all classes", at_least=0, below=1
     )
     encoder_path: Path | None = flag(
-        None, "harnet: initialise the encoder from this checkpoint, or from the state dict of an encoder",
+        None, "harnet: initialise the encoder from this file; a run's checkpoint, or the state dict of an encoder",
         needs=_OF_HARNET,
     )  # fmt: skip
     freeze_encoder: bool = flag(
-        False, "train only the head, not the encoder of --encoder-path; with --no-augmentation the encoder's features "
-        "are computed only once", needs={"encoder_path": None},
+        False, "freeze the encoder of --encoder-path and train only the head; with --no-augmentation, each window is "
+        "encoded only once", needs={"encoder_path": None},
     )  # fmt: skip
 
     def problems(self) -> list[str]:

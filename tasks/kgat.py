@@ -52,23 +52,24 @@ class KgatFlags(FlagGroup):
     """Task: recommendation with a knowledge graph (--task kgat)
 
     --predict takes a text or CSV file with one user id per line; the header `user` is optional. The output lists the
-    --top-k items of each user with their scores and, for --model kgat, the path of highest attention to each item.
+    --top-k best items for each user with their scores and, for --model kgat, the path of highest attention to each.
     """
 
     data_dir: Path | None = flag(
-        None, "interactions and a graph; a folder, a zip or tables; KGAT's train.txt, test.txt, kg_final.txt and "
-        "optional valid.txt; KGCN's ratings_final and kg_final; or one table with user, item, time and one with head, "
-        "relation, tail (default: a generated catalogue; no download)", common=True, local=True,
+        None, "interactions and a graph; a folder, zip or tables; KGAT's train.txt, test.txt, kg_final.txt and "
+        "optional valid.txt; or KGCN's ratings_final and kg_final; or one table of user, item, time and one table of "
+        "head, relation, tail (default: a generated catalogue; no download)", common=True, local=True,
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME")
     on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD)
     model: Literal["kgat", "kg-lightgcn", "lightgcn", "bprmf", "popularity", "itemknn", "ease"] = flag(
         "kg-lightgcn", "model; kg-lightgcn: LightGCN that adds to each item the mean of its neighbours in the "
-        "knowledge graph; kgat: attention over the graph; lightgcn: no knowledge graph; bprmf: matrix factorisation, "
-        "from which the published KGAT starts; fitted in seconds, without training steps: popularity; itemknn: items "
-        "that share users with the user's items; ease: linear model from all items to all items", common=True,
+        "knowledge graph; kgat: attention over the knowledge graph; lightgcn: no knowledge graph; bprmf: matrix "
+        "factorisation, from which the published KGAT starts; popularity: most popular items; itemknn: items that "
+        "share users with the user's items; ease: linear model from all items to all items; the last three are fitted "
+        "in seconds, without training steps", common=True,
     )  # fmt: skip
-    embed_dim: int = flag(64, "embedding width; for users, items and entities", common=True, at_least=1, needs=_TRAINED)
+    embed_dim: int = flag(64, "width of user, item and entity embeddings", common=True, at_least=1, needs=_TRAINED)
     layer_dims: tuple[int, ...] = flag(
         (64, 32, 16), "kgat: width of each propagation layer", at_least=1, needs=_OF_KGAT
     )
@@ -83,45 +84,47 @@ class KgatFlags(FlagGroup):
         "bi-interaction", "kgat: how a node combines its own embedding with its neighbours' messages", needs=_OF_KGAT
     )
     laplacian: Laplacian = flag(
-        "random-walk", "kgat: edge weights until attention is first computed; symmetric: D^-1/2 A D^-1/2; reference: "
-        "what the published code calls symmetric, which is zero on most graphs", needs=_OF_KGAT,
+        "random-walk", "kgat: edge weights until attention is first computed; random-walk: D^-1 A; symmetric: D^-1/2 A "
+        "D^-1/2; reference: symmetric as the published code computes it, which is zero on most graphs", needs=_OF_KGAT,
     )  # fmt: skip
     softmax: Softmax = flag(
-        "separate", "kgat: how attention treats several edges between the same two nodes; separate: one term for each "
-        "edge, as in the paper; coalesced: one term with the sum of their logits", needs=_OF_KGAT,
+        "separate", "kgat: how attention treats several edges between the same two nodes; separate: one softmax term "
+        "for each edge, as in the paper; coalesced: one softmax term with the sum of their logits", needs=_OF_KGAT,
     )  # fmt: skip
     leaky_slope: float = flag(
         0.01, "kgat: negative slope of LeakyReLU; the first published code uses 0.2", at_least=0, needs=_OF_KGAT
     )
-    dropout: float = flag(0.1, "kgat: dropout on the output of each layer", at_least=0, below=1, needs=_OF_KGAT)
+    dropout: float = flag(
+        0.1, "kgat: dropout probability on the output of each layer", at_least=0, below=1, needs=_OF_KGAT
+    )
     node_dropout: float = flag(
-        0.0, "kgat: share of the graph's edges dropped in training", at_least=0, below=1, needs=_OF_KGAT
+        0.0, "kgat: share of the graph's edges that is dropped in training", at_least=0, below=1, needs=_OF_KGAT
     )
     l2: float | None = flag(
-        None, "L2 penalty on the embeddings of each sample; half of this times their sum of squares (default: depends "
-        "on --model)", at_least=0, needs=_TRAINED,
+        None, "factor of the L2 penalty on the embeddings of each sample; the penalty is half their sum of squares "
+        "(default: depends on --model)", at_least=0, needs=_TRAINED,
     )  # fmt: skip
     kg_l2: float = flag(
-        1e-5, "kgat: L2 penalty on the embeddings of each knowledge-graph triple", at_least=0, needs=_OF_KGAT
-    )
-    kg_batch_ratio: float = flag(
-        2.0, "kgat: triples per step of the knowledge-graph phase, as a multiple of --batch-size", above=0,
+        1e-5, "kgat: factor of the L2 penalty on the embeddings of each knowledge-graph triple", at_least=0,
         needs=_OF_KGAT,
     )  # fmt: skip
+    kg_batch_ratio: float = flag(
+        2.0, "kgat: batch size for the graph's triples, as a multiple of --batch-size", above=0, needs=_OF_KGAT
+    )
     kg_lr_scale: float = flag(
-        1.0, "kgat: factor on --lr in the knowledge-graph phase; a small factor preserves pre-trained embeddings",
-        at_least=0, needs=_OF_KGAT,
+        1.0, "kgat: factor on --lr when training on the graph's triples; a small factor preserves pre-trained "
+        "embeddings", at_least=0, needs=_OF_KGAT,
     )  # fmt: skip
     draw: Literal["users", "interactions"] = flag(
-        "users", "what a training sample is; users: a user, drawn uniformly, with one of the user's items at random; "
-        "interactions: one interaction", needs=_TRAINED,
+        "users", "how to draw training samples; users: a random user with a random item of the user; interactions: "
+        "each interaction once per epoch", needs=_TRAINED,
     )  # fmt: skip
     val_share: float = flag(
-        0.1, "share of each user's items held out for validation; only without a valid.txt", above=0, below=1,
-        excludes=("select_on_test",),
+        0.1, "share of each user's items to hold out for validation, unless the data contain valid.txt", above=0,
+        below=1, excludes=("select_on_test",),
     )  # fmt: skip
     select_on_test: bool = flag(
-        False, "choose the best epoch on the test set and hold out no validation items; the published protocol; "
+        False, "choose the best epoch on the test set, as in the published protocol; holds out no validation items and "
         "ignores valid.txt",
     )  # fmt: skip
     ks: tuple[int, ...] = flag(

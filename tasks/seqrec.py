@@ -52,54 +52,57 @@ _MANY_DRAWS = 0.5
 class SeqrecFlags(FlagGroup):
     """Task: sequential recommendation (--task seqrec)
 
-    --predict takes a file of interactions in a format of --data-dir. The output lists the --top-k most likely next
+    --predict takes a file of interactions in any format of --data-dir. The output lists the --top-k most likely next
     items of each user in the file, with their scores.
     """
 
     data_dir: Path | None = flag(
-        None, "interactions; a log with one interaction per line, or MovieLens' folder or zip; columns named user, "
-        "item, time or similar, or unnamed columns 'user item [rating] time'; CSV, text, JSON lines or parquet, also "
-        "compressed (default: a generated catalogue; no download)", common=True, local=True,
+        None, "file of interactions; one interaction per line, with columns named user, item, time or similar, or "
+        "unnamed columns 'user item [rating] time'; CSV, text, JSON lines or parquet, also compressed; or MovieLens' "
+        "folder or zip (default: a generated catalogue; no download)", common=True, local=True,
     )  # fmt: skip
     user_column: str | None = flag(
-        None, "user column, by name or number from 1 (default: detected by common column names)", metavar="COLUMN"
-    )
+        None, "user column, as its name or its number counted from 1 (default: detected by common column names)",
+        metavar="COLUMN",
+    )  # fmt: skip
     item_column: str | None = flag(
-        None, "item column, by name or number from 1 (default: detected by common column names)", metavar="COLUMN"
-    )
+        None, "item column, as its name or its number counted from 1 (default: detected by common column names)",
+        metavar="COLUMN",
+    )  # fmt: skip
     time_column: str | None = flag(
-        None, "time column, by name or number from 1; numbers or dates; 'none': interactions are in file order "
-        "(default: detected by common column names)", metavar="COLUMN",
+        None, "time column of numbers or dates, as its name or its number counted from 1; 'none': lines are in order "
+        "of time (default: detected by common column names)", metavar="COLUMN",
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME")
     on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD)
     k_core: int = flag(
-        5, "drop users and items with fewer interactions, repeatedly until none are left; 0: keep all", at_least=0
-    )
+        5, "drop users and items with fewer interactions than this, repeatedly until all have enough; 0: keep all",
+        at_least=0,
+    )  # fmt: skip
     split: SplitKind = flag(
         "leave-one-out", "what to hold out; leave-one-out: each user's last item for the test, the item before it for "
-        "validation; ratio: the last share of each user's interactions; time: the latest share of all interactions",
+        "validation; ratio: the last share of each user's interactions; time: the last share of all interactions",
     )  # fmt: skip
     val_share: float = flag(
-        0.1, "--split ratio, time: share of interactions held out for validation", above=0, below=1, needs=_OF_SHARES
+        0.1, "--split ratio or time: share of interactions held out for validation", above=0, below=1, needs=_OF_SHARES
     )
     test_share: float = flag(
-        0.1, "--split ratio, time: share of interactions held out for the test", above=0, below=1, needs=_OF_SHARES
+        0.1, "--split ratio or time: share of interactions held out for the test", above=0, below=1, needs=_OF_SHARES
     )
     model: Literal["tisasrec", "sasrec", "popularity", "rules", "itemknn", "ease"] = flag(
         "tisasrec", "model; tisasrec: self-attention over items and the times between them; sasrec: self-attention "
-        "without times; fitted in seconds, without training steps: popularity; rules: items that often follow the "
-        "latest items; itemknn: items that share users with the user's items; ease: linear model from all items to all "
-        "items", common=True,
+        "without times; popularity: most popular items; rules: items that often follow the latest items; itemknn: "
+        "items that share users with the user's items; ease: linear model from all items to all items; the last four "
+        "are fitted in seconds, without training steps", common=True,
     )  # fmt: skip
     no_time: bool = flag(False, "the same as --model sasrec", hidden=True, excludes=("model",))
-    mhc: bool = flag(False, "use manifold-constrained hyper-connections instead of one residual stream", needs=_TRAINED)
-    maxlen: int = flag(
-        50, "number of latest items of a history that the model sees", metavar="ITEMS", common=True, at_least=1
+    mhc: bool = flag(
+        False, "use manifold-constrained hyper-connections (mHC) instead of residual connections", needs=_TRAINED
     )
+    maxlen: int = flag(50, "number of latest items that the model sees", metavar="ITEMS", common=True, at_least=1)
     last_items_only: bool = flag(
-        False, "train only on each user's last --maxlen items, as in the papers; otherwise longer histories are split "
-        "into pieces", needs=_TRAINED,
+        False, "train only on each user's last --maxlen items, as in the papers; by default longer histories are split "
+        "into several samples", needs=_TRAINED,
     )  # fmt: skip
     hidden_units: int = flag(50, "width of embeddings and attention blocks", at_least=1, needs=_TRAINED)
     num_blocks: int = flag(
@@ -107,22 +110,21 @@ class SeqrecFlags(FlagGroup):
     )
     num_heads: int = flag(1, "number of attention heads; must evenly divide --hidden-units", at_least=1, needs=_TRAINED)
     dropout: float = flag(
-        0.3, "dropout on embeddings, attention and feed-forward layers", at_least=0, below=1, needs=_TRAINED
+        0.3, "dropout probability on embeddings, attention and feed-forward layers", at_least=0, below=1, needs=_TRAINED
     )
     norm: NormOrder | None = flag(
-        None, "position of the layer norms in a block; --mhc requires pre (default: original, or pre with --mhc)",
-        needs=_TRAINED,
+        None, "position of the layer norms in a block; original: as in SASRec's code; --mhc requires pre (default: "
+        "original, or pre with --mhc)", needs=_TRAINED,
     )  # fmt: skip
     time_span: int = flag(
         256, "cap on the time between two items, in units of the user's shortest gap; longer intervals count as this "
         "long", at_least=1, needs=_TRAINED,
     )  # fmt: skip
     l2_emb: float = flag(
-        0.0, "L2 penalty on the embedding tables; half of this times their sum of squares", at_least=0, needs=_TRAINED
-    )
-    mhc_expansion_rate: int = flag(
-        4, "number of residual streams of --mhc", metavar="STREAMS", at_least=2, needs=_OF_MHC
-    )
+        0.0, "factor of the L2 penalty on embedding tables; the penalty is half their sum of squares", at_least=0,
+        needs=_TRAINED,
+    )  # fmt: skip
+    mhc_expansion_rate: int = flag(4, "--mhc: number of residual streams", metavar="STREAMS", at_least=2, needs=_OF_MHC)
     mhc_init_gate: float = flag(
         0.01, "--mhc: initial weight of the token-dependent part of each connection", at_least=0, needs=_OF_MHC
     )
@@ -131,9 +133,9 @@ class SeqrecFlags(FlagGroup):
     )
     mhc_no_amp: bool = flag(False, "--mhc: compute hyper-connections in full precision under --amp", needs=_OF_MHC)
     loss: Loss = flag(
-        "ce", "training loss; ce: softmax over all items; bce: binary cross-entropy with one negative per position, "
-        "as in the papers; sampled: softmax over random items; gbce: calibrated binary cross-entropy with several "
-        "negatives", common=True, needs=_TRAINED,
+        "ce", "training loss; ce: softmax over all items; bce: binary cross-entropy with one negative per position, as "
+        "in the papers; sampled: softmax over sampled items; gbce: binary cross-entropy with several negatives and "
+        "--gbce-calibration", common=True, needs=_TRAINED,
     )  # fmt: skip
     num_negatives: int | None = flag(
         None, "negatives sampled per user; all positions of the user's sequence share them (default: 3000 for "
@@ -145,8 +147,9 @@ class SeqrecFlags(FlagGroup):
     )  # fmt: skip
     eval_negatives: EvaluationNegatives = flag(
         "parity", "how to draw the 100 items ranked against the true item in sampled_ metrics; parity: with "
-        "replacement, never the user's training items, as in SASRec's code; unseen: with replacement, never the user's "
-        "items up to the end of the scored part, as in TiSASRec's code; clean: distinct items, never any of the user's",
+        "replacement, without the user's training items, as in SASRec's code; unseen: with replacement, without the "
+        "user's items up to the end of the scored split, as in TiSASRec's code; clean: distinct items, without any of "
+        "the user's items",
     )  # fmt: skip
     mask_seen: bool = flag(True, "also rank and recommend items that the user has already seen")
     ks: tuple[int, ...] = flag(

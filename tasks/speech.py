@@ -62,7 +62,7 @@ class SpeechFlags(FlagGroup):
     data_dir: Path | None = flag(
         None, "recordings and transcripts; folder, zip or tar; LibriSpeech, Common Voice's TSV files, a manifest of "
         "JSON lines (audio_path, text, duration), an audio folder with metadata.csv, LJSpeech, VCTK, Speech Commands, "
-        "or sound files with a .txt file each or with transcripts in their names (default: generated utterances; no "
+        "or sound files with one .txt file each or with transcripts in their names (default: generated utterances; no "
         "download)", common=True, local=True,
     )  # fmt: skip
     sample_rate: int | None = flag(
@@ -71,46 +71,52 @@ class SpeechFlags(FlagGroup):
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME", needs={"data_dir": None})
     on_bad: Literal["drop", "refuse"] = flag(
-        "drop", "what to do with recordings that are unreadable, empty or too short for their transcript; also in a "
-        "folder for --predict; drop: skip and count them, in results.json too",
+        "drop", "what to do with recordings that are unreadable, empty or too short for their transcript; drop: skip "
+        "and count them, also in results.json; refuse: stop with an error; applies to folders of --predict too",
     )  # fmt: skip
     split: Split = flag(
-        "utterance", "what to hold out if the data define no split; utterance: single recordings; speaker: all "
-        "recordings of some speakers",
+        "utterance", "what to hold out; utterance: single recordings, unless the data define a split; speaker: all "
+        "recordings of some speakers, even if the data define a split",
     )  # fmt: skip
     val_share: float = flag(
-        0.1, "share held out for validation if the data define no split; 0: none, and the final weights are used",
-        at_least=0, below=1,
+        0.1, "share held out for validation (see --split); 0: no validation, the last weights are used", at_least=0,
+        below=1,
     )  # fmt: skip
     test_share: float = flag(
-        0.1, "share held out for testing if the data define no split; 0: none, and the validation set is scored",
-        at_least=0, below=1,
+        0.1, "share held out for testing (see --split); 0: no test set, the validation set is scored", at_least=0,
+        below=1,
     )  # fmt: skip
     val_speakers: tuple[str, ...] | None = flag(
-        None, "speakers held out for validation", metavar="NAME", needs=_OF_SPEAKERS
+        None, "--split speaker: speakers held out for validation", metavar="NAME", needs=_OF_SPEAKERS
     )
     test_speakers: tuple[str, ...] | None = flag(
-        None, "speakers held out for testing", metavar="NAME", needs=_OF_SPEAKERS
+        None, "--split speaker: speakers held out for testing", metavar="NAME", needs=_OF_SPEAKERS
     )
     strings: str | None = flag(
-        None, "train and score on FEWEST to MOST joined recordings of one speaker; for example 3-7 to make digit "
-        "strings from digits", metavar="FEWEST-MOST",
+        None, "train and score on utterances joined from FEWEST to MOST recordings of one speaker; for example, 3-7 "
+        "makes digit strings from digits", metavar="FEWEST-MOST",
     )  # fmt: skip
     num_strings: int = flag(
-        2000, "--strings: number of joined recordings per epoch", at_least=1, needs={"strings": None}
+        2000, "--strings: number of joined utterances per epoch", at_least=1, needs={"strings": None}
     )
     growing_epochs: int = flag(
-        5, "--strings: epochs over which joined recordings grow to full length; CTC learns the sound of each symbol "
+        5, "--strings: epochs over which joined utterances grow to full length; CTC learns the sound of each symbol "
         "sooner from short utterances", metavar="EPOCHS", at_least=0, needs={"strings": None},
     )  # fmt: skip
-    units: Units = flag("characters", "symbols that the network outputs", common=True)
-    alphabet: Path | None = flag(None, "file with one character or word per line (default: those in the transcripts)")
+    units: Units = flag("characters", "output symbols of the network", common=True)
+    alphabet: Path | None = flag(
+        None, "file of output symbols, one character or word per line (default: those in the transcripts)"
+    )
     batch_by: Literal["utterances", "seconds"] = flag(
-        "utterances", "what optimizer steps have in common; utterances: the number of utterances; seconds: the "
-        "duration of their audio",
+        "utterances", "quantity that is similar in all optimizer steps; utterances: the number of utterances; seconds: "
+        "the duration of audio",
     )  # fmt: skip
-    num_mels: int | None = flag(None, "mel bins of the log-mel spectrogram (default: plmu 40, lmu 80)", at_least=1)
-    hop_ms: float = flag(10.0, "milliseconds from one spectrogram frame to the next", metavar="MS", above=0, at_most=25)
+    num_mels: int | None = flag(
+        None, "number of mel bands of the log-mel spectrogram (default: plmu 40, lmu 80)", at_least=1
+    )
+    hop_ms: float = flag(
+        10.0, "milliseconds from the start of one spectrogram frame to the next", metavar="MS", above=0, at_most=25
+    )
     masking_db: float = flag(
         40.0, "level of white noise added to all audio, in decibels below the audio; hides quieter sound such as room "
         "noise; 20 helps with unseen speakers and rooms", metavar="DB", at_least=0,
@@ -126,33 +132,37 @@ class SpeechFlags(FlagGroup):
     num_blocks: int = flag(
         3, "plmu: number of blocks, each a memory layer plus a feed-forward layer", at_least=1, needs=_OF_PLMU
     )
-    channels: int = flag(16, "plmu: number of memories per block", at_least=1, needs=_OF_PLMU)
-    memory_size: int | None = flag(None, "Legendre polynomials per memory (default: plmu 8, lmu 256)", at_least=1)
+    channels: int = flag(16, "plmu: number of LMU memories per block", at_least=1, needs=_OF_PLMU)
+    memory_size: int | None = flag(
+        None, "number of Legendre polynomials per LMU memory (default: plmu 8, lmu 256)", at_least=1
+    )
     theta: float | None = flag(
-        None, "length of a memory's sliding window, in frames after subsampling (default: plmu 16, lmu 1000)",
+        None, "length of the sliding window of an LMU memory, in frames after subsampling (default: plmu 16, lmu 1000)",
         metavar="FRAMES", above=0,
     )  # fmt: skip
     subsampling: int = flag(
-        4, "plmu: spectrogram frames merged into one frame for the blocks", at_least=1, needs=_OF_PLMU
+        4, "plmu: spectrogram frames merged into one input frame of the blocks", at_least=1, needs=_OF_PLMU
     )
     hidden_size: int = flag(512, "lmu: width of each layer", at_least=1, needs=_OF_LMU)
     num_layers: int = flag(4, "lmu: number of layers, each with attention and an LMU", at_least=1, needs=_OF_LMU)
-    num_heads: int = flag(8, "lmu: attention heads; must evenly divide --hidden-size", at_least=1, needs=_OF_LMU)
-    dropout: float = flag(0.1, "dropout on the outputs of layers", at_least=0, below=1)
+    num_heads: int = flag(
+        8, "lmu: number of attention heads; must evenly divide --hidden-size", at_least=1, needs=_OF_LMU
+    )
+    dropout: float = flag(0.1, "dropout probability on the outputs of layers", at_least=0, below=1)
     augmentation: float = flag(
         0.5, "strength of random changes to training utterances: speed, level, noise, vocal-tract length and masks; 1 "
         "helps with unseen speakers; 0: off", at_least=0, at_most=2,
     )  # fmt: skip
     consistency: float = flag(
-        0.0, "weight of the CR-CTC loss; it compares two differently masked copies of an utterance; doubles the time "
-        "of a step; 0.2 is usual; 0: off", at_least=0,
+        0.0, "weight of the CR-CTC loss, which compares two differently masked copies of an utterance; doubles the "
+        "time of an optimizer step; 0.2 is usual; 0: off", at_least=0,
     )  # fmt: skip
     beam: int = flag(1, "beam width in decoding; 1: greedy, the best symbol of each frame", common=True, at_least=1)
     language_model: Path | None = flag(
-        None, "n-gram language model in ARPA format; over the same --units; needs --beam of at least 2", common=True
+        None, "ARPA file of an n-gram language model over --units; needs --beam of at least 2", common=True
     )
-    lm_weight: float = flag(0.5, "weight of the language model's log-probabilities", at_least=0)
-    length_bonus: float = flag(0.0, "--language-model: bonus per output unit, in nats")
+    lm_weight: float = flag(0.5, "--language-model: weight of the language model's log-probabilities", at_least=0)
+    length_bonus: float = flag(0.0, "--language-model: log-probability added per output symbol, in nats")
 
     def problems(self) -> list[str]:
         found = []

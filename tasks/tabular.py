@@ -83,64 +83,67 @@ _OF_PREDICTIONS = ("num_estimators", "max_context")
 class TabularFlags(FlagGroup):
     """Task: tables, learned in context (--task tabular)
 
-    Without --data-dir, trains a model on synthetic tables. With it, scores the pre-trained model of this task on that
-    table, or first tunes the model on it (--tune). --predict classifies the rows of a file with the same columns.
+    Without --data-dir, pre-trains a model on synthetic tables. With --data-dir, scores the task's pre-trained model on
+    that table; --tune first tunes the model on it. --predict classifies the rows of a file with the same columns.
     """
 
     data_dir: Path | None = flag(
-        None, "table to learn from; CSV with a line of column names, JSON lines, parquet, .npz with X and y, or a "
-        "folder of train and test files (default: synthetic tables; for pre-training)", common=True, local=True,
+        None, "table to learn from; a CSV file with a line of column names, JSON lines, parquet, an .npz file with X "
+        "and y, or a folder of train and test files (default: synthetic tables; for pre-training)", common=True,
+        local=True,
     )  # fmt: skip
     label: str | None = flag(
-        None, "column to predict; y in a .npz file", metavar="COLUMN", common=True, needs=_OF_A_TABLE
-    )
+        None, "column to predict; optional for an .npz file, whose label is y", metavar="COLUMN", common=True,
+        needs=_OF_A_TABLE,
+    )  # fmt: skip
     test_data: Path | None = flag(
-        None, "file to score on, including the label column; all of --data-dir is then used to learn from", common=True,
-        local=True, needs=_OF_A_TABLE,
+        None, "table to score on, including the label column; replaces the test rows held out of --data-dir",
+        common=True, local=True, needs=_OF_A_TABLE,
     )  # fmt: skip
     id: str | None = flag(
-        None, "column that identifies rows; not learned from, and copied to the output of --predict", metavar="COLUMN",
-        common=True, needs=_OF_A_TABLE,
+        None, "column that identifies rows; not used as a feature, but copied to the output of --predict",
+        metavar="COLUMN", common=True, needs=_OF_A_TABLE,
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME", needs=_OF_A_TABLE)
     on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD, needs=_OF_A_TABLE)
-    drop: tuple[str, ...] | None = flag(None, "columns not to learn from", metavar="COLUMN", needs=_OF_A_TABLE)
+    drop: tuple[str, ...] | None = flag(None, "columns not to use as features", metavar="COLUMN", needs=_OF_A_TABLE)
     test_share: float = flag(
-        0.2, "share of the rows held out for testing; 0 with --tune: none, and the validation rows are scored",
+        0.2, "share of rows held out for testing; 0 with --tune: hold out none, and score the validation rows",
         at_least=0, below=1, needs=_OF_A_TABLE, excludes=("test_data",),
     )  # fmt: skip
     tune: Literal["none", "base", "lora"] = flag(
-        "none", "weights to tune; none: no weights, the model only reads the table's training rows when it predicts; "
+        "none", "weights to tune; none: no weights, the model reads the training rows as context when it predicts; "
         "base: all weights; lora: low-rank adapters", common=True, needs=_OF_A_TABLE,
     )  # fmt: skip
     val_share: float = flag(
-        0.2, "--tune: share of the other rows held out to choose the epoch; the untuned weights are kept if tuning "
-        "does not help", above=0, below=1, needs=_OF_TUNING,
+        0.2, "--tune: share of non-test rows held out to choose the epoch; the untuned weights are kept if tuning does "
+        "not help", above=0, below=1, needs=_OF_TUNING,
     )  # fmt: skip
     num_episodes: int = flag(
-        64,
-        "--tune: number of prediction problems per epoch, each made of rows of the table",
-        at_least=1,
+        64, "--tune: number of training problems per epoch, each made of random rows of the table", at_least=1,
         needs=_OF_TUNING,
-    )
+    )  # fmt: skip
     episode_rows: int = flag(
-        512, "--tune: maximum rows per problem; a quarter of them are predicted", at_least=8, needs=_OF_TUNING
-    )
+        512, "--tune: maximum number of rows per training problem; a quarter of them are predicted from the others",
+        at_least=8, needs=_OF_TUNING,
+    )  # fmt: skip
     lora_rank: int = flag(8, "--tune lora: rank of the adapters", at_least=1, needs=_OF_LORA)
     lora_alpha: float = flag(16.0, "--tune lora: scale the adapters by ALPHA / rank", above=0, needs=_OF_LORA)
     lora_targets: tuple[str, ...] = flag(
-        ("*",), "--tune lora: linear layers that get adapters, by name patterns; for example *.query *.value",
+        ("*",), "--tune lora: name patterns of linear layers that get adapters, for example *.query *.value",
         metavar="PATTERN", needs=_OF_LORA,
     )  # fmt: skip
     num_estimators: int = flag(
-        8, "number of predictions to average; each has its own order of columns and classes", at_least=1
+        8, "number of predictions to average per row; each orders columns and classes differently", at_least=1
     )
     max_context: int = flag(
-        1024, "maximum rows from which one prediction learns; from a larger table each prediction takes different rows",
-        at_least=16,
+        1024, "maximum number of rows that one prediction learns from; from a larger table each prediction samples "
+        "different rows", at_least=16,
     )  # fmt: skip
-    num_tables: int = flag(1600, "synthetic tables per epoch; every epoch has new tables", at_least=1)
-    num_val_tables: int = flag(256, "synthetic tables per validation set; each test set has half as many", at_least=1)
+    num_tables: int = flag(1600, "number of synthetic tables per epoch; every epoch has new tables", at_least=1)
+    num_val_tables: int = flag(
+        256, "number of synthetic tables in each validation set; the test set has twice this number", at_least=1
+    )
     min_rows: int = flag(64, "minimum number of rows in a synthetic table", at_least=32)
     max_rows: int = flag(192, "maximum number of rows in a synthetic table", at_least=32)
     min_features: int = flag(2, "minimum number of columns in a synthetic table", at_least=1)
@@ -149,9 +152,8 @@ class TabularFlags(FlagGroup):
         10, "maximum number of classes in a synthetic table and in a prediction", at_least=2, at_most=10
     )
     prior_version: Literal["1", "2"] = flag(
-        "1", "generator of the synthetic tables; 1: layers of random networks or trees; 2: random graphs of mixed "
-        "functions",
-    )  # fmt: skip
+        "1", "generator of synthetic tables; 1: layers of random networks or trees; 2: random graphs of mixed functions"
+    )
     prior_only: Path | None = flag(
         None, "do not train: write one epoch's synthetic tables to this .npz file", from_record="refused"
     )
@@ -163,8 +165,9 @@ class TabularFlags(FlagGroup):
     num_blocks: int = flag(3, "nano: number of blocks", at_least=1, needs=_OF_NANO)
     num_heads: int = flag(4, "nano: number of attention heads", at_least=1, needs=_OF_NANO)
     thinking_rows: int = flag(
-        0, "nano: learned rows that all rows of a table can attend to, for example 16", at_least=0, needs=_OF_NANO
-    )
+        0, "nano: number of learned rows that all rows of a table can attend to, for example 16", at_least=0,
+        needs=_OF_NANO,
+    )  # fmt: skip
 
     def problems(self) -> list[str]:
         found = []

@@ -46,55 +46,54 @@ class RunFlags(FlagGroup):
     """What to train"""
 
     task: str = flag(
-        "", "workload, or path/to/file.py:ClassName; ClassName: a task class of your own", common=True, local=True,
+        "", "workload, or path/to/file.py:ClassName; ClassName is your own task class", common=True, local=True,
         from_record="refused",
     )  # fmt: skip
     epochs: int | None = flag(
         None, "passes over the training data (default: 20)", common=True, excludes=("max_steps",), at_least=1
     )
     max_steps: int | None = flag(
-        None, "optimizer steps of the run, instead of --epochs; the run may end within an epoch", at_least=1
+        None, "stop after STEPS optimizer steps, even within an epoch; replaces --epochs", at_least=1
     )
     max_minutes: float = flag(
-        0.0, "save and exit after MINUTES of training; all launches of the run count; 0: no limit", common=True,
-        at_least=0,
-    )  # fmt: skip
+        0.0, "save and exit after MINUTES of training; summed over resumes; 0: no limit", common=True, at_least=0
+    )
     eval_every: int | None = flag(
-        None, "validate every EPOCHS epochs; the last epoch is always validated (default: 1)", metavar="EPOCHS",
+        None, "validate every EPOCHS epochs and after the last epoch (default: 1)", metavar="EPOCHS",
         excludes=("eval_every_steps",), at_least=1,
     )  # fmt: skip
     eval_every_steps: int | None = flag(
-        None, "validate every STEPS optimizer steps, instead of --eval-every", metavar="STEPS", at_least=1
+        None, "validate every STEPS optimizer steps; replaces --eval-every", metavar="STEPS", at_least=1
     )
     eval_start: bool = flag(
-        False, "also validate the initial weights; they stay the best weights if training does not improve them"
+        False, "also validate the initial weights; they are saved as best if training does not improve on them"
     )
     seed: int = flag(
-        0, "random seed; for initial weights, sample order, augmentation and dropout", common=True, at_least=0,
+        0, "random seed; it sets initial weights, sample order, augmentation and dropout", common=True, at_least=0,
         below=2**63,
     )  # fmt: skip
     num_workers: int | Literal["auto"] = flag(
-        "auto", "data-loading processes per rank; 0: load in the training process, fastest if a batch is only indexed "
-        "from arrays in memory; auto: 0 on the CPU; with a GPU up to 8 if the first steps show that they save time",
-        local=True, at_least=0,
+        "auto", "data-loading processes per rank; 0: load in the training process, which is fastest for arrays in "
+        "memory; auto: 0 on the CPU, up to 8 on a GPU if the first steps show that they save time", local=True,
+        at_least=0,
     )  # fmt: skip
     data_on: Literal["auto", "host", "device"] = flag(
-        "auto", "where to keep data sets and build batches; auto: on the GPU if the data sets take at most a quarter "
-        "of its free memory", local=True,
+        "auto", "where to keep data sets and build batches; host: in CPU memory; device: on the GPU; auto: on the GPU "
+        "if the data sets take at most a quarter of its free memory", local=True,
     )  # fmt: skip
-    cache_dir: Path = flag(DEFAULT_CACHE, "cache folder for parsed data sets; all ranks and runs share it", local=True)
+    cache_dir: Path = flag(DEFAULT_CACHE, "folder that caches parsed data sets for all ranks and runs", local=True)
     log_interval: int = flag(50, "log every STEPS optimizer steps", metavar="STEPS", at_least=1)
     logger: tuple[str, ...] | None = flag(
-        None, "also log to wandb, mlflow, or your own class path/to/file.py:ClassName; several are allowed",
+        None, "also log to wandb, mlflow or your own path/to/file.py:ClassName; accepts several loggers",
         metavar="LOGGER", local=True, from_record="refused",
     )  # fmt: skip
-    no_baselines: bool = flag(False, "do not score the simple baselines of the task for comparison")
+    no_baselines: bool = flag(False, "do not score the task's simple baseline models for comparison")
     check_task: bool = flag(
-        False, "check in float64 that loss and metrics do not depend on how a batch is split, then exit",
+        False, "do not train: check in float64 that loss and metrics do not depend on how batches are split",
         from_record="ignored",
     )  # fmt: skip
     no_test: bool = flag(
-        False, "do not score the test set; the final weights are scored on the validation set, to compare settings"
+        False, "do not score the test set; scores the last weights on the validation set instead, to compare settings"
     )
 
     def __post_init__(self) -> None:
@@ -122,19 +121,21 @@ class BatchFlags(FlagGroup):
     """Batches and learning"""
 
     batch_size: int = flag(
-        32, "samples per device and forward pass; halved if they do not fit into GPU memory", metavar="SIZE",
-        common=True, at_least=1, at_most=MOST_SAMPLES,
+        32, "samples per device and forward pass; halved if GPU memory runs out, with an unchanged global batch",
+        metavar="SIZE", common=True, at_least=1, at_most=MOST_SAMPLES,
     )  # fmt: skip
-    grad_accum_steps: int = flag(1, "forward/backward passes per optimizer step", at_least=1, at_most=MOST_SAMPLES)
+    grad_accum_steps: int = flag(
+        1, "forward/backward passes accumulated per optimizer step", at_least=1, at_most=MOST_SAMPLES
+    )
     global_batch_size: int | None = flag(
-        None, "samples per optimizer step on all devices; sets --grad-accum-steps", metavar="SIZE", common=True,
-        excludes=("grad_accum_steps",), at_least=1, at_most=MOST_SAMPLES,
+        None, "samples per optimizer step on all devices together; sets --grad-accum-steps", metavar="SIZE",
+        common=True, excludes=("grad_accum_steps",), at_least=1, at_most=MOST_SAMPLES,
     )  # fmt: skip
     parts: int = flag(
-        0, "get bit-identical results on up to N devices; N and the number of devices are powers of two; each global "
-        "batch is split into N parts, whose gradients are added in a fixed order; without --global-batch-size a global "
-        "batch has N times --batch-size samples; 0: off", metavar="N", common=True, excludes=("grad_accum_steps",),
-        at_least=0, at_most=MOST_SAMPLES,
+        0, "get bit-identical results on 1 to N devices; N and the number of devices must be powers of two; each "
+        "global batch is split into N parts, whose gradients are added in a fixed order; the global batch defaults to "
+        "N times --batch-size; 0: off", metavar="N", common=True, excludes=("grad_accum_steps",), at_least=0,
+        at_most=MOST_SAMPLES,
     )  # fmt: skip
     drop_last: bool = flag(False, "drop the last global batch of an epoch if it is incomplete")
     eval_batch_size: int | None = flag(
@@ -156,18 +157,18 @@ class LearningFlags(FlagGroup):
     )  # fmt: skip
     lr: float = flag(1e-3, "learning rate after warm-up", common=True, above=0)
     min_lr: float = flag(
-        0.0, "final learning rate; with plateau its lower bound; not allowed with constant", at_least=0
+        0.0, "final learning rate; lower bound of --schedule plateau; not allowed with --schedule constant", at_least=0
     )
     schedule: Schedule = flag(
-        "cosine", "learning-rate schedule after warm-up; wsd: constant, then decays as 1 - sqrt over the last fifth "
-        "of the run; plateau: reduced when the validation score stops improving", common=True,
+        "cosine", "learning-rate schedule after warm-up; wsd: constant, then a 1 - sqrt decay over the last fifth of "
+        "the run; plateau: reduced when the validation score stops improving", common=True,
     )  # fmt: skip
     plateau_factor: float = flag(
         0.1, "factor by which --schedule plateau multiplies the learning rate", needs={"schedule": ("plateau",)},
         above=0, below=1,
     )  # fmt: skip
     plateau_patience: int = flag(
-        10, "evaluations without improvement before --schedule plateau reduces the learning rate",
+        10, "validations without improvement before --schedule plateau reduces the learning rate",
         needs={"schedule": ("plateau",)}, at_least=1,
     )  # fmt: skip
     warmup_epochs: float | None = flag(
@@ -176,16 +177,17 @@ class LearningFlags(FlagGroup):
     )  # fmt: skip
     warmup_steps: int | None = flag(None, "optimizer steps of linear warm-up, instead of --warmup-epochs", at_least=0)
     scale_lr: Literal["none", "linear", "sqrt"] = flag(
-        "none", "multiply --lr by global / one-device batch size (linear), by its square root (sqrt), or by 1 (none)"
+        "none", "scale --lr; linear: by global / one-device batch size; sqrt: by the square root of this ratio"
     )
     weight_decay: float = flag(
-        0.01, "weight decay; not applied to norm layers and biases; decoupled in adamw and muon, added to the "
-        "gradient in adam and sgd", common=True, at_least=0,
+        0.01, "weight decay; not applied to norm layers and biases; adamw and muon: decoupled; adam and sgd: added to "
+        "the gradient", common=True, at_least=0,
     )  # fmt: skip
     betas: tuple[float, ...] | None = flag(
-        None, "beta1 and beta2 of adamw, adam and muon's AdamW (default: 0.9 0.999)", needs=ADAM, at_least=0, below=1
-    )
-    eps: float | None = flag(None, "epsilon of adamw, adam and muon's AdamW (default: 1e-08)", needs=ADAM, above=0)
+        None, "beta1 and beta2 of adamw, adam and muon's AdamW part (default: 0.9 0.999)", needs=ADAM, at_least=0,
+        below=1,
+    )  # fmt: skip
+    eps: float | None = flag(None, "epsilon of adamw, adam and muon's AdamW part (default: 1e-08)", needs=ADAM, above=0)
     momentum: float | None = flag(
         None, "momentum of sgd and muon (default: 0 for sgd, 0.95 for muon)", needs={"optimizer": ("sgd", "muon")},
         at_least=0, below=1,
@@ -197,14 +199,14 @@ class LearningFlags(FlagGroup):
         "moved uphill by this distance; 0: off", at_least=0,
     )  # fmt: skip
     ema_decay: float = flag(
-        0.0, "decay of a moving average of the weights, for example 0.999; the averaged weights are evaluated and "
-        "saved; 0: off", at_least=0, below=1,
+        0.0, "decay of an exponential moving average of the weights, for example 0.999; averaged weights are evaluated "
+        "and saved; 0: off", at_least=0, below=1,
     )  # fmt: skip
     on_nonfinite: Literal["stop", "skip"] = flag(
-        "stop", "what to do if a loss or gradient is not finite; stop the run, or skip the optimizer step"
+        "stop", "what to do if a loss or gradient is not finite; stop: exit with an error; skip: omit the step"
     )
     early_stopping_patience: int = flag(
-        0, "stop after N evaluations without improvement; 0: never", metavar="N", at_least=0
+        0, "stop training after N validations without improvement; 0: never", metavar="N", at_least=0
     )
 
     def problems(self) -> list[str]:
@@ -230,7 +232,7 @@ class PrecisionFlags(FlagGroup):
     no_amp: bool = flag(False, "the same as --amp off", hidden=True, excludes=("amp",))
     dtype: Literal["float32", "float64"] = flag("float32", "data type of the parameters")
     deterministic: bool = flag(
-        False, "use deterministic algorithms on GPUs too, and stop at an operator without one; slower on GPUs"
+        False, "use only deterministic algorithms on GPUs; slower; an operator without one raises an error"
     )
 
     def __post_init__(self) -> None:
@@ -252,11 +254,11 @@ class BlockFlags(FlagGroup):
         common=True,
     )  # fmt: skip
     cuda_graphs: Literal["auto", "on", "off"] = flag(
-        "off", "run training steps as CUDA graphs; speeds up small models, with bit-identical results; auto: only "
-        "where it is faster", common=True, local=True,
+        "off", "run training steps as CUDA graphs; speeds up small models, with bit-identical results; auto: only if "
+        "measured to be faster", common=True, local=True,
     )  # fmt: skip
     grad_checkpointing: bool = flag(
-        False, "recompute block activations in the backward pass; less memory, slower steps, bit-identical results"
+        False, "recompute block activations in the backward pass; saves memory, slows steps, bit-identical results"
     )
 
 
@@ -264,7 +266,7 @@ class BlockFlags(FlagGroup):
 class DeviceFlags(FlagGroup):
     """Devices, precision and speed"""
 
-    device: str = flag("auto", "cpu, cuda, cuda:N or auto; auto: a GPU if there is one", common=True)
+    device: str = flag("auto", "device to use: cpu, cuda, cuda:N or auto; auto: a GPU if one is available", common=True)
     num_threads: int | None = flag(
         None, "CPU threads per process; OMP_NUM_THREADS changes the default (default: all cores divided among this "
         "machine's ranks; 1 with a GPU)", local=True, at_least=1, at_most=MOST_THREADS,
@@ -290,8 +292,8 @@ class CheckpointFlags(FlagGroup):
     """The run directory"""
 
     save_dir: Path = flag(
-        Path("checkpoints"), "run folder; an unfinished run in it is resumed; the default is named after the task",
-        common=True, from_record="ignored",
+        Path("checkpoints"), "folder of the run; an unfinished run in it is resumed; the default is named after the "
+        "task", common=True, from_record="ignored",
     )  # fmt: skip
     save_every_steps: int = flag(0, "also save a checkpoint every STEPS optimizer steps; 0: off", at_least=0)
     save_every_minutes: float = flag(0.0, "also save a checkpoint every MINUTES; 0: off", at_least=0)
@@ -302,20 +304,20 @@ class CheckpointFlags(FlagGroup):
         from_record="refused", excludes=("init_from", "init_from_partial"),
     )  # fmt: skip
     init_from: Path | None = flag(
-        None, "initialise the weights from this file; a plain state dict, or a checkpoint, whose other content is "
-        "ignored", metavar="CHECKPOINT", common=True, from_record="refused", excludes=("init_from_partial",),
+        None, "initialise the weights from this file; a state dict, or a checkpoint, of which only the weights are "
+        "used", metavar="CHECKPOINT", common=True, from_record="refused", excludes=("init_from_partial",),
     )  # fmt: skip
     init_from_partial: Path | None = flag(
-        None, "initialise the weights whose names and shapes match this checkpoint, and list them",
+        None, "initialise the weights whose names and shapes match this checkpoint; prints their names",
         metavar="CHECKPOINT", from_record="refused",
     )  # fmt: skip
     fresh: bool = flag(
-        False, "start over; the run in --save-dir moves to the subfolder previous-N", common=True,
-        from_record="ignored", excludes=("resume_from",),
+        False, "start a new run instead of resuming; moves the existing run to a subfolder previous-N of --save-dir",
+        common=True, from_record="ignored", excludes=("resume_from",),
     )  # fmt: skip
     eval_only: bool = flag(
-        False, "do not train: score the best weights of --save-dir; on validation and test sets; --resume-from "
-        "chooses other weights", common=True, from_record="ignored", excludes=("fresh", "init_from_partial"),
+        False, "do not train: score the best weights of --save-dir; uses the validation and test sets; --resume-from "
+        "selects other weights", common=True, from_record="ignored", excludes=("fresh", "init_from_partial"),
         displaces=("resume_from", "init_from"),
     )  # fmt: skip
 
@@ -333,13 +335,13 @@ class SeveralFlags(FlagGroup):
 
     recorded: ClassVar = False
     seeds: int = flag(
-        1, "train N runs with consecutive seeds; the first is --seed; reports mean, standard deviation and ensemble; "
-        "each GPU trains one run at a time; the CPU trains one run per core, with one thread unless --num-threads is "
-        "given", metavar="N", common=True, at_least=1,
+        1, "train N runs with consecutive seeds; the first seed is --seed; reports mean, standard deviation and "
+        "ensemble; each GPU trains one run at a time; on the CPU each core trains one run, with one thread unless "
+        "--num-threads is given", metavar="N", common=True, at_least=1,
     )  # fmt: skip
     folds: int = flag(
-        0, "K-fold cross-validation; each run is scored on the fold of the training data that it holds out; the test "
-        "set is not used; 0: off", metavar="K", common=True, at_least=0,
+        0, "train K runs for K-fold cross-validation; each run is scored on the fold of the training data that it "
+        "holds out; the test set is not used; 0: off", metavar="K", common=True, at_least=0,
     )  # fmt: skip
 
     def problems(self) -> list[str]:
@@ -361,12 +363,12 @@ class PredictFlags(FlagGroup):
 
     recorded: ClassVar = False
     predict: Path | None = flag(
-        None, "do not train: predict the samples in this file; uses the best weights of --save-dir, or those of "
-        "--resume-from, and that run's flags", metavar="FILE", common=True, from_record="refused",
+        None, "do not train: predict the samples in this file; uses the flags and best weights of the run in "
+        "--save-dir; --resume-from selects other weights", metavar="FILE", common=True, from_record="refused",
         excludes=(*NOT_WITH_A_USE, "export"), displaces=("resume_from",),
     )  # fmt: skip
     sample: Path | None = flag(
-        None, "do not train: write an example input file for --predict, from the data of the task", metavar="FILE",
+        None, "do not train: write an example input file for --predict, from the task's data", metavar="FILE",
         from_record="refused", excludes=(*NOT_WITH_A_USE, "export", "predict"),
     )  # fmt: skip
     output: Path | None = flag(
@@ -396,9 +398,9 @@ class ExportFlags(FlagGroup):
 
     recorded: ClassVar = False
     export: Path | None = flag(
-        None, "do not train: write a .pt2 file of torch.export; it holds the best weights of --save-dir, or those of "
-        "--resume-from, and runs without this trainer", metavar="FILE", common=True, from_record="refused",
-        excludes=NOT_WITH_A_USE, displaces=("resume_from",),
+        None, "do not train: export the model to this .pt2 file; uses torch.export and the best weights of --save-dir, "
+        "or the weights of --resume-from; the file runs without this trainer", metavar="FILE", common=True,
+        from_record="refused", excludes=NOT_WITH_A_USE, displaces=("resume_from",),
     )  # fmt: skip
 
     def problems(self) -> list[str]:
@@ -426,8 +428,8 @@ class ConfigFlags(FlagGroup):
 
     recorded: ClassVar = False
     config: tuple[Path, ...] | None = flag(
-        None, "read settings from TOML or a run's config.json; later files override earlier files, and flags override "
-        "files; a config.json repeats its run", metavar="FILE", common=True,
+        None, "read flags from TOML files or a run's config.json; later files override earlier files, and the command "
+        "line overrides files; a config.json repeats its run", metavar="FILE", common=True,
     )  # fmt: skip
     print_config: bool = flag(False, "do not train: print all settings as a TOML file for --config")
 
@@ -438,20 +440,20 @@ class MultiDeviceFlags(FlagGroup):
 
     multi_gpu: forms.FormName | None = flag(None, forms.HELP, common=True)
     gpu_ids: tuple[int, ...] | None = flag(
-        None, "indices of visible GPUs, for example 0,1,2 (default: all)", metavar="ID", common=True, local=True
+        None, "visible GPUs to use, such as 0,1,2 (default: all)", metavar="ID", common=True, local=True
     )
     nproc: int | None = flag(
-        None, "processes to start without torchrun; for ddp and fsdp (default: one per GPU; 1 on the CPU)", common=True,
-        needs={"multi_gpu": forms.PER_PROCESS}, at_least=1, at_most=MOST_PROCESSES,
+        None, "number of processes to start; for ddp and fsdp without torchrun (default: one per GPU; 1 on the CPU)",
+        common=True, needs={"multi_gpu": forms.PER_PROCESS}, at_least=1, at_most=MOST_PROCESSES,
     )  # fmt: skip
     backend: Literal["nccl", "gloo"] | None = flag(
         None, "communication backend between processes (default: nccl on GPUs, gloo on the CPU)"
     )
     dist_timeout_s: float = flag(
-        600.0, "seconds that a rank waits for another before it reports that rank and stops", metavar="SECONDS", above=0
+        600.0, "seconds to wait for another rank before failing with an error that names it", metavar="SECONDS", above=0
     )
     lockstep_every: int = flag(
-        500, "compare all ranks' weights bit by bit every STEPS optimizer steps; also before every save; 0: off",
+        500, "check every STEPS optimizer steps and before each save that all ranks have bit-identical weights; 0: off",
         metavar="STEPS", at_least=0,
     )  # fmt: skip
     sync_bn: bool = flag(False, "ddp on GPUs: compute batch-norm statistics over the micro-batches of all devices")
@@ -463,8 +465,8 @@ class MultiDeviceFlags(FlagGroup):
         "backward pass, which is faster but shards only gradients and optimizer state", needs=FSDP,
     )  # fmt: skip
     shard_size: int | None = flag(
-        None, "fsdp: number of ranks across which one copy of the model is sharded; for example the ranks of one "
-        "machine; must evenly divide the number of ranks (default: all)", needs=FSDP, at_least=1,
+        None, "fsdp: number of ranks that share one copy of the model, for example the ranks of one machine; must "
+        "evenly divide the number of ranks (default: all)", needs=FSDP, at_least=1,
     )  # fmt: skip
     local_rank: int | None = flag(None, "set by torch.distributed.launch", hidden=True, local=True)
 

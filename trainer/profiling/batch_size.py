@@ -1,8 +1,8 @@
 """Finds the largest batch size that fits on this device, and the fastest batch size.
 
 Doubles the batch size until it does not fit in memory (or reaches --max-batch-size or all training samples), then
-bisects until the result is within 1/16. Each size trains with the trainer's own loop; --save-dir is not used. On the
-CPU only --max-batch-size limits the search. The fastest batch size may not train best: a larger one usually needs
+bisects to find the limit within 1/16. Each size trains with the trainer's own loop; --save-dir is not used. On the CPU
+only --max-batch-size limits the search. The fastest batch size may not train best: a larger batch size usually needs
 another learning rate (see --scale-lr).
 
 examples:
@@ -32,10 +32,10 @@ FINEST = 16
 class BatchSizeFlags(MeasuringFlags):
     """Measuring batch sizes"""
 
-    min_batch_size: int = flag(8, "smallest batch size to try; each further size is twice the size before", at_least=1)
+    min_batch_size: int = flag(8, "smallest batch size to try; further sizes double it", at_least=1)
     max_batch_size: int = flag(1024, "largest batch size to try", at_least=1)
     steps: int = flag(20, "optimizer steps per measurement", at_least=1)
-    settling_steps: int = flag(3, "warm-up steps before each measurement, not counted", at_least=1)
+    settling_steps: int = flag(3, "untimed warm-up steps before each measurement", at_least=1)
 
     def problems(self) -> list[str]:
         if self.max_batch_size < self.min_batch_size:

@@ -47,18 +47,16 @@ class CheckFlags(FlagGroup):
     device: Literal["auto", "cpu", "cuda"] = flag(
         "auto", "device to check; auto: all GPUs, or the CPU if there is none"
     )
-    save_dir: Path = flag(Path("checkpoints"), "folder for runs, whose disk to test")
+    save_dir: Path = flag(Path("checkpoints"), "folder for runs; the command tests its disk")
     nproc: int | None = flag(
-        None, "number of processes to start without torchrun (default: one per GPU, 2 on the CPU)", at_least=1
+        None, "number of processes to start if torchrun is not used (default: one per GPU, 2 on the CPU)", at_least=1
     )
-    gpu_ids: tuple[int, ...] | None = flag(
-        None, "indices of visible GPUs, for example 0,1,2 (default: all)", metavar="ID"
-    )
+    gpu_ids: tuple[int, ...] | None = flag(None, "visible GPUs to use, such as 0,1,2 (default: all)", metavar="ID")
     backend: Literal["nccl", "gloo"] | None = flag(
         None, "communication backend to test (default: nccl on GPUs, gloo on the CPU)"
     )
     dist_timeout_s: float = flag(
-        60.0, "seconds that a process waits for another before it stops with an error", metavar="SECONDS", above=0
+        60.0, "seconds to wait for another process before stopping with an error", metavar="SECONDS", above=0
     )
     json: Path | None = flag(None, "also write the results to this file", metavar="FILE")
 

@@ -5,7 +5,7 @@ Measures the time and memory of training, and checks this machine. All commands 
 
 {commands}
 
-  python profiler.py COMMAND --help        its flags, and examples
+  python profiler.py COMMAND --help        shows the flags and examples of a command
 
 In Python, for any model: from profiler import PerformanceProfiler, compare_amp_performance
 """

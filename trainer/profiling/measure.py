@@ -37,7 +37,7 @@ class MeasuringFlags(FlagGroup):
     """Common flags of step measurements"""
 
     steps: int = flag(50, "optimizer steps per measurement", at_least=1)
-    settling_steps: int = flag(10, "warm-up steps before each measurement, not counted", at_least=1)
+    settling_steps: int = flag(10, "untimed warm-up steps before each measurement", at_least=1)
     json: Path | None = flag(None, "also write the results to this file", metavar="FILE", from_record="refused")
 
 

@@ -37,10 +37,11 @@ class ScalingFlags(MeasuringFlags):
         at_least=1,
     )  # fmt: skip
     rounds: int = flag(
-        3, "number of measurements of each configuration, taken in turns; medians are reported", at_least=1
-    )
+        3, "number of measurements of each configuration; configurations take turns, and medians are reported",
+        at_least=1,
+    )  # fmt: skip
     board: Path | None = flag(
-        None, "also write the results to this folder for TensorBoard", metavar="DIR", from_record="refused"
+        None, "also write the results to this TensorBoard folder", metavar="DIR", from_record="refused"
     )
 
 
