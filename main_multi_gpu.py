@@ -4,8 +4,8 @@ import gc
 import sys
 
 if __name__ == "__main__":
-    gc.disable()  # nothing of what is imported is freed: the collector would look at all of it again and again
-    from tasks import TASKS  # not in processes that import this file: a user may have a package of that name
+    gc.disable()  # imported objects are never freed, so scanning them repeatedly would only take time
+    from tasks import TASKS  # not at the top: child processes import this file, and a user may have a package tasks
     from trainer.cli import run_process
     from trainer.failure.signals import exit_quickly
 

@@ -1,4 +1,4 @@
-"""Measure where time and memory go: python profiler.py --help, or as a library for any model."""
+"""Measure where time and memory go: run python profiler.py --help, or import PerformanceProfiler for any model."""
 
 import sys
 
@@ -8,6 +8,6 @@ from trainer.profiling.performance import PerformanceProfiler, compare_amp_perfo
 __all__ = ["PerformanceProfiler", "compare_amp_performance", "main"]
 
 if __name__ == "__main__":
-    from tasks import TASKS  # not in processes that import this file: a user may have a package of that name
+    from tasks import TASKS  # not at the top: child processes import this file, and a user may have a package tasks
 
     sys.exit(main(sys.argv[1:], tasks=TASKS))

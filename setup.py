@@ -1,7 +1,7 @@
-"""Builds the installed form of the project: the package `lockstep` with all others inside it, and nothing beside it.
+"""Builds the installed form of the project: a single package `lockstep` that contains all other packages.
 
-A clone's `from trainer.task import Task` becomes `from lockstep.trainer.task import Task`, and what messages call
-`python main.py` becomes `lockstep`.
+A clone's `from trainer.task import Task` becomes `from lockstep.trainer.task import Task`, and `python main.py` in
+messages becomes `lockstep`.
 """
 
 import ast
@@ -22,11 +22,11 @@ NAMES_IN_TEXT = (
     (r"\bfrom (profiler|trainer) import", "from lockstep import"),
     (r"(?<![\w./])trainer\.(?=(fit|load|gather|Task|Logger|FlagGroup|Objective|SavedRun)\b)", "lockstep."),
 )
-"""How a clone calls its programs and its public names, and how the package does."""
+"""Patterns for names of programs and public names in a clone, and their replacements in the package."""
 
 
 def installed_form(source: str) -> str:
-    """A module of the clone as it stands in the package. Raises ValueError for an import that has no such form."""
+    """Returns a module's source in its installed form. Raises ValueError for an import that cannot be converted."""
     lines = source.splitlines(keepends=True)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import) and any(alias.name.partition(".")[0] in PACKAGES for alias in node.names):
@@ -42,10 +42,10 @@ def installed_form(source: str) -> str:
 
 
 class BuildPackage(build_py):
-    """Copies the modules in their installed form."""
+    """Copies modules in their installed form."""
 
     def run(self) -> None:
-        """Builds from nothing, as a module that is gone from the clone must not stay in the package."""
+        """Deletes the previous build, because a module that was deleted in the clone must not stay in the package."""
         shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
 
@@ -57,7 +57,7 @@ class BuildPackage(build_py):
 
 
 class NoEditable(editable_wheel):
-    """Refuses `pip install -e`, which would show the folders of the clone to everything in the environment."""
+    """Refuses `pip install -e`, which would make all folders of the clone importable in the whole environment."""
 
     def run(self) -> None:
         """Raises SystemExit."""

@@ -1,6 +1,6 @@
 """Public names for task files and scripts, such as `from lockstep import Task`, in a clone or an installed package.
 
-In a clone this package imports the names from the neighbouring packages; installed, it contains those packages.
+In a clone, this package imports the names from the neighbouring packages. When installed, it contains these packages.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,6 @@
 """Public names of the trainer, each imported from its module on first use.
 
-Task files use `Task`, `Objective`, `FlagGroup` and `flag`. Scripts use `fit`, `load` and `SavedRun`. Loggers use
+Task files use `Task`, `Objective`, `FlagGroup` and `flag`; scripts use `fit`, `load` and `SavedRun`; logger files use
 `Logger`, `LoggedRun` and `Record`.
 """
 

@@ -1,4 +1,4 @@
-"""Trains from Python: `fit` takes a task's class and settings and returns metrics and the run.
+"""Trains from Python: `fit` takes a task class and settings, and returns metrics and the run.
 
 The settings are the flags of the command line, and the run directory has the same format.
 """
@@ -54,7 +54,7 @@ NOT_OF_ONE_RUN = (
     "print_config",
     *(field.name for group in (SeveralFlags, PredictFlags, ExportFlags) for field in fields(group)),
 )
-"""Fields of flags that request something other than training one run; `fit` refuses them."""
+"""Flags, by field name, that request something other than training one run; `fit` refuses them."""
 _calls = count()
 _rank: "_Rank | None" = None
 _in_use = threading.Lock()
@@ -63,9 +63,9 @@ ONE_RUN = "fit trains one run of the given task class; leave this setting out"
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run directory; every attribute reads the current content of its files.
+    """A run directory. Each attribute reads the current content of the directory's files.
 
-    task: the task's class, for `load`; None: the class that the run names.
+    task: task class for `load`; None: the class that the run names.
     """
 
     path: Path
@@ -88,7 +88,7 @@ class SavedRun:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """Records of metrics.jsonl in training order; the entry "event" names a record's kind."""
+        """Records of metrics.jsonl in training order; the entry "event" of a record names its kind."""
         path, records = self.path / METRICS, []
         for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
             with suppress(ValueError):  # the last line may be half-written
@@ -102,9 +102,10 @@ class SavedRun:
     def predict(self, dataset: Any, outputs: Outputs | None = None, batch_size: int = 256) -> Tensor:
         """Returns the trained model's outputs for the items of a data set, in order, as a CPU tensor (n, ...).
 
-        For runs of `fit(model, ...)`, in eval mode, on a GPU if there is one. dataset: as for `fit`; its items may lack
-        trailing parts, such as labels. outputs: a function of the model and a batch that returns (B, ...); default: the
-        model applied to the batch's first part. batch_size: samples per forward. Raises UserError.
+        Runs in eval mode, on a GPU if there is one. dataset: as for `fit`; its items may lack trailing parts, such as
+        labels. outputs: maps the model and a batch to a tensor (B, ...); default: the model applied to the batch's
+        first part. batch_size: samples per forward. Raises UserError, for example if `fit` got a task instead of a
+        model.
         """
         if self.task is None or not issubclass(self.task, Script):
             raise UserError(f"{self.path}: predict works only for a run of fit(model, ...); use --predict")
@@ -112,14 +113,14 @@ class SavedRun:
 
 
 class Fitted(NamedTuple):
-    """Result of `fit`. metrics: as `SavedRun.metrics`; {} if the run stopped early."""
+    """Result of `fit`. metrics: see `SavedRun.metrics`; {} if the run stopped early."""
 
     metrics: dict[str, float]
     run: SavedRun
 
 
 def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) -> Fitted:
-    """Trains as the command line does: resumes an unfinished run in `save_dir`; returns a finished run unchanged.
+    """Trains like the command line: resumes an unfinished run in `save_dir`, and returns a finished run unchanged.
 
     Train a task:
 
@@ -128,9 +129,9 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
 
     task: a subclass of `Task`, or a value of `--task` such as "har". settings: flags of the trainer and of
     `task.Config`, by field name. A switch takes True or False; a flag with several values takes a list or tuple. None
-    leaves a flag out: the run in `save_dir` then determines a task's flag, otherwise its default.
+    leaves a flag out: the run in `save_dir` then determines a task's flag, and other flags have their defaults.
 
-    Train a model on a script's data with its loss, fit(model, train, loss, *, val, test, names, collate, optimizer):
+    Train a model on data with a loss function, fit(model, train, loss, *, val, test, names, collate, optimizer):
 
         def loss(model, batch):
             return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
@@ -138,20 +139,20 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
         metrics, run = trainer.fit(Net(), train, loss, val=val, names=("x", "y"), epochs=10, lr=1e-3)
 
     model: `fit` trains a copy. train, val, test: torch data sets or DataLoaders; a DataLoader provides its data set,
-    batch_size, drop_last, num_workers and collate_fn. loss: returns one number per sample, (B,), or a dictionary of
-    such tensors; "loss" is trained, the others are metrics. A part "weight" of the data is each sample's number of loss
-    terms, by which sums are divided. names, collate: see `from_dataset`. optimizer: a value of `--optimizer`, a class,
-    or a functools.partial of a class without lr.
+    batch_size, drop_last, num_workers and collate_fn. loss: maps the model and a batch to a tensor (B,), one number per
+    sample, or to a dictionary of tensors (B,): "loss" is trained, and the other entries are metrics. A part "weight" of
+    the data contains each sample's number of loss terms, by which sums are divided. names, collate: see `from_dataset`.
+    optimizer: a value of `--optimizer`, a class, or a functools.partial of a class without lr.
 
     Under a launcher such as torchrun, all processes call `fit` and train together. Without a launcher,
-    `multi_gpu="ddp"` starts processes, which import the task's class or run the script again up to this call.
+    `multi_gpu="ddp"` starts processes that import the task's class, or run the script again up to this call.
 
-    Ctrl-C during training saves the run and returns it with the state "preempted" and no metrics; a second Ctrl-C, or
-    one before training, raises KeyboardInterrupt at once. `max_minutes` gives the state "paused" and no metrics. Signal
-    handlers, random number generators and other changed process state are restored.
+    Ctrl-C during training saves the run and returns it with the state "preempted" and no metrics. A second Ctrl-C, or a
+    Ctrl-C before training, raises KeyboardInterrupt at once. A run stopped by `max_minutes` has the state "paused" and
+    no metrics. At its end, `fit` restores signal handlers, random number generators and other process state.
 
-    Raises UserError with all errors in the settings, or the task's own exceptions. If one of several processes fails,
-    the other processes raise Failure.
+    Raises UserError that lists all errors in the settings, or an exception of the task. If one of several processes
+    fails, the other processes raise Failure.
     """
     if imports_script_of_parent():
         sys.exit(EXIT_UNGUARDED)  # the parent prints the reason
@@ -161,7 +162,7 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
         if _rank is not None and number == _rank.number:
             sys.exit(
                 run_process(_rank.argv, True, _rank.environment, task_type)
-            )  # only the first process runs the rest of the script
+            )  # only the original process runs the rest of the script
         flags, environment = read_command_line(argv, several_devices, task_type=task_type, problems=problems)
         run = SavedRun(flags.checkpoint.save_dir, task_type)
         if _rank is not None:
@@ -179,15 +180,15 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
     try:
         raise end  # raised outside the except blocks, so that a task's exception keeps its cause
     finally:
-        del end  # a reference from the exception's own frame would keep the run in memory
+        del end  # otherwise the exception's traceback would keep the run in memory
 
 
 def load(run_directory: str | Path, task: type[Task] | None = None) -> nn.Module:
     """Loads a run's trained model: an nn.Module with the best weights, in eval mode on the CPU.
 
-    The best weights are those of the best epoch, or of the last epoch without validation, averaged with `ema_decay`.
-    task: the task's class; None: the class that the run names, which must be a workload or defined in this process,
-    since `load` executes no file that a run names. Raises UserError.
+    The best weights come from the best epoch, or from the last epoch if there was no validation; with `ema_decay` they
+    are averaged. task: the task's class; None: the class that the run names. That class must be a built-in workload or
+    defined in this process, since `load` does not execute files that a run names. Raises UserError.
     """
     try:
         with process_restored(wait_s=LOADS_WITHIN_S):
@@ -210,7 +211,7 @@ def _task_of(task: Any, script: Sequence[Any], settings: dict[str, Any]) -> type
 
 
 def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[str], list[str], bool]:
-    """Returns the equivalent command line, the problems in the settings, and whether they request several devices."""
+    """Returns the equivalent command line, problems in the settings, and whether they request several devices."""
     if not (isinstance(task, type) and issubclass(task, Task)):
         raise UserError(f"fit: {task!r}: must be a class derived from trainer.Task, the name of one, or a model")
     given = {name: value for name, value in settings.items() if value is not None}
@@ -235,14 +236,14 @@ def _refuse_other_than_one_run(flags: Flags) -> None:
 def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | None, run: SavedRun) -> Fitted:
     with process_restored():
         strategy = start_strategy(flags, environment)
-        strategy.group.diagnosis.prints = environment is not None  # a single process raises instead
+        strategy.group.diagnosis.prints = environment is not None  # a single process raises the error
         with strategy.group.in_use():
             run_command(flags, argv, strategy)
             return Fitted(strategy.group.on_main(lambda: _metrics_at_end(run)), run)
 
 
 def _fit_in_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str], run: SavedRun, number: int) -> Fitted:
-    """Trains in new processes. Raises UserError if these cannot import the task or refuse to train; or Failure."""
+    """Trains in new processes. Raises UserError if they cannot import the task or refuse to train, else Failure."""
     task, form = run.task, f"multi_gpu {multi.multi_gpu}"
     assert task is not None
     if issubclass(task, Script):
@@ -262,7 +263,7 @@ def _fit_in_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str],
 
 
 def _run_script_again(multi: MultiDeviceFlags, device: str, argv: Sequence[str], number: int) -> int:
-    """Runs this script once per rank; returns the exit status. Raises UserError if there is no script file."""
+    """Reruns this script once per rank, and returns the exit status. Raises UserError if there is no script file."""
     main = sys.modules["__main__"]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     if file is None or not Path(file).is_file():
@@ -279,7 +280,7 @@ def _run_script_again(multi: MultiDeviceFlags, device: str, argv: Sequence[str],
 
 
 class _Rank(NamedTuple):
-    """Rank that this process has in the run of its parent. number: index of the `fit` call that trains, from 0."""
+    """Rank of this process in a run that its parent started. number: index of the `fit` call that trains, from 0."""
 
     number: int
     argv: Sequence[str]
@@ -302,10 +303,10 @@ def _run_as_rank(
 
 
 def _ended(status: int, form: str, run: SavedRun) -> Fitted:
-    """Returns the result of processes that ended with a status. Raises UserError, Failure or KeyboardInterrupt."""
+    """Returns the result of processes with an exit status. Raises UserError, Failure or KeyboardInterrupt."""
     if status == EXIT_BAD_INPUT:
         raise UserError(f"{form}: the processes that it started refused to train; see standard error")
-    # after an end such as SIGKILL, state.json may still hold the state of an earlier start
+    # after SIGKILL, for example, state.json may still contain the state of an earlier start
     was_stopped = status - 128 in STOP_SIGNALS and run.state == "preempted"
     if status == 128 + signal.SIGINT and not was_stopped:
         raise KeyboardInterrupt
@@ -315,7 +316,7 @@ def _ended(status: int, form: str, run: SavedRun) -> Fitted:
 
 
 def _metrics_at_end(run: SavedRun) -> dict[str, float]:
-    """Returns a finished run's metrics; {} for a stopped run, whose results.json may be of an earlier, shorter run."""
+    """Returns a finished run's metrics; {} for a stopped run, whose results.json may belong to an earlier run."""
     return run.metrics if run.state == "finished" else {}
 
 
@@ -333,7 +334,7 @@ def _main_in_own_session(
     """Calls `run_process` in a session that Ctrl-C does not reach.
 
     A terminal or notebook server sends Ctrl-C to the whole process group, and the parent forwards it. Two signals would
-    end the process at once, without a save.
+    end the process at once, without saving.
     """
     os.setsid()
     return run_process(argv, several_devices, environment, task_type)
@@ -356,10 +357,10 @@ _SWITCHES = ((torch.utils.deterministic, "fill_uninitialized_memory"), (torch.ba
 
 @contextmanager
 def process_restored(wait_s: float = 0.0) -> Iterator[None]:
-    """Restores process state at its end; inside, default dtype, device and gradient mode are those of a new process.
+    """Restores process state at its end; inside, the default dtype, device and gradient mode are as in a new process.
 
-    Raises UserError if another thread is inside for longer than `wait_s` seconds, since both would draw from the same
-    random number generators.
+    Raises UserError if another thread stays inside for more than `wait_s` seconds, since both threads would draw from
+    the same random number generators.
     """
     if not _in_use.acquire(timeout=wait_s):
         raise UserError("this process is already training, and can train one run at a time; start another process")
@@ -384,7 +385,7 @@ def process_restored(wait_s: float = 0.0) -> Iterator[None]:
 
 
 def _tf32_of_cudnn() -> list[tuple[Any, str]]:
-    """Returns cuDNN's TF32 switch, or torch 2.9's two switches if they differ, since the common one then raises."""
+    """Returns cuDNN's TF32 switch, or torch 2.9's two switches if they differ, since reading the first then raises."""
     cudnn: Any = torch.backends.cudnn
     try:
         _ = cudnn.allow_tf32

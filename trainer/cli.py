@@ -35,7 +35,7 @@ from trainer.registry import Registry, hand_in
 from trainer.task import Task
 
 TOLD_WITHIN_S = 3.0
-"""Seconds that a rank leaves another one to print an error: torchrun kills all ranks when one exits."""
+"""Seconds that a rank waits while another rank prints an error, since torchrun kills all ranks when one exits."""
 
 
 def run_process(
@@ -45,7 +45,7 @@ def run_process(
     task_type: type[Task] | None = None,
     tasks: Registry | None = None,
 ) -> int:
-    """Runs `main` in a process that does nothing else; loggers that no longer respond do not delay its exit.
+    """Runs `main` in its own process, and exits without waiting for loggers that no longer respond.
 
     If a library crashes, for example with a segmentation fault, the Python stack is printed to standard error.
     """
@@ -56,7 +56,7 @@ def run_process(
     if some_are_left():
         exit_at_once(status)
     if status != EXIT_FINISHED:
-        # After a failure, threads may still wait in C++ for other processes. A thread that returned while the
+        # After a failure, threads may still wait in C++ for other processes. A thread that returns while the
         # interpreter finalises would abort the process.
         atexit._run_exitfuncs()
         exit_at_once(status)
@@ -72,11 +72,11 @@ def main(
 ) -> int:
     """Runs one command line and returns the exit status.
 
-    environment, task_type: see `read_command_line`. tasks: workloads of `--task`; None keeps the current ones.
+    environment, task_type: see `read_command_line`. tasks: workloads for `--task`; None keeps the current workloads.
 
     Exit status: 0: finished. 1: an unexpected failure, in this or another process. 2: an error in the command line, the
-    data or the run directory. 128 + n: stopped by signal n after saving; under torchrun a stopped process returns 0,
-    because launchers treat other statuses as failures.
+    data or the run directory. 128 + n: stopped by signal n after saving; with torchrun 0, because launchers treat other
+    statuses as failures.
     """
     if tasks is not None:
         hand_in(tasks)
@@ -113,12 +113,12 @@ def read_command_line(
     task_type: type[Task] | None = None,
     problems: Sequence[str] = (),
 ) -> tuple[Flags, RankEnvironment | None]:
-    """Returns the flags, and this process's rank environment.
+    """Returns the flags, and the rank environment of this process.
 
-    environment: the rank environment of a process started by `start_processes`; None: read from environment variables.
-    task_type: the class of `--task`, if the caller has it. problems: problems that the caller has found.
+    environment: rank environment if `start_processes` has started this process; None: read it from environment
+    variables. task_type: the class of `--task`, if the caller knows it. problems: problems that the caller has found.
 
-    Raises UserError with all problems, or Failure if another process prints them.
+    Raises UserError with all problems, or Failure if another process prints the problems.
     """
     flags, found = parse(argv, several_devices, task_type=task_type)
     problems = [*problems, *found]
@@ -137,19 +137,19 @@ def read_command_line(
 def starts_processes(
     multi: MultiDeviceFlags | None, environment: RankEnvironment | None
 ) -> TypeGuard[MultiDeviceFlags]:
-    """Returns whether this process must start the ranks, because no launcher has."""
+    """Returns whether this process must start the ranks because no launcher has started them."""
     return multi is not None and multi.has_processes and environment is None
 
 
 def start_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str], run: Callable[..., int]) -> int:
     """Trains in new processes, one per rank, and returns the exit status.
 
-    argv: the whole command line. run: `run_process`, or a picklable function with the same positional arguments.
+    argv: the complete command line. run: `run_process`, or a picklable function with the same positional arguments.
     """
     world_size = num_processes(multi, device)
     if world_size == 1 and multi.nproc is None:
         say("Starting one process, because at most one device is visible; --nproc N starts more.")
-    # --fresh must not apply again, or a restart would move the run that it resumes
+    # --fresh must not apply to a restart, which would then move away the run that it resumes
     again = [*argv, "--fresh=false"]
     start, start_again = (functools.partial(run, arguments, True) for arguments in (list(argv), again))
     return launch(start, world_size, start_again)
@@ -185,7 +185,7 @@ def run_command(flags: Flags, argv: Sequence[str], strategy: Strategy) -> int:
 
 
 def _idle(flags: Flags) -> list[str]:
-    """Returns what is wrong with flags of learning that are given although nothing learns by steps."""
+    """Returns a message for each given flag about learning, for a command that runs no training steps."""
     names = ["epochs", "max_steps", *(field.name for field in dataclasses.fields(LearningFlags))]
     given = sorted(flags.given.intersection(map(flag_name, names)))
     return [f"{name}: has no effect, because the other flags train nothing; leave it out" for name in given]

@@ -1,4 +1,4 @@
-"""Finds a workload's class by the value of `--task`, and the value of `--task` by class."""
+"""Finds a task class by the value of `--task`, and the value of `--task` for a class."""
 
 import importlib
 import importlib.util
@@ -11,14 +11,14 @@ from trainer.common.validation import find_class
 from trainer.task import Task
 
 Registry = Mapping[str, "str | type[Task]"]
-"""Maps names for `--task` to classes, or to "module:Class" strings imported on use; the first entry is the default."""
+"""Maps names for `--task` to classes, or to "module:Class" strings to import on use; the first is the default."""
 
 PACKAGE = __name__.rpartition("trainer.")[0] + "tasks"
-"""Package next to the trainer whose TASKS are the default workloads."""
+"""Package next to the trainer whose attribute TASKS is the default registry."""
 SCRIPT = "ScriptOfFit"
 """Name of the class that `trainer.fit` creates from a model, data and a loss; only the calling script can create it."""
 IN_NO_FILE = "__main__"
-"""Replaces the file name of a class that is not defined in a file."""
+"""Stands for the file name if a class is not defined in a file."""
 
 _handed_in: Registry | None = None
 
@@ -38,9 +38,9 @@ def hand_in(tasks: Registry) -> None:
 
 
 def workloads() -> Registry:
-    """Returns the workloads set by `hand_in`; without a call of it, as in scripts, the workloads of PACKAGE.
+    """Returns the workloads that `hand_in` has set; if it has not been called, as in scripts, the workloads of PACKAGE.
 
-    PACKAGE is imported only from the folder that contains the trainer, since a user's package may have the same name.
+    Imports PACKAGE only from the folder that contains the trainer, since a user's package may have the same name.
     """
     if _handed_in is not None:
         return _handed_in
@@ -73,9 +73,9 @@ def find_task(name: str) -> type[Task]:
 
 
 def name_of(task_type: type[Task]) -> str:
-    """Returns the value of `--task` for a class: a workload's name, or its file's absolute path and its name.
+    """Returns the value of `--task` for a class: a workload's name, or the class's file (absolute path) and name.
 
-    A class of a notebook is named "__main__:ClassName", which only this process can find.
+    A class defined in a notebook is named "__main__:ClassName"; only this process can find it.
     """
     place = f"{task_type.__module__}:{task_type.__qualname__}"
     for name, entry in workloads().items():
@@ -91,9 +91,9 @@ def source_file(task_type: type[Task]) -> Path | None:
 
 
 def known_task(name: str) -> type[Task] | None:
-    """Returns the class that a run names, if it is a workload or defined in this process; otherwise None.
+    """Returns the task class with a name from a run if it is a workload or defined in this process; otherwise None.
 
-    No file is executed, since the run may come from somebody else. Raises UserError for a class made by `trainer.fit`.
+    Executes no file, since the run may come from somebody else. Raises UserError for a class that `trainer.fit` made.
     """
     _refuse_script(name)
     return find_task(name) if name in workloads() else _defined_task(name)
@@ -109,7 +109,7 @@ def _refuse_script(name: str) -> None:
 
 
 def _defined_task(name: str) -> type[Task] | None:
-    """Returns the class of a `--task` value that was defined last in this process; None if there is none.
+    """Returns the class with this value of `--task` that this process defined last; None if there is none.
 
     Does not import the class's file, which may be the calling script and would run again.
     """
@@ -125,9 +125,9 @@ def _defined_task(name: str) -> type[Task] | None:
 
 
 def is_same_task(one: str, other: str) -> bool:
-    """Returns whether two values of `--task` name the same task; the folder of a file does not count.
+    """Returns whether two values of `--task` name the same task; folders of files may differ.
 
-    A notebook's class matches a class of the same name in any file, since it may have been moved to the file.
+    A class from a notebook matches a class of the same name in any file, since it may have been moved to the file.
     """
     file, _, class_name = without_folder(one).rpartition(":")
     other_file, _, other_class = without_folder(other).rpartition(":")

@@ -37,7 +37,7 @@ class ScriptFlags(FlagGroup):
 
 @dataclass(frozen=True)
 class Job:
-    """Arguments of `trainer.fit`. sources: data by split. remarks: sentences on settings taken from DataLoaders."""
+    """Arguments of `trainer.fit`. sources: data by split. remarks: sentences about settings taken from DataLoaders."""
 
     model: nn.Module
     loss: Loss
@@ -111,8 +111,8 @@ class Rows(Objective):
 def task_of(model: nn.Module, train: Any, loss: Loss, settings: dict[str, Any]) -> type[Script]:
     """Creates a task class from the arguments of `trainer.fit`.
 
-    settings: keyword arguments of `fit`; changed in place: arguments that are not flags are removed, and flags that
-    DataLoaders or the optimizer determine are added unless they are given. Raises UserError.
+    settings: keyword arguments of `fit`. This function removes arguments that are not flags, and adds flags that
+    DataLoaders or the optimizer determine unless they are given. Raises UserError.
     """
     names, collate, optimizer = (settings.pop(name, None) for name in ("names", "collate", "optimizer"))
     others = {split: settings.pop(split, None) for split in ("val", "test")}
@@ -134,7 +134,7 @@ def task_of(model: nn.Module, train: Any, loss: Loss, settings: dict[str, Any]) 
 
 
 def _identity(function: Any) -> str:
-    """Returns a function's qualified name, followed by a digest of its source code if that can be read."""
+    """Returns a function's qualified name, followed by a digest of its source code if the source can be read."""
     named = function if hasattr(function, "__qualname__") else type(function)
     try:
         source = inspect.getsource(named)
@@ -177,7 +177,7 @@ def _items(source: Any) -> tuple[Any, Any]:
 
 
 def _taken(name: str, loader: DataLoader[Any], settings: dict[str, Any]) -> str:
-    """Adds the flags that a DataLoader determines to `settings`; returns a sentence on them. Raises UserError."""
+    """Adds flags that a DataLoader determines to `settings`, and returns a sentence about them. Raises UserError."""
     _refuse_settings(name, loader)
     flags, order = {"eval_batch_size": loader.batch_size}, ""
     if name == "train":
@@ -190,7 +190,7 @@ def _taken(name: str, loader: DataLoader[Any], settings: dict[str, Any]) -> str:
 
 
 def _refuse_settings(name: str, loader: DataLoader[Any]) -> None:
-    """Raises UserError if a DataLoader determines the order of samples, which only the trainer may do."""
+    """Raises UserError if a DataLoader determines the order of samples, because only the trainer may do so."""
     sampler, found = loader.sampler, []
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
@@ -212,7 +212,7 @@ def _refuse_settings(name: str, loader: DataLoader[Any]) -> None:
 
 
 def _builder(optimizer: Any, settings: dict[str, Any]) -> Callable[..., torch.optim.Optimizer] | None:
-    """Returns a function that builds the optimizer of `fit`; None if a flag names the optimizer. Raises UserError."""
+    """Returns a function that builds the optimizer for `fit`; None if a flag names the optimizer. Raises UserError."""
     if optimizer is None or isinstance(optimizer, str):
         settings |= {} if optimizer is None else {"optimizer": optimizer}
         return None

@@ -25,9 +25,9 @@ ProgressBar = Callable[[Iterable[Any], str], Iterable[Any]]
 
 
 class PerSample(NamedTuple):
-    """Per-sample output of an objective in eval mode, for metrics that are not sums over samples: AUC, F1, BLEU.
+    """Per-sample output of an objective in eval mode, for metrics that are not sums over samples, such as AUC or BLEU.
 
-    values: (B, ...) of any dtype, one entry per sample; all batches have the same shape beyond dim 0.
+    values: tensor (B, ...) of any dtype, one entry per sample. Its shape beyond dim 0 must be equal in all batches.
     """
 
     values: Tensor
@@ -36,9 +36,9 @@ class PerSample(NamedTuple):
 class Exported(NamedTuple):
     """A module for `--export`, with example inputs and their output.
 
-    inputs: by name, in the order of the forward's arguments. expected: the trained model's output for `inputs`:
-    tensors, or tuples, lists or dictionaries of tensors. lengths: dynamic dimensions by input; dimensions that differ
-    between batches, such as the number of samples, are always dynamic.
+    inputs: example values by argument name, in the order of the forward's arguments. expected: the trained model's
+    output for `inputs`: tensors, or tuples, lists or dictionaries of tensors. lengths: dynamic dimensions by argument
+    name; dimensions that differ between example batches, such as the batch dimension, are always dynamic.
     """
 
     program: nn.Module
@@ -50,8 +50,7 @@ class Exported(NamedTuple):
 class Baseline(NamedTuple):
     """Scores of a simple method on a run's data.
 
-    metrics: by the run's names, such as "val/ndcg@10". flags: the task's flags that train this method on the command
-    line; "" if no flags do.
+    metrics: scores by metric name, such as "val/ndcg@10". flags: task flags that train this method; "" if none do.
     """
 
     metrics: Mapping[str, float]
@@ -64,11 +63,11 @@ class NoFlags(FlagGroup):
 
 
 class At(NamedTuple):
-    """A run's position, which the task's methods read as `self.at`.
+    """Current position of a run; a task's methods read it as `self.at`.
 
-    step: completed optimizer steps, over all phases. num_steps: optimizer steps of the whole run. epoch: current epoch,
-    from 0. progress: completed share of the run, from 0 to 1; within a step, the share at the step's middle. phase: the
-    current step's phase; "" between steps. split: the data set being evaluated, such as "val"; "train" within a step
+    step: completed optimizer steps of all phases. num_steps: optimizer steps of the whole run. epoch: current epoch,
+    from 0. progress: completed fraction of the run; during a step, the fraction at its middle. phase: the current
+    step's training phase; "" between steps. split: the data set being evaluated, such as "val"; "train" during a step
     and for training metrics. state: last result of `Task.after_validation`.
     """
 
@@ -84,7 +83,7 @@ class At(NamedTuple):
 
 
 Outputs = Mapping[str, Tensor | PerSample]
-"""Results of an objective by name; `Sums` in train mode."""
+"""Results of an objective by name. In train mode, all results are sums over samples."""
 Picture = np.ndarray
 """An image for TensorBoard: (height, width, 3) uint8 RGB."""
 
@@ -99,10 +98,10 @@ class Objective(SeesConversions):
     `forward(batch)` returns sums, and `PerSample` for metrics that are not sums over samples. A sum is a tensor of any
     shape without a batch dimension.
 
-    For a loss that couples all samples of a step, define `outputs` and `joint_loss` instead of `forward`.
+    For a loss over all samples of a step that is not a sum, define `outputs` and `joint_loss` instead of `forward`.
 
     `helpers` are modules that are neither trained nor saved, such as a teacher or a loss's feature network. They move
-    to the model's device and dtype, and stay frozen in eval mode. A checkpoint contains a digest of each helper.
+    to the model's device and dtype, and are always frozen and in eval mode. Checkpoints contain only their digests.
     """
 
     model: nn.Module
@@ -110,19 +109,19 @@ class Objective(SeesConversions):
     same_masks: ClassVar[bool] = False
     """Whether dropout uses the same random numbers in all micro-batches and on all devices of a step.
 
-    Set it for a model that computes the same whole, such as all nodes of a graph, in every micro-batch.
+    Set it to True for a model that processes the same input, such as a whole graph, in every micro-batch.
     """
     coupled: ClassVar[bool] = False
-    """Whether the loss couples the samples of a micro-batch on purpose, as a contrastive loss does.
+    """Whether the loss intentionally compares samples of a micro-batch with each other, as a contrastive loss does.
 
-    Such a loss depends on the micro-batch size, so the check that the losses of two halves of a batch add up is
-    skipped. A `joint_loss` does not depend on the micro-batch size and leaves this False.
+    Such a loss depends on the micro-batch size, so the trainer skips its check that the losses of two half batches add
+    up to the loss of the whole batch. Leave it False for a `joint_loss`, which does not depend on the micro-batch size.
     """
 
     def __init__(self, model: nn.Module, helpers: Mapping[str, nn.Module] | None = None) -> None:
         super().__init__()
         self.model = model
-        # a dictionary hides them from nn.Module, which would save, train and synchronise submodules
+        # in a plain dictionary they are not submodules, which would be saved, trained and synchronised
         self.helpers = {name: helper.eval().requires_grad_(False) for name, helper in (helpers or {}).items()}
 
     def also_converted(self) -> Iterable[nn.Module]:
@@ -137,18 +136,19 @@ class Objective(SeesConversions):
         return type(self).joint_loss is not Objective.joint_loss
 
     def outputs(self, batch: Batch, phase: str = "train") -> Rows:
-        """Returns the inputs of `joint_loss`: tensors (B, ...) by name, of equal shapes but for dim 0 in all batches.
+        """Returns the inputs of `joint_loss` by name: tensors (B, ...); all batches have equal shapes beyond dim 0.
 
-        With several micro-batches per step, it is called twice for each of them, with the same dropout.
+        With several micro-batches per step, it is called twice per micro-batch, both times with the same dropout masks.
         """
         raise self._lacks_methods()
 
     def joint_loss(self, rows: Rows, phase: str = "train") -> Sums:
-        """Returns sums over all samples of a step, from all micro-batches on all devices, including "loss".
+        """Returns sums over all samples of an optimizer step, including "loss".
 
-        rows: results of `outputs` for the n samples, (n, ...) each, in the order of the global batch. The trainer
-        divides the loss by the step's weight. The method may use parameters of `model`; every process draws the same
-        random numbers. In eval mode `rows` are of one batch on one process, and `PerSample` results are allowed.
+        rows: results of `outputs` for all n samples of the step, from all micro-batches on all devices, as tensors with
+        n rows in the order of the global batch. The trainer divides the loss by the total weight of the step. The
+        method may use parameters of `model`. Every process draws the same random numbers. In eval mode `rows` contains
+        one batch of one process, and `PerSample` results are allowed.
         """
         raise self._lacks_methods()
 
@@ -159,9 +159,9 @@ class Objective(SeesConversions):
     def after_step(self, phase: str, at: At) -> None:
         """Called after each optimizer step, for example to move a teacher's weights towards the student's.
 
-        at: the completed step; a method may omit this argument.
+        at: position after the completed step; an override may omit this argument.
 
-        Every process calls it, without gradients. On a GPU it is also called after a step that changed nothing because
+        Every process calls it, without gradients. On a GPU it is also called after a step that updated nothing because
         its loss or gradient was not finite.
         """
 
@@ -173,15 +173,15 @@ class Objective(SeesConversions):
         """
 
     def call_equally(self) -> None:
-        """Makes the number of model calls per batch independent of the batch's samples. Raises UserError if impossible.
+        """Makes the number of model calls equal for all batches. Raises UserError if that is impossible.
 
-        Called under `--multi-gpu fsdp`, where each model call runs collectives, so all processes must make equal
-        numbers of calls. An objective that splits batches by size or content must stop splitting, or raise.
+        Called with `--multi-gpu fsdp`, where all processes must make the same number of model calls, since each call
+        runs collectives. An objective that splits batches by size or content must stop splitting them, or raise.
         """
 
 
 class Task(ABC):
-    """One workload: its data, its model with loss, its metrics.
+    """Defines a workload: its data, its model with a loss, and its metrics.
 
     Example: a complete task in a file sides.py, trained by `python main.py --task sides.py:Sides --num-points 500`:
 
@@ -233,40 +233,40 @@ class Task(ABC):
     """
 
     Config: ClassVar[type] = NoFlags
-    """Dataclass of the task's command-line flags, each field made by `trainer.config.flag`. Default: no flags."""
+    """Dataclass of the task's command-line flags; `flag` defines each field. Default: no flags."""
     monitor: tuple[str, Literal["max", "min"]] = ("val/loss", "min")
     """The validation metric that defines "best", such as ("val/accuracy", "max") or ("val/far/loss", "min")."""
     phases: tuple[str, ...] = ("train",)
-    """Names of the training phases, each with its own data, loss, parameters and optimizers; may depend on the config.
+    """Names of the training phases, each with its own data, loss, parameters and optimizers.
 
     An epoch trains the phases one after another, unless `turns` alternates them.
     """
     turns: tuple[int, ...] = ()
-    """Optimizer steps of each phase before the next phase's turn, such as (1, 1); empty: phases do not alternate.
+    """Consecutive optimizer steps per phase when phases alternate, such as (1, 1); empty: phases do not alternate.
 
-    An epoch then ends with the first phase's data; the other phases cycle through their data in epochs of their own.
+    An epoch then ends when the first phase has used all its data. The other phases cycle through their own data.
     """
     defaults: ClassVar[Mapping[str, Any]] = {}
-    """This task's defaults for flags of the trainer, by field name: {"lr": 3e-4, "drop_last": True}."""
+    """Default values that the task sets for the trainer's flags, by field name: {"lr": 3e-4, "drop_last": True}."""
     examples: ClassVar[Sequence[str]] = ()
     """Flags of example commands in `--help`, without `--task`: ("--data-dir log.csv --save-dir checkpoints/log",)."""
     predict_flags: ClassVar[tuple[str, ...]] = ()
-    """Fields of `Config` that `--predict` accepts, such as a data folder or the content of the output table."""
+    """Fields of `Config` whose flags `--predict` accepts, such as a flag for the columns of the output table."""
     hold_out_flags: ClassVar[tuple[str, ...]] = ()
-    """Fields of `Config` that choose the validation set; `--folds` also chooses it, and excludes their flags."""
+    """Fields of `Config` that choose the validation set; their flags exclude `--folds`, which also chooses it."""
     headline: tuple[str, ...] = ()
-    """Metrics that the console shows, without the split's name: ("loss", "ndcg@10"). Empty: all metrics.
+    """Metrics that the console shows, named without the split: ("loss", "ndcg@10"). Empty: all metrics.
 
     Log files and TensorBoard contain all metrics.
     """
     trains: bool = True
     """Whether this config trains a model; if False, the command evaluates as with `--eval-only`."""
     fitted: bool = False
-    """Whether `initialise` computes the whole model, for example by counting; the run then evaluates and saves it."""
+    """Whether `initialise` computes the whole model, for example by counting; the run then only evaluates and saves."""
     at: At = At()
-    """The run's position; not for `collate` and data sets, which prepare batches ahead of it."""
+    """Current position of the run. `collate` and data sets must not read it, since they prepare batches in advance."""
     data_facts: Mapping[str, Any] | None = None
-    """Result of `describe_data` from a checkpoint that is used without its training data; None during training."""
+    """Result of `describe_data` from a checkpoint that is used without the training data; None during training."""
 
     def __init__(self, config: Any, seed: int, cache_dir: Path) -> None:
         self.config = config
@@ -275,7 +275,7 @@ class Task(ABC):
 
     @property
     def cache_dir(self) -> Path:
-        """Folder of `--cache-dir`. Raises UserError if "~" in it cannot be resolved."""
+        """Folder of `--cache-dir`. Raises UserError if a "~" in it cannot be expanded."""
         try:
             return expanded(self._cache_dir)
         except ValueError as error:
@@ -283,7 +283,7 @@ class Task(ABC):
 
     @abstractmethod
     def splits(self) -> Mapping[str, KeyedDataset]:
-        """Returns data sets by name: "train", "test", and for validation "val", any number of "val/NAME", or both.
+        """Returns data sets by name: "train", and optionally "test" and validation sets named "val" or "val/NAME".
 
         Without a validation set the last weights count as the best. Without a test set the run reports its best
         validation scores. Called several times, so cache the result. May raise UserError.
@@ -293,12 +293,12 @@ class Task(ABC):
     def build_objective(self) -> Objective:
         """Builds a freshly initialised model with its loss, on the CPU, in float32.
 
-        It must not read the data, so that a trained model can be used without the data. See `initialise`, and
-        `data_facts` for a model whose size depends on the data.
+        A trained model is also built without the data. If the model's size depends on the data, take the size from
+        `data_facts` if that is set. To set initial weights from the data, define `initialise`.
         """
 
     def describe_data(self) -> Mapping[str, Any]:
-        """Returns facts on the training data that a trained model needs, such as an alphabet; plain values.
+        """Returns facts about the training data that a trained model needs, such as an alphabet, as plain values.
 
         Every checkpoint contains the result. When a checkpoint is used without the data, `data_facts` is set to the
         result before `build_objective` and `new_data` are called. A run does not resume on data with different facts.
@@ -310,19 +310,19 @@ class Task(ABC):
         """Returns a digest of the training and held-out data; None, the default, if unknown.
 
         A run that resumes or is evaluated on data with another digest prints a warning. Every process calls it after
-        `splits`. Processes with different digests do not train, so hash contents, not paths or times.
+        `splits`. Processes whose digests differ do not train, so hash contents instead of paths or times.
         """
         return None
 
     def remarks(self) -> Sequence[str]:
-        """Returns sentences about the data for the user, for example on dropped or suspicious samples; default: none.
+        """Returns sentences about the data for the user, for example about dropped samples; default: none.
 
-        Printed at the start of a run, after `splits`; with `--predict`, after `new_data`.
+        The trainer prints them at the start of a run, after `splits`; with `--predict`, after `new_data`.
         """
         return ()
 
     def other_work(self) -> str | None:
-        """Performs other work than training that flags request, such as writing data, and returns a description.
+        """Performs work other than training that flags request, such as writing data, and returns a description.
 
         Returns None, the default, if the flags request no such work. Called on rank 0 only. May raise UserError.
         """
@@ -338,24 +338,24 @@ class Task(ABC):
         """Raises UserError if the model's weights, for example from a checkpoint, do not fit the data.
 
         Every process calls it with the unwrapped objective on its device, before training or `--eval-only` evaluation,
-        when the objective has its initial weights.
+        after the weights are initialised or loaded.
         """
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Converts reduced sums (float64, CPU) to metrics. The trainer adds "weight", the number of loss terms.
+        """Converts sums over a data set to metrics.
 
-        Default: the mean of each scalar sum, that is, the sum divided by the weight.
+        Default: each scalar sum divided by "weight".
 
-        sums: results of the objective in eval mode; also in train mode unless `summarise_training` is overridden. A
-        `PerSample` result is one CPU tensor (n, ...) with each sample of the data set once, ordered by index. Called on
-        rank 0 only; all ranks use the result. `at.split` names the data set.
+        sums: the objective's results, summed over batches and processes (float64, CPU), and "weight", the number of
+        loss terms. A `PerSample` result is a CPU tensor (n, ...) that contains each sample of the data set once,
+        ordered by index. Called on rank 0 only; all ranks use the result. `at.split` names the data set.
         """
         return means_of(sums)
 
     def summarise_training(self, sums: dict[str, Tensor], phase: str) -> dict[str, float]:
-        """Converts a training phase's reduced sums to metrics.
+        """Converts sums over a training phase's batches to metrics.
 
-        Default: `summarise` for a task with one phase; otherwise the means of scalar sums.
+        Default: `summarise` for a task with one phase; otherwise each scalar sum divided by "weight".
         """
         return self.summarise(sums) if len(self.phases) == 1 else means_of(sums)
 
@@ -367,7 +367,7 @@ class Task(ABC):
         return {}
 
     def pictures(self, sums: dict[str, Tensor]) -> Mapping[str, Picture]:
-        """Returns images for TensorBoard by name, drawn from the arguments of `summarise`.
+        """Returns images for TensorBoard by name, drawn from the sums that `summarise` also gets.
 
         Called on rank 0 only, after each validation and for the test.
         """
@@ -384,15 +384,15 @@ class Task(ABC):
     def shipped_weights(self) -> Path | None:
         """Returns the path of a pretrained checkpoint that comes with the task; default: None.
 
-        A new run starts from these weights unless a flag names others; parameters that the checkpoint lacks keep their
-        initialisation. `--predict`, `--export` and `--eval-only` use this checkpoint unless `--save-dir` names a run.
+        A new run starts from these weights unless a flag names other weights. It initialises parameters that the
+        checkpoint lacks. `--predict`, `--export` and `--eval-only` use this checkpoint unless `--save-dir` names a run.
         """
         return None
 
     def new_data(self, path: Path) -> KeyedDataset:
-        """Reads the file of `--predict`: returns a data set of unlabelled samples, which `collate` can batch.
+        """Reads the file of `--predict` and returns a data set of unlabelled samples, which `collate` can batch.
 
-        Must not read the training data. Raises UserError if the file is invalid; by default always.
+        It must not read the training data. Raises UserError if the file is invalid; the default always raises it.
         """
         name = type(self).__name__
         raise UserError(f"--predict {path}: the task {name} of this run has no `new_data`, so it cannot label files")
@@ -413,7 +413,7 @@ class Task(ABC):
         """Returns the module that `--export` writes, with example inputs: the model, or an exportable equivalent.
 
         Called for several evaluation batches with the unwrapped objective in eval mode, without gradients, after
-        `start_evaluation`; the module of the first call is exported. batch: from `collate`, on the objective's device.
+        `start_evaluation`. The first call's module is exported. batch: from `collate`, on the objective's device.
 
         Returns None, the default, to export the objective's `model` with the inputs that the objective passes to it.
         """
@@ -423,14 +423,14 @@ class Task(ABC):
         """Returns the scores of simple methods that a useful model should beat, by name; default: none.
 
         The scores are shown, saved and plotted together with the run's scores. Called on rank 0 only, before training,
-        unless `--no-baselines` is given; should take seconds.
+        unless `--no-baselines` is given. It should take only seconds.
         """
         return {}
 
     def fold_flags(self, num_folds: int) -> list[list[str]]:
-        """Returns each fold's flags for `--folds`, which hold the fold out of the training data for validation.
+        """Returns, for each fold of `--folds`, the flags that hold the fold out for validation.
 
-        A fold's runs get these flags in addition to their other flags. May raise UserError, as the default does.
+        A fold's runs get these flags in addition to their other flags. May raise UserError; the default always does.
         """
         raise UserError(
             f"--folds {num_folds}: this task's data cannot be split into folds; leave it out (for your own task define "
@@ -438,7 +438,7 @@ class Task(ABC):
         )
 
     def ensemble(self, objectives: Sequence[Objective]) -> Objective | None:
-        """Returns an objective, for evaluation only, that scores the mean prediction of the runs of `--seeds`.
+        """Returns an objective that evaluates the mean prediction of several runs' models (`--seeds`).
 
         Returns None, the default, if the task has no ensemble.
         """
@@ -453,38 +453,38 @@ class Task(ABC):
         return len(self.training_data(phase))
 
     def batch_size(self, phase: str, batch_size: int) -> int:
-        """Returns a phase's samples per device per forward. batch_size: `--batch-size`, the default.
+        """Returns a phase's number of samples per forward on each device. batch_size: `--batch-size`, the default.
 
-        A phase with twice `--batch-size` also has twice `--global-batch-size`, so one factor of `--scale-lr` fits all
-        phases.
+        A phase with twice the `--batch-size` also has twice the `--global-batch-size`, so the factor of `--scale-lr` is
+        the same for all phases.
         """
         return batch_size
 
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray] | None:
         """Returns the sample indices of each optimizer step of an epoch, int64 arrays.
 
-        The result must be a pure function of the arguments and `seed`. epoch: epoch of the phase's own data, from 0.
-        Batches may differ in size, but every epoch must have `num_samples` samples. A lazy sequence has an attribute
-        `batch_size`, the size of all batches but the last. None, the default: a random permutation of the data in
-        batches of global_batch_size.
+        The result must be a pure function of the arguments and `seed`. epoch: number of completed passes over the
+        phase's data. Batches may differ in size, but every epoch must have `num_samples` samples. A lazily computed
+        sequence must have an attribute `batch_size`, the size of all batches except the last. Returns None, the
+        default, for a random permutation of the data in batches of global_batch_size.
         """
         return None
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """Returns sample indices of a phase's largest batch of at most `count` samples: (count,) int64.
+        """Returns the indices of the samples in a phase's largest batch of at most `count` samples, as an int64 array.
 
-        epoch: as in `order`. Before training, the trainer runs the largest batch of the last epoch to see whether it
-        fits in memory. Default: any samples, assuming that all have the same size; only with this default does cuDNN
-        benchmark algorithms and compute attention, since it would plan again for every new shape.
+        epoch: as in `order`. Before training, the trainer runs the largest batch of the last epoch to check that it
+        fits in memory. Default: the first samples, assuming that all samples have the same size. Only with this default
+        does cuDNN benchmark algorithms and compute attention, since it plans again for each new shape.
         """
         return np.arange(min(count, self.num_samples(phase)))
 
     def collate(self, samples: Any, keys: SampleKeys) -> Batch:
-        """Builds a batch from the result of `__getitems__(keys)`; dim 0 of every tensor is the sample.
+        """Builds a batch from the result of `__getitems__(keys)`; dim 0 of every tensor is the batch dimension.
 
         The batch must contain "index" (`keys.index`, int64) and "weight" (each sample's number of loss terms, float32).
-        Pad samples of different lengths to `keys.padded_length`. Default: `samples` must be a dictionary of arrays and
-        tensors; "weight" is 1 unless the dictionary contains it.
+        Pad samples of different lengths to `keys.padded_length`. The default expects `samples` to be a dictionary of
+        arrays and tensors, and sets "weight" to 1 unless it is given.
         """
         if not isinstance(samples, Mapping):
             raise UserError(
@@ -505,8 +505,8 @@ class Task(ABC):
         A group without "weight_decay" uses `--weight-decay`.
 
         A group may set other options of its optimizer, such as "betas", and "lr_scale": a factor of at least 0 on the
-        learning rate. It must not set "lr", which the schedule computes. A resumed run uses these settings, not its
-        checkpoint's. Parameters with sparse gradients must have weight decay 0.
+        learning rate. It must not set "lr", which the schedule computes. A resumed run uses these settings instead of
+        its checkpoint's. Parameters with sparse gradients must have weight decay 0.
 
         Default: parameters with fewer than two dimensions (biases, gains of normalisation) have weight decay 0.
         """
@@ -518,10 +518,10 @@ class Task(ABC):
     def build_optimizers(
         self, phase: str, groups: list[ParamGroup], lr: float
     ) -> Sequence[torch.optim.Optimizer] | None:
-        """Returns the optimizers of a phase; each parameter of the phase's groups belongs to exactly one of them.
+        """Returns the optimizers of a phase; each parameter of the phase's groups must belong to exactly one optimizer.
 
-        groups: from `param_groups`, each with "weight_decay"; a group may be split if both parts keep "lr_scale". lr:
-        `--lr`; pass it on unchanged, since the schedule sets each group's learning rate before each step.
+        groups: from `param_groups`, each with "weight_decay". A group may be split if both parts keep its "lr_scale".
+        lr: `--lr`; pass it on unchanged, since the schedule sets each group's learning rate before each step.
 
         Returns None, the default, to use `--optimizer`, with SparseAdam for sparse embeddings.
         """
@@ -530,25 +530,26 @@ class Task(ABC):
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """Returns the repeated blocks of the model, such as its transformer layers, in execution order; default: none.
 
-        The model's forward calls each block as a whole, as `block(x)`. Blocks share no modules or parameters.
+        The model's forward must call each block as a whole, as `block(x)`. Blocks must not share modules or parameters.
         """
         return ()
 
     def lr_factor(self, step: int, total: int) -> float | None:
-        """Returns the factor on `--lr` at an optimizer step, at least 0; it includes warm-up.
+        """Returns the factor, at least 0, by which to multiply `--lr` at an optimizer step, including warm-up.
 
-        step: completed optimizer steps, over all phases. total: steps of the run if all epochs are as long as the
-        first; later steps use the last factor. The result may depend only on `step`, `total` and `at`.
+        step: completed optimizer steps of all phases. total: steps of the run if all epochs are as long as the first;
+        later steps use the last factor. The result may depend only on `step`, `total` and `at`.
 
         Returns None, the default, to use `--schedule`, the flags for warm-up and `--min-lr`.
         """
         return None
 
     def after_validation(self, metrics: Mapping[str, float], state: dict[str, Any]) -> Mapping[str, Any]:
-        """Updates the task's own state from validation scores; the result becomes `at.state`.
+        """Returns the task's own state, updated from validation scores; the result becomes `at.state`.
 
-        metrics: metrics of all validation sets, and of training since the last report. state: the last result, {}
-        before the first validation. Every checkpoint contains the result, plain values by name. Called on rank 0 only.
+        metrics: metrics of all validation sets, and of training since the last report. state: the last result; {}
+        before the first validation. Every checkpoint contains the result, which must be plain values by name. Called on
+        rank 0 only.
         """
         return state
 
@@ -557,7 +558,7 @@ class Task(ABC):
 
         Every process calls it with the unwrapped objective on its device, without gradients, in the run's precision;
         all processes must compute the same buffers. Not called when a run resumes within an epoch. progress:
-        `progress(items, "what")` iterates over items with a progress bar.
+        `progress(items, "label")` iterates over items with a progress bar.
         """
 
 
