@@ -1,11 +1,11 @@
-"""Measures how much saving a checkpoint slows down the training that continues meanwhile.
+"""Measures how much saving checkpoints in the background slows down training.
 
     python benchmarks/checkpoint.py
 
 A model of 50 million parameters, whose state with two moments has 600 MB, trains on the CPU in the trainer's loop.
-Blocks of steps without a save and blocks with one alternate. The benchmark also times a plain copy of the same tensors
-and a blocking save. A block with a save ends when its checkpoint is on the disk. Results are medians of the ratios of
-neighbouring blocks, because the speed of a machine changes from minute to minute.
+Blocks of steps with and without a save alternate. A block with a save ends when its checkpoint is on the disk. The
+benchmark also times a plain copy of the state and a blocking save. Results are medians of the ratios of neighbouring
+blocks, because the speed of a machine changes from minute to minute.
 """
 
 import argparse

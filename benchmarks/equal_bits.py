@@ -1,9 +1,9 @@
-"""Repeats a training with `--parts` on 1, 2 and 4 devices, and prints sha256 checksums of each result.
+"""Repeats a training run with `--parts` on 1, 2 and 4 devices, and prints sha256 checksums of each result.
 
     python benchmarks/equal_bits.py --task har --max-steps 40 --device cpu
 
-The script takes the flags of training. The default of `--parts` is 8 and of `--worlds` 1,2,4. The exit status is 1 if
-a checksum differs. The checksum of metrics.jsonl covers all entries but times.
+The script takes the trainer's flags; `--parts` is 8 by default. `--worlds` sets the numbers of devices, by default
+1,2,4. The exit status is 1 if a checksum differs. The checksum of metrics.jsonl covers all entries except times.
 """
 
 import argparse
@@ -23,7 +23,7 @@ TIMES = ("samples_per_second", "epoch_seconds")
 
 
 def pieces(value: Any) -> Iterator[bytes]:
-    """Returns the bytes of a nested state, with tensors by their values."""
+    """Yields the bytes of all tensors and plain values in nested containers."""
     if isinstance(value, torch.Tensor):
         yield value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, dict | list | tuple):

@@ -1,12 +1,12 @@
-"""Measures the time of exchanging gradients between CPU processes, and how much of it is waiting for each other.
+"""Measures how long two CPU processes take to exchange gradients, and how long they wait for each other.
 
     python benchmarks/exchange.py
 
 Two processes run the default model's training step in five variants, which alternate in blocks of steps: without any
 exchange; waiting for the other process once per step, without exchanging data; a hand-written loop with
 DistributedDataParallel; Lockstep's step; Lockstep's step with `--parts 2`, one part per process. Processes that wait
-for each other are as slow as the slower one, and the speed of cores of a shared machine varies, so the second variant
-is an upper bound for any exchange.
+for each other are as slow as the slower process, and the speed of a shared machine's cores varies, so no variant with
+an exchange can be faster than the second.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def optimized(model: nn.Module) -> tuple[torch.optim.Optimizer, list[Tensor]]:
 
 
 def lockstep_step(task: HarTask, strategy: Strategy, batches: Iterator[WeightedBatch]) -> Step:
-    """Runs the trainer's step, with the exchange of the next accumulation window's weight as in its loop."""
+    """Runs the trainer's step, and exchanges the weight of the next accumulation window as the trainer's loop does."""
     precision = Precision("off", torch.float32, CPU)
     objective = strategy.place(task.build_objective, task.blocks, complete=lambda _: None)
     net = in_precision(objective, precision)
@@ -90,7 +90,7 @@ def lockstep_step(task: HarTask, strategy: Strategy, batches: Iterator[WeightedB
 
 
 def waiting_step(alone: Step, rank: int, counters: Tensor) -> Step:
-    """Runs the step of one process, then waits until the other's counter is as high; counters: in shared memory."""
+    """Runs a step, then waits until the other process has run as many. counters: of steps, in shared memory."""
 
     def step() -> None:
         alone()

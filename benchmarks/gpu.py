@@ -1,13 +1,13 @@
 """Checks the trainer on a single GPU, and measures its speed, in 25 minutes.
 
-    python benchmarks/gpu.py                              every part, in order of value
-    python benchmarks/gpu.py --parts exact,poisoned       some of them, in this order
-    python benchmarks/gpu.py --small                      little work: whether they run, in a few minutes
-    python benchmarks/gpu.py --device cpu                 the same without a GPU, but for what only a GPU has
+    python benchmarks/gpu.py                              runs every part, the most valuable parts first
+    python benchmarks/gpu.py --parts exact,poisoned       runs these parts, in this order
+    python benchmarks/gpu.py --small                      tests in a few minutes that every part runs
+    python benchmarks/gpu.py --device cpu                 tests on the CPU whatever does not need a GPU
 
 The script installs nothing and needs no network, because the data are generated. Each part runs in a process of its
-own, which is ended at its time limit. Every result is printed and written to --json at once, so that an interrupted
-run leaves its results. The exit status is 0 if every check of every part holds.
+own, which is killed at the part's time limit. Every result is printed and written to --json at once, so an interrupted
+run leaves its results. The exit status is 0 if every part ends and all its checks succeed.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class Results:
-    """Results so far, in a file that is always complete."""
+    """Results so far, in a JSON file that is replaced after each result."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -161,8 +161,8 @@ def run_parts(
 def watch(command: Sequence[str], log: Path, limit_s: float, add: Callable[[dict[str, Any]], None]) -> str:
     """Runs a part in a process and records its results; returns ENDED, or how the process failed.
 
-    The process leads a process group, which is killed as a whole. The part's process exits when its standard input
-    closes because this process has ended.
+    The process leads a process group, which is killed as a whole. If this process ends, the part's standard input
+    closes, and the part exits.
     """
     with log.open("w") as errors:
         process = subprocess.Popen(
@@ -228,7 +228,7 @@ def be_part(name: str, device: str, is_small: bool, folder: Path) -> int:
 
 def end_with_parent() -> None:
     """Exits when standard input closes, which happens when the parent process ends."""
-    os.read(0, 1)  # sys.stdin would hold a lock for which forked workers wait when they close it
+    os.read(0, 1)  # sys.stdin would hold a lock, for which forked workers would wait
     os.killpg(os.getpid(), signal.SIGKILL)
 
 

@@ -3,8 +3,8 @@
     pip install matplotlib
     python benchmarks/killed.py --output docs/killed.svg
 
-The script draws the losses of both runs, which train on the CPU with `--parts 4`; further flags of training may
-follow. The exit status is 1 if any bit of model, optimizer state, test scores or metrics differs.
+The script draws the losses of both runs, which train on the CPU with `--parts 4` and with any further flags. The exit
+status is 1 if any bit of model, optimizer state, test scores or metrics differs.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.equal_bits import learnt
 
 FLAGS = ("--parts", "4", "--global-batch-size", "64", "--log-interval", "5", "--save-every-steps", "20")
 STARTS = ((4, 60), (2, 140), (1, 230), (4, 330), (2, None))
-"""Number of processes of each start, and the optimizer step at which the start is killed."""
+"""Number of processes of each start, and the optimizer step at which the start is killed, if any."""
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
@@ -37,7 +37,7 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 
 def train(folder: Path, num_processes: int, kill_at: int | None, argv: list[str]) -> list[tuple[int, float]]:
-    """Starts or resumes training, until SIGKILL at a step or to the end; returns the losses that this start logged."""
+    """Starts or resumes training, with SIGKILL at step kill_at, if any; returns the losses that this start logged."""
     before = dict(losses(folder))
     program = ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", str(num_processes)]
     command = [sys.executable, *program, "--device", "cpu", *FLAGS, *argv, "--save-dir", str(folder)]
@@ -65,7 +65,7 @@ def draw(unbroken: list[tuple[int, float]], starts: list[list[tuple[int, float]]
     axes.set(xlabel="optimizer step", ylabel="training loss")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    plt.rcParams["svg.hashsalt"] = output.name  # equal input, equal file
+    plt.rcParams["svg.hashsalt"] = output.name  # equal losses give equal files
     figure.savefig(output, metadata={"Date": None})
 
 

@@ -3,10 +3,10 @@
     python benchmarks/movielens.py --data-dir ml-1m.zip --save-dir checkpoints/movielens --jobs 2
 
 Each run is a printed command line of main.py, on one thread, in a folder of its own. Running the benchmark again
-resumes interrupted runs and reads finished ones. Each column of the table has the test score of the epoch with the best
-validation score of the column's metric; only checkpoints of these epochs are kept. Metrics with a hundred negatives are
-computed in both published ways: as in SASRec's code (sampled), which also chooses the epoch, and as in TiSASRec's code
-(unseen). The last printed line is a JSON object.
+resumes interrupted runs and reads finished runs. Each column of the table has the test score of the epoch whose
+validation score is best by the column's metric; only checkpoints of these epochs are kept. Metrics with a hundred
+negatives are computed as in SASRec's code (sampled) and as in TiSASRec's code (unseen); sampled metrics choose the
+epoch of both. The last printed line is a JSON object.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Opening of a run, as by the command line, for benchmarks that drive the training loop."""
+"""Opens a run as the command line does, for benchmarks that drive the training loop."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from trainer.parallel.strategy import SingleDevice
 
 
 def opened_run(folder: Path, argv: Sequence[str], device: str = "cpu", keeps_memory: bool = True) -> Run:
-    """Opens a run in a folder, on a GPU or on one CPU thread; argv: the other flags.
+    """Opens a run in a folder, on a GPU or on one CPU thread. argv: further flags.
 
     keeps_memory: whether to keep freed CPU memory, as a run does; see `keep_freed_memory`.
     """

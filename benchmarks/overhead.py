@@ -207,7 +207,7 @@ class Turns:
 
 
 def fastest_tenth(blocks: list[tuple[float, float]], who: int) -> float:
-    """Returns the first decile of the blocks' times, an estimate for a machine that does nothing else."""
+    """Returns the first decile of the blocks' times, which estimates the time on an otherwise idle machine."""
     return statistics.quantiles((block[who] for block in blocks), n=10)[0]
 
 

@@ -3,9 +3,9 @@
     python benchmarks/results.py            # all tables: about half an hour on two idle cores
     python benchmarks/results.py overhead   # tables whose command contains this word
 
-A table is between a comment with its command, `<!-- python benchmarks/overhead.py -->`, and `<!-- end -->`. It shows
-the JSON object in the last line that the command prints. The page chooses the rows: a row that was deleted there is not
-written again, and a table without rows gets all of them.
+A table is between a comment with its command, `<!-- python benchmarks/overhead.py -->`, and `<!-- end -->`. The table
+shows figures of the JSON object in the last line that the command prints: the figures of its existing rows, or all
+figures if it has no rows.
 """
 
 import argparse
@@ -24,7 +24,7 @@ TABLE = re.compile(r"<!-- python (?P<command>[^>]*?) -->\n(?P<table>.*?)<!-- end
 
 
 def measured(command: str) -> dict[str, Any]:
-    """Runs a benchmark and returns the JSON object of its last line; shows its other lines."""
+    """Runs a benchmark, prints its output, and returns the JSON object of the last line."""
     print(f"python {command}", flush=True)
     lines = []
     process = subprocess.Popen([sys.executable, *shlex.split(command)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -38,7 +38,7 @@ def measured(command: str) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any], old: str = "") -> str:
-    """Formats a result as a table with a row for each figure; only rows of the table `old`, if it has any."""
+    """Formats a result as a table with a row per figure; if the table `old` has rows, with these rows only."""
     rows = {name.replace("_", " "): value for name, value in flat(result)}
     names = [line.split(" | ")[0].removeprefix("| ") for line in old.splitlines()[2:]] or [*rows]
     lines = ["| measured | value |", "| --- | --- |", *(f"| {name} | {rows[name]} |" for name in names)]

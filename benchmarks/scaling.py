@@ -1,10 +1,10 @@
-"""Compares DistributedDataParallel on 2 processes with 1 process and with 2 independent ones, on one CPU thread each.
+"""Compares DistributedDataParallel on 2 CPU processes of one thread with 1 process, and with 2 independent processes.
 
     python benchmarks/scaling.py
 
 Two independent processes are an upper bound: they share memory bandwidth and caches like two ranks, but exchange
-nothing. The configurations train the default task by command line, with the same batch per process, and alternate.
-Results are medians over rounds.
+nothing. The configurations alternate; each trains the default task from the command line, with an equal batch per
+process. Results are medians over rounds.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Measures a step with --multi-gpu fsdp on CPU processes, relative to hand-written loops with fully_shard and ddp.
+"""Measures a step with --multi-gpu fsdp on CPU processes, relative to hand-written loops with fully_shard and DDP.
 
     python benchmarks/sharded.py
 

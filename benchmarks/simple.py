@@ -1,9 +1,9 @@
-"""Scores simple recommenders, the baselines of trained ones, on every recommendation data set that is found.
+"""Scores simple recommenders, as baselines, on generated data and all recommendation data sets in LOCKSTEP_DATA.
 
     LOCKSTEP_DATA=data python benchmarks/simple.py
 
-Small data sets come first. Data sets of --task seqrec are scored as they are, and with interactions of the same second
-shuffled. The last printed line is a JSON object.
+Small data sets come first. The files of --task seqrec are scored twice: unchanged, and with shuffled order within each
+second. The last printed line is a JSON object.
 
     python benchmarks/simple.py --runs checkpoints/ml-1m checkpoints/music
 
@@ -111,7 +111,7 @@ def of_each_user(task: RecommenderTask, objective: Objective) -> np.ndarray:
 
 
 def tasks(folder: Path | None, cache: Path, only: list[str] | None) -> Iterator[tuple[str, RecommenderTask]]:
-    """Yields name and task of each data set that is found."""
+    """Yields name and task of each generated data set, and of each data set in folder."""
 
     def wanted(name: str, place: str | None) -> bool:
         is_there = place is None or (folder is not None and (folder / place).exists())

@@ -3,8 +3,8 @@
     python benchmarks/speech.py --save-dir checkpoints/speech --fsdd recordings.tar.gz --yesno waves_yesno.tar.gz
 
 Each run is a printed command line of main.py, on one thread, in a folder of its own. Running the benchmark again
-resumes interrupted runs and reads finished ones. CPU seconds include data and evaluations. The last printed line is a
-JSON object.
+resumes interrupted runs and reads finished runs. CPU seconds include data loading and evaluations. The last printed
+line is a JSON object.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def runs(fsdd: str | None, yesno: str | None) -> dict[str, str]:
 
 
 def run(save_dir: Path, name: str, flags: str) -> dict[str, Any]:
-    """Returns the results of a command, after running it if it is not finished; for folds, the mean and each fold."""
+    """Runs a command unless it is finished, and returns its results; for folds, the mean and each fold's results."""
     own = save_dir / name.replace(", ", "-").replace(" ", "-")
     command = ["main.py", "--task", "speech", *shlex.split(flags), "--num-threads", "1", "--device", "cpu"]
     command += ["--save-dir", str(own), "--keep-checkpoints", "1"]

@@ -2,7 +2,7 @@
 
     python benchmarks/split_music.py KGCN/data/music music
 
-A random 20 % of each user's artists are for the test, 10 % for validation, and the others for training. Users, items
+A random 20 % of each user's artists are for the test, 10 % for validation, and 70 % for training. Users, items
 and entities are numbered in the order of their first occurrence, starting with the entities of items.
 """
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def write_parts(liked: dict[int, set[int]], target: Path, rng: np.random.Generator) -> None:
-    """Writes a line with user and items for each user and part; users with too few items train on all of them."""
+    """Writes a line `user item item ...` per user to each split; if a user has too few items, all are for training."""
     parts: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
     for user in sorted(liked):
         items = np.array(sorted(liked[user]))

@@ -1,8 +1,8 @@
-"""Writes a file of interactions in which interactions of the same second are shuffled.
+"""Copies a file of interactions, and shuffles each user's interactions of the same second.
 
     python benchmarks/ties.py ml-1m_complete_order.txt.gz shuffled.tsv
 
-Many logs give all interactions on one page the same time, so the order of the file decides which one is the last. A
+Many logs give all interactions on one page one time, so the order of the file decides which interaction is the last. A
 model may learn this order, which is useless for recommendations. The model's score on the shuffled file is then lower.
 The last printed line is the share of neighbouring interactions with the same time.
 """
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def write_shuffled(source: Path, target: Path, seed: int | None = 0, num_users: int | None = None) -> float:
-    """Writes the file; returns the share of neighbouring interactions in one second; seed: None keeps the order."""
+    """Writes the file; returns the share of neighbouring interactions within one second. seed: None keeps the order."""
     table = read_table(find_files(source), FIND_OUT)
     assert table.times is not None, f"{source} has no times"
     seconds = np.floor(table.times).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Mixup, which trains on mixtures of two spiral points; the sample's key determines the second point and its share.
+"""Mixup, which trains on mixtures of two spiral points; the sample's key determines the second point and the shares.
 
 python main.py --task examples/mixup.py:MixedSpirals --epochs 5
 """

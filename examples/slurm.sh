@@ -24,8 +24,8 @@
 #   has --signals-to-handle and --shutdown-timeout for this purpose, but the script also supports torch 2.8.)
 #   The workers stop together, save, and return 0, and torchrun and srun return 0, too.
 #
-# A node that fails leaves the run's lock in --save-dir. SLURM then requeues the job, which takes the lock over, because
-# it has the same job id and a higher restart count.
+# A node that fails leaves the run's lock in --save-dir. SLURM then requeues the job. The requeued job may take over the
+# lock, because it has the same job id and a higher restart count.
 
 set -u
 
@@ -39,7 +39,7 @@ for argument in "$@"; do
     previous=$argument
 done
 
-# Waits for a child even if traps interrupt the shell's wait; returns the child's exit status.
+# Waits for a child process even if traps interrupt the shell's wait; returns the child's exit status.
 wait_for() {
     wait "$1"
     while kill -0 "$1" 2> /dev/null; do wait "$1"; done

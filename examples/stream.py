@@ -1,4 +1,4 @@
-"""Transcribes a recording in chunks of 100 ms, as it would be heard live, by a run that was trained with --streaming.
+"""Transcribes a recording in chunks of 100 ms, like live audio, with the model of a run with --streaming.
 
 python main.py --task speech --streaming --save-dir checkpoints/streaming
 python -m examples.stream checkpoints/streaming recording.wav
@@ -18,10 +18,10 @@ import lockstep
 
 
 class Transcriber:
-    """Returns the text that each chunk of audio completes; a symbol is complete in the first of its frames."""
+    """Returns the text that each chunk of audio completes; a symbol is complete in its first frame."""
 
     def __init__(self, model: Any, symbols: list[str], separator: str = "") -> None:
-        """model: a `SpeechRecogniser`. symbols: all symbols but the blank. separator: text after each symbol."""
+        """Creates the transcriber. symbols: all symbols but the blank. separator: text after each symbol."""
         self.model, self.symbols, self.separator = model, ["", *symbols], separator
         self.state: Any = None  # of the model's stream
         self.last = 0

@@ -1,4 +1,4 @@
-"""Images in tar shards, as the webdataset library writes them, which together may be larger than the memory.
+"""Images in tar shards, as the webdataset library writes them; together, shards may be larger than the memory.
 
 python -m examples.tar_shards shards
 python main.py --task examples/tar_shards.py:TarShards --shards shards --epochs 2
@@ -116,7 +116,7 @@ class Shard:
 
 
 def decoded(picture: bytes, label: bytes) -> tuple[np.ndarray, int]:
-    """Decodes a sample; replace this function by a decoder of your own, which may raise any exception."""
+    """Decodes a sample. Replace this function with your own decoder, which may raise any exception."""
     array, number = np.lib.format.read_array(io.BytesIO(picture), allow_pickle=False), int(label)
     if array.shape != SHAPE or array.dtype != np.uint8 or not 0 <= number < NUM_CLASSES:
         raise ValueError(f"{array.dtype} of shape {array.shape}, class {number}")

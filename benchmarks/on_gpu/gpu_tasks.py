@@ -19,7 +19,7 @@ def keep_busy(device: torch.device, cycles: int = LONG_CYCLES) -> None:
 
 
 class LateObjective(PoisonedObjective):
-    """Omits the test's check of the batch, which waits for the device."""
+    """Objective without the test's check of the batch, which would wait for the device."""
 
     def forward(self, batch, phase="train"):
         if not self.training:
@@ -38,7 +38,7 @@ class LateObjective(PoisonedObjective):
 
 
 class LatePoisoned(Poisoned):
-    """Lets the host run far ahead of the GPU by a slow kernel before each training forward."""
+    """Task with a slow kernel before each training forward, so that the host runs far ahead of the GPU."""
 
     def build_objective(self):
         return LateObjective(super().build_objective().model, self.config)
@@ -66,7 +66,7 @@ class ShrinkingObjective(WeightedObjective):
 
 
 class Shrinking(Weighted):
-    """Runs out of memory during training, after a successful dry run."""
+    """Task that runs out of memory during training, after a successful dry run."""
 
     Config = ShrinkingFlags
 

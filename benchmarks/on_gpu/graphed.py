@@ -1,8 +1,8 @@
 """Checks that steps as CUDA graphs are identical to eager steps to the bit, and measures their speed.
 
 Every model, and some settings, train deterministically with `--cuda-graphs off` and `on`, in parallel processes. The
-last checkpoints must be identical to the bit, and all steps that can be captured must be. Speed is measured as in
-`ready`, while nothing else runs. The models of FIRST run first.
+last checkpoints must be identical to the bit, and graphs must replay all steps that can be captured. Speed is measured
+as in `ready`, while nothing else runs. The models of FIRST run first.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from benchmarks.on_gpu.part import HELPERS, ROOT, Report, Setting, checkpoint_of
 FIRST = ("sasrec", "harnet", "lightgcn", "plmu")
 NUM_AT_ONCE, THREADS = 8, 2
 TIMES, NUM_MODELS = 5.0, 11
-"""Goals: minimum speedup by graphs and over other trainers, and the minimum number of models that reach it."""
+"""Goals: the minimum speedup over eager steps and other trainers, and the minimum number of models that reach it."""
 OFF = ["--cuda-graphs", "off"]
 STEPS = 30
 BITS = [
@@ -47,7 +47,7 @@ FURTHER: dict[str, list[object]] = {
     "compiled": ["--task", "har", *BITS, "--compile"],
     "blocks that are computed twice": ["--task", "seqrec", *BITS, "--grad-checkpointing"],
 }
-"""Settings that are left out on a CPU and with --small."""
+"""Settings that are skipped on a CPU and with --small."""
 RESUMED = [*SMALL, "--epochs", 3, "--save-every-steps", 10, "--keep-checkpoints", 0, "--dropout", 0.2]
 
 
@@ -120,7 +120,7 @@ def compare(setting: Setting, report: Report, name: str, flags: Sequence[object]
 
 
 def graphed(setting: Setting, name: str, flags: Sequence[object]) -> Path:
-    """Runs a command line with CUDA graphs, or on a CPU, which has none, with `auto`; returns its run directory."""
+    """Runs a command line with `--cuda-graphs on`, on a CPU with `auto`; returns its run directory."""
     return run(setting, name, *flags, "--cuda-graphs", "on" if setting.is_gpu else "auto")
 
 
@@ -137,7 +137,7 @@ def resume(setting: Setting, report: Report, name: str) -> None:
 
 
 def judge(setting: Setting, report: Report, name: str, with_graphs: Callable[[], Path], launched: Path) -> None:
-    """Checks that a run with graphs has learned the same as a run without graphs."""
+    """Checks that a run with graphs ends with the checkpoint of a run without graphs."""
     with graphs_watched() as found:
         different = unlike(last(with_graphs()), last(launched))
     value = {

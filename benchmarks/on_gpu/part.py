@@ -1,4 +1,4 @@
-"""Settings of the parts of benchmarks/gpu.py, reporting of their results, and functions that they share."""
+"""Settings, result reports and shared functions of the parts of benchmarks/gpu.py."""
 
 import gc
 import io
@@ -44,7 +44,7 @@ class Setting:
 
     @property
     def threads(self) -> list[str]:
-        """Uses one CPU thread, because small tensors do not profit from a second one."""
+        """Flags for one CPU thread with --small, because small tensors do not profit from a second thread."""
         return ["--num-threads", "1"] if self.is_small else []
 
     def synchronise(self) -> None:
@@ -63,11 +63,11 @@ class Report:
         self.tell({"name": name, "value": value})
 
     def check(self, name: str, holds: bool, value: Any = None) -> None:
-        """Reports whether a check holds; value: the finding, which says more than that."""
+        """Reports whether a check succeeds. value: the measured value, if any."""
         self.tell({"name": name, "value": bool(holds) if value is None else value, "holds": bool(holds)})
 
     def attempt(self, name: str, work: Callable[[], None]) -> None:
-        """Runs some work of a part; reports an exception as a failed check, and continues the part."""
+        """Calls `work`, and reports an exception as a failed check, so that the part continues."""
         try:
             work()
         except Exception as error:
@@ -167,7 +167,7 @@ def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> f
 
 
 LEARNT = ("model", "training_model", "optimizers", "scaler", "average_updates", "totals", "position", "step", "best")
-"""Entries that the checkpoints of equal trainings have in common."""
+"""Checkpoint entries that are equal after equal training."""
 
 
 def unlike(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:

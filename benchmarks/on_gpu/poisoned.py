@@ -1,4 +1,4 @@
-"""Checks in every precision that a step with a non-finite loss changes nothing, even if the host learns of it late.
+"""Checks in every precision that a step with a non-finite loss changes nothing, even if the host sees the loss late.
 
 A run that skips a poisoned batch is compared with a run without the batch. The two runs must be identical to the bit,
 except in fp16, where their gradient scales differ.
@@ -48,7 +48,7 @@ def compare(setting: Setting, report: Report, name: str, flags: list[str]) -> No
         far = difference(found["model"], expected["model"])
         limit = FP16_LIMIT if "fp16" in flags else 0.0
         report.check(f"{name}, {poison}, difference", far <= limit and all_finite(found["model"]), far)
-        # At a high gradient scale fp16 treats it as an overflow, which a lower scale may avoid.
+        # fp16 first treats a non-finite step as an overflow, which a lower gradient scale may avoid.
         skipped = 0 if "fp16" in flags else 1
         report.check(f"{name}, {poison}, steps skipped", found["skipped_steps"] == skipped, found["skipped_steps"])
         if "fp16" in flags:
@@ -60,7 +60,7 @@ def expect_stop(setting: Setting, report: Report, precision: str) -> None:
     """Checks that a run stops at the first non-finite step, and that all saved weights are finite."""
     met = ("--poison", "loss", "--poisoned", SAMPLES[3], "--on-nonfinite", "stop")
     name = f"{precision} stop"
-    if precision == "fp16":  # only at its lowest scale
+    if precision == "fp16":  # fp16 stops only at its lowest gradient scale
         report.check(f"{precision}, goes on", bool(run(setting, name, *FLAGS, *PRECISIONS[precision], *met)))
         return
     try:

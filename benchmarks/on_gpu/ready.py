@@ -1,4 +1,4 @@
-"""Measures steps on loaded batches: in a hand-written loop, in the trainer's, as CUDA graphs, in other trainers."""
+"""Measures steps on loaded batches: hand-written loop, trainer's loop, CUDA graphs, and other trainers."""
 
 import statistics
 import time
@@ -27,14 +27,14 @@ from trainer.profiling.phase_clock import replaced
 
 NUM_BATCHES, NUM_STEPS = 20, 60
 CLOSE, CLOSE_MS, CLOSE_TO_EARLIER = 1.10, 0.15, 1.05
-"""Goals: limits of a step's time, as a ratio or in additional milliseconds, and of a replay relative to EARLIER_MS."""
+"""Goals: a step's largest time, as a ratio or in additional ms, and a replay's largest time relative to EARLIER_MS."""
 EARLIER_MS = {
     "harnet": 1.25, "tinyhar": 3.5, "deepconvlstm": 9.8, "sasrec": 1.65, "tisasrec": 2.18, "tisasrec with mhc": 5.6,
     "kgat": 0.62, "kg-lightgcn": 0.32, "lightgcn": 0.25, "bprmf": 0.20, "plmu": 1.59, "plmu streaming": 1.57,
     "lmu": 14.8, "nano": 4.7, "tabicl": 30.7,
 }  # fmt: skip
-"""Earlier measurements on an H100 with torch 2.11, in ms: a hand-made CUDA graph of forward, backward, norm, clipping
-and fused AdamW in float32, on a task's first batch."""
+"""Milliseconds of a CUDA graph that was captured by hand, measured on an H100 with torch 2.11: forward, backward, norm,
+clipping and fused AdamW in float32, on a task's first batch."""
 Step = Callable[[], Any]
 
 
@@ -113,7 +113,7 @@ def bare_step(run: Run, window: Window) -> None:
 
 
 def in_turns(run: Run, windows: Sequence[Window], num_epochs: int) -> tuple[dict[str, float], list[float]]:
-    """Alternates epochs of a hand-written loop and of the trainer's; returns median steps and ratios of epochs."""
+    """Alternates epochs of a hand-written loop and the trainer's loop; returns median steps and ratios of epochs."""
     steps = [partial(bare_step, run, window) for window in windows]
     turns = [(ms_of(run, steps), ms_of_loop(run, len(steps))) for _ in range(1 + num_epochs)][1:]
     bare, loop = (statistics.median(ms for epoch in own for ms in epoch) for own in zip(*turns, strict=True))
@@ -135,7 +135,7 @@ def speed(setting: Setting, report: Report, name: str) -> dict[str, float]:
     if setting.is_gpu:
         with ready_run(setting, *flags, "--cuda-graphs", "on") as (run, windows, num_epochs):
             with graphs_watched() as found:
-                for _ in range(2):  # signatures are new and captured
+                for _ in range(2):  # until the graphs of all signatures are captured
                     MeasuredRun(run).train(len(windows))
                 run.watches.remove(run.learner)  # otherwise each epoch would check graphs again
                 found.replayed.clear()

@@ -1,4 +1,4 @@
-"""Checks that a checkpoint saved while slow kernels are queued has their results, and no later changes."""
+"""Checks that a checkpoint saved while slow kernels are queued contains their results, and no later changes."""
 
 import time
 

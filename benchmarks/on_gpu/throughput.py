@@ -25,7 +25,7 @@ def measure(setting: Setting, report: Report) -> None:
 
 def of_model(setting: Setting, report: Report, name: str, kind: str, more: list[str]) -> None:
     batch_size = setting.pick(BATCH_SIZES[MODELS[name][1]], 4)
-    settling = 60 if kind in WITH_GRAPHS else 10  # until most shapes have come twice
+    settling = 60 if kind in WITH_GRAPHS else 10  # until most shapes have occurred twice
     with opened_model(setting, *MODELS[name], "--batch-size", batch_size, *more) as run:
         found = MeasuredRun(run).measure(*setting.pick((30, settling), (2, 1)))
         cut_to = run.memory.limit.batch_size

@@ -1,4 +1,4 @@
-"""Hand-written loop for the task, and its alternation with another trainer's steps."""
+"""Hand-written loop for the task, whose steps can alternate with the steps of a trainer."""
 
 import time
 from collections.abc import Iterator

@@ -5,8 +5,8 @@
 
 Step: the trainer runs an epoch of 400 steps with its usual logs, but without a progress bar, whose cost depends on time
 rather than steps. Trainer and hand-written loop alternate in one process, in blocks of 20 steps. The result is the
-median of the ratios of neighbouring blocks, in CPU time and wall-clock time. Start: the seconds from the start of the
-program to the start of its second step.
+median ratio of neighbouring blocks, for CPU time and for wall-clock time. Start: the result is the time from the start
+of the program to the start of its second step.
 """
 
 import argparse

@@ -3,10 +3,10 @@
     pip install -r requirements.txt -r benchmarks/peers/requirements.txt
     python benchmarks/peers/exactness.py lockstep       # or lightning, or accelerate
 
-Accumulation: 203 sequences of 1 to 24 tokens, in micro-batches of 4 and steps of 16 sequences, on one process and on
-two. The last step and its last micro-batch are not full. The steps are then repeated with one batch each, on the
-samples of the recorded forwards. The result is the distance between the weights, divided by the length of the way from
-the initial weights. Evaluation: scores of 101 sequences, and of one, compared with exact scores of the same weights.
+Accumulation: one process and two processes train on 203 sequences of 1 to 24 tokens, in micro-batches of 4 and steps of
+16 sequences; the last step and its last micro-batch are smaller. A plain loop repeats the steps, with all recorded
+samples of a step in one batch. The result is the distance between the weights, divided by the distance from the initial
+weights. Evaluation: scores of 101 sequences and of 1 sequence are compared with exact scores of the same weights.
 """
 
 import argparse

@@ -29,7 +29,7 @@ class Keyed(Sequences):
 
 
 class TaggingObjective(Objective):
-    coupled = True  # not in truth: the watch notes each forward
+    coupled = True  # skips a check whose forwards the watch would record
 
     def __init__(self, model: Tagger, watch: Watch) -> None:
         super().__init__(model)
@@ -61,8 +61,8 @@ class Tagging(Task):
         return {**batch, "weight": (batch["tags"] != IGNORED).sum(1).float()}
 
     def build_objective(self) -> TaggingObjective:
-        settings = Settings(**vars(self.config), dtype="float32")  # the trainer casts it, as --dtype says
-        return TaggingObjective(new_model(settings), Watch(num_uncounted=1))  # it tries the model once
+        settings = Settings(**vars(self.config), dtype="float32")  # the trainer casts the model to --dtype
+        return TaggingObjective(new_model(settings), Watch(num_uncounted=1))  # the trainer first tries the model once
 
     def summarise(self, sums: dict) -> dict[str, float]:
         found = {"loss": float(sums["loss"] / sums["weight"])}

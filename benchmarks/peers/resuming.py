@@ -1,14 +1,14 @@
-"""Kills runs of Lockstep, Lightning and Accelerate, restarts them by the same command, and checks what they repeat.
+"""Kills runs of Lockstep, Lightning and Accelerate, restarts them, and compares them with unbroken runs.
 
     pip install -r requirements.txt -r benchmarks/peers/requirements.txt
-    python benchmarks/peers/resuming.py stop lockstep            # SIGKILL within an epoch, and between two
-    python benchmarks/peers/resuming.py worlds lightning         # SIGKILL, then another number of processes
+    python benchmarks/peers/resuming.py stop lockstep            # SIGKILL within an epoch, and between two epochs
+    python benchmarks/peers/resuming.py worlds lightning         # SIGKILL, then restart with other number of processes
     python benchmarks/peers/resuming.py kills accelerate         # SIGKILL at random moments
 
-With `stop` and `worlds` every process kills itself in the same step. The samples of a run are those of its recorded
-forwards; of the first start, those before the checkpoint from which the second start resumes, which is identified by
-its weights. Lockstep keeps the global batch of 16 sequences when the number of processes changes. For the other
-libraries, the script changes the number of accumulation steps.
+With `stop` and `worlds` every process kills itself in the same step. The samples of a run are taken from its recorded
+forwards. The weights in the second start's first forward show from which checkpoint it resumed; later forwards of the
+first start do not count. When the number of processes changes, Lockstep keeps the global batch of 16 sequences; for the
+other libraries, the script changes the number of accumulation steps.
 """
 
 import argparse
@@ -54,10 +54,10 @@ def sized(world: int, stop: Stop, dropout: float = 0.0) -> Settings:
 
 
 class Lineage(NamedTuple):
-    """Returns the steps that led to the final weights.
+    """Steps that led to the final weights.
 
-    went_on_after: number of the first start's steps from which the second start resumed; None if the second start began
-    with weights that the first one never had.
+    went_on_after: number of the first start's steps after which the second start resumed; None if the second start
+    began with weights that the first start never had.
     """
 
     went_on_after: int | None
@@ -134,7 +134,7 @@ def killed_once(variant: str, unbroken: Sequence[Step], right: dict[str, Tensor]
         with new_run(variant, KILLED) as run:
             forward, wait_s = draw.randrange(1, len(unbroken) + 1), draw.uniform(0, 0.05)
             if not run.killed(lambda run=run, forward=forward: run.num_forwards() >= forward, wait_s):
-                continue  # it had ended
+                continue  # the run had ended
             said_before = len(run.output())
             if not run.finish():
                 return Killed("refused", None, refusal(run.output()[said_before:], run.folder))

@@ -1,4 +1,4 @@
-"""Runs of the same task with each trainer: their commands and results."""
+"""Runs of one task with each trainer: commands and results."""
 
 import contextlib
 import json
@@ -68,7 +68,7 @@ def peer_arguments(side: str, settings: Settings) -> list[str]:
 
 @dataclass(frozen=True)
 class Run:
-    """Folder in which one run is started, ended and restarted by the same command."""
+    """Folder in which a run is started, ended and restarted with the same command."""
 
     variant: str
     settings: Settings
@@ -83,9 +83,9 @@ class Run:
         return self.folder / "run"
 
     def start(self, settings: Settings | None = None, **asked: object) -> list[BaseProcess]:
-        """Starts one process per rank, as a launcher would; settings: replace the settings of the run.
+        """Starts one process per rank, as torchrun would. settings: replace the settings of the run.
 
-        asked: see `watch`. The processes start fast, because they are forked from one that has imported the library.
+        asked: see `watch`. Processes start fast, because they are forked from a process with the library imported.
         """
         settings = settings or self.settings
         self.notes.mkdir(exist_ok=True)
@@ -104,7 +104,7 @@ class Run:
         """Starts the run and waits for its end; returns whether all processes succeeded."""
         processes = self.start(settings, **asked)
         until = time.monotonic() + MAY_TAKE_S
-        # If one process fails, the others may wait for it.
+        # If one process fails, other processes may wait for it.
         while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
             if time.monotonic() > until:
                 break
@@ -117,7 +117,7 @@ class Run:
             sys.exit(f"{self.variant} failed:\n{self.output()[-3000:]}")
 
     def killed(self, when: Callable[[], bool], wait_s: float) -> bool:
-        """Starts the run and kills it a number of seconds after a condition holds; returns False if it ended before."""
+        """Starts the run and kills it wait_s seconds after `when` is true; returns False if the run ended before."""
         processes, until = self.start(), time.monotonic() + MAY_TAKE_S
         while processes[0].is_alive() and not when() and time.monotonic() < until:
             time.sleep(0.001)
@@ -170,7 +170,7 @@ def watched(notes: Path, **asked: object) -> dict[str, str]:
 
 
 def ranks(world: int) -> list[dict[str, str]]:
-    """Returns the environment variables by which torchrun gives each process its rank; none for a single process."""
+    """Returns the environment variables with which torchrun sets each process's rank; none for a single process."""
     if world == 1:
         return [{}]
     with socket.socket() as found:
@@ -184,8 +184,8 @@ def ranks(world: int) -> list[dict[str, str]]:
 
 
 def forking(side: str) -> ForkServerContext:
-    """Returns a server that forks processes with a trainer's library imported; a program uses one trainer only."""
-    os.environ["PYTHONPATH"] = str(ROOT)  # of the server
+    """Returns a context whose server has imported a trainer's library and forks; use one trainer per program."""
+    os.environ["PYTHONPATH"] = str(ROOT)  # for the server
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([f"benchmarks.peers.{side}_side", *["trainer.cli"] * (side == LOCKSTEP)])
@@ -221,7 +221,7 @@ def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def distance(found: dict[str, Tensor], right: dict[str, Tensor], start: dict[str, Tensor]) -> float:
-    """Returns the distance of the weights from the exact ones, divided by the exact ones' way from the initial ones."""
+    """Returns the distance of found and right weights, divided by the distance of right and initial weights."""
     error = sum(float((found[name] - right[name]).square().sum()) for name in right) ** 0.5
     way = sum(float((right[name] - start[name]).square().sum()) for name in right) ** 0.5
     return error / way

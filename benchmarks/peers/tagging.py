@@ -1,6 +1,6 @@
 """Task of the comparison, in plain torch: tag every token of sequences of very different lengths.
 
-The loss of a step is the mean over the tokens of all its sequences, which differs from a mean of micro-batch means. All
+The loss of a step is the mean over all tokens of the step, which differs from the mean of micro-batch means. All
 trainers use the same data, model and optimizers.
 """
 
@@ -81,7 +81,7 @@ def eval_data(settings: Settings) -> Sequences:
 
 
 class Tagger(nn.Module):
-    """Computes scores of tokens, (B, 24) -> (B, 24, 5), from the token and the mean of tokens up to it."""
+    """Computes each token's scores, (B, 24) -> (B, 24, 5), from its embedding and the mean of embeddings up to it."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()

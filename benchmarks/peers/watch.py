@@ -1,11 +1,11 @@
-"""Records what a training process does from inside the model's forward, in the same way for every trainer.
+"""Records the samples of a training process from inside the model's forward, in the same way for every trainer.
 
 Each forward in training writes a line: the samples, and two weights that change in every step and so identify the step.
 A run that resumes exactly has the same pair as an unbroken run, and forwards with the same pair belong to one step.
 
-The environment variable LOCKSTEP_PEERS turns recording on. The value of the variable is JSON with folder, where each
-process writes a file, and started, the time of the start. Optional entries are die_at, the forward in which the process
-kills itself, and turns, the settings of a hand-written loop with which steps alternate.
+The environment variable LOCKSTEP_PEERS turns recording on. Its value is a JSON object. Required entries: folder, in
+which each process writes a file, and started, the time of the start. Optional entries: die_at, the forward in which the
+process kills itself, and turns, the settings of a hand-written loop with which the trainer's steps alternate.
 """
 
 import json
@@ -24,7 +24,7 @@ VARIABLE = "LOCKSTEP_PEERS"
 
 
 class Watch:
-    """num_uncounted: number of forwards before the first step that are only trials of the model."""
+    """Recorder of training forwards. num_uncounted: forwards before the first step, which only try the model."""
 
     def __init__(self, num_uncounted: int = 0) -> None:
         asked = json.loads(os.environ.get(VARIABLE, "{}"))
@@ -38,7 +38,7 @@ class Watch:
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def seen(self, index: Tensor, model: nn.Module, weight: Tensor | None = None) -> None:
-        """Records a forward in training, at its start; weight: of each sample; samples of weight 0 do not count."""
+        """Records a training forward at its start. weight: (B,); samples of weight 0 are not recorded."""
         if self.file is None:
             return
         self.num_forwards += 1
@@ -56,19 +56,19 @@ class Watch:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def note(self, line: dict) -> None:
-        """Writes a line by a single call, so that a kill leaves a complete line or none."""
+        """Writes a line with a single system call, so that a kill leaves a complete line or none."""
         os.write(self.file, (json.dumps(line) + "\n").encode())
 
 
 class Step(NamedTuple):
-    """Optimizer step: its name, and the samples of its forwards on all processes."""
+    """Optimizer step: two weights that identify it, and the samples of its forwards on all processes."""
 
     weights: tuple[str, ...]
     index: list[int]
 
 
 def lives(folder: Path) -> list[list[Step]]:
-    """Returns the steps that each start of a run began, in order; none for a start killed before its first forward."""
+    """Returns the steps that each start of a run began, in order; [] for a start killed before its first forward."""
     return [_steps(sorted(start.iterdir())) for start in sorted(folder.iterdir())]
 
 
