@@ -1,3 +1,4 @@
+import gc
 import json
 import os
 import random
@@ -27,6 +28,12 @@ def pytest_configure(config):
     """Tests mean the same with GPUs and without: these are hidden, unless the tests that need one are asked for."""
     if torch.backends.cuda.is_built() and "cuda" not in config.option.markexpr.replace("not cuda", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_finish():
+    """Garbage collection skips what thousands of collected tests hold, which would take it half a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -89,14 +96,16 @@ def environment(cache_dir):
 def command(environment, tmp_path_factory):
     """Runs a command line as a user would; returns the finished process with its output as text.
 
-    One of main.py runs in a fork, which spares its start.
+    main.py, and the ranks of main_multi_gpu.py --nproc N, run in forks, which spares their start. launched: the
+    program's own launcher starts the ranks.
     """
 
-    def run(*args, status=0, timeout=180, **variables):
+    def run(*args, status=0, timeout=180, launched=False, **variables):
         arguments = list(map(str, args))
-        if arguments[0] == "main.py":
-            folder = tmp_path_factory.mktemp("command")
-            done = run_fork(arguments, environment | variables, folder / "out.txt", folder / "err.txt", timeout)
+        folder = tmp_path_factory.mktemp("command")
+        program, *words = arguments
+        if program == "main.py" or (program == "main_multi_gpu.py" and "--nproc" in words and not launched):
+            done = run_forks(words, environment | variables, folder / "out.txt", folder / "err.txt", timeout)
         else:
             done = subprocess.run(
                 [sys.executable, *arguments],
@@ -113,13 +122,15 @@ def command(environment, tmp_path_factory):
     return run
 
 
-def run_fork(arguments, variables, out, err, timeout_s) -> subprocess.CompletedProcess:
-    process = forks.start(arguments[1:], variables, out, err)
-    process.join(timeout_s)
-    if process.is_alive():
-        process.kill()
+def run_forks(arguments, variables, out, err, timeout_s) -> subprocess.CompletedProcess:
+    if "--nproc" in arguments:
+        world_size = int(arguments[arguments.index("--nproc") + 1])
+        statuses = forks.run_group(arguments, world_size, variables, out, None, timeout_s, err)
+    else:
+        statuses = forks.joined([forks.start(arguments, variables, out, err)], timeout_s)
+    if None in statuses:
         raise subprocess.TimeoutExpired(arguments, timeout_s, out.read_text(), err.read_text())
-    return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
+    return subprocess.CompletedProcess(arguments, next(filter(None, statuses), 0), out.read_text(), err.read_text())
 
 
 @pytest.fixture

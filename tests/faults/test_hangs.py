@@ -205,6 +205,7 @@ def let_the_device_wait(meets):
 
 def test_a_late_rank_is_missed_before_the_device_is_waited_for(environment, tmp_path):
     argv = ["--multi-gpu", "ddp", *TINY, *UNCOMPARED, "--log-interval", 1, "--save-dir", tmp_path / "run"]
+    argv += ["--dist-timeout-s", 4]
     variables = environment | NO_GPU | {"LOCKSTEP_FAULT": "sleep forward 1"}
     output = tmp_path / "out"
     assert forks.run_group(argv, 2, variables, output, partial(let_the_device_wait, True), timeout_s=60) == [75, 75]

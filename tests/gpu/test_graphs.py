@@ -19,6 +19,12 @@ PIECES = [
     "--lr", 0.02, "--max-grad-norm", 0.3, "--ema-decay", 0.9, "--poisoned", "--on-nonfinite", "skip",
 ]  # fmt: skip
 LONGER = [*TINY, "--epochs", 3]
+
+
+def own(name):
+    return ["--task", f"{HELPERS / 'recorded_task.py'}:{name}", "--epochs", 6]
+
+
 SETTINGS = {
     "float32 with dropout": [*LONGER, "--amp", "off", "--dropout", 0.3],
     "bf16 and an average": [*LONGER, "--ema-decay", 0.9],
@@ -30,17 +36,17 @@ SETTINGS = {
     "parts": [
         *LONGER, *POISONED, "--epochs", 4, "--on-nonfinite", "skip", "--batch-norm", "--batch-size", 4, "--parts", 2,
     ],
-    "batch norm, and a parameter without a gradient": ["--task", f"{HELPERS / 'recorded_task.py'}:Plain"],
-    "a constant that a cache drops": ["--task", f"{HELPERS / 'recorded_task.py'}:CachingTask"],
-    "an epoch's own number": ["--task", f"{HELPERS / 'refreshing_task.py'}:Refreshing", "--num-train", 24],
+    "batch norm, and a parameter without a gradient": own("Plain"),
+    "a constant that a cache drops": own("CachingTask"),
+    "an epoch's own number": [
+        "--task", f"{HELPERS / 'refreshing_task.py'}:Refreshing", "--num-train", 24, "--epochs", 6,
+    ],
     "a teacher that helps": ["--task", f"{HELPERS / 'distilling_task.py'}:Distil", "--epochs", 3],
     "a task that goes by its scores": [
         "--task", f"{HELPERS / 'told_task.py'}:Told", "--epochs", 4, "--optimizer", "adamw", "--schedule", "plateau",
     ],
-    "weights changed after a step": ["--task", f"{HELPERS / 'recorded_task.py'}:AfterStep"],
-    "a batch that the forward changes": [
-        "--task", f"{HELPERS / 'recorded_task.py'}:Changing", "--batch-size", 3, "--global-batch-size", 8,
-    ],
+    "weights changed after a step": own("AfterStep"),
+    "a batch that the forward changes": [*own("Changing"), "--batch-size", 3, "--global-batch-size", 8],
     "what changes by epoch": ["--task", f"{HELPERS / 'recorded_task.py'}:ChangingByEpoch", "--epochs", 4],
 }  # fmt: skip
 
@@ -62,11 +68,10 @@ def test_learns_the_same_to_the_bit(settings, tmp_path, cache_dir):
 @on_imagined_gpus(may_wait=True)
 def test_an_optimizer_of_the_task_is_launched(tmp_path, cache_dir):
     """It makes the host wait, and forward and backward are recorded, also where that shows only in a recording."""
-    own = ["--task", f"{HELPERS / 'recorded_task.py'}:OwnOptimizer"]
-    learns_the_same(tmp_path / "known", cache_dir, *own)
+    learns_the_same(tmp_path / "known", cache_dir, *own("OwnOptimizer"))
     num_replays = GPUS.num_replays
     graphs.can_be_recorded = lambda optimizer: True
-    learns_the_same(tmp_path / "unknown", cache_dir, *own)
+    learns_the_same(tmp_path / "unknown", cache_dir, *own("OwnOptimizer"))
     assert GPUS.num_replays > num_replays + 5 > 10
     launched = "CUDA graphs: updates run without a graph: "
     first, second = told()
@@ -96,7 +101,7 @@ SLOW = {"HookedLater", "CountingTask", "FromHostTask", "RefusingTask", "OwnRows"
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in OBSTACLES])
 @on_imagined_gpus(may_wait=True)
 def test_what_cannot_be_recorded_is_launched(name, tmp_path, cache_dir):
-    learns_the_same(tmp_path, cache_dir, "--task", f"{HELPERS / 'recorded_task.py'}:{name}")
+    learns_the_same(tmp_path, cache_dir, *own(name))
     assert {line for line in told() if "CUDA graphs: updates run" not in line} == {OBSTACLES[name]}
     torch.cuda.empty_cache()  # torch refuses it as long as it takes a recording for one under way
 

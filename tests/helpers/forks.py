@@ -3,6 +3,7 @@
 A fork comes from a server that has imported the program, but run nothing of it.
 """
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -59,17 +60,19 @@ def run_group(
     argv: Sequence[object],
     world_size: int,
     variables: Mapping[str, str],
-    output: Path,
+    out: Path,
     prepare: Preparation | None = None,
     timeout_s: float = 120,
+    err: Path | None = None,
 ) -> list[int | None]:
     """Runs main_multi_gpu.py with these arguments on so many processes; returns their exit statuses.
 
-    output: a file to which they append, in a folder for this group. A process that takes longer has the status None.
+    out, err: files to which they append, in a folder for this group; without err, out has standard error too. A process
+    that takes longer has the status None.
     """
-    meeting_place = f"file://{output.parent}/meeting-{uuid.uuid4()}"
+    meeting_place = f"file://{out.parent}/meeting-{uuid.uuid4()}"
     ranks = [RankEnvironment(rank, world_size, rank, world_size, meeting_place) for rank in range(world_size)]
-    return _joined([start(argv, variables, output, output, rank, prepare) for rank in ranks], timeout_s)
+    return joined([start(argv, variables, out, err or out, rank, prepare) for rank in ranks], timeout_s)
 
 
 def call_on_ranks(
@@ -85,7 +88,7 @@ def call_on_ranks(
     processes = [_context.Process(target=_call, args=(function, rank, folder)) for rank in ranks]
     for process in processes:
         process.start()
-    return _joined(processes, timeout_s)
+    return joined(processes, timeout_s)
 
 
 def folder_of_world(function: Callable[..., int], world_size: int, folder: Path) -> Path:
@@ -108,7 +111,7 @@ def main_of_rank(environment: RankEnvironment, argv: Sequence[object], place: Pa
     return main(words, several_devices=True, environment=meeting)
 
 
-def _joined(processes: Sequence[BaseProcess], timeout_s: float) -> list[int | None]:
+def joined(processes: Sequence[BaseProcess], timeout_s: float) -> list[int | None]:
     """The exit statuses of processes; None for one that has not ended within the timeout. None of them is left."""
     try:
         for process in processes:
@@ -120,6 +123,7 @@ def _joined(processes: Sequence[BaseProcess], timeout_s: float) -> list[int | No
 
 
 def _call(function: Callable[[RankEnvironment], int], rank: RankEnvironment, folder: Path) -> None:
+    gc.freeze()
     for stream in (1, 2):
         os.dup2(os.open(folder / f"rank{rank.rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     sys.exit(function(rank))
@@ -133,6 +137,7 @@ def _run(
     rank: RankEnvironment | None,
     prepare: Preparation | None,
 ) -> None:
+    gc.freeze()
     os.setsid()
     os.chdir(ROOT)
     for stream, path in ((1, out), (2, err)):

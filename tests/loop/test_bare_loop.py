@@ -7,7 +7,6 @@ import functools
 import json
 import math
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 
 import pytest
@@ -16,13 +15,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.conftest import ROOT, assert_same_bits, cut_back, load
-from tests.helpers.forks import main_of_rank
+from tests.helpers.forks import folder_of_world, main_of_rank
 from tests.helpers.replicas import ReplicasOnCpu
 from tests.helpers.replicas import trained as train_on_replicas
 from tests.helpers.token_task import NUM_TRAIN, Classifier, Samples
 from tests.helpers.weights import difference
 from trainer.loading.order import EpochOrder
-from trainer.parallel.launch import launch
 
 FILE = ROOT / "tests" / "helpers" / "token_task.py"
 EPOCHS, GLOBAL_BATCH, LR, WARMUP, MAX_NORM, DECAY = 3, 18, 0.02, 0.6, 0.2, 0.05  # the last batch is a single sample
@@ -195,8 +193,7 @@ def argv_of(name, accumulation, world_size):
 
 def run_all(environment, keys, folder):
     """What each process of a world does: each case and accumulation, and it again from the middle of an epoch."""
-    with (folder / f"rank{environment.rank}.txt").open("w") as out, redirect_stdout(out), redirect_stderr(out):
-        return max(run_twice(environment, *key, folder / name_of(*key)) for key in keys)
+    return max(run_twice(environment, *key, folder / name_of(*key)) for key in keys)
 
 
 def run_twice(environment, name, accumulation, place):
@@ -227,10 +224,7 @@ def world(tmp_path_factory):
 
     @functools.cache
     def of_size(world_size, keys):
-        folder = tmp_path_factory.mktemp("world")
-        status = launch(functools.partial(run_all, keys=keys, folder=folder), world_size)
-        assert status == 0, (folder / "rank0.txt").read_text()[-3000:]
-        return folder
+        return folder_of_world(functools.partial(run_all, keys=keys), world_size, tmp_path_factory.mktemp("world"))
 
     return of_size
 

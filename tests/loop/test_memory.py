@@ -11,6 +11,7 @@ import torch
 
 from tasks.seqrec import SeqrecFlags, SeqrecTask
 from tests.conftest import ROOT, assert_same_bits, largest_difference, launcher, load, read_metrics
+from tests.helpers.forks import folder_of_world
 from tests.helpers.processes import torchrun
 from tests.helpers.replicas import ReplicasOnCpu, trained
 from trainer.checkpoint.directory import RunDirectory
@@ -23,7 +24,6 @@ from trainer.loading.batches import WeightedBatch
 from trainer.loading.order import SampleKeys
 from trainer.loop.memory import MEMORY, MemoryLimit, resplit
 from trainer.parallel.ddp import Replicated
-from trainer.parallel.launch import launch
 from trainer.parallel.process_group import ProcessGroup
 from trainer.parallel.strategy import SingleDevice
 
@@ -317,11 +317,9 @@ def a_batch(run, sample):
 
 
 @pytest.mark.parametrize("fails_early", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_dry_run_ends_alike_on_every_rank(fails_early, tmp_path, monkeypatch):
+def test_a_dry_run_ends_alike_on_every_rank(fails_early, tmp_path):
     """And leaves the exchange of gradients as it was. Nobody waits for a rank that finds no room before its forward."""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # as `launch` would set them, for good
-        monkeypatch.setenv(name, "lo")
-    assert launch(functools.partial(dry_run_in_process, folder=tmp_path, fails_early=fails_early), 2) == 0
+    folder_of_world(functools.partial(dry_run_in_process, fails_early=fails_early), 2, tmp_path)
     first, second = (load(tmp_path / f"rank{rank}") for rank in range(2))
     assert first["batch_size"] == second["batch_size"] == 3
     assert torch.equal(first["gradient"], second["gradient"])

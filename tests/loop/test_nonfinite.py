@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, assert_same_bits, cut_back, load, read_metrics
+from tests.helpers.forks import folder_of_world
 from tests.helpers.replicas import ReplicasOnCpu
 from tests.helpers.replicas import trained as train_on_replicas
 from trainer.cli import main
@@ -23,7 +24,6 @@ from trainer.loop.progress import Progress
 from trainer.loop.totals import Totals
 from trainer.loop.watch import StepRecord, StepResult
 from trainer.parallel.devices import GROUP_SIZE, DeviceQueue
-from trainer.parallel.launch import launch
 from trainer.parallel.strategy import SingleDevice
 
 CPU = torch.device("cpu")
@@ -208,17 +208,15 @@ def run_all(environment, folder, command_lines):
 
 
 @pytest.fixture
-def in_world(tmp_path, monkeypatch):
+def in_world(tmp_path):
     """Runs command lines by name in a world: their output on each rank, by name."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
 
     def run(world_size, runs):
         command_lines = {
             name: ["--multi-gpu", "ddp", "--device", "cpu", *arguments(tmp_path / name, *more)]
             for name, more in runs.items()
         }
-        assert launch(functools.partial(run_all, folder=tmp_path, command_lines=command_lines), world_size) == 0
+        folder_of_world(functools.partial(run_all, command_lines=command_lines), world_size, tmp_path)
         return {
             name: [(tmp_path / f"{name}-rank{rank}.txt").read_text() for rank in range(world_size)] for name in runs
         }

@@ -11,6 +11,7 @@ from tasks.har import HarFlags, HarTask
 from tasks.kgat import KgatFlags, KgatTask
 from tasks.seqrec import SeqrecFlags, SeqrecTask
 from tasks.speech import SpeechFlags, SpeechTask
+from tests.helpers.forks import folder_of_world
 from tests.helpers.weighted_task import Weighted, WeightedFlags
 from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.loading.batches import weighted
@@ -23,14 +24,13 @@ from trainer.loop.totals import without_counting
 from trainer.loop.train import train_step
 from trainer.parallel import ddp, process_group
 from trainer.parallel.ddp import Replicated
-from trainer.parallel.launch import launch
 from trainer.parallel.process_group import ProcessGroup
 from trainer.parallel.strategy import SingleDevice
 from trainer.task import PerSample
 
 CPU = torch.device("cpu")
 GLOBAL_BATCH_SIZES = (23, 12, 2, 1)  # 23 divides by nothing; 2 and 1 leave ranks of a world of 3 empty
-NUM_STEPS = 100
+NUM_STEPS = 30
 DROPOUT_KEY = (0, 0, 0, 0)
 
 SEQREC = {"hidden_units": 8, "maxlen": 12, "dropout": 0.0, "l2_emb": 0.01}
@@ -173,8 +173,8 @@ def world(request, tmp_path_factory, cache_dir):
     if size == 1:
         return [{a: measure(SingleDevice(CPU), a, cache_dir) for a in (1, 3)}]
     folder = tmp_path_factory.mktemp(request.param)
-    process = functools.partial(in_process, folder=folder, cache_dir=cache_dir, way=way)
-    assert launch(process, size) == 0
+    process = functools.partial(in_process, cache_dir=cache_dir, way=way)
+    folder_of_world(process, size, folder)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]
 
 
@@ -190,7 +190,7 @@ def test_gradient_is_that_of_one_full_batch(world, reference, accumulation):
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_weights_after_100_steps_agree(world, reference_weights, accumulation):
+def test_weights_after_30_steps_agree(world, reference_weights, accumulation):
     for found in world:
         assert relative_difference(found[accumulation]["weights"], reference_weights) < 1e-9
 

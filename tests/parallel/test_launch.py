@@ -257,7 +257,9 @@ def stopped(tmp_path_factory, environment):
     finally:
         end_session(process.pid)
     saved = json.loads((base / "run" / "manifest.json").read_text())["checkpoints"]
-    again = subprocess.run([sys.executable, *map(str, args)], env=environment | NO_GPU, timeout=120, **options)
+    again = subprocess.run(
+        [sys.executable, *map(str, args), "--delay-s", "0"], env=environment | NO_GPU, timeout=120, **options
+    )
     return SimpleNamespace(
         members=members, listening=listening, out=out, status=process.returncode, left=left, saved=saved, again=again,
         directory=base / "run",

@@ -1,16 +1,15 @@
 """A checkpoint that the main process reads, in the models and optimizers of all."""
 
 from copy import deepcopy
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from tests.helpers.forks import folder_of_world
 from trainer.checkpoint.format import LARGE
 from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.ddp import Replicated
-from trainer.parallel.launch import launch
 from trainer.parallel.process_group import ProcessGroup
 
 WORLD_SIZE = 2
@@ -76,7 +75,7 @@ def flat(value):
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("loading")
-    assert launch(partial(in_process, folder=folder), WORLD_SIZE) == 0
+    folder_of_world(in_process, WORLD_SIZE, folder)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(WORLD_SIZE)]
 
 

@@ -51,7 +51,7 @@ def own_task(tmp_path) -> str:
 
 
 SEVERAL = "two processes with a worker each"
-SLOW_NAMES = ("models", "json", "numpy", "my.task")
+SLOW_NAMES = ("tasks", "models", "json", "numpy", "my.task")
 LAUNCHERS = {
     "alone": [ROOT / "main.py"],
     SEVERAL: [
@@ -64,11 +64,11 @@ LAUNCHERS = {
 def test_packages_beside_a_task_go_before_those_of_the_trainer(launcher, own_task, command, tmp_path):
     flags = ("--task", own_task, "--epochs", 1, "--device", "cpu", "--save-dir", tmp_path / "run")
     # On the path already, but behind the trainer's own folder.
-    command(*LAUNCHERS[launcher], *flags, PYTHONPATH=str(Path(own_task).parent))
+    command(*LAUNCHERS[launcher], *flags, launched=True, PYTHONPATH=str(Path(own_task).parent))
     assert "test/loss" in json.loads((tmp_path / "run" / "results.json").read_text())["metrics"]
 
 
-@pytest.mark.parametrize("name", ["tasks", "trainer", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW_NAMES)])
+@pytest.mark.parametrize("name", ["trainer", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW_NAMES)])
 def test_a_file_may_have_any_name(name, own_task, command, tmp_path):
     """Alone, then resumed by two processes with a worker each, which unpickle what the file defines."""
     file = Path(own_task.partition(":")[0]).rename(tmp_path / "own" / f"{name}.py")
@@ -77,7 +77,7 @@ def test_a_file_may_have_any_name(name, own_task, command, tmp_path):
         file.write_text(file.read_text().replace(f"from {package}.", f"from own_{package}."))
     flags = ("--task", f"{file}:Sides", "--device", "cpu", "--no-test", "--save-dir", tmp_path / "run")
     for launcher, num_epochs in zip(LAUNCHERS.values(), (1, 2), strict=True):
-        command(*launcher, *flags, "--epochs", num_epochs)
+        command(*launcher, *flags, "--epochs", num_epochs, launched=True)
     assert json.loads((tmp_path / "run" / "results.json").read_text())["weights"]["epoch"] == 2
 
 

@@ -1,5 +1,6 @@
 """The process in which torch has imagined GPUs. Arguments: the pipe to pytest, and the library."""
 
+import gc
 import importlib
 import sys
 from multiprocessing.connection import Connection
@@ -14,4 +15,5 @@ GPUS.load(Path(sys.argv[2]))
 get_config().parse(["--noconftest"])  # from here on, a failed assert of a test tells its values
 for name in ("tests.conftest", "trainer.commands.train", "torch.utils.tensorboard", "torch._inductor.config"):
     importlib.import_module(name)
+gc.freeze()  # no fork has to look through what is imported
 serve(Connection(int(sys.argv[1])))
