@@ -13,19 +13,22 @@ from models.graph.sparse import Operands, product, select
 Aggregation = Literal["bi-interaction", "gcn", "graphsage"]
 
 _CHUNK_ROWS = 1024
-"""Number of nodes per chunk on a CPU, small enough for intermediate states to fit into the cache."""
+"""Number of nodes per chunk on a CPU, chosen so that intermediate states fit into the cache."""
 
 
 class Aggregator(nn.Module):
-    """Maps the states of all nodes, (N, width), to the next layer's states of all nodes, (N, out_width), or of some."""
+    """Maps node states (N, width) to the states of the next layer, (N, out_width), or (n, out_width) for n nodes."""
 
     def __init__(self, slope: float) -> None:
-        """Creates the layer. slope: of LeakyReLU for negative values."""
+        """Creates the layer. slope: negative slope of LeakyReLU."""
         super().__init__()
         self.slope = slope
 
     def forward(self, matrix: Operands, x: Tensor, rows: Tensor | None, mask: Tensor | None) -> Tensor:
-        """Returns the next states. x: (N, width). rows: (n,), nodes to compute, None: all. mask: of dropout or None."""
+        """Returns the next states. x: (N, width). rows: (n,), nodes to compute; None: all. mask: dropout mask or None.
+
+        matrix: the adjacency matrix A.
+        """
         raise NotImplementedError
 
     def activate(self, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -44,7 +47,7 @@ class GCN(Aggregator):
     def forward(self, matrix: Operands, x: Tensor, rows: Tensor | None, mask: Tensor | None) -> Tensor:
         weight, bias = self.linear.weight, self.linear.bias
         if len(weight) < x.shape[1]:
-            x = x @ weight.T  # A (x W) = (A x) W takes less time with narrower states
+            x = x @ weight.T  # A (x W) = (A x) W, and the product with A is faster for narrower states
             projected = select(x, rows) + product(matrix, x, rows) + bias
         else:
             projected = self.linear(select(x, rows) + product(matrix, x, rows))
@@ -91,7 +94,7 @@ def xavier_linear(width: int, out_width: int) -> nn.Linear:
 
 
 class _BiInteraction(torch.autograd.Function):
-    """Computes BiInteraction in chunks, and stores no sums and products of the inputs for backward."""
+    """Computes BiInteraction in chunks; backward recomputes the sums and products of the inputs to save memory."""
 
     @staticmethod
     def forward(
@@ -131,7 +134,7 @@ class _BiInteraction(torch.autograd.Function):
 
 
 def _chunks(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Splits tensors into chunks of rows and yields the chunks together; None stays None."""
+    """Splits tensors into chunks of rows, and yields tuples of corresponding chunks, with None for each None."""
     (first, *_) = tensors
     assert first is not None
     size = _CHUNK_ROWS if first.device.type == "cpu" else max(len(first), 1)

@@ -1,4 +1,4 @@
-"""The collaborative knowledge graph of KGAT (Wang et al., KDD 2019): users, items, entities and typed edges."""
+"""Collaborative knowledge graph of KGAT (Wang et al., KDD 2019): users, items, entities and typed edges."""
 
 from typing import Literal
 
@@ -14,8 +14,8 @@ Softmax = Literal["separate", "coalesced"]
 class CollaborativeGraph(nn.Module):
     """Graph of directed edges (head, relation, tail); edges with the same head and tail are parallel.
 
-    `matrix`, which propagates states, has one entry per pair of head and tail: the sum over parallel edges. Values of
-    edges, (E,), are in the order of the constructor's arguments.
+    `matrix`, which propagates states, has one entry per (head, tail) pair: the sum over parallel edges. Methods take
+    and return edge values, (E,), in the edge order of the constructor.
     """
 
     head: Tensor
@@ -46,20 +46,20 @@ class CollaborativeGraph(nn.Module):
             self.register_buffer(name, value.int(), persistent=False)
 
     def edges_by_relation(self) -> tuple[Tensor, ...]:
-        """Returns the edges of each relation: num_relations int32 tensors."""
+        """Returns the indices of each relation's edges, as num_relations int32 tensors."""
         return self.by_relation.split(self.sizes)
 
     def merge(self, values: Tensor) -> Tensor:
-        """Returns the sums over parallel edges: (E,) -> (entries,)."""
+        """Sums the values of parallel edges: (E,) -> (entries,)."""
         merged = values.index_select(0, self.first_edge)
         return merged.index_add_(0, self.entry_of_further, values.index_select(0, self.further_edges))
 
     def laplacian(self, kind: Laplacian, dtype: torch.dtype) -> Tensor:
-        """Returns the entries of each relation's adjacency matrix, normalised by degrees in this relation: (E,).
+        """Returns edge values (E,) of the adjacency matrices, normalised by the degrees within each edge's relation.
 
         random-walk: 1 / out-degree of the head. symmetric: 1 / sqrt(out-degree of the head x in-degree of the tail).
-        reference: as KGAT's public code computes "symmetric": 1 / sqrt(out-degree of the head x out-degree of the
-        tail), and 0 if the tail is not a head in the relation, as for nearly all edges.
+        reference: 1 / sqrt(out-degree of the head x out-degree of the tail), or 0 if the tail has out-degree 0, as it
+        has for nearly all edges. KGAT's public code computes these values as "symmetric".
         """
         values = torch.empty(len(self.head), dtype=dtype, device=self.head.device)
         for edges in self.edges_by_relation():
@@ -76,8 +76,8 @@ class CollaborativeGraph(nn.Module):
     def softmax(self, logits: Tensor, kind: Softmax) -> Tensor:
         """Applies softmax over all edges of each head: (E,) -> (E,).
 
-        separate: every edge is a term of the softmax (KGAT, equation 5). coalesced: the logits of parallel edges are
-        added first, and the edges share the result equally, as in LunaBlack's PyTorch port.
+        separate: every edge is a term of the softmax (KGAT, equation 5). coalesced: parallel edges form one term, whose
+        logit is their sum, and share its probability equally, as in LunaBlack's PyTorch port of KGAT.
         """
         if kind == "separate":
             return self._normalise(logits, self.head)
@@ -94,7 +94,7 @@ class CollaborativeGraph(nn.Module):
         return exponentials.div_(sums.index_select(0, head))
 
     def _spread(self, values: Tensor) -> Tensor:
-        """Copies each pair's value to its edges: (entries,) -> (E,)."""
+        """Copies the value of each (head, tail) pair to its edges: (entries,) -> (E,)."""
         spread = values.new_empty(len(self.head))
         spread[self.first_edge.long()] = values
         spread[self.further_edges.long()] = values.index_select(0, self.entry_of_further)

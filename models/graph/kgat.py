@@ -15,14 +15,14 @@ from models.graph.sparse import Operands, select
 from models.layers.dropout import dropout_mask
 
 _CHUNK_EDGES = {"cpu": 2**12, "cuda": 2**20}
-"""Number of edges processed together, by device type: they fit into a CPU's cache, and keep a GPU busy."""
+"""Number of edges processed at a time, by device type: fits into a CPU's cache, or keeps a GPU busy."""
 
 
 class KGAT(Recommender):
-    """Propagates embeddings over the graph with attention, which TransR embeddings determine.
+    """Propagates embeddings over a graph with attention weights that are computed from TransR embeddings.
 
-    Nodes are items, then other entities, then users. All computations use the parameters' precision, also under
-    autocast, since reading neighbours' states takes most of the time.
+    Nodes are items, then other entities, then users. The model disables autocast, because reading neighbours' states
+    takes most of the time.
     """
 
     attention: Tensor
@@ -44,8 +44,8 @@ class KGAT(Recommender):
     ) -> None:
         """Creates the model. graph: its first num_items nodes are the items, its last num_users nodes the users.
 
-        slope: of LeakyReLU for negative values. message_dropout: dropout of every layer's states. node_dropout: dropout
-        of the propagation matrix's entries. laplacian: the propagation matrix before the first `refresh`.
+        slope: negative slope of LeakyReLU. message_dropout: dropout of every layer's states. node_dropout: dropout of
+        the propagation matrix's entries. laplacian: kind of propagation matrix before the first `refresh`.
         """
         super().__init__(num_users, num_items, width)
         self.graph = graph
@@ -57,7 +57,7 @@ class KGAT(Recommender):
         self.relations = nn.Embedding(graph.num_relations, relation_width)
         self.projections = nn.Parameter(torch.empty(graph.num_relations, width, relation_width))
         nn.init.xavier_uniform_(self.relations.weight)
-        # on the three-dimensional tensor, as published, so the bound is smaller than for each matrix
+        # initialised as one 3-d tensor, as in KGAT's code, so the bound is smaller than for separate matrices
         nn.init.xavier_uniform_(self.projections)
         widths = pairwise((width, *layer_dims))
         self.layers = nn.ModuleList(AGGREGATORS[aggregation](before, after, slope) for before, after in widths)
@@ -74,8 +74,8 @@ class KGAT(Recommender):
     def forward(self, users: Tensor, items: Tensor) -> Represented:
         """Returns representations of users and items.
 
-        In train mode the attention is of the last `refresh`; in eval mode, of the current weights. The L2 penalty
-        applies to the representations.
+        Train mode uses the attention computed by the last `refresh`; eval mode computes it from the current weights.
+        The L2 penalty applies to the representations.
         """
         nodes = torch.cat([users.unsqueeze(1) + (self.graph.num_nodes - self.num_users), items], dim=1)
         rows, place = distinct(nodes)
@@ -84,7 +84,7 @@ class KGAT(Recommender):
         return Represented(represented[:, 0], represented[:, 1:], represented)
 
     def represent(self) -> tuple[Tensor, Tensor]:
-        """Returns representations of all users and items, with the attention of the current weights."""
+        """Returns representations of all users and items, with attention computed from the current weights."""
         everything = self._propagate(self._current_operands(), None)
         return everything[-self.num_users :], everything[: self.num_items]
 
@@ -92,10 +92,10 @@ class KGAT(Recommender):
         return self.graph.matrix.operands_of(self.graph.merge(self.compute_attention()))
 
     def _propagate(self, matrix: Operands, rows: Tensor | None) -> Tensor:
-        """Returns nodes' embeddings and normalised states of all layers: (n, width + sum(layer_dims)).
+        """Returns each node's embedding and normalised states of all layers: (n, width + sum(layer_dims)).
 
-        rows: (n,), nodes; None: all. The last layer is computed only for these nodes, but its dropout is drawn for all
-        nodes, so that a node's mask does not depend on the batch.
+        rows: (n,), node indices; None: all. The last layer is computed only for these nodes, but its dropout mask is
+        drawn for all nodes, which makes a node's mask independent of the batch.
         """
         x = self.nodes
         parts = [select(x, rows)]
@@ -116,10 +116,12 @@ class KGAT(Recommender):
         return dropout_mask((self.graph.num_nodes, width), self.message_dropout, like)
 
     def transr(self, head: Tensor, relation: Tensor, tail: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns two losses for each triple with a false tail, (B,) each; inputs are nodes and relations, (B,) int64.
+        """Returns TransR's ranking losses and L2 penalties of triples with random negative tails, (B,) each.
 
-        The losses are softplus(g(h, r, t) - g(h, r, t')) with g(h, r, t) = |W_r e_h + e_r - W_r e_t|^2 (equations 1 and
-        2), and, for an L2 penalty, 1/2 (|W_r e_h|^2 + |e_r|^2 + |W_r e_t|^2 + |W_r e_t'|^2).
+        The ranking loss is softplus(g(h, r, t) - g(h, r, t')) with g(h, r, t) = |W_r e_h + e_r - W_r e_t|^2 (equations
+        1 and 2). The penalty is 1/2 (|W_r e_h|^2 + |e_r|^2 + |W_r e_t|^2 + |W_r e_t'|^2).
+
+        head, relation, tail, negative: (B,) int64.
         """
         ends = self.nodes.index_select(0, torch.stack([head, tail, negative], dim=1).flatten())
         with torch.autocast(ends.device.type, enabled=False):
@@ -135,17 +137,17 @@ class KGAT(Recommender):
         self._propagate_by(self.graph.laplacian(kind, self.attention.dtype))
 
     def refresh(self) -> None:
-        """Sets the propagation matrix to the attention of the current weights."""
+        """Sets the propagation matrix to the attention computed from the current weights."""
         self._propagate_by(self.compute_attention())
 
     def _propagate_by(self, values: Tensor) -> None:
-        """Sets the propagation matrix. values: (E,), one per edge."""
+        """Sets the values of the propagation matrix. values: (E,), one per edge."""
         self.attention.copy_(values)
         self.graph.matrix.set_values(self.graph.merge(values))
 
     @torch.no_grad()
     def compute_attention(self) -> Tensor:
-        """Returns the softmax over each head's edges of (W_r e_t) . tanh(W_r e_h + e_r): (E,) (equations 4 and 5)."""
+        """Returns attention, (E,): softmax over each head's edges of (W_r e_t) . tanh(W_r e_h + e_r) (equation 5)."""
         nodes = self.nodes
         logits = torch.empty_like(self.attention)
         with torch.autocast(nodes.device.type, enabled=False):
@@ -155,7 +157,7 @@ class KGAT(Recommender):
         return self.graph.softmax(logits, self.softmax)
 
     def _logits(self, nodes: Tensor, relation: int, edges: Tensor) -> Tensor:
-        """Returns the logits of a relation's edges; projects each node once."""
+        """Returns the attention logits of one relation's edges, and projects each node only once."""
         heads, head_of_edge = _compact(self.graph.head.index_select(0, edges), len(nodes))
         tails, tail_of_edge = _compact(self.graph.tail.index_select(0, edges), len(nodes))
         projection = self.projections[relation]
@@ -181,7 +183,7 @@ def _propagate_as_loaded(model: KGAT, _: Any) -> None:
 
 
 def _compact(nodes: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Returns (distinct, place) with distinct[place] == nodes; faster than sorting if nodes recur often."""
+    """Returns (distinct, place) with distinct[place] == nodes, faster than torch.unique if nodes recur often."""
     occurs = torch.zeros(num_nodes, dtype=torch.bool, device=nodes.device)
     occurs[nodes.long()] = True
     place = occurs.cumsum(0, dtype=torch.int32) - 1
@@ -216,5 +218,5 @@ class _GroupedProjection(torch.autograd.Function):
 
 
 def _rows(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """Splits the B * n rows of x, (B, n, d), into consecutive parts of given sizes."""
+    """Flattens x (B, n, d) to B * n rows, and splits the rows into consecutive parts of given sizes."""
     return x.flatten(0, 1).split(sizes)

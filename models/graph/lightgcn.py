@@ -1,6 +1,6 @@
 """Recommenders whose only weights are embeddings: matrix factorisation, and LightGCN (He et al., SIGIR 2020).
 
-LightGCN propagates embeddings over the graph of users and items, optionally with a knowledge graph.
+LightGCN propagates embeddings over the graph of users and items, and optionally uses a knowledge graph.
 """
 
 from typing import ClassVar
@@ -29,18 +29,18 @@ class BPRMF(Recommender):
 
 
 class LightGCN(Recommender):
-    """Mean of layers 0 to L, where layer l + 1 is D^-1/2 A D^-1/2 times layer l (equations 3 to 5 and 8).
+    """Averages layers 0 to L, where layer l + 1 is D^-1/2 A D^-1/2 times layer l (equations 3 to 5 and 8).
 
-    Nodes are users, then items.
+    Layer 0 contains the embeddings. Nodes are users, then items.
     """
 
     stays_eager: ClassVar[bool] = True
-    """Whether `torch.compile` skips the model: it does not support sparse products."""
+    """Whether to exclude the model from `torch.compile`, which does not support sparse products."""
 
     def __init__(
         self, users: Tensor, items: Tensor, num_users: int, num_items: int, width: int = 64, num_layers: int = 3
     ) -> None:
-        """Creates the model. users, items: (n,) integers, distinct training interactions."""
+        """Creates the model. users, items: (n,) integers, the user and item of each distinct training interaction."""
         super().__init__(num_users, num_items, width)
         self.num_layers = num_layers
         initialise([self.users, self.items])
@@ -63,12 +63,12 @@ class LightGCN(Recommender):
         return everything[: self.num_users], everything[self.num_users :]
 
     def first_layer(self) -> tuple[Tensor, Tensor]:
-        """Returns layer 0 of all nodes, (N, width), and the values in each node's L2 penalty, (N, *)."""
+        """Returns layer 0 of all nodes, (N, width), and the values to which an L2 penalty applies, (N, *)."""
         ego = torch.cat([self.users.weight, self.items.weight])
         return ego, ego
 
     def _propagate(self, x: Tensor, rows: Tensor | None) -> Tensor:
-        """Returns the mean of all layers for nodes `rows`, (n, width); None: for all nodes."""
+        """Returns the mean of all layers for the nodes `rows` (None: all nodes), (n, width)."""
         matrix = self.matrix.operands()
         total = select(x, rows)
         for _ in range(self.num_layers - 1):
@@ -78,11 +78,11 @@ class LightGCN(Recommender):
 
 
 class KnowledgeLightGCN(LightGCN):
-    """LightGCN in which items also have the embeddings of their neighbours in the knowledge graph.
+    """LightGCN that adds embeddings of neighbours in a knowledge graph to item embeddings.
 
-    Layer 0 of an item is its embedding plus the mean embedding of its neighbours in the knowledge graph, from a
-    separate table of all entities, including items. Relations are not distinguished; a neighbour by several relations
-    counts several times. The model needs one more sparse product than LightGCN.
+    Layer 0 of an item is its embedding plus the mean embedding of its neighbours in the knowledge graph. Neighbours'
+    embeddings come from a separate table of all entities, including items. Relation types are ignored, but a neighbour
+    counts once per relation. The model needs one more sparse product than LightGCN.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class KnowledgeLightGCN(LightGCN):
         width: int = 64,
         num_layers: int = 3,
     ) -> None:
-        """Creates the model. triples: (m, 3), distinct (head, relation, tail). num_entities: including items."""
+        """Creates the model. triples: (m, 3), distinct rows (head, relation, tail). num_entities: includes items."""
         super().__init__(users, items, num_users, num_items, width, num_layers)
         self.knowledge = nn.Embedding(num_entities, width)
         initialise([self.knowledge])
@@ -108,7 +108,7 @@ class KnowledgeLightGCN(LightGCN):
         self.mean = _ConstantMatrix(item, neighbour, num_entities, counts / degree[item])
 
     def first_layer(self) -> tuple[Tensor, Tensor]:
-        """Returns layer 0, and embeddings and neighbours' means as separate values for the L2 penalty."""
+        """Returns layer 0, and the concatenation of embeddings and neighbours' means for the L2 penalty."""
         ego, _ = super().first_layer()
         means = product(self.mean.operands(), self.knowledge.weight)[: self.num_items]
         of_users = means.new_zeros(self.num_users, means.shape[1])
@@ -117,10 +117,10 @@ class KnowledgeLightGCN(LightGCN):
 
 
 class _ConstantMatrix(SeesConversions, SparseMatrix):
-    """Matrix whose values are rounded from float64 to the model's dtype."""
+    """Sparse matrix that rounds its float64 values again whenever the model's dtype changes."""
 
     def __init__(self, rows: Tensor, columns: Tensor, size: int, values: Tensor) -> None:
-        """Creates the matrix. values: (entries,) float64. For other arguments see `SparseMatrix`."""
+        """Creates the matrix. values: (entries,) float64. The other arguments equal those of `SparseMatrix`."""
         super().__init__(rows, columns, size, torch.get_default_dtype())
         self._exact = values
         self.set_values(values)

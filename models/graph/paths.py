@@ -1,15 +1,15 @@
-"""Finds the paths of highest attention between nodes."""
+"""Finds the graph paths with the highest attention between nodes."""
 
 import numpy as np
 
 MOST_HOPS = 3
-"""Largest number of edges of a path, as in: user, item, shared entity, new item."""
+"""Maximum number of edges in a path, for example user - item - shared entity - new item."""
 
 
 class PathFinder:
-    """Finds the best paths of at most MOST_HOPS directed edges.
+    """Finds paths of at most MOST_HOPS directed edges with the highest attention.
 
-    The attention of a path is the product of its edges' attention.
+    The attention of a path is the product of the attention of its edges.
 
     head, tail: (E,) integers, sorted by head. attention: (E,) floats, at least 0.
     """
@@ -22,9 +22,9 @@ class PathFinder:
         self._into = np.searchsorted(tail[self._by_tail], nodes)
 
     def best(self, source: int, targets: np.ndarray) -> list[list[int]]:
-        """Returns the edges of the best path from the source to each target, in order; [] if there is no path.
+        """Returns the edge indices of the best path from the source to each target; [] if there is no path.
 
-        targets: (n,) integers. Among equal paths the shortest is chosen.
+        targets: (n,) integers. Among paths of equal attention, the shortest is chosen.
         """
         attention = np.zeros(len(self._out) - 1)
         attention[source] = 1.0
@@ -34,18 +34,18 @@ class PathFinder:
         return [self._path(int(target), levels) for target in targets]
 
     def _expanded(self, attention: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Extends paths by an edge; returns each node's best attention, 0 if not reached, and the last edge."""
+        """Extends paths by one edge; returns each node's highest attention, 0 if not reached, and the last edge."""
         nodes = np.flatnonzero(attention)
         edges = _ranges(self._out[nodes], self._out[nodes + 1])
         values = attention[self._head[edges]] * self._attention[edges]
-        order = np.argsort(values, kind="stable")  # ascending, since the last value assigned to a node stays
+        order = np.argsort(values, kind="stable")  # ascending, because the last value assigned to a node wins
         edges, values = edges[order], values[order]
         best, by_edge = np.zeros(len(attention)), np.full(len(attention), -1)
         best[self._tail[edges]], by_edge[self._tail[edges]] = values, edges
         return best, by_edge
 
     def _path(self, target: int, levels: list[tuple[np.ndarray, np.ndarray]]) -> list[int]:
-        """Returns the best path to a node. levels: results of `_expanded` for each number of edges but MOST_HOPS."""
+        """Returns the best path to a node. levels: results of `_expanded` for 0 to MOST_HOPS - 1 edges."""
         candidates = [(values[target], hops, int(edges[target])) for hops, (values, edges) in enumerate(levels)][1:]
         into = self._by_tail[self._into[target] : self._into[target + 1]]
         if len(into):

@@ -1,4 +1,4 @@
-"""Common parts of recommenders that score items by dot products."""
+"""Base class and helpers of recommenders that score items by dot products of embeddings."""
 
 from typing import NamedTuple
 
@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 
 class Represented(NamedTuple):
-    """Representations of users, and of n items per user; scores are dot products."""
+    """Representations of users, and of n items per user; an item's score is its dot product with the user."""
 
     users: Tensor
     """(B, D), representations of users."""
     items: Tensor
     """(B, n, D), representations of items."""
     penalised: Tensor
-    """(B, 1 + n, *), values in an L2 penalty, of the user and then of the items."""
+    """(B, 1 + n, *), values to which an L2 penalty applies: first the user's, then the items'."""
 
 
 class Recommender(nn.Module):
@@ -40,16 +40,16 @@ class Recommender(nn.Module):
 
 
 class FinalScores(nn.Module):
-    """Scores all items for given users, from fixed representations."""
+    """Scores all items for given users by fixed representations."""
 
     users: Tensor
     items: Tensor
     hidden: Tensor
 
     def __init__(self, users: Tensor, items: Tensor, hidden: Tensor) -> None:
-        """Creates the module. users: (num_users, D). items: (num_items, D); both from `Recommender.represent`.
+        """Creates the module. users, items: results of `Recommender.represent`.
 
-        hidden: (k,) int64, items whose score is -inf for all users.
+        hidden: (n,) int64, items whose score is -inf for all users.
         """
         super().__init__()
         self.register_buffer("hidden", hidden.detach().clone())
@@ -62,7 +62,7 @@ class FinalScores(nn.Module):
 
 
 def initialise(tables: list[nn.Embedding]) -> None:
-    """Initialises tables uniformly, with the Xavier bound of their concatenation."""
+    """Initialises embedding tables with Xavier uniform values, as if the tables were concatenated."""
     num_rows, width = sum(table.num_embeddings for table in tables), tables[0].embedding_dim
     bound = (6 / (num_rows + width)) ** 0.5
     for table in tables:
@@ -70,9 +70,9 @@ def initialise(tables: list[nn.Embedding]) -> None:
 
 
 def distinct(nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (rows, place) with rows[place] == nodes.flatten(); on a CPU, rows are distinct to save time.
+    """Returns (rows, place) with rows[place] == nodes.flatten(). On a CPU, rows are distinct to save time.
 
-    On a GPU, the number of distinct nodes would require a synchronisation.
+    On a GPU, rows may repeat, because counting distinct nodes would require a synchronisation.
     """
     if nodes.device.type == "cpu":
         return nodes.flatten().unique(return_inverse=True)

@@ -14,7 +14,7 @@ for _of_torch in ("Sparse CSR tensor support is in beta state", "Sparse invarian
 
 
 class CSR(NamedTuple):
-    """Matrix in CSR format: row i has values[offsets[i] : offsets[i + 1]] in columns[offsets[i] : offsets[i + 1]]."""
+    """Sparse matrix in CSR format. Entries offsets[i] to offsets[i + 1] - 1 of `columns` and `values` form row i."""
 
     offsets: Tensor
     """(rows + 1,) int32"""
@@ -25,14 +25,14 @@ class CSR(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Matrix for products in forward, and its transpose for products in backward."""
+    """Sparse matrix for forward, and its transpose for backward."""
 
     csr: CSR
     transposed: CSR
 
 
 class SparseMatrix(nn.Module):
-    """Square matrix with a fixed sparsity pattern; its values have no gradient and can be replaced."""
+    """Square matrix with a fixed sparsity pattern, and with values that can be replaced but get no gradient."""
 
     offsets: Tensor
     columns: Tensor
@@ -43,7 +43,7 @@ class SparseMatrix(nn.Module):
     transposed_entries: Tensor
 
     def __init__(self, rows: Tensor, columns: Tensor, size: int, dtype: torch.dtype) -> None:
-        """Creates a zero matrix. rows, columns: (entries,) integers below `size`, distinct pairs in sorted order."""
+        """Creates a zero matrix. rows, columns: (entries,) integers below `size`; pairs are distinct and sorted."""
         super().__init__()
         entries = columns.argsort(stable=True)
         for name, value in (
@@ -58,7 +58,7 @@ class SparseMatrix(nn.Module):
             self.register_buffer(name, value, persistent=False)
 
     def set_values(self, values: Tensor) -> None:
-        """Replaces the values. values: (entries,)."""
+        """Replaces the values of all entries. values: (entries,)."""
         self.values.copy_(values)
         self.transposed_values.copy_(self._transpose(values))
 
@@ -69,7 +69,7 @@ class SparseMatrix(nn.Module):
         return self._operands(self.values, self.transposed_values)
 
     def operands_of(self, values: Tensor) -> Operands:
-        """Returns operands for `product` with other values, (entries,)."""
+        """Returns operands for `product` with the given values instead of the stored ones. values: (entries,)."""
         return self._operands(values, self._transpose(values))
 
     def _transpose(self, values: Tensor) -> Tensor:
@@ -83,18 +83,18 @@ class SparseMatrix(nn.Module):
 
 
 def _offsets(rows: Tensor, size: int) -> Tensor:
-    """Returns the index of each row's first entry, and the number of entries: (size + 1,)."""
+    """Returns the CSR offsets (size + 1,): the index of each row's first entry, then the number of entries."""
     return F.pad(torch.bincount(rows, minlength=size).cumsum(0), (1, 0))
 
 
 def product(matrix: Operands, x: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Returns A @ x, or (A @ x)[rows], which on a CPU takes only the time of these rows; differentiable in x only.
+    """Returns A @ x, or (A @ x)[rows], of which a CPU computes only the given rows. Only x gets a gradient.
 
     x: (size, d). rows: (n,) int64, may repeat. Returns (size, d) or (n, d) in the dtype of A's values, also under
     autocast.
     """
     if rows is not None and x.device.type != "cpu":
-        return product(matrix, x).index_select(0, rows)  # selecting entries would synchronise to get their number
+        return product(matrix, x).index_select(0, rows)  # selecting entries first would need a synchronisation
     with torch.autocast(x.device.type, enabled=False):
         result: Tensor = _Product.apply(x.to(matrix.csr.values.dtype), matrix, rows)
     return result
@@ -115,16 +115,16 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = grads
         if ctx.rows is not None:
-            # multiplying other rows by zero takes less time than selecting the transpose's entries
+            # zeros in all other rows cost less time than selecting entries of the transpose
             grad = grad.new_zeros(ctx.size, grad.shape[1]).index_add_(0, ctx.rows, grad)
         return multiply(ctx.transposed, grad), None, None
 
 
 def multiply(csr: CSR, x: Tensor) -> Tensor:
-    """Returns csr @ x without a gradient, with the fastest kernel on x's device.
+    """Returns csr @ x without a gradient, computed by the fastest kernel for x's device.
 
-    On a CPU this is F.embedding_bag, which is many times faster than torch's sparse products. On a GPU it is slower,
-    but used under deterministic algorithms, since it sums in a fixed order.
+    On a CPU, F.embedding_bag is many times faster than torch's sparse products. On a GPU, F.embedding_bag is slower,
+    but sums in a fixed order, so it is used only if torch must use deterministic algorithms.
     """
     offsets, columns, values = csr
     if x.device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
@@ -139,7 +139,7 @@ def multiply_by_torch_sparse(csr: CSR, x: Tensor) -> Tensor:
 
 
 def _take_rows(csr: CSR, rows: Tensor) -> CSR:
-    """Returns the matrix of the rows at indices `rows`, in this order."""
+    """Returns the matrix that consists of the given rows, in the order of `rows`."""
     starts = csr.offsets.index_select(0, rows)
     sizes = csr.offsets.index_select(0, rows + 1) - starts
     offsets = F.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))

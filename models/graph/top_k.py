@@ -12,26 +12,26 @@ _OFFICIAL_LIST = 100
 
 
 class TopK(NamedTuple):
-    """Sums over users of metrics at each cut-off k: (len(ks),) float64 each."""
+    """Metrics at each cut-off k, summed over users: (len(ks),) float64 each. A hit is a ranked held-out item."""
 
     recall: Tensor
-    """Hits in the first k places / number of positives."""
+    """Number of hits in the first k places / number of positives."""
     precision: Tensor
-    """Hits in the first k places / k."""
+    """Number of hits in the first k places / k."""
     hit: Tensor
     """1 if there is a hit in the first k places, else 0."""
     ndcg: Tensor
-    """DCG / the highest possible DCG, with min(k, number of positives) hits in the first places."""
+    """DCG / the highest possible DCG, which has hits in the first min(k, number of positives) places."""
     ndcg_official: Tensor
-    """DCG / DCG with the hits among the first 100 items moved to the front, as in KGAT's code, which is too high."""
+    """NDCG as computed by KGAT's code, which is too high: it divides DCG by the DCG of only the hits in 100 places."""
 
 
 def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) -> TopK:
-    """Ranks each user's unseen items; sets the scores of seen items to -inf in place.
+    """Ranks each user's unseen items by score; sets the scores of seen items to -inf in place.
 
     scores: (B, num_items). positives: (B, P) int64. seen: (B, S) int64. Items are distinct per row, and rows are padded
-    with num_items. Users without positives are ignored. DCG is the sum of 1 / log2(place + 2) over hits in the first k
-    places, from 0.
+    with num_items. Users without positives add 0 to all sums. DCG is the sum of 1 / log2(place + 2) over hits in the
+    first k places, which are numbered from 0.
     """
     num_items = scores.shape[1]
     hide(scores, seen)
@@ -60,10 +60,11 @@ def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) ->
 
 @lru_cache(maxsize=32)
 def _constants(ks: tuple[int, ...], length: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Returns constants of all batches, which are cached on the device and must not be changed.
+    """Returns constant tensors, which are cached on the device and must not be changed.
 
-    The constants are the cut-offs, (len(ks),) int64; whether a place is within a cut-off, and its DCG gain there or 0,
-    (length, len(ks)) float64 each; and the DCG of n hits in the first places at index n, (length + 1,) float64.
+    The constants are the cut-offs, (len(ks),) int64; 1 for places within each cut-off, else 0, and the DCG gain of
+    these places, else 0, (length, len(ks)) float64 each; and the DCG of n hits in the first n places, for n from 0,
+    (length + 1,) float64.
     """
     with torch.inference_mode(False), torch.no_grad():
         gains = 1 / torch.arange(2, length + 2, dtype=torch.float64).log2()
@@ -74,7 +75,10 @@ def _constants(ks: tuple[int, ...], length: int, device: torch.device) -> tuple[
 
 
 def hide(scores: Tensor, items: Tensor) -> None:
-    """Sets scores (B, num_items) of items, (B, S) int64 padded with num_items, to -inf in place."""
+    """Sets the scores of the given items to -inf in place.
+
+    scores: (B, num_items). items: (B, S) int64, padded with num_items.
+    """
     num_items = scores.shape[1]
     hidden = torch.where(items < num_items, -torch.inf, torch.inf).to(scores.dtype)
     scores.scatter_reduce_(1, items.clamp(max=num_items - 1), hidden, "amin")

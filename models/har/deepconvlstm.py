@@ -14,17 +14,17 @@ _NUM_UNITS = 128
 class DeepConvLstm(nn.Module):
     """Classifies windows of inertial signals: `logits = model(x)`, x (B, num_channels, T) -> (B, num_classes).
 
-    Four unpadded convolutions over time, shared by the channels, leave T - 16 steps, so T must be at least 17. Two
-    LSTMs follow, whose last state is classified. The model has 556,358 parameters for 9 channels and 6 classes. Windows
-    of a batch do not affect each other.
+    Four unpadded convolutions over time, shared by all channels, shorten T to T - 16, so T must be at least 17. Two
+    LSTM layers follow, and a linear layer classifies their last state. The model has 556,358 parameters for 9 channels
+    and 6 classes. Windows of a batch do not affect each other.
 
-    dropout: rate before the second LSTM and before the classifier, in [0, 1).
+    dropout: probability in [0, 1), applied before the second LSTM and before the classifier.
     """
 
     def __init__(self, num_channels: int = 9, num_classes: int = 6, dropout: float = 0.5) -> None:
         super().__init__()
         self.encoder = _encoder()
-        # two modules, because dropout between layers of an nn.LSTM uses cuDNN's own generator on a GPU
+        # two modules, because dropout inside an nn.LSTM would draw from cuDNN's own generator on a GPU
         self.lstm1 = nn.LSTM(num_channels * _NUM_FILTERS, _NUM_UNITS, batch_first=True)
         self.lstm2 = nn.LSTM(_NUM_UNITS, _NUM_UNITS, batch_first=True)
         self.classifier = nn.Linear(_NUM_UNITS, num_classes)
@@ -34,7 +34,7 @@ class DeepConvLstm(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The convolutions and each LSTM."""
+        """Returns the convolutions and each LSTM."""
         return [self.encoder, self.lstm1, self.lstm2]
 
     def forward(self, x: Tensor) -> Tensor:

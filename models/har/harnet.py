@@ -1,4 +1,4 @@
-"""Convolutional networks for windows of inertial signals."""
+"""HarNet: an ensemble of small convolutional networks for windows of inertial signals."""
 
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -11,26 +11,26 @@ from models.layers.ensemble import log_mean_probabilities
 Mode = Literal["early", "flatten", "average", "first"]
 
 NUM_MOVEMENT_CHANNELS = 6
-"""Number of leading channels that show movement: three of acceleration without gravity, three of rotation."""
+"""Number of leading channels that measure movement, without gravity: three of acceleration and three of rotation."""
 SMALL_MOVEMENT = 0.03
-"""Signal strength, in standard deviations, up to which the scale of a channel's second copy is about linear."""
+"""Signal value, in standard deviations, up to which asinh scaling is approximately linear."""
 
 
 class HarNet(nn.Module):
     """Classifies windows of inertial signals: `logits = model(x)`, x (B, num_channels, T) -> (B, num_classes).
 
-    The model consists of several small networks, its members, which get the same windows and share no parameters. Each
-    member has its own loss (`member_logits`); the output averages the members' probabilities (deep ensembles:
-    Lakshminarayanan et al., 2017). Members are computed in parallel, as groups of convolutions.
+    The model is a deep ensemble (Lakshminarayanan et al., 2017): it consists of several small networks, its members,
+    which get the same windows and share no parameters. Each member is trained on its own loss (`member_logits`), and
+    `forward` averages the members' probabilities. Grouped convolutions compute all members in parallel.
 
-    All layers normalise within a sample and a member (GroupNorm, LayerNorm), so samples do not affect each other. T may
-    be any length of at least 8, because features are pooled over time.
+    GroupNorm and LayerNorm normalise within a sample and a member, so samples do not affect each other. T can be any
+    length of at least 8, because features are pooled over time.
 
     mode: how channels are combined.
         "early": the first convolution gets all channels; this is the most accurate mode.
-        "flatten": an encoder is applied to each channel, and features are concatenated.
-        "average": an encoder is applied to each channel, and features are averaged.
-        "first": the encoder gets channel 0 only.
+        "flatten": one encoder is applied to each channel separately, and features are concatenated.
+        "average": one encoder is applied to each channel separately, and features are averaged.
+        "first": the encoder gets only channel 0.
     hidden_dims: widths of the hidden layers of each member's head; (): a linear head.
     dropout: probability after each hidden layer.
     widths: channels of each member's convolutions, multiples of 8; each convolution halves the time axis.
@@ -60,7 +60,7 @@ class HarNet(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The encoder, with the convolutions of all members, and the members' heads."""
+        """Returns the encoder, which contains the convolutions of all members, and each member's head."""
         return [self.encoder, *self.heads]
 
     def features(self, x: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class HarNet(nn.Module):
         elif self.mode == "first":
             features = self.encoder(x[:, :1])
         else:
-            # channels become samples of the encoder
+            # the encoder treats each channel as a sample
             per_channel = self.encoder(x.flatten(0, 1).unsqueeze(1)).unflatten(0, x.shape[:2])
             features = per_channel.transpose(1, 2).flatten(2) if self.mode == "flatten" else per_channel.mean(1)
         return features
@@ -93,9 +93,10 @@ class HarNet(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Strided convolutions, followed by mean and maximum over time: (B, C, T) -> (B, num_members, num_features).
+    """Applies strided convolutions, then pools over time: (B, C, T) -> (B, num_members, num_features).
 
-    The first six channels are input twice: unchanged, and on a nearly logarithmic scale that enlarges small movements.
+    Features are the mean and the maximum over time. The first six channels enter twice: unchanged, and on an asinh
+    scale that enlarges small movements.
     """
 
     def __init__(self, num_channels: int, widths: Sequence[int], num_members: int) -> None:
@@ -104,7 +105,7 @@ class Encoder(nn.Module):
         num_channels += min(num_channels, NUM_MOVEMENT_CHANNELS)
         groups = 1  # all members share the input channels
         for width, kernel_size in zip(widths, (9, 5, *[3] * len(widths)), strict=False):
-            # without bias, since the following normalisation has one
+            # no bias, because the following normalisation has a bias
             conv = nn.Conv1d(
                 num_channels, num_members * width, kernel_size, stride=2, padding=kernel_size // 2, groups=groups,
                 bias=False,
@@ -121,9 +122,9 @@ class Encoder(nn.Module):
 
 
 def with_small_movements(x: Tensor) -> Tensor:
-    """Appends asinh(x / 0.03) / 3 of the first six standardised channels: (B, C, T) -> (B, C + min(C, 6), T).
+    """Appends asinh(x / 0.03) / 3 for the first six channels of standardised x: (B, C, T) -> (B, C + min(C, 6), T).
 
-    Standing and sitting differ by movements of hundredths of a standard deviation, which gravity hides.
+    Standing and sitting differ by movements of only hundredths of a standard deviation.
     """
     return torch.cat([x, torch.asinh(x[:, :NUM_MOVEMENT_CHANNELS] / SMALL_MOVEMENT) / 3], dim=1)
 

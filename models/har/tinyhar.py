@@ -14,21 +14,21 @@ _NUM_FILTERS = 24
 class TinyHar(nn.Module):
     """Classifies windows of inertial signals: `logits = model(x)`, x (B, num_channels, T) -> (B, num_classes).
 
-    The model has convolutions shared by the channels, attention between the channels of a time step, a linear layer
-    that fuses the channels, an LSTM over time, and attentive pooling of the LSTM's states. T is at least 1; four
-    convolutions with strides 1, 2, 1, 2 leave ceil(T / 4) steps. The model has 42,704 parameters for 9 channels and 6
-    classes.
+    The model has convolutions shared by all channels, attention between the channels of a time step, a linear layer
+    that fuses the channels, an LSTM over time, and attentive pooling of the LSTM's states. Four convolutions with
+    strides 1, 2, 1, 2 shorten T, which must be at least 1, to ceil(T / 4). The model has 42,704 parameters for 9
+    channels and 6 classes.
 
-    The architecture is the variants attn, FC, lstm and tnaive of the authors' code (teco-kit/ISWC22-HAR), with 24
-    filters. Unlike in the authors' code, convolutions are padded, and dropout also precedes the classifier.
+    The architecture equals the variants attn, FC, lstm and tnaive of the authors' code (teco-kit/ISWC22-HAR), with 24
+    filters. Unlike the authors' code, this model pads convolutions, and applies dropout before the classifier, too.
 
-    The published model has batch norm, so in training a window's logits depend on the other windows of the micro-batch;
-    in eval mode they do not.
+    The model uses batch norm, as published, so in training a window's logits depend on the other windows of the
+    micro-batch; in eval mode they do not.
 
-    A gate scales the output of each attention. Gates are initialised to 0, so the attention's weights have no gradient
-    in the first step.
+    A learned gate scales the output of each attention. Gates are initialised to 0, so the weights of the attention have
+    no gradient in the first step.
 
-    dropout: probability, in [0, 1), after the attention between channels and before the classifier.
+    dropout: probability in [0, 1), applied after the attention between channels and before the classifier.
     """
 
     def __init__(self, num_channels: int = 9, num_classes: int = 6, dropout: float = 0.5) -> None:
@@ -44,7 +44,7 @@ class TinyHar(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The convolutions, the attention between channels, and the LSTM."""
+        """Returns the convolutions, the attention between channels, and the LSTM."""
         return [self.encoder, self.channel_attention, self.lstm]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def _encoder() -> nn.Sequential:
     layers: list[nn.Module] = []
     num_inputs = 1
     for stride in _STRIDES:
-        # with bias, since a ReLU precedes the batch norm
+        # with bias, because a ReLU precedes the batch norm
         conv = nn.Conv2d(
             num_inputs, _NUM_FILTERS, (1, _KERNEL_SIZE), stride=(1, stride), padding=(0, _KERNEL_SIZE // 2)
         )
@@ -70,9 +70,9 @@ def _encoder() -> nn.Sequential:
 
 
 class ChannelAttention(nn.Module):
-    """Self-attention between the channels of each time step, x + gate * attention(x), unscaled as in the authors' code.
+    """Computes x + gate * attention(x) between the channels of each time step; logits are not scaled, as published.
 
-    In the authors' code the projection named "key" acts as the query, because softmax runs over rows.
+    `query` corresponds to the "key" projection of the authors' code, whose softmax runs over the other dimension.
     """
 
     def __init__(self, width: int) -> None:
@@ -83,13 +83,13 @@ class ChannelAttention(nn.Module):
         self.gate = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, steps, channels, width) -> the same shape."""
+        """Applies attention. x: (B, steps, channels, width). Returns the shape of x."""
         mixed = F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x), scale=1.0)
         return x + self.gate * mixed
 
 
 class AttentivePooling(nn.Module):
-    """Last state + gate * mean of all states, weighted by softmax(v . tanh(W state + b)) over time."""
+    """Adds gate * the mean of all states, weighted by softmax(v . tanh(W state + b)) over time, to the last state."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -98,6 +98,6 @@ class AttentivePooling(nn.Module):
         self.gate = nn.Parameter(torch.zeros(1))
 
     def forward(self, states: Tensor) -> Tensor:
-        """(B, steps, width) -> (B, width)."""
+        """Pools states over time: (B, steps, width) -> (B, width)."""
         weights = self.score(self.hidden(states).tanh()).softmax(dim=1)
         return states[:, -1] + self.gate * (weights * states).sum(dim=1)

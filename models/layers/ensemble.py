@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 
 def log_mean_probabilities(logits: Tensor) -> Tensor:
-    """Returns the log of the mean of several classifiers' probabilities: (B, members, C) -> (B, C), at least float32.
+    """Returns the log of the members' mean probabilities, in at least float32: (B, members, C) -> (B, C).
 
-    In half precision small probabilities would be lost.
+    Half precision would round small probabilities to 0.
     """
     each = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=2)
     num_members = logits.shape[1]
@@ -18,10 +18,9 @@ def log_mean_probabilities(logits: Tensor) -> Tensor:
 
 
 class Ensemble(nn.Module):
-    """Log of the mean of its members' probabilities.
+    """Computes the log of the members' mean probabilities, (B, C) in at least float32.
 
-    Members map the same x to logits (B, C). The softmax of the ensemble's output, (B, C) in at least float32, is the
-    mean of the members' softmax.
+    Each member maps x to logits (B, C). The softmax of the ensemble's output equals the mean of the members' softmax.
     """
 
     def __init__(self, members: Sequence[nn.Module]) -> None:

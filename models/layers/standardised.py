@@ -8,8 +8,8 @@ from torch import Tensor, nn
 class Standardised(nn.Module):
     """Computes `network((x - mean) / std)` for x (B, num_channels, T) in physical units.
 
-    Mean and standard deviation are buffers in the state dict, so a trained model takes signals as recorded. Mean and
-    standard deviation are 0 and 1 until `set_statistics` or a state dict sets them.
+    Mean and standard deviation are stored in the state dict, so a trained model accepts signals as recorded. They are 0
+    and 1 until `set_statistics` or a state dict sets them.
     """
 
     mean: Tensor
@@ -22,7 +22,7 @@ class Standardised(nn.Module):
         self.network = network
 
     def set_statistics(self, mean: np.ndarray, std: np.ndarray) -> None:
-        """Sets mean and standard deviation of the input. mean, std: (num_channels,), std above 0."""
+        """Sets mean and standard deviation of the input. mean, std: (num_channels,); std must be above 0."""
         self.mean.copy_(torch.from_numpy(mean)[:, None])
         self.std.copy_(torch.from_numpy(std)[:, None])
 

@@ -1,19 +1,20 @@
-"""Products of attention with a table of one row per time interval.
+"""Attention to time intervals, with a table that has one row per interval length.
 
-Attention to intervals needs, with r_ij the row of the interval between query i and key j,
+If r_ij is the row of the interval between query i and key j, attention to intervals needs
 
     logits_ij = query_i . table[r_ij]             (interval_logits)
     sums_i    = sum_j weight_ij table[r_ij]       (interval_sums)
 
-without storing the looked-up rows, (B, Tq, T, width). By default logits and sums are one matrix product each: queries
-are multiplied by the whole table and each pair picks its number; weights of keys at the same interval are added first,
-then multiplied by the table. Matrix products need tensors of shape (B, heads, Tq, rows). On a CPU, if the table has
-many more rows than there are keys, most of the results would be unused, so the sums are embedding bags
-(torch.nn.functional.embedding_bag) and the logits their derivative by the weights. The gradient of the table,
+without storing the looked-up rows, (B, Tq, T, width). By default, logits and sums take one matrix product each. For
+logits, queries are multiplied by the whole table, and each pair selects its element. For sums, the weights of keys at
+the same interval are added, then multiplied by the table. The products need tensors of shape (B, heads, Tq, rows). On a
+CPU, if the table has many more rows than there are keys, most elements would be unused. In this case embedding bags
+(torch.nn.functional.embedding_bag) compute the sums, and their derivative by the weights is the logits. The gradient of
+the table,
 
     table_gradient_r = sum over the pairs of row r of weight_ij query_i
 
-is also an embedding bag, of the pairs sorted by row. All results are exact.
+is also an embedding bag, over pairs sorted by row. No result is an approximation.
 """
 
 from functools import cached_property
@@ -28,20 +29,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from trainer.common.torch_private import run_backward
 
 _ROWS_PER_KEY = 10
-"""Rows per key above which embedding bags are faster, measured in training and inference for 25 to 200 keys."""
+"""Number of rows per key above which embedding bags are faster, measured for 25 to 200 keys."""
 
 
 class Pairs:
-    """Table row that each (query, key) pair looks up."""
+    """Index of the table row that each (query, key) pair looks up."""
 
     def __init__(self, row: Tensor, num_rows: int) -> None:
-        """Stores the rows. row: (B, Tq, T) int64 in [0, num_rows)."""
+        """Stores the indices. row: (B, Tq, T) int64 in [0, num_rows)."""
         self.row = row
         self.num_rows = num_rows
 
     @cached_property
     def by_row(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns pairs sorted by row: the pairs' indices, their queries' indices, and where each row begins."""
+        """Returns the indices of pairs sorted by row, the query index of each pair, and where each row begins."""
         row, pair = self.row.flatten().sort(stable=True)
         first = torch.searchsorted(row, torch.arange(self.num_rows))
         return pair, pair // self.row.shape[-1], first
@@ -66,7 +67,7 @@ def interval_sums(weight: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
 
 
 def _in_bags(pairs: Pairs) -> bool:
-    # the logits are a derivative, and inference_mode disables autograd
+    # embedding bags get logits from a derivative, but inference_mode disables autograd
     if pairs.row.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
     return pairs.num_rows > _ROWS_PER_KEY * pairs.row.shape[-1]
@@ -78,7 +79,7 @@ def _by_head(product: Any, x: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
 
 
 class _Logits(torch.autograd.Function):
-    """Computes the logits of one head: (B, Tq, C), (rows, C) -> (B * Tq, T)."""
+    """Computes `interval_logits` for one head: (B, Tq, C), (rows, C) -> (B * Tq, T)."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
@@ -98,7 +99,7 @@ class _Logits(torch.autograd.Function):
 
 
 class _Sums(torch.autograd.Function):
-    """Computes the sums of one head: (B, Tq, T), (rows, C) -> (B * Tq, C)."""
+    """Computes `interval_sums` for one head: (B, Tq, T), (rows, C) -> (B * Tq, C)."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
@@ -119,12 +120,15 @@ class _Sums(torch.autograd.Function):
 
 
 def _sums(weight: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
-    """Returns the sums of one head: (B * Tq, T), (rows, C) -> (B * Tq, C)."""
+    """Returns sum_j weight_ij table[r_ij] for one head: (B * Tq, T), (rows, C) -> (B * Tq, C)."""
     return F.embedding_bag(pairs.row.flatten(0, 1), table, per_sample_weights=weight.contiguous(), mode="sum")
 
 
 def _logits(query: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
-    """Returns the gradient of (_sums(weight) * query).sum() by weight: (B * Tq, C), (rows, C) -> (B * Tq, T)."""
+    """Returns the logits of one head, which are the gradient of (_sums(weight) * query).sum() by weight: (B * Tq, T).
+
+    query: (B * Tq, C). table: (rows, C).
+    """
     with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
         weight = query.new_zeros(len(query), pairs.row.shape[-1], requires_grad=True)
         # torch.autograd.grad would import sympy, which takes a third of a second
@@ -134,7 +138,7 @@ def _logits(query: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
-    # Hooks that recompute or offload saved tensors are meant for the outer backward only.
+    # hides hooks that recompute or offload saved tensors, which must affect only the outer backward
     return tensor
 
 

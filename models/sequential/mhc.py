@@ -1,10 +1,10 @@
 """Manifold-constrained hyper-connections: several residual streams instead of one (arXiv 2512.24880).
 
-A token's state is n streams X (n, C). Around a sub-layer F, which includes its own norm,
+The state X of a token consists of n streams: (n, C). Around a sub-layer F, which includes its own norm, it becomes
 
     X' = H_res X + h_post^T F(h_pre X)
 
-with coefficients that depend on the token (equations 7 and 8 of the paper): with v = RMSNorm(vec(X)),
+with coefficients that depend on the token by v = RMSNorm(vec(X)) (equations 7 and 8 of the paper):
 
     h_pre = sigmoid(a_pre v phi_pre + b_pre)
     h_post = 2 sigmoid(a_post v phi_post + b_post)
@@ -14,9 +14,9 @@ A model's first connection creates the streams as copies of its input, and its l
 first connection lacks h_pre and H_res, which have no effect on equal streams (a norm cancels the scale of h_pre X). The
 last connection lacks H_res, which does not change the mean.
 
-Initially h_post is 1, H_res is close to the identity and h_pre sums to 1, mostly on stream l mod n at connection l. All
-streams are equal at first, and the network computes the same as with pre-norm residuals. Different h_pre give the
-streams different gradients; with equal h_pre the streams would stay equal throughout training.
+Initially h_post is 1, H_res is close to the identity, and h_pre sums to 1, with most weight on stream l mod n at
+connection l. All streams are equal at first, so the network computes the same function as with pre-norm residuals.
+Different h_pre give the streams different gradients; with equal h_pre the streams would stay equal during training.
 """
 
 import math
@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from models.sequential.sasrec import NORM_EPS, Sublayer, rows
 
 _OTHERS_SHARE = 1 / (1 + math.exp(4.0))
-"""Initial h_pre of all streams but one: sigmoid(-4)."""
+"""Initial h_pre of each stream except one: sigmoid(-4)."""
 _RESIDUAL_LOGIT = 1.5
-"""Initial value of b_res on the diagonal; other elements are the negative of this value."""
+"""Initial value of b_res on the diagonal; elements off the diagonal have the negative of this value."""
 _PHI_STD = 0.02
 _SMALLEST_ENTRY = math.exp(-27.0)
 
@@ -40,7 +40,7 @@ def hyper_connections(
     width: int, num_blocks: int, num_streams: int = 4, init_gate: float = 0.01, num_iterations: int = 20,
     in_full_precision: bool = False,
 ) -> list["HyperConnection"]:  # fmt: skip
-    """Creates the connections of a model, two per block. Arguments: as in HyperConnection."""
+    """Creates the connections of a model, two per block. The arguments equal those of HyperConnection."""
     last = 2 * num_blocks - 1
     return [
         HyperConnection(
@@ -52,15 +52,15 @@ def hyper_connections(
 
 
 class HyperConnection(nn.Module):
-    """Hyper-connection around a sub-layer, which replaces a pre-norm residual connection.
+    """Hyper-connection around a sub-layer; replaces a pre-norm residual connection.
 
     layer: index of the sub-layer in the model, from 0.
     num_streams: n, at least 2.
     init_gate: initial a_pre, a_post and a_res, which determine how much the coefficients depend on the token.
-    num_iterations: of Sinkhorn and Knopp's algorithm, at least 1.
-    in_full_precision: disables autocast for everything but the sub-layer.
-    opens: takes (B, T, C) and creates the streams.
-    closes: returns (B, T, C), the mean of the streams.
+    num_iterations: number of iterations of Sinkhorn and Knopp's algorithm, at least 1.
+    in_full_precision: disables autocast except in the sub-layer.
+    opens: whether the input is (B, T, C), from which the connection creates the streams.
+    closes: whether the output is the mean of the streams, (B, T, C).
     """
 
     def __init__(
@@ -87,11 +87,14 @@ class HyperConnection(nn.Module):
             self.residual = ResidualMatrix(read, n, init_gate, num_iterations)
 
     def forward(self, x: Tensor, sublayer: Sublayer, last: Tensor | None = None) -> Tensor:
-        """Applies the sub-layer: (B, T, n, C) -> (B, T, n, C), with `last` (B, 1, n, C); see `opens` and `closes`."""
+        """Applies the sub-layer: (B, T, n, C) -> (B, T, n, C), or (B, 1, n, C) with `last` (as in `sasrec.rows`).
+
+        `opens` removes n from the shape of the input, and `closes` removes n from the shape of the output.
+        """
         with self._precision(x):
             streams = x.unsqueeze(-2) if self.opens else x
             projected = self._projected(streams)
-            # multiplied and summed, since a product of such thin matrices is many times slower on a CPU
+            # a matrix product of so few rows would be many times slower on a CPU than multiplying and summing
             read = x if self.opens else (torch.sigmoid(self.pre(projected["pre"])).unsqueeze(-1) * streams).sum(-2)
             normalised = self.norm(read)
         out = sublayer(rows(normalised, last), normalised)
@@ -104,10 +107,10 @@ class HyperConnection(nn.Module):
             return kept + post.unsqueeze(-1) * out.unsqueeze(-2)
 
     def _projected(self, streams: Tensor) -> dict[str, Tensor]:
-        """Returns RMSNorm(vec(X)) phi by name of the coefficients: (B, T, n, C) -> (B, T, number of coefficients) each.
+        """Returns RMSNorm(vec(X)) phi for each kind of coefficients, (B, T, number of coefficients) each, by name.
 
-        RMSNorm has no weight of its own, because phi includes it. RMSNorm's division is applied to
-        the product with phi, which is smaller than X.
+        streams: X, (B, T, n, C). RMSNorm has no weight, because phi includes it. The division by the root mean square
+        is applied after the product with phi, because the product is smaller than X.
         """
         phi = {name: part.phi for name, part in self.named_children() if isinstance(part, Coefficients)}
         flat = streams.flatten(-2)
@@ -122,7 +125,7 @@ class HyperConnection(nn.Module):
 
 
 class Coefficients(nn.Module):
-    """Computes gate * projected + bias in full precision; the connection computes projected = RMSNorm(vec(X)) phi."""
+    """Computes gate * projected + bias; the hyper-connection computes projected = RMSNorm(vec(X)) phi."""
 
     def __init__(self, num_inputs: int, bias: Tensor, gate: float) -> None:
         super().__init__()
@@ -136,10 +139,10 @@ class Coefficients(nn.Module):
 
 
 class ResidualMatrix(Coefficients):
-    """Computes H_res of every token, a doubly stochastic matrix."""
+    """Computes the doubly stochastic matrix H_res of each token."""
 
     stays_eager: ClassVar[bool] = True
-    """Whether `torch.compile` skips the module, which takes many minutes to compile: all iterations are unrolled."""
+    """Whether to exclude the module from `torch.compile`, which would take many minutes to unroll all iterations."""
 
     def __init__(self, num_inputs: int, num_streams: int, gate: float, num_iterations: int) -> None:
         super().__init__(num_inputs, _RESIDUAL_LOGIT * (2 * torch.eye(num_streams) - 1).flatten(), gate)
@@ -153,7 +156,7 @@ class ResidualMatrix(Coefficients):
 
 
 def _one_hot_read(stream: int, n: int) -> Tensor:
-    """Returns the initial b_pre, (n,): h_pre sums to 1, mostly on the given stream."""
+    """Returns the initial b_pre, (n,), for which h_pre sums to 1, with most weight on the given stream."""
     share = torch.full((n,), _OTHERS_SHARE)
     share[stream] = 1 - (n - 1) * _OTHERS_SHARE
     return torch.logit(share)
@@ -162,12 +165,12 @@ def _one_hot_read(stream: int, n: int) -> Tensor:
 def doubly_stochastic(logits: Tensor, num_iterations: int) -> Tensor:
     """Returns doubly stochastic matrices near exp(logits): (..., n, n), in at least float32.
 
-    Divides columns and rows by their sums in turn (Sinkhorn and Knopp, 1967), rows last. Widely spread logits would
-    need too many iterations, so the rounding method of Altschuler, Weed and Rigollet (NeurIPS 2017, algorithm 2)
-    removes the remaining error of the columns.
+    The algorithm of Sinkhorn and Knopp (1967) divides columns, then rows, by their sums, repeatedly. Because widely
+    spread logits would need too many iterations, the rounding method of Altschuler, Weed and Rigollet (NeurIPS 2017,
+    algorithm 2) removes the remaining error of the column sums.
     """
     n = logits.shape[-1]
-    # with tokens last, summing rows or columns adds long vectors
+    # tokens are the last dimension, so that sums of rows or columns add long vectors
     by_token = logits.reshape(-1, n, n).permute(1, 2, 0)
     if by_token.dtype in (torch.float16, torch.bfloat16):
         by_token = by_token.float()
@@ -176,20 +179,20 @@ def doubly_stochastic(logits: Tensor, num_iterations: int) -> Tensor:
     lack_of_row = (1 - matrix.sum(1, keepdim=True)).clamp(min=0)
     lack_of_column = (1 - matrix.sum(0, keepdim=True)).clamp(min=0)
     matrix = matrix + lack_of_row * lack_of_column / lack_of_row.sum(0, keepdim=True).clamp(min=_SMALLEST_ENTRY)
-    # contiguous, since batched products of other layouts run one by one
+    # contiguous, because batched products of other layouts are computed one at a time
     return matrix.permute(2, 0, 1).reshape(logits.shape).contiguous()
 
 
 class _Sinkhorn(torch.autograd.Function):
-    """Normalises columns and rows of exp(logits) in turn, for logits (n, n, tokens).
+    """Alternately normalises the columns and rows of exp(logits), for logits (n, n, tokens).
 
-    Every iterate is diag(u) K diag(v) with a fixed K, so only u and v are computed and stored for backward. Entries
-    below e^-27 times the largest entry of their column are raised to this bound, so that no sum becomes 0.
+    Each iterate is diag(u) K diag(v) with a fixed K, so only u and v are computed and stored for backward. Entries
+    below e^-27 times the largest entry of their column are raised to this bound, which keeps all sums above 0.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, num_iterations: int) -> Tensor:
-        # scaling each column to a maximum of 1 changes nothing: the first division would cancel it
+        # scales each column to a maximum of 1; the first normalisation cancels this factor
         kernel = (logits - logits.amax(0, keepdim=True)).exp().clamp(min=_SMALLEST_ENTRY).contiguous()
         u = [torch.ones_like(kernel[:, 0])]
         v = []

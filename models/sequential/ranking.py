@@ -1,7 +1,7 @@
 """Training losses and metrics of next-item prediction.
 
-The score of item i is the dot product of a state, (..., d), with row i of the item table; item 0 is padding and never
-scored. Every loss is a sum over positions whose target is not padding.
+The score of item i is the dot product of a state, (..., d), with row i of the item table. Item 0 is padding and is
+never scored. Each loss is a sum over positions whose target is not padding.
 """
 
 import math
@@ -13,13 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
-"""Number of scores `full_softmax` computes at a time: few enough for a CPU's cache, or enough to keep a GPU busy."""
+"""Number of scores that `full_softmax` computes at a time: fits into a CPU's cache, or keeps a GPU busy."""
 _FEWEST_POSITIONS = 16
 """Minimum number of positions per chunk, since each chunk reads the whole table."""
 
 
 def binary_cross_entropy(states: Tensor, targets: Tensor, negatives: Tensor, table: Tensor) -> Tensor:
-    """Returns the sum of softplus(-s+) + mean of softplus(s-) over a position's negatives (SASRec, equation 6).
+    """Returns the sum over positions of softplus(-s+) + mean of softplus(s-) (SASRec, equation 6).
+
+    s+ is the score of a position's target, and s- the scores of its negatives.
 
     states: (B, T, d). targets: (B, T). negatives: (B, T, k). table: (num_items + 1, d).
     """
@@ -32,10 +34,10 @@ def binary_cross_entropy(states: Tensor, targets: Tensor, negatives: Tensor, tab
 def generalised_binary_cross_entropy(
     states: Tensor, targets: Tensor, negatives: Tensor, table: Tensor, calibration: float
 ) -> Tensor:
-    """Returns gBCE, less overconfident than BCE with few negatives (Petrov and Macdonald, RecSys 2023, equation 12).
+    """Returns gBCE (Petrov and Macdonald, RecSys 2023, equation 12), which corrects BCE for the sampling of negatives.
 
-    Per position, -(log sigma(s+)^beta + sum log(1 - sigma(s-))) / (k + 1), with the sampling rate alpha = k /
-    (num_items - 1) and beta = alpha (t (1 - 1 / alpha) + 1 / alpha).
+    A position adds -(log sigma(s+)^beta + sum log(1 - sigma(s-))) / (k + 1), with scores s+ of the target and s- of
+    the negatives, sampling rate alpha = k / (num_items - 1) and beta = alpha (t (1 - 1 / alpha) + 1 / alpha).
 
     negatives: (B, k), shared by all positions of a sequence. calibration: t in [0, 1]; 0 is plain BCE, 1 fully corrects
     the sampling bias.
@@ -49,7 +51,10 @@ def generalised_binary_cross_entropy(
 
 
 def sampled_softmax(states: Tensor, targets: Tensor, negatives: Tensor, table: Tensor) -> Tensor:
-    """Returns softmax cross-entropy over the target and negatives (B, k), shared by all positions of a sequence."""
+    """Returns softmax cross-entropy over the target and the negatives.
+
+    negatives: (B, k), shared by all positions of a sequence.
+    """
     positive, negative = _scores(states, targets, negatives, table)
     of_all = torch.logaddexp(positive, negative.logsumexp(-1))
     return _sum_over_items(of_all - positive, targets)
@@ -59,7 +64,7 @@ def full_softmax(states: Tensor, targets: Tensor, table: Tensor) -> Tensor:
     """Returns softmax cross-entropy over all items, without storing all scores at once."""
     flat, targets = states.flatten(0, -2), targets.flatten()
     if flat.device.type == "cpu":
-        # skipping padding saves work, but on a GPU the host would wait for the number of positions
+        # skips padding, which on a GPU would make the host wait for the number of positions
         real = targets.nonzero().squeeze(1)
         flat, targets = flat.index_select(0, real), targets.index_select(0, real)
     loss: Tensor = _FullSoftmax.apply(flat, targets, table)
@@ -69,8 +74,8 @@ def full_softmax(states: Tensor, targets: Tensor, table: Tensor) -> Tensor:
 class _FullSoftmax(torch.autograd.Function):
     """Computes the loss and its gradients in chunks of positions.
 
-    The gradient of the loss by the scores is softmax minus one-hot. Forward stores the gradients of states
-    and table, which are no larger than the inputs, and backward scales them.
+    The gradient of the loss by the scores is softmax minus one-hot. Forward computes the gradients of states and table,
+    which are no larger than the inputs, and backward scales these gradients.
     """
 
     @staticmethod
@@ -102,7 +107,10 @@ class _FullSoftmax(torch.autograd.Function):
 
 
 def _scores(states: Tensor, targets: Tensor, negatives: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns scores of targets, (B, T), and of negatives (B, k) as (B, T, k), in at least float32 for summing."""
+    """Returns scores of targets, (B, T), and scores of negatives, (B, T, k), in at least float32.
+
+    negatives: (B, k), shared by all positions of a sequence.
+    """
     states = _of_items(states, targets)
     positive = (states * F.embedding(targets, table)).sum(-1)
     negative = states @ F.embedding(negatives, table).transpose(-2, -1)
@@ -114,17 +122,16 @@ def _sum_over_items(loss: Tensor, targets: Tensor) -> Tensor:
 
 
 def _of_items(states: Tensor, targets: Tensor) -> Tensor:
-    """Returns states with zeros at padding, where states may be infinite or NaN."""
+    """Sets states at padding, which may be infinite or NaN, to zero."""
     return torch.where((targets > 0).unsqueeze(-1), states, 0)
 
 
 def place_of_target(target: Tensor, others: Tensor) -> Tensor:
     """Returns the number of other items ranked above the target, float64 (B,).
 
-    target: (B,), the target's score. others: (B, n), scores of the other items. If m of the others equal the target's
-    score, m / 2 of them count as above the target, whatever their order. NaN scores count as above the target, and all
-    other items count as above a target of score NaN. An item of score -inf does not count, unless the target's score is
-    -inf, too.
+    target: (B,), score of the target. others: (B, n), scores of the other items. An item with the target's score counts
+    as 1/2. An item with score NaN counts as above the target, and if the target's score is NaN, all other items count
+    as above the target. An item with score -inf counts only if the target's score is also -inf.
     """
     target = target.unsqueeze(1)
     num_below = (others < target).sum(1)
@@ -135,18 +142,18 @@ def place_of_target(target: Tensor, others: Tensor) -> Tensor:
 def ranking_metrics(place: Tensor, cutoffs: Sequence[int]) -> Tensor:
     """Returns hit rate, NDCG and reciprocal rank at each cut-off, summed over queries: (3, len(cutoffs)) float64.
 
-    place: (B,), from `place_of_target`. At cut-off k, a query with place <= k - 1 is a hit, with NDCG 1 / log2(place +
-    2) and reciprocal rank 1 / (place + 1). Otherwise all are 0.
+    place: (B,), result of `place_of_target`. At cut-off k, a query with place <= k - 1 is a hit, with NDCG
+    1 / log2(place + 2) and reciprocal rank 1 / (place + 1). For other queries all three metrics are 0.
     """
     place = place.double().unsqueeze(1)
-    # Python numbers are passed to a GPU with the kernel; copying a tensor would make the host wait
+    # compares with Python numbers, because copying a tensor of cut-offs to a GPU would make the host wait
     hit = torch.cat([place <= cutoff - 1 for cutoff in cutoffs], dim=1).double()
     gain = math.log(2) / torch.log(place + 2)
     return torch.stack([hit.sum(0), (hit * gain).sum(0), (hit / (place + 1)).sum(0)])
 
 
 def times_recommended(scores: Tensor, cutoffs: Sequence[int]) -> Tensor:
-    """Counts, for each cut-off k, the queries that have an item among their k best: (len(cutoffs), n) float64."""
+    """Counts, for each cut-off k and item, the queries that rank the item in their top k: (len(cutoffs), n) float64."""
     best = scores.topk(min(max(cutoffs), scores.shape[1]))
     counts = (best.values > -math.inf).double()
     times = counts.new_zeros(len(cutoffs), scores.shape[1])

@@ -1,7 +1,7 @@
-"""SASRec: self-attentive sequential recommendation (Kang and McAuley, ICDM 2018), with the base of similar models.
+"""SASRec: self-attentive sequential recommendation (Kang and McAuley, ICDM 2018), and a base class of similar models.
 
-Histories are padded with zeros at the end. Attention is causal, so items never attend to padding and no padding mask is
-needed. The last item of every history has the last position, as in the published code, which pads at the start.
+Histories are padded with zeros at the end. Attention is causal, so items never attend to padding, and no padding mask
+is needed. The last item of each history gets the last position, as in the published code, which pads at the start.
 """
 
 import math
@@ -16,7 +16,7 @@ from models.layers.dropout import Dropout
 
 NormOrder = Literal["original", "pre", "post"]
 Sublayer = Callable[[Tensor, Tensor], Tensor]
-"""Function (query input, context) -> update of the residual stream; feed-forward sub-layers ignore the context."""
+"""Function that maps (query input, context) to an update of the residual stream; only attention uses the context."""
 
 NORM_EPS = 1e-8
 _CHUNK_STEPS = 50
@@ -50,16 +50,16 @@ class Residual(nn.Module):
 def rows(x: Tensor, last: Tensor | None) -> Tensor:
     """Selects time step last[b] of each sequence b: (B, T, ...) -> (B, 1, ...). Returns x if `last` is None.
 
-    Only the state after the last item predicts the next one, so in inference the last block needs no other query.
+    In inference, only the state after the last item is needed, so the last block computes a single query per sequence.
     """
     return x if last is None else x[torch.arange(x.shape[0], device=x.device), last].unsqueeze(1)
 
 
 def causal_chunks(num_steps: int, device: torch.device) -> list[tuple[int, int]]:
-    """Returns ranges of query time steps, each processed with the keys up to its end.
+    """Returns consecutive ranges of query time steps; queries of a range need only the keys up to the range's end.
 
-    On a CPU, several ranges save up to half of all (query, key) pairs. On a GPU, which is faster with few large
-    kernels, and in exported programs, which must fit any number of steps, all steps are one range.
+    On a CPU, several ranges save up to half of all (query, key) pairs. A single range is used on a GPU, where few large
+    kernels are faster, and in compiled or exported programs, which must accept any number of steps.
     """
     if device.type != "cpu" or torch.compiler.is_compiling():
         return [(0, num_steps)]
@@ -67,10 +67,9 @@ def causal_chunks(num_steps: int, device: torch.device) -> list[tuple[int, int]]
 
 
 def causal_parts(query: Tensor) -> list[tuple[Tensor, int]]:
-    """Splits queries into `causal_chunks`, and returns each with its end. query: (B, heads, T, width / heads).
+    """Splits queries into `causal_chunks`, and returns (chunk, end) pairs. query: (B, heads, T, width / heads).
 
-    The backward of `split` concatenates gradients once, while the backward of slices would pad each gradient with zeros
-    and add them.
+    `split` is faster than slicing, because its backward concatenates gradients once instead of adding padded gradients.
     """
     chunks = causal_chunks(query.shape[2], query.device)
     parts = query.split([stop - start for start, stop in chunks], dim=2)
@@ -80,7 +79,7 @@ def causal_parts(query: Tensor) -> list[tuple[Tensor, int]]:
 def causal_softmax(logits: Tensor) -> Tensor:
     """Returns the softmax over keys up to each query's time step: (..., Tq, T).
 
-    The queries are those of the last Tq of T time steps. The logits are changed in place.
+    The queries belong to the last Tq of T time steps. The logits are changed in place.
     """
     num_queries, num_keys = logits.shape[-2:]
     hidden = logits.new_full((num_queries, num_keys), -math.inf).triu_(num_keys - num_queries + 1)
@@ -88,13 +87,13 @@ def causal_softmax(logits: Tensor) -> Tensor:
 
 
 def last_softmax(logits: Tensor, last: Tensor) -> Tensor:
-    """Returns the softmax over keys up to time step last[b], for one query per sequence: (B, heads, 1, T)."""
+    """Returns the softmax over keys up to time step last[b] of each sequence b. logits: (B, heads, 1, T)."""
     behind = torch.arange(logits.shape[-1], device=logits.device) > last.view(-1, 1, 1, 1)
     return logits.masked_fill(behind, -math.inf).softmax(dim=-1)
 
 
 class FeedForward(nn.Module):
-    """Applies two linear layers with ReLU between, which in the paper's code are convolutions of kernel size 1."""
+    """Applies two linear layers with a ReLU between them (in the paper's code, convolutions of kernel size 1)."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -107,7 +106,7 @@ class FeedForward(nn.Module):
 
 
 class Projections(nn.Module):
-    """Linear layers for queries, keys and values of all heads. Keys need no bias, since softmax would cancel it."""
+    """Linear layers for queries, keys and values of all heads. Keys have no bias, because softmax would cancel it."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -125,11 +124,11 @@ class Projections(nn.Module):
 
     def scaled_query(self, query_input: Tensor) -> Tensor:
         """Returns queries divided by sqrt(width / heads): (B, T, width) -> (B, heads, T, width / heads)."""
-        scale = (self.num_heads / query_input.shape[-1]) ** 0.5  # weights are scaled, since they are fewer
+        scale = (self.num_heads / query_input.shape[-1]) ** 0.5  # scales weights, which are fewer than queries
         return self.split(F.linear(query_input, self.query.weight * scale, self.query.bias * scale))
 
     def score(self, query: Tensor, context: Tensor) -> Tensor:
-        """Returns one query's products with all keys, without computing the keys: q . (W c) = (W^T q) . c.
+        """Returns the logits of one query for all keys, without computing the keys: q . (W c) = (W^T q) . c.
 
         query: (B, heads, 1, width / heads). context: (B, T, width). Returns (B, heads, 1, T).
         """
@@ -147,7 +146,7 @@ class Projections(nn.Module):
         return pooled + attention.sum(-1, keepdim=True) * bias
 
     def split(self, x: Tensor) -> Tensor:
-        """Splits into heads: (..., T, width) -> (..., heads, T, width / heads)."""
+        """Splits the last dimension into heads: (..., T, width) -> (..., heads, T, width / heads)."""
         return x.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)
 
 
@@ -173,7 +172,7 @@ class CausalAttention(nn.Module):
         if query.device.type != "cpu":
             p = self.dropout.p if self.training else 0.0
             return merge_heads(F.scaled_dot_product_attention(query, key, value, None, p, is_causal=True, scale=1))
-        # for such lengths, matrix products are faster on a CPU than torch's fused attention
+        # for lengths of histories, matrix products are faster on a CPU than torch's fused attention
         parts = []
         for part, stop in causal_parts(query):
             logits = part @ key[:, :, :stop].transpose(-2, -1)
@@ -192,18 +191,18 @@ class Block(nn.Module):
         self.attention_connection, self.feed_forward_connection = connections
 
     def forward(self, x: Tensor, *relations: Any, last: Tensor | None = None) -> Tensor:
-        """Returns the next states. relations: further inputs of the attention."""
+        """Returns the next states. relations: additional inputs of the attention. last: as in `rows`."""
         x = self.attention_connection(x, lambda query, context: self.attention(query, context, *relations, last), last)
         return self.feed_forward_connection(x, lambda query, _: self.feed_forward(query))
 
 
 class SequentialRecommender(nn.Module):
-    """Base class: item embeddings, blocks and a final norm. Subclasses define the input of the blocks.
+    """Base class with item embeddings, blocks and a final norm. Subclasses define the input of the blocks (`embed`).
 
-    num_items: items are 1..num_items; 0 is padding.
-    maxlen: longest history, in items.
+    num_items: number of items, which are numbered from 1; 0 is padding.
+    maxlen: maximum number of items in a history.
     attentions: one attention module per block.
-    connections: two per block, around attention and feed-forward layer.
+    connections: two connections per block, around attention and feed-forward layer.
     """
 
     def __init__(
@@ -217,7 +216,7 @@ class SequentialRecommender(nn.Module):
     ) -> None:
         super().__init__()
         self.maxlen = maxlen
-        self.item_scale = math.sqrt(width)  # of item embeddings in the blocks' input, as published
+        self.item_scale = math.sqrt(width)  # factor on item embeddings in the blocks' input, as published
         self.items = nn.Embedding(num_items + 1, width, padding_idx=0)
         self.dropout = Dropout(dropout)
         self.blocks = nn.ModuleList(
@@ -227,10 +226,10 @@ class SequentialRecommender(nn.Module):
         self.norm = nn.LayerNorm(width, eps=NORM_EPS)
 
     def forward(self, items: Tensor, length: Tensor, times: Tensor | None = None) -> Tensor:
-        """Returns each item's score as the next item, (B, num_items + 1), and -inf for item 0, which is padding.
+        """Returns next-item scores (B, num_items + 1), with -inf for item 0, which is padding.
 
-        items: (B, T) int64, T <= maxlen, each history from oldest to newest, then zeros. length: (B,) int64, at least
-        1, number of items. times: (B, T) integers, scaled as in TiSASRec; ignored by models without time.
+        items: (B, T) int64, T <= maxlen; each history from oldest to newest, then zeros. length: (B,) int64, number of
+        items in each history, at least 1. times: (B, T) integers, used only by TiSASRec.
         """
         states = self.encode(items, length, times, only_last=True)[:, 0]
         table = self.items.weight
@@ -240,7 +239,7 @@ class SequentialRecommender(nn.Module):
         return scores
 
     def encode(self, items: Tensor, length: Tensor, times: Tensor | None = None, only_last: bool = False) -> Tensor:
-        """Returns the state after every item, (B, T, width), whose dot products with item embeddings are scores.
+        """Returns the state after each item, (B, T, width), whose dot products with item embeddings are scores.
 
         only_last: computes only the state after the last item, (B, 1, width).
         """
@@ -253,11 +252,11 @@ class SequentialRecommender(nn.Module):
         return self.norm(x)
 
     def embed(self, items: Tensor, length: Tensor, times: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
-        """Returns the input of the blocks, (B, T, width), and further inputs of their attention."""
+        """Returns the input of the blocks, (B, T, width), and additional inputs of their attention."""
         raise NotImplementedError
 
     def positions(self, items: Tensor, length: Tensor) -> Tensor:
-        """Returns positions, (B, T) int64 in [0, maxlen): maxlen - 1 for the last item of every history."""
+        """Returns positions, (B, T) int64 in [0, maxlen); the last item of each history has position maxlen - 1."""
         step = torch.arange(items.shape[1], device=items.device)
         return (step + (self.maxlen - length).unsqueeze(1)).clamp(max=self.maxlen - 1)
 
@@ -267,7 +266,7 @@ class SequentialRecommender(nn.Module):
 
 
 class SASRec(SequentialRecommender):
-    """Applies blocks of causal attention to x_t = sqrt(width) E[item_t] + P[t] (equations 1 to 5 of the paper)."""
+    """Applies causal attention blocks to x_t = sqrt(width) E[item_t] + P[t] (equations 1 to 5 of the paper)."""
 
     def __init__(
         self,
@@ -279,7 +278,7 @@ class SASRec(SequentialRecommender):
         dropout: float = 0.2,
         connections: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Creates the model. connections: as in SequentialRecommender; default: residuals of the original order."""
+        """Creates the model. connections: as in SequentialRecommender (default: `Residual` of order "original")."""
         attentions = [CausalAttention(width, num_heads, dropout) for _ in range(num_blocks)]
         super().__init__(num_items, maxlen, width, dropout, attentions, connections or residuals(width, num_blocks))
         self.position_embedding = nn.Embedding(maxlen, width)
@@ -296,7 +295,7 @@ def residuals(width: int, num_blocks: int, order: NormOrder = "original") -> lis
 
 
 def initialise(model: SequentialRecommender) -> None:
-    """Initialises weights and embeddings as Xavier normal, and biases and the embedding of item 0 as zero."""
+    """Initialises weights and embeddings with Xavier normal values, and biases and the embedding of item 0 with 0."""
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.Linear):
             nn.init.xavier_normal_(module.weight)

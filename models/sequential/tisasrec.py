@@ -1,13 +1,13 @@
-"""TiSASRec: time interval aware self-attention (Li, Wang and McAuley, WSDM 2020), without its (B, T, T, width) tensors.
+"""TiSASRec: time interval aware self-attention (Li, Wang and McAuley, WSDM 2020), without (B, T, T, width) tensors.
 
-With r_ij = min(time_span, |t_i - t_j|) and tables K^P, V^P of positions and K^R, V^R of intervals, the paper's
+With r_ij = min(time_span, |t_i - t_j|), and tables K^P, V^P of positions and K^R, V^R of intervals, the paper defines
 
     logit_ij = Q_i . (K_j + K^P_j + K^R[r_ij]) / sqrt(d)        (equation 8)
     out_i    = sum_j a_ij (V_j + V^P_j + V^R[r_ij])             (equation 6)
 
-look up K^R and V^R for every pair; models.sequential.intervals computes the same products without storing them.
+which look up K^R and V^R for each pair. models.sequential.intervals computes the sums without storing looked-up rows.
 
-Dropout of intervals applies to the tables, once per forward, instead of to the looked-up rows of every pair.
+Dropout of intervals applies to the tables, once per forward, instead of to the looked-up rows of each pair.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from models.sequential.sasrec import (
 
 
 class Intervals:
-    """Intervals r_ij = min(time_span, |t_i - t_j|) between items of histories, shared by all blocks."""
+    """Intervals r_ij = min(time_span, |t_i - t_j|) between the items of each history, shared by all blocks."""
 
     def __init__(self, times: Tensor, time_span: int) -> None:
         """Stores the times, (B, T) integers."""
@@ -43,7 +43,7 @@ class Intervals:
 
     @property
     def chunks(self) -> list[Pairs]:
-        """Returns the pairs of queries and keys per range of `causal_chunks`."""
+        """Returns the (query, key) pairs of each range of `causal_chunks`."""
         return self._of_chunks() if torch.compiler.is_compiling() else self._kept
 
     @cached_property
@@ -56,11 +56,11 @@ class Intervals:
         return [self.pairs(times[:, start:stop], times[:, :stop]) for start, stop in parts]
 
     def of_last(self, last: Tensor) -> Pairs:
-        """Returns the pairs of the query at time step last[b] of each history b with all keys."""
+        """Returns the pairs of all keys with one query of each history b, at time step last[b]."""
         return self.pairs(rows(self.times, last), self.times)
 
     def pairs(self, queries: Tensor, keys: Tensor) -> Pairs:
-        """Returns the pairs of queries with times (B, Tq) and keys with times (B, T)."""
+        """Returns all (query, key) pairs. queries: times of queries, (B, Tq). keys: times of keys, (B, T)."""
         interval = (queries.unsqueeze(2) - keys.unsqueeze(1)).abs_().clamp_(max=self.time_span)
         return Pairs(interval.long(), self.time_span + 1)
 
@@ -84,10 +84,10 @@ class IntervalAttention(nn.Module):
         interval_values: Tensor,
         last: Tensor | None = None,
     ) -> Tensor:
-        """Lets queries, (B, Tq, width), attend to context, (B, T, width); the time steps Tq are 1 with `last`, else T.
+        """Lets queries (B, Tq, width) attend to context (B, T, width). Tq is 1 with `last` (as in `rows`), else T.
 
-        intervals: of the histories. position_keys, position_values: (B, T, width), of each item's position.
-        interval_keys, interval_values: (time_span + 1, width), the tables.
+        position_keys, position_values: (B, T, width), embeddings of each item's position. interval_keys,
+        interval_values: (time_span + 1, width), tables of interval embeddings.
         """
         split = self.projections.split
         interval_keys, interval_values = split(interval_keys), split(interval_values)
@@ -122,9 +122,9 @@ class TiSASRec(SequentialRecommender):
         time_span: int = 256,
         connections: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Creates the model. time_span: cap on intervals, at least 1; longer intervals count as this long.
+        """Creates the model. time_span: at least 1; longer intervals are treated as intervals of this length.
 
-        connections: as in SequentialRecommender; default: residuals of the original order.
+        connections: as in SequentialRecommender (default: `Residual` of order "original").
         """
         attentions = [IntervalAttention(width, num_heads, dropout) for _ in range(num_blocks)]
         super().__init__(num_items, maxlen, width, dropout, attentions, connections or residuals(width, num_blocks))
@@ -136,7 +136,7 @@ class TiSASRec(SequentialRecommender):
         initialise(self)
 
     def embed(self, items: Tensor, length: Tensor, times: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
-        """Returns the blocks' input. times: (B, T) integers, in units of the user's shortest gap above 0."""
+        """Returns the blocks' input. times: (B, T) integers, in units of the user's shortest non-zero interval."""
         if times is None:
             raise ValueError("TiSASRec needs the times of the items")
         position = self.positions(items, length)

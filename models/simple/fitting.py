@@ -1,6 +1,6 @@
-"""Fits simple recommenders: computes their buffers from training histories, for a few settings of each kind.
+"""Fits simple recommenders: computes their buffers from training histories, for several settings of each model.
 
-The caller chooses a setting on the validation set.
+The caller selects a setting on the validation set.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,18 +14,18 @@ from models.simple.recommenders import MOST_ITEMS_OF_EASE, MOST_NEIGHBOURS
 
 Buffers = Mapping[str, np.ndarray]
 Cells = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Pairs of items, with a sum for each pair: (item, other item, sum), (n,) each."""
+"""Arrays (item, other item, sum), (n,) each, with a sum for each pair of items."""
 Strength = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-"""Function that converts `Cells` to strengths, (n,)."""
+"""Function that maps the arrays of `Cells` to strengths of pairs, (n,)."""
 
 _LEAST_WEIGHT = 1e-4
-"""Recency weight below which an item of a history is ignored."""
+"""Recency weight below which an item in a history is ignored."""
 _SHRINKAGE = 20
-"""Number added to the denominator of cosines, which reduces the similarity of items with few users."""
+"""Number added to the denominator of cosine similarity, to reduce the similarity of items with few users."""
 _PAIRS = 2**22
-"""Number of pairs counted at a time."""
+"""Approximate number of item pairs counted at a time."""
 _SPARSE = 8
-"""Number of array elements per pair above which pairs are sorted instead of counted in a dense array."""
+"""Number of elements per pair above which a dense array of counts is replaced by sorting pairs."""
 _USERS = 1024
 """Number of users whose dense rows are multiplied at a time."""
 
@@ -34,8 +34,8 @@ _USERS = 1024
 class TrainingHistories:
     """Training histories of all users.
 
-    offsets: (num_users + 1,) int64; user u has items[offsets[u] : offsets[u + 1]]. items: (n,), from 1 to num_items.
-    is_ordered: whether each user's items are in time order.
+    offsets: (num_users + 1,) int64; the items of user u are items[offsets[u] : offsets[u + 1]]. items: (n,), integers
+    from 1 to num_items. is_ordered: whether each user's items are in time order.
     """
 
     offsets: np.ndarray
@@ -50,14 +50,14 @@ class TrainingHistories:
 
     @cached_property
     def distinct(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns distinct (user, item) pairs, sorted by user, as users and items: (m,) int64 each."""
+        """Returns distinct (user, item) pairs, sorted by user, as arrays of users and items: (m,) int64 each."""
         pairs = np.sort(self.users * (self.num_items + 1) + self.items)
         pairs = pairs[np.diff(pairs, prepend=-1) > 0]
         return pairs // (self.num_items + 1), pairs % (self.num_items + 1)
 
     @property
     def num_pairs(self) -> int:
-        """Returns the number of item pairs in histories: the sum of their squared lengths."""
+        """Returns the number of item pairs in all histories, which is the sum of their squared lengths."""
         return int((np.diff(self.offsets) ** 2).sum())
 
     @cached_property
@@ -67,7 +67,7 @@ class TrainingHistories:
 
     @cached_property
     def common_users(self) -> np.ndarray:
-        """Returns the number of common users of each item pair, (num_items + 1, num_items + 1) float32."""
+        """Returns the number of users that each pair of items has in common, (num_items + 1, num_items + 1) float32."""
         counts = np.zeros((self.num_items + 1, self.num_items + 1), np.float32)
         users, items = self.distinct
         for first in range(0, len(self.offsets) - 1, _USERS):
@@ -79,7 +79,7 @@ class TrainingHistories:
 
 
 def candidates(kind: str, histories: TrainingHistories, maxlen: int) -> Iterator[Buffers]:
-    """Yields the buffers of the model `kind` of `SIMPLE_MODELS`, for each setting to try."""
+    """Yields the buffers of a simple model for each setting to try. kind: key of `SIMPLE_MODELS`."""
     popularity = histories.popularity.astype(np.float32)
     if kind == "popularity":
         yield {"popularity": popularity}
@@ -93,9 +93,10 @@ def candidates(kind: str, histories: TrainingHistories, maxlen: int) -> Iterator
 
 
 def _rules(histories: TrainingHistories) -> Iterator[Buffers]:
-    """Scores how often an item soon follows another: sum of 1 / distance over the root of the other item's frequency.
+    """Yields tables of rules, whose strengths measure how often an item closely follows another item.
 
-    A second setting of the rules also divides by the root of the item's own frequency, which favours rare items.
+    The strength is the sum of 1 / distance, divided by the square root of the other item's frequency. A second setting
+    also divides by the square root of the item's own frequency, which favours rare items.
     """
     items, num_items = histories.items.astype(np.int64), histories.num_items
     begins = histories.offsets[histories.users]
@@ -124,7 +125,7 @@ def _rules(histories: TrainingHistories) -> Iterator[Buffers]:
 
 
 def _item_knn(histories: TrainingHistories) -> Iterator[Buffers]:
-    """Computes the cosine similarity of two items' sets of users, reduced for small sets."""
+    """Yields tables of cosine similarities between the user sets of two items, reduced for small sets."""
     popularity, num_items = histories.popularity, histories.num_items
     users, items = histories.distinct
     by_item = np.argsort(items, kind="stable")
@@ -151,7 +152,7 @@ def _item_knn(histories: TrainingHistories) -> Iterator[Buffers]:
 
 
 def _ease(histories: TrainingHistories) -> Iterator[Buffers]:
-    """Computes B = -P / diag(P) with a zero diagonal, where P is the inverse of X'X + penalty * identity."""
+    """Yields weights B = -P / diag(P) with a zero diagonal, where P is the inverse of X'X + penalty * identity."""
     for penalty in (100, 500):
         gram = torch.from_numpy(histories.common_users[1:, 1:]).double()
         gram.diagonal().add_(penalty)
@@ -165,13 +166,13 @@ def _ease(histories: TrainingHistories) -> Iterator[Buffers]:
 _FITTED: Mapping[str, tuple[Callable[[TrainingHistories], Iterator[Buffers]], Sequence[float]]] = {
     "rules": (_rules, (0.5, 0.8, 0.9)), "itemknn": (_item_knn, (0.8, 0.9)), "ease": (_ease, (0.9,)),
 }  # fmt: skip
-"""Fitting function of each model, and ratios to try between the weights of an item and of the next item."""
+"""Maps each model to its fitting function, and to the recency weights to try for an item relative to the next item."""
 
 
 def _summed(
     item: np.ndarray, other: np.ndarray, weights: np.ndarray | None, start: int, stop: int, num_items: int
 ) -> Cells:
-    """Returns the sums of weights, or the counts, of distinct pairs of items start to stop - 1 with any items."""
+    """Sums weights (None: 1 each) over equal (item, other) pairs, for items from `start` to `stop` - 1."""
     keys, num_cells = (item - start) * (num_items + 1) + other, (stop - start) * (num_items + 1)
     if len(keys) * _SPARSE < num_cells:
         keys, place = np.unique(keys, return_inverse=True)
@@ -186,10 +187,10 @@ def _summed(
 def _tables(
     block: Callable[[int, int], Cells], costs: np.ndarray, num_items: int, strengths: Sequence[Strength]
 ) -> list[Buffers]:
-    """Builds for each strength function a table of every item's strongest neighbours, without the item itself.
+    """Builds, for each strength function, a table of each item's strongest neighbours, without the item itself.
 
-    block: returns the distinct pairs of items start to stop - 1 with any items, sorted by the first. costs: (num_items
-    + 1,), number of pairs that `block` visits for each item.
+    block: maps (start, stop) to the distinct pairs whose first item is from `start` to `stop` - 1, sorted by the first
+    item. costs: (num_items + 1,), number of pairs that `block` visits for each item.
     """
     size = num_items + 1, min(MOST_NEIGHBOURS, num_items)
     tables: list[Buffers] = [
@@ -210,7 +211,7 @@ def _tables(
 def _keep_strongest(
     table: Buffers, start: int, stop: int, item: np.ndarray, other: np.ndarray, strength: np.ndarray
 ) -> None:
-    """Writes rows start to stop - 1 of a table. item, other, strength: (n,), item ascending."""
+    """Writes rows `start` to `stop` - 1 of a table. item, other, strength: (n,), sorted by item."""
     row, num_kept = item - start, table["strengths"].shape[1]
     counts = np.bincount(row, minlength=stop - start)
     place = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]

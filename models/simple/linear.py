@@ -1,4 +1,4 @@
-"""Linear classifiers as baselines, fitted in closed form or by a few Newton steps."""
+"""Linear classifiers that serve as baselines, fitted in closed form or by a few Newton steps."""
 
 from collections.abc import Callable
 
@@ -16,9 +16,10 @@ _WINDOWS = 4096
 
 
 def window_statistics(signals: np.ndarray) -> np.ndarray:
-    """Returns statistics of windows (N, C, T): moments, extremes, changes and spectra of each channel, (N, m) float64.
+    """Computes summary statistics of each channel of windows: (N, C, T) -> (N, m) float64.
 
-    A spectrum is the logarithm of the energies of the lowest frequencies above 0.
+    The statistics are mean, standard deviation, minimum, maximum, median, mean absolute change between time steps, and
+    the logarithms of the energies of the lowest frequencies above 0.
     """
     found = []
     for start in range(0, len(signals), _WINDOWS):
@@ -31,7 +32,10 @@ def window_statistics(signals: np.ndarray) -> np.ndarray:
 
 
 def ridge_classifier(features: np.ndarray, labels: np.ndarray, num_classes: int) -> Classifier:
-    """Fits a ridge regression with target 1 for a row's class and -1 for others; features: (n, m), labels: (n,)."""
+    """Fits a ridge regression whose target is 1 for a row's class and -1 for each other class.
+
+    features: (n, m). labels: (n,), class indices.
+    """
     expand = _standardiser(features)
     x, targets = expand(features), 2.0 * (labels[:, None] == np.arange(num_classes)) - 1
     weights = np.linalg.solve(x.T @ x + _penalties(x, _RIDGE_PENALTY), x.T @ targets)
@@ -71,7 +75,7 @@ def _standardiser(features: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _penalties(x: np.ndarray, penalty: float) -> np.ndarray:
-    """Returns a diagonal matrix of penalties, which is nearly zero for the column of ones."""
+    """Returns a diagonal matrix of L2 penalties, with almost no penalty for the leading column of ones."""
     return np.diag(np.r_[1e-6, np.full(x.shape[1] - 1, penalty)])
 
 

@@ -1,6 +1,6 @@
-"""Recommenders without trained weights, which score items from a user's history by tables that `fitting` computes.
+"""Recommenders without gradient training, which score items by a user's history and by tables from `fitting`.
 
-Histories are items from 1, in time order if known, padded at the end with zeros.
+A history contains items, numbered from 1 and in time order if times are known, and is padded at the end with zeros.
 """
 
 from collections.abc import Mapping
@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from trainer.common.errors import UserError
 
 MOST_NEIGHBOURS = 200
-"""Number of strongest neighbours kept for each item."""
+"""Maximum number of neighbours kept for each item."""
 MOST_ITEMS_OF_EASE = 8000
-"""Largest number of items for EASE, whose dense matrix then has 256 MB and takes a core a minute to compute."""
+"""Maximum number of items for EASE, whose dense matrix then takes 256 MB and a minute on one core to compute."""
 _TIE_BREAK = 1e-9
-"""Factor on popularity, which orders items that have no neighbour in the history."""
+"""Weight of popularity in scores, which orders items that would otherwise have equal scores."""
 
 
 class SimpleRecommender(nn.Module):
-    """Scores all items by buffers that `fill` sets. The base class scores by popularity.
+    """Scores all items by their popularity. Subclasses score by other buffers; `fill` sets all buffers.
 
-    popularity: (num_items + 1,), number of training users of each item. recency: (maxlen,), weights of a history's
-    items, last item first.
+    popularity: (num_items + 1,), number of training users of each item. recency: (maxlen,), weights of the items in a
+    history, from the last item to the first.
     """
 
     popularity: Tensor
@@ -37,7 +37,7 @@ class SimpleRecommender(nn.Module):
         self.register_buffer("recency", torch.ones(maxlen))
 
     def fill(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Copies a result of `fitting.candidates` to the buffers; missing columns of a table stay 0."""
+        """Copies a result of `fitting.candidates` to the buffers, and sets missing columns of a table to 0."""
         buffers = dict(self.named_buffers())
         for name, array in arrays.items():
             buffer, values = buffers[name], torch.tensor(array)
@@ -47,18 +47,21 @@ class SimpleRecommender(nn.Module):
                 buffer.copy_(values)
 
     def forward(self, items: Tensor, length: Tensor, times: Tensor | None = None) -> Tensor:
-        """Returns scores (B, num_items + 1), -inf for padding. items: (B, T) int64. length: (B,). times: ignored."""
-        with torch.autocast(items.device.type, enabled=False):  # full precision, since scores are close
+        """Returns scores (B, num_items + 1), with -inf for item 0, which is padding.
+
+        items: (B, T) int64. length: (B,), number of items in each history. times: ignored.
+        """
+        with torch.autocast(items.device.type, enabled=False):  # full precision, because many scores are close
             scores = self._scores(items, length)
         return torch.cat([torch.full_like(scores[:, :1], -torch.inf), scores[:, 1:]], dim=1)
 
     def _scores(self, items: Tensor, length: Tensor) -> Tensor:
         """Returns scores (B, num_items + 1)."""
-        # shape[0], since len() would be a constant in an exported program
+        # shape[0], because len() would become a constant in an exported program
         return self.popularity.expand(items.shape[0], -1)
 
     def _history(self, items: Tensor, length: Tensor) -> Tensor:
-        """Returns the weights of the history's items, (B, num_items + 1); 0 for other items."""
+        """Returns the recency weight of each item, (B, num_items + 1), which is 0 for items outside the history."""
         age = length.unsqueeze(1) - 1 - torch.arange(items.shape[1], device=items.device)
         weights = torch.where(age >= 0, self.recency[age.clamp(0, len(self.recency) - 1)], 0)
         row = torch.arange(items.shape[0], device=items.device).unsqueeze(1).expand_as(items)
@@ -67,9 +70,11 @@ class SimpleRecommender(nn.Module):
 
 
 class NeighbourTable(SimpleRecommender):
-    """Scores items by their neighbours in the history: items of the same users (itemknn), or previous items (rules).
+    """Scores each item by its neighbours in the history.
 
-    neighbours, strengths: (num_items + 1, k), strongest first; unused entries have the strength 0.
+    Neighbours are items of the same users (itemknn), or items that often directly precede the item (rules).
+
+    neighbours, strengths: (num_items + 1, k), strongest first; unused entries have strength 0.
     """
 
     neighbours: Tensor
@@ -88,9 +93,9 @@ class NeighbourTable(SimpleRecommender):
 
 
 class EASE(SimpleRecommender):
-    """Linear model of items in closed form (Steck, "Embarrassingly shallow autoencoders", WWW 2019).
+    """Linear item-item model in closed form (Steck, "Embarrassingly shallow autoencoders", WWW 2019).
 
-    weights: (num_items + 1, num_items + 1), by which the row's item in a history predicts the column's item.
+    weights: (num_items + 1, num_items + 1); [i, j] is the weight of item i in a history for the score of item j.
     """
 
     weights: Tensor

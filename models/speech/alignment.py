@@ -1,4 +1,4 @@
-"""Alignment of a text's symbols with frames of speech: the most probable CTC alignment (Viterbi, 1967)."""
+"""Alignment of symbols with frames of speech, by the most probable CTC alignment (Viterbi, 1967)."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from models.speech.ctc import BLANK
 
 
 class Aligned(NamedTuple):
-    """Frames and confidence of each symbol of a text, (U,) each."""
+    """Frames and confidence of each symbol in a text, (U,) each."""
 
     starts: np.ndarray
     """First frame of the symbol, int64."""
@@ -19,10 +19,10 @@ class Aligned(NamedTuple):
 
 
 def align(log_probs: np.ndarray, ids: np.ndarray) -> Aligned:
-    """Aligns symbols with frames of log-probabilities.
+    """Aligns a sequence of symbols with frames by the most probable CTC alignment.
 
-    log_probs: (T, V), symbol 0 is the blank. ids: (U,) integers in [1, V). Raises ValueError if T is less than U plus
-    the number of equal neighbours in ids, which need a blank between them.
+    log_probs: (T, V); symbol 0 is the blank. ids: (U,) integers in [1, V). Raises ValueError if T is less than U plus
+    the number of adjacent equal symbols, which need a blank between them.
     """
     states = np.full(2 * len(ids) + 1, BLANK)  # blank, first symbol, blank, ..., last symbol, blank
     states[1::2] = ids

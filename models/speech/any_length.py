@@ -1,7 +1,7 @@
-"""Recognisers for utterances of any length, in a form that `torch.export` can export.
+"""Speech recognisers for utterances of any length, in a form that `torch.export` can export.
 
-In training the lengths of a batch determine how an LMU computes its memory. Modules of this file use one algorithm for
-all lengths, and only operations that other runtimes support.
+In training, an LMU chooses an algorithm for its memory by the lengths of a batch. The modules in this file use one
+algorithm for all lengths, and only operations that other runtimes support.
 """
 
 import copy
@@ -17,14 +17,15 @@ from models.speech.recogniser import SpeechRecogniser
 from trainer.common.torch_private import scan
 
 _FORGOTTEN = 1e-9
-"""Largest share of a memory's impulse response that may be cut off at the end."""
+"""Maximum share of a memory's impulse response that is cut off at its end."""
 _LONGEST_RESPONSE = 2**16
 
 
 class RecogniserOfAnyLength(nn.Module):
     """Exportable copy of a recogniser in eval mode, called as `log_probs, lengths = module(audio, num_samples)`.
 
-    audio: (B, S) in about [-1, 1], zero-padded, S at least the front end's window length. num_samples: (B,) int64.
+    audio: (B, S), approximately in [-1, 1], zero-padded; S must be at least the front end's window length.
+    num_samples: (B,) int64.
     """
 
     def __init__(self, recogniser: SpeechRecogniser) -> None:
@@ -42,9 +43,9 @@ class RecogniserOfAnyLength(nn.Module):
 
 
 class ConvolvedLMU(nn.Module):
-    """Computes a `ParallelLMU` whose memory is a convolution with its impulse response.
+    """Replaces a `ParallelLMU`, and computes the memory by a convolution with its impulse response.
 
-    The impulse response is cut off where it is nearly zero: a memory forgets inputs much older than its window.
+    The impulse response is cut off where it is nearly zero, because a memory forgets inputs much older than its window.
     """
 
     response: Tensor
@@ -57,7 +58,7 @@ class ConvolvedLMU(nn.Module):
         self.register_buffer("response", response.to(lmu.skip.weight))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Replaces `ParallelLMU.forward`: x (B, T, input_size) -> (B, T, hidden_size)."""
+        """Computes the same as `ParallelLMU.forward`: x (B, T, input_size) -> (B, T, hidden_size)."""
         lmu = self.lmu
         u = lmu.signal_activation(lmu.encode(x))
         if mask is not None:
@@ -73,7 +74,7 @@ class ConvolvedLMU(nn.Module):
 
 
 def _response_length(memory_size: int, theta: float) -> int:
-    """Returns the number of time steps, a power of two, after which a memory has forgotten an impulse."""
+    """Returns the number of time steps, a power of two, after which the impulse response is negligible."""
     length = 64
     while length < _LONGEST_RESPONSE:
         response = impulse_response(memory_size, theta, 2 * length).abs().sum(0)
@@ -84,7 +85,7 @@ def _response_length(memory_size: int, theta: float) -> int:
 
 
 class ScannedLMU(nn.Module):
-    """Computes an `LMU` whose loop over time is a single `scan` operation."""
+    """Replaces an `LMU`, and computes the loop over time by a single `scan` operation."""
 
     a: Tensor
     b: Tensor
@@ -97,7 +98,7 @@ class ScannedLMU(nn.Module):
         self.register_buffer("b", b)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Returns h of all steps, (B, T, hidden_size), for x, (B, T, input_size), from a zero state."""
+        """Returns the hidden states of all time steps after a zero state: (B, T, input_size) -> (B, T, hidden_size)."""
         lmu, a, b = self.lmu, self.a, self.b
         e_h, e_m, w_h, w_m = lmu.e_h, lmu.e_m, lmu.w_h, lmu.w_m
 

@@ -1,7 +1,7 @@
 """Prefix beam search for CTC (Hannun et al., 2014, algorithm 1), which decodes a batch of utterances on the CPU.
 
-Beam search of width 1 differs from greedy decoding: it compares prefixes by the sum of all their alignments, while
-greedy decoding compares the symbols of each frame.
+Beam search of width 1 differs from greedy decoding: it compares prefixes by the total probability of their alignments,
+while greedy decoding compares the symbols of each frame.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -13,23 +13,26 @@ from models.speech.ctc import BLANK
 
 
 class Scorer(Protocol):
-    """Language model that adds to the log scores of prefixes and identifies its states by integers."""
+    """Language model whose scores are added to the log scores of prefixes. Its states are integers."""
 
     def begin(self) -> int:
-        """Returns the initial state for new utterances; states of previous utterances become invalid."""
+        """Returns the initial state for new utterances, and invalidates the states of previous utterances."""
 
     def scores(self, states: np.ndarray) -> np.ndarray:
-        """Returns the addition for appending each symbol, arbitrary for the blank: (...) int64 -> (..., V) float64."""
+        """Returns the score of appending each symbol, (..., V) float64; the blank's score is arbitrary.
+
+        states: (...) int64.
+        """
 
     def advance(self, states: np.ndarray, symbols: np.ndarray) -> np.ndarray:
-        """Returns the states, (...), after appending symbols, (...) in [1, V)."""
+        """Returns the states after appending one symbol to each state. states, symbols: (...); symbols in [1, V)."""
 
     def end(self, states: np.ndarray) -> np.ndarray:
-        """Returns the additions for the end of the utterance, (...) float64."""
+        """Returns the scores of ending the utterance in the given states, (...) float64."""
 
 
 class Hypothesis(NamedTuple):
-    """Transcript, and its log score: its log-probability plus the scorer's additions."""
+    """Transcript with its log score, which is its log-probability plus the scores of the language model."""
 
     ids: tuple[int, ...]
     log_score: float
@@ -47,9 +50,9 @@ def beam_search(
 
     If the width is at least the number of possible prefixes, log-probabilities are exact sums over all alignments.
 
-    log_probs: (B, T, V), symbol 0 is the blank. lengths: (B,), number of frames of each utterance; frames of padding
-    are ignored. width: number of prefixes kept per frame. symbols_per_frame: number of most probable symbols by which
-    prefixes are extended; None for all.
+    log_probs: (B, T, V); symbol 0 is the blank. lengths: (B,), number of frames of each utterance; frames of padding
+    are ignored. width: number of prefixes kept per frame. symbols_per_frame: number of most probable symbols with which
+    prefixes are extended; None: all symbols.
     """
     order = np.argsort(-lengths, kind="stable")  # longest first
     frames = log_probs[order].astype(np.float64)
@@ -73,12 +76,12 @@ def beam_search(
 
 @dataclass
 class _Beam:
-    """Prefixes of each utterance; all arrays are (B, W), and unused elements have probability 0."""
+    """Prefixes kept for each utterance; all arrays are (B, W), and unused elements have probability 0."""
 
     blank: np.ndarray
-    """Log-probability of all alignments of the prefix that end with a blank."""
+    """Log of the total probability of the prefix's alignments that end with a blank."""
     symbol: np.ndarray
-    """Log-probability of all alignments of the prefix that end with its last symbol."""
+    """Log of the total probability of the prefix's alignments that end with its last symbol."""
     last: np.ndarray
     """Last symbol of the prefix; 0 for the empty prefix."""
     key: np.ndarray
@@ -88,7 +91,7 @@ class _Beam:
     state: np.ndarray
     """State of the scorer after the prefix."""
     bonus: np.ndarray
-    """Sum of the scorer's additions for the prefix."""
+    """Sum of the language model's scores for the prefix."""
 
     @classmethod
     def start(cls, batch_size: int, width: int, state: int) -> Self:
@@ -102,7 +105,7 @@ class _Beam:
         return _Beam(*(getattr(self, field.name)[places] for field in fields(self)))
 
     def put(self, others: "_Beam") -> None:
-        """Replaces the first len(others) utterances."""
+        """Replaces the prefixes of the first utterances by `others`."""
         for field in fields(self):
             values = getattr(others, field.name)
             getattr(self, field.name)[: len(values)] = values
@@ -121,8 +124,8 @@ def _step(
 ) -> tuple[_Beam, np.ndarray, np.ndarray]:
     """Processes one frame. log_probs: (B, V). tried: (B, K), symbols to append.
 
-    Returns the new beam and two arrays, (B, W): each prefix's previous position in the beam, and the symbol appended to
-    the prefix, or 0.
+    Returns the new beam and two arrays, (B, W) each: the previous position of each prefix in the beam, and the symbol
+    appended to the prefix, or 0 if none was appended.
     """
     (batch_size, width), num_tried = beam.last.shape, tried.shape[1]
     every = np.arange(batch_size)[:, None]
@@ -152,7 +155,7 @@ def _step(
 
 
 def _parents(beam: _Beam) -> np.ndarray:
-    """Returns the position in the beam of each prefix without its last symbol, (B, W); -1 if it is not in the beam."""
+    """Returns the beam position of each prefix's parent (the prefix without its last symbol), (B, W); -1: not found."""
     used = beam.log_prob > -np.inf
     is_parent = beam.parent_key[:, :, None] == beam.key[:, None, :]  # (B, W prefixes, W parents)
     is_parent &= used[:, :, None] & used[:, None, :]
@@ -160,7 +163,10 @@ def _parents(beam: _Beam) -> np.ndarray:
 
 
 def _stay(beam: _Beam, parent: np.ndarray, log_probs: np.ndarray) -> _Beam:
-    """Keeps prefixes: adds a blank, repeats the last symbol, or appends this symbol to the prefix without it."""
+    """Updates the probabilities of unchanged prefixes for one frame.
+
+    A prefix stays unchanged if the frame is a blank, repeats the last symbol, or appends this symbol to its parent.
+    """
     every = np.arange(len(parent))[:, None]
     emitted = log_probs[every, beam.last]
     before = np.where(beam.last[every, parent] == beam.last, beam.blank[every, parent], beam.log_prob[every, parent])
@@ -171,9 +177,9 @@ def _stay(beam: _Beam, parent: np.ndarray, log_probs: np.ndarray) -> _Beam:
 
 
 def _append(beam: _Beam, parent: np.ndarray, log_probs: np.ndarray, tried: np.ndarray) -> np.ndarray:
-    """Returns log-probabilities, (B, W, K), of prefixes extended by a symbol; -inf for prefixes already in the beam.
+    """Returns log-probabilities (B, W, K) of prefixes extended by a symbol, or -inf if the result is in the beam.
 
-    Between two equal symbols an alignment needs a blank.
+    An alignment needs a blank between two equal symbols.
     """
     is_repeat = tried[:, None, :] == beam.last[:, :, None]
     before = np.where(is_repeat, beam.blank[:, :, None], beam.log_prob[:, :, None])
@@ -185,7 +191,7 @@ def _append(beam: _Beam, parent: np.ndarray, log_probs: np.ndarray, tried: np.nd
 
 
 def _extended(keys: np.ndarray, symbols: np.ndarray) -> np.ndarray:
-    """Extends hashes of prefixes by a symbol, with the mixing function of SplitMix64 (Steele et al., 2014)."""
+    """Adds a symbol to each prefix hash, with the mixing function of SplitMix64 (Steele et al., 2014)."""
     keys = (keys ^ symbols.astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
     keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -193,7 +199,7 @@ def _extended(keys: np.ndarray, symbols: np.ndarray) -> np.ndarray:
 
 
 def _backtrack(score: np.ndarray, sources: np.ndarray, appended: np.ndarray) -> list[list[Hypothesis]]:
-    """Follows prefixes back through the frames and returns them by score.
+    """Follows prefixes backwards through all frames, and returns each utterance's transcripts, best first.
 
     score: (B, W). sources, appended: (T, B, W), results of `_step` for each frame.
     """

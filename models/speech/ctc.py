@@ -14,15 +14,15 @@ from models.layers.lengths import within_lengths
 BLANK = 0
 
 _IMPOSSIBLE = -1e30
-"""Log-probability of impossible events, finite so that differences are not NaN."""
+"""Log-probability of impossible events; finite, because differences of infinities would be NaN."""
 
 
 def ctc_loss(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Returns -log p(target), (B,) in at least float32, and whether the target has an alignment, (B,) bool.
 
-    If the utterance has fewer frames than `shortest_alignment`, there is no alignment, and loss and gradient are 0.
+    Targets that need more frames than their utterance has (`shortest_alignment`) have loss and gradient 0.
 
-    log_probs: (B, T, V), the output of a log-softmax; the gradient is correct only through it. lengths: (B,) int64,
+    log_probs: (B, T, V), must be the output of a log-softmax for the gradient to be correct. lengths: (B,) int64,
     numbers of frames. targets: (B, U) int64 in [1, V). target_lengths: (B,) int64. Values beyond the lengths are
     ignored.
     """
@@ -38,11 +38,11 @@ def ctc_loss(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths
 
 
 def divergence(log_probs: Tensor, others: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the divergence between two outputs for the same utterances, (B,).
+    """Returns the divergence between two predictions for each utterance, (B,).
 
-    The divergence is the sum over frames of the mean of KL(p || q) and KL(q || p). Each term has a gradient only for
-    its second argument. The divergence is L_CR of Yao et al., "CR-CTC: consistency regularization on CTC for improved
-    speech recognition", ICLR 2025.
+    The divergence is the sum over frames of the mean of KL(p || q) and KL(q || p). Each term passes a gradient only to
+    its second argument. This is L_CR of Yao et al., "CR-CTC: consistency regularization on CTC for improved speech
+    recognition", ICLR 2025.
 
     log_probs, others: (B, T, V). lengths: (B,) int64, numbers of frames.
     """
@@ -52,13 +52,12 @@ def divergence(log_probs: Tensor, others: Tensor, lengths: Tensor) -> Tensor:
 
 
 def loss_without_waiting(log_probs: Tensor, lengths: Tensor, targets: Tensor) -> Tensor:
-    """Computes `ctc_loss` on a GPU, where `F.ctc_loss` makes the host wait and has a nondeterministic gradient.
+    """Computes the CTC loss on a GPU without synchronisation and with a deterministic gradient, unlike `F.ctc_loss`.
 
-    The function launches a few small kernels per frame. targets: (B, U), padded with 0; every target must have an
-    alignment.
+    Launches a few small kernels per frame. targets: (B, U), padded with 0; each target must have an alignment.
     """
     num_frames, num_symbols = log_probs.shape[1:]
-    # Frames of padding get a blank of probability 1, so that all utterances end at the same frame with equal losses.
+    # Frames of padding get a blank with probability 1: all utterances end at the same frame, and losses do not change.
     silence = log_probs.new_full((num_symbols,), _IMPOSSIBLE)
     silence[BLANK].zero_()  # `= 0` would copy a number from the host and wait
     log_probs = torch.where(within_lengths(lengths, num_frames).unsqueeze(2), log_probs, silence)
@@ -67,7 +66,7 @@ def loss_without_waiting(log_probs: Tensor, lengths: Tensor, targets: Tensor) ->
 
 
 def shortest_alignment(targets: Tensor) -> Tensor:
-    """Returns each target's minimum number of frames, (B,): one per symbol and per blank between equal neighbours.
+    """Returns the minimum number of frames of each target, (B,): one per symbol and per pair of adjacent equal symbols.
 
     targets: (B, U), padded with 0.
     """
@@ -76,7 +75,7 @@ def shortest_alignment(targets: Tensor) -> Tensor:
 
 
 class _Ctc(torch.autograd.Function):
-    """Sums over all alignments, forwards from the first frame (alpha) and backwards from the last (beta).
+    """Computes the CTC loss by the forward-backward algorithm, with sums from the first frame (alpha) and last (beta).
 
     A target of U symbols has S = 2 U + 1 states: blank, first symbol, blank, ..., last symbol, blank. A state s can
     follow s, s - 1 and, if s is a symbol that differs from the previous symbol, s - 2.
@@ -92,7 +91,7 @@ class _Ctc(torch.autograd.Function):
         last = 2 * (targets != BLANK).sum(1, keepdim=True)
         skips = (states != BLANK) & (states != F.pad(states, (2, 0))[:, :-2])
 
-        # Betas are alphas of inputs reversed in time and states, and one loop computes both. sums[0] precedes frame 0.
+        # Betas are alphas of inputs reversed in time and states, so one loop computes both. sums[0] is before frame 0.
         emitted_both = torch.cat([emitted, emitted.flip(0, 2)], 1)
         first = torch.cat([(place == 0).expand_as(states), (place == last).flip(1)])
         may_skip = torch.cat([skips, F.pad(skips, (0, 2))[:, 2:].flip(1)])
@@ -111,7 +110,7 @@ class _Ctc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Returns the loss gradient times the negative state probabilities, summed over the states of each symbol."""
+        """Returns the incoming gradient times the negative probability of each symbol in each frame."""
         states, emitted, sums, loss = ctx.saved_tensors
         alpha, beta = sums[1:, :, 2:].chunk(2, 1)
         occupied = (alpha + beta.flip(0, 2) - emitted + loss.unsqueeze(1)).exp()  # (T, B, S)
@@ -122,7 +121,7 @@ class _Ctc(torch.autograd.Function):
 
 
 class Decoded(NamedTuple):
-    """Decoded symbols of each utterance; all tensors except `sizes` are (B, T), padded at the end with 0."""
+    """Decoded symbols of each utterance. All tensors except `sizes` are (B, T), padded at the end with 0."""
 
     ids: Tensor
     """Symbols, int64 in [1, V)."""
@@ -137,7 +136,7 @@ class Decoded(NamedTuple):
 
 
 def greedy(log_probs: Tensor, lengths: Tensor) -> Decoded:
-    """Returns the most probable symbols of the frames, without repeats and blanks; the host does not wait for a GPU.
+    """Decodes the most probable symbol of each frame, and drops repeats and blanks, without synchronising with a GPU.
 
     log_probs: (B, T, V). lengths: (B,) int64, numbers of frames.
     """
@@ -146,7 +145,7 @@ def greedy(log_probs: Tensor, lengths: Tensor) -> Decoded:
     path = torch.where(within_lengths(lengths, num_frames), path, BLANK)
     is_symbol = path != BLANK
     begins = is_symbol & (path != F.pad(path, (1, 0), value=BLANK)[:, :-1])
-    # The position of each frame's symbol in the output. Frames without a symbol go to a last column, which is dropped.
+    # Output position of each frame's symbol. Frames without a symbol write to a last column, which is dropped.
     place = begins.cumsum(1) - 1
     of_symbol = torch.where(is_symbol, place, num_frames)
     of_begin = torch.where(begins, place, num_frames)

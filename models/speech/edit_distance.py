@@ -1,6 +1,6 @@
-"""Edit distance (Levenshtein, 1966) between sequences of hashable values, for many pairs or with the alignment.
+"""Edit distance (Levenshtein, 1966) between sequences of hashable values: counts for many pairs, or an alignment.
 
-Among alignments with the fewest edits, the functions choose one with the most substitutions.
+Among alignments with the fewest edits, the functions choose an alignment with the most substitutions.
 """
 
 from collections.abc import Hashable, Sequence
@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 _CHUNK = 256
-"""Number of pairs of similar length compared at a time."""
+"""Number of sequence pairs, of similar lengths, that are compared at a time."""
 
 
 class EditCounts(NamedTuple):
@@ -26,7 +26,7 @@ class EditCounts(NamedTuple):
 
 
 class Edit(NamedTuple):
-    """Step of an alignment, where hypothesis is None for a deletion and reference is None for an insertion."""
+    """Step of an alignment. A deletion has no hypothesis, and an insertion has no reference (None)."""
 
     kind: Literal["equal", "substitution", "deletion", "insertion"]
     reference: Hashable
@@ -34,7 +34,7 @@ class Edit(NamedTuple):
 
 
 def count_edits(references: Sequence[Sequence[Hashable]], hypotheses: Sequence[Sequence[Hashable]]) -> EditCounts:
-    """Counts the edits between each reference and the hypothesis of the same index."""
+    """Counts the edits between each reference and the hypothesis with the same index."""
     numbers: dict[Hashable, int] = {}
     pairs = [
         tuple([numbers.setdefault(value, len(numbers)) for value in side] for side in pair)
@@ -49,9 +49,9 @@ def count_edits(references: Sequence[Sequence[Hashable]], hypotheses: Sequence[S
 
 
 def _count_edits(references: list[list[int]], hypotheses: list[list[int]]) -> np.ndarray:
-    """Returns substitutions, deletions and insertions, (3, n), by filling the cost tables of all pairs row by row.
+    """Returns numbers of substitutions, deletions and insertions, (3, n); fills the cost tables of all pairs together.
 
-    Insertions are a running minimum over a row: cost[j] = min over k <= j of (without[k] + (j - k) * gap).
+    Insertions take a running minimum over each row: cost[j] = min over k <= j of (without[k] + (j - k) * gap).
     """
     reference, num_reference = _padded(references, -1)
     hypothesis, num_hypothesis = _padded(hypotheses, -2)
@@ -72,7 +72,7 @@ def _count_edits(references: list[list[int]], hypotheses: list[list[int]]) -> np
 
 
 def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable]) -> list[Edit]:
-    """Returns an alignment, with as many edits of each kind as `count_edits` returns."""
+    """Returns an alignment, whose numbers of edits of each kind equal the result of `count_edits`."""
     substitution, gap = _costs(len(reference), len(hypothesis))
     cost = [[j * gap for j in range(len(hypothesis) + 1)]]
     for i, value in enumerate(reference):
@@ -98,17 +98,17 @@ def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable]) -> list
 
 
 def _costs(num_reference: int, num_hypothesis: int) -> tuple[int, int]:
-    """Returns the costs of a substitution, n, and of a deletion or insertion, n + 1.
+    """Returns the cost n of a substitution, and the cost n + 1 of a deletion or insertion.
 
-    An alignment has fewer than n deletions and insertions, so a total cost divided by n gives the number of edits, and
-    the remainder gives the number of deletions and insertions.
+    An alignment has fewer than n deletions and insertions. Therefore the total cost divided by n gives the number of
+    edits, and the remainder gives the number of deletions and insertions.
     """
     one_edit = num_reference + num_hypothesis + 1
     return one_edit, one_edit + 1
 
 
 def _padded(rows: list[list[int]], value: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns rows padded at the end with value, (n, longest), and their lengths, (n,) int64."""
+    """Pads rows at the end with `value`; returns the padded rows, (n, longest), and their lengths, (n,) int64."""
     lengths = np.array([len(row) for row in rows])
     table = np.full((len(rows), lengths.max()), value)
     table[np.arange(lengths.max()) < lengths[:, None]] = [number for row in rows for number in row]

@@ -1,8 +1,8 @@
 """Speech encoders, which map features of utterances to states from which a recogniser predicts symbols.
 
-An encoder is called as `states, lengths = encoder(features, lengths)`. features: (B, T, F), padded at the end; lengths:
-(B,) int64, at least 1. states: (B, T', encoder.out_features). Padding does not affect the states of an utterance, and
-states beyond the end of an utterance have arbitrary values.
+Call an encoder as `states, lengths = encoder(features, lengths)`. features: (B, T, F), padded at the end. lengths: (B,)
+int64, numbers of frames, at least 1. states: (B, T', encoder.out_features). Padding does not affect the states of an
+utterance, and states beyond the end of an utterance have arbitrary values.
 """
 
 from itertools import pairwise
@@ -17,17 +17,18 @@ from models.speech.lmu import LMU
 from models.speech.parallel_lmu import ParallelLMU
 
 _NUM_INNER = 64
-"""Number of output channels of every convolution but the last, small because their frame rate is high."""
+"""Number of output channels of each convolution except the last, small because early convolutions have many frames."""
 
 StreamState = list[Tensor | None]
-"""State of a stream: the pending inputs of each convolution, then the memory of each block."""
+"""State between calls of `stream`: the pending inputs of each convolution, then the memory of each block."""
 
 
 class AttentionLMU(nn.Module):
-    """Encoder of LeaStef/asr: layers of self-attention and a recurrent LMU, with T' = T.
+    """Encoder from the repository LeaStef/asr: layers of self-attention and a recurrent LMU, with T' = T.
 
-    With a linear layer from states to 34 symbols, the default model has 7,158,818 parameters. theta: window length of
-    the LMU's memory in frames.
+    With a linear layer that maps states to 34 symbols, the default model has 7,158,818 parameters.
+
+    theta: window length of the LMU's memory, in frames.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class AttentionLMU(nn.Module):
         self.leave = nn.Linear(width, width)
 
     def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        # An empty utterance attends to a frame of padding, because a softmax over no frames is undefined.
+        # An empty utterance attends to one frame of padding, because a softmax over no frames is undefined.
         mask = within_lengths(lengths.clamp(min=1), features.shape[1])[:, None, None]
         states = self.enter(features)
         for layer in self.blocks:
@@ -58,7 +59,7 @@ class AttentionLMU(nn.Module):
 
 
 class AttentionLMULayer(nn.Module):
-    """Applies bidirectional self-attention with residual and norm, an LMU without residual, norm, and dropout."""
+    """Applies self-attention with a residual connection and a norm, then an LMU, a norm and dropout."""
 
     def __init__(self, width: int, num_heads: int, memory_size: int, theta: float, dropout: float) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ class AttentionLMULayer(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Updates x, (B, T, width); mask: (B, 1, 1, T) bool, True at the frames to attend to."""
+        """Updates states x, (B, T, width). mask: (B, 1, 1, T) bool, True at frames to attend to."""
         query, key, value = self.query_key_value(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)  # (B, heads, T, width / heads)
         x = self.attention_norm(x + self.dropout(self.attended(mixed.transpose(1, 2).flatten(2))))
@@ -82,9 +83,9 @@ class AttentionLMULayer(nn.Module):
 class ParallelLMUEncoder(nn.Module):
     """Applies strided causal convolutions, then residual blocks of a parallel LMU and a feed-forward layer.
 
-    T' = ceil(T / subsampling), where subsampling is 1, 2 or 4. theta: window length of the memories in frames after
-    subsampling. States of a unidirectional encoder depend on current and earlier features only, and `stream` computes
-    them piece by piece.
+    T' is ceil(T / subsampling), where subsampling is 1, 2 or 4. theta: window length of the memories, in frames after
+    subsampling. States of a unidirectional encoder depend only on current and earlier features, so `stream` can process
+    an utterance in chunks.
     """
 
     def __init__(
@@ -126,10 +127,10 @@ class ParallelLMUEncoder(nn.Module):
         return self.leave(states), lengths
 
     def stream(self, features: Tensor, state: StreamState | None = None) -> tuple[Tensor, StreamState]:
-        """Processes the next frames, (B, T, F), T >= 0; returns completed states, (B, T', out_features), T' >= 0.
+        """Processes the next frames of an utterance: (B, T, F) -> (B, T', out_features), with T and T' at least 0.
 
-        state: the state returned by the previous call, or None at the start. Pieces of any length give the same states
-        as the whole utterance. The encoder must be unidirectional.
+        Also returns the new state. state: returned by the previous call, or None at the start. Chunks of any length
+        give the same states as the whole utterance. The encoder must be unidirectional.
         """
         assert not self.bidirectional, "a bidirectional memory cannot be streamed"
         carried = iter(state or [None] * (len(self.convolutions) + len(self.blocks)))
@@ -147,17 +148,20 @@ class ParallelLMUEncoder(nn.Module):
 
 
 class ChannelDropout(Dropout):
-    """Zeroes whole channels, the same for all time steps of an utterance (Gal and Ghahramani, NeurIPS 2016)."""
+    """Drops whole channels: uses one dropout mask for all time steps (Gal and Ghahramani, NeurIPS 2016)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies dropout to x, (B, T, D); returns x itself in eval mode."""
+        """Applies dropout to x, (B, T, D); returns x unchanged in eval mode."""
         if not self.training or self.p == 0:
             return x
         return x * dropout_mask((len(x), 1, x.shape[2]), self.p, x)
 
 
 class CausalConvolution(nn.Module):
-    """Applies a convolution over time, with ceil(T / stride) outputs, and GELU; output t sees inputs to t * stride."""
+    """Applies a convolution over time and GELU: T inputs -> ceil(T / stride) outputs.
+
+    Output t depends on inputs up to input t * stride.
+    """
 
     def __init__(self, num_inputs: int, num_outputs: int, stride: int, kernel_size: int = 5) -> None:
         super().__init__()
@@ -165,9 +169,10 @@ class CausalConvolution(nn.Module):
         self.convolution = nn.Conv1d(num_inputs, num_outputs, kernel_size, stride)
 
     def forward(self, x: Tensor, inputs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns outputs and the new pending inputs for x, (B, T, num_inputs), and previous pending inputs.
+        """Returns outputs, and the pending inputs that the next outputs need.
 
-        inputs: (B, n, num_inputs), result of the previous call, or None at the start for zeros.
+        x: (B, T, num_inputs). inputs: pending inputs returned by the previous call, (B, n, num_inputs), or None at the
+        start of an utterance.
         """
         (kernel_size,) = self.convolution.kernel_size
         if inputs is None:
@@ -180,7 +185,7 @@ class CausalConvolution(nn.Module):
 
 
 class ParallelLMUBlock(nn.Module):
-    """Computes x + LMU(norm(x)), then x + feed_forward(norm(x)), with dropout of both updates."""
+    """Computes x + LMU(norm(x)), then x + feed_forward(norm(x)), and applies dropout to both updates."""
 
     def __init__(
         self, width: int, memory_size: int, theta: float, channels: int, bidirectional: bool, dropout: float
@@ -197,13 +202,13 @@ class ParallelLMUBlock(nn.Module):
         self.dropout = ChannelDropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Applies the block: x (B, T, width) -> the same shape; mask as in `ParallelLMU.forward`."""
+        """Applies the block to x, (B, T, width). mask: as in `ParallelLMU.forward`. Returns the shape of x."""
         return self._after_lmu(x, self.lmu(self.lmu_norm(x), mask))
 
     def stream(self, x: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Applies the block to the next steps, x (B, T, width), T >= 0; returns the result and the new memory.
+        """Applies the block to the next time steps, (B, T, width) with T >= 0; returns the result and the new memory.
 
-        memory: the state of `ParallelLMU.stream`.
+        memory: state of `ParallelLMU.stream`.
         """
         if x.shape[1] == 0:
             return x, memory

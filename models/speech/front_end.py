@@ -14,19 +14,19 @@ Normalise = Literal["utterance", "fixed", "running"]
 
 LOWEST_HZ = 20.0
 FLOOR = 1e-9
-"""Minimum energy of a mel bin, about that of white noise at -90 dB full scale, below the resolution of 16-bit audio."""
+"""Minimum energy of a mel bin: approximately white noise at -90 dB full scale, below the resolution of 16-bit audio."""
 VARIANCE_FLOOR = 1e-5
 PRIOR_FRAMES = 100
-"""Weight of the training data's statistics in running normalisation, in frames."""
+"""Weight, in frames, of the training statistics in running normalisation."""
 WARP_KNEE = 0.7
-"""Share of the highest frequency up to which a warp scales frequencies; above, a line maps the highest to itself."""
+"""Share of the highest frequency up to which a warp scales frequencies; above, a line keeps the highest one fixed."""
 
 
 class StreamState(NamedTuple):
     """State of `LogMel.stream` between chunks.
 
-    audio: (B, s), samples from the start of the next frame. sums: (2, B, 1, F), sums of standardised features and of
-    their squares over all previous frames. num_frames: number of previous frames.
+    audio: (B, s), samples from the start of the next frame on. sums: (2, B, 1, F), sums of standardised features and
+    of their squares over all previous frames. num_frames: number of previous frames.
     """
 
     audio: Tensor
@@ -37,22 +37,24 @@ class StreamState(NamedTuple):
 class LogMel(nn.Module):
     """Computes normalised log-mel features, (B, T, F), of audio, (B, S).
 
-    A frame is `window_s` seconds of audio times a periodic Hann window. Frame t starts at sample t * hop, and all
-    frames within the utterance are used, at least one. The power spectrum of a frame, from an FFT whose length is a
-    power of two, is weighted by num_mels triangles, which are equally spaced and linear on HTK's mel scale, 2595
-    log10(1 + f / 700 Hz), from LOWEST_HZ to half the sample rate. A feature is the natural logarithm of max(sum,
-    FLOOR). The window is scaled so that white noise of variance v has power v at every frequency.
+    A frame is `window_s` seconds of audio, multiplied by a periodic Hann window. Frame t starts at sample t * hop. The
+    module uses all frames that fit into the utterance, and at least one frame. It computes the power spectrum of a
+    frame by an FFT whose length is a power of two, and sums the spectrum with the weights of num_mels triangles. The
+    triangles are equally spaced and linear on HTK's mel scale, 2595 log10(1 + f / 700 Hz), from LOWEST_HZ to half the
+    sample rate. A feature is the natural logarithm of max(sum, FLOOR). The window is scaled so that white noise of
+    variance v has power v at each frequency.
 
     Features are computed in the dtype of the module's buffers, also under autocast. Padding has no effect, and features
     beyond the end of an utterance are 0.
 
-    masking_db: with normalise="utterance", level of white noise added to every frame, in decibels below the utterance's
+    masking_db: with normalise="utterance", level of white noise added to each frame, in decibels below the utterance's
         mean power. The noise masks weaker sounds, such as room noise in pauses.
-    normalise: the statistics to use. Features are (x - mean) / std, with a mean of each mel bin and one std for all
-        bins, because separate ones would amplify bins that distinguish speakers.
-        "utterance": statistics of the utterance's frames.
-        "fixed": statistics of the training data, the buffers `mean` and `std` (see `fit_statistics`).
-        "running": statistics of the frames up to this one and of PRIOR_FRAMES frames with the "fixed" statistics.
+    normalise: statistics for normalisation to (x - mean) / std, with one mean per mel bin and one std for all bins. One
+        std per bin would amplify bins that distinguish speakers.
+        "utterance": statistics of the frames of the utterance.
+        "fixed": statistics of the training data, which `fit_statistics` stores in the buffers `mean` and `std`.
+        "running": statistics of all frames so far, combined with the "fixed" statistics, which count as PRIOR_FRAMES
+        frames.
     """
 
     window: Tensor
@@ -102,13 +104,13 @@ class LogMel(nn.Module):
         time_masks: Tensor | None = None,
         masking_db: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns features, (B, T, F), and each utterance's number of frames, (B,) int64.
+        """Returns features, (B, T, F), and the number of frames of each utterance, (B,) int64.
 
-        audio: (B, S) in about [-1, 1], zero-padded. num_samples: (B,) int64.
-        warp: (B,), factors of frequencies, which imitate shorter or longer vocal tracts, or None.
+        audio: (B, S), approximately in [-1, 1], zero-padded. num_samples: (B,) int64.
+        warp: (B,), factors that multiply frequencies to imitate shorter or longer vocal tracts, or None.
         freq_masks: (B, n, 2) int64, (start, width) of mel bins to set to 0 (SpecAugment, Park et al., 2019), or None.
         time_masks: (B, n, 2), (start, width) of frames to set to 0, as shares of the utterance, or None.
-        masking_db: (B,), added to the module's `masking_db`, or None.
+        masking_db: (B,), decibels to add to the module's `masking_db`, or None.
         """
         with torch.autocast(audio.device.type, enabled=False):
             noise = self.masking_noise(audio, num_samples, masking_db) if self.normalise == "utterance" else None
@@ -127,10 +129,10 @@ class LogMel(nn.Module):
             return features.masked_fill(hidden, 0.0), lengths
 
     def stream(self, audio: Tensor, state: StreamState | None = None) -> tuple[Tensor, StreamState]:
-        """Returns the features, (B, T, F), T >= 0, of frames completed by the next samples, (B, S), and the new state.
+        """Processes the next samples of audio, (B, S); returns features of completed frames and the new state.
 
-        For utterances of at least one window, chunks of any size give the features of `forward`. Raises ValueError with
-        normalise="utterance".
+        The features are (B, T, F) with T >= 0. For utterances of at least one window, chunks of any size give the same
+        features as `forward`. Raises ValueError if normalise is "utterance".
         """
         if self.normalise == "utterance":
             raise ValueError(
@@ -149,13 +151,13 @@ class LogMel(nn.Module):
             return features, StreamState(rest, sums, state.num_frames + num_frames)
 
     def num_frames(self, num_samples: Tensor) -> Tensor:
-        """Returns the number of frames of utterances with num_samples samples, int64."""
+        """Returns the number of frames of utterances that have num_samples samples, int64."""
         return ((num_samples - self.window_length) // self.hop + 1).clamp_min(1)
 
     def log_mel(self, audio: Tensor, warp: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
-        """Returns features, (B, T, F), of every frame of audio, (B, S), including padding, before normalisation.
+        """Returns unnormalised features of all frames, including padding: audio (B, S) -> (B, T, F).
 
-        noise: (B,), power added at every frequency.
+        noise: (B,), power to add at each frequency, or None.
         """
         audio = functional.pad(audio.to(self.window.dtype), (0, max(0, self.window_length - audio.shape[1])))
         spectrum = torch.fft.rfft(audio.unfold(1, self.window_length, self.hop) * self.window, n=self.fft_length)
@@ -166,14 +168,14 @@ class LogMel(nn.Module):
         return (power @ filters).clamp_min(FLOOR).log()
 
     def masking_noise(self, audio: Tensor, num_samples: Tensor, masking_db: Tensor | None) -> Tensor:
-        """Returns the power of the noise to add to each utterance, (B,); masking_db as in `forward`."""
+        """Returns the power of the noise to add to each utterance, (B,). masking_db: as in `forward`."""
         power = audio.to(self.window.dtype).square().sum(dim=1) / num_samples
         decibels = self.masking_db if masking_db is None else self.masking_db + masking_db
         return power * 10 ** (-0.1 * decibels)
 
     @torch.no_grad()
     def fit_statistics(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Sets `mean` and `std` to statistics of all frames of the batches, (audio, num_samples) as in `forward`."""
+        """Sets `mean` and `std` to the statistics of all frames. batches: (audio, num_samples) as in `forward`."""
         count, sums = 0, torch.zeros(2, self.num_mels, dtype=torch.float64)
         for audio, num_samples in batches:
             audio, num_samples = audio.to(self.mean.device), num_samples.to(self.mean.device)
@@ -187,20 +189,20 @@ class LogMel(nn.Module):
         self.std.copy_((square - mean.square()).mean().clamp_min(VARIANCE_FLOOR).sqrt())
 
     def _triangles(self, hz: Tensor) -> Tensor:
-        """Returns the weights of frequencies, (..., n) in Hz, in all mel bins: (..., n, F)."""
+        """Returns the weight of each frequency in each mel bin: hz (..., n) -> (..., n, F)."""
         position = (2595 * torch.log10(1 + hz / 700) - self._lowest_mel) / self._mel_spacing
         centres = torch.arange(1, self.num_mels + 1, dtype=hz.dtype, device=hz.device)
         return (1 - (position[..., None] - centres).abs()).clamp_min(0)
 
     def _warped(self, warp: Tensor) -> Tensor:
-        """Returns the FFT's frequencies in Hz, (B, n), after the piecewise linear warp of Jaitly and Hinton (2013)."""
+        """Applies the piecewise linear warp of Jaitly and Hinton (2013) to the FFT's frequencies: (B, n), in Hz."""
         factor, highest = warp[:, None], self.sample_rate / 2
         knee = WARP_KNEE * highest / factor.clamp_min(1)
         slope = (highest - knee * factor) / (highest - knee)
         return torch.where(self.bin_hz <= knee, self.bin_hz * factor, highest - slope * (highest - self.bin_hz))
 
     def _normalise_causally(self, features: Tensor, state: StreamState | None) -> tuple[Tensor, Tensor]:
-        """Normalises features by fixed or running statistics; returns them and the new `sums` of the stream's state."""
+        """Normalises features by fixed or running statistics. Returns the features and the new `StreamState.sums`."""
         features = (features - self.mean) / self.std
         num_before, sums = (0, features.new_zeros(2, 1, 1, 1)) if state is None else (state.num_frames, state.sums)
         if self.normalise == "fixed":
@@ -222,7 +224,7 @@ def _normalise_utterances(features: Tensor, is_padding: Tensor, lengths: Tensor)
 
 
 def _within(positions: Tensor, spans: Tensor) -> Tensor:
-    """Returns whether each position, (n,), is in any of the spans (start, width), (B, k, 2): (B, n) bool."""
+    """Returns a mask (B, n) that is True where positions (n,) are in any span. spans: (B, k, 2), (start, width)."""
     start, width = spans[..., None].unbind(dim=2)
     return ((positions >= start) & (positions < start + width)).any(dim=1)
 
@@ -230,8 +232,8 @@ def _within(positions: Tensor, spans: Tensor) -> Tensor:
 def _causal_sums(x: Tensor) -> Tensor:
     """Returns the cumulative sums of x, (..., T, F), over time.
 
-    The sums are computed by doubling, because `cumsum` is nondeterministic on a GPU and has larger rounding errors.
-    Compiled and exported programs use `cumsum`, because the number of doublings would depend on T.
+    Adds x to itself with shifts that double, because `cumsum` is nondeterministic on a GPU and has larger rounding
+    errors. Compiled and exported programs use `cumsum`, because the number of additions would depend on T.
     """
     if torch.compiler.is_compiling():
         return x.double().cumsum(-2).to(x.dtype)

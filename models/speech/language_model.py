@@ -1,8 +1,8 @@
-"""N-gram language models from ARPA files, as scorers for `beam_search` (shallow fusion).
+"""N-gram language models from ARPA files, used as scorers of `beam_search` (shallow fusion).
 
 The score of a transcript y of audio x is log p(y | x) + weight * log p_lm(y) + bonus * units(y) (Hannun et al., 2014).
-A unit is a symbol or a word, whichever the language model predicts. A word is scored at the space after the word or at
-the end of the utterance.
+units(y) is the number of symbols or, if the language model predicts words, of words. A word is scored at the space
+after the word or at the end of the utterance.
 """
 
 import gzip
@@ -21,24 +21,25 @@ from trainer.common.files import lines_of, require_regular
 
 START, END, UNKNOWN = "<s>", "</s>", "<unk>"
 SPACE_NAMES = ("<space>", "|", "\N{LOWER ONE EIGHTH BLOCK}")
-"""Names of the space in ARPA files of characters."""
+"""Names of the space symbol in ARPA files of character models."""
 
 _NEVER = -100.0
-"""Minimum log10-probability, and the log10-probability of unknown words if a file has none, as in KenLM."""
+"""Minimum log10-probability, also used for unknown words if a file has no entry for unknown words, as in KenLM."""
 
 
 @dataclass(frozen=True)
 class NGram:
     """Probabilities of words given preceding words, with backoff weights (Katz, 1987).
 
-    entries: words -> (log10-probability of the last word given the others, log10 backoff weight of the words).
+    entries: maps a tuple of words to (log10-probability of the last word given the words before it, log10 backoff
+    weight of the tuple).
     """
 
     order: int
     entries: dict[tuple[str, ...], tuple[float, float]]
 
     def score(self, history: Sequence[str], word: str) -> float:
-        """Returns the natural log-probability of a word; history: all words before the word, starting with `START`."""
+        """Returns the natural log-probability of a word. history: all words before the word, starting with `START`."""
         words = tuple(w if (w,) in self.entries else UNKNOWN for w in (*self.context(history), word))
         backoff = 0.0
         for first in range(len(words)):
@@ -48,23 +49,23 @@ class NGram:
         return (backoff + _NEVER) * math.log(10)
 
     def context(self, history: Sequence[str]) -> tuple[str, ...]:
-        """Returns the last words of the history, at most order - 1, on which the next word depends."""
+        """Returns the last order - 1 words of the history, on which the probability of the next word depends."""
         return tuple(history[max(0, len(history) - self.order + 1) :])
 
     @property
     def vocabulary(self) -> set[str]:
-        """Returns all words except the marks for start, end and unknown words."""
+        """Returns all words except the special words for start, end and unknown words."""
         return {words[0] for words in self.entries if len(words) == 1} - {START, END, UNKNOWN}
 
 
 def read_arpa(path: Path) -> NGram:
-    """Reads a UTF-8 ARPA file of any order, gzip-compressed if its name ends in .gz.
+    """Reads a UTF-8 ARPA file of any order, which is gzip-compressed if its name ends in .gz.
 
-    Raises OSError if the file cannot be read, and ValueError for invalid content.
+    Raises OSError if the file cannot be read, and ValueError if its content is invalid.
     """
     counts: dict[int, int] = {}
     entries: dict[tuple[str, ...], tuple[float, float]] = {}
-    order = -1  # order of the section; 0 in \data\, -1 before \data\, where any text is allowed
+    order = -1  # order of the section; 0 in \data\; -1 before \data\, where any text is allowed
     for number, line in _lines(path):
         place = f"{path}:{number}"
         section = re.fullmatch(r"\\(\d+)-grams:", line)
@@ -125,7 +126,7 @@ def _check_counts(entries: dict[tuple[str, ...], tuple[float, float]], counts: d
 
 
 class _Fusion(ABC):
-    """`Scorer` that numbers contexts in order of appearance and caches their scores as rows of a table."""
+    """Base class of scorers, which numbers contexts in order of appearance and caches their scores in a table."""
 
     def __init__(self, num_symbols: int) -> None:
         self._table = np.zeros((64, num_symbols))
@@ -139,7 +140,7 @@ class _Fusion(ABC):
 
     @abstractmethod
     def row(self, context: tuple) -> np.ndarray:
-        """Returns the addition for appending each symbol, (V,)."""
+        """Returns the score of appending each symbol to a context, (V,)."""
 
     @abstractmethod
     def next_context(self, context: tuple, symbol: int) -> tuple: ...
@@ -179,9 +180,9 @@ class _Fusion(ABC):
 
 
 class SymbolScorer(_Fusion):
-    """Adds the bonus and, if there is an n-gram model of symbols, the weighted log-probability of each symbol.
+    """Scores each symbol by the bonus plus, if an n-gram model is given, its weighted log-probability.
 
-    symbols: (V,), names of the symbols, blank first; the space may have any of `SPACE_NAMES` in the n-gram model.
+    symbols: (V,), names of the symbols, blank first. The space can have any of `SPACE_NAMES` in the n-gram model.
     """
 
     def __init__(self, ngram: NGram | None, symbols: Sequence[str], weight: float, bonus: float) -> None:
@@ -208,9 +209,9 @@ class SymbolScorer(_Fusion):
 
 
 class WordScorer(_Fusion):
-    """Adds the score of a word at the space after the word or at the end of the utterance.
+    """Scores each word at the space after the word or at the end of the utterance. Repeated spaces score 0.
 
-    Further spaces add nothing. symbols: (V,), blank first, including a space; a word is the symbols between two spaces.
+    symbols: (V,), blank first, including a space. A word consists of the symbols between two spaces.
     """
 
     def __init__(self, ngram: NGram, symbols: Sequence[str], weight: float, bonus: float) -> None:
@@ -242,16 +243,17 @@ class WordScorer(_Fusion):
 
 
 def _end_score(ngram: NGram, history: Sequence[str]) -> float:
-    """Returns the log-probability of the utterance's end after a history; 0 if the model does not predict ends."""
+    """Returns the log-probability of the end of an utterance, or 0 if the model does not predict ends."""
     return ngram.score(history, END) if (END,) in ngram.entries else 0.0
 
 
 def build_scorer(
     ngram: NGram | None, symbols: Sequence[str], weight: float = 1.0, bonus: float = 0.0
 ) -> SymbolScorer | WordScorer:
-    """Builds a word scorer if symbols include a space and the n-gram predicts longer words, else a symbol scorer.
+    """Builds a word scorer if the symbols include a space and the n-gram model predicts words of several letters.
 
-    symbols: (V,), blank first. Raises ValueError if the symbols cannot spell any word that the n-gram predicts.
+    Otherwise builds a symbol scorer. symbols: (V,), blank first. Raises ValueError if the symbols cannot spell any word
+    of the n-gram model.
     """
     if ngram is None:
         return SymbolScorer(None, symbols, weight, bonus)

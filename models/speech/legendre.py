@@ -1,8 +1,8 @@
 """Linear memory of Legendre Memory Units (Voelker, Kajić and Eliasmith, NeurIPS 2019).
 
-The memory m, a vector of `memory_size` numbers, depends on a signal u by theta m' = A m + B u. The memory represents
-the last theta samples of u by coefficients of shifted Legendre polynomials. In discrete time m_t = A_d m_(t-1) + B_d
-u_t.
+The memory m, a vector of `memory_size` elements, follows a signal u by the equation theta m' = A m + B u. It represents
+the last theta samples of u by coefficients of shifted Legendre polynomials. In discrete time, the equation is m_t = A_d
+m_(t-1) + B_d u_t.
 """
 
 from functools import lru_cache
@@ -14,7 +14,7 @@ _CPU = torch.device("cpu")
 
 
 def continuous_system(memory_size: int) -> tuple[Tensor, Tensor]:
-    """Returns A, (N, N), and B, (N,), of theta m' = A m + B u in float64 (equation 2), where N = memory_size >= 1."""
+    """Returns A, (N, N), and B, (N,), of theta m' = A m + B u in float64 (equation 2), with N = memory_size >= 1."""
     row = torch.arange(memory_size, dtype=torch.float64)[:, None]
     column = row.T
     alternating = 1 - 2 * ((row - column) % 2)  # (-1)^(i - j)
@@ -26,9 +26,9 @@ def continuous_system(memory_size: int) -> tuple[Tensor, Tensor]:
 def discrete_system(
     memory_size: int, theta: float, dtype: torch.dtype = torch.float64, device: torch.device = _CPU
 ) -> tuple[Tensor, Tensor]:
-    """Returns A_d, (N, N), and B_d, (N,), of m_t = A_d m_(t-1) + B_d u_t, which callers must not modify.
+    """Returns A_d, (N, N), and B_d, (N,), of m_t = A_d m_(t-1) + B_d u_t. The caller must not modify the tensors.
 
-    The signal is constant within a time step (zero-order hold). One matrix exponential in float64 gives both results
+    The signal is constant within a time step (zero-order hold). One matrix exponential in float64 computes both tensors
     (Van Loan, 1978). theta: window length in time steps, above 0.
     """
     with torch.inference_mode(False), torch.no_grad():
@@ -42,7 +42,7 @@ def discrete_system(
 def orbit(matrix: Tensor, start: Tensor, length: int) -> Tensor:
     """Returns start, A start, ..., A^(length - 1) start for A = matrix, (N, N): start (N, K) -> (N, length, K).
 
-    Each step doubles the number of results, so there are log2(length) steps.
+    Each iteration doubles the number of results, so about log2(length) iterations suffice.
     """
     states, power = start.unsqueeze(1), matrix
     while (num_states := states.shape[1]) < length:
@@ -54,14 +54,14 @@ def orbit(matrix: Tensor, start: Tensor, length: int) -> Tensor:
 
 
 def impulse_response(memory_size: int, theta: float, length: int) -> Tensor:
-    """Returns A_d^k B_d, the memory k steps after an impulse, for k < length: (memory_size, length) float64."""
+    """Returns A_d^k B_d, the memory k time steps after an impulse, for k < length: (memory_size, length) float64."""
     a, b = discrete_system(memory_size, theta)
     return orbit(a, b[:, None], length).squeeze(2)
 
 
 def orthonormal_scale(memory_size: int, theta: float) -> Tensor:
-    """Returns factors by which m holds coefficients of polynomials of norm 1 over the window: (memory_size,) float64.
+    """Returns factors, (memory_size,) float64, that scale m to coefficients of orthonormal polynomials over the window.
 
-    With these factors all elements of m respond to an impulse with about equal energy.
+    All elements of the scaled memory respond to an impulse with approximately equal energy.
     """
     return (theta / (2 * torch.arange(memory_size, dtype=torch.float64) + 1)).sqrt()

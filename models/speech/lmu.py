@@ -12,20 +12,20 @@ from models.speech.legendre import discrete_system
 
 
 class LMU(nn.Module):
-    """Recurrent layer with a memory m of one signal u, updated by a fixed linear system (equations 5 to 7):
+    """Recurrent layer whose memory m of a one-dimensional signal u follows a fixed linear system (equations 5 to 7):
 
         u_t = e_x x_t + e_h h_(t-1) + e_m m_(t-1)
         m_t = A_d m_(t-1) + B_d u_t
         h_t = tanh(W_x x_t + W_h h_(t-1) + W_m m_t)
 
-    Initial values are LeCun uniform for e_x and e_h, 0 for e_m, and Xavier normal for W_x, W_h and W_m. The layer has
-    no biases.
+    Parameters are initialised as LeCun uniform (e_x, e_h), 0 (e_m) and Xavier normal (W_x, W_h, W_m). The layer has no
+    biases.
 
     theta: window length of the memory in time steps, above 0.
     """
 
     stays_eager: ClassVar[bool] = True
-    """Whether `torch.compile` skips the module: it would unroll all time steps."""
+    """Whether to exclude the module from `torch.compile`, which would unroll all time steps."""
 
     def __init__(self, input_size: int, hidden_size: int, memory_size: int, theta: float) -> None:
         super().__init__()
@@ -38,10 +38,10 @@ class LMU(nn.Module):
         self.w_m = nn.Parameter(nn.init.xavier_normal_(torch.empty(hidden_size, memory_size)))
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Returns h of all steps, (B, T, hidden_size), for x, (B, T, input_size), T >= 1, and the final state.
+        """Returns h of all time steps, (B, T, hidden_size), and the final state. x: (B, T, input_size), T >= 1.
 
-        state: h, (B, hidden_size), and m, (B, memory_size), before the first step, or None for zeros. The layer
-        computes in at least float32, also under autocast, because rounding errors accumulate.
+        state: h, (B, hidden_size), and m, (B, memory_size), before the first time step; None: zeros. The layer computes
+        in at least float32, also under autocast, because rounding errors accumulate.
         """
         dtype = torch.promote_types(x.dtype, self.w_x.dtype)
         with torch.autocast(x.device.type, enabled=False):
@@ -64,8 +64,8 @@ class _Recurrence(torch.autograd.Function):
 
         [m_t, g_t] = G [m_(t-1), h_(t-1)] + p_t
 
-    Autograd would accumulate a gradient of G in each step. The custom backward propagates only the gradients of m and g
-    step by step, and then computes gradients of the weights by products over all steps.
+    Autograd would accumulate a gradient of G at each time step. The custom backward instead propagates only the
+    gradients of m and g through time, and then computes weight gradients by matrix products over all time steps.
     """
 
     @staticmethod
@@ -73,7 +73,7 @@ class _Recurrence(torch.autograd.Function):
         ctx: Any, drive: Tensor, h: Tensor, m: Tensor, a: Tensor, b: Tensor,
         e_h: Tensor, e_m: Tensor, w_h: Tensor, w_m: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Returns h of all steps, (T, B, H), and the last m; drive: e_x x_t and W_x x_t of all steps, (T, B, 1 + H)."""
+        """Returns h of all time steps, (T, B, H), and the last m. drive: [e_x x_t, W_x x_t], (T, B, 1 + H)."""
         memory_size = len(b)
         enter = torch.cat([b, w_m @ b])  # contribution of u_t to m_t and g_t
         step = torch.cat([torch.cat([a, torch.zeros_like(w_m.T)], dim=1), torch.cat([w_m @ a, w_h], dim=1)])
@@ -98,7 +98,7 @@ class _Recurrence(torch.autograd.Function):
         states, step, enter = ctx.saved_tensors
         memory_size = ctx.memory_size
         m, h = states[..., :memory_size], states[..., memory_size:]
-        grads = torch.zeros_like(states)  # of m_t and h_t; the loop turns gradients of h_t into gradients of g_t
+        grads = torch.zeros_like(states)  # by m_t and h_t; the loop replaces gradients by h_t with those by g_t
         grads[1:, :, memory_size:] = grad_h
         grads[-1, :, :memory_size] = grad_m
         slopes = (1 - h[1:] ** 2).unbind()
@@ -109,7 +109,7 @@ class _Recurrence(torch.autograd.Function):
 
         grad_u, grad_g = grads[1:] @ enter[:, None], grads[1:, :, memory_size:]
         grad_drive = torch.cat([grad_u, grad_g], dim=2)
-        of_h = grad_drive.flatten(0, 1).T @ h[:-1].flatten(0, 1)  # e_h above W_h
+        of_h = grad_drive.flatten(0, 1).T @ h[:-1].flatten(0, 1)  # gradients of e_h and W_h
         of_e_m = grad_u.flatten(0, 1).T @ m[:-1].flatten(0, 1)
         of_w_m = grad_g.flatten(0, 1).T @ m[1:].flatten(0, 1)
         grad_state = grads[0, :, memory_size:], grads[0, :, :memory_size]

@@ -11,14 +11,14 @@ from torch.autograd.function import once_differentiable
 from models.speech.legendre import discrete_system, impulse_response, orbit, orthonormal_scale
 
 _SMALL = 4096
-"""Number of operations per signal and time step up to which a matrix product is faster than Fourier transforms."""
+"""Number of operations per channel and time step up to which a matrix product is faster than Fourier transforms."""
 _CACHED = 2**18
-"""Number of elements of spectra (2 MiB) processed at a time if products are elementwise."""
+"""Number of spectrum elements (2 MiB) processed at a time if the kernels are applied by elementwise products."""
 _LARGE = 2**21
-"""Number of elements of spectra (16 MiB) processed at a time if products are matrix products.
+"""Number of spectrum elements (16 MiB) processed at a time if the kernels are applied by matrix products.
 
-Larger matrix products are faster, but above 32 MiB allocators map new memory for each, which takes longer than the
-arithmetic.
+Larger matrix products are faster, but above 32 MiB allocators map new memory for each product, which takes longer than
+the arithmetic.
 """
 
 
@@ -26,20 +26,20 @@ class ParallelLMU(nn.Module):
     """Layer with a linear memory, computed for all time steps in parallel.
 
         u_t = f_u(U x_t + b_u)                        `channels` numbers
-        m_t = A_d m_(t-1) + B_d u_t                   `memory_size` numbers for each of them
+        m_t = A_d m_(t-1) + B_d u_t                   `memory_size` numbers per channel
         o_t = f(W_m m_t + W_x x_t + b_o)              `hidden_size` numbers
 
-    u does not depend on m. For small memories and sequences m is the product of u with a Toeplitz matrix of the
-    memory's impulse response. Otherwise W_m m is a convolution of u with W_m A_d^k B_d. Fourier transforms compute the
-    convolution in O(n log n) operations for n steps, without storing m. W_m acts on m scaled by `orthonormal_scale`, so
-    that random initial weights use all elements of m equally.
+    Time steps can be computed in parallel because u does not depend on m. For small memories and sequences, m is the
+    product of u and a Toeplitz matrix of the memory's impulse response. Otherwise W_m m is the convolution of u and
+    W_m A_d^k B_d. Fourier transforms compute the convolution in O(n log n) operations for n time steps, without storing
+    m. W_m is applied to m scaled by `orthonormal_scale`, so that initial weights use all elements of m equally.
 
     theta: window length of the memory in time steps, above 0. bidirectional: whether each channel has a second memory,
     which runs backwards from the end of the sequence. signal_activation, activation: f_u and f.
     """
 
     stays_eager: ClassVar[bool] = True
-    """Whether `torch.compile` skips the module: it would recompute impulse responses in each step."""
+    """Whether to exclude the module from `torch.compile`, which would recompute impulse responses in each forward."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class ParallelLMU(nn.Module):
         self.skip = nn.Linear(input_size, hidden_size)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Returns o of all steps, (B, T, hidden_size), for x, (B, T, input_size), T >= 1.
+        """Returns o of all time steps: x (B, T, input_size) -> (B, T, hidden_size), with T >= 1.
 
-        mask: (B, T) bool, False at steps to exclude from memories. Padding at the end needs a mask only if the layer is
-        bidirectional.
+        mask: (B, T) bool, False at time steps to exclude from memories. Padding at the end needs a mask only if the
+        layer is bidirectional.
         """
         u = self._signals(x)
         if mask is not None:
@@ -73,10 +73,10 @@ class ParallelLMU(nn.Module):
         return self.activation(self._argument(u, x))
 
     def stream(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns o, (B, T, hidden_size), for the next steps of a sequence, (B, T, input_size), T >= 1, and the state.
+        """Processes the next time steps of a sequence; returns o, (B, T, hidden_size), and the new state.
 
-        state: the memory, (B, channels, memory_size), returned by the previous call, or None at the start. Pieces of a
-        sequence may have any length. The layer must be unidirectional.
+        x: (B, T, input_size), with any T >= 1. state: the memory, (B, channels, memory_size), returned by the previous
+        call, or None at the start. The layer must be unidirectional.
         """
         assert self.num_directions == 1, "a bidirectional memory cannot be streamed"
         u = self._signals(x)
@@ -92,15 +92,15 @@ class ParallelLMU(nn.Module):
         return self.activation(answer), after
 
     def _argument(self, u: Tensor, x: Tensor) -> Tensor:
-        """Returns the argument of f, (B, T, hidden_size), for memories that start at zero."""
+        """Returns the argument of f, (B, T, hidden_size), for memories that are initially zero."""
         small = self.num_directions * self.memory_size * (x.shape[1] + self.skip.out_features) <= _SMALL
         return self._by_product(u, x) if small else self._by_transforms(u, x)
 
     def _by_product(self, u: Tensor, x: Tensor) -> Tensor:
-        """Computes the argument of f by a matrix product, which is fastest for few steps."""
+        """Computes the argument of f by a matrix product, which is fastest for few time steps."""
         with torch.autocast(x.device.type, enabled=False):
             num_steps = u.shape[1]
-            # A matrix for fewer steps is part of a larger one, so few are built, and a GPU rarely waits for one.
+            # Sizes are powers of two, and smaller matrices are slices: few are built, and a GPU rarely waits for one.
             most_steps = 2 ** (num_steps - 1).bit_length()
             matrix = _toeplitz(self.memory_size, self.theta, self.num_directions, most_steps, u.dtype, u.device)
             matrix = matrix[: num_steps * self.num_directions * self.memory_size, :num_steps]
@@ -108,7 +108,7 @@ class ParallelLMU(nn.Module):
         return self.read_out(memory) + self.skip(x)
 
     def _by_transforms(self, u: Tensor, x: Tensor) -> Tensor:
-        """Computes the argument of f by Fourier transforms, with time in the last dimension for speed on a CPU."""
+        """Computes the argument of f by Fourier transforms; time is the last dimension for speed on a CPU."""
         with torch.autocast(x.device.type, enabled=False):
             responses = self._responses(u)
             answer = _Convolution.apply(u.mT, _kernels(self._weight(u.dtype), responses), responses.size)
@@ -116,9 +116,9 @@ class ParallelLMU(nn.Module):
         return answer.add_(torch.baddbmm(bias, skip, x.mT)).mT
 
     def last(self, x: Tensor) -> Tensor:
-        """Returns o of the last step only: (B, T, input_size) -> (B, hidden_size).
+        """Returns o of only the last time step: (B, T, input_size) -> (B, hidden_size).
 
-        One product computes the memory after the whole sequence. The layer must be unidirectional.
+        A single product computes the memory after the whole sequence. The layer must be unidirectional.
         """
         assert self.num_directions == 1
         u = self._signals(x)
@@ -128,7 +128,7 @@ class ParallelLMU(nn.Module):
         return self.activation(self.read_out(memory.flatten(1)) + self.skip(x[:, -1]))
 
     def _signals(self, x: Tensor) -> Tensor:
-        """Returns u, (B, T, channels), in at least float32 for Fourier transforms."""
+        """Returns u, (B, T, channels), in at least float32, which Fourier transforms need."""
         u = self.signal_activation(self.encode(x))
         return u.to(torch.promote_types(u.dtype, torch.float32))
 
@@ -140,16 +140,16 @@ class ParallelLMU(nn.Module):
         return self.read_out.weight.to(dtype).unflatten(1, (self.num_directions, self.memory_size, -1))
 
     def _without_input(self, state: Tensor, num_steps: int) -> Tensor:
-        """Returns the memories that follow a state, (B, channels, memory_size), if all inputs are 0.
+        """Returns the memories after each of `num_steps` zero inputs, (memory_size, num_steps, B, channels).
 
-        The result is (memory_size, steps, B, channels).
+        state: initial memory, (B, channels, memory_size).
         """
         a, _ = discrete_system(self.memory_size, self.theta, state.dtype, state.device)
         return orbit(a, a @ state.flatten(0, 1).T, num_steps).unflatten(2, state.shape[:2])
 
 
 class _Responses(NamedTuple):
-    """Impulse response of a memory, and the spectrum of the scaled response."""
+    """Impulse response of a memory, and the spectrum of the response after scaling."""
 
     impulse: Tensor
     """Impulse response, (memory_size, size // 2)."""
@@ -177,9 +177,9 @@ def _responses(memory_size: int, theta: float, size: int, dtype: torch.dtype, de
 def _toeplitz(
     memory_size: int, theta: float, num_directions: int, num_steps: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Returns the matrix, (T * directions * memory_size, T), that maps a signal to the scaled memories of all steps.
+    """Returns the matrix, (T * directions * memory_size, T), that maps a signal to its scaled memories at all T steps.
 
-    Rows are ordered by step, direction and element of the memory.
+    Rows are ordered by time step, direction and element of the memory.
     """
     with torch.inference_mode(False), torch.no_grad():
         impulse = impulse_response(memory_size, theta, num_steps) * orthonormal_scale(memory_size, theta)[:, None]
@@ -190,15 +190,15 @@ def _toeplitz(
 
 
 def _memory_after(u: Tensor, responses: _Responses) -> Tensor:
-    """Returns the memory, (B, channels, memory_size), after signals u, (B, T, channels), if it starts at zero."""
+    """Returns the final memory of signals u, (B, T, channels), after a zero memory: (B, channels, memory_size)."""
     return torch.einsum("btc,nt->bcn", u.flip(1), responses.impulse[:, : u.shape[1]])
 
 
 def _kernels(weight: Tensor, responses: _Responses) -> Tensor:
-    """Returns the complex spectra, (H, channels, frequencies), of W_m m after an impulse.
+    """Returns the complex spectra, (H, channels, frequencies), of the impulse response of W_m m.
 
-    weight: W_m as (H, directions, memory_size, channels). The second direction runs backwards, so the spectrum of its
-    impulse response is the conjugate.
+    weight: W_m as (H, directions, memory_size, channels). The spectrum of the second direction, which runs backwards,
+    is the conjugate spectrum of the first direction.
     """
     ahead, back = (weight[:, i].mT.flatten(0, 1) for i in (0, -1))  # each (H * channels, memory_size)
     if weight.shape[1] == 2:
@@ -209,11 +209,11 @@ def _kernels(weight: Tensor, responses: _Responses) -> Tensor:
 
 
 class _Convolution(torch.autograd.Function):
-    """Convolves signals with kernels, given by their spectra, and sums the results over signals."""
+    """Convolves signals with kernels, given as spectra, and sums the results over channels."""
 
     @staticmethod
     def forward(ctx: Any, u: Tensor, kernels: Tensor, size: int) -> Tensor:
-        """Convolves u, (B, C, T), with complex kernels, (H, C, size // 2 + 1): (B, H, T); size: even FFT size."""
+        """Computes the convolution, (B, H, T). u: (B, C, T). kernels: complex, (H, C, size // 2 + 1). size: even."""
         signals = torch.fft.rfft(u, size)
         ctx.save_for_backward(signals, kernels)
         ctx.size, ctx.num_steps = size, u.shape[2]
@@ -233,13 +233,13 @@ class _Convolution(torch.autograd.Function):
             grads = torch.fft.rfft(grad[part], ctx.size)
             grad_kernels += _product(grads.transpose(0, 1), reverse_signals[:, part])
             grad_u[part] = torch.fft.irfft(_product(grads, reverse_kernels), ctx.size)[..., : ctx.num_steps]
-        # The full spectrum of a real signal has all frequencies but the lowest and highest twice, as conjugates.
+        # The full spectrum of a real signal contains each frequency twice, except the lowest and highest frequency.
         grad_kernels[..., 1:-1] *= 2
         return grad_u, grad_kernels / ctx.size, None
 
 
 def _parts(batch: Tensor, kernels: Tensor) -> list[slice]:
-    """Splits a batch into slices whose spectra are small enough for a CPU; does not split a batch on a GPU."""
+    """Splits a batch on a CPU into slices, to limit the size of spectra; does not split a batch on a GPU."""
     if batch.device.type == "cpu":
         most_elements = _CACHED if kernels.shape[1] == 1 else _LARGE
         num_sequences = max(1, most_elements // kernels[:, 0].numel())
@@ -258,7 +258,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _fft_size(num_steps: int) -> int:
-    """Returns the smallest even FFT size, without prime factors above 7, that avoids wrap-around."""
+    """Returns the smallest even FFT size that avoids wrap-around and has no prime factor above 7."""
     size = 2 * num_steps
     while not _is_smooth(size):
         size += 2

@@ -1,4 +1,4 @@
-"""Speech recogniser for CTC, which maps audio to log-probabilities of symbols."""
+"""Speech recogniser, which maps audio to log-probabilities of symbols for CTC."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ class Recognised(NamedTuple):
     """Output of a recogniser for CTC decoding."""
 
     log_probs: Tensor
-    """(B, T, num_symbols), float32 or float64, where symbol 0 is the blank."""
+    """(B, T, num_symbols), float32 or float64; symbol 0 is the blank."""
     lengths: Tensor
     """(B,) int64, number of frames of each utterance, without padding."""
 
@@ -28,7 +28,7 @@ class StreamState(NamedTuple):
 
 
 class SpeechRecogniser(nn.Module):
-    """Computes log-probabilities by a front end, an encoder and a linear layer."""
+    """Computes log-probabilities of symbols by a front end, an encoder and a linear layer."""
 
     def __init__(self, front_end: LogMel, encoder: AttentionLMU | ParallelLMUEncoder, num_symbols: int) -> None:
         """num_symbols: number of symbols, including the blank."""
@@ -38,16 +38,17 @@ class SpeechRecogniser(nn.Module):
         self.head = nn.Linear(encoder.out_features, num_symbols)
 
     def forward(self, audio: Tensor, num_samples: Tensor, *distortions: Tensor | None) -> Recognised:
-        """Recognises audio; distortions: the further arguments of `LogMel.forward`, for augmentation in training."""
+        """Recognises audio. distortions: additional arguments of `LogMel.forward`, for augmentation in training."""
         features, lengths = self.front_end(audio, num_samples, *distortions)
         states, lengths = self.encoder(features, lengths)
         return Recognised(self._log_probs(states), lengths)
 
     def stream(self, audio: Tensor, state: StreamState | None = None) -> tuple[Tensor, StreamState]:
-        """Processes the next samples, (B, S); returns completed log-probabilities, (B, T, num_symbols), T >= 0.
+        """Processes the next samples, (B, S); returns log-probabilities of completed frames and the new state.
 
-        state: the state returned by the previous call, or None at the start. In eval mode chunks of any size give the
-        results of `forward`. The encoder must be unidirectional, and the front end must not normalise by utterance.
+        The log-probabilities are (B, T, num_symbols), T >= 0. state: returned by the previous call, or None at the
+        start. In eval mode, chunks of any size give the results of `forward`. The encoder must be unidirectional, and
+        the front end must not normalise by utterance.
         """
         assert isinstance(self.encoder, ParallelLMUEncoder), "its attention needs the whole utterance"
         before = state or StreamState()
@@ -57,11 +58,11 @@ class SpeechRecogniser(nn.Module):
 
     @property
     def frame_s(self) -> float:
-        """Returns the time between two frames of log-probabilities, in seconds."""
+        """Returns the time between consecutive frames of log-probabilities, in seconds."""
         return self.encoder.subsampling * self.front_end.hop / self.front_end.sample_rate
 
     def num_frames(self, num_samples: Tensor) -> Tensor:
-        """Returns the number of frames of log-probabilities for num_samples audio samples, int64."""
+        """Returns the number of frames of log-probabilities for audio of num_samples samples, int64."""
         return -(-self.front_end.num_frames(num_samples) // self.encoder.subsampling)
 
     def _log_probs(self, states: Tensor) -> Tensor:

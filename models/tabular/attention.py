@@ -1,4 +1,4 @@
-"""Multi-head attention (Vaswani et al., 2017, section 3.2) among cells of tables: batches of many short sequences."""
+"""Multi-head attention (Vaswani et al., 2017, section 3.2) for tables, which are batches of many short sequences."""
 
 import math
 from itertools import repeat
@@ -8,18 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _FEW_KEYS = 24
-"""Largest number of keys for which matrix products are faster on a CPU than torch's fused attention."""
+"""Maximum number of keys for which matrix products are faster on a CPU than torch's fused attention."""
 _MAX_SEQUENCES = 65_535
-"""Largest number of sequences in one call of CUDA's fused attention kernels."""
+"""Maximum number of sequences in one call of CUDA's fused attention kernels."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Returns softmax(q k^T / sqrt(d)) v of each sequence and head.
+    """Returns softmax(q k^T / sqrt(d)) v for each sequence and head.
 
     query: (S, T, heads, d). key, value: (S, K, heads, d). mask: (S, 1, 1, K) bool, True at keys to attend to, at least
-    one per sequence, or None for all keys. Returns (S, T, heads, d).
+    one key per sequence; None: all keys. Returns (S, T, heads, d).
     """
-    # A program exported for any number of keys cannot choose by the number.
+    # A program that is exported for any number of keys cannot branch on this number.
     if query.device.type == "cpu" and not torch.compiler.is_compiling() and key.shape[1] <= _FEW_KEYS:
         return _attend_to_few(query, key, value, mask)
     if query.device.type == "cuda" and query.shape[0] > _MAX_SEQUENCES:
@@ -36,14 +36,14 @@ def _attend_to_few(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
     logits = query @ key.transpose(1, 2)
     if mask is not None:
         logits = logits.unflatten(0, (num_sequences, num_heads)).masked_fill(~mask, -math.inf)
-    # Softmax over the first dimension is vectorised over queries. Over a short last dimension it is not vectorised.
+    # Softmax over the first dimension is vectorised over queries, but over a short last dimension it is not vectorised.
     columns = logits.reshape(-1, logits.shape[-1]).t().contiguous()
     weights = columns.softmax(dim=0).t().reshape(num_sequences * num_heads, num_queries, -1)
     return (weights @ value).unflatten(0, (num_sequences, num_heads)).transpose(1, 2)
 
 
 class Attention(nn.Module):
-    """Projections of multi-head attention; the caller arranges queries, keys and values into sequences for `attend`."""
+    """Linear projections of multi-head attention. The caller passes the projected sequences to `attend`."""
 
     def __init__(self, width: int, num_heads: int, bias: bool = False) -> None:
         """width: a multiple of num_heads."""

@@ -15,14 +15,14 @@ _MOST_SHOWN = 12
 
 
 class LoRALinear(nn.Linear):
-    """Linear layer with frozen weight and bias, which adds the trained alpha / rank * lora_b @ lora_a to the weight.
+    """Linear layer that adds a trained matrix, alpha / rank * lora_b @ lora_a, to a frozen weight.
 
     lora_a: (rank, in_features), initialised like the weight of `nn.Linear`. lora_b: (out_features, rank), initially 0,
-    so the layer's output is unchanged. In the state dict, `weight` and `bias` have the names of the plain layer.
+    so adapters do not change the output at first. In the state dict, `weight` and `bias` keep their names.
     """
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
-        """base: the plain layer, whose parameters this layer shares."""
+        """base: the layer to adapt, whose weight and bias this layer shares."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
@@ -36,7 +36,7 @@ class LoRALinear(nn.Linear):
         return self.weight + self.scale * (self.lora_b @ self.lora_a)
 
     def forward(self, x: Tensor) -> Tensor:
-        # One product of x with the summed weight is cheaper than three products and a sum of results.
+        # One product of x with the adapted weight is cheaper than separate products with weight, lora_a and lora_b.
         return F.linear(x, self.adapted_weight, self.bias)
 
     @torch.no_grad()
@@ -48,10 +48,10 @@ class LoRALinear(nn.Linear):
 
 
 def add_adapters(model: nn.Module, *, targets: Sequence[str] = ("*",), rank: int = 8, alpha: float = 16.0) -> list[str]:
-    """Adds adapters to linear layers of a model, freezes everything else, and returns the layers' names.
+    """Adds adapters to linear layers, freezes all other parameters, and returns the names of the adapted layers.
 
-    targets: shell-style patterns such as `*.query`; layers with matching names are adapted. rank: at least 1. Raises
-    UserError for a pattern that matches no linear layer.
+    targets: shell-style patterns such as `*.query`; layers with matching names get adapters. rank: at least 1. Raises
+    UserError if a pattern matches no linear layer.
     """
     layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     for pattern in targets:

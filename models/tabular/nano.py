@@ -1,4 +1,4 @@
-"""NanoTabular, a model in which cells of a table attend to each other across features and rows.
+"""NanoTabular, a model in which the cells of a table attend to each other across features and across rows.
 
 The architecture is nanoTabPFN (Pfefferle et al., arXiv 2511.03634), a small TabPFN v2 (Hollmann et al., Nature 2025),
 with pre-norm instead of post-norm and the feature grouping of TabICL v2 (Qu et al., 2026).
@@ -16,19 +16,19 @@ from models.tabular.normalise import normalise
 
 
 class Layout(NamedTuple):
-    """Layout of a batch's cells.
+    """Layout of the cells of a batch of problems.
 
-    All table rows of a batch are in one tensor, (rows, tokens, width): first the context rows of all problems, problem
-    by problem, then their query rows. The first token of a row is its label.
+    All table rows of a batch are in one tensor, (rows, tokens, width): first the context rows of each problem, then the
+    query rows of each problem. The first token of a row is its label.
     """
 
     num_problems: int
     context_rows: int
     """Number of context rows per problem, including padding."""
     real_tokens: Tensor | None
-    """(rows, 1, 1, tokens) bool, True at tokens that are not padding, or None without padding."""
+    """(rows, 1, 1, tokens) bool, False at padding; None if no token is padding."""
     real_context: Tensor | None
-    """(num_problems, 1, 1, context_rows) bool, True at context rows that are not padding, or None without padding."""
+    """(num_problems, 1, 1, context_rows) bool, False at padding; None if no context row is padding."""
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Splits x into context rows and query rows."""
@@ -36,9 +36,9 @@ class Layout(NamedTuple):
         return x[:num_context], x[num_context:]
 
     def by_problem(self, x: Tensor) -> Tensor:
-        """Groups rows by problem and merges tokens with heads, so that attention treats tokens separately.
+        """Groups rows by problem, and treats tokens as heads, so that tokens do not attend to each other.
 
-        Returns (num_problems, rows per problem, tokens * heads, d) for x, (rows, tokens, heads, d).
+        x: (rows, tokens, heads, d). Returns (num_problems, rows per problem, tokens * heads, d).
         """
         return x.flatten(1, 2).unflatten(0, (self.num_problems, -1))
 
@@ -46,8 +46,8 @@ class Layout(NamedTuple):
 class NanoTabular(nn.Module):
     """Classifies query rows of a table, given labelled context rows.
 
-    A row is a sequence of tokens: one for its label, which for query rows is a learned vector, and one per feature.
-    Query rows attend to context rows only, so each prediction is independent of the other query rows.
+    A row is a sequence of tokens: a label token, which is a learned vector for query rows, and one token per feature.
+    Query rows attend only to context rows, so each prediction is independent of the other query rows.
     """
 
     shifts: Tensor
@@ -64,15 +64,15 @@ class NanoTabular(nn.Module):
     ) -> None:
         """width: size of a token, a multiple of num_heads. hidden_width: hidden size of feed-forward layers.
 
-        group_shifts: token j embeds the features (j + shift) mod m for each shift. Several shifts let the model
-        distinguish columns with similar distributions, and make predictions depend on the order of columns.
-        num_thinking_rows: number of learned rows before the context rows of every table, which all rows attend to
-        (Öztürk et al., arXiv 2606.03681).
+        group_shifts: token j embeds the features (j + shift) mod m, for each shift. Several shifts let the model
+        distinguish columns with similar distributions, but make predictions depend on the order of columns.
+        num_thinking_rows: number of learned rows that are inserted before the context rows of each table, and to which
+        all rows attend (Öztürk et al., arXiv 2606.03681).
         """
         super().__init__()
         self.max_classes = max_classes
         self.register_buffer("shifts", torch.tensor(group_shifts), persistent=False)
-        self.embed_cells = nn.Linear(2 * len(group_shifts), width)  # of values and of flags for missing values
+        self.embed_cells = nn.Linear(2 * len(group_shifts), width)  # inputs: values and flags for missing values
         self.embed_labels = nn.Embedding(max_classes, width)
         self.no_label = nn.Parameter(torch.zeros(width))
         if num_thinking_rows:
@@ -96,11 +96,11 @@ class NanoTabular(nn.Module):
         num_features: Tensor | None = None,
         num_classes: Tensor | None = None,
     ) -> Tensor:
-        """Returns class logits of query rows, (B, Q, max_classes), in at least float32, and -inf beyond num_classes.
+        """Returns class logits of query rows, (B, Q, max_classes) in at least float32; -inf for classes >= num_classes.
 
-        context: (B, N, m), queries: (B, Q, m), with non-finite numbers for missing values. labels: (B, N) int64 in [0,
+        context: (B, N, m), queries: (B, Q, m); non-finite elements are missing values. labels: (B, N) int64 in [0,
         max_classes). num_context, num_features, num_classes: (B,) int64, at least 1, sizes of each problem without
-        padding, or None if all problems have N context rows, m features or max_classes classes.
+        padding; None: N context rows, m features or max_classes classes in all problems.
         """
         assert labels.shape == context.shape[:2]
         layout = _layout(context, queries, num_context, num_features, self.num_thinking_rows)
@@ -126,7 +126,7 @@ class NanoTabular(nn.Module):
         return torch.cat([of_labels.unsqueeze(1), of_features], dim=1)
 
     def _with_thinking_rows(self, cells: Tensor, layout: Layout) -> Tensor:
-        """Inserts the thinking rows before the context rows of every problem; all tokens of such a row are equal."""
+        """Inserts the thinking rows before the context rows of each problem. All tokens of a thinking row are equal."""
         num_context = layout.num_problems * (layout.context_rows - self.num_thinking_rows)
         context, queries = cells[:num_context].unflatten(0, (layout.num_problems, -1)), cells[num_context:]
         thinking = self.thinking_rows.unsqueeze(1).expand(layout.num_problems, -1, cells.shape[1], -1)
@@ -135,7 +135,7 @@ class NanoTabular(nn.Module):
     def members(self, context: Tensor, num_features: Tensor | None) -> Tensor:
         """Returns the indices of the features that each token embeds, (B, shifts * m) int64.
 
-        The first m indices belong to the first shift, the next m to the second, and so on.
+        The first m indices belong to the first shift, the next m indices to the second shift, and so on.
         """
         num_problems, _, size = context.shape
         feature = torch.arange(size, device=context.device)
@@ -166,7 +166,7 @@ def _in_layout(x: Tensor, context_rows: int) -> Tensor:
 
 
 class Block(nn.Module):
-    """Applies attention among the tokens of a row, attention among the rows of a column, and a feed-forward layer."""
+    """Applies attention within each row, attention within each column, and a feed-forward layer."""
 
     def __init__(self, width: int, num_heads: int, hidden_width: int) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Block(nn.Module):
         )
 
     def forward(self, cells: Tensor, layout: Layout) -> Tensor:
-        """Updates the states of all cells: (rows, tokens, width) -> the same shape."""
+        """Updates the states of all cells, (rows, tokens, width), and returns the new states."""
         x = self.feature_norm(cells)
         cells = cells + self.attend_over_features(x, x, layout)
         context, queries = layout.parts(self.row_norm(cells))
@@ -190,16 +190,16 @@ class Block(nn.Module):
         return cells + self.feed_forward(cells)
 
     def attend_over_features(self, x: Tensor, tokens: Tensor, layout: Layout) -> Tensor:
-        """Lets x, (rows, n, width), some tokens of each row, attend to all tokens of the row, (rows, tokens, width)."""
+        """Lets x attend to all tokens of the same row. x: (rows, n, width). tokens: (rows, tokens per row, width)."""
         attention = self.over_features
         query, key, value = attention.queries(x), attention.keys(tokens), attention.values(tokens)
         return attention.merge(attend(query, key, value, layout.real_tokens))
 
     def attend_over_rows(self, parts: Sequence[Tensor], context: Tensor, layout: Layout) -> Tensor:
-        """Lets cells of context or query rows attend to the context rows of their problem and column.
+        """Lets cells attend to the cells of context rows in the same problem and column.
 
-        parts: tensors (rows, tokens, width). context: (context rows, tokens, width). Returns the results of all parts,
-        concatenated.
+        parts: context rows or query rows, (rows, tokens, width) each. context: (context rows, tokens, width). Returns
+        the concatenated results of all parts.
         """
         attention = self.over_rows
         key, value = (layout.by_problem(x) for x in (attention.keys(context), attention.values(context)))
@@ -211,10 +211,10 @@ class Block(nn.Module):
 
 
 class LastBlock(Block):
-    """Last block of the model, which computes only the label tokens of query rows."""
+    """Last block of the model, which computes only the label token of each query row."""
 
     def forward(self, cells: Tensor, layout: Layout) -> Tensor:
-        """Returns the label tokens of query rows: (rows, tokens, width) -> (query rows, 1, width)."""
+        """Returns the label token of each query row: (rows, tokens, width) -> (query rows, 1, width)."""
         x = self.feature_norm(cells)
         labels = cells[:, :1] + self.attend_over_features(x[:, :1], x, layout)
         context, queries = layout.parts(labels)

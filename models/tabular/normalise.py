@@ -1,4 +1,4 @@
-"""Standardisation of a table's columns by statistics of its context rows."""
+"""Standardisation of the columns of a table by statistics of the context rows."""
 
 import torch
 from torch import Tensor
@@ -6,18 +6,18 @@ from torch import Tensor
 from models.layers.lengths import within_lengths
 
 _KNEE = 3.0
-"""Number of standard deviations up to which normalisation is nearly linear; above, it is nearly logarithmic."""
+"""Number of standard deviations up to which normalisation is nearly linear. Beyond it, values grow logarithmically."""
 _FARTHEST = 1e6
-"""Number of standard deviations at which values are clipped, before asinh maps this number to 40."""
+"""Number of standard deviations at which values are clipped before `3 asinh(z / 3)` is applied."""
 
 
 def normalise(context: Tensor, queries: Tensor, num_context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Standardises columns by their context rows, then applies 3 asinh(z / 3) against outliers.
+    """Standardises columns by mean and std of their context rows, then applies 3 asinh(z / 3) to limit outliers.
 
-    context: (B, N, m), queries: (B, Q, m), with non-finite numbers for missing values. num_context: (B,) int64, number
-    of context rows without padding, or None for N. Returns the normalised values of context and queries, (B, N + Q, m),
-    from -41 to 41, and a bool tensor of the same shape, True where a value is missing. Missing values become 0, as do
-    all values of a column that is constant in the context up to rounding.
+    context: (B, N, m), queries: (B, Q, m); non-finite elements are missing values. num_context: (B,) int64, number of
+    context rows without padding; None: N. Returns the normalised values of context and queries, (B, N + Q, m), from -41
+    to 41, and a bool tensor of this shape that is True at missing values. Missing values become 0. All values of a
+    column become 0 if the context rows of the column are equal up to rounding.
     """
     known = context.isfinite()
     if num_context is not None:

@@ -1,4 +1,4 @@
-"""Prediction of class probabilities for a table of any size, by a model with a limited number of classes and rows."""
+"""Prediction of class probabilities for tables of any size, by a model that supports limited numbers of classes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,25 +13,25 @@ from trainer.loading.counter_random import random_bits
 
 _FEWEST_QUERIES = 64
 _LEAST_SHARE = 0.25
-"""Minimum ratio of query rows to context rows in a forward, because every forward recomputes the context."""
+"""Minimum ratio of query rows to context rows in a forward, because each forward recomputes the context."""
 TEMPERATURE = 0.7
-"""Default divisor of the logits: below 1, because the mean of several members is less sure than each of them."""
+"""Default divisor of the logits; below 1, because averaging several members makes predictions less confident."""
 _SYMBOLS, _PLACES, _ROWS, _SHIFTS, _SAMPLE = range(5)
-"""Numbers of the random streams from which orders and samples are drawn."""
+"""Stream indices for `random_bits`, one for each kind of random order or sample."""
 Node = list[list[int]]
-"""Node of a class tree, as the disjoint lists of its children's classes."""
+"""Node of a class tree: a list with the classes of each child."""
 
 
 class TabularModel(Protocol):
     """Module that predicts a batch of classification problems of equal shape."""
 
     max_classes: int
-    """Largest number of classes of a problem, at least 2."""
+    """Maximum number of classes in a problem, at least 2."""
 
     def __call__(self, context: Tensor, labels: Tensor, queries: Tensor, /) -> Any:
-        """Returns logits, (B, Q, max_classes); logits of classes that the problem lacks are ignored.
+        """Returns logits, (B, Q, max_classes); the caller ignores logits of classes that the problem lacks.
 
-        context: (B, N, m), queries: (B, Q, m), NaN where missing. labels: (B, N) int64.
+        context: (B, N, m), queries: (B, Q, m); missing values are NaN. labels: (B, N) int64.
         """
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
@@ -53,24 +53,24 @@ def predict(
 ) -> Tensor:
     """Returns class probabilities of each query row, (Q, num_classes) float64 on the CPU.
 
-    Probabilities are averaged over the members of an ensemble, which apply the model to different views of the table.
-    Each member has its own order of columns and classes. Every second member replaces values by normal scores, which
-    suits skewed columns. With more than max_context context rows each member draws its own sample, stratified by class.
-    The ensemble averages probabilities rather than logits, because a confidently wrong member would dominate a mean of
-    logits, and members with different class trees have different logits.
+    Probabilities are averaged over the members of an ensemble. Each member applies the model to its own view of the
+    table, with its own order of columns and classes. Every second member replaces values by normal scores, which suits
+    skewed columns. If there are more than max_context context rows, each member draws its own sample, stratified by
+    class. The ensemble averages probabilities rather than logits, because a confidently wrong member would dominate a
+    mean of logits, and members with different class trees have different logits.
 
-    If there are more classes than the model supports, they form a tree of choices between groups (`class_tree`). The
-    probability of a class is the product of the choices on its path. The context of a node is the rows of its classes.
-    Classes without context rows have probability 0.
+    If there are more classes than the model supports, they form a tree (`class_tree`), and the model chooses a child at
+    each node. The probability of a class is the product of the choices on its path. The context of a node consists of
+    the rows of its classes. Classes without context rows have probability 0.
 
-    model: in eval mode; computes on its own device, in its parameters' dtype.
-    context: (N, m), queries: (Q, m), NaN where missing. labels: (N,) int64, from 0 to num_classes - 1.
+    model: must be in eval mode; computes on its own device, in the dtype of its parameters.
+    context: (N, m), queries: (Q, m); missing values are NaN. labels: (N,) int64, from 0 to num_classes - 1.
     num_estimators: number of members. seed: determines orders and samples.
     temperature: divisor of the logits.
-    max_cells: number of rows times columns in one forward, which limits memory. A forward has at least one member's
-        context, and query rows numbering a quarter of it (at least 64). The result depends on max_cells by rounding
-        only.
-    progress: called after each forward with the number of completed forwards and the number of all forwards.
+    max_cells: maximum number of rows times columns in one forward, to limit memory. A forward can exceed it, since it
+        contains at least the context of one member, and a quarter as many query rows (at least 64). Results for
+        different max_cells differ only by rounding.
+    progress: called after each forward with the number of completed forwards and the total number of forwards.
     """
     probabilities = torch.zeros(len(queries), num_classes, dtype=torch.float64)
     present, codes = np.unique(labels.numpy(force=True), return_inverse=True)
@@ -104,8 +104,8 @@ def predict(
 class _View:
     """View of the table that a member of the ensemble uses at one node of its class tree.
 
-    rows, labels: (N,) int64, the context rows and the child that each belongs to. columns: (m,) int64, the order of
-    columns. by_rank: whether values are replaced by normal scores.
+    rows: (N,) int64, indices of context rows. labels: (N,) int64, the child to which each row belongs. columns: (m,)
+    int64, order of columns. by_rank: whether to replace values by normal scores.
     """
 
     member: int
@@ -125,9 +125,9 @@ class _View:
 
 
 def normal_scores(context: Tensor, values: Tensor) -> Tensor:
-    """Replaces each value by the normal quantile of its rank among the context's values of the same column.
+    """Replaces each value by the normal quantile of its rank among the context values of the same column.
 
-    context: (N, m), values: (n, m). Equal values get equal scores; non-finite values become NaN. Returns (n, m).
+    context: (N, m). values: (n, m). Equal values get equal scores, and non-finite values become NaN. Returns (n, m).
     """
     in_order = context.where(context.isfinite(), torch.inf).t().contiguous().sort(dim=1).values
     count = context.isfinite().sum(0)[:, None]
@@ -140,7 +140,10 @@ def normal_scores(context: Tensor, values: Tensor) -> Tensor:
 def _choices(
     model: TabularModel, views: Sequence[_View], context: Tensor, queries: Tensor, temperature: float
 ) -> Tensor:
-    """Returns the probability of each child of the views' nodes, (views, Q, children) float64; views have one shape."""
+    """Returns the probability of each child of each view's node, (views, Q, children) float64.
+
+    All views must have the same shape.
+    """
     inputs = zip(*(view.inputs(context, queries) for view in views), strict=True)
     logits: Tensor = model(*map(torch.stack, inputs))[..., : len(views[0].node)]
     return (logits.double().cpu() / temperature).softmax(dim=2)
@@ -172,7 +175,7 @@ def _shape(view: _View) -> tuple[int, int]:
 
 
 def _batches(views: Sequence[_View], num_queries: int, width: int, max_cells: int) -> Iterator[list[_View]]:
-    """Yields batches of views with equal shape, which need no padding."""
+    """Yields batches of views that have equal shapes and therefore need no padding."""
     for (num_rows, _), alike in groupby(views, key=_shape):
         size = max(1, max_cells // ((num_rows + num_queries) * width))
         waiting = list(alike)
@@ -180,9 +183,9 @@ def _batches(views: Sequence[_View], num_queries: int, width: int, max_cells: in
 
 
 def _latin_order(num_columns: int, member: int, seed: int) -> np.ndarray:
-    """Returns a member's order of columns, from random Latin squares.
+    """Returns the column order of a member, which is a row of a random Latin square.
 
-    Among num_columns consecutive members of one square, each column has each position once.
+    Among the num_columns members that share a square, each column takes each position once.
     """
     square, row = divmod(member, num_columns)
     symbols, places, rows = (_permutation(num_columns, seed, square, part) for part in (_SYMBOLS, _PLACES, _ROWS))
@@ -190,7 +193,7 @@ def _latin_order(num_columns: int, member: int, seed: int) -> np.ndarray:
 
 
 def _stratified(labels: np.ndarray, num: int, seed: int, member: int) -> np.ndarray:
-    """Samples num rows in proportion to class sizes, at least one per class; returns all rows if there are no more."""
+    """Samples `num` rows in proportion to class sizes, at least one per class; returns all rows if there are fewer."""
     if len(labels) <= num:
         return np.arange(len(labels))
     num = max(num, len(np.unique(labels)))
@@ -198,7 +201,7 @@ def _stratified(labels: np.ndarray, num: int, seed: int, member: int) -> np.ndar
     sizes = np.bincount(labels)
     order = np.lexsort((chance, labels))
     place_in_class = np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    # Sorted by position in the class / size of the class, the first rows have all classes in proportion to size.
+    # After sorting by position in the class / size of the class, the first rows contain classes in proportion to size.
     relative = (place_in_class + 0.5) / sizes[labels[order]]
     return np.sort(order[np.argsort(np.where(place_in_class == 0, 0, relative), kind="stable")[:num]])
 
@@ -210,11 +213,11 @@ def _permutation(size: int, seed: int, number: int, stream: int) -> np.ndarray:
 def class_tree(classes: Sequence[int], max_classes: int) -> list[Node]:
     """Builds a tree of choices between groups of classes; returns its nodes, each with 2 to max_classes children.
 
-    The path to a class passes through all nodes that contain the class. Paths are as short as possible, and a node's
-    children differ in size by at most one class. Each child consists of consecutive classes, so the order of classes
-    determines the tree. Up to max_classes classes form a single node.
+    The path to a class consists of all nodes that contain the class. Paths are as short as possible, and the children
+    of a node differ in size by at most one class. Each child consists of consecutive classes, so the order of classes
+    determines the tree. If there are at most max_classes classes, they form a single node.
 
-    classes: at least 2. max_classes: at least 2.
+    classes: at least 2 classes. max_classes: at least 2.
     """
     size = 1
     while size * max_classes < len(classes):

@@ -1,7 +1,7 @@
-"""TabICL, first version (Qu et al., ICML 2025, arXiv 2502.05564).
+"""TabICL, version 1 (Qu et al., ICML 2025, arXiv 2502.05564).
 
-Induced set attention (Lee et al., ICML 2019) embeds columns, a transformer over cells with rotary position embeddings
-(Su et al., 2021) embeds rows, and a transformer over rows predicts labels in context.
+Induced set attention (Lee et al., ICML 2019) embeds columns. A transformer over cells, with rotary position embeddings
+(Su et al., 2021), embeds rows. A transformer over rows predicts labels from the context rows.
 """
 
 import torch
@@ -18,8 +18,8 @@ _ROTARY_BASE = 1e5
 class TabICL(nn.Module):
     """Classifies query rows of a table, given labelled context rows.
 
-    The defaults are the published configuration with 27,051,658 parameters. Missing values are replaced by the mean of
-    their column. Predictions depend on the order of columns, because cells have positions.
+    The default arguments are the published configuration, which has 27,051,658 parameters. Missing values are replaced
+    by the mean of their column. Predictions depend on the order of columns, because cells have position embeddings.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class TabICL(nn.Module):
         num_context_heads: int = 4,
         max_classes: int = 10,
     ) -> None:
-        """width: size of a cell, a multiple of every number of heads; the size of a row is num_summaries * width."""
+        """width: size of a cell embedding, a multiple of each number of heads. Rows have size num_summaries * width."""
         super().__init__()
         self.max_classes = max_classes
         self.columns = ColumnEmbedding(width, num_column_blocks, num_column_heads, num_inducing)
@@ -59,11 +59,11 @@ class TabICL(nn.Module):
         num_features: Tensor | None = None,
         num_classes: Tensor | None = None,
     ) -> Tensor:
-        """Returns class logits of query rows, (B, Q, max_classes), in at least float32, and -inf beyond num_classes.
+        """Returns class logits of query rows, (B, Q, max_classes) in at least float32; -inf for classes >= num_classes.
 
-        context: (B, N, m), queries: (B, Q, m), with non-finite numbers for missing values. labels: (B, N) int64 in [0,
+        context: (B, N, m), queries: (B, Q, m); non-finite elements are missing values. labels: (B, N) int64 in [0,
         max_classes). num_context, num_features, num_classes: (B,) int64, at least 1, sizes of each problem without
-        padding, or None if all problems have N context rows, m features or max_classes classes.
+        padding; None: N context rows, m features or max_classes classes in all problems.
         """
         assert labels.shape == context.shape[:2]
         values, _ = normalise(context, queries, num_context)
@@ -72,9 +72,9 @@ class TabICL(nn.Module):
     def of_normalised(
         self, values: Tensor, labels: Tensor, num_context: Tensor | None, num_features: Tensor | None
     ) -> Tensor:
-        """Returns logits, (B, Q, max_classes), for normalised values, (B, N + Q, m), context rows first.
+        """Returns logits, (B, Q, max_classes). values: normalised rows, (B, N + Q, m), context rows first.
 
-        labels: (B, N).
+        labels: (B, N) int64.
         """
         real = None if num_context is None else within_lengths(num_context, labels.shape[1])[:, None, None]
         rows = self.rows(self.columns(values, labels.shape[1], real), num_features)
@@ -86,9 +86,9 @@ class TabICL(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm transformer block, whose states attend to each other or to other states.
+    """Pre-norm transformer block for self-attention or cross-attention.
 
-    The block is initially the identity, because the last layers of attention and feed-forward network start at zero.
+    The block is initially the identity, because the output layers of attention and feed-forward network start at zero.
     """
 
     def __init__(self, width: int, num_heads: int) -> None:
@@ -104,8 +104,8 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor, others: Tensor, mask: Tensor | None, rotation: Tensor | None = None) -> Tensor:
         """Lets x, (S, T, width), attend to others, (S, K, width); returns the new states of x.
 
-        mask: (S, 1, 1, K) bool, False at padding. rotation: (positions, width / heads / 2, 2), see `rotate`; x and
-        others both start at position 0.
+        mask: (S, 1, 1, K) bool, False at padding. rotation: (positions, width / heads / 2, 2), as in `rotate`; both x
+        and others start at position 0.
         """
         attending = self.norm(x)
         attended = attending if others is x else self.norm(others)
@@ -117,7 +117,7 @@ class TransformerBlock(nn.Module):
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Applies rotary position embeddings: rotates pairs of neighbouring elements by the angles of their position.
+    """Applies rotary position embeddings: rotates pairs of adjacent elements by angles that depend on the position.
 
     x: (S, T, heads, d). rotation: (positions, d / 2, 2), cosines and sines for at least T positions. Returns the shape
     of x.
@@ -129,7 +129,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 class ColumnEmbedding(nn.Module):
-    """Embeds each cell by an affine function of its value, whose coefficients depend on the column's context rows."""
+    """Embeds each cell by an affine function of its value; the coefficients depend on the column's context rows."""
 
     def __init__(self, width: int, num_blocks: int, num_heads: int, num_inducing: int) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class ColumnEmbedding(nn.Module):
         self.bias = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width))
 
     def forward(self, values: Tensor, context_rows: int, real: Tensor | None) -> Tensor:
-        """Embeds values, (B, T, m) -> (B, T, m, width); real: (B, 1, 1, context_rows) bool, False at padding."""
+        """Embeds values: (B, T, m) -> (B, T, m, width). real: (B, 1, 1, context_rows) bool, False at padding."""
         size = values.shape[2]
         cells = values.transpose(1, 2).flatten(0, 1).unsqueeze(2)  # (B * m, T, 1)
         mask = None if real is None else real.repeat_interleave(size, dim=0)
@@ -151,7 +151,7 @@ class ColumnEmbedding(nn.Module):
 
 
 class InducedBlock(nn.Module):
-    """Lets learned inducing vectors attend to a column's context rows, and all rows of the column to the result."""
+    """Lets learned inducing vectors attend to the context rows of a column, then all rows attend to these vectors."""
 
     def __init__(self, width: int, num_heads: int, num_inducing: int) -> None:
         super().__init__()
@@ -160,13 +160,13 @@ class InducedBlock(nn.Module):
         self.spread = TransformerBlock(width, num_heads)
 
     def forward(self, states: Tensor, context_rows: int, mask: Tensor | None) -> Tensor:
-        """Updates states, (columns, T, width); mask: (columns, 1, 1, context_rows) bool, False at padding."""
+        """Returns the new states, (columns, T, width). mask: (columns, 1, 1, context_rows) bool, False at padding."""
         inducing = self.inducing.expand(states.shape[0], -1, -1)
         return self.spread(states, self.gather(inducing, states[:, :context_rows], mask), None)
 
 
 class RowInteraction(nn.Module):
-    """Lets a row's cells and learned summary tokens attend to each other; the summary tokens represent the row."""
+    """Lets the cells of a row and learned summary tokens attend to each other. The summary tokens represent the row."""
 
     frequencies: Tensor
 
@@ -196,7 +196,7 @@ class RowInteraction(nn.Module):
         return self.norm(summaries).view(num_problems, num_rows, -1)
 
     def rotation(self, num_positions: int) -> Tensor:
-        """Returns cosines and sines of each position's angles: (positions, width / heads / 2, 2)."""
+        """Returns the cosines and sines of the angles of each position: (positions, width / heads / 2, 2)."""
         position = torch.arange(num_positions, device=self.frequencies.device, dtype=self.frequencies.dtype)
         angles = position[:, None] * self.frequencies
         return torch.stack([angles.cos(), angles.sin()], dim=-1)
