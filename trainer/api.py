@@ -104,8 +104,7 @@ class SavedRun:
 
         Runs in eval mode, on a GPU if there is one. dataset: as for `fit`; its items may lack trailing parts, such as
         labels. outputs: maps the model and a batch to a tensor (B, ...); default: the model applied to the batch's
-        first part. batch_size: samples per forward. Raises UserError, for example if `fit` got a task instead of a
-        model.
+        first part. batch_size: samples per forward. Raises UserError, for example if `fit` got a task.
         """
         if self.task is None or not issubclass(self.task, Script):
             raise UserError(f"{self.path}: predict works only for a run of fit(model, ...); use --predict")

@@ -75,8 +75,8 @@ def main(
     environment, task_type: see `read_command_line`. tasks: workloads for `--task`; None keeps the current workloads.
 
     Exit status: 0: finished. 1: an unexpected failure, in this or another process. 2: an error in the command line, the
-    data or the run directory. 128 + n: stopped by signal n after saving; with torchrun 0, because launchers treat other
-    statuses as failures.
+    data or the run directory. 128 + n: stopped by signal n after saving; 0 under torchrun, because launchers treat
+    other statuses as failures.
     """
     if tasks is not None:
         hand_in(tasks)

@@ -26,8 +26,7 @@ _handed_in: Registry | None = None
 def hand_in(tasks: Registry) -> None:
     """Sets the workloads of this process.
 
-    Also unloads the packages that contain the workloads, because a user's task file may import its own package with the
-    same name.
+    Also unloads the packages that contain the workloads, since a task file may import its own package of this name.
     """
     global _handed_in
     _handed_in = tasks

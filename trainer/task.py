@@ -91,8 +91,7 @@ Picture = np.ndarray
 class Objective(SeesConversions):
     """A model together with its loss.
 
-    `model` owns every parameter and persistent buffer, so the entry `model` of a checkpoint is the state dict of an
-    ordinary nn.Module.
+    `model` owns every parameter and persistent buffer, so the entry `model` of a checkpoint is an ordinary state dict.
 
     In train mode `forward(batch, phase)` returns sums over the batch's samples, including "loss". In eval mode
     `forward(batch)` returns sums, and `PerSample` for metrics that are not sums over samples. A sum is a tensor of any
@@ -300,9 +299,9 @@ class Task(ABC):
     def describe_data(self) -> Mapping[str, Any]:
         """Returns facts about the training data that a trained model needs, such as an alphabet, as plain values.
 
-        Every checkpoint contains the result. When a checkpoint is used without the data, `data_facts` is set to the
-        result before `build_objective` and `new_data` are called. A run does not resume on data with different facts.
-        Called after `splits`.
+        Called after `splits`. Every checkpoint contains the result. When a checkpoint is used without the data,
+        `data_facts` is the result, also in `build_objective` and `new_data`. A run does not resume on data with
+        different facts.
         """
         return {}
 
@@ -455,8 +454,8 @@ class Task(ABC):
     def batch_size(self, phase: str, batch_size: int) -> int:
         """Returns a phase's number of samples per forward on each device. batch_size: `--batch-size`, the default.
 
-        A phase with twice the `--batch-size` also has twice the `--global-batch-size`, so the factor of `--scale-lr` is
-        the same for all phases.
+        A phase with twice the `--batch-size` has twice the `--global-batch-size`, and thus the same factor of
+        `--scale-lr`.
         """
         return batch_size
 
@@ -548,8 +547,8 @@ class Task(ABC):
         """Returns the task's own state, updated from validation scores; the result becomes `at.state`.
 
         metrics: metrics of all validation sets, and of training since the last report. state: the last result; {}
-        before the first validation. Every checkpoint contains the result, which must be plain values by name. Called on
-        rank 0 only.
+        before the first validation. Checkpoints contain the result, which must be plain values by name. Called on rank
+        0 only.
         """
         return state
 

@@ -17,12 +17,12 @@ THREAD_NAME = "save"
 def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None, pinned: bool = True) -> dict[str, Any]:
     """Copies a state with every tensor in host memory; tensors shared under two names stay shared.
 
-    NumPy scalars become Python scalars: a task may compute one unnoticed (`np.float64` is a float), and torch could not
-    load a file with one under `weights_only=True`.
+    NumPy scalars become Python scalars, because torch cannot load them with `weights_only=True`. A task may return them
+    unintentionally, since `np.float64` is a subclass of float.
 
-    reusable: an older snapshot, whose memory is reused, which is several times faster than new memory. Copies from a
-    GPU are asynchronous, into pinned memory, with one wait for all of them. pinned: False uses pageable memory, which
-    is slower; so does a system without enough pinned memory.
+    reusable: an older snapshot whose memory the copy overwrites, which is several times faster than allocating. pinned:
+    copy from a GPU to pinned memory, with one wait for all tensors. Pageable memory, which is slower, is used otherwise
+    and if the system lacks pinned memory.
     """
     buffers = defaultdict(list)
     for buffer in tensors_of(reusable):
@@ -84,8 +84,8 @@ class BackgroundSaver:
     write: writes one state; raises UserError, or NoRoom if the disk is full.
 
     A copy that does not fit on disk stays in memory until the next copy. A copy of the best weights stays until it is
-    written or better weights replace it, so a checkpoint on disk never refers to missing best weights. Further
-    checkpoints of `--keep-best` are not kept in memory.
+    written or better weights replace it, so a checkpoint on disk never refers to missing best weights. Other
+    checkpoints for `--keep-best` are not kept in memory.
     """
 
     def __init__(self, write: Callable[[dict[str, Any]], object]) -> None:
@@ -132,7 +132,7 @@ class BackgroundSaver:
         return self._no_room.problem if self._no_room is not None else None
 
     def take_refusal(self) -> str | None:
-        """Returns a message if the last write met a full disk, once for each such write; otherwise None."""
+        """Returns a message if the last write failed because the disk was full; a second call returns None."""
         no_room, self._no_room = self._no_room, None
         return f"{no_room.problem}; training continues and retries at the next save" if no_room else None
 

@@ -2,7 +2,7 @@
 
 A checkpoint is written to a temporary file and flushed to disk. Then `manifest.json`, with the checkpoint's checksum
 and position, is replaced and flushed, and the file gets its final name. If the process is killed at any point, the
-directory contains either the old state or the new one.
+directory contains either the old state or the new state.
 """
 
 import itertools
@@ -66,8 +66,8 @@ class RunDirectory:
     def acquire(self, agents: Sequence[str] = (), creates: bool = True) -> None:
         """Creates, locks and repairs the directory. Raises UserError if that fails.
 
-        agents: the torchrun agents of this job; if one of them also started the previous attempt, the lock of a lost
-        node is taken over. creates: False for the directory of a running job, which must exist.
+        agents: the torchrun agents of this job; if one of these agents also started the previous attempt, this process
+        takes over the lock of a lost node. creates: False for the directory of a running job, which must exist.
         """
         with refusing_disk_errors(f"--save-dir {self.path}", "choose a folder that can be written to"):
             if creates:
@@ -174,7 +174,7 @@ class RunDirectory:
         """Writes a checkpoint and updates `last.pth`, and `best.pth` if the checkpoint is the best.
 
         Raises UserError on disk errors, NoRoom for a full disk, or LockTaken if another process took over; existing
-        files stay.
+        files stay unchanged.
         """
         path = unused_path(self.path, Position(**state["position"]))
         temporary = self.writer.temporary(path)
@@ -218,7 +218,7 @@ class RunDirectory:
                 entry.value, entry.best = None, False
 
     def _flush_metrics(self) -> None:
-        """Flushes metrics to disk before their checkpoint is written, so that a power loss cannot lose metrics only."""
+        """Flushes metrics to disk before the checkpoint, so that after a power loss no checkpoint lacks its metrics."""
         metrics = self.path / METRICS
         if metrics.exists():
             flush_path(metrics)
@@ -285,9 +285,9 @@ def claim_temporary_files(folder: Path, writer: Writer) -> None:
 
 
 def find_checkpoints(folder: Path, say: Callable[[str], None]) -> tuple[list[Entry], list[str]]:
-    """Finds checkpoints, also under temporary names, oldest first; if there are none, sentences about lost ones.
+    """Returns checkpoints, oldest first, and, if there are none, sentences about lost checkpoints.
 
-    Changes nothing. say: reports damage. Raises OSError.
+    Also finds checkpoints under temporary names. Changes nothing. say: prints messages about damage. Raises OSError.
     """
     listed = read_manifest(folder / MANIFEST, say)
     best = newest_best(listed)
@@ -330,7 +330,7 @@ def set_aside(path: Path, writer: Writer) -> None:
 
 
 def _files_under_other_names(folder: Path) -> dict[str, str]:
-    """Maps sha256 to names of links, and of checkpoints whose process was killed before it renamed them."""
+    """Maps sha256 to names of links, and of checkpoints whose process was killed before renaming them."""
     found = {}
     for path in [*(folder / name for name in LINKS), *sorted(folder.glob("checkpoint_*.tmp"))]:
         with suppress(FileNotFoundError):  # no such link, or a running job has just renamed it

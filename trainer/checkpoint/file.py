@@ -35,7 +35,7 @@ from trainer.common.torch_private import sparse_parts
 FOLDER_ATTRIBUTE = 0x10
 """Bit in a zip member's `external_attr` that marks a folder."""
 MOST_BEYOND = 16 << 20
-"""Bytes by which a file's tensors may exceed twice its size, for views of shared memory."""
+"""Bytes by which the tensors loaded from a file may exceed twice the file's size, since they may share memory."""
 
 
 class NewerFormat(UserError):
@@ -46,8 +46,8 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
     """Loads a checkpoint without executing code, and upgrades it from older formats.
 
     label: name of the file in messages. only_weights: accept a file with only the entry `model`, or a plain state dict.
-    verified: the caller has checked the file's sha256. Raises UserError for a damaged, incomplete or foreign file,
-    NewerFormat, or DiskError if the file cannot be read.
+    verified: the caller has checked the file's sha256. Raises UserError if the file is damaged, incomplete or not a
+    checkpoint, NewerFormat, or DiskError if it cannot be read.
     """
     with refusing_disk_errors(label):
         require_regular(path)
@@ -73,7 +73,7 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
     missing = [name for name in needed if name not in state]
     if missing:
         raise UserError(f"{label}: holds weights, but lacks {', '.join(missing)} to resume; use --init-from")
-    is_of_run = "task" in state and "config" in state  # and then trusted
+    is_of_run = "task" in state and "config" in state  # callers rely on both entries
     if not only_weights or is_of_run:
         wrong = schema_error_of_checkpoint(state, resumable=not only_weights)
     else:
@@ -92,7 +92,7 @@ def _load(path: Path, label: str, verified: bool) -> Any:
                 _refuse_changed_bits(path, file)
             file.seek(0)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about pickle versions of damaged files
+                warnings.simplefilter("ignore")  # damaged files cause warnings about pickle versions
                 state = torch.load(file, map_location="cpu", weights_only=True)
             _refuse_more_than_its_file(state, path.stat().st_size)
         except Exception as error:  # arbitrary bytes can raise anything in a reader
@@ -154,9 +154,9 @@ def _dense_parts(value: Tensor) -> list[Tensor]:
 
 
 def read_settings(path: Path) -> tuple[str, dict[str, Any]] | None:
-    """Reads a checkpoint's `--task` and flags without loading tensors; None if the file has none.
+    """Reads a checkpoint's `--task` and flags without loading tensors; None if they cannot be read.
 
-    Verifies no checksum; `read_checkpoint` verifies the file when it is used.
+    Does not verify checksums; `read_checkpoint` does when the checkpoint is used.
     """
     try:
         require_regular(path)
@@ -179,7 +179,7 @@ def _are_weights(value: object) -> bool:
 
 
 def _refuse_changed_bits(path: Path, file: IO[bytes]) -> None:
-    """Verifies the manifest's sha256, if known, and the CRC32 of each archive member.
+    """Verifies a file's sha256 if the manifest lists it, and the CRC32 of each archive member.
 
     torch.load checks neither. Raises zipfile.BadZipFile.
     """
@@ -200,7 +200,7 @@ def _refuse_changed_bits(path: Path, file: IO[bytes]) -> None:
 def _refuse_odd_archive(file: IO[bytes]) -> None:
     """Raises zipfile.BadZipFile for archives that torch.save never writes."""
     if not zipfile.is_zipfile(file):
-        return  # torch.load decides
+        return  # torch.load reads or rejects other files
     with zipfile.ZipFile(file) as archive:
         parts = archive.infolist()
     if any(part.filename.endswith("/constants.pkl") for part in parts):
@@ -214,7 +214,7 @@ def _refuse_odd_archive(file: IO[bytes]) -> None:
 def write_checkpoint(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Writes a checkpoint in the current format and flushes it to disk; returns its `size_and_sum`.
 
-    Raises OSError or RuntimeError; UserError, before writing, for a state that could not be read again.
+    Raises OSError or RuntimeError; or UserError, before it writes, for a state that could not be loaded again.
     """
     state = {**state, "format_version": FORMAT_VERSION}
     wrong = error_of_saving(state)
@@ -224,7 +224,7 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
     with path.open("wb") as file:
         hashed = _HashedFile(file)
         try:
-            torch.save(state, hashed)  # type: ignore[arg-type]  # calls only these methods
+            torch.save(state, hashed)  # type: ignore[arg-type]  # it calls only write and flush
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):  # the file system's error, which torch's message omits
                 raise error.__context__ from None
@@ -263,7 +263,7 @@ def size_and_sum(path: Path) -> dict[str, Any]:
 
 
 def error_of_saving(state: Mapping[str, Any], resumable: bool = True) -> str | None:
-    """Returns a message if a saved state could not be read again, with the entry at fault; otherwise None.
+    """Returns a message that names the invalid entry if a saved state could not be loaded again; otherwise None.
 
     resumable: require all entries of a checkpoint; otherwise check only the entries in `state`.
 
@@ -273,7 +273,7 @@ def error_of_saving(state: Mapping[str, Any], resumable: bool = True) -> str | N
 
 
 def error_of_model(weights: Mapping[str, Any]) -> str | None:
-    """Returns a message if a saved state dict could not be read again; otherwise None. weights: values of any type."""
+    """Returns a message if a saved state dict could not be loaded, otherwise None. weights: values of any type."""
     return _unreadable(weights) or first_schema_error([by_name(dense_tensor)], weights)
 
 
@@ -325,14 +325,14 @@ def _comes_back(value: Any) -> bool:
 class CheckpointReader:
     """Reads checkpoints of a folder and compares their checksums with the manifest.
 
-    say: reports damage. A file whose checksum matched is not hashed again until it changes.
+    say: prints messages about damaged files. A file whose checksum matched is not hashed again until it changes.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self._folder = folder
         self._say = say
         self._verified: dict[str, tuple[str, int, int]] = {}
-        """Maps a file's name to its `stamp` when its checksum last matched."""
+        """Maps a file name to the file's `stamp` when the checksum last matched."""
 
     def read(self, entry: Entry) -> dict[str, Any] | None:
         """Reads a checkpoint; None if it is damaged. Raises NewerFormat, or DiskError if the file cannot be read."""

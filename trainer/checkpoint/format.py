@@ -18,8 +18,8 @@ from trainer.loading.order import Position
 FORMAT_VERSION = 3
 """Format version of checkpoints that this trainer writes; files of version 1 have no entry `format_version`.
 
-Increment it when an entry is added or changes its meaning: older trainers then reject newer files, and entries that
-older files lack get a default (`Saved.since`).
+Increment it when you add an entry or change the meaning of an entry. Older trainers then reject newer files, and an
+entry that an older file lacks gets a default (`Saved.since`).
 """
 RUN_ID = "[0-9a-f]{12}"
 
@@ -78,7 +78,7 @@ def optional(kind: Kind) -> Kind:
 
 
 def either(*kinds: Kind) -> Kind:
-    """Requires that a value satisfies one of several kinds; the error is the first kind's."""
+    """Requires a value that satisfies one of several kinds; otherwise raises the first kind's error."""
 
     def require(name: str, value: Any) -> None:
         refusals = []
@@ -117,7 +117,7 @@ def by_name(kind: Kind) -> Kind:
 
 
 def record(needed: Mapping[str, Kind], others: Mapping[str, Kind] | None = None, closed: bool = False) -> Kind:
-    """Requires a mapping with entries of the given kinds. others: optional entries. closed: reject unknown entries."""
+    """Requires a mapping. needed, others: kinds of required and of optional entries. closed: reject unknown entries."""
     known = {**needed, **(others or {})}
 
     def require(name: str, value: Any) -> None:
@@ -226,7 +226,7 @@ def wrong(name: str, value: Any, what: str) -> ValueError:
 
 
 def brief(value: Any) -> str:
-    """Describes a value in at most about MOST_SHOWN characters."""
+    """Describes a value in about MOST_SHOWN characters at most."""
     if isinstance(value, Tensor):
         return f"of {value.dtype} {tuple(value.shape)}"
     if isinstance(value, str | bytes | bytearray):
@@ -264,8 +264,9 @@ class Saved:
     """Declares an entry of a checkpoint, or of a mapping in a checkpoint.
 
     is_optional: the entry may be absent. since: first format version with the entry; older files get `default`.
-    is_large: rank 0 reads the tensors, and sends them to other ranks when they are loaded into the model. name: name in
-    the file, if it differs from the dataclass field's. read: converts the file's value to the field's.
+    is_large: only rank 0 reads the tensors, and sends them to the other ranks when they are loaded into the model.
+    name: name in the file if it differs from the field's name. read: converts the value in the file to the field's
+    value.
     """
 
     kind: Kind
@@ -323,12 +324,11 @@ class SavedProgress:
     """Progress of a run as stored in checkpoints. Each field declares its entry, kind and default.
 
     evaluations_since_best: evaluations since the best score, for early stopping.
-    last_report: completed optimizer steps at the last report of metrics; every evaluation and epoch end makes a report.
-    train_seconds: seconds of training, evaluation and saving over all starts, up to the last `read_clock`, which every
-        save calls.
-    reported: (loss, weight) by phase of the totals already logged, over all processes.
-    samples: number of samples that the totals of all processes cover.
-    misses_samples: whether totals of samples since the last report were lost with a process.
+    last_report: completed optimizer steps at the last report of metrics, made at every evaluation and end of an epoch.
+    train_seconds: seconds of training, evaluation and saving in all starts, up to the last call of `read_clock`.
+    reported: (loss, weight) by phase: sums over all processes that are already logged.
+    samples: number of samples in the totals of all processes.
+    misses_samples: whether totals since the last report are incomplete, because a process with totals was lost.
     skipped_steps: optimizer steps skipped because a loss or gradient was not finite.
     skipped_in_a_row: the last skipped step, and the number of consecutive skipped steps up to it.
     rate_drops: number of times that `--schedule plateau` has lowered the learning rate.
@@ -363,7 +363,7 @@ def read_progress(state: Mapping[str, Any]) -> dict[str, Any]:
 def _optimizer(name: str, value: Any) -> None:
     """Requires an optimizer's state dict with parameters numbered from 0, and state for these parameters only.
 
-    State with a string key belongs to no parameter. Values are not checked: NaN or a step of -1 may mean "not yet".
+    State with a string key belongs to no parameter. Values are not checked: NaN or a step of -1 may mean "not yet set".
     """
     _OF_OPTIMIZER(name, value)
     anything(name, value)  # also checks tensors in custom entries
@@ -391,7 +391,7 @@ _CONFIG: Mapping[str, Kind] = {
     "--epochs": optional(_SIZE), "--max-steps": optional(_SIZE), "--seed": _COUNT,
     "--resume-from": optional(text()), "--optimizer": text(), "--dtype": text("float32|float64"), "--drop-last": truth,
 }  # fmt: skip
-"""Flags that the trainer reads from checkpoints, in addition to passing them on."""
+"""Flags in a checkpoint whose values the trainer itself uses, with their kinds."""
 _CODE = {
     "commit": optional(text()), "changed": optional(truth), "task_file": optional(text()),
     "task_sha256": optional(text()),
@@ -411,7 +411,7 @@ FACTS: Mapping[str, Saved] = {
     "helpers": Saved(by_name(text()), is_optional=True),
     "run_id": Saved(text(RUN_ID)),
 }
-"""Entries on the origin of a run, in checkpoints and config.json."""
+"""Entries about a run's task, settings, data and code, in checkpoints and config.json."""
 
 ENTRIES: Mapping[str, Saved] = {
     "model": Saved(WEIGHTS, is_large=True),

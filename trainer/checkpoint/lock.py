@@ -1,15 +1,15 @@
-"""Locks a run directory for one process, also on file systems that several machines share.
+"""Locks a run directory for one process, including on file systems that several machines share.
 
-On one machine, the kernel's lock on the file `lock.held` decides; it ends with its process. Some network file systems
-do not share kernel locks between machines. There the file `lock` decides: it names the holder, which renews the file's
-timestamp. A process that finds another machine's `lock` takes it over if the timestamp does not change for `STALE_S`
-seconds.
+On one machine, the process with the kernel's lock on the file `lock.held` is the holder; the kernel's lock ends with
+the process. Some network file systems do not share kernel locks between machines. On these, the file `lock` names the
+holder, which regularly renews the file's timestamp. A process that finds another machine's `lock` takes it over if the
+timestamp does not change for `STALE_S` seconds.
 
-An old holder that was suspended may wake up, and must not write while the new holder does (fencing). Files are written
-under temporary names with the holder's token, and a holder reads `lock` again before it renames a file. A new holder
-first writes its name into `lock`, then renames or deletes temporary files, so an old holder suspended between reading
-and renaming finds no file to rename. A holder also reads `lock` before it deletes a file; suspended just then, it
-deletes at most that file.
+A suspended old holder may wake up after that, and must not write at the same time as the new holder (fencing). Files
+are written under temporary names with the holder's token, and a holder reads `lock` again before it renames a file. A
+new holder first writes its name into `lock`, then renames or deletes temporary files, so an old holder suspended
+between reading and renaming finds no file to rename. A holder also reads `lock` before it deletes a file. A holder
+suspended between reading and deleting later deletes at most this one file.
 """
 
 import fcntl
@@ -39,7 +39,7 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True)
 class Holder:
-    """Content of the file `lock`. machine: where the kernel's locks are visible. token: unique identifier."""
+    """Content of the file `lock`. who: process and host. machine: see `_machine`. token: unique identifier."""
 
     who: str
     machine: str = ""
@@ -90,7 +90,7 @@ class Lock(Writer):
         """Whether `require` has found that another process took over."""
 
     def begin(self) -> None:
-        """Writes the holder into `lock` and starts a thread that renews its timestamp."""
+        """Writes the holder into `lock` and starts a thread that renews the file's timestamp."""
         temporary = self.temporary(self._path)
         temporary.write_text(str(self._holder), encoding="utf-8")
         temporary.rename(self._path)
@@ -131,7 +131,7 @@ class Lock(Writer):
 
     def _renew(self) -> None:
         while not self._released.wait(RENEW_S):
-            # updates only the timestamp, so that another process's content stays
+            # updates only the timestamp, to keep content that another process may have written
             with suppress(OSError):
                 try:
                     self.require()
@@ -187,7 +187,7 @@ def _is_renewed(path: Path) -> bool:
     while time.monotonic() < until:
         time.sleep(_LOOK_S)
         if _stamp(path) != first:
-            return _read(path).who != ""  # a change may also be a release
+            return _read(path).who != ""  # the holder may also have released the lock
     return False
 
 
@@ -206,11 +206,12 @@ def _read(path: Path) -> Holder:
     said = dict(line.split(" ", 1) for line in lines if " " in line)
     if not re.fullmatch(r"process \d+ on \S+", who):
         return Holder("")
-    # A truncated lock has no machine. The host name replaces it, so that no process waits for a dead holder.
+    # A truncated file lacks the machine. If it names this host, the machine is assumed to be this one, so that no
+    # process waits for a dead holder.
     machine = said.get("machine") or (_machine(path.parent) if who.endswith(f" on {socket.gethostname()}") else "")
     return Holder(who, machine, said.get("token", ""))
 
 
 def _machine(folder: Path) -> str:
-    """Returns an identifier of the kernel's boot, or of the host if that is unknown, and of the mounted file system."""
+    """Returns an identifier of the kernel's boot (of the host if the boot is unknown) and the mounted file system."""
     return f"{boot_of_kernel()}:{folder.stat().st_dev}"

@@ -1,6 +1,6 @@
 """Manifest of a run directory: lists checkpoints without opening them, evicts old checkpoints, updates links.
 
-Also reads the other JSON files of a run directory, each of which is replaced atomically.
+Also reads the other JSON files of a run directory. All these files are replaced atomically.
 """
 
 import itertools
@@ -45,7 +45,7 @@ State = Literal["running", "finished", "preempted", "paused", "refused", "failed
 
 
 def read_json(path: Path, say: Callable[[str], None] = lambda line: None, most: int = MOST_RECORD) -> dict[str, Any]:
-    """Reads a JSON object from a file; {} if the file is missing or damaged. say: reports damage.
+    """Reads a JSON object from a file; {} if the file is missing or damaged. say: prints messages about damage.
 
     most: size limit in bytes. Raises DiskError if an existing file cannot be read.
     """
@@ -97,7 +97,7 @@ class Entry:
     """A checkpoint listed in the manifest.
 
     value: the monitored metric; None without validation. best: whether the value was the best so far when saved.
-    source: absolute path of the last `--resume-from` checkpoint before this one.
+    source: absolute path of the checkpoint that `--resume-from` last named before this checkpoint was written.
     """
 
     file: str = saved(text(CHECKPOINT_NAME))
@@ -115,7 +115,7 @@ class Entry:
     def of(
         cls, state: Mapping[str, Any], file: str, size_and_checksum: Mapping[str, Any], inherited: str | None = None
     ) -> "Entry":
-        """Creates the entry of a checkpoint. inherited: source, if this start has no `--resume-from`."""
+        """Creates the entry of a checkpoint. inherited: the source if `--resume-from` is not given."""
         position = {name: state["position"][name] for name in ("epoch", "phase", "samples")}
         verdict = {"value": state["value"], "best": state["is_best"]}
         given = state["config"]["--resume-from"]
@@ -133,7 +133,7 @@ def schema_error_of_manifest(content: Any) -> str | None:
 
 
 def _one_entry_a_file(name: str, content: Mapping[str, Any]) -> None:
-    """Raises ValueError for two entries with the same file, since evicting one would delete the file of both."""
+    """Raises ValueError if two entries have the same file, since evicting one entry would delete the file of both."""
     files = [entry["file"] for entry in content["checkpoints"]]
     if len(set(files)) < len(files):
         raise ValueError("checkpoints: names a file twice")
@@ -161,7 +161,7 @@ def write_manifest(path: Path, entries: Sequence[Entry], writer: Writer) -> None
 
 
 def best_first(entries: Sequence[Entry], mode: Literal["max", "min"]) -> list[Entry]:
-    """Returns the entries with a value, best first and, among equals, oldest first; best.pth's entry comes first.
+    """Returns entries with a value, best first, equal values oldest first; the entry of best.pth always comes first.
 
     entries: oldest first. mode: whether the largest ("max") or smallest ("min") value is best.
     """
@@ -176,7 +176,7 @@ def newest_best(entries: Sequence[Entry]) -> Entry | None:
 
 
 def unused_path(folder: Path, position: Position) -> Path:
-    """Returns an unused path for a checkpoint; a run that resumed from an earlier checkpoint overwrites no file."""
+    """Returns an unused path for a checkpoint, so that a run resumed from an earlier checkpoint overwrites no file."""
     name = f"checkpoint_{position.epoch}"
     if not position.at_epoch_start:
         name += f"_{position.phase}_{position.samples}" + (f"_{position.turn}" if position.turn else "")
@@ -214,7 +214,7 @@ def link(name: Path, file: Path, writer: Writer) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Numbers of newest (0: all) and best checkpoints to keep. mode: "max" or "min", the best value."""
+    """Numbers of newest (0: all) and best checkpoints to keep. mode: which value is best."""
 
     newest: int
     best: int = 1
@@ -222,16 +222,16 @@ class Retention:
 
 
 def retention_of(flags: CheckpointFlags, task: Task) -> Retention:
-    """Returns the `Retention` that a task's run has with these flags."""
+    """Returns the `Retention` for a run of this task with these flags."""
     return Retention(flags.keep_checkpoints, flags.keep_best, mode=task.monitor[1])
 
 
 def evict(
     folder: Path, entries: Sequence[Entry], retention: Retention, is_intact: Callable[[Entry], bool], writer: Writer
 ) -> list[Entry]:
-    """Deletes checkpoints that `retention` does not keep; returns the entries of the others. entries: oldest first.
+    """Deletes checkpoints that `retention` does not keep, and returns the remaining entries. entries: oldest first.
 
-    Only intact files count as kept, so the last intact checkpoint is never deleted. The manifest lists deleted files
+    Damaged files do not count as kept, so the last intact checkpoint is never deleted. The manifest lists deleted files
     until the next save; readers ignore entries without a file. Raises OSError or LockTaken.
     """
     if retention.newest == 0:
@@ -247,7 +247,7 @@ def evict(
 
 
 def _first_intact(entries: Sequence[Entry], num: int, is_intact: Callable[[Entry], bool]) -> list[Entry]:
-    """Returns the first entries up to the `num`-th intact one, including damaged ones before it."""
+    """Returns all entries, intact or damaged, up to and including the `num`-th intact entry."""
     found: list[Entry] = []
     for entry in entries:
         if num == 0:

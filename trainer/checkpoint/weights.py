@@ -1,4 +1,4 @@
-"""Finds a run's weights, and compares weights with a model."""
+"""Finds the weights of a run, and compares weights with a model's."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -20,10 +20,10 @@ from trainer.loading.order import Position
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """Checkpoint of a run. label: noun in the plural for its weights in messages. folder: the checkpoint's folder.
+    """Loaded checkpoint of a run. label: plural noun for the weights in messages. folder: the checkpoint's folder.
 
     comes_with_task: whether these are the task's pretrained weights, which fit other flags and data. remarks: sentences
-    for the user on the choice of weights.
+    for the user about the choice of weights.
     """
 
     label: str
@@ -34,7 +34,7 @@ class TrainedRun:
 
 
 def find_weights(folder: Path, files: Mapping[str, Path | None], say: Callable[[str], None]) -> TrainedRun:
-    """Loads the first of `files`, paths by flag, that is not None, otherwise the best weights of the run in `folder`.
+    """Loads the first of `files` (paths by flag) that is not None; otherwise the best weights of the run in `folder`.
 
     Raises UserError.
     """
@@ -51,7 +51,7 @@ def find_weights(folder: Path, files: Mapping[str, Path | None], say: Callable[[
 def load_best_weights(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Loads the best intact checkpoint of a run directory, or the newest one of a run without validation.
 
-    Takes no lock and changes no file. say: reports damage. Raises UserError.
+    Takes no lock and changes no file. say: prints messages about damage. Raises UserError.
     """
     entries = _entries(folder, say)
     reader = CheckpointReader(folder, say)
@@ -73,7 +73,7 @@ def runs_within(folder: Path) -> list[Path]:
 def find_settings(folder: Path, of_best: bool) -> tuple[str, dict[str, Any]] | None:
     """Reads `--task` and flags from a run directory's newest or best checkpoint; None without a readable checkpoint.
 
-    Takes no lock, changes no file and reads no tensors, since every process calls it. Reports no damage.
+    Takes no lock, changes no file and reads no tensors, since every process calls it. Does not report damage.
     """
     with suppress(OSError):
         entries = read_manifest(folder / MANIFEST)
@@ -87,12 +87,12 @@ def find_settings(folder: Path, of_best: bool) -> tuple[str, dict[str, Any]] | N
 
 
 def _best_first(entries: Sequence[Entry]) -> list[Entry]:
-    """Returns checkpoints in the order to try them: the best ones, then the others, newest first."""
+    """Sorts checkpoints for loading: checkpoints that were the best when saved, then all others; newest first."""
     return sorted(reversed(entries), key=lambda entry: not entry.best)
 
 
 def holds_run(folder: Path, say: Callable[[str], None]) -> bool:
-    """Returns whether a folder contains a checkpoint, even a damaged one. say: reports damage. Raises UserError."""
+    """Returns whether a folder contains a checkpoint, perhaps damaged. say: prints messages about damage."""
     return bool(_entries(folder, say))
 
 
@@ -106,7 +106,8 @@ class WeightComparison:
     """Comparison of a file's weights with a model's parameters and buffers.
 
     fitting: weights that the model can load, by the model's names. missing: names only in the model. unknown: names
-    only in the weights. unlike: by name, messages about different shapes or dtypes that torch cannot convert.
+    only in the weights. unlike: messages by name about weights of another shape, or of a dtype that torch cannot
+    convert.
     """
 
     fitting: dict[str, Tensor]

@@ -15,7 +15,7 @@ from trainer.task import Baseline, Task
 def find_baselines(
     task: Task, group: Group, given: RunFlags, log: RunLog | SilentLog, num_steps: int
 ) -> dict[str, Baseline]:
-    """Scores simple methods and logs the scores; returns those to show, best method on validation first.
+    """Scores simple methods and logs the scores; returns the scores to show, best method on validation first.
 
     All processes call it; rank 0 computes the scores. num_steps: optimizer steps of the run.
     """
@@ -48,10 +48,10 @@ def beside_baselines(
     baselines: Mapping[str, Baseline], task: str, monitor: tuple[str, str], metrics: dict[str, float],
     best: float | None, folder: Path,
 ) -> list[str]:  # fmt: skip
-    """Returns lines: a table of a run and its baselines, and a note if the best baseline is as good on validation.
+    """Returns a table of a run and its baselines as lines, with a note if the run does not beat the best baseline.
 
     baselines: from `find_baselines`. task: value of `--task`. monitor: `Task.monitor`. metrics: the run's metrics to
-    show. best: the run's best validation score; None without validation. folder: the run's.
+    show. best: the run's best validation score; None without validation. folder: the run's folder.
     """
     if not baselines:
         return []

@@ -151,7 +151,7 @@ def set_up_torch(flags: Flags, group: Group) -> None:
 def build_task(flags: Flags) -> Task:
     """Creates the task with its data. Raises UserError."""
     assert flags.task_type is not None
-    # a task that splits its data by a global generator then does so equally in all processes and runs
+    # a task that splits its data with a global generator then makes the same split in all processes and runs
     random.seed(flags.run.seed)
     np.random.seed(flags.run.seed % 2**32)
     torch.manual_seed(flags.run.seed)
@@ -386,8 +386,9 @@ def assemble_run(
 ) -> Run:
     """Assembles a run with newly initialised weights and no log; writes no files. loading: from `start_loading`.
 
-    directory: run directory, if the run trains. before: facts of the checkpoint to resume, or of an earlier attempt
-    without a checkpoint. is_new: whether the task initialises the model, because no checkpoint is resumed.
+    directory: run directory, if the run trains. before: facts in the checkpoint to resume, or in the config.json of an
+    earlier attempt without a checkpoint. is_new: whether the task initialises the model, because no checkpoint is
+    resumed.
     """
     workers, loaders = loading or start_loading(flags, task, strategy, trains=False)
     facts = start_facts(flags, task, strategy)
@@ -506,7 +507,7 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
 
 
 def example_batch(task: Task, phase: int, size: int, for_gpu: bool = False) -> Batch:
-    """Builds a batch of a phase with up to `size` samples and weights of 0, to try a forward; checks the batch."""
+    """Builds and checks a batch of a phase with up to `size` samples, all with weight 0, to try a forward."""
     dataset = task.training_data(task.phases[phase])
     index = np.arange(min(size, len(dataset)))
     keys = SampleKeys(index, epoch=0, phase=phase, placeholder=True, few_lengths=for_gpu)

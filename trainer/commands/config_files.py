@@ -18,9 +18,10 @@ PRESETS = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """Settings in a TOML or JSON file, by flag such as "--batch-size".
+    """Settings in a TOML or JSON file.
 
-    flag: the flag that named the file. is_record: whether a run, perhaps somebody else's, wrote it; see `config.flag`.
+    settings: values by flag, such as "--batch-size". is_record: whether a run wrote the file, which may then come from
+    somebody else; see `config.flag`. flag: the flag that named the file.
     """
 
     path: Path
@@ -34,7 +35,7 @@ class ConfigFile:
     def values(self, known: Mapping[str, Option], all_known: bool) -> tuple[dict[str, Any], list[str]]:
         """Converts and validates the settings; returns the valid values by field, and problems.
 
-        known: flags by field name. all_known: whether a flag that is not in `known` is a problem.
+        known: flags by field name. all_known: whether a setting that is not in `known` is a problem.
         """
         fields = {option.name: field for field, option in known.items() if not option.is_of_launcher}
         values, problems = {}, []
@@ -54,7 +55,7 @@ class ConfigFile:
         return values, problems
 
     def of_several_devices(self) -> list[str]:
-        """Returns the settings of this file that only multi-device runs have."""
+        """Returns the settings in this file that apply only to multi-device runs."""
         known = {option.name: option for option in options(MultiDeviceFlags).values() if not option.hidden}
         return [
             name if value is True else f"{name} {shown(value)}"
@@ -64,7 +65,7 @@ class ConfigFile:
 
 
 def read_config_files(paths: Iterable[Path]) -> tuple[list[ConfigFile], list[str]]:
-    """Reads settings files; returns the readable files, and problems with the others."""
+    """Reads settings files; returns the readable files, and problems with unreadable files."""
     files, problems = [], []
     for path in paths:
         try:
@@ -75,7 +76,7 @@ def read_config_files(paths: Iterable[Path]) -> tuple[list[ConfigFile], list[str
 
 
 def _settings_in(path: Path) -> Mapping[str, Any]:
-    import tomllib  # only starts with a file need it
+    import tomllib  # imported only if a file is given
 
     path = PRESETS / path if path.parts[:1] == ("configs",) and not path.exists() else path
     try:
@@ -147,5 +148,5 @@ def _key(name: str) -> str:
 
 
 def _as_toml(value: Any) -> str:
-    """Formats a flag's value as TOML; for such values JSON is TOML, except for one control character."""
+    """Formats a flag's value as TOML, which equals JSON for these values except for one control character."""
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")

@@ -107,7 +107,7 @@ def _best_weights(directory: RunDirectory) -> dict[str, Any]:
 
 
 def better_can_be_scored(directory: RunDirectory, results: Mapping[str, Any]) -> bool:
-    """Returns whether results.json is of other weights than the best, although the best can be read now."""
+    """Returns whether results.json contains scores of other weights, although the best weights can be read now."""
     weights = results.get("weights")
     missed = isinstance(weights, dict) and weights.get("is_best") is False and results.get("scored") == "test"
     return missed and directory.load_best() is not None
@@ -163,7 +163,7 @@ def _kept(folder: Path, scored: Mapping[str, Any]) -> str:
 
 
 def check_only(flags: Flags, task: Task, strategy: Strategy) -> None:
-    """Runs `--check-task`: checks a new model's sums in float64, without a time limit. Raises UserError."""
+    """Runs `--check-task`: checks in float64 that sums of a new model do not depend on batch splits."""
     if task.fitted:
         raise UserError(
             "--check-task: with these flags the model is fitted without a loss to check; leave --check-task out"

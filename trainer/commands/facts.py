@@ -102,7 +102,7 @@ def _sha256(files: Sequence[Path]) -> str | None:
     digest = hashlib.sha256()
     try:
         for file in files:
-            digest.update(file.read_bytes().replace(b"from lockstep.", b"from "))  # as in an installed copy
+            digest.update(file.read_bytes().replace(b"from lockstep.", b"from "))  # a clone and an installed copy agree
     except OSError:
         return None
     return digest.hexdigest() if files else None
@@ -112,7 +112,7 @@ def _sha256(files: Sequence[Path]) -> str | None:
 def read_git(folder: Path) -> tuple[str | None, bool | None]:
     """Returns the commit of a folder's repository, and whether tracked files differ from it; None if unknown."""
     command = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
-    # variables that a hook of another repository has set would direct git to that repository
+    # variables set by a hook of another repository would direct git to that repository
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment["GIT_OPTIONAL_LOCKS"] = "0"
     try:

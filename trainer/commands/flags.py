@@ -48,7 +48,7 @@ class Flags(TrainerFlags):
     tool: Any = None
     """Flags of a program other than training, such as the profiler."""
     origins: Mapping[str, ConfigFile] = dataclasses.field(default_factory=dict, compare=False)
-    """Files or runs that set values, by flag."""
+    """The file or run that set a value, by flag."""
     given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
     """Flags given on the command line or in a file, even with their default value."""
     from_run: FromRun = dataclasses.field(default_factory=FromRun, compare=False)
@@ -56,12 +56,12 @@ class Flags(TrainerFlags):
     """A line for each task default or file setting that a flag of the command line makes ineffective."""
 
     def refusal(self, problem: str) -> UserError:
-        """Builds a UserError for a problem, with the files or runs that set the flags in the message."""
+        """Builds a UserError for a problem. The message also names the files or runs that set the flags in it."""
         return UserError(with_origins(problem, self.origins))
 
     @contextmanager
     def telling_origins(self) -> Iterator[None]:
-        """Appends to any UserError the files or runs that set the flags in its message."""
+        """Appends to the message of any UserError the files or runs that set the flags in the message."""
         try:
             yield
         except UserError as error:

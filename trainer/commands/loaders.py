@@ -20,11 +20,11 @@ from trainer.task import Task, training_streams
 
 Loading = tuple[Workers, dict[str, BatchLoader]]
 LARGEST_SHARE = 1 / 4
-"""Largest share of a GPU's free memory that `--data-on auto` uses for data."""
+"""Largest fraction of a GPU's free memory that `--data-on auto` uses for data."""
 SURELY_FITS = 2**30
 """Bytes of data that are assumed to fit on any GPU, for decisions before CUDA is initialised."""
 MOST_WORKERS = 8
-"""Most workers that `--num-workers auto` starts: enough for steps of 1.3 ms if building a batch takes 10 ms."""
+"""Most workers that `--num-workers auto` starts. They keep up with steps of 1.3 ms if building a batch takes 10 ms."""
 
 
 def start_loading(flags: Flags, task: Task, strategy: Strategy, trains: bool) -> Loading:
@@ -44,7 +44,7 @@ def start_loading(flags: Flags, task: Task, strategy: Strategy, trains: bool) ->
 
 
 def build_workers(given: RunFlags, task: Task, group: Group, trains: bool) -> Workers:
-    """Creates the workers of `--num-workers`. trains: whether training steps follow, as "auto" requires."""
+    """Creates the workers of `--num-workers`. trains: whether training steps follow; otherwise "auto" creates none."""
     for_gpu = group.device.type == "cuda"
     if given.num_workers != "auto":
         return Workers(given.num_workers, for_gpu)
@@ -53,7 +53,7 @@ def build_workers(given: RunFlags, task: Task, group: Group, trains: bool) -> Wo
     moves = len(movable) == len(training) and given.data_on != "host" and num_bytes(movable) <= SURELY_FITS
     spare = num_cores() // group.local_world_size - 1
     # training on the CPU needs all cores
-    takes_workers = for_gpu and trains and not moves and not training_streams(task)  # each worker reads all
+    takes_workers = for_gpu and trains and not moves and not training_streams(task)  # each would read the whole stream
     num_workers = max(0, min(MOST_WORKERS, spare)) if takes_workers else 0
     return Workers(num_workers, for_gpu, on_trial=num_workers > 0, room=shared_memory() / group.local_world_size)
 
@@ -67,7 +67,7 @@ def build_loaders(task: Task, workers: Workers) -> dict[str, BatchLoader]:
 
 
 def loaders_on_device(task: Task, data_on: str, group: Group) -> dict[str, BatchLoader]:
-    """Moves data sets to this process's GPU; returns loaders of the moved data sets. All processes call it.
+    """Moves data sets to this process's GPU, and returns loaders of the moved data sets. All processes call it.
 
     data_on: value of `--data-on`. Raises UserError if "device" is impossible.
     """
@@ -91,7 +91,7 @@ def loaders_on_device(task: Task, data_on: str, group: Group) -> dict[str, Batch
 
 
 def data_by_loader(task: Task) -> dict[str, list[KeyedDataset]]:
-    """Returns the data sets of each loader: one per phase for "train", and a single one for every other split."""
+    """Returns the data sets of each loader: one data set per phase for "train", and one for each other split."""
     evaluated = {name: [dataset] for name, dataset in task.splits().items() if name != "train"}
     return {"train": [task.training_data(phase) for phase in task.phases], **evaluated}
 
@@ -105,7 +105,7 @@ def _require_memory(needed: int, free: int, device: torch.device) -> None:
 
 
 def where_data_are(task: Task, loaders: Mapping[str, BatchLoader], data_on: str, device: torch.device) -> list[str]:
-    """Returns a line that says which data are on the GPU, if any, or why not."""
+    """Returns at most one line, which says which data are on the GPU or why no data are."""
     there = [name for name, loader in loaders.items() if isinstance(loader, DeviceLoader)]
     parts: Any = [each for own in data_by_loader(task).values() for each in own if isinstance(each, Movable)]
     if there:
@@ -122,7 +122,7 @@ def where_data_are(task: Task, loaders: Mapping[str, BatchLoader], data_on: str,
 def remarks_on_streams(
     task: Task, turns: Sequence[int], position: Position, world_size: int, num_workers: int
 ) -> list[str]:
-    """Returns lines about what each process reads of a stream, and reads again when the run resumes."""
+    """Returns lines about the samples of a stream that each process reads, and reads again when the run resumes."""
     lines = []
     for phase, dataset in training_streams(task).items():
         index = task.phases.index(phase)

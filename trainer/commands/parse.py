@@ -40,10 +40,11 @@ def parse(
     command: str = "",
     task_type: type[Task] | None = None,
 ) -> tuple[Flags, list[str]]:
-    """Parses a command line; returns the flags and all problems.
+    """Parses a command line, and returns the flags and all problems.
 
-    tool: flags of a program other than training, first in `--help`. about: description and examples of that program for
-    `--help`. command: the command before the flags, if any. task_type: class of `--task`; None: found by name.
+    tool: flags of a program other than the trainer; `--help` shows them first. about: description and examples of that
+    program for `--help`. command: command that precedes the flags, if any. task_type: class of `--task`; None: find the
+    class by name.
     """
     without_help = [word for word in argv if word not in HELP]
     given, _, _ = values_given(TRAINER_GROUPS, without_help)
@@ -105,7 +106,7 @@ def examples_of(task_name: str, task_type: type[Task] | None, several_devices: b
 
 
 def _flags_of_others(argv: Sequence[str], group_types: Sequence[type], task_name: str) -> dict[str, str]:
-    """Returns messages by flag, for flags that are retired, of multi-device programs, or of other workloads.
+    """Returns messages by flag, for flags that are retired or belong to multi-device programs or other workloads.
 
     Imports other workloads only if the command line has an unknown flag.
     """
@@ -123,9 +124,9 @@ def _flags_of_others(argv: Sequence[str], group_types: Sequence[type], task_name
 def _choose_task(
     asked: "Layers", record: ConfigFile | None, task_type: type[Task] | None
 ) -> tuple[str, type[Task] | None, list[str]]:
-    """Returns the task's name, its class or None, and problems. task_type: the class, if the caller has it.
+    """Returns the task's name, its class or None, and problems. task_type: the class, if the caller knows it.
 
-    Imports no file that a run's record names.
+    Does not import a file that a run's record names.
     """
     name, source = asked.values.get("task"), asked.origins.get("task")
     if name is None and record is not None:
@@ -146,11 +147,11 @@ def _take_from_run(
     task_name: str,
     task_type: type[Task] | None,
 ) -> FromRun:
-    """Adds flags that the run to resume or use determines to `layers`, and returns them.
+    """Adds to `layers` the flags that the run to resume or use determines, and returns these flags.
 
     These flags choose data and model: `--task`, the task's flags and `--seed`, unless the command gives them. With
-    `--predict` or `--export` they are read later, from the checkpoint in use (`recorded_task`). Invalid values are
-    skipped; reading the whole checkpoint later reports damage.
+    `--predict` or `--export`, the task's flags are read later, from the checkpoint in use (`recorded_task`). Invalid
+    values are skipped; reading the whole checkpoint later reports damage.
     """
     if not is_same_task(task_name, record.settings["--task"]):
         return FromRun()  # a later check refuses to resume another task's run
@@ -173,7 +174,7 @@ def _take_from_run(
 
 
 def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[type]) -> dict[str, Any]:
-    """Returns a task's defaults for the trainer's flags, by field. Raises UserError for an error in its class."""
+    """Returns a task's defaults for the trainer's flags, by field. Raises UserError for an error in the class."""
     name = task_type.__name__
     if not dataclasses.is_dataclass(task_type.Config):
         raise UserError(f"--task {task_name}: {name}.Config must be a dataclass of its flags")
@@ -202,10 +203,10 @@ def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[ty
 
 
 class Layers:
-    """Default values from several layers: a task's defaults, then files. Later layers override earlier ones.
+    """Default values of flags from several layers: a task's defaults, then files. Later layers override earlier layers.
 
-    values: values by field. origins: file or record of a value by field; None for a task's default. left_out: lines
-    about values that a later layer makes ineffective.
+    values: values by field. origins: by field, the file or record that set the value; None for a task's default.
+    left_out: lines about values that a later layer makes ineffective.
     """
 
     def __init__(self, group_types: Sequence[type]) -> None:
@@ -220,7 +221,7 @@ class Layers:
         self.origins.update(dict.fromkeys(values, origin))
 
     def add_file(self, file: ConfigFile, all_known: bool) -> list[str]:
-        """Adds a file's settings; returns problems. all_known: whether the groups contain all flags."""
+        """Adds a file's settings, and returns problems. all_known: whether the groups contain all flags."""
         settable = {**options(MultiDeviceFlags), **self._known}
         for field in options(ConfigFlags):
             settable.pop(field, None)
@@ -263,14 +264,14 @@ class Layers:
         return found
 
     def origins_of_flags(self, argv: Sequence[str]) -> dict[str, ConfigFile]:
-        """Returns the file or record that set a value, by flag, for flags that the command line does not give."""
+        """Returns, by flag, the file or record that set the value, for each flag that is not on the command line."""
         stated = names_given(argv)
         named = {option.name: self.origins.get(field) for field, option in self._known.items()}
         return {name: origin for name, origin in named.items() if origin is not None and name not in stated}
 
 
 def names_several_devices(argv: Sequence[str]) -> bool:
-    """Returns whether a command line, its config files or a launcher request several devices; `--help` counts too."""
+    """Returns whether a command line, its config files or a launcher request several devices; True for `--help`."""
     own = {flag_name(field) for field in options(MultiDeviceFlags)} | HELP
     if own & {*names_given(argv), *argv} or one_process_problems(os.environ):
         return True

@@ -28,8 +28,8 @@ def arrange_batches(
 ) -> tuple[tuple[BatchSplit, ...], float]:
     """Returns each phase's `BatchSplit`, and the learning rate factor of `--scale-lr`.
 
-    sizes: samples per device per forward, by phase. before: facts of the run to resume; with the same batch flags its
-    global batch sizes and factor stay. Raises UserError for batches that `--parts` cannot split.
+    sizes: samples per device per forward, by phase. before: facts of the run to resume; if the batch flags are
+    unchanged, its global batch sizes and factor are kept. Raises UserError for batches that `--parts` cannot split.
     """
     batch, devices = flags.batch, (strategy.num_devices, strategy.group.world_size, strategy.num_parts)
     if strategy.num_parts:
@@ -132,6 +132,6 @@ def build_warmup(flags: Flags, plan: Plan) -> float:
         )
     if plan.max_steps is not None:
         return length
-    if len(plan.orders) == 1:  # its last, smaller batch is a step too
+    if len(plan.orders) == 1:  # the last, smaller batch is a step too
         per_epoch = plan.samples_per_epoch / plan.orders[0].global_batch_size
     return length / per_epoch

@@ -30,7 +30,7 @@ from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Task
 
 Table = Iterator[Mapping[str, Sequence[Any]]]
-"""Iterator over a table's rows in groups; a group maps column names to values, one per row."""
+"""Iterator over groups of rows of a table. A group maps column names to values, one value per row."""
 
 
 def label_new_data(flags: Flags, strategy: Strategy) -> None:

@@ -32,7 +32,7 @@ def starts_over(directory: RunDirectory, given: CheckpointFlags) -> bool:
 def choose_start(directory: RunDirectory, given: CheckpointFlags) -> dict[str, Any] | None:
     """Returns the checkpoint to resume; None to start a new run. Raises UserError.
 
-    `--resume-from` applies once: later starts resume from the newest checkpoint of the run that it began.
+    `--resume-from` applies only to the first start; later starts resume from the newest checkpoint in `directory`.
     """
     source = given.resume_from
     if starts_over(directory, given):
@@ -157,7 +157,7 @@ class Changes:
         self.refuse_other_data("the checkpoint", to_train=True)
 
     def refuse_other_threads(self) -> None:
-        """Raises UserError if the number of CPU threads changed under `--parts`, whose bit-equality depends on it."""
+        """Raises UserError if the number of CPU threads changed, since exact results with `--parts` depend on it."""
         then, now = self.then["environment"], self.now["environment"]
         before, threads = then.get("num_threads_per_rank"), now["num_threads_per_rank"]
         if self._in_parts and now["device_type"] == then.get("device_type") == "cpu" and before != threads:
@@ -217,7 +217,7 @@ class Changes:
         digests = self.then.get("data_digest"), self.now.get("data_digest")
         if None not in digests:
             return digests[0] != digests[1]
-        drops = self.then["config"]["--drop-last"] or self.now["config"]["--drop-last"]  # changes the numbers only
+        drops = self.then["config"]["--drop-last"] or self.now["config"]["--drop-last"]  # changes only the numbers
         return not drops and self.then["phase_sizes"] != self.now["phase_sizes"]
 
     @property
@@ -233,7 +233,7 @@ class Changes:
 
     @property
     def notes_on_scoring(self) -> list[str]:
-        """Notes on flags of the task, and `--seed`, that differ from the checkpoint's."""
+        """Notes on flags of the task, and on `--seed`, that differ from the checkpoint."""
         return self._notes_on_flags({"--seed", *flag_values(self._task.config)})
 
     def _notes_on_flags(self, names: set[str]) -> list[str]:
@@ -270,7 +270,7 @@ def _beginning(value: Any) -> str:
 
 
 def code_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns the differences between two results of `identify_code`; unknown entries do not count."""
+    """Returns the differences between two results of `identify_code`; ignores unknown entries."""
     differing = {name for name in now if None not in (then[name], now[name]) and then[name] != now[name]}
     changes = []
     if "commit" in differing:
@@ -284,7 +284,7 @@ def code_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def changed_flags(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns the (then, now) values of flags that differ between two starts; START_FLAGS do not count."""
+    """Returns the (then, now) values of flags that differ between two starts, except START_FLAGS."""
     if then.get("--no-amp") is True:  # earlier versions recorded `--amp off` this way
         then = {**then, "--amp": "off"}
     changed = {

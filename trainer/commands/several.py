@@ -1,6 +1,6 @@
 """Runs `--seeds` and `--folds`: trains several runs and summarises their metrics.
 
-Each run is an ordinary command line with its own folder, so a user can also resume or repeat it alone.
+Each run has its own command line and folder, so a user can also resume or repeat a single run.
 """
 
 import functools
@@ -47,9 +47,9 @@ RunAlone = Callable[[Sequence[str]], int]
 class Job:
     """One of several runs; its properties read the run's folder.
 
-    name: the run's folder within `--save-dir`, such as "fold-1/seed-0". fold: from 1; None without folds. hold_out:
-    flags that choose the held-out data. config: all flags, as in config.json. run: picklable function that trains the
-    run and returns the exit status.
+    name: the run's folder within `--save-dir`, such as "fold-1/seed-0". fold: number of the fold, from 1; None without
+    `--folds`. hold_out: flags that choose the held-out data. config: all flags, as in config.json. run: picklable
+    function that trains the run and returns the exit status.
     """
 
     name: str
@@ -73,12 +73,12 @@ class Job:
 
     @property
     def changed(self) -> dict[str, tuple[Any, Any]]:
-        """(then, now) values of flags that differ from the run's last start."""
+        """Flags that have changed since the run's last start, with (then, now) values."""
         return changed_since_last_start(self.directory, self.config)
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run is finished with the same flags; a run with changed flags decides when it starts."""
+        """Whether the run has finished with the same flags. A run with changed flags decides at its next start."""
         return bool(read_json(self.directory / RESULTS)) and not self.changed
 
     def refuse_another_run(self) -> None:
@@ -114,8 +114,8 @@ class Job:
 def plan_jobs(flags: Flags, argv: Sequence[str], folds: Sequence[Sequence[str]], run_alone: RunAlone) -> list[Job]:
     """Returns all runs, fold by fold. Raises UserError if the command line of a run is invalid.
 
-    argv: the whole command line; a run's own flags are appended, and override earlier ones. folds: each fold's flags
-    that hold it out; empty without folds.
+    argv: the complete command line; each run appends its own flags, which override earlier flags. folds: flags that
+    hold a fold out, for each fold; empty without `--folds`.
     """
     several, first_seed = flags.several, flags.run.seed
     numbered: list[tuple[int | None, Sequence[str]]] = [*enumerate(folds, start=1)]
@@ -137,7 +137,7 @@ def plan_jobs(flags: Flags, argv: Sequence[str], folds: Sequence[Sequence[str]],
 
 @dataclass(frozen=True)
 class Slots:
-    """Places for runs at the same time. variables: environment variables of each place. flags: added to every run."""
+    """Slots for concurrent runs. variables: environment variables of each slot. flags: flags to add to every run."""
 
     variables: Sequence[Mapping[str, str]]
     flags: Sequence[str]
@@ -145,7 +145,7 @@ class Slots:
 
 
 def choose_slots(devices: DeviceFlags, multi: MultiDeviceFlags | None) -> Slots:
-    """Chooses one place per GPU, several on the CPU, or a single one for `--device cuda:N` or multi-device runs."""
+    """Chooses one slot per GPU, several slots on the CPU, or one slot for `--device cuda:N` and multi-device runs."""
     if multi is not None:
         return Slots([{}], [], "one after the other, each on all its devices")
     if pick_device(devices.device).type == "cpu":
@@ -168,8 +168,8 @@ def run_jobs(
 ) -> Iterator[tuple[list[Job], list[tuple[Job, int]]]]:
     """Runs all jobs; after a failure or a stop request, starts no further job.
 
-    slots: environment variables of each place. Yields twice a second the running jobs, and (job, exit status) of the
-    jobs that have ended since.
+    slots: environment variables of each slot. Twice a second, yields the running jobs, and (job, exit status) for each
+    job that has ended since the last time.
     """
     waiting, free = deque(jobs), list(slots)
     running: dict[SpawnProcess, tuple[Job, Mapping[str, str]]] = {}

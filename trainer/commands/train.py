@@ -41,8 +41,8 @@ from trainer.task import Task
 def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: Strategy) -> int:
     """Trains in `--save-dir` and returns the exit status. Raises UserError.
 
-    The status is 0 if the run is finished or paused by `--max-minutes`, and 128 + n if stopped by signal n; under a
-    launcher such as torchrun, which treats other statuses as failures, a stopped run also returns 0.
+    The status is 0 if the run is finished or paused by `--max-minutes`, and 128 + n if it is stopped by signal n. With
+    a launcher such as torchrun, which treats other statuses as failures, it is 0 for a stopped run too.
     """
     directory = RunDirectory(flags.checkpoint.save_dir, retention_of(flags.checkpoint, task), say)
     loggers: list[BackgroundLogger] = []
@@ -136,7 +136,7 @@ def _closing_lines(folder: Path, task: Task, task_name: str, progress: Progress)
     if best is not None and best.epoch:
         epochs = f"; its best epoch is {best.epoch} of {progress.position.epoch}, {task.monitor[0]} {best.value:.4f}"
     command = f"python main.py --save-dir {shlex.quote(str(folder))}"
-    command += f" --task {shlex.quote(task_name)}" * (":" in task_name)  # a run's record must not name a file
+    command += f" --task {shlex.quote(task_name)}" * (":" in task_name)  # a run's record must not name a task's file
     predicts = type(task).new_data is not Task.new_data
     uses = f"{command} --predict FILE (or --eval-only)" if predicts else f"{command} --eval-only"
     curves = f"curves by tensorboard --logdir {shlex.quote(str(folder))}"

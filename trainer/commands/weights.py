@@ -70,7 +70,7 @@ def restore_what_fits(
 
 
 def use_weights(learner: Learner, weights: Mapping[str, Tensor], strategy: Strategy, source: str, hint: str) -> None:
-    """Loads a checkpoint's weights for evaluation; they include any averaging. See `restore_weights`."""
+    """Loads a checkpoint's weights, averaged if training averaged them, for evaluation; see `restore_weights`."""
     restore_weights(learner.objective.model, weights, strategy, source, hint)
     learner.ema.restart()
 
@@ -150,7 +150,8 @@ def find_run(
 ) -> TrainedRun:
     """Returns the run of `find_weights`, or the task's pretrained weights unless `--save-dir` is given and holds a run.
 
-    For a task with pretrained weights, a run in the default folder is not used. say: reports damage. Raises UserError.
+    For a task with pretrained weights, a run in the default folder is not used. say: prints messages about damage.
+    Raises UserError.
     """
     folder, has_run = flags.checkpoint.save_dir, True
     uses_shipped = shipped is not None and all(path is None for path in files.values())
@@ -194,7 +195,7 @@ def ships_weights(task_type: type[Task]) -> bool:
 
 
 def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, overrides: Mapping[str, Any] = {}) -> Task:
-    """Creates the task with a run's seed and flags. overrides: values by flag that replace the run's.
+    """Creates a task with a run's seed and flags. overrides: values by flag that replace the run's values.
 
     Raises UserError.
     """
@@ -208,7 +209,7 @@ def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, overr
 
 
 def find_trained(flags: Flags, say: Callable[[str], None]) -> tuple[TrainedRun, Task]:
-    """Returns the run that `--predict` or `--export` uses, and its task. say: reports damage. Raises UserError."""
+    """Returns the run for `--predict` or `--export` and its task. say: prints messages about damage."""
     assert flags.task_type is not None
     shipped = flags.task_type(flags.task, flags.run.seed, flags.run.cache_dir).shipped_weights()
     run = find_run(flags, {"--resume-from": flags.checkpoint.resume_from}, shipped, say)
