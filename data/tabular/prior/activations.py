@@ -1,6 +1,6 @@
 """Random activation functions of a causal model's units, tabulated on a grid.
 
-Tabulated functions are evaluated by look-ups, so one computation serves different functions of all tables of a batch.
+Because look-ups evaluate the functions, one operation can apply a different function to each table of a batch.
 
 The module uses only torch functions whose result does not depend on the position in the tensor: exp, log, sin, tanh
 and arithmetic. Other functions, such as F.silu, round the last elements of a tensor differently.
@@ -23,7 +23,7 @@ _NUM_WAVES = 32
 _WAVE_NUMBERS = torch.arange(1.0, _NUM_WAVES + 1)
 _WAVES = torch.cat([torch.sin(_WAVE_NUMBERS[:, None] * _GRID * (math.pi / 2 / REACH) + phase) for phase in (0, 1.5708)])
 MOST_ARGUMENT = 30.0
-"""Bound of arguments, whose exp() is far below the largest float32."""
+"""Largest absolute argument of exp(), whose result is far below the largest float32."""
 
 
 def _elu(x: Tensor, scale: float = 1.0, slope: float = 1.0) -> Tensor:
@@ -51,9 +51,9 @@ FUNCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.abs,
 )
 _STEEPNESS = 0.7
-"""Standard deviation of the logarithm of a function's input scale, small because several steep layers leave noise."""
+"""Standard deviation of the logarithm of a function's input scale; small, because steep layers in series make noise."""
 _NUM_FOURIER = 10
-"""Frequency of random Fourier series, relative to each of the other functions (TabICL, arXiv 2502.05564)."""
+"""Probability of a random Fourier series, relative to each other function (TabICL, arXiv 2502.05564)."""
 
 
 def draw_activations(random: TableRandom, num_layers: int) -> Tensor:

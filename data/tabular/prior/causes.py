@@ -16,7 +16,7 @@ def draw_causes(random: TableRandom, num_causes: int, num_rows: int) -> tuple[Te
     """
     z = _correlated(random, random.normal(num_causes, num_rows))
     uniform = torch.special.ndtr(z)
-    # A column is normal below 1/4, uniform below 1/2, and else categorical. Some tables have numeric columns only.
+    # Below 1/4 the column is normal, below 1/2 uniform, and else categorical. Some tables have numeric columns only.
     column = torch.where(random.chance(0.4, 1), random.between(0, 0.35, 1), random.uniform(num_causes))[..., None]
     levels = random.integer(2, _MOST_LEVELS, num_causes, 1)
     # With skew, the distribution of categories is not uniform.

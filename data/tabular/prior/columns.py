@@ -10,7 +10,7 @@ from data.tabular.prior.units import standardise
 MOST_LEVELS = 32
 """Largest number of categories of a column in version 1 of the prior."""
 MANY_LEVELS = 128
-"""Largest number of categories in version 2 of the prior, log-uniform for a sixth of the categorical columns."""
+"""Largest number of categories in version 2 of the prior; drawn log-uniformly for a sixth of categorical columns."""
 _MEAN_LEVELS = 10.0
 _MOST_DEVIATIONS = 4.0
 
@@ -49,7 +49,7 @@ def without_outliers(x: Tensor) -> Tensor:
 
 
 def _in_random_rows(random: TableRandom, x: Tensor) -> Tensor:
-    """Returns the value of a random row for each column of x, (G, m, T): (G, m, 1)."""
+    """Returns the value of each column of x, (G, m, T), in a random row: (G, m, 1)."""
     return x.gather(2, random.integer(0, x.shape[2] - 1, x.shape[1], 1))
 
 
@@ -82,7 +82,7 @@ def _rolled(random: TableRandom, x: Tensor) -> Tensor:
 
 
 def _missing(random: TableRandom, x: Tensor, may: Tensor, version: int) -> Tensor:
-    """Chooses cells to be missing, (G, m, T) bool, at random or only in rows where the value exceeds a random one.
+    """Chooses missing cells, (G, m, T) bool, at random or only in rows where the value exceeds a random value.
 
     In version 2 of the prior, the deciding value may be from another column. may: columns that may have missing cells.
     """

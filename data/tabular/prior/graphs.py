@@ -1,8 +1,8 @@
-"""Units of a synthetic table from a random graph, whose nodes are functions of their parents.
+"""Computes the units (hidden variables) of a synthetic table by a random graph of functions.
 
 The design follows TabICLv2 (Qu et al., arXiv 2602.11139, section 5): sparse and dense graphs, networks, Gaussian
 processes, trees, linear and quadratic functions, products, and hyper-parameters that are correlated within a table.
-Every table has its own generator, so it depends on (seed, number, attempt) only.
+Every table has its own random generator, so the table depends only on (seed, number, attempt).
 """
 
 import math
@@ -28,7 +28,7 @@ _TINY = 1e-6
 
 
 class _Habits:
-    """Random choices for one table, where repeated choices of one kind resemble each other."""
+    """Random choices for one table, in which repeated choices of one kind resemble each other."""
 
     def __init__(self, random: Generator) -> None:
         self.random = random
@@ -75,7 +75,7 @@ _Function = Callable[[_Habits, np.ndarray, int], np.ndarray]
 def draw_graph(seed: int, number: int, attempt: int, num_columns: int, num_classes: int, num_rows: int) -> np.ndarray:
     """Draws the standardised units of one table, (num_columns + num_classes, T) float32.
 
-    The last num_classes units are units of one node, from which the classes are derived.
+    The last num_classes units belong to one node; the classes are derived from these units.
     """
     habits = _Habits(np.random.default_rng([2, attempt, number, seed % 2**63]))
     random = habits.random
@@ -106,7 +106,7 @@ def _edges(random: Generator, num_nodes: int) -> list[np.ndarray]:
 
 
 def _node(habits: _Habits, parents: list[np.ndarray], width: int, num_rows: int) -> np.ndarray:
-    """Computes a node: random causes if it has no parents, else a function of all parents, or of each, combined."""
+    """Computes a node: random causes without parents, else a function of all parents or a combination of functions."""
     if not parents:
         return _root(habits, width, num_rows)
     if len(parents) == 1 or habits.share("together") < 0.5:

@@ -1,7 +1,7 @@
 """Structure of a table's causal model: causes, layers, units, and the units that become columns and classes.
 
-Units form blocks of `width` units, of which a table uses the first: causes in block 0, units of layer l in block l.
-Unit i of block b has the number b * width + i.
+Units form blocks of `width` units: causes are in block 0, and units of layer l in block l. A table uses the first units
+of each block. Unit i of block b has the number b * width + i.
 """
 
 from dataclasses import dataclass, fields
@@ -19,7 +19,7 @@ NUM_TREE_LAYERS = 2
 NUM_CLASS_UNITS = 10
 """Number of units per table from which classes are derived; some tables use only the first unit."""
 MOST_CAUSES = 10
-"""Largest number of causes of a causal table; the columns of other tables are their causes."""
+"""Largest number of causes of a causal table; in other tables, every column is a cause."""
 
 
 def width_of(num_features: int) -> int:
@@ -67,7 +67,7 @@ def draw_kinds(seed: int, numbers: np.ndarray, attempt: int, tree_share: float) 
 
 
 def draw_structure(random: TableRandom, is_tree: Tensor, depth: Tensor, num_features: int) -> Structure:
-    """Draws the other elements of the structures; is_tree, depth: (G, 1), sorted as in `Structure`."""
+    """Draws the structures of tables with given is_tree and depth, (G, 1) each, sorted as in `Structure`."""
     width = width_of(num_features)
     is_causal = random.chance(0.5, 1)
     fewest = torch.where(is_causal, -(-(num_features + NUM_CLASS_UNITS) // depth), 4).clamp(min=4)
@@ -85,9 +85,9 @@ def draw_structure(random: TableRandom, is_tree: Tensor, depth: Tensor, num_feat
 def _units_to_see(
     random: TableRandom, num_features: int, width: int, depth: Tensor, num_units: Tensor, class_units: Tensor
 ) -> Tensor:
-    """Draws the units that become columns: neighbouring units in half of the tables, random units in the others.
+    """Draws the units that become columns: neighbouring units in half of the tables, random units in the other half.
 
-    Class units are chosen only if there are too few others.
+    Class units are chosen only if there are too few other units.
     """
     unit = torch.arange(width)
     block = torch.arange(NUM_LAYERS + 1)[:, None]

@@ -87,7 +87,7 @@ def draw_tables(settings: PriorSettings, seed: int, numbers: np.ndarray, shape: 
 def _attempt(
     settings: PriorSettings, seed: int, numbers: np.ndarray, shape: tuple[int, int, int], attempt: int
 ) -> Arrays:
-    """Draws each table once; num_classes is 1 for tables to draw again.
+    """Draws each table once. num_classes is 1 for tables that must be drawn again.
 
     In version 2 of the prior, tables whose classes are not predictable are drawn again.
     """
@@ -123,7 +123,7 @@ _Units = tuple[np.ndarray, TableRandom, torch.Tensor, torch.Tensor]
 def _draw_layers(
     settings: PriorSettings, seed: int, numbers: np.ndarray, attempt: int, num_features: int, num_rows: int
 ) -> _Units:
-    """Draws the units of tables by layered causal models, version 1 of the prior."""
+    """Draws the units of tables from layered causal models, version 1 of the prior."""
     is_tree, depth = draw_kinds(seed, numbers, attempt, settings.tree_share)
     by_kind = np.lexsort((-depth, is_tree))
     random = TableRandom(seed, numbers[by_kind], attempt)
@@ -138,7 +138,7 @@ def _draw_layers(
 def _draw_graphs(
     settings: PriorSettings, seed: int, numbers: np.ndarray, attempt: int, num_features: int, num_rows: int
 ) -> _Units:
-    """Draws the units of tables by random graphs, version 2 of the prior."""
+    """Draws the units of tables from random graphs, version 2 of the prior."""
     size = (num_features, NUM_CLASS_UNITS, num_rows)
     units = torch.from_numpy(np.stack([draw_graph(seed, number, attempt, *size) for number in numbers.tolist()]))
     random = TableRandom(seed, numbers, attempt)

@@ -16,9 +16,8 @@ _MOST_PROTOTYPES = 32
 def draw_labels(random: TableRandom, units: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Returns labels, (G, T) int64, and numbers of classes, (G,), derived from units, (G, U, T).
 
-    Classes are intervals of the first unit, the index of the largest unit, or regions around a few rows, one to three
-    rows per class. Class numbers are shuffled, except in some tables. Some tables have wrong labels. A table may have a
-    single class.
+    A class is an interval of the first unit, the index of the largest unit, or the region around one to three rows.
+    Class numbers are shuffled, except in some tables. Some tables have wrong labels. A table may have a single class.
     """
     num_classes = torch.where(random.chance(0.5, 1), 2, random.integer(2, most, 1))
     kind = random.uniform(1)
@@ -77,7 +76,7 @@ def is_predictable(rows: np.ndarray, labels: np.ndarray, num_context: int, key: 
 
 
 def _quantiles(random: TableRandom, in_order: Tensor, num_classes: Tensor, most: int) -> Tensor:
-    """Draws bounds between classes of random sizes, in proportion to exponential numbers to a power from 0 to 1.5."""
+    """Draws bounds between classes, whose sizes are proportional to random exponential numbers to a random power."""
     num_rows = in_order.shape[1]
     shares = ((1 - random.uniform(most)).log().neg() + 1e-3).log().mul(random.between(0, 1.5, 1)).exp()
     shares = shares * (torch.arange(most) < num_classes)

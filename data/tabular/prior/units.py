@@ -3,7 +3,7 @@
 A layer is a random network layer (TabPFN, arXiv 2207.01848, 3.3) or a layer of random trees (similar to TabICL, arXiv
 2502.05564, which fits trees to noise).
 
-Tables of a batch are computed together, but each is independent of the others to the bit: sizes are padded to a common
+Tables of a batch are computed together, but no bit of a table depends on the other tables: sizes are padded to a common
 size, sums run along the last dimension, and matrix products are computed table by table.
 """
 
@@ -75,10 +75,10 @@ def _add_network(random: TableRandom, structure: Structure, blocks: Tensor, nois
 
 
 def _weights(random: TableRandom, structure: Structure, width: int) -> Tensor:
-    """Draws weights, (G, NUM_LAYERS, width, width), from the last dimension to the one before it.
+    """Draws weights, (G, NUM_LAYERS, width, width); the last dimension is the input.
 
-    In half of the tables weights between different groups of units are 0, in the others small weights are 0. A unit's
-    weight vector has norm 1, so its values have a variance of about 1, not counting the noise.
+    In half of the tables, weights between different groups of units are 0; in the other half, small weights are 0. A
+    unit's weight vector has norm 1, so the unit's values, without noise, have a variance of about 1.
     """
     weights = random.normal(NUM_LAYERS, width, width)
     unit = torch.arange(width)
