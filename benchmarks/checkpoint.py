@@ -46,7 +46,7 @@ def build_lockstep(folder: Path, num_steps: int, device: str, task: str) -> Run:
 
 
 class Timer:
-    """Saves after the first step of every second block of steps, and times blocks and saves in the loop."""
+    """Saves after the first step of every second block of steps, and times blocks and saves."""
 
     def __init__(self, run: Run, num_steps: int) -> None:
         self.run, self.num_steps = run, num_steps

@@ -108,7 +108,7 @@ def under_ddp(objective: Objective) -> nn.Module:
 
 
 def bare_step(model: nn.Module, batches: Iterator[WeightedBatch]) -> Step:
-    """Runs the step of a hand-written loop; model: a wrapped objective."""
+    """Runs the step of a hand-written loop. model: a wrapped objective."""
     optimizer, params = optimized(model)
 
     def step() -> None:

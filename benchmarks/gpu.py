@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses the flags, and adds `names`, the parts to run."""
+    """Parses the flags; the result also contains `names`, the parts to run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a test, as with --small")
     parser.add_argument("--small", action="store_true", help="do little work, to test the script; ignore its speeds")
@@ -108,7 +108,7 @@ class Results:
         self._write()
 
     def add(self, part: str, found: Mapping[str, Any]) -> None:
-        """Adds a result of a part; found: see `Report`."""
+        """Adds a result of a part. found: see `Report`."""
         name, fails = found["name"], found.get("holds") is False
         self._parts[part]["figures"][name] = found["value"]
         if fails:

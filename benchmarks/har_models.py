@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def train(data_dir: Path, num_seeds: int, folder: Path, flags: Sequence[str]) -> None:
-    """Trains the seeds that are not finished."""
+    """Trains the seeds whose runs are not finished."""
     argv = ["--data-dir", str(data_dir), "--refit", "--epochs", str(EPOCHS), *flags]
     several = ["--seeds", str(num_seeds), "--save-dir", str(folder)]
     where = several if num_seeds > 1 else ["--save-dir", str(folder / "seed-0")]

@@ -108,7 +108,7 @@ def validations(events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 def best_epochs(events: list[dict[str, Any]]) -> dict[str, int]:
-    """Returns the best epoch by each metric; events: lines of metrics.jsonl."""
+    """Returns the best epoch by each metric. events: lines of metrics.jsonl."""
     epochs = validations(events)
     return {metric: max(epochs, key=lambda epoch: epochs[epoch][f"val/{metric}"]) for metric in METRICS}
 

@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def compared(folder: Path) -> dict[str, float | str]:
-    """Compares a run's best weights with the simple model of the best validation score."""
+    """Compares a run's best weights with the simple model that has the best validation score."""
     record = json.loads((folder / "config.json").read_text())["config"]
     task_type: type[SeqrecTask | KgatTask] = SeqrecTask if record["--task"] == "seqrec" else KgatTask
     task = task_type(group_from_values(task_type.Config, record), record["--seed"], Path(record["--cache-dir"]))

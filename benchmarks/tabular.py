@@ -60,7 +60,7 @@ MEASURES = ("auc", "accuracy", "log_loss", "ece")
 
 @dataclass(frozen=True)
 class Source:
-    """Source of a table; file: name in --data-dir; drop: columns that are leaks or ids.
+    """Source of a table. file: name in --data-dir. drop: columns that are leaks or ids.
 
     join: function from label values to the classes to predict, (n,); None for no change. keep: the last class to keep.
     """
@@ -106,7 +106,7 @@ SOURCES = (
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows of a table; features: (n, m) float64, NaN where missing; labels: (n,) int64; is_category: (m,) bool."""
+    """Rows of a table. features: (n, m) float64, NaN where missing. labels: (n,) int64. is_category: (m,) bool."""
 
     features: np.ndarray
     labels: np.ndarray

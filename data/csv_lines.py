@@ -72,7 +72,7 @@ def _numeric_order(digits: str) -> tuple[int, str, str]:
 def csv_lines(text: Iterable[str], delimiter: str, where: str) -> Iterator[Line]:
     """Yields the fields of non-blank lines, without quotes and without spaces before values.
 
-    where: name of the file in messages. Raises UserError for malformed quotes.
+    where: name of the file in messages. Raises UserError for a malformed line.
     """
     text = map(str.strip, text) if delimiter == BLANK else text
     reader = csv.reader(text, delimiter=delimiter, skipinitialspace=True, strict=True)

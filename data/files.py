@@ -56,7 +56,7 @@ def _damage_of_zip() -> Iterator[None]:
 
 
 class Source(ABC):
-    """Folder or archive whose files are read by name, with "/" between folders. where: its name in messages."""
+    """Folder or archive of files. Names of files contain "/" after folders. where: name of the source in messages."""
 
     def __init__(self, path: Path, where: str | None = None) -> None:
         self.path = path
@@ -64,12 +64,12 @@ class Source(ABC):
 
     @cached_property
     def files(self) -> list["DataFile"]:
-        """Visible files, sorted by name. Raises UserError if the files cannot be listed."""
+        """Files that are not hidden, sorted by name. Raises UserError if the files cannot be listed."""
         with reading_errors(self.where):
             return [DataFile(self, name) for name in sorted(self.names()) if is_visible(name)]
 
     def contents(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple["DataFile", bytes]]:
-        """Yields the wanted visible files with their contents, in the order that reads fastest. Raises UserError."""
+        """Yields wanted files of `files` with their contents, in the order that reads fastest. Raises UserError."""
         return ((file, file.read()) for file in self.files if is_wanted(file.name))
 
     def where_of(self, name: str) -> str:
@@ -176,7 +176,7 @@ class Zip(Source):
             raise _missing() from None
 
     def _archive(self) -> ZipArchive:
-        """Opens the archive once per process, since forked processes share the position in an open file."""
+        """Opens the archive once per process, since forked processes would share the position in the file."""
         if self._opened is None or self._opened[0] != os.getpid():
             content = self.path if self._content is None else io.BytesIO(self._content)
             self._opened = os.getpid(), ZipArchive(content)
@@ -271,7 +271,7 @@ def shown(names: Iterable[str]) -> str:
 
 
 def is_visible(name: str) -> bool:
-    """Returns whether no part of a path is hidden; macOS adds hidden files `._name` to archives."""
+    """Returns whether no part of a path begins with a dot; macOS, for example, adds files `._name` to archives."""
     return not any(part.startswith(".") and part != ".." for part in PurePosixPath(name).parts)
 
 

@@ -57,7 +57,7 @@ def moment_of(text: str, decimal_comma: bool = False) -> tuple[float, float]:
 
 
 def day_and_month(text: str) -> tuple[float, float]:
-    """Parses a date such as 31/05/2024 18:30 to seconds since 1970 with day first and with month first; NaN: none."""
+    """Parses a date such as 31/05/2024 18:30 to Unix times with day first and with month first; NaN if invalid."""
     if (of_date := _DATE.fullmatch(text.strip()[:_MOST_CHARACTERS])) is None:
         return np.nan, np.nan
     of_day = _seconds_of_day(of_date[5] or "0:00")

@@ -40,7 +40,7 @@ _TEXTS = {
     r"\s*\{\s*$": ("JSON of several lines", "json"),
     r"\s*[-+]?\d+(\.\d+)?( \d+:[-+\d.eE]+)+\s*$": ("libsvm's sparse rows", "other-formats"),
 }
-"""Maps patterns of a file's first text to its format and to the section of docs/formats.md on this format."""
+"""Maps patterns of a file's beginning to its format and to the section of docs/formats.md on this format."""
 _LISTS = ("events", "interactions", "actions", "clicks", "items")
 """Names of JSON entries that contain a list of records, such as the events of a session."""
 _UTF_8 = "utf-8-sig"
@@ -85,7 +85,7 @@ class LeftOut:
     note: str = ""
 
     def add(self, first: str, refusal: str, kind: str = "lines that cannot be read") -> None:
-        """Counts unreadable input, or raises UserError with the message `refusal`. first: place and error."""
+        """Counts unreadable input; if `on_bad` is "refuse", raises UserError(refusal). first: place and error."""
         if self.reading.on_bad == "refuse":
             raise UserError(refusal)
         self.count(kind, first)

@@ -3,7 +3,7 @@
     python examples/convert.py arff table.arff
     python examples/convert.py pamap2 PAMAP2_Dataset/Protocol
 
-The first argument is a name in `CONVERTERS`, the second the file, or the folder with a data set's published files.
+The first argument is a name in `CONVERTERS`; the second is the file, or the folder with a data set's published files.
 """
 
 import csv
@@ -31,7 +31,7 @@ def channels(places: Iterable[str], kinds: Iterable[str]) -> list[str]:
 
 
 def json_(path: Path) -> None:
-    """Writes NAME.jsonl from NAME.json, which holds one array or object over any number of lines."""
+    """Writes NAME.jsonl from NAME.json, which contains one array or object over any number of lines."""
     rows = json.loads(path.read_text(encoding="utf-8"))
     with open(f"{path.stem}.jsonl", "w", encoding="utf-8") as lines:
         for row in rows if isinstance(rows, list) else [rows]:
@@ -58,7 +58,7 @@ def libsvm(path: Path) -> None:
 
 
 def users(path: Path) -> None:
-    """Writes interactions.csv from lines `user item item ...`, whose items are in the order of time."""
+    """Writes interactions.csv from lines `user item item ...`, whose items are in time order."""
     rows = ((user, item) for user, *items in fields(path) for item in items)
     write_table(Path("interactions.csv"), ["user", "item"], rows)
 

@@ -2,7 +2,7 @@
 
     python main.py --task examples/psmnist.py:PermutedPixels --data-dir mnist
 
-A parallel Legendre Memory Unit remembers all 784 pixels, and its last state is classified. Layer sizes are taken from
+A parallel Legendre Memory Unit reads all 784 pixels, and its last state is classified. Layer sizes are taken from
 github.com/hrshtv/pytorch-lmu. Chilkuri and Eliasmith (ICML 2021) report an accuracy of 98.49 % for such a layer.
 """
 

@@ -50,7 +50,7 @@ END = bytes(2 * tarfile.BLOCKSIZE)
 
 
 class Headers(io.BufferedReader):
-    """Tar file of which only headers are read; refuses headers of an implausible size."""
+    """Tar file whose headers are read and whose data are skipped; refuses headers of an implausible size."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or not 0 <= size <= MOST_HEADER:
@@ -94,7 +94,7 @@ def index_of(path: Path) -> dict[str, np.ndarray]:
 
 
 class Shard:
-    """Open shard, whose samples are read by number; spans: see `index_of`."""
+    """Open shard, whose samples are read by number. spans: see `index_of`."""
 
     def __init__(self, path: Path, spans: np.ndarray) -> None:
         self.path, self.spans = path, spans
@@ -124,7 +124,7 @@ def decoded(picture: bytes, label: bytes) -> tuple[np.ndarray, int]:
 
 
 class TarSamples:
-    """Data set of all samples of the shards, in order; keeps two shards open, because a batch may need both."""
+    """Data set of all samples of the shards, in order. Keeps two shards open, because a batch may need two."""
 
     def __init__(self, paths: Sequence[Path], cache_dir: Path) -> None:
         self._paths, self._cache_dir = paths, cache_dir

@@ -1,7 +1,7 @@
-"""Checks that every model learns the same on the GPU as on the CPU, with differences below 1e-9 in float64.
+"""Checks that training every model on the GPU and on the CPU differs by less than 1e-9 in float64.
 
 Float64 is precise enough to distinguish rounding from errors. After a few steps from the same initial weights, weights
-and validation scores are compared. Without a GPU, a second run on the CPU with half the micro-batch is compared.
+and validation scores are compared. Without a GPU, a CPU run with half the micro-batch replaces the GPU's run.
 """
 
 from functools import partial

@@ -101,7 +101,7 @@ def bits_found(setting: Setting, name: str) -> list[dict[str, Any]]:
 
 
 def bits(setting: Setting, report: Report, name: str) -> None:
-    """Compares the checkpoints of runs with and without graphs; name: of a model or a setting."""
+    """Compares the checkpoints of runs with and without graphs. name: of a model or a setting."""
     if name in MODELS:
         for amp in setting.pick(("off", "bf16", "fp16"), ("off",)):
             title, flags = f"{name}, {amp}", [*MODELS[name], *BITS, "--amp", amp]

@@ -28,14 +28,14 @@ SLOW_ON_CPU = ("deepconvlstm", "lmu", "tabicl")
 
 
 def chosen(setting: Setting, on_cpu: str) -> list[str]:
-    """Returns the models that a part measures: all on a GPU, a fast one on the CPU."""
+    """Returns the models that a part measures: all models on a GPU, a fast model on the CPU."""
     if not setting.is_gpu:
         return [on_cpu]
     return [name for name in MODELS if not setting.is_small or name not in SLOW_ON_CPU]
 
 
 def without_dropout(name: str) -> list[str]:
-    """Returns a model's command line without dropout, whose masks differ between kinds of devices."""
+    """Returns a model's command line without dropout, because dropout masks differ between CPU and GPU."""
     return [*MODELS[name], *(["--dropout", "0"] if name in HAVE_DROPOUT else [])]
 
 

@@ -29,7 +29,7 @@ CACHE = "cache"
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of a part; folder: for files of the part; is_small: whether to do little work, to test the part."""
+    """Settings of a part. folder: for files of the part. is_small: whether to do little work, to test the part."""
 
     device: str
     folder: Path
@@ -54,7 +54,7 @@ class Setting:
 
 
 class Report:
-    """Report of a part's measurements and checks; tell: called with each result as soon as it is known."""
+    """Report of a part's measurements and checks. tell: called with each result as soon as it is known."""
 
     def __init__(self, tell: Callable[[dict[str, Any]], None]) -> None:
         self.tell = tell

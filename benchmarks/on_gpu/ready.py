@@ -74,7 +74,7 @@ def model_flags(setting: Setting, name: str) -> list[object]:
 
 
 def between(queue: DeviceQueue, marks: Sequence[Any]) -> list[float]:
-    """Returns the milliseconds between successive instants, after waiting for the device."""
+    """Waits for the device, and returns the milliseconds between successive marks."""
     return [1e3 * queue.seconds(*pair) for pair in pairwise(marks)]
 
 
@@ -122,7 +122,7 @@ def in_turns(run: Run, windows: Sequence[Window], num_epochs: int) -> tuple[dict
 
 
 def judge(setting: Setting, report: Report, name: str, holds: bool, value: Any) -> None:
-    """Checks a goal of speed, or with --small only reports the value."""
+    """Checks whether a speed reaches its goal; with --small, only reports the value."""
     report.figure(name, value) if setting.is_small else report.check(name, holds, value)
 
 
@@ -164,7 +164,7 @@ def replay(graphs: Iterable[torch.cuda.CUDAGraph]) -> None:
 
 
 def waited_for(setting: Setting, step: Step) -> float:
-    """Returns wall-clock milliseconds until the device has completed a step, as for EARLIER_MS."""
+    """Returns wall-clock milliseconds until the device has completed a step; EARLIER_MS were measured so, too."""
     setting.synchronise()
     started = time.perf_counter()
     step()

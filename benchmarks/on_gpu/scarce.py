@@ -81,7 +81,7 @@ def with_room(setting: Setting, name: str, flags: list[object]) -> tuple[dict[st
 
 @contextmanager
 def limited(setting: Setting, num_bytes: float | None = None) -> Iterator[None]:
-    """Context that limits torch's memory on the GPU to a number of bytes; None for no limit but the task's own."""
+    """Context that limits torch's memory on the GPU. num_bytes: limit; None: only the task's own limit."""
     if not setting.is_gpu:
         yield
         return

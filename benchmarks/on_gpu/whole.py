@@ -30,7 +30,7 @@ ML_1M = "ml-1m/ml-1m_complete_order.txt.gz"
 
 
 class Whole(NamedTuple):
-    """Command and its goals; data: path within LOCKSTEP_DATA; metrics: minimum test scores by name."""
+    """Command and its goals. data: path within LOCKSTEP_DATA. metrics: minimum test scores by name."""
 
     data: str
     flags: list[str]

@@ -87,7 +87,7 @@ def compared(steps: Sequence[Step], unbroken: Sequence[Step], epochs: int) -> di
 
 
 def stopped(variant: str, stop: Stop, worlds: tuple[int, int] = (1, 1), dropout: float = 0.0) -> dict:
-    """Kills and restarts a run once, and compares it; worlds: number of processes of the first and second start."""
+    """Kills and restarts a run once, and compares it. worlds: number of processes of the first and second start."""
     before, after = (sized(world, stop, dropout) for world in worlds)
     found: dict = {"variant": variant, "processes": worlds, "dropout": dropout, "killed_in_step": stop.in_step}
     with new_run(variant, before) as unbroken, new_run(variant, before) as run:
@@ -122,7 +122,7 @@ Outcome = Literal["same bits", "other weights", "refused"]
 
 
 class Killed(NamedTuple):
-    """Result of a run that was killed once; steps_redone: None if the second start began with other weights."""
+    """Result of a run that was killed once. steps_redone: None if the second start began with other weights."""
 
     outcome: Outcome
     steps_redone: int | None

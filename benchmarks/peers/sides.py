@@ -162,7 +162,7 @@ def new_run(variant: str, settings: Settings) -> Iterator[Run]:
 
 
 def watched(notes: Path, **asked: object) -> dict[str, str]:
-    """Returns the environment variables of a watched process; asked: see `watch`."""
+    """Returns the environment variables of a watched process. asked: see `watch`."""
     return {
         VARIABLE: json.dumps({"folder": str(notes), "started": time.time(), **asked}),
         "OMP_NUM_THREADS": "1",

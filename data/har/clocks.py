@@ -12,7 +12,7 @@ _OF_CLOCKS = ("time", "date", "second", "elapsed", "epoch", "millis", "nanos")
 GAP = 10
 """A clock step larger than this multiple of the clock's median step is a gap between recordings."""
 _UNITS = (1, 1e3, 1e6, 1e9)
-"""Possible units of a clock, per second."""
+"""Possible numbers of a clock's units per second."""
 _SLOWEST_HZ = 3.0
 """Lowest plausible rate; the highest plausible rate is a thousand times higher, so at most one unit of a clock fits."""
 _SAME_RATE = (0.8, 1.25)
@@ -26,7 +26,7 @@ def is_clock(name: str) -> bool:
 
 
 def num_disorders(clocks: np.ndarray) -> int:
-    """Counts how often the steadiest clock of a recording goes back, but not below its start. clocks: (n, K)."""
+    """Counts how often the steadiest clock of a recording goes back, except to its start. clocks: (n, K)."""
     goes_back = (clocks[1:] < clocks[:-1]) & (clocks[1:] > clocks[0])
     return int(goes_back.sum(axis=0).min(initial=len(clocks))) if clocks.shape[1] else 0
 

@@ -51,7 +51,7 @@ _OF_TABLE = ("window", "start_s", "end_s", "activity", "confidence")
 
 @dataclass(frozen=True)
 class OwnFormat:
-    """Format of the user's recordings. None: a column with a usual name; for channels, all other columns."""
+    """Format of the user's recordings. A column None is found by usual names; channels None are all other columns."""
 
     subject_column: str | None
     label_column: str | None
@@ -187,7 +187,7 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
 
 
 def _spelt(keys: Iterable[str], spellings: Counter[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns each key's most frequent spelling, and lists the spellings of keys with several, as in "1 and 1.0".
+    """Returns each key's most frequent spelling, and lists spellings that share a key, as in "1 and 1.0".
 
     If a key with several spellings is a whole number, all whole numbers are written without decimals.
     """
@@ -346,7 +346,7 @@ def _opened(file: DataFile, left_out: LeftOut) -> Iterator[CsvTable]:
 
 
 def _subject_and_label(table: CsvTable, wanted: OwnFormat, file: DataFile) -> tuple[int, int]:
-    """Returns the indices of the subject and label columns. Raises UserError, with the flags to give, if not found."""
+    """Returns indices of the subject and label columns. Raises UserError, with the flags to give, if one is missing."""
     header, found, problems = table.header, [], []
     usual = {"subject": (wanted.subject_column, SUBJECTS), "label": (wanted.label_column, LABELS)}
     for role, (chosen, names) in usual.items():

@@ -150,7 +150,7 @@ def roles_of(
 
 
 def usual_column(header: Sequence[str], names: Sequence[str], chosen: str | None = None) -> int | None:
-    """Returns the index of the chosen column, or of the first with a usual name, exact spellings first; else None."""
+    """Returns the index of the chosen column, by default of a usual name, preferably spelt exactly; None if missing."""
     if chosen is not None:
         return header.index(chosen) if chosen in header else None
     for written in ([name.lower() for name in header], [plain_name(name) for name in header]):

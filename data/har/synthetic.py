@@ -2,9 +2,9 @@
 
 A person performs activities in bouts. The body accelerates and turns with the harmonics of the stride, or sways. The
 posture determines the direction of gravity. People wear the phone at the waist in slightly different positions, and
-sensors add noise and a bias. Two people who walk differ more than one person who walks and climbs stairs, so a model
-must learn features that generalise to other people: amplitudes and phases of harmonics, which are nonlinear functions
-of a window.
+sensors add noise and a bias. Walking differs more between people than walking and climbing stairs differ in a person.
+So a model must learn features that generalise to other people: amplitudes and phases of harmonics, which are nonlinear
+functions of a window.
 
 The body frame is x up, y left, z forward; a phone that hangs straight measures in this frame.
 """
@@ -59,7 +59,7 @@ def _polar(amplitudes: list[list[float]], phases: list[list[float]]) -> np.ndarr
     return np.array(amplitudes) * np.exp(1j * np.array(phases))
 
 
-# A step is half a stride: even harmonics carry up and forward, odd ones the sideways swing. Going down lands hard
+# A step is half a stride, so even harmonics move up and forward, and odd harmonics sideways. Going down lands hard
 _GAITS = {
     "WALKING": _Gait(
         0.95,

@@ -164,7 +164,7 @@ def split_by_subject(
 
 
 def with_test_subjects(recordings: HarRecordings, names: Sequence[str] | None) -> HarRecordings:
-    """Makes some people the test set. names: people; None: every fifth person, or the last of fewer than five.
+    """Makes some people the test set. names: of people; None: every fifth person, or the last of fewer than five.
 
     Raises UserError for unknown names, and if nobody is left to train on.
     """
@@ -211,7 +211,7 @@ def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int
 
 
 def named_subjects(recordings: HarRecordings, names: Sequence[str]) -> list[int]:
-    """Returns the people of `--val-subjects`, sorted. Raises UserError for unknown names, or no remaining people."""
+    """Returns the people of `--val-subjects`, sorted. Raises UserError for unknown names, or if nobody remains."""
     candidates = {recordings.name_of(subject): subject for subject in training_subjects(recordings)}
     if strangers := [name for name in names if name not in candidates]:
         raise UserError(

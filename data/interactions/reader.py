@@ -127,12 +127,12 @@ def _build(files: Sequence[DataFile], k_core: int, columns: ColumnChoice, readin
 
 
 def in_time_order(users: np.ndarray, times: np.ndarray | None, parts: np.ndarray | None) -> np.ndarray:
-    """Returns indices (n,) that sort interactions by user, part and time; ties keep file order."""
+    """Returns indices (n,) that sort interactions by user, part (index of the file) and time; ties keep file order."""
     return np.lexsort([key for key in (times, parts, users) if key is not None])
 
 
 def _k_core(users: np.ndarray, items: np.ndarray, k: int) -> np.ndarray:
-    """Returns indices of the interactions that remain once each remaining user and item has at least k of them."""
+    """Returns indices of interactions that remain after repeatedly dropping users and items with fewer than k."""
     kept = np.arange(len(users))
     while True:
         stays = np.ones(len(kept), bool)

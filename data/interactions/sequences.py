@@ -145,7 +145,7 @@ class TrainSequences(Movable):
 class _Candidates(Movable):
     """Draws a user's negatives for evaluation.
 
-    excluded: items that are not drawn; all others are equally probable. distinct: draw without replacement.
+    excluded: items that are not drawn; all other items are equally probable. distinct: draw without replacement.
     """
 
     excluded: ItemSets
@@ -248,7 +248,7 @@ def split_interactions(
         fixed.
     maxlen: number of last items of a history that are used, at least 1.
     whole_histories: train on whole histories, in samples of maxlen items.
-    negatives: negatives of training samples; None: none.
+    negatives: number of negatives of training samples; None: no negatives.
     eval_negatives: how evaluation negatives are drawn. "parity": with replacement, from items that the user's training
         does not contain, so they may include the validation item and the target, as in the published code of SASRec.
         "unseen": with replacement, from items that are not in the user's training or evaluated set or, for the test,

@@ -139,7 +139,7 @@ def _watch(viewers: _Viewers, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
         leapt = opens | (event < visit_ends + thread_changes) | (watched < 0)
         watched[leapt] = viewers.leap(users[leapt], item[leapt])
         viewers.unseen.reshape(len(users), NUM_ITEMS)[users, watched] = False
-        # a user's first opener has no earlier thread and begins one
+        # a user's first opener has no earlier thread, so it begins a thread
         viewers.thread = np.where(opens & (step > 0), viewers.thread, watched)
         items[:, step], is_opener[:, step] = watched + 1, opens
     return items, is_opener

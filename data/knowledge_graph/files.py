@@ -19,11 +19,11 @@ class DataFiles:
     by_name: dict[str, DataFile]
 
     def find(self, *names: str) -> DataFile | None:
-        """Returns the first existing file with one of the names; None if there is none."""
+        """Returns the file with the first name that exists; None if no name exists."""
         return next((self.by_name[name] for name in names if name in self.by_name), None)
 
     def named(self, name: str) -> DataFile:
-        """Returns the file with a name. Raises UserError if it is missing."""
+        """Returns the file with a name. Raises UserError if the file is missing."""
         file = self.find(name)
         if file is None:
             raise UserError(

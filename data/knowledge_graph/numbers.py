@@ -33,7 +33,7 @@ class Numbers:
     def read(cls, file: DataFile) -> "Numbers":
         """Reads numbers from a text file, separated by spaces or tabs, or from a two-dimensional .npy file.
 
-        Raises UserError if the file is empty or contains anything else.
+        Raises UserError if the file is empty or contains other values.
         """
         content = file.read()
         numbers = _from_array(file, content) if file.bare_name.endswith(".npy") else _from_text(file, content)

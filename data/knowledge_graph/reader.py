@@ -109,7 +109,7 @@ class _UserLines:
         return ItemLists.of_pairs(self.users, self.items, num_users)
 
     def refuse(self, is_wrong: np.ndarray, reason: str) -> None:
-        """Raises UserError for the first wrong pair. is_wrong: (n,) bool. reason: may contain {user} and {item}."""
+        """Raises UserError for the first wrong pair. is_wrong: (n,) bool. reason: text with {user} and {item}."""
         self.numbers.refuse(is_wrong, reason, self.rows, user=self.users, item=self.items)
 
 
@@ -225,7 +225,8 @@ def _check_ids(
 ) -> None:
     """Raises UserError for the first id that is too large for the number of distinct ids, or missing from a list.
 
-    ids: (n,), to check. all_ids: (m,), to count. num_listed: length of the list, if any. rows: see `Numbers.refuse`.
+    ids: (n,), ids to check. all_ids: (m,), ids to count. num_listed: length of the list, if there is a list. rows: see
+    `Numbers.refuse`.
     """
     largest = _IDS_FOR_ONE * len(sorted_distinct(all_ids)) + 1000
     numbers.refuse(ids > largest, f"{what} {{id}} is {_NUMBERED}", rows, id=ids)

@@ -128,7 +128,7 @@ class Triples(Movable):
 
 
 class UsersToRank(Movable):
-    """Data set of users with held-out items, and these items.
+    """Data set of the users that have held-out items, with these items.
 
     Samples are sorted by the number of seen items, so that batches need little padding.
 

@@ -120,7 +120,7 @@ def _read_graph(
 
 
 def _columns(file: DataFile, names: Sequence[str], reading: Reading, notes: list[str]) -> list[tuple[str, ...]]:
-    """Reads columns of all lines. names: columns, normalised by `plain_name`. notes: gets lines on dropped lines."""
+    """Reads columns of all lines. names: normalised by `plain_name`. notes: receives remarks on dropped lines."""
     left_out = LeftOut(reading)
     with opened_table(file, left_out) as table:
         plain = list(map(plain_name, table.header))

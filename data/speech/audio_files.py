@@ -15,7 +15,7 @@ SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus")
 """Suffixes of the names of sound files."""
 
 MIN_RATE, MAX_RATE = 1_000, 384_000
-"""Limits of the sample rate, in Hz."""
+"""Lowest and highest accepted sample rate, in Hz."""
 
 FULL_SCALE = 32768
 """Divisor that scales 16-bit samples to [-1, 1)."""

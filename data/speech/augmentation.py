@@ -113,16 +113,16 @@ class Augmenter:
         self._num_views = num_views
 
     def lengths(self, lengths: np.ndarray, epoch: int, index: np.ndarray) -> np.ndarray:
-        """Returns the new lengths of utterances: (n,) int64. lengths: (n,), in samples. index: (n,), sample indices."""
+        """Returns the lengths of augmented utterances, (n,) int64. lengths: (n,), without augmentation. index: (n,)."""
         return length_at(lengths, self.changes(epoch, index)[0])
 
     def word_percent(self, epoch: int, index: np.ndarray, num_words: int) -> np.ndarray:
-        """Returns the new duration of each recording of strings, in percent: (n, num_words) int64."""
+        """Returns the duration of each recording in strings, in percent of the original: (n, num_words) int64."""
         draws = uniform(self._seed, epoch, index, (num_words,), _WORD_STREAM)
         return _percent(self._strength.word_speed_percent, draws)
 
     def rooms(self, epoch: int, index: np.ndarray, num_words: int) -> Noise:
-        """Returns parameters (n, num_words) of the room noise in each recording of strings."""
+        """Returns parameters (n, num_words) of the room noise of each recording in strings."""
         draws = uniform(self._seed, epoch, index, (3 + num_words,), _ROOM_STREAM)
         has_room, ratio, colour = (draws[:, i : i + 1].repeat(num_words, axis=1) for i in range(3))
         noise = Noise.drawn(self._strength.room_snr_db, ratio, draws[:, 3:], colour)
@@ -137,7 +137,7 @@ class Augmenter:
         return _percent(strength.speed_percent, draws[:, 0]), gain, tilt, noise
 
     def audio(self, utterances: list[np.ndarray], epoch: int, index: np.ndarray) -> list[np.ndarray]:
-        """Applies changes to n utterances, (length,) float32 each; may modify them in place."""
+        """Applies changes to n utterances, (length,) float32 each, possibly in place."""
         percents, gain, tilt, noise = self.changes(epoch, index)
         changed = []
         for i, audio in enumerate(utterances):

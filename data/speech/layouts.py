@@ -359,7 +359,7 @@ def _file_names(source: Source) -> list[Utterance] | None:
 
 
 def _may_hold_transcripts(name: str) -> bool:
-    """Returns whether a file may contain transcripts, by its name."""
+    """Returns whether a file may contain transcripts, judged by its name."""
     bare = PurePosixPath(name).name.lower()
     return (bare.endswith(_TEXTS) or bare in _TEXTS_OF_KALDI) and not bare.startswith(_ABOUT)
 

@@ -130,7 +130,7 @@ def _stamps(path: Path, cache_dir: Path) -> list[object]:
 
 
 def _stamp(file: str) -> tuple[str, int, int] | None:
-    """Returns the result of `stamp`, but faster; None for a missing file."""
+    """Computes the result of `stamp` faster; returns None for a missing file."""
     try:
         status = os.stat(file)
     except OSError:

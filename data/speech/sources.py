@@ -70,7 +70,7 @@ def find(path: Path) -> Path:
 
 
 def is_archive(path: Path) -> bool:
-    """Returns whether a path is an archive, by the file's name."""
+    """Returns whether a path is an archive, judged by the file's name."""
     return path.name.lower().endswith(ARCHIVES) and path.is_file()
 
 
@@ -145,13 +145,13 @@ def _tar(path: Path, cache_dir: Path) -> Iterator[Archive]:
                 shutil.copyfileobj(content, unpacked, 1 << 20)
             unpacked.seek(0)
         with tarfile.open(fileobj=unpacked if is_packed else packed, mode="r:") as archive:
-            members = {member.name.removeprefix("./"): member for member in archive if member.isfile()}  # no links
+            members = {member.name.removeprefix("./"): member for member in archive if member.isfile()}
             yield members, lambda name: _content(archive, members[name])
 
 
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     file = archive.extractfile(member)
-    assert file is not None, member.name  # a folder or a device
+    assert file is not None, member.name  # isfile() excludes links, folders and devices
     return read_at_most(file, MOST_SOUND)
 
 

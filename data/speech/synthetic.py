@@ -107,7 +107,7 @@ _BANDWIDTHS = np.array([60.0, 90.0, 130.0, 200.0], np.float32)
 
 @dataclass(frozen=True)
 class _Speaker:
-    """Voice. pitch: Hz. pace: factor on durations. accent: (sounds, 3), factors on formants. fourth: formant, Hz."""
+    """Voice. pitch: Hz. pace: factor on durations. accent: (sounds, 3), factors on formants. fourth: formant 4, Hz."""
 
     pitch: float
     pace: float

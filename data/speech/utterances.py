@@ -172,7 +172,7 @@ class Strings(_OfCorpus):
         return self._num_strings
 
     def lengths(self, epoch: int) -> np.ndarray:
-        """Returns the lengths of all utterances in an epoch, in samples of audio: (n,) int64."""
+        """Returns the lengths of all strings in an epoch, in samples of audio: (n,) int64."""
         index = np.arange(len(self))
         lengths = self._lengths(self._plan(epoch, index))
         return lengths if self._augmenter is None else self._augmenter.lengths(lengths, epoch, index)

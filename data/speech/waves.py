@@ -1,7 +1,7 @@
-"""Augments the audio of a whole batch on a device; `augmentation` does the same per recording on the CPU.
+"""Augments the audio of a whole batch on a device; the module `augmentation` augments single recordings on the CPU.
 
-Audio is (B, S) float32, padded with zeros, and differs from the CPU's by less than -100 dB. Lengths and other numbers
-per row are arrays (B,) on the CPU, which `here` (`Movable.here`) copies to the device.
+Audio is (B, S) float32, padded with zeros, and within -100 dB of audio from the CPU. Lengths and other numbers per row
+are arrays (B,) on the CPU, which `here` (`Movable.here`) copies to the device.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def chirp_z(values: Tensor, period: Tensor, sign: int, num_out: int) -> Tensor:
     """Returns the sums over n of values[n] exp(sign 2 pi i n k / period), for k from 0: (B, num_out) complex64.
 
     values: (B, S), real or complex. period: (B, 1) int64. Since n k = (n^2 + k^2 - (k - n)^2) / 2, the sums are
-    convolutions with chirps, which Fourier transforms of the same length compute for all periods. (Bluestein, "A linear
+    convolutions with chirps, which Fourier transforms of one length compute for all periods. (Bluestein, "A linear
     filtering approach to the computation of discrete Fourier transform", IEEE Transactions on Audio and
     Electroacoustics 18(4), 1970.)
     """

@@ -1,4 +1,4 @@
-"""Encoding of tables as model inputs, fitted on the training rows."""
+"""Encodes tables as model inputs; the encoding is fitted on the training rows."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -97,8 +97,8 @@ class Encoding:
     def encode(self, table: Table) -> np.ndarray:
         """Encodes a table's features, (n, m) float32, NaN where missing.
 
-        table: a table with all columns of the training table, as read or typed; their order does not matter, and other
-            columns are ignored. Raises UserError if a column is missing.
+        table: a table with all columns of the training table, before or after `Column.typed`; their order does not
+            matter, and other columns are ignored. Raises UserError if a column is missing.
         """
         if lacking := {code.name for code in self.columns if table.column(code.name) is None}:
             raise UserError(f"{table.where}: lacks {shown(lacking)}; give all columns that were learned from")

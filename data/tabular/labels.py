@@ -19,7 +19,7 @@ _FEWEST_ROWS_PER_CLASS = 2
 _FEWEST_ROWS_PER_NUMBER = 5
 """Minimum average number of rows per distinct number for a column of many whole numbers to count as classes."""
 _MOST_NUMBERS, _MOST_FRACTIONS = 20, 10
-"""Largest number of distinct whole numbers, and of distinct numbers with decimals, that are classes in any case."""
+"""A column with at most this number of distinct whole numbers, or numbers with decimals, always counts as classes."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def refuse_unless_classes(classes: Sequence[str], num_labelled: int, where: str)
 
 
 def class_numbers(column: Column, classes: Sequence[str]) -> np.ndarray:
-    """Returns the position of each row's text in classes, (n,) int64; -1 for missing and unknown values."""
+    """Returns the position of each row's value in classes, (n,) int64; -1 for missing and unknown values."""
     places = {text: float(i) for i, text in enumerate(classes)}
     return np.nan_to_num(column.looked_up(lambda text: places.get(text, -1.0)), nan=-1.0).astype(np.int64)
 

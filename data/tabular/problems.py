@@ -12,8 +12,8 @@ _STREAM = 7
 class Rows:
     """Data set of rows to classify.
 
-    A batch is a dictionary of row, (B, m) float32, num_context, (B,) int64, the number of context rows that the model
-    uses, and label, (B,) int64, if labels are known.
+    A batch is {"row": (B, m) float32, "num_context": (B,) int64, the number of context rows that the model uses,
+    "label": (B,) int64, if labels are known}.
     """
 
     def __init__(self, features: np.ndarray, labels: np.ndarray | None, num_context: int) -> None:
@@ -36,8 +36,8 @@ class Episodes:
     Each problem permutes columns and classes, because a model must not learn their order. If the table has more than
     max_classes classes, classes are merged at random.
 
-    A batch is a dictionary of context, (B, N, m), and queries, (B, Q, m), float32; labels, (B, N), and targets, (B, Q),
-    int64, with target -1 for a class that is absent from the context; and num_classes, (B,) int64.
+    A batch is {"context": (B, N, m) float32, "queries": (B, Q, m) float32, "labels": (B, N) int64, "targets": (B, Q)
+    int64, -1 for a class that is absent from the context, "num_classes": (B,) int64}.
     """
 
     def __init__(

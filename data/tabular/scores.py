@@ -16,7 +16,7 @@ def scores(labels: np.ndarray, probabilities: np.ndarray) -> dict[str, float]:
 
 
 def accuracy(labels: np.ndarray, probabilities: np.ndarray) -> float:
-    """Returns the share of rows whose class has the highest probability; among equal ones the first class counts."""
+    """Returns the share of rows whose class has the highest probability; in a tie, the first class counts."""
     return float((probabilities.argmax(axis=1) == labels).mean())
 
 

@@ -45,7 +45,7 @@ class ColumnReport(NamedTuple):
 class LabelledTable:
     """Features and labels to learn from.
 
-    features: the columns to learn from, typed, with the labelled rows only.
+    features: the columns to learn from, after `Column.typed`, with the labelled rows only.
     labels: labels of these rows, none of which is -1.
     reports: reports on the label, then on excluded columns, columns with a note, and other columns.
     warnings: sentences for the user.

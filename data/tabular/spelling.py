@@ -1,4 +1,4 @@
-"""Detection of how a column's cells are written: the format of numbers, and equivalent spellings of a category."""
+"""Detects how a column's cells are written: the format of numbers, and equivalent spellings of a category."""
 
 import math
 import re
@@ -48,7 +48,7 @@ _DIGITS = {
 """Pattern of a number without sign, exponent and unit, for each decimal sign."""
 _GROUPED = {sign: re.compile(rf"[1-9]\d{{0,2}}(?:[{sign}]\d{{3}})+") for sign in ".,"}
 _LOOSE = re.compile(r"(?<!\d)\d{4}")
-"""Pattern of four digits, which show that a number is not grouped by thousands."""
+"""Pattern of four consecutive digits, which a number grouped by thousands lacks."""
 _OTHER = {".": ",", ",": "."}
 _SCALES = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9}
 _ALIKE = str.maketrans({"\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2019": "'", "\u2212": "-"})
@@ -57,7 +57,7 @@ _TRUTHS = frozenset({"yes", "no", "true", "false"})
 
 
 class _Cell(NamedTuple):
-    """String that looks like a number; unit: text before and after it; numbers: its value for each decimal sign."""
+    """String that looks like a number. unit: text before and after it. numbers: its value for each decimal sign."""
 
     text: str
     unit: tuple[str, str]
@@ -93,7 +93,7 @@ PLAIN = Spelling()
 
 
 class Likely(NamedTuple):
-    """Decimal sign to assume for a column whose cells do not show it; is_shown: whether other columns show the sign."""
+    """Decimal sign to assume for a column whose cells do not show it. is_shown: whether other columns show the sign."""
 
     decimal: str = "."
     is_shown: bool = False
@@ -105,7 +105,7 @@ UNKNOWN = Likely()
 class Reading(NamedTuple):
     """Result of `reading_of`: the format of a column's numbers, None for categories, and a doubt.
 
-    doubt: the reason why a column is not numeric although most of its texts look like numbers.
+    doubt: the reason why a column is not numeric although most of its cells look like numbers.
     """
 
     spelling: Spelling | None

@@ -105,7 +105,7 @@ class Column:
         return replace(self, values=self.values[rows])
 
     def looked_up(self, of_text: Callable[[str], float]) -> np.ndarray:
-        """Applies of_text to each row's text: (n,) float64, NaN where missing."""
+        """Applies of_text to each row's string: (n,) float64, NaN where missing."""
         return np.array([*map(of_text, self.distinct_texts), np.nan], np.float64)[self.places]
 
     @property

@@ -1,4 +1,4 @@
-"""Conversion of a causal model's units to columns of a table."""
+"""Converts a causal model's units to columns of a table."""
 
 import torch
 from torch import Tensor

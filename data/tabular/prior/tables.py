@@ -20,7 +20,7 @@ from trainer.loading.order import SampleKeys
 
 
 class PriorTables:
-    """Data set of num_tables synthetic tables; fresh_each_epoch: whether to draw new tables in every epoch.
+    """Data set of num_tables synthetic tables. fresh_each_epoch: whether to draw new tables in every epoch.
 
     A batch is a dictionary of B tables with up to N context rows, Q query rows and m features:
         context (B, N, m), queries (B, Q, m): float32, NaN where missing
@@ -64,7 +64,7 @@ class PriorTables:
 
 
 def write_tables(tables: PriorTables, path: Path) -> None:
-    """Writes the tables of epoch 0 as one padded batch to an .npz file; raises UserError if that fails."""
+    """Writes the tables of epoch 0 as one padded batch to an .npz file. Raises UserError if writing fails."""
     batch = tables.__getitems__(SampleKeys(np.arange(len(tables)), 0))
     with (
         refusing_disk_errors(f"--prior-only {path}", "choose a file that can be written"),
@@ -146,7 +146,7 @@ def _draw_graphs(
 
 
 def _padded(parts: list[Arrays], places: list[np.ndarray]) -> Arrays:
-    """Pads batches of different shapes and concatenates them; places: each table's position in the result."""
+    """Pads batches of different shapes and concatenates them. places: each table's position in the result."""
     batch = {}
     back = np.argsort(np.concatenate(places))
     for name in parts[0]:

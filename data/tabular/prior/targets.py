@@ -1,4 +1,4 @@
-"""Derivation of classes from a causal model's units, and choice of context rows."""
+"""Derives classes from a causal model's units, and chooses context rows."""
 
 import math
 
