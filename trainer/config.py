@@ -26,7 +26,7 @@ _LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le
 class FlagGroup:
     """Base class of dataclasses whose fields are command-line flags.
 
-    The first line of a subclass's docstring is its heading in `--help`; `--help-all` prints the rest below the heading.
+    The first line of a subclass's docstring is the heading in `--help`; `--help-all` prints the other lines below it.
     """
 
     recorded: ClassVar[bool] = True
@@ -56,8 +56,8 @@ def flag(
     help: `--help` shows the text up to the first ";", `--help-all` the whole text.
     common: `--help` shows the flag; in a group without common flags `--help` shows every flag.
     hidden: the flag is neither shown in `--help-all` nor recorded.
-    local: the flag may differ between the processes of a run, since it does not affect learning, such as a data folder.
-        All other flags must agree.
+    local: the flag may differ between the processes of a run, since it does not affect learning; an example is a data
+        folder. All other flags must be equal.
     from_record: whether a recorded value is taken, ignored or refused when `--config` names a run's config.json. Use
         "ignored" for flags about how a run was started, and "refused" for files that are executed (FILE:CLASS), written
         or loaded, since the config.json may come from somebody else.
@@ -65,7 +65,8 @@ def flag(
         on the command line overrides an excluded value from a file.
     displaces: fields whose values from a file are dropped when the command line changes this flag, unless their `needs`
         list the new value. Both flags may be given together.
-    needs: maps another field, such as "model", to its values that use this flag; None: every value except the default.
+    needs: maps another field, such as "model", to the values with which this flag has an effect; None: every value
+        except the default.
     limits: at_least, above, at_most, below: bounds of a number.
     """
     assert limits.keys() <= _LIMITS.keys()
@@ -301,7 +302,7 @@ def flag_values(*groups: Any, with_local: bool = True) -> dict[str, Any]:
 def group_from_values(group_type: type, values: Mapping[str, Any]) -> Any:
     """Builds a group from the result of `flag_values`; missing flags get their defaults.
 
-    values: by flag; flags of other groups are ignored. Raises ValueError for a value that its flag rejects.
+    values: values by flag; flags of other groups are ignored. Raises ValueError for a value that its flag rejects.
     """
     given = {field: option for field, option in options(group_type).items() if option.name in values}
     return group_type(
@@ -376,9 +377,9 @@ def parse_flags(
     """Parses a command line into one object per group, and returns the objects and all problems.
 
     command: name of the command that precedes the flags, for a program with several commands; `--help` shows it.
-    defaults: values by field name that replace the fields' own defaults; see `checked_defaults`.
-    elsewhere: messages by flag, for flags that only another program accepts.
-    stated: fields of `defaults` that the user has written, even if the value equals the field's own default.
+    defaults: values by field name that replace the fields' own defaults; see `checked_defaults`. elsewhere: messages by
+    flag, for flags that only another program accepts. stated: fields of `defaults` that the user has written in a file,
+    even if the value equals the field's own default.
 
     A flag with a problem keeps its default in the objects, so that further problems can be found. `--help` and
     `--help-all` print the help and exit with status 0.

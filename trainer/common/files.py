@@ -21,7 +21,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 READ_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
 """Values of errno for disk and network errors that may not recur when a read is retried."""
 NO_FILE = (errno.EISDIR, errno.EINVAL, errno.EFBIG)
-"""Values of errno with which `read_whole` rejects a path that is not a regular file, or too large a file."""
+"""Values of errno with which `read_whole` rejects a file that is not regular or is too large."""
 READ_AGAIN_AFTER_S = (0.1, 1.0)
 """Seconds to wait before the second and before the third attempt to read."""
 
@@ -180,7 +180,7 @@ def replace_text(path: Path, text: str) -> None:
 def written_as_a_whole(
     path: Path, temporary: Path, binary: bool = False, rename: Callable[[Path, Path], object] = Path.rename
 ) -> Iterator[IO[Any]]:
-    """Opens `temporary` for writing, and renames it to `path` when its content is on disk; an error leaves `path`.
+    """Opens `temporary` for writing, and renames it to `path` when its content is on disk; an error keeps `path`.
 
     temporary: a path in the same folder. binary: False for UTF-8 text. rename: renames the file. Raises OSError.
     """

@@ -35,7 +35,7 @@ def to_stderr(line: str) -> None:
 
 @contextmanager
 def outlived(name: str) -> Iterator[None]:
-    """Suppresses an OSError of sys.stdout or sys.stderr (`name`), and replaces the stream by /dev/null."""
+    """Suppresses an OSError of sys.stdout or sys.stderr (`name`), and replaces the stream with /dev/null."""
     try:
         yield
     except OSError:
@@ -43,7 +43,7 @@ def outlived(name: str) -> Iterator[None]:
 
 
 def open_missing() -> None:
-    """Opens /dev/null for streams closed at start, as by `>&-`; otherwise the next file would get their descriptor."""
+    """Opens /dev/null for streams closed at start, as by `>&-`, since the next opened file would take their place."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             _to_nowhere(name)

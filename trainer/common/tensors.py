@@ -41,7 +41,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def with_shapes_of(large: Collection[str], loaded: Any) -> Any:
-    """Copies a checkpoint with meta tensors in place of the tensors in some entries; scalar tensors stay.
+    """Copies a checkpoint with meta tensors in place of the tensors in some entries, except scalar tensors.
 
     large: names of these entries. loaded: a checkpoint's entries, or a dataclass with dicts of entries.
     """

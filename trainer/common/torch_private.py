@@ -1,6 +1,6 @@
 """All private names of torch that the project uses, with a fallback for each name that torch may remove.
 
-With a fallback a run learns the same, but it may be slower, use more memory or report less.
+With a fallback a run computes the same results, but it may be slower, use more memory or report less.
 """
 
 import importlib
@@ -112,7 +112,7 @@ def is_in_backward() -> bool:
 
 
 def after_first_gradients(callback: Callable[[], None]) -> None:
-    """Queues a callback for the end of the backward pass, before callbacks queued later. Fallback: calls it now."""
+    """Queues a callback for the end of the backward pass, before callbacks queued later. Fallback: calls it at once."""
     engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
     if hasattr(engine, "queue_callback"):
         engine.queue_callback(callback)
@@ -121,12 +121,12 @@ def after_first_gradients(callback: Callable[[], None]) -> None:
 
 
 def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether an optimizer itself skips steps with found_inf, as fused ones do. Fallback: False."""
+    """Returns whether an optimizer itself skips steps with found_inf, as fused optimizers do. Fallback: False."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether step hooks, its own or global ones, apply to an optimizer. Fallback: False."""
+    """Returns whether an optimizer has step hooks, or global step hooks exist. Fallback: False."""
     own = [getattr(optimizer, f"_optimizer_step_{place}_hooks", None) for place in ("pre", "post")]
     module = sys.modules.get(torch.optim.Optimizer.__module__)
     of_all = [getattr(module, f"_global_optimizer_{place}_hooks", None) for place in ("pre", "post")]
@@ -224,7 +224,7 @@ def unsharded(parameter: Any) -> Tensor | None:
 
 
 def pass_through(unit: Any, value: Tensor) -> Tensor:
-    """Runs a fully_shard module's all-gather and reshard without its forward; returns `value`. Fallback: neither."""
+    """Runs a fully_shard module's all-gather and reshard without a forward; returns `value`. Fallback: only returns."""
     state: Any = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
     if not (hasattr(state, "_pre_forward") and hasattr(state, "_post_forward")):
         return value

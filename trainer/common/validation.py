@@ -41,7 +41,7 @@ def expanded(path: Path) -> Path:
 
 
 def absolute(path: Path) -> Path:
-    """Makes a path absolute; resolves `..` only where this leads to the same file as in the system."""
+    """Makes a path absolute; removes `..` only if the result names the same file."""
     plain = os.path.abspath(path)  # may name another file if `..` follows a symbolic link
     return Path(plain) if os.path.realpath(plain) == os.path.realpath(path) else path.absolute()
 

@@ -36,8 +36,8 @@ _WORKER_ENDS_S = 1.0
 def _killed_worker(error: BaseException) -> re.Match[str] | None:
     """Matches the process id and the signal of a killed DataLoader worker; None if `error` has another cause.
 
-    The connection breaks shortly before torch notices that the worker died. Asking torch here also prevents its SIGCHLD
-    handler from raising while the failure is reported.
+    The connection to a worker breaks shortly before torch notices that the worker died. Asking torch here also prevents
+    torch's SIGCHLD handler from raising while the failure is reported.
     """
     told = f"{message(error)} {message(error.__cause__)}"
     is_broken = isinstance(error, ConnectionError | EOFError | FileNotFoundError)
@@ -56,10 +56,10 @@ def _killed_worker(error: BaseException) -> re.Match[str] | None:
 class Diagnosis:
     """Explains the failures of a run with a single process.
 
-    activity: current activity of this process. exit_status: status after a failure among several processes.
-    has_checkpoints: whether messages say that the same command resumes. prints: whether to print messages or leave them
-    to the exception. flags_signals: whether Ctrl-C only sets a flag, so that a KeyboardInterrupt comes from the task's
-    code.
+    activity: current activity of this process. exit_status: status after a failure of a run with several processes.
+    has_checkpoints: whether messages say that the same command resumes. prints: whether to print messages, which the
+    exception contains in any case. flags_signals: whether Ctrl-C only sets a flag, so that a KeyboardInterrupt comes
+    from the task's code.
     """
 
     activity: CurrentActivity
@@ -126,11 +126,11 @@ class Diagnosis:
 
 @dataclass
 class GroupDiagnosis(Diagnosis):
-    """Explains the failures of a run with several processes: one process reports, and all end with its report.
+    """Explains the failures of a run with several processes: one process reports a failure, and all processes then end.
 
     members: a description of each rank's process. limit_s: `--dist-timeout-s`, seconds to wait for another rank.
     reports_lost_store: whether this process prints if the ranks cannot agree on a reporter, because the store is lost.
-    failed_itself: whether this process failed, and not another one.
+    failed_itself: whether the failure began in this process.
     """
 
     monitor: HeartbeatMonitor
@@ -177,7 +177,7 @@ class GroupDiagnosis(Diagnosis):
         return UserError(str(reported)) if reported.status == EXIT_BAD_INPUT and self.rank == 0 else reported
 
     def consider_others(self, silent_s: float) -> None:
-        """Reports the loss of the next rank if it sent no heartbeat for too long; the monitor then ends this process.
+        """Reports the next rank as lost if it has sent no heartbeat for too long; the monitor then ends this process.
 
         The training thread does not notice the loss while it waits for a GPU whose kernels wait for other ranks.
         """
@@ -241,7 +241,7 @@ class GroupDiagnosis(Diagnosis):
         return "; ".join([*accounts, f"rank {self.rank} waited {waited_s:.0f} s for it in {self.activity}{limit}"])
 
     def diagnose_lost_store(self, waited_s: float | None) -> str:
-        """Returns a sentence on the loss of the rendezvous store, which rank 0's process hosts without a launcher."""
+        """Returns a sentence about the lost rendezvous store, which rank 0's process hosts without a launcher."""
         lost = f"{self._account_of_silent(0, waited_s)}, and with it the heartbeats of the others"
         return "; ".join([lost, f"rank {self.rank} was in {self.activity}", *[RESUMES] * self.has_checkpoints])
 

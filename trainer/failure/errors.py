@@ -25,7 +25,7 @@ class Failure(Exception):
     """Raised when a run ends because of a defect or another process. The message has already been printed.
 
     status: the exit status. memory_limit: after an out-of-memory error, batch limits for the next start, as plain
-    values. lost: ranks that exited or do not respond; None if this process failed itself.
+    values. lost: ranks that exited or do not respond; None if the failure began in this process.
     """
 
     def __init__(

@@ -97,9 +97,9 @@ class HeartbeatMonitor:
         self.may_force_end = True
         """Whether the monitor may end this process; False during exit, and during work that all ranks wait for."""
         self.before_forced_end: Callable[[Failure], None] = lambda failure: None
-        """Called before the monitor ends this process, because its training thread has not noticed a failure."""
+        """Called before the monitor ends this process because the training thread has not noticed a failure."""
         self.on_beat: Callable[[float], None] = lambda silent_s: None
-        """Called at each heartbeat with the seconds since the next rank, which this rank watches, last sent one."""
+        """Called at each heartbeat with the seconds since the next rank's last heartbeat, which this rank watches."""
         self.on_loss: Callable[[], None] = lambda: None
         """Called while no rank reports that a process of this machine has exited, for example if all wait for a GPU."""
         self._send_heartbeat(is_pinged=False)  # at once, so that other ranks also notice an early exit
@@ -123,7 +123,7 @@ class HeartbeatMonitor:
         return reports[0] if reports else None
 
     def ping(self) -> dict[int, Heartbeat]:
-        """Returns each rank's last heartbeat; waits up to ANSWER_WITHIN_S for ranks that have not exited to answer."""
+        """Asks all ranks for a heartbeat, waits up to ANSWER_WITHIN_S, and returns each rank's last heartbeat."""
         self._store.set(PING, "now")
         deadline = time.monotonic() + ANSWER_WITHIN_S
         while True:
@@ -153,7 +153,7 @@ class HeartbeatMonitor:
     def _run(self) -> None:
         ticks_since_end = ticks_since_loss = silent_beats = 0
         seen = b""
-        with suppress(Exception):  # an error means that the store is lost; other code notices its process
+        with suppress(Exception):  # an error means that the store is lost, which other code reports
             for tick in itertools.count():
                 if self._closed.wait(TICK_S):
                     self._store.set(f"closed {self._rank}", "")
@@ -182,7 +182,7 @@ class HeartbeatMonitor:
         return any(not self._store.check([f"closed {rank}"]) for rank in gone)
 
     def _heartbeat_of_next(self) -> bytes:
-        """Returns the next rank's last heartbeat; a new value before its first one and after it closed."""
+        """Returns the next rank's last heartbeat; before its first and after its end, a new value in each call."""
         rank = (self._rank + 1) % self._world_size
         is_there = self._store.check([f"heartbeat {rank}"]) and not self._store.check([f"closed {rank}"])
         return self._store.get(f"heartbeat {rank}") if is_there else str(time.monotonic()).encode()

@@ -29,7 +29,7 @@ def leave_at_once(number: int, frame: FrameType | None) -> NoReturn:
 
 
 class StopRequest:
-    """Handler of the stop signals, true once a signal has arrived. A second Ctrl-C exits without saving.
+    """Handler of the stop signals; it is true once a signal has arrived. A second Ctrl-C exits without saving.
 
     pass_on: called with each signal's number.
     """
@@ -43,7 +43,7 @@ class StopRequest:
     def install(self) -> None:
         """Installs the handler, except for signals that are ignored, such as SIGHUP under nohup.
 
-        Does nothing in other threads than the main thread, in which alone Python handles signals.
+        Does nothing outside the main thread, since Python allows signal handlers only there.
         """
         if threading.current_thread() is not threading.main_thread():
             return

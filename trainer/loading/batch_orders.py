@@ -1,7 +1,7 @@
 """Orders of batches that `Task.order` may return in place of a random permutation, such as length buckets or shards.
 
-Each order is a pure function, and every sample is in exactly one batch. Only the last batch is smaller than the others,
-except in `even_batches`. Orders, and therefore the samples of a step, do not depend on the number of processes.
+Each order is a pure function, and every sample is in exactly one batch. Except in `even_batches`, only the last batch
+may be smaller. Orders, and therefore the samples of a step, do not depend on the number of processes.
 """
 
 import math

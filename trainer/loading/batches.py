@@ -17,7 +17,7 @@ class WeightedBatch(NamedTuple):
     """A batch in host memory with its weight, the number of its loss terms.
 
     num_samples: number of samples, 0 for a placeholder batch of a process without samples. A batch of real samples may
-    have weight 0 as well, for example without labels.
+    also have weight 0, for example if the samples have no labels.
     """
 
     batch: Batch

@@ -65,7 +65,7 @@ def cached_numbers(cache_dir: Path, key: str, build: Callable[[], Mapping[str, f
 
 
 def key_of(name: str, *identity: object) -> str:
-    """Returns a cache key. name: kind of content. identity: all that determines the content, with complete `repr`."""
+    """Returns a cache key. name: kind of content. identity: everything that determines the content, by its `repr`."""
     return f"{name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:16]}"
 
 
@@ -105,7 +105,7 @@ def _is_complete(entry: Path) -> bool:
 
 def _store(arrays: Arrays, entry: Path) -> None:
     partial = entry.with_name(f"{entry.name}.partial")
-    # left by a killed build, because only this process holds the lock
+    # left by a killed build; no other process is writing it, because this process holds the lock
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()

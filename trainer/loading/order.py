@@ -52,8 +52,8 @@ class SampleKeys:
     index: (n,) int64, indices within the data set.
     epoch: epoch from 0, a key of per-sample random numbers (augmentation, negatives).
     phase: index of the task's phase.
-    placeholder: whether the samples do not count. A process without samples runs a placeholder batch, because every
-        process must run the same number of micro-batches.
+    placeholder: whether this is a placeholder batch, whose samples do not count. A process without samples runs one,
+        because every process must run the same number of micro-batches.
     progress: completed fraction of the run in [0, 1), equal for all samples of a step; 0 in evaluation.
     few_lengths: whether `padded_length` rounds up to few lengths; set by loaders for a GPU.
     """
@@ -68,9 +68,9 @@ class SampleKeys:
     def padded_length(self, longest: int, step: int = 16) -> int:
         """Returns the length to which samples of a batch are padded, at least `longest`.
 
-        On a CPU the result is `longest`, because padding costs time. On a GPU the result is one of few lengths, because
-        steps of known shapes can be replayed: multiples of `step` up to 16 * step, then eight lengths per doubling.
-        Padding adds at most an eighth to lengths of 8 * step or more. step: at least 1.
+        On a CPU the result is `longest`, because padding costs time. On a GPU the result is one of few lengths, so that
+        steps of known shapes can be replayed. These lengths are multiples of `step` up to 16 * step, then eight lengths
+        per doubling. Padding adds at most an eighth to lengths of 8 * step or more. step: at least 1.
         """
         if not self.few_lengths:
             return int(longest)
@@ -143,7 +143,7 @@ def split_global_batch(
 
 
 def evaluation_keys(num_samples: int, shard: tuple[int, int], batch_size: int) -> Iterator[SampleKeys]:
-    """Yields a process's batches of an evaluation; processes get the same number, and each sample counts once."""
+    """Yields a process's batches of an evaluation; all processes get equal numbers, and each sample counts once."""
     step = batch_size * shard[1]
     for start in range(0, num_samples, step):
         samples = np.arange(start, min(start + step, num_samples))
@@ -168,7 +168,7 @@ def keyed_permutation(round_keys: np.ndarray, num_samples: int, positions: np.nd
     1 <= num_samples < 2^62. Time and memory are proportional to m and do not depend on num_samples.
     """
     cells = _network(round_keys, num_samples, positions.astype(np.uint64))
-    while len(outside := np.flatnonzero(cells >= num_samples)) > 0:  # fewer cells than the grid has rows
+    while len(outside := np.flatnonzero(cells >= num_samples)) > 0:  # fewer than the rows of the grid
         cells[outside] = _network(round_keys, num_samples, cells[outside])
     return cells.view(np.int64)
 

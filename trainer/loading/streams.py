@@ -1,4 +1,4 @@
-"""Streams of samples (`from_stream`): data without a length, read in their own order."""
+"""Streams of samples (`from_stream`): data without a length, read in the stream's order."""
 
 import copy
 import inspect
@@ -45,8 +45,9 @@ def from_stream(
     Random numbers that the stream draws for a sample from `random`, `numpy.random` and PyTorch's default generator are
     a function of (seed, epoch, number of the sample), as in `from_dataset`.
 
-    make_iterator: returns an iterator or iterable that starts at the stream's first sample. A required argument
-        receives the epoch, from 0, and each epoch then has its own stream; otherwise one stream lasts for all epochs.
+    make_iterator: returns an iterator or iterable that starts at the stream's first sample. If it has a required
+        argument, this is the epoch, from 0, and each epoch has its own stream; otherwise one stream lasts for all
+        epochs.
     samples_per_epoch: samples per epoch, at least 1; for a validation set, its size.
     collate, seed, names: see `from_dataset`.
 
@@ -75,8 +76,8 @@ class Place(NamedTuple):
 class _Reader:
     """An iterator over a stream, with the samples read from it.
 
-    begun_at, position: numbers of its first and its next sample. kept: samples, by number, that the current batch or
-    another batch of the step may need. last: samples of the last batch. places: recorded restart points.
+    begun_at, position: numbers of the first and the next sample to read. kept: samples, by number, that the current
+    batch or another batch of the step may need. last: samples of the last batch. places: recorded restart points.
     """
 
     epoch: int

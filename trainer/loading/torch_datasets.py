@@ -38,9 +38,9 @@ def from_dataset(
     transform's own `np.random.default_rng()` or a generator on a GPU, are not seeded, so their numbers differ.
 
     dataset: a map-style dataset, not an IterableDataset.
-    collate: makes a batch from a list of items: a dictionary, a tuple or a single value, whose tensors and arrays have
-        the samples on dim 0. `collate` must not draw random numbers, because processes batch samples differently.
-        Default: PyTorch's `default_collate`, as in a DataLoader.
+    collate: makes a batch from a list of items. A batch is a dictionary, a tuple or a single value, and dim 0 of its
+        tensors and arrays is the batch dimension. `collate` must not draw random numbers, because processes batch
+        samples differently. Default: PyTorch's `default_collate`, as in a DataLoader.
     seed: usually the task's seed.
     names: names for the parts of a tuple item, or for a single value; dictionaries and named tuples have names already.
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from trainer.common.torch_private import num_writes
 
 NUM_BATCHES, BLOCK = 40, 8
-"""Number of batches in a trial, and in each of its blocks, of which the fastest one after the first block counts."""
+"""Numbers of batches in a trial and in a block; the fastest block of a trial counts, except the first block."""
 LEAST_S, LEAST_SHARE = 5e-4, 0.1
-"""Minimum times to make a batch for which workers pay off: in seconds, and as a share of the time of a step."""
+"""Workers pay off if making a batch takes at least this time, in seconds and as a fraction of the time of a step."""
 MOST_COMPARED, MOST_READ = 2**16, 2**24
 """Largest size in bytes of arrays that are compared by value, and of other attributes that are compared at all."""
 UNKNOWN = "unknown"
@@ -43,7 +43,7 @@ class Trial:
         return len(self._times) == NUM_BATCHES
 
     def outcome(self) -> tuple[bool, str]:
-        """Returns whether workers save time, and the host's times as text; a GPU that lags behind is not measured."""
+        """Returns whether workers save time, and the host's times as text; GPU time is not measured."""
         blocks = [self._times[start : start + BLOCK] for start in range(BLOCK, NUM_BATCHES, BLOCK)]
         made, between = min(([sum(part) / BLOCK for part in zip(*block, strict=True)] for block in blocks), key=sum)
         times = f"a batch takes {1e3 * made:.2g} ms to load and {1e3 * between:.2g} ms to train on"

@@ -97,7 +97,7 @@ class Workers:
                 pin_memory=for_gpu,
                 persistent_workers=True,
                 worker_init_fn=_depend_on_the_trainer,
-                # forked workers start at once and share data; spawned ones import torch and copy it
+                # forked workers start at once and share data; spawned workers import torch and copy data
                 multiprocessing_context="fork" if CAN_FORK else None,
                 # a generator of its own, because creating an iterator draws a random number
                 generator=torch.Generator(),
@@ -280,7 +280,7 @@ class BatchStream(Iterator[Batch]):
 
 
 class BatchLoader:
-    """Loader of a data set's batches by sample keys. workers: makes the batches; by default this process does."""
+    """Loader of a data set's batches by sample keys. workers: makes the batches; default: this process makes them."""
 
     def __init__(
         self, dataset: KeyedDataset, collate: Collate, workers: Workers | None = None, trains: bool = False

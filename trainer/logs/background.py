@@ -13,9 +13,9 @@ from trainer.logs.services import SERVICES
 from trainer.task import Picture
 
 MAX_WAITING = 500
-"""Most calls that a logger's queue holds; a run makes as many calls in minutes."""
+"""Largest number of calls in a logger's queue; a run makes this many calls in a few minutes."""
 END_WITHIN_S = 15.0
-"""Seconds for loggers to end: half of the 30 s that schedulers usually grant after SIGTERM; saving needs the rest."""
+"""Seconds for loggers to end: half of the 30 s that schedulers usually grant after SIGTERM; saving needs time too."""
 SILENT_WAIT_S = 1.0
 THREAD_NAME = "logger of the user's own"
 
@@ -35,12 +35,12 @@ def build_loggers(values: Sequence[str]) -> list["BackgroundLogger"]:
 
 
 class BackgroundLogger(Logger):
-    """Logger that forwards calls to another logger in a thread, without waiting for them.
+    """Logger that forwards calls to another logger in a thread, without waiting for the calls to return.
 
     A full queue drops its oldest call. After the logger's first exception no call is forwarded, since the logger's
     state is unknown.
 
-    logger: the user's logger. name: its name in messages.
+    logger: the user's logger. name: the logger's name in messages.
     """
 
     def __init__(self, logger: Logger, name: str) -> None:

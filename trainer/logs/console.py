@@ -11,7 +11,7 @@ from tqdm import tqdm
 from trainer.common.process import outlived
 
 # tqdm's default lock is a semaphore in shared memory, which a killed process leaves behind. A lock that other code has
-# already set stays.
+# already set is kept.
 if not hasattr(tqdm, "_lock"):
     tqdm.set_lock(threading.RLock())
 
@@ -55,7 +55,7 @@ def progress_bar(items: Iterable[T], description: str) -> Iterable[T]:
 class ProgressBar:
     """Progress bar on a terminal; without a terminal, a plain line every PLAIN_LINE_INTERVAL_S seconds.
 
-    num_done: the part of `total` that is done at the start.
+    num_done: number of units that are done at the start.
     """
 
     def __init__(self, total: int, num_done: int, unit: str, description: str = "") -> None:

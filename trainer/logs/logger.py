@@ -9,7 +9,7 @@ from trainer.loading.order import Position
 from trainer.task import Picture
 
 DATA_WAIT = "data_wait_seconds"
-"""Name of the seconds that rank 0 waited for data; not in metrics.jsonl, because they are not reproducible."""
+"""Metric: seconds that rank 0 waited for data. It is not in metrics.jsonl, because it is not reproducible."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class LoggedRun:
     """Description of a run for its loggers.
 
     id: 12 hexadecimal digits, unchanged when the run resumes. directory: `--save-dir`. config: values of all flags in
-    JSON types, by name without leading dashes, such as "lr". step: completed optimizer steps, 0 for a new run; a
-    resumed run logs records of later steps again. last_report: completed steps at the last epoch end or evaluation.
+    JSON types, by name without leading dashes, such as "lr". step: optimizer steps completed at the start, 0 for a new
+    run; a resumed run logs later steps again. last_report: completed steps at the last epoch end or evaluation.
     """
 
     id: str
@@ -34,7 +34,7 @@ class Record:
 
     event: "step", every `--log-interval` steps; "evaluation", within an epoch; "epoch", at an epoch's end; "result",
     the final scores. step: completed optimizer steps. position: None for a result. values: metrics by name, such as
-    "train/loss" or "learning_rate"; may be NaN or infinite. text: the metrics as text of one or several lines.
+    "train/loss" or "learning_rate"; may be NaN or infinite. text: the metrics, formatted in one or several lines.
     """
 
     event: Literal["step", "evaluation", "epoch", "result"]

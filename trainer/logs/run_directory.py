@@ -57,7 +57,7 @@ class RunDirectoryLogger(Logger):
                 self._val_log.write(record.text + "\n")
             if record.event == "result":
                 self._final_scores(record)
-            else:  # a single event, since this takes only as long as three calls of `add_scalar`
+            else:  # one event for all metrics, which takes only as long as three calls of `add_scalar`
                 self._board.add_summary(Summary(value=_scalars(record.values)), record.step)
 
     def pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
@@ -66,7 +66,7 @@ class RunDirectoryLogger(Logger):
             self._board.add_summary(Summary(value=images), step)
 
     def text(self, name: str, content: str, step: int) -> None:
-        """Writes a text for TensorBoard."""
+        """Writes text for TensorBoard."""
         with self._refusing():
             self._board.add_summary(text(name, content), step)
 
@@ -126,7 +126,7 @@ class RunDirectoryLogger(Logger):
 def _truncated(path: Path, step: int, last_report: int) -> IO[str]:
     """Opens metrics.jsonl for appending; drops records after a resumed checkpoint, final scores and damaged lines.
 
-    step: completed steps of the checkpoint. last_report: see `LoggedRun`; the limit for epochs and evaluations.
+    step: completed steps of the checkpoint. last_report: last step of an epoch or evaluation to keep, from `LoggedRun`.
     """
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:

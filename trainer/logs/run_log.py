@@ -1,4 +1,4 @@
-"""Log of a run, which forwards to all loggers: console, files, TensorBoard and loggers of the user."""
+"""Log of a run, which forwards calls to all loggers: the console, files, TensorBoard and loggers of the user."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,8 +36,8 @@ class SilentLog:
 class RunLog:
     """Log of rank 0.
 
-    headline: metrics to show, without the split's name; empty: all. own: loggers of the user. data_wait_seconds:
-    seconds waited for data since the last report, counted by the loop. state: state in state.json, for loggers' `end`.
+    headline: metrics to show, named without the split; empty: all. own: loggers of the user. data_wait_seconds: seconds
+    that the training loop waited for data since the last report. state: state in state.json, passed to `Logger.end`.
     """
 
     def __init__(self, run: LoggedRun, headline: Sequence[str] = (), own: Sequence[BackgroundLogger] = ()) -> None:
@@ -78,8 +78,8 @@ class RunLog:
     def start_segment(self, position: Position, epochs: int | None, num_samples: int, consumed: int) -> None:
         """Opens the progress bar of an epoch, at its start and after each report within the epoch.
 
-        epochs: epochs of the run; None if its length is in steps. num_samples: of the epoch. consumed: trained samples
-        of it.
+        epochs: epochs of the run; None if its length is in steps. num_samples: samples of the epoch. consumed: samples
+        of the epoch that are already trained on.
         """
         self._segment_started = time.monotonic()
         self._segment_samples = 0
@@ -144,7 +144,7 @@ class RunLog:
         self._directory.flush()
 
     def close(self) -> None:
-        """Ends all loggers, even if one of them raises; the user's loggers have END_WITHIN_S seconds."""
+        """Ends all loggers, even if a logger raises; the user's loggers must end within END_WITHIN_S seconds."""
         with ExitStack() as afterwards:
             for logger in reversed(self._built_in):
                 afterwards.callback(logger.end, self.state)

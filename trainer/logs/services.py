@@ -16,7 +16,7 @@ PROJECT = "lockstep"
 
 
 class WandB(Logger):
-    """Logs to Weights & Biases; configured by wandb's environment variables. WANDB_PROJECT is by default lockstep."""
+    """Logs to Weights & Biases; configured by wandb's environment variables. WANDB_PROJECT defaults to lockstep."""
 
     def __init__(self) -> None:
         self._wandb = _package("wandb")

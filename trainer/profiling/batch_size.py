@@ -25,7 +25,7 @@ from trainer.profiling.report import save_results, table
 from trainer.task import Task
 
 FINEST = 16
-"""The search ends when the smallest size that does not fit exceeds the largest that fits by at most 1 / FINEST."""
+"""The search ends when the smallest size that does not fit is at most 1 / FINEST larger than the largest that fits."""
 
 
 @dataclass

@@ -36,7 +36,7 @@ def main(argv: Sequence[str], environment: RankEnvironment | None = None, tasks:
     """Runs one command line and returns the exit status.
 
     environment: rank environment of a process started by `launch`; None: read from environment variables. tasks:
-    workloads of `--task`; None keeps the current ones.
+    workloads for `--task`; None keeps the current workloads.
 
     Exit status: 0: the measurement is complete. 1: an unexpected failure, or `check` found a defect. 2: an error in the
     command line or the data.

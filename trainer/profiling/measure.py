@@ -29,7 +29,7 @@ from trainer.profiling.phase_clock import BACKWARD, COMMUNICATION, PHASES, Phase
 from trainer.task import Task
 
 NUM_TURNS = 5
-"""Number of measurements each of steps with and without gradient all-reduce, in turn."""
+"""Number of measurements with gradient all-reduce, and of measurements without; the two kinds alternate."""
 
 
 @dataclass
@@ -88,8 +88,8 @@ class MeasuredRun:
     def train(self, num_steps: int) -> int:
         """Trains for `num_steps` optimizer steps; returns the number of samples over all processes.
 
-        Uses the real training loop with shortened epochs. Each of several phases trains for `num_steps` steps. Raises
-        UserError if training diverges.
+        Uses the real training loop with shortened epochs. If there are several phases, each trains for `num_steps`
+        steps. Raises UserError if training diverges.
         """
         run = self.run
         whole = run.plan
@@ -113,7 +113,7 @@ class MeasuredRun:
         `ms_p90`, `percent`); `world_size`, `num_devices`; `global_batch_size` of a full step, smaller than
         `requested_global_batch_size` if training samples run out; `samples_per_step` on average, since an epoch's last
         step may be short; and for each process under `ranks` its `step_ms_mean`, `peak_memory_mib` and
-        `phases_ms_mean`. Times outside `ranks` are of rank 0.
+        `phases_ms_mean`. Times outside `ranks` are rank 0's times.
         """
         strategy, group, split = self.run.strategy, self.run.group, self.run.memory.splits[0]
         self.train(num_settling_steps)
@@ -148,7 +148,7 @@ class MeasuredRun:
             return clock.stop(), num_samples
 
     def exposed_share(self, num_steps: int) -> float:
-        """Returns the share of the backward pass that waits for the overlapped gradient all-reduce at its end.
+        """Returns the fraction of the backward pass that waits at its end for the overlapped gradient all-reduce.
 
         Measured as the extra time compared with a backward pass without all-reduce, in alternating groups of steps.
         Without all-reduce, gradients differ between processes, so the learning rate is set to 0 to keep their weights

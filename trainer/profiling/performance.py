@@ -36,12 +36,12 @@ class PerformanceProfiler:
 
     loader: iterable of batches; at most `MOST_BATCHES` are read. A batch is a tensor; a mapping of tensors, for which
     the model returns a mapping with "loss"; or (inputs, targets), with a function `loss(output, targets)`. Dim 0 is the
-    sample. Without a loss, the sum of the output is the loss. device: device to measure on; default: the model's.
-    repeats: number of measurements, after `warm_up` measurements that do not count.
+    batch dimension. Without a loss, the sum of the output is the loss. device: device to measure on; default: the
+    model's. repeats: number of measurements, after `warm_up` measurements that do not count.
 
-    Results are plain dictionaries with units in their keys. Times on the device have a median, a 10th and a 90th
-    percentile; on a GPU they are measured with CUDA events. Each call restores the model (device, modes, gradients,
-    buffers) and the random number generators.
+    Results are plain dictionaries with units in their keys. Times are reported as median, 10th and 90th percentile; on
+    a GPU they are measured with CUDA events. Each call restores the model (device, modes, gradients, buffers) and the
+    random number generators.
     """
 
     model: nn.Module
@@ -76,7 +76,7 @@ class PerformanceProfiler:
     def profile_backward_pass(self) -> Results:
         """Measures `backward_ms_*` of the backward pass, and `forward_backward_ms_*` of forward, loss and backward.
 
-        Also returns `samples_per_second` of these, `peak_memory_mib`, the first `loss`, and `batch_size`.
+        Also returns `samples_per_second`, `peak_memory_mib`, the first `loss`, and `batch_size`.
         """
         with self._measuring() as batches:
             return {**self._train(batches)["float32"], "batch_size": _mean_size(batches)}
@@ -84,7 +84,7 @@ class PerformanceProfiler:
     def profile_memory(self) -> Results:
         """Measures `parameters_mib`, `buffers_mib`, `gradients_mib`, `saved_for_backward_mib` and `peak_memory_mib`.
 
-        `saved_for_backward_mib` are tensors that autograd stores for one batch, without weights. `peak_memory_mib` is
+        `saved_for_backward_mib` counts tensors that autograd saves for one batch, without weights. `peak_memory_mib` is
         the peak during forward and backward: of tensors on a GPU, of the whole process on the CPU.
         """
         with self._measuring() as batches:
@@ -112,7 +112,7 @@ class PerformanceProfiler:
             return {**found, "peak_memory_mib": peak_memory_mib(self._device), "batch_size": _num_samples(batches[0])}
 
     def benchmark_batch_sizes(self, sizes: Sequence[int]) -> Results:
-        """Measures forward and backward for several batch sizes; repeats or cuts the first batch.
+        """Measures forward and backward for several batch sizes, with the first batch repeated or cut to each size.
 
         Returns `batch_sizes` (for each size `batch_size`, `fits`, and if it fits the results of
         `profile_backward_pass`), `fastest_batch_size`, by samples per second, and `largest_batch_size` that fits; None
@@ -137,7 +137,7 @@ class PerformanceProfiler:
         return {"batch_sizes": rows, "fastest_batch_size": fastest, "largest_batch_size": max(rates, default=None)}
 
     def compare_precisions(self) -> Results:
-        """See `compare_amp_performance`."""
+        """Compares the precisions of autocast; see `compare_amp_performance`."""
         names = ["float32", *(name for name in AMP_DTYPES if self._device.type == "cuda" or name == "bf16")]
         with self._measuring() as batches:
             found = self._train(batches, names)

@@ -63,8 +63,8 @@ class PhaseClock:
     def stop(self) -> np.ndarray:
         """Waits for the device, and returns the milliseconds of each step's phases since creation, (steps, PHASES).
 
-        A step lasts until the next step starts. The wait for a step's data, which are fetched during the previous step,
-        counts for the step itself.
+        A step lasts until the next step starts. The wait for a step's data counts towards this step, although the data
+        are fetched during the previous step.
         """
         self.enter(REST)
         self._span.close()
@@ -79,8 +79,9 @@ class PhaseClock:
 
 @contextmanager
 def watched(strategy: Strategy, learner: Learner, log: Log, spans: bool = False) -> Iterator[PhaseClock]:
-    """Yields a clock of the loop's activities, and of calls within them: copies to the device, the optimizer,
-    collectives, logging, and seeding before each micro-batch.
+    """Yields a clock of the loop's activities and of some calls within an activity.
+
+    Clocks these calls: copies to the device, the optimizer, collectives, logging, seeding before each micro-batch.
     """
     group, activity = strategy.group, strategy.group.activity
     clock = PhaseClock(strategy.device, activity, spans)

@@ -66,7 +66,7 @@ def in_use(group: Group) -> AbstractContextManager[None]:
 def run_job(
     job: Callable[[Path, RankEnvironment], int], world_size: int, environment: RankEnvironment | None = None
 ) -> tuple[int, Any]:
-    """Runs a job in new processes; returns the exit status, and the result that a process stored or None.
+    """Runs a job in new processes; returns the exit status, and the result that a process stored (or None).
 
     job: picklable; may write its result as JSON to the given path. environment: rank environment of this process if a
     launcher started it; the job then runs in this process.

@@ -14,7 +14,8 @@ from trainer.common.files import replace_text
 def table(columns: Sequence[tuple[str, str, str]], rows: Sequence[Mapping[str, Any]]) -> str:
     """Formats a table with a left-aligned first column and right-aligned other columns.
 
-    columns: title, key in `rows`, and format specification of each. Strings are not formatted; missing keys become "-".
+    columns: title, key in `rows`, and format specification of each column. Strings are not formatted; missing keys
+    become "-".
     """
     lines = [[title for title, _, _ in columns]]
     for row in rows:
