@@ -7,7 +7,7 @@
 
 The script installs nothing and needs no network, because the data are generated. Each part runs in a process of its
 own, which is killed at the part's time limit. Every result is printed and written to --json at once, so an interrupted
-run leaves its results. The exit status is 0 if every part ends and all its checks succeed.
+run leaves its results. The exit status is 0 if every part ends in time and every check succeeds.
 """
 
 import argparse

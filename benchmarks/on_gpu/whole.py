@@ -1,4 +1,4 @@
-"""Measures the wall-clock time of whole commands, from start to last line, and how busy they keep the GPU.
+"""Measures the wall-clock time of whole commands, from start to exit, and how busy they keep the GPU.
 
 Real data are expected in the folder LOCKSTEP_DATA. A command without its data is left out. With --small a command
 trains for one epoch on generated data.
@@ -25,7 +25,7 @@ NOTHING = "import torch; torch.zeros(1, device='{device}'); import main, tasks"
 BUSY, NUM_BUSY = 0.8, 12
 """Goal: the minimum share of a step in which the GPU replays graphs, and the minimum number of models that reach it."""
 LEAST_TABLES = {"off": 3000, "bf16": 3500}
-"""Goal: minimum number of tables per second for nano, by precision."""
+"""Goal: minimum number of tables per second of the model nano, by precision."""
 ML_1M = "ml-1m/ml-1m_complete_order.txt.gz"
 
 

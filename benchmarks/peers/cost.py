@@ -34,7 +34,7 @@ SETTINGS = Settings(
 
 
 def measure(side: str) -> dict[str, float]:
-    """Returns the seconds of a run's start, and medians over its blocks of steps."""
+    """Returns how many seconds a run takes to start, and medians over its blocks of steps."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         done = subprocess.run(

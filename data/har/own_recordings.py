@@ -63,7 +63,7 @@ class OwnFormat:
 
 @dataclass(frozen=True)
 class OwnRecordings:
-    """Windows of the user's recordings, before the split, and remarks on how they were read.
+    """Windows of the user's recordings, before the split, and remarks on how the recordings were read.
 
     remarks: lines for the user, which begin with a table of the columns. digest: hash of windows, labels and subjects.
     rate_hz: rows per second; None without a usable clock.

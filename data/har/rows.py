@@ -142,7 +142,7 @@ def key_of_name(text: str) -> str:
 def roles_of(
     header: Sequence[str], channels: Sequence[str], subject: int | None, label: int | None, clocks: Sequence[str] = ()
 ) -> Roles:
-    """Assigns roles to the columns that are not channels, by name. clocks: names of further clocks."""
+    """Assigns roles, by name, to the columns that are not channels. clocks: names of additional clocks."""
     others = [i for i, name in enumerate(header) if name not in channels and i not in (subject, label)]
     trials = tuple(i for i in others if plain_name(header[i]) in TRIALS)
     moments = (i for i in others if i not in trials and (header[i] in clocks or is_clock(header[i])))

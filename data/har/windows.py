@@ -164,7 +164,7 @@ def split_by_subject(
 
 
 def with_test_subjects(recordings: HarRecordings, names: Sequence[str] | None) -> HarRecordings:
-    """Makes some people the test set. names: of people; None: every fifth person, or the last of fewer than five.
+    """Makes some people the test set. names: of people; None: every fifth person, or the last if there are fewer.
 
     Raises UserError for unknown names, and if nobody is left to train on.
     """

@@ -17,7 +17,7 @@ class HoldOut:
 
     kind: "leave-one-out": each user's last interaction is for the test and the second to last for validation. "ratio":
     each user's last test_share of interactions is for the test and the val_share before it for validation, at least one
-    each. With both, users with fewer than three interactions are for training. "time": the latest test_share of all
+    each. Both kinds hold out nothing of users with fewer than three interactions. "time": the latest test_share of all
     interactions is for the test and the val_share before it for validation; simultaneous interactions stay together.
     """
 

@@ -46,15 +46,15 @@ class ItemSets(Movable):
         return {"offsets": self.offsets, "items": self.items, "thresholds": self.thresholds}
 
     def sizes(self, users: Array) -> Array:
-        """Returns the number of items of users (B,): (B,) int64."""
+        """Returns each user's number of items, (B,) int64. users: (B,)."""
         return self.offsets.take(users + 1) - self.offsets.take(users)
 
     def num_others(self, users: Array) -> Array:
-        """Returns the number of other items of users (B,): (B,) int64."""
+        """Returns each user's number of other items, (B,) int64. users: (B,)."""
         return self.num_items - self.sizes(users)
 
     def others(self, users: Array, r: Array) -> Array:
-        """Returns the r-th other items of users (B,): (B, n) int64. r: (B, n), 0 <= r < num_others."""
+        """Returns each user's r-th other items, (B, n) int64. users: (B,). r: (B, n), 0 <= r < num_others."""
         if on_host(r) and r.shape[1] > self.num_items:
             return self._others_by_table(users, r)
         return r + 1 + self._num_smaller(users, r)

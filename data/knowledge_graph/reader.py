@@ -109,7 +109,7 @@ class _UserLines:
         return ItemLists.of_pairs(self.users, self.items, num_users)
 
     def refuse(self, is_wrong: np.ndarray, reason: str) -> None:
-        """Raises UserError for the first wrong pair. is_wrong: (n,) bool. reason: text with {user} and {item}."""
+        """Raises UserError for the first wrong pair. is_wrong: (n,) bool. reason: template with {user} and {item}."""
         self.numbers.refuse(is_wrong, reason, self.rows, user=self.users, item=self.items)
 
 

@@ -18,7 +18,7 @@ def hold_out(
     """Splits lists into kept items and held-out items, a share 0 <= share < 1 of each user's items.
 
     The held-out items have the smallest hashes or, given times (n,), are the latest. A fractional number of items is
-    rounded up with the probability of its fraction, so that users with few items contribute their share. Every user
+    rounded up with a probability equal to its fraction, so that users with few items contribute their share. Every user
     keeps at least one item.
     """
     users, sizes = lists.users, lists.sizes

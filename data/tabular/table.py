@@ -23,7 +23,7 @@ from data.tabular.spelling import (
 from trainer.common.errors import UserError
 
 LARGEST_NUMBER = 1e100
-"""Largest number; larger and infinite numbers count as missing, because float64 cannot sum their squares."""
+"""Largest accepted number; larger numbers count as missing, because float64 cannot sum their squares."""
 _LONGEST_DATE = 64
 _DATE = re.compile(
     r"(\d{4}-\d{1,2}-\d{1,2}|\d{4}/\d{1,2}/\d{1,2}|\d{1,2}[./-]\d{1,2}[./-](\d{4}|\d{2}))"
