@@ -58,17 +58,15 @@ def read_idx(folder: Path, name: str, num_axes: int) -> np.ndarray:
     """Reads a byte array in MNIST's format: bytes 0, 0, 8 and the number of axes, the size of each axis, the data."""
     found = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
     if not found:
-        raise UserError(f"--data-dir {folder}: has neither {name} nor {name}.gz; they are at {ADDRESS}")
+        raise UserError(f"--data-dir {folder}: has neither {name} nor {name}.gz; download them from {ADDRESS}")
     try:
         data = gzip.decompress(found[0].read_bytes()) if found[0].suffix == ".gz" else found[0].read_bytes()
         shape = np.frombuffer(data, ">i4", num_axes, offset=4)
     except (OSError, EOFError, ValueError) as error:
-        raise UserError(f"--data-dir: {found[0]} cannot be read: {error}; get it anew from {ADDRESS}") from None
+        raise UserError(f"--data-dir: {found[0]} cannot be read: {error}; download it again from {ADDRESS}") from None
     start = 4 + 4 * num_axes
     if data[:4] != bytes([0, 0, 8, num_axes]) or len(data) - start != math.prod(shape.tolist()):
-        raise UserError(
-            f"--data-dir: {found[0]} is not the file of MNIST, or not all of it; get it anew from {ADDRESS}"
-        )
+        raise UserError(f"--data-dir: {found[0]} is not the file of MNIST or is incomplete; download it from {ADDRESS}")
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
 
 

@@ -46,7 +46,7 @@ class LatePoisoned(Poisoned):
 
 @dataclass
 class ShrinkingFlags(WeightedFlags):
-    """Task: sequences, beside somebody who takes memory"""
+    """Task: sequences, while other programs take memory"""
 
     roomy_forwards: int = flag(6, "training forwards before memory gets short")
     left: float = flag(1.0, "share of the GPU's memory that is left then")

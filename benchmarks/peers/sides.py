@@ -184,7 +184,7 @@ def ranks(world: int) -> list[dict[str, str]]:
 
 
 def forking(side: str) -> ForkServerContext:
-    """Returns a context whose server has imported a trainer's library and forks; use one trainer per program."""
+    """Returns a context that forks from a server with a trainer's library imported; use one trainer per program."""
     os.environ["PYTHONPATH"] = str(ROOT)  # for the server
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")

@@ -2,8 +2,8 @@
 
 A person performs activities in bouts. The body accelerates and turns with the harmonics of the stride, or sways. The
 posture determines the direction of gravity. People wear the phone at the waist in slightly different positions, and
-sensors add noise and a bias. Walking differs more between people than walking and climbing stairs differ in a person.
-So a model must learn features that generalise to other people: amplitudes and phases of harmonics, which are nonlinear
+sensors add noise and a bias. The walks of two people differ more than one person's walking and stair climbing. So a
+model must learn features that generalise to other people: amplitudes and phases of harmonics, which are nonlinear
 functions of a window.
 
 The body frame is x up, y left, z forward; a phone that hangs straight measures in this frame.

@@ -164,9 +164,9 @@ def split_by_subject(
 
 
 def with_test_subjects(recordings: HarRecordings, names: Sequence[str] | None) -> HarRecordings:
-    """Makes some people the test set. names: of people; None: every fifth person, or the last if there are fewer.
+    """Makes some people the test set. Raises UserError for unknown names, and if nobody is left to train on.
 
-    Raises UserError for unknown names, and if nobody is left to train on.
+    names: names of the people; None: every fifth person, or with fewer than five people the last person.
     """
     known = [recordings.name_of(subject) for subject in np.unique(recordings.subjects)]
     if names is None:

@@ -55,7 +55,7 @@ def speaker_folds(corpus: Corpus, num_folds: int) -> list[list[str]]:
 
 
 def _by_utterance(corpus: Corpus, val_share: float, test_share: float) -> np.ndarray:
-    """Returns the split of each utterance, (n,) text."""
+    """Returns the name of each utterance's split: (n,) strings."""
     parts = np.array([split or "train" for split in corpus.splits])
     order = sorted(np.flatnonzero(parts == "train").tolist(), key=lambda i: _utterance_rank(corpus.names[i]))
     shares = {"test": test_share, "val": val_share}

@@ -50,7 +50,7 @@ def test_learns_to_tell_two_kinds_apart(run_here, mnist):
         (lambda path: path.write_bytes(path.read_bytes()[:-20]), "cannot be read"),
         (lambda path: path.write_bytes(gzip.compress(b"\0\0")), "cannot be read"),
         (lambda path: path.write_bytes(gzip.compress(idx(np.zeros((3, 2), np.uint8)))), "is not the file of MNIST"),
-        (lambda path: path.write_bytes(gzip.compress(idx(np.zeros(9, np.uint8))[:-1])), "or not all of it"),
+        (lambda path: path.write_bytes(gzip.compress(idx(np.zeros(9, np.uint8))[:-1])), "or is incomplete"),
     ],
 )
 def test_damaged_files_are_named(mnist, break_it, reason):
