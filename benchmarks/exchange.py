@@ -90,7 +90,7 @@ def lockstep_step(task: HarTask, strategy: Strategy, batches: Iterator[WeightedB
 
 
 def waiting_step(alone: Step, rank: int, counters: Tensor) -> Step:
-    """Runs a step, then waits until the other process has run as many. counters: of steps, in shared memory."""
+    """Runs a step, then waits until the other process has run as many. counters: numbers of steps, in shared memory."""
 
     def step() -> None:
         alone()

@@ -3,7 +3,7 @@
     python benchmarks/gpu.py                              runs every part, the most valuable parts first
     python benchmarks/gpu.py --parts exact,poisoned       runs these parts, in this order
     python benchmarks/gpu.py --small                      tests in a few minutes that every part runs
-    python benchmarks/gpu.py --device cpu                 tests on the CPU whatever does not need a GPU
+    python benchmarks/gpu.py --device cpu                 tests on the CPU everything that needs no GPU
 
 The script installs nothing and needs no network, because the data are generated. Each part runs in a process of its
 own, which is killed at the part's time limit. Every result is printed and written to --json at once, so an interrupted

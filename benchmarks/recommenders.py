@@ -107,7 +107,7 @@ def run(name: str, model: str, seed: int, place: str, save_dir: Path) -> None:
 
 
 def scores(name: str, save_dir: Path) -> dict[str, Any]:
-    """Returns the results of each model that has runs, and of the simple models to which the runs were compared."""
+    """Returns the results of each model that has runs, and of the simple models with which they were compared."""
     trained, simple = dict[str, Any](), dict[str, Any]()
     for model in SETTINGS[name]:
         found = [folder(save_dir / name, model, seed) / "results.json" for seed in SEEDS]

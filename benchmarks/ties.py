@@ -2,7 +2,7 @@
 
     python benchmarks/ties.py ml-1m_complete_order.txt.gz shuffled.tsv
 
-Many logs give all interactions on one page one time, so the order of the file decides which interaction is the last. A
+Many logs record one time for all interactions on a page, so the file's order decides which interaction is the last. A
 model may learn this order, which is useless for recommendations. The model's score on the shuffled file is then lower.
 The last printed line is the share of neighbouring interactions with the same time.
 """

@@ -1,4 +1,4 @@
-"""Transcribes a recording in chunks of 100 ms, like live audio, with the model of a run with --streaming.
+"""Transcribes a recording in chunks of 100 ms, like live audio, with a model that was trained with --streaming.
 
 python main.py --task speech --streaming --save-dir checkpoints/streaming
 python -m examples.stream checkpoints/streaming recording.wav

@@ -1,4 +1,4 @@
-"""Images in tar shards, as the webdataset library writes them; together, shards may be larger than the memory.
+"""Images in tar shards, as the webdataset library writes them; all shards together may exceed the memory.
 
 python -m examples.tar_shards shards
 python main.py --task examples/tar_shards.py:TarShards --shards shards --epochs 2

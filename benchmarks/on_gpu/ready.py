@@ -164,7 +164,7 @@ def replay(graphs: Iterable[torch.cuda.CUDAGraph]) -> None:
 
 
 def waited_for(setting: Setting, step: Step) -> float:
-    """Returns wall-clock milliseconds until the device has completed a step; EARLIER_MS were measured so, too."""
+    """Returns wall-clock milliseconds until the device has completed a step; EARLIER_MS have this definition."""
     setting.synchronise()
     started = time.perf_counter()
     step()

@@ -2,7 +2,7 @@
 
     pip install -r requirements.txt -r benchmarks/peers/requirements.txt
     python benchmarks/peers/resuming.py stop lockstep            # SIGKILL within an epoch, and between two epochs
-    python benchmarks/peers/resuming.py worlds lightning         # SIGKILL, then restart with other number of processes
+    python benchmarks/peers/resuming.py worlds lightning         # SIGKILL, then a restart with more or fewer processes
     python benchmarks/peers/resuming.py kills accelerate         # SIGKILL at random moments
 
 With `stop` and `worlds` every process kills itself in the same step. The samples of a run are taken from its recorded

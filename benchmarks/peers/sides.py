@@ -221,7 +221,7 @@ def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def distance(found: dict[str, Tensor], right: dict[str, Tensor], start: dict[str, Tensor]) -> float:
-    """Returns the distance of found and right weights, divided by the distance of right and initial weights."""
+    """Returns the distance of found weights from right weights, divided by the distance of start from right weights."""
     error = sum(float((found[name] - right[name]).square().sum()) for name in right) ** 0.5
     way = sum(float((right[name] - start[name]).square().sum()) for name in right) ** 0.5
     return error / way

@@ -14,7 +14,7 @@ from trainer.loading.order import SampleKeys
 
 HEADER = "user"
 _MOST_DIGITS = 18
-"""Largest number of digits of which every integer fits 64 bits."""
+"""Largest number of digits for which every integer fits 64 bits."""
 
 
 def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> tuple[np.ndarray, list[str]]:
@@ -55,7 +55,7 @@ class Recommendations:
     """Data set with a sample per recommendation: sample i asks for place i % num_places of users[i // num_places]."""
 
     def __init__(self, users: np.ndarray, num_places: int, catalogue: Catalogue) -> None:
-        """Creates the data set. users: (n,) int64. Raises UserError if a user lacks num_places items to recommend."""
+        """Creates the data set. users: (n,) int64. Raises UserError if too few items are left for a user."""
         self.users = users
         self.num_places = num_places
         self._seen = catalogue.seen

@@ -52,7 +52,7 @@ class Numbers:
         return self.values[self.offsets[:-1]]
 
     def columns(self, names: str) -> np.ndarray:
-        """Returns a table (rows, columns) with a column per word of `names`. Raises UserError if a row does not fit."""
+        """Returns a table (rows, columns), one column per word of `names`. Raises UserError for other row lengths."""
         num_columns = len(names.split())
         wrong = np.flatnonzero(np.diff(self.offsets) != num_columns)
         if len(wrong):

@@ -62,7 +62,7 @@ def decode(content: bytes, name: str) -> tuple[np.ndarray, int]:
 
 
 def within_full_scale(samples: np.ndarray) -> tuple[np.ndarray, bool]:
-    """Scales samples down to [-1, 1] if any sample exceeds it; also returns whether the samples were scaled.
+    """Scales samples down to [-1, 1] if any sample is outside; also returns whether the samples were scaled.
 
     An excess of less than a 16-bit step is ignored.
     """

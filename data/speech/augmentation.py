@@ -113,7 +113,7 @@ class Augmenter:
         self._num_views = num_views
 
     def lengths(self, lengths: np.ndarray, epoch: int, index: np.ndarray) -> np.ndarray:
-        """Returns lengths of utterances after augmentation, (n,) int64. lengths: (n,), before. index: (n,), samples."""
+        """Returns the lengths of augmented utterances, (n,) int64. lengths: (n,), old. index: (n,), sample indices."""
         return length_at(lengths, self.changes(epoch, index)[0])
 
     def word_percent(self, epoch: int, index: np.ndarray, num_words: int) -> np.ndarray:

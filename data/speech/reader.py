@@ -43,8 +43,8 @@ def load_corpus(
         contains one archive and no sound files.
     sample_rate: rate in Hz to which all files are resampled; None: the files' most frequent rate or, among equally
         frequent rates, the highest.
-    reading: `on_bad` says whether to drop and count unusable utterances, or to refuse the first. An utterance without
-        sound, samples or transcript, or with a duration that is more than half off the manifest's, is unusable.
+    reading: `on_bad` says whether to drop and count unusable utterances, or to refuse the first. An utterance is
+        unusable without sound, samples or transcript, or if its duration differs from the manifest by more than half.
     progress: shows the progress of decoding.
 
     Raises UserError, with file, line and value, for an invalid corpus, for a recording that is listed twice, and if no

@@ -9,7 +9,7 @@ A batch from `__getitems__` has
 Audio and targets are padded to `SampleKeys.padded_length`.
 
 Random draws are functions of seed, epoch and sample, do not depend on the batch, and are computed on the CPU. For data
-on a GPU, the GPU computes the audio of a whole batch (see `waves`); the result is within -100 dB of the CPU's audio.
+on a GPU, the GPU computes the audio of a whole batch (see `waves`), with an error below -100 dB relative to the CPU.
 """
 
 from typing import Any, NamedTuple

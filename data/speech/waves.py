@@ -1,7 +1,7 @@
 """Augments the audio of a whole batch on a device; the module `augmentation` augments single recordings on the CPU.
 
-Audio is (B, S) float32, padded with zeros, and within -100 dB of audio from the CPU. Lengths and other numbers per row
-are arrays (B,) on the CPU, which `here` (`Movable.here`) copies to the device.
+Audio is (B, S) float32, padded with zeros, with an error below -100 dB relative to the CPU. Lengths and other numbers
+per row are arrays (B,) on the CPU, which `here` (`Movable.here`) copies to the device.
 """
 
 from collections.abc import Callable

@@ -56,8 +56,8 @@ def brier(labels: np.ndarray, probabilities: np.ndarray) -> float:
 def ece(labels: np.ndarray, probabilities: np.ndarray) -> float:
     """Returns the expected calibration error (Guo et al., ICML 2017, eq. 5) over 15 equal intervals (a, b].
 
-    An interval contains the rows with the highest probability in it; its error is the distance between their accuracy
-    and their mean highest probability. Intervals are weighted by their numbers of rows.
+    A row belongs to the interval of its highest probability. The error of an interval is the distance between the
+    accuracy and the mean highest probability of its rows. Intervals are weighted by their numbers of rows.
     """
     confidence = probabilities.max(axis=1).astype(np.float64)
     is_right = probabilities.argmax(axis=1) == labels
