@@ -1,4 +1,4 @@
-"""Archives as `zip` and `tar -czf` make them, of files by name."""
+"""Builds zip and tar.gz archives from contents by file name."""
 
 import io
 import tarfile

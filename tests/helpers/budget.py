@@ -1,6 +1,6 @@
-"""How much there is to read: lines and files of each room, who takes a `Run`, and what one training step enters.
+"""Measures code size: lines and files per folder, functions that take a `Run`, functions entered by a training step.
 
-`python -m tests.helpers.budget` prints it as JSON.
+`python -m tests.helpers.budget` prints the measurements as JSON.
 """
 
 import ast
@@ -17,11 +17,11 @@ TRAINER_PREFIX = f"{TRAINER}/"
 WORKLOADS = tuple(f"{ROOT}/{folder}/" for folder in ("tasks", "models", "data"))
 GLOBAL_BATCH = 32
 FIRST_STEP, LAST_STEP = 3, 8
-"""Optimizer steps that `step_of_har` looks at; none of them logs."""
+"""First and last optimizer step that `step_of_har` observes; no step in this range logs."""
 
 
 def sources(folder: Path) -> list[Path]:
-    """The Python files of a folder and of those in it."""
+    """Returns the Python files of a folder and its subfolders."""
     return [path for path in sorted(folder.rglob("*.py")) if "__pycache__" not in path.parts]
 
 
@@ -30,7 +30,7 @@ def num_lines(paths: list[Path]) -> int:
 
 
 def lines_and_files_of_rooms() -> dict[str, tuple[int, int]]:
-    """(lines, files) of each room of the core of trainer/. An empty `__init__.py` is no file."""
+    """Returns (lines, files) of each folder of trainer/ except profiling. Empty files are not counted."""
     found: dict[str, list[Path]] = {}
     for path in sources(TRAINER):
         inside = path.relative_to(TRAINER)
@@ -41,7 +41,7 @@ def lines_and_files_of_rooms() -> dict[str, tuple[int, int]]:
 
 
 def functions_with_run() -> dict[str, list[str]]:
-    """By room, the functions of trainer/ with a parameter annotated as a `Run`; methods of `Run` have none."""
+    """Returns, by folder, the functions of trainer/ that have a parameter annotated as `Run`."""
     found: dict[str, list[str]] = {}
     for path in sources(TRAINER):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -62,9 +62,9 @@ def _takes_run(function: ast.FunctionDef) -> bool:
 
 
 class Entered:
-    """Functions of trainer/ with a name that are entered from one optimizer step to another, by any thread.
+    """Records the named functions of trainer/ that any thread enters between two optimizer steps.
 
-    They are what a reader of the step meets. A generator that resumes counts; what a workload calls does not.
+    A resumed generator counts as entered. Functions that tasks, models or data call are not recorded.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ def _is_within_workload(frame) -> bool:
 
 
 def step_of_har() -> set[tuple[str, str, int]]:
-    """(file, function, its first line) of all that optimizer steps of har enter on one process."""
+    """Returns (file, function, first line) of each function that an optimizer step of har enters on one process."""
     from trainer.cli import main
 
     entered = Entered()
@@ -118,7 +118,7 @@ def step_of_har() -> set[tuple[str, str, int]]:
 
 
 def lengths_of_functions() -> dict[tuple[str, str], int]:
-    """Lines of each function of trainer/, by its file and name; the longest where a file has a name twice."""
+    """Returns the number of lines of each function of trainer/ by (file, name); for equal names, the largest number."""
     found: dict[tuple[str, str], int] = {}
     for path in sources(TRAINER):
         for node in ast.walk(ast.parse(path.read_text())):

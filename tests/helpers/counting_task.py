@@ -1,4 +1,4 @@
-"""The sleepy task with data sets of which worker processes must not have copies of their own."""
+"""Sleepy task whose training set cannot be copied to workers: it counts samples, or contains an open database."""
 
 import sqlite3
 from dataclasses import dataclass

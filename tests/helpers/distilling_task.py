@@ -1,4 +1,4 @@
-"""A student that learns from a teacher which is neither trained nor saved."""
+"""Tasks in which a student model learns from a teacher that is neither trained nor saved."""
 
 import os
 
@@ -19,12 +19,12 @@ def loss_of(student, teacher, x, y):
 
 
 SHOWN = recipe("Helpers", F=F, Objective=Objective)
-"""The code of docs/own_task.md."""
+"""Names defined by the example in docs/own_task.md."""
 Distilling = SHOWN["Distilled"]
 
 
 def teacher(seed=7):
-    """It would not be the same in train mode, nor after it."""
+    """Returns a teacher with dropout and batch norm, whose outputs change during and after train mode."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(NUM_FEATURES, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, NUM_CLASSES))
 

@@ -1,4 +1,4 @@
-"""The weighted task, whose objective returns a sum for each domain that a batch has samples of, and none for others."""
+"""Weighted task whose objective returns a sum only for those domains of which the batch has samples."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,8 @@
-"""The weighted task, whose model drifts apart as LOCKSTEP_DRIFT says: "WHAT RANK FORWARD".
+"""Weighted task whose model starts to differ between ranks, as the environment variable LOCKSTEP_DRIFT says.
 
-WHAT: "bit" flips one of one weight, with "bit-threads" on a rank that computes with more threads; "part" changes what
-this process has of one; "forward" has a forward change a parameter, "table" a buffer that nothing else changes.
-FORWARD: of training, from 1. "buffer" alone has every forward of every rank keep something of its own.
+LOCKSTEP_DRIFT is "WHAT RANK FORWARD", with training forwards numbered from 1. WHAT: "bit" flips one bit of a weight;
+"bit-threads" does so and sets 2 threads; "part" changes the rank's shard of a parameter; "forward" changes a parameter;
+"table" changes a buffer. LOCKSTEP_DRIFT="buffer" instead updates a buffer differently on each rank in each forward.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A task for tests that leaves out layers at random, others on every process and in every forward (LayerDrop)."""
+"""Task that skips layers at random, with a different choice for each process and forward (LayerDrop)."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from tests.helpers.shaped_task import NUM_CLASSES, NUM_FEATURES, Shaped
 from trainer import FlagGroup, Objective, flag
 
 WIDTHS = (3, 5, 8, 13)
-"""Hidden units of the layers, which no two have alike."""
+"""Numbers of hidden units of the layers, which all differ."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 
 class Network(nn.Module):
-    """unused: no forward uses it, so weight decay must leave it alone as well."""
+    """Network with a layer `unused` that no forward uses, so weight decay must not change it either."""
 
     def __init__(self, projects: bool) -> None:
         super().__init__()

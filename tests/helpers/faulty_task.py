@@ -1,8 +1,8 @@
-"""The task of tests/helpers/weighted_task.py on which a fault befalls one rank.
+"""Weighted task in which a fault occurs on chosen ranks.
 
-LOCKSTEP_FAULT: "WHAT WHERE RANK", for example "raise forward 1", or several, separated by commas, one for a rank. It
-happens in the third training batch, or in the first one of an evaluation; once, where LOCKSTEP_FAULT_NOTE names a file
-that is made then.
+LOCKSTEP_FAULT: "WHAT WHERE RANK", for example "raise forward 1"; separate the faults of several ranks by commas. A
+fault occurs in the third training batch, or in the first batch of an evaluation. If LOCKSTEP_FAULT_NOTE names a file,
+the fault creates the file (plus a dot and the rank), and occurs only while the file does not exist.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Fault:
     def happen(self):
         note = os.environ.get("LOCKSTEP_FAULT_NOTE")
         if note is not None:
-            note += f".{self.rank}"  # the fault of another rank is another one
+            note += f".{self.rank}"  # each rank has its own fault
             if os.path.exists(note):
                 return
             open(note, "x").close()
@@ -55,14 +55,14 @@ class Fault:
 
 
 class SlowEnd:
-    """Takes seconds when the interpreter is finalised."""
+    """Object whose finalisation at the exit of the interpreter takes seconds."""
 
-    def __del__(self, sleep=time.sleep):  # this module's names may be gone
+    def __del__(self, sleep=time.sleep):  # module globals may be deleted by then
         sleep(6)
 
 
 def leave_thread_in_cpp():
-    """A thread that waits in C++, and comes back while the interpreter is being finalised."""
+    """Starts a thread that waits in C++, and returns to Python while the interpreter is being finalised."""
     sys.slow_end = SlowEnd()
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=3))
@@ -104,7 +104,7 @@ def refuse():
 
 
 def fail_as_a_gpu():
-    """What a kernel ran into is raised by the call that happens to come after it."""
+    """Raises a GPU error, as a call raises the error of an earlier kernel."""
     raise torch.AcceleratorError("CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronous")
 
 
@@ -117,10 +117,10 @@ def kill():
 
 
 def kill_workers():
-    """Its data-loading processes, as the system does when memory is short."""
+    """Kills the data-loading processes, as the system does when memory is short."""
     for worker in multiprocessing.active_children():
         os.kill(worker.pid, signal.SIGKILL)
-    time.sleep(600)  # torch notices at once
+    time.sleep(600)  # torch notices the death of a worker immediately
 
 
 def segfault():
@@ -128,23 +128,23 @@ def segfault():
 
 
 def hold_interpreter():
-    """In C, without letting go of the interpreter."""
+    """Sleeps in C without releasing the global interpreter lock."""
     ctypes.PyDLL(None).sleep(600)
 
 
 def backtrack():
-    """The same in a regular expression that would take years."""
+    """Holds the global interpreter lock by matching a regular expression that would take years."""
     re.fullmatch("(a|aa)+b", "a" * 200)
 
 
 def stick_in_kernel():
-    """In a sleep that no signal but SIGKILL ends: vfork lets its caller wait for a child, which waits at a pipe."""
+    """Blocks in a state that only SIGKILL ends: vfork waits for a child, which waits to open a pipe."""
     pipe = os.environ["LOCKSTEP_PIPE"]
     os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, pipe, os.O_RDONLY, 0)])
 
 
 def remove_directory():
-    """At once: what is being saved would put files into a folder that is being emptied."""
+    """Removes the run directory; renames it first, because a concurrent save would add files while it is emptied."""
     directory = os.environ["LOCKSTEP_REMOVED"]
     os.rename(directory, f"{directory}-removed")
     shutil.rmtree(f"{directory}-removed", ignore_errors=True)
@@ -156,7 +156,7 @@ def remove_directory_and_die():
 
 
 def set_clock_back():
-    """By a day."""
+    """Sets the clock of this process back by a day."""
     true_time = time.time
     time.time = lambda: true_time() - 24 * 3600
 
@@ -215,5 +215,5 @@ class Faulty(Weighted):
         objective = super().build_objective()
         objective.__class__ = FaultyObjective
         objective.fault = Fault()
-        objective.fault.calls = -1  # one forward that does not count comes first
+        objective.fault.calls = -1  # the first forward, on a placeholder batch, is not counted
         return objective

@@ -1,18 +1,18 @@
-"""A real server on this machine, of a file to download."""
+"""HTTP server on this machine that serves one file for download."""
 
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class FileServer(ThreadingHTTPServer):
-    """Serves one file under every path. What it does wrong is set by a test; what it was asked for is kept."""
+    """Serves one file under every path. Attributes, which tests set, make it misbehave; `requests` records paths."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.content = b""
         self.says_length = True
         self.chunked = False
-        self.cut_after: list[int] = []  # bytes of the body that the next connections bring before they break
+        self.cut_after: list[int] = []  # number of body bytes that each of the next connections sends before it breaks
         self.errors: dict[str, int] = {}  # path -> status
         self.redirects: dict[str, str] = {}  # path -> address
         self.delay_s = 0.0

@@ -1,6 +1,6 @@
-"""Command lines in forked processes: there in a moment, and otherwise like those that a user types.
+"""Runs command lines in forked processes, which start fast and otherwise behave like commands typed by a user.
 
-A fork comes from a server that has imported the program, but run nothing of it.
+The processes are forked from a server that has imported the program but has run nothing.
 """
 
 import gc
@@ -20,10 +20,10 @@ from trainer.parallel.environment import RankEnvironment
 ROOT = Path(__file__).resolve().parents[2]
 
 Preparation = Callable[[], Callable[[], None]]
-"""Called in the process before its command line; what it returns is called afterwards, if nothing ended it before."""
+"""Function that the process calls before its command line. It calls the returned function after the command line."""
 
 _context = multiprocessing.get_context("forkserver")
-# torch's compiler is of no use here, but every optimizer imports it.
+# Every optimizer imports torch's compiler, so the server imports it once.
 _context.set_forkserver_preload(
     [
         "tests.helpers.forks",
@@ -43,12 +43,12 @@ def start(
     rank: RankEnvironment | None = None,
     prepare: Preparation | None = None,
 ) -> BaseProcess:
-    """Starts main.py with these arguments; with `rank`, one process of main_multi_gpu.py.
+    """Starts main.py with the given arguments or, if `rank` is given, one process of main_multi_gpu.py.
 
-    variables: the whole environment. out, err: files to which standard output and standard error are appended.
+    variables: all environment variables. out, err: files to which standard output and standard error are appended.
     """
     program = "main.py" if rank is None else "main_multi_gpu.py"
-    # The server took the default from its own environment, when it imported the program.
+    # When the server imported the program, it computed the default of --cache-dir from its own environment.
     cache = ["--cache-dir", f"{variables['XDG_CACHE_HOME']}/lockstep"]
     arguments = [program, *cache, *map(str, argv)]
     process = _context.Process(target=_run, args=(arguments, dict(variables), out, err, rank, prepare))
@@ -65,10 +65,10 @@ def run_group(
     timeout_s: float = 120,
     err: Path | None = None,
 ) -> list[int | None]:
-    """Runs main_multi_gpu.py with these arguments on so many processes; returns their exit statuses.
+    """Runs main_multi_gpu.py with the given arguments on `world_size` processes; returns their exit statuses.
 
-    out, err: files to which they append, in a folder for this group; without err, out has standard error too. A process
-    that takes longer has the status None.
+    out, err: files to which the processes append, in a folder of this group; without err, standard error goes to out.
+    The status of a process is None after a timeout.
     """
     meeting_place = f"file://{out.parent}/meeting-{uuid.uuid4()}"
     ranks = [RankEnvironment(rank, world_size, rank, world_size, meeting_place) for rank in range(world_size)]
@@ -78,9 +78,9 @@ def run_group(
 def call_on_ranks(
     function: Callable[[RankEnvironment], int], world_size: int, folder: Path, timeout_s: float = 120
 ) -> list[int | None]:
-    """Calls a function in so many processes, each with who it is; returns what it has returned there.
+    """Calls a function in `world_size` processes, each with its `RankEnvironment`; returns the results of the ranks.
 
-    function: picklable. folder: where they meet, and keep what they print, each in a file of its own.
+    function: must be picklable. folder: for the rendezvous, and for one file per process with its output.
     """
     ranks = [
         RankEnvironment(rank, world_size, rank, world_size, f"file://{folder}/meeting") for rank in range(world_size)
@@ -92,16 +92,16 @@ def call_on_ranks(
 
 
 def folder_of_world(function: Callable[..., int], world_size: int, folder: Path) -> Path:
-    """Calls a function in so many processes, as `call_on_ranks` does, with the folder; none may return but 0."""
+    """Calls a function with the folder on `world_size` ranks by `call_on_ranks`; all ranks must return 0."""
     statuses = call_on_ranks(partial(function, folder=folder), world_size, folder)
     assert statuses == [0] * world_size, (folder / "rank0.txt").read_text()[-3000:]
     return folder
 
 
 def main_of_rank(environment: RankEnvironment, argv: Sequence[object], place: Path) -> int:
-    """A command line in a process of `call_on_ranks`, of several under ddp unless it says otherwise.
+    """Runs a command line in a process of `call_on_ranks`; several processes use ddp unless argv has --multi-gpu.
 
-    place: its --save-dir, by whose name the processes meet.
+    place: --save-dir, whose name also identifies the rendezvous.
     """
     words = [*map(str, argv), "--save-dir", str(place)]
     if environment.world_size == 1:
@@ -112,7 +112,7 @@ def main_of_rank(environment: RankEnvironment, argv: Sequence[object], place: Pa
 
 
 def joined(processes: Sequence[BaseProcess], timeout_s: float) -> list[int | None]:
-    """The exit statuses of processes; None for one that has not ended within the timeout. None of them is left."""
+    """Returns the exit statuses of processes, or None after a timeout. Kills processes that are still running."""
     try:
         for process in processes:
             process.join(timeout_s)

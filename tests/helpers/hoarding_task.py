@@ -1,4 +1,4 @@
-"""Tasks for tests whose optimizers keep more than tensors."""
+"""Tasks whose optimizers keep other objects than tensors in their states."""
 
 import decimal
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -10,7 +10,7 @@ from tests.helpers.shaped_task import Shaped
 
 
 class Hoarder(torch.optim.SGD):
-    """Keeps something of every type that comes back, and steps by what it kept."""
+    """SGD that keeps an object of each type that checkpoints support, and whose steps depend on these objects."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -47,7 +47,7 @@ class Hoarding(Shaped):
 
 
 class Spoiled(Shaped):
-    """With a state that no checkpoint holds."""
+    """Task with an optimizer state of a type that checkpoints do not support."""
 
     def build_optimizers(self, phase, groups, lr):
         class Decimals(torch.optim.SGD):
@@ -64,7 +64,7 @@ class Slow(torch.optim.SGD):
 
 
 class Slowed(Shaped):
-    """With an optimizer that keeps entries of its own beside its state."""
+    """Task with an optimizer whose state dict has an additional entry."""
 
     def build_optimizers(self, phase, groups, lr):
         return [Slow(groups, lr)]

@@ -1,7 +1,7 @@
-"""Training jobs as people write them, each small, with the loop that one would write by hand for it.
+"""Small, typical training jobs, each as a task and as a training loop written by hand.
 
-A job is a task, and `bare(num_steps)` of it the weights after some steps of that loop, on the batches that the trainer
-has. SimCLR, CLIP and other losses of all rows: tests/helpers/joint_task.py.
+`Job.bare(num_steps)` returns the weights after num_steps steps of the hand-written loop on the batches of the trainer.
+tests/helpers/joint_task.py contains losses that couple all rows of a step, such as SimCLR and CLIP.
 """
 
 import math
@@ -19,7 +19,7 @@ from trainer.loading.order import EpochOrder
 
 NUM_TRAIN, GLOBAL_BATCH, LR, DECAY = 20, 6, 0.02, 0.01
 EPS = 1e-5
-"""Of AdamW, so that a gradient which is nothing but rounding moves nothing."""
+"""Epsilon of AdamW, large enough that gradients of pure rounding error do not move weights."""
 VOCABULARY, LENGTH, WIDTH = 11, 7, 8
 
 
@@ -28,7 +28,7 @@ def generator(seed):
 
 
 def batches(num_train=NUM_TRAIN, phase=0):
-    """The samples of each step: (epoch, indices)."""
+    """Yields (epoch, sample indices) for each step."""
     epoch = 0
     while True:
         order = torch.from_numpy(EpochOrder(0, epoch, phase, num_train).take(0, num_train).copy())
@@ -46,7 +46,7 @@ def adamw(model):
 
 
 class Job(Task):
-    """A job whose loop is the usual one. names: of the parts of its items."""
+    """Job with the usual training loop. names: names of the tensors in an item."""
 
     defaults = {
         "lr": LR, "weight_decay": DECAY, "max_grad_norm": 0.0, "eps": EPS, "schedule": "constant", "warmup_epochs": 0.0,
@@ -65,7 +65,7 @@ class Job(Task):
 
     @staticmethod
     def losses(model, batch):
-        """(B,)"""
+        """Returns the loss of each sample, (B,)."""
         return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
     @cached_property
@@ -81,7 +81,7 @@ class Job(Task):
 
     @classmethod
     def new(cls):
-        """The model that the trainer begins with."""
+        """Returns the model with the initial weights that the trainer uses."""
         torch.manual_seed(0)
         return cls.model().double()
 
@@ -136,7 +136,7 @@ class Mnist(Job):
 
 
 class Encoder(nn.Module):
-    """The classes of texts: a Transformer over tokens, whose padding, 0, nobody looks at."""
+    """Classifies texts by a Transformer over tokens, which ignores padding (token 0)."""
 
     def __init__(self):
         super().__init__()
@@ -151,7 +151,7 @@ class Encoder(nn.Module):
 
 
 def texts(num, seed):
-    """Ragged rows of tokens, from 1 on."""
+    """Returns rows of tokens, numbered from 1, with different lengths."""
     g = generator(seed)
     lengths = torch.randint(2, LENGTH + 1, (num,), generator=g).tolist()
     return [torch.randint(1, VOCABULARY, (length,), generator=g) for length in lengths]
@@ -167,7 +167,7 @@ class Bert(Job):
 
 
 class Rows(Dataset):
-    """Asked as the map-style sets of Hugging Face are: by a number, by a list of them, and for lists of rows."""
+    """Data set indexed like those of Hugging Face: by a number, by a list of numbers, or by `__getitems__`."""
 
     def __init__(self, rows, as_tensors=False):
         self.rows, self.as_tensors = rows, as_tensors
@@ -209,7 +209,7 @@ class MapStyle(Bert):
 
 
 class Decoder(nn.Module):
-    """The next token of each, with tied embeddings."""
+    """Predicts the next token at each position, with tied input and output embeddings."""
 
     def __init__(self):
         super().__init__()
@@ -225,7 +225,7 @@ class Decoder(nn.Module):
 
 
 class NanoGpt(Job):
-    """Of texts of different lengths, so that micro-batches have different numbers of loss terms; clipped."""
+    """Language model with gradient clipping, whose micro-batches have different numbers of targets."""
 
     model, names, clip = Decoder, ("x", "y", "weight"), 0.5
     defaults = Job.defaults | {"max_grad_norm": clip}
@@ -313,7 +313,7 @@ class OfPair(Objective):
 
 
 class Byol(Job):
-    """Two views of each sample; the teacher follows the student, the less the later."""
+    """Compares two views of each sample; the teacher follows the student more slowly as training progresses."""
 
     names = ("a", "b")
     model = Pair
@@ -342,7 +342,7 @@ class Byol(Job):
 
 
 class Gan(Job):
-    """Real points against generated ones, a step of each in turn."""
+    """GAN that alternates discriminator and generator steps."""
 
     phases, turns = ("disc", "gen"), (1, 1)
     names = ("x",)
@@ -396,7 +396,7 @@ class OfGan(Objective):
 
 
 class Sam(Job):
-    """The step of the reference implementation, `first_step` and `second_step`."""
+    """Sharpness-aware minimisation, with `first_step` and `second_step` as in the reference implementation."""
 
     data = staticmethod(points)
     rho = 0.05
@@ -428,7 +428,7 @@ class Sam(Job):
 
 
 class Plateau(Job):
-    """ReduceLROnPlateau, on a validation set that gets worse as the labels of training are learnt: they are turned."""
+    """ReduceLROnPlateau on a validation set with swapped labels, whose loss rises as the model learns."""
 
     data = staticmethod(points)
     defaults = Job.defaults | {"schedule": "plateau", "plateau_factor": 0.5, "plateau_patience": 1}
@@ -468,7 +468,7 @@ class Plateau(Job):
 
 
 class Weighted(Job):
-    """As a WeightedRandomSampler draws: some samples several times, in an epoch that is longer than the data."""
+    """Draws samples like WeightedRandomSampler: with repetitions, and more per epoch than the data set contains."""
 
     data = staticmethod(points)
     num_draws = 26
@@ -502,7 +502,7 @@ class Weighted(Job):
 
 
 class Streamed(Job):
-    """Samples as they come, from one stream through all epochs."""
+    """Reads samples in order from one stream that continues through all epochs."""
 
     @staticmethod
     def stream():

@@ -1,4 +1,4 @@
-"""Tasks for tests whose losses couple all samples of a step: SimCLR, CLIP, batch-hard triplets, VICReg."""
+"""Tasks whose losses couple all samples of a step: SimCLR, CLIP, batch-hard triplets and VICReg."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +24,7 @@ class JointFlags(FlagGroup):
 
 
 class Pairs:
-    """Two views of a point, and its class."""
+    """Data set with two views of each point, and the class of the point."""
 
     def __init__(self, num: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -60,13 +60,13 @@ class TwoTowers(nn.Module):
 
 
 def nt_xent(x, partner_of, own, everything, own_in_all):
-    """Of rows x against all: the sum of cross entropies with their partners, an anchor left out of its own."""
+    """Returns the sum over rows x of the cross-entropy of each row's partner among all rows except the row itself."""
     logits = (x @ everything.T / 0.5).index_put((own, own_in_all), x.new_full((), -1e9))
     return F.cross_entropy(logits, partner_of, reduction="sum")
 
 
 def simclr(a, b, all_a, all_b, own):
-    """Half the sum over the anchors in a and b. own: their places in all_a and all_b."""
+    """Returns half the loss summed over anchors in a and b. own: indices of a and b in all_a and all_b."""
     everything, n, first = torch.cat([all_a, all_b]), len(all_a), torch.arange(len(a), device=a.device)
     return (nt_xent(a, own + n, first, everything, own) + nt_xent(b, own, first, everything, own + n)) / 2
 
@@ -128,7 +128,7 @@ class VicReg(Objective):
 
 
 class Gathering(Objective):
-    """SimCLR in a forward of its own."""
+    """Computes SimCLR in `forward`, with rows gathered from all ranks."""
 
     coupled = True
 
@@ -139,7 +139,7 @@ class Gathering(Objective):
 
 
 class OwnGathering(Gathering):
-    """With exchanges of its own, of the rows as they are or of equally many. It learns from its own rows alone."""
+    """Also gathers rows by its own collectives, unpadded or padded to equal numbers, and ignores the result."""
 
     pads = False
 
@@ -207,7 +207,7 @@ class OfTheBatch(SimClr):
 
 
 class Unlike(Joint):
-    """Its rows have a length that depends on the batch."""
+    """Task whose rows have a length that depends on the batch."""
 
     objective = OfTheBatch
 

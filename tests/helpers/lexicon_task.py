@@ -1,4 +1,4 @@
-"""A task whose model is as large as what its data say: it learns which letter of a file follows which."""
+"""Task whose model size depends on the data: it predicts the next letter of a text file."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Processes that play machines whose shared file system carries no locks, and that freeze where it hurts most."""
+"""Processes that simulate machines which share a file system without locks, and which freeze at critical moments."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ STALE_S, RENEW_S = 0.2, 0.03
 
 
 def be_machine(name: str) -> None:
-    """This process, from now on. No lock of the kernel keeps it out, and it looks more often than in earnest."""
+    """Makes this process act as a machine of this name, without kernel locks and with shorter waiting times."""
     lock = trainer.checkpoint.lock
     lock._machine = lambda folder: name
     lock.fcntl = SimpleNamespace(lockf=lambda *arguments: None, LOCK_EX=0, LOCK_NB=0)
@@ -28,9 +28,9 @@ def be_machine(name: str) -> None:
 
 
 def race(folder: Path, seed: int, num_machines: int, seconds: float) -> tuple[list[int], int, int]:
-    """Machines take one directory from each other and save there; (steps promised, takings, freezings).
+    """Lets machines take over one run directory from each other and save checkpoints, while some of them freeze.
 
-    They are frozen anywhere, and just before a rename.
+    Returns the saved steps, the number of takeovers, and the number of freezes just before a rename.
     """
     context = multiprocessing.get_context("fork")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
-"""What a harmful file may hold."""
+"""Object for a harmful pickle file."""
 
 import os
 from pathlib import Path
 
 
 class Malicious:
-    """Unpickled it makes a folder: in a harmful file that would be any call."""
+    """Creates a folder when it is unpickled, in place of the arbitrary call of a harmful file."""
 
     def __init__(self, creates: Path) -> None:
         self.creates = creates

@@ -1,6 +1,6 @@
-"""The task of tests/helpers/weighted_task.py, which notes now and then what its process takes.
+"""Weighted task that regularly records the resources of its process.
 
-LOCKSTEP_MEASURED: a folder, in which each process appends a line of JSON to a file of its own.
+LOCKSTEP_MEASURED: folder in which each process appends lines of JSON to its own file.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.helpers.weighted_task import Weighted, WeightedObjective
 
 EVERY = 2000
-"""Training forwards."""
+"""Number of training forwards between two records."""
 
 
 def what_it_takes():

@@ -1,4 +1,4 @@
-"""The weighted task with data sets that can lie on a GPU: ragged weights, and a draw for each sample."""
+"""Weighted task with data sets that can be moved to a GPU, with unequal sample weights and random augmentation."""
 
 import copy
 

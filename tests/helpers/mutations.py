@@ -1,4 +1,4 @@
-"""Seeded damage to the bytes of a small file, for tests of what reads it."""
+"""Random damage to the bytes of a small file, for tests of file readers."""
 
 import random
 import re
@@ -14,9 +14,9 @@ _LONGEST_CELL = 20_000
 
 
 def mutations(content: bytes, count: int, seed: int) -> Iterator[bytes]:
-    """`count` damaged forms of a file, each by one to three changes; the same for the same seed.
+    """Yields `count` damaged copies of a file, each with one to three changes that the seed determines.
 
-    Bytes are flipped, cut out, repeated, put in and replaced; cells and lines change places, or a cell grows very long.
+    Changes flip, remove, repeat, insert or replace bytes, swap cells or lines, or lengthen a cell.
     """
     for i in range(count):
         draw = random.Random(f"{seed} {i}")
@@ -79,13 +79,13 @@ def _swap_lines(draw: random.Random, content: bytes) -> bytes:
 
 
 def _range(draw: random.Random, length: int) -> tuple[int, int]:
-    """Short mostly."""
+    """Returns a random range of bytes, which is usually short."""
     first = draw.randint(0, length)
     return first, min(length, first + draw.choice((1, 2, 8, draw.randint(0, max(1, length)))))
 
 
 def _cell(draw: random.Random, content: bytes) -> tuple[int, int]:
-    """Where a cell begins and ends; an empty range where there is none."""
+    """Returns start and end of a random cell, or an empty range if there is no cell."""
     found = _CELL.search(content, draw.randint(0, len(content))) or _CELL.search(content)
     return found.span() if found else (0, 0)
 

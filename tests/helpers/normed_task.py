@@ -1,4 +1,4 @@
-"""A task for tests whose model has a batch norm, over the samples of a forward and the steps of each."""
+"""Task whose model has a batch norm over the samples of a forward and their time steps."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,7 +52,7 @@ class Normed(Task):
         return self._splits
 
     def build_objective(self):
-        # No bias before the norm: its gradient is zero but for rounding, which AdamW would make much of.
+        # No bias before the norm: its gradient would be pure rounding error, which AdamW would amplify.
         first, last = nn.Conv1d(NUM_FEATURES, WIDTH, 1, bias=False), nn.Conv1d(WIDTH, 1, 1)
         return NormedObjective(nn.Sequential(first, nn.BatchNorm1d(WIDTH), nn.Tanh(), last))
 

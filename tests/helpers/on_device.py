@@ -1,4 +1,4 @@
-"""Batches of data sets on a device, which must be those of the host."""
+"""Compares batches of data sets on a device with batches of data sets on the host."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,11 +9,11 @@ from trainer.loading.on_device import Movable, moved
 from trainer.loading.order import SampleKeys
 
 HERE = torch.device("cpu")
-"""A device as good as any for operators of torch."""
+"""Device of the moved data sets; the CPU suffices to test torch operators."""
 
 
 def some_keys(num_samples: int, epochs: Sequence[int] = (0, 3)) -> Iterator[SampleKeys]:
-    """All samples, some in any order and repeatedly, and a single one; padded to their longest and to few lengths."""
+    """Yields keys of all samples, of random samples with repetitions, and of one sample, with few_lengths and not."""
     rng = np.random.default_rng(num_samples)
     for epoch in epochs:
         for index in (np.arange(num_samples), rng.integers(0, num_samples, 9), np.array([num_samples - 1])):
@@ -22,7 +22,7 @@ def some_keys(num_samples: int, epochs: Sequence[int] = (0, 3)) -> Iterator[Samp
 
 
 def assert_equal_on_a_device(datasets: Sequence[Movable]) -> None:
-    """To the bit, with the weights of the host."""
+    """Asserts that moved data sets return bitwise equal batches, and equal weights."""
     for own, there in zip(datasets, moved(datasets, HERE), strict=True):
         for keys in some_keys(len(own)):
             expected, found = own.__getitems__(keys), there.__getitems__(keys)

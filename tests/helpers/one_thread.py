@@ -1,4 +1,4 @@
-"""Tests of tensors so small that they only wait for a second thread."""
+"""Context manager for tests whose tensors are so small that a second thread only slows them down."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

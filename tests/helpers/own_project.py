@@ -1,7 +1,7 @@
-"""The text of a task as somebody writes it in files of their own: on which side of a line points lie.
+"""Source text of a user's own task, which classifies on which side of a line points lie.
 
-What holds it imports dataclass, numpy as np, torch.nn.functional as F, and the trainer's FlagGroup, Objective and
-Task; Net, a linear layer, and NUM_SIDES come from elsewhere.
+The file that contains the text must import dataclass, numpy as np, torch.nn.functional as F, and the trainer's
+FlagGroup, Objective and Task, and must define Net, a linear layer, and NUM_SIDES.
 """
 
 POINTS = """

@@ -1,7 +1,7 @@
-"""A task for tests, with everything that could tell a run in parts on how many devices it is.
+"""Task with everything that could make results depend on the number of devices.
 
-Dropout, a batch norm, weights whose sum is rounded, a layer that some forwards leave out, a queue that forwards fill, a
-count that they keep, and on request two phases in turns.
+The task has dropout, a batch norm, sample weights with rounding errors, a layer that some forwards skip, a queue and a
+counter that forwards update, and optionally two alternating phases.
 """
 
 from dataclasses import dataclass

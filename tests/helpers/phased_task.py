@@ -1,4 +1,4 @@
-"""Tasks of several phases: a GAN, whose phases have turns, and two phases one after another that share a layer."""
+"""Tasks with several phases: a GAN with alternating phases, and two consecutive phases that share a layer."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +22,7 @@ class PhasedFlags(FlagGroup):
 
 
 class Points:
-    """x: as many numbers a point, of its own; z: noise, anew in each epoch."""
+    """Data set of points. x: coordinates of a point. z: noise, drawn again in each epoch."""
 
     def __init__(self, num: int, seed: int) -> None:
         self.x = np.random.default_rng(seed).normal(size=(num, WIDTH))
@@ -104,7 +104,7 @@ class SharedObjective(Objective):
 
 
 class Shared(Phased):
-    """The second phase takes twice the batch, and trains the trunk with its own moments."""
+    """Task whose second phase doubles the batch size, and trains the shared layer with its own optimizer state."""
 
     monitor = ("val/loss", "min")
     phases = ("first", "second")

@@ -1,7 +1,7 @@
-"""A task for tests, with everything that makes a model hard to divide among processes.
+"""Task with everything that makes a model hard to shard.
 
-Odd sizes that no world divides, parameters of a single element, an embedding that is the output layer too, a block that
-nothing trains, buffers, two phases in turns that share blocks, losses that are not finite on request.
+The model has odd sizes that no world size divides, parameters with one element, tied embeddings, a block that is never
+trained, buffers, two alternating phases that share blocks and, optionally, non-finite losses.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from trainer import FlagGroup, Objective, Task, flag
 
 NUM_WORDS, WIDTH, HIDDEN = 7, 5, 15
 POISON = 3
-"""The sample whose loss is not finite."""
+"""Index of the sample whose loss is not finite."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class Words(nn.Module):
-    """Logits of the next word, (B, NUM_WORDS). mean: of what the last evaluation began with, a buffer."""
+    """Computes logits of the next word, (B, NUM_WORDS). mean: buffer that the start of each evaluation sets."""
 
     def __init__(self, config: PiecesFlags) -> None:
         super().__init__()

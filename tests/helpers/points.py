@@ -1,4 +1,4 @@
-"""A data set of points, for tasks that label a user's own files."""
+"""Data set of points, for tasks that make predictions for a user's files."""
 
 from trainer.loading.order import SampleKeys
 

@@ -1,4 +1,4 @@
-"""The task of tests/helpers/weighted_task.py with a sample that spoils its optimizer step in one epoch."""
+"""Weighted task with one sample that makes its optimizer step non-finite in one epoch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -64,7 +64,7 @@ class Poisoned(Weighted):
 
 
 class StepNorm(nn.Module):
-    """Batch norm over the steps of all sequences."""
+    """Batch norm over the time steps of all sequences."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Groups of processes: what it takes to start them, and how they look from outside."""
+"""Helpers that start groups of processes and observe them from outside."""
 
 import os
 import signal
@@ -21,17 +21,17 @@ def torchrun(world_size):
 
 
 def num_training_ranks(folder):
-    """Processes that have trained on a sample; before that each makes a forward that does not count."""
+    """Returns the number of processes that have trained on a sample; forwards on placeholder batches do not count."""
     return sum('"index": [' in text.replace('"index": []', "") for text in (f.read_text() for f in folder.iterdir()))
 
 
 def session_members(session):
-    """Living processes of a session; Linux keeps it as the sixth field of /proc/PID/stat."""
+    """Returns the live processes of a session, which is the sixth field of /proc/PID/stat on Linux."""
     members = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, _, its_session = stat.read_text().rpartition(")")[2].split()[:4]
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
         if int(its_session) == session and state != "Z":
             members.append(int(stat.parent.name))
@@ -39,7 +39,7 @@ def session_members(session):
 
 
 def left_of_session(session, within_s=5):
-    """Its living processes, when all have had time to go: Python's resource tracker ends a moment after its parent."""
+    """Returns the processes still alive after a wait: Python's resource tracker ends shortly after its parent."""
     deadline = time.monotonic() + within_s
     while (left := session_members(session)) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""A task for tests whose model has blocks, with dropout and a batch norm; its series are of many lengths."""
+"""Task whose model has blocks with dropout and a batch norm, and whose series have many different lengths."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,7 +88,7 @@ class Ragged(Task):
 
 
 class AheadOfTime(Ragged):
-    """`--compile` traces it and its backward, and makes no kernels of them."""
+    """Task for which `--compile` traces forward and backward but generates no kernels."""
 
     def build_objective(self):
         import trainer.loop.blocks

@@ -1,4 +1,4 @@
-"""Tasks for tests whose forwards do what a recording of them would not do again, or not at all."""
+"""Tasks whose forwards do things that the replay of a CUDA graph repeats wrongly or not at all."""
 
 import random
 
@@ -10,7 +10,7 @@ from tests.helpers.shaped_task import NUM_CLASSES, NUM_FEATURES, Shaped, ShapedO
 
 
 class Network(nn.Module):
-    """Some of its layers take no part: `unused` in no forward."""
+    """Network in which some forwards skip layers, and no forward uses the layer `unused`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Network(nn.Module):
 
 
 class Plain(Shaped):
-    """Nothing stands in the way of recording it."""
+    """Task that a CUDA graph can capture without problems."""
 
     def build(self):
         return Network()
@@ -71,7 +71,7 @@ CALLS = [0]
 
 
 class CountingElsewhere(Network):
-    """Its number is in no module, so only the gradients show that a recording has frozen it."""
+    """Uses a counter outside of all modules; only gradients show that a CUDA graph froze its value."""
 
     def forward(self, x):
         CALLS[0] += self.training
@@ -87,7 +87,7 @@ class ScaledElsewhere(Network):
 
 
 class ChangingElsewhere(Shaped):
-    """Its later epochs set a number that is in no module."""
+    """Task whose later epochs change a number outside of all modules."""
 
     def build(self):
         return ScaledElsewhere()
@@ -100,7 +100,7 @@ KEPT: dict[int, torch.Tensor] = {}
 
 
 class KeepingElsewhere(Network):
-    """Keeps an activation in each forward, where nobody sees it."""
+    """Keeps an activation of each forward outside of all modules."""
 
     def forward(self, x):
         hidden = torch.tanh(self.first(x))
@@ -124,7 +124,7 @@ CountingElsewhereTask = task_of(CountingElsewhere)
 
 
 class SkippingObjective(ShapedObjective):
-    """Samples of one class alone give a gradient to a layer."""
+    """Objective in which only the samples of one class give a gradient to a layer."""
 
     def forward(self, batch, phase="train"):
         x = torch.tanh(self.model.first(batch["x"]))
@@ -139,7 +139,7 @@ class Skipping(Shaped):
 
 
 class ChangingObjective(ShapedObjective):
-    """Its batch is its own: it takes parts out, writes into others, and wants a gradient of one."""
+    """Objective that modifies its batch: removes entries, writes into tensors, and requires a gradient of a tensor."""
 
     coupled = True  # it returns weights among its sums
 
@@ -178,7 +178,7 @@ class ByEpoch(Network):
 
 
 class ChangingByEpoch(Shaped):
-    """An epoch freezes a layer, replaces a buffer, and sets a number in the model and others in its optimizer."""
+    """Task in which an epoch freezes a layer, replaces a buffer, and sets numbers in the model and in its optimizer."""
 
     def build(self):
         return ByEpoch()
@@ -196,7 +196,7 @@ class ChangingByEpoch(Shaped):
 
 
 class Keeping(Network):
-    """Keeps an activation, with its graph, for the next forward."""
+    """Keeps an activation, with its autograd graph, for the next forward."""
 
     kept = None
 
@@ -238,7 +238,7 @@ class Rows(Network):
 
 
 class OwnRows(Shaped):
-    """Sparse gradients of no module for them."""
+    """Task with sparse gradients that come from a functional call instead of an embedding module."""
 
     def build(self):
         return Rows()
@@ -251,7 +251,7 @@ class OwnRows(Shaped):
 
 
 class OwnOptimizer(Plain):
-    """Its optimizer is recorded by nobody; forward and backward are."""
+    """Task whose optimizer is not captured in a CUDA graph, unlike forward and backward."""
 
     def build_optimizers(self, phase, groups, lr):
         return [torch.optim.RMSprop(groups, lr=lr)]
@@ -276,7 +276,7 @@ SHIFTS = {}
 
 
 class Caching(Network):
-    """It keeps a constant elsewhere, of which only the latest stays."""
+    """Caches a constant outside of all modules, and keeps only the latest value."""
 
     def forward(self, x):
         if len(x) not in SHIFTS:

@@ -1,4 +1,4 @@
-"""Loggers for tests: one that writes down what it is told, and ones that misbehave."""
+"""Loggers for tests: one that records its calls, and several that misbehave."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import time
 from trainer import LoggedRun, Logger
 
 RECORD = "logged.jsonl"
-"""In the run directory."""
+"""Name of the record in the run directory."""
 
 
 def logged_run(directory, step=0, config=None):
@@ -16,7 +16,7 @@ def logged_run(directory, step=0, config=None):
 
 
 class Recording(Logger):
-    """Writes a line for each call: the method, the process, and what it was told."""
+    """Writes a line for each call, with the method, the process and the arguments."""
 
     def start(self, run):
         self.file = (run.directory / RECORD).open("a", buffering=1)
@@ -43,14 +43,14 @@ class Recording(Logger):
 
 
 class Other(Recording):
-    """A second one beside it."""
+    """Second logger, for runs with two loggers."""
 
     def start(self, run):
         self.file = (run.directory / f"other-{RECORD}").open("a", buffering=1)
 
 
 class Slow(Recording):
-    """Each call takes 0.1 s."""
+    """Logger in which each call takes 0.1 s."""
 
     def write(self, method, **told):
         time.sleep(0.1)
@@ -58,7 +58,7 @@ class Slow(Recording):
 
 
 class Greedy(Recording):
-    """Changes what it is given."""
+    """Logger that modifies its arguments."""
 
     def metrics(self, record):
         super().metrics(record)

@@ -1,4 +1,4 @@
-"""Recordings to label, as files."""
+"""Recordings of activities, as files for `--predict`."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from data.har.windows import SIGNALS
 
 
 def windows_of_a_walk(cache_dir: Path) -> np.ndarray:
-    """Of one person, who was not trained on: (14, 9, 128); each begins in the middle of the one before."""
+    """Returns windows (14, 9, 128) of a person outside the training set; each window overlaps the previous by half."""
     recordings = load_synthetic_har(cache_dir / "lockstep")
     return recordings.signals[recordings.is_test][:14]
 
@@ -20,7 +20,7 @@ def save_windows(path, windows):
 
 
 def joined(windows):
-    """The recording that the windows were cut from: (rows, 9)."""
+    """Returns the recording, (rows, 9), from which the windows were cut."""
     return np.concatenate([windows[0], *(window[:, 64:] for window in windows[1:])], axis=1).T
 
 

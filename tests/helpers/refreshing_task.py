@@ -1,4 +1,4 @@
-"""Tasks that compute from the whole model between epochs, choose the order of their samples, or note the progress."""
+"""Tasks that compute with the whole model between epochs, choose the order of samples, or record the progress."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ class RefreshingFlags(WeightedFlags):
 
 
 class Scaled(nn.Module):
-    """A network whose output is scaled by a number of a buffer, which the task computes once an epoch."""
+    """Network whose output is scaled by a buffer that the task computes once per epoch."""
 
     factor = 1.0
 
@@ -58,7 +58,7 @@ class Refreshing(Weighted):
 
 
 class Stopped(Refreshing):
-    """Its buffer depends on what it was before, and the first process is asked to stop while it is computed."""
+    """Task whose buffer depends on its previous value, and which asks rank 0 to stop while the buffer is computed."""
 
     def on_epoch_start(self, objective, epoch, progress):
         scale = objective.model.scale
@@ -70,7 +70,7 @@ class Stopped(Refreshing):
 
 
 class Annealed(Weighted):
-    """Sums up the progress that its samples' keys tell."""
+    """Task that sums the progress given by the keys of its samples."""
 
     def collate(self, samples, keys):
         batch = super().collate(samples, keys)
@@ -92,14 +92,14 @@ class AnnealedObjective(WeightedObjective):
 
 
 class Part(Weighted):
-    """An epoch takes a part of the data."""
+    """Task in which an epoch uses only part of the data."""
 
     def num_samples(self, phase):
         return 40
 
 
 class Bucketed(Weighted):
-    """Sequences of one length at a time, in batches of unequal size."""
+    """Task with batches of unequal size, each of which contains sequences of one length."""
 
     @cached_property
     def _splits(self):

@@ -1,4 +1,4 @@
-"""Models that change more in a step than what they train: buffers in their forwards, a teacher after each step."""
+"""Models that change more than their trained parameters: buffers in forwards, or a teacher after each step."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ MOMENTUM = 0.9
 class Centred(nn.Module):
     """Subtracts a running mean of its inputs, counts its batches, and keeps the last sample in a new tensor.
 
-    Nothing of it is a batch norm that torch knows.
+    The module is not a subclass of torch's batch norm.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class MeanTeacher(Shaped):
 
 
 class Eager(PairObjective):
-    """Its teacher moves in the forward."""
+    """Objective that updates the teacher in `forward` instead of after the step."""
 
     def forward(self, batch, phase="train"):
         if self.training:

@@ -1,4 +1,4 @@
-"""A double of nn.DataParallel for machines without GPUs, and a run on any parallelism object."""
+"""Replacement for nn.DataParallel on machines without GPUs, and a function that trains with any strategy."""
 
 import threading
 from pathlib import Path
@@ -18,10 +18,10 @@ from trainer.parallel.data_parallel import DataParallel, SummedReplicas
 
 
 class ThreadedReplicas(SummedReplicas):
-    """nn.DataParallel's semantics on CPU threads.
+    """Imitates nn.DataParallel on CPU threads.
 
-    As torch's scatter does, every tensor is chunked along dim 0, and a list of zip stops at the shortest; other values
-    go to all replicas. Threads start without the caller's autocast.
+    Like torch's scatter, splits each tensor into chunks along dim 0, uses as many replicas as the shortest list of
+    chunks has, and passes other values to all replicas. Threads start without the caller's autocast.
     """
 
     def __init__(self, module, num_replicas):
@@ -54,7 +54,7 @@ class ThreadedReplicas(SummedReplicas):
 
 
 class ReplicasOnCpu(DataParallel):
-    """Replaces only the wrapper and the devices."""
+    """`DataParallel` with replicas on the CPU."""
 
     def __init__(self, num_replicas):
         super().__init__([torch.device("cpu")] * num_replicas)

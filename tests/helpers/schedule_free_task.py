@@ -1,4 +1,4 @@
-"""A task for tests that is trained by a schedule-free optimizer (Defazio et al., 2024, arXiv:2405.15682)."""
+"""Task with a schedule-free optimizer (Defazio et al., 2024, arXiv:2405.15682)."""
 
 import torch
 
@@ -8,7 +8,7 @@ BETA = 0.9
 
 
 class ScheduleFreeSGD(torch.optim.Optimizer):
-    """As its authors' (https://github.com/facebookresearch/schedule_free): parameters are y, in eval mode x."""
+    """Follows https://github.com/facebookresearch/schedule_free: parameters contain y, and in eval mode x."""
 
     def __init__(self, params, lr, momentum=BETA):
         super().__init__(params, {"lr": lr, "momentum": momentum, "k": 0, "train_mode": False, "weight_sum": 0.0})

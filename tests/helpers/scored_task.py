@@ -1,7 +1,7 @@
-"""A task for tests whose metrics need the outputs of all samples: which points lie above a plane?
+"""Task whose metrics need the outputs of all samples: it classifies whether points lie above a plane.
 
-With the environment variable LOCKSTEP_RECORD set to a folder, every process that summarises an evaluation, or is asked
-for pictures of it, writes a file there.
+If the environment variable LOCKSTEP_RECORD names a folder, each process that summarises an evaluation, or draws
+pictures of an evaluation, writes a file to this folder.
 """
 
 import os
@@ -105,6 +105,6 @@ def record(what: str) -> None:
 
 
 def area_under_curve(scores, labels) -> float:
-    """The share of pairs of a positive and a negative that are in order, ties by half."""
+    """Returns the share of (positive, negative) pairs in which the positive scores higher; ties count half."""
     above = scores[labels == 1][:, None] - scores[labels == 0]
     return int(2 * (above > 0).sum() + (above == 0).sum()) / (2 * above.numel())

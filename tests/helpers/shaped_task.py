@@ -1,4 +1,4 @@
-"""A task whose model is the one of the class attribute `build`: for models that are built in unusual ways."""
+"""Task that builds its model by the method `build`, which subclasses replace to test unusual models."""
 
 from dataclasses import dataclass
 
@@ -53,7 +53,7 @@ class Shaped(Task):
 
 
 class Plus(nn.Module):
-    """A linear layer, and what a function adds to it. tensors: parameters and buffers of this module."""
+    """Adds the result of a function to the output of a linear layer. tensors: parameters and buffers of this module."""
 
     def __init__(self, added, **tensors) -> None:
         super().__init__()

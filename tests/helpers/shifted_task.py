@@ -1,4 +1,4 @@
-"""The task of scored points with two validation sets of unequal size, one of them smaller than some worlds."""
+"""Scored task with two validation sets of unequal size, one of which has fewer samples than some runs have ranks."""
 
 from functools import cached_property
 from typing import ClassVar
@@ -19,7 +19,7 @@ class Shifted(Scored):
 
 
 class AndPlain(Shifted):
-    """ "val" beside them, to choose by."""
+    """Task with an additional validation set "val", which selects the best epoch."""
 
     monitor = ("val/auc", "max")
 

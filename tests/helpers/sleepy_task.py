@@ -1,4 +1,4 @@
-"""The weighted task, asleep for a known time wherever a step can spend time, and with as much memory as it is told."""
+"""Weighted task that sleeps in data loading, forward and backward, and has memory for a chosen number of samples."""
 
 import time
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class SleepySequences(Sequences):
 
 
 class Rest(torch.autograd.Function):
-    """The identity, whose backward takes time."""
+    """Identity whose backward takes time."""
 
     @staticmethod
     def forward(ctx, value, seconds):

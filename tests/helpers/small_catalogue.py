@@ -1,4 +1,4 @@
-"""A small data set with a knowledge graph, in the layout of KGAT; and the KGAT task, killed on request."""
+"""Small data set with a knowledge graph, in the layout of KGAT, and a KGAT task that kills its process."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ NUM_USERS, NUM_ITEMS, NUM_ENTITIES, NUM_RELATIONS = 23, 17, 30, 3
 
 
 def write_catalogue(folder: Path) -> Path:
-    """Three to eight items a user, and one or two more in the test; every item is in the graph."""
+    """Writes three to eight training items and one or two test items per user; all items are in the graph."""
     random = np.random.default_rng(3)
     folder.mkdir(parents=True, exist_ok=True)
     rows = [random.permutation(NUM_ITEMS)[: random.integers(4, 10)].tolist() for _ in range(NUM_USERS)]
@@ -27,7 +27,7 @@ def write_catalogue(folder: Path) -> Path:
 
 
 class KilledInRefresh(KgatTask):
-    """Ends where the second epoch begins, the first time that a data set is used."""
+    """Kills the process at the start of the second epoch, the first time that a data set is used."""
 
     def on_epoch_start(self, objective, epoch, progress):
         super().on_epoch_start(objective, epoch, progress)

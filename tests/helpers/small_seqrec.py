@@ -1,4 +1,4 @@
-"""Sequential recommendation in small: a few users' interactions, and the task with its batches."""
+"""Small data for sequential recommendation: interactions of a few users, and a task with batches."""
 
 import numpy as np
 import torch
@@ -17,12 +17,12 @@ NUM_USERS, NUM_ITEMS = 40, 130
 
 
 def histories():
-    """Items and times of each user; 1 to 15 interactions, repetitions and equal times among them."""
+    """Returns items and times of each user: 1 to 15 interactions, some with repeated items or equal times."""
     rng = np.random.default_rng(0)
     counts = [1, 2, 3, 3, 14, *rng.integers(3, 15, NUM_USERS - 5).tolist()]
     flat = np.concatenate([rng.permutation(NUM_ITEMS) + 1, rng.integers(1, NUM_ITEMS + 1, sum(counts) - NUM_ITEMS)])
     items = [part.tolist() for part in np.split(flat, np.cumsum(counts)[:-1])]
-    for row in items[4:12]:  # targets of the test or of the validation that the user has had before
+    for row in items[4:12]:  # test or validation targets that occur earlier in the history
         row.insert(len(row) - row[0] % 2, row[0])
     return items, [rng.choice([0, 1, 3, 50], len(row)).cumsum().tolist() for row in items]
 
@@ -47,7 +47,7 @@ def assembled(argv, *more):
 
 
 def make_task(cache_dir, **settings):
-    """On the generated catalogue."""
+    """Creates the task for generated data."""
     config = SeqrecFlags(**{"hidden_units": 8, "maxlen": 20, "dropout": 0.0} | settings)
     assert config.problems() == []
     return SeqrecTask(config, seed=0, cache_dir=cache_dir)

@@ -1,4 +1,4 @@
-"""Spoken digits in small: a tone for each digit, named as the Free Spoken Digit Dataset is."""
+"""Small data for speech recognition: a tone for each digit, in files named as in the Free Spoken Digit Dataset."""
 
 import wave
 from pathlib import Path
@@ -17,9 +17,9 @@ SMALL_LMU = [*_MEMORY, "--model", "lmu", "--hidden-size", 8, "--num-layers", 1, 
 
 
 def tone(digit: int, speaker: str = "anna", index: int = 0) -> np.ndarray:
-    """0.15 to 0.3 s: the digit's tone with its octave, at a voice's pitch, between faint noise: (length,) int16.
+    """Returns 0.15 to 0.3 s of audio, (length,) int16: the digit's tone and its octave, between faint noise.
 
-    What sounds alike all the time is nothing after normalisation over the utterance.
+    The noise is needed because normalisation over the utterance removes a constant sound.
     """
     rng = np.random.default_rng([digit, SPEAKERS.index(speaker), index])
     pitch = (1 + 0.05 * SPEAKERS.index(speaker)) * (300 + 350 * digit)
@@ -40,7 +40,7 @@ def write_wav(path: Path, samples: np.ndarray, rate: int = RATE) -> Path:
 
 
 def write_digits(folder: Path, indices: range = range(3, 9), speakers: tuple[str, ...] = SPEAKERS) -> Path:
-    """Those of an index below 5 are the test."""
+    """Writes recordings of digits; recordings with an index below 5 belong to the test set."""
     folder.mkdir(parents=True, exist_ok=True)
     for digit in range(DIGITS):
         for speaker in speakers:
@@ -50,7 +50,7 @@ def write_digits(folder: Path, indices: range = range(3, 9), speakers: tuple[str
 
 
 def write_sentences(folder: Path) -> Path:
-    """Two digits in words each, beside a text: 24 utterances; no split, and no speaker."""
+    """Writes 24 utterances of two digits with their transcripts, without a split or speakers."""
     folder.mkdir(parents=True, exist_ok=True)
     words = ("one", "two", "too", "no")
     for i in range(24):
@@ -61,6 +61,6 @@ def write_sentences(folder: Path) -> Path:
 
 
 def names_of(dataset: Any, index: np.ndarray, epoch: int = 0) -> list[str]:
-    """The recordings that samples consist of."""
+    """Returns the names of the recordings that samples consist of."""
     samples = dataset.__getitems__(SampleKeys(index, epoch))
     return ["+".join(dataset.corpus.names[i] for i in row if i >= 0) for row in samples["recordings"]]

@@ -1,4 +1,4 @@
-"""A small table whose classes follow from two of its columns."""
+"""Small table whose classes depend on two of its columns."""
 
 import csv
 from pathlib import Path
@@ -13,7 +13,7 @@ SMALL_MODEL = ["--width", 8, "--num-blocks", 2, "--num-heads", 2]
 
 
 def write_table(path: Path, num_rows: int = 90, seed: int = 0, label: str | None = "kind") -> Path:
-    """Columns size, colour, weight (some missing), and the label: "big" where the size is, but not of green ones."""
+    """Writes columns size, colour, weight (some missing) and the label: "big" if the size is large and not green."""
     rng = np.random.default_rng(seed)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)

@@ -1,4 +1,4 @@
-"""Tasks whose forwards keep something between each other: in buffers that last or not, and in plain attributes.
+"""Tasks whose models keep state between forwards, in persistent or non-persistent buffers, or in plain attributes.
 
 `--task FILE:KINDTask` trains a model with a layer of one of `KINDS` in its only block.
 """
@@ -16,7 +16,7 @@ WIDTH = 5
 
 
 class Standardised(nn.Module):
-    """By mean and deviation of the first batch, which it remembers by a flag."""
+    """Standardises by mean and deviation of the first batch; a flag marks that they are set."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ class Standardised(nn.Module):
 
 
 class Scaled(nn.Module):
-    """By a running scale, which the backward needs as the forward left it."""
+    """Divides by a running scale; backward needs the value that forward computed."""
 
     def __init__(self, persistent=True):
         super().__init__()
@@ -53,7 +53,7 @@ class ScaledLocally(Scaled):
 
 
 class LateScaled(Scaled):
-    """But not from the first call on."""
+    """Changes its scale only from the fourth call on."""
 
     calls = 0
 
@@ -63,7 +63,7 @@ class LateScaled(Scaled):
 
 
 class Quantised(nn.Module):
-    """To the nearest of four codes, which follow what they stand for."""
+    """Quantises to the nearest of four codes, which move towards their inputs."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +81,7 @@ class Quantised(nn.Module):
 
 
 class Queued(nn.Module):
-    """Compared with what came before: a queue of keys, as of MoCo."""
+    """Compares inputs with a queue of earlier keys, like MoCo."""
 
     def __init__(self):
         super().__init__()
@@ -99,7 +99,7 @@ class Queued(nn.Module):
 
 
 class Counting(nn.Module):
-    """In plain attributes of every kind."""
+    """Counts forwards in plain attributes of several types."""
 
     def __init__(self):
         super().__init__()
@@ -120,7 +120,7 @@ class Counting(nn.Module):
 
 
 class Table(nn.Module):
-    """Grown to what a forward needs: two rows, then one more in each call."""
+    """Table that grows as forwards need it: two rows, then one more row in each call."""
 
     def __init__(self, persistent=False, calls=0):
         super().__init__()
@@ -147,7 +147,7 @@ class LatePersistentTable(Table):
 
 
 class EvaluatedTable(nn.Module):
-    """Grown in evaluation, on rank 1."""
+    """Table that grows in evaluation, only on rank 1."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +160,7 @@ class EvaluatedTable(nn.Module):
 
 
 class Masked(nn.Module):
-    """By a mask that its first forward makes."""
+    """Applies a mask that the first forward creates."""
 
     def forward(self, x):
         if not hasattr(self, "mask"):
@@ -169,7 +169,7 @@ class Masked(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Makes its frequencies anew for what is longer than all before: inv_freq of transformers."""
+    """Recomputes its frequencies for inputs longer than all previous inputs, like inv_freq in transformers."""
 
     def __init__(self):
         super().__init__()
@@ -239,7 +239,7 @@ class Stateful(Shaped):
 
 
 class CountingObjective(ShapedObjective):
-    """Counts its forwards in an attribute, and keeps the number in a buffer."""
+    """Counts forwards in an attribute, and copies the count to a buffer."""
 
     def __init__(self, model):
         super().__init__(model)

@@ -1,8 +1,8 @@
-"""The task of tests/helpers/weighted_task.py on which one process of a run is struck at one place, once.
+"""Weighted task in which one process of a run is struck once, at one place.
 
-LOCKSTEP_STRIKE: "HOW PLACE RANK TIME", for example "kill optimizer 1 6": when rank 1 comes there for the sixth time.
-LOCKSTEP_STRIKE_NOTE: a file that is made then, with the time, and keeps it from happening again. How: kill (SIGKILL),
-stop (SIGSTOP) or raise.
+LOCKSTEP_STRIKE: "HOW PLACE RANK TIME", for example "kill optimizer 1 6", which strikes when rank 1 reaches the place
+for the sixth time. HOW: kill (SIGKILL), stop (SIGSTOP) or raise. LOCKSTEP_STRIKE_NOTE: file to which the strike writes
+the time; no strike occurs if the file exists.
 """
 
 import os
@@ -44,7 +44,7 @@ class Strike:
             os.kill(os.getpid(), SIGNALS[self.how])
 
     def around(self, owner, name, place, is_before):
-        """Strikes whenever a function is called, or has done its work."""
+        """Replaces a function so that each call reaches the place before or after the function runs."""
         function = getattr(owner, name)
 
         @wraps(function)
@@ -60,7 +60,7 @@ class Strike:
 
 
 def _await_writes():
-    """Best weights that were only half written would die with the main process, and with them what came after."""
+    """Waits for background writes, because the death of the process would leave the best weights half written."""
     for thread in threading.enumerate():
         if thread.name == background.THREAD_NAME:
             thread.join()
@@ -73,14 +73,14 @@ class StruckObjective(WeightedObjective):
         sums = super().forward(batch, phase)
         if not self.training:
             self.strike.at("evaluation")
-        elif float(batch["weight"].sum()) > 0:  # one that does not count comes first
+        elif float(batch["weight"].sum()) > 0:  # skips the first forward, which is on a placeholder batch
             self.strike.at("forward")
             sums["loss"].register_hook(lambda grad: self.strike.at("backward"))
         return sums
 
 
 class StepNorm(nn.BatchNorm1d):
-    """Its running statistics change in every forward."""
+    """Batch norm over the time steps of all sequences, whose running statistics change in each forward."""
 
     def forward(self, hidden):
         return super().forward(hidden.flatten(0, 1)).view_as(hidden)
@@ -91,13 +91,13 @@ class Struck(Weighted):
         objective = super().build_objective()
         objective.__class__ = StruckObjective
         strike = objective.strike = Strike()
-        # After the first of its messages to the others, which gives one of them alone what it needs for the step.
+        # Before each message to another rank; at the second message, one rank alone has received its message.
         strike.around(distributed_c10d, "isend", "exchange", is_before=True)
-        dist.isend = distributed_c10d.isend  # a batch of messages takes no other
-        # When the weights are those after the step, and nothing says so yet.
+        dist.isend = distributed_c10d.isend  # batch_isend_irecv accepts only this function
+        # After the weights were updated, and before any record of the step.
         strike.around(Precision, "step", "optimizer", is_before=False)
         strike.around(Distributed, "full_state", "save", is_before=True)
-        # When the file is whole, and nothing names it.
+        # After the checkpoint file is complete, and before any other file names it.
         strike.around(directory, "write_checkpoint", "write", is_before=False)
         return objective
 

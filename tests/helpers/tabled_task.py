@@ -1,4 +1,4 @@
-"""A task whose model computes one table, with dropout, for whatever samples it gets; an evaluation does so once."""
+"""Task whose model computes one table, with dropout, for all samples of a forward, and once per evaluation."""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,6 @@
-"""The task of tests/helpers/weighted_task.py on a device with little memory.
+"""Weighted task on a device with little memory.
 
-torch.OutOfMemoryError is raised for more samples than fit: in the rank, after so many forwards, in forward or backward.
+Forward or backward raises torch.OutOfMemoryError for too many samples, on one rank and after a number of forwards.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Tasks for tests of optimizers: a few tokens are looked up, averaged and classified."""
+"""Tasks for tests of optimizers, which look up, average and classify a few tokens."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,7 +86,7 @@ class Tokens(Task):
 
 
 class Sparse(Tokens):
-    """Its embedding sees a few rows a step."""
+    """Task in which a step uses only a few rows of the embedding."""
 
     sparse = True
 
@@ -97,7 +97,7 @@ class Sparse(Tokens):
 
 
 class LayerWise(Tokens):
-    """A new head, a trunk that learns slowly, and a frozen embedding."""
+    """Task with a new head, a trunk with a low learning rate, and a frozen embedding."""
 
     def param_groups(self, objective, phase):
         model = objective.model
@@ -109,7 +109,7 @@ class LayerWise(Tokens):
 
 
 class OwnOptimizers(Tokens):
-    """Two of torch's that no flag names."""
+    """Task with two of torch's optimizers that no flag supports."""
 
     def build_optimizers(self, phase, groups, lr):
         matrices, vectors = groups
@@ -117,7 +117,7 @@ class OwnOptimizers(Tokens):
 
 
 class OwnSchedule(Tokens):
-    """Down in a straight line, by steps."""
+    """Task whose learning rate decreases linearly with the steps."""
 
     def lr_factor(self, step, total):
         return 1 - step / total

@@ -1,4 +1,4 @@
-"""Tasks that go by where the run is and by its scores: in the rate, in a step, in what they decide and summarise."""
+"""Tasks that use the run's progress and scores: in the learning rate, in a step, in decisions and in summaries."""
 
 import math
 
@@ -9,7 +9,7 @@ from tests.helpers.remembering_task import Pair, PairObjective
 from tests.helpers.shaped_task import Shaped
 
 SHOWN = recipe("Where the run is, and its scores", math=math)
-"""The code of docs/own_task.md."""
+"""Names defined by the example in docs/own_task.md."""
 
 
 class Following(PairObjective):
@@ -49,7 +49,7 @@ class Told(Shaped):
 
 
 class Falling(Shaped):
-    """What it learns makes its score worse from the first epoch on."""
+    """Task whose score gets worse as it learns, from the first epoch on."""
 
     monitor = ("val/loss", "max")
     defaults = Shaped.defaults | {"lr": 0.5, "optimizer": "sgd"}

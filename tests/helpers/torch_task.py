@@ -1,4 +1,4 @@
-"""A small task on data sets of torch, whose items are drawn anew in every epoch."""
+"""Small task on data sets of torch, whose items have new random noise in each epoch."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""UCI HAR in small, as it is published: nine windows of six subjects."""
+"""Small version of the published UCI HAR files: nine windows of six subjects."""
 
 import io
 import zipfile
@@ -8,7 +8,7 @@ import numpy as np
 
 from data.har.windows import SIGNALS, HarRecordings
 
-# Subject and label of each window.
+# Subjects and labels of the windows of each part.
 LAYOUT = {"train": ([1, 1, 3, 3, 5, 6], [1, 2, 3, 4, 5, 6]), "test": ([2, 2, 4], [6, 1, 2])}
 
 
@@ -19,7 +19,7 @@ def raw_windows(part: str) -> np.ndarray:
 
 
 def write_layout(root: Path) -> Path:
-    """The official layout in small, with its fixed-width numbers and its line ends."""
+    """Writes the official layout, with its fixed-width numbers and line endings."""
     for part, (subjects, labels) in LAYOUT.items():
         folder = root / part / "Inertial Signals"
         folder.mkdir(parents=True)

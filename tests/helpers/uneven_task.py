@@ -1,7 +1,7 @@
-"""The weighted task, on which one rank takes longer, as LOCKSTEP_SLOW says: "WHERE RANK SECONDS".
+"""Weighted task in which one rank is slower, as the environment variable LOCKSTEP_SLOW says.
 
-WHERE: "data", "forward" or "backward". Every rank sleeps for 2 ms in each forward, and the slow one for SECONDS
-more.
+LOCKSTEP_SLOW: "WHERE RANK SECONDS", where WHERE is "data", "forward" or "backward". All ranks sleep for 2 ms in each
+forward, and the slow rank sleeps for SECONDS more.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""A task for tests, with everything that makes exactness hard.
+"""Task with everything that makes exact results hard.
 
-Sequences of unequal length, a loss term per step of a sequence, augmentation, dropout on request, a batch coupled to
-nothing. With the environment variable LOCKSTEP_RECORD set to a folder, every process writes there which samples its
-forwards received and when, and how often it evaluated.
+The task has sequences of unequal length, a loss term per time step, augmentation and optional dropout. If the
+environment variable LOCKSTEP_RECORD names a folder, each process writes to the folder which samples its forwards
+received and when, and how often it evaluated.
 """
 
 import json
@@ -43,7 +43,7 @@ class Sequences:
         self.lengths = rng.integers(1, MAX_LENGTH + 1, num)
         self.features = rng.normal(size=(num, MAX_LENGTH, NUM_FEATURES))
         self.labels = (self.features[..., :NUM_CLASSES] + rng.normal(size=(num, MAX_LENGTH, NUM_CLASSES))).argmax(-1)
-        self.features[np.arange(MAX_LENGTH) >= self.lengths[:, None]] = 1e3  # padding must never count
+        self.features[np.arange(MAX_LENGTH) >= self.lengths[:, None]] = 1e3  # padding must not affect results
         self.augment = augment
         self.seed = seed
 
@@ -78,7 +78,7 @@ class Network(nn.Module):
 
 
 class WeightedObjective(Objective):
-    coupled = True  # not in truth: tests count forwards
+    coupled = True  # samples are not really coupled, but tests count forwards
 
     def __init__(self, model: nn.Module, delay_s: float) -> None:
         super().__init__(model)
@@ -105,7 +105,7 @@ def record(batch, training) -> None:
     elif folder:
         counted = batch["weight"] > 0
         line = {"epoch": int(batch["epoch"][0]), "index": batch["index"][counted].tolist(), "time": time.time()}
-        # One write call of one line: a kill leaves whole lines, and perhaps one cut short.
+        # Writes one line per call, so a kill can truncate only the last line.
         with open(os.path.join(folder, f"{os.getpid()}.jsonl"), "a") as file:
             file.write(json.dumps(line) + "\n")
 

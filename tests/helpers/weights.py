@@ -1,7 +1,7 @@
-"""Weights of runs, compared."""
+"""Comparison of the weights of two runs."""
 
 
 def difference(found, expected):
-    """The largest one of any weight, relative to the largest value of that weight."""
+    """Returns the largest difference of any weight tensor, relative to the largest value of the tensor."""
     assert found.keys() == expected.keys()
     return max(float((found[name] - w).abs().max() / w.abs().max()) for name, w in expected.items())

@@ -1,52 +1,52 @@
-"""Tests of GPU branches on a machine without a GPU.
+"""Tests of GPU code on a machine without a GPU.
 
     @on_imagined_gpus(2)
     def test_learns_on_the_second_gpu(tmp_path):
         assert main(["--task", "har", "--device", "cuda:1", ...], several_devices=False) == 0
 
-The body of such a test runs in a process of its own, in which there are `cuda:0` to `cuda:N`. Their tensors are real:
-the CPU's kernels compute on them, so what is learnt can be compared with the CPU to the last digits. It gets the
-test's fixtures and parameters, which have to be picklable (`tmp_path` is, `capsys` is not). What it prints is shown if
-it fails, and `GPUS.printed()` returns it so far.
+The body of such a test runs in its own process, which has the GPUs `cuda:0`, `cuda:1`, .... CPU kernels compute on
+their tensors, so results can be compared with the CPU to the last digits. The body gets the fixtures and parameters of
+the test, which must be picklable (`tmp_path` is, `capsys` is not). pytest shows the output of the body if the test
+fails, and `GPUS.printed()` returns the output so far.
 
-The test fails by itself if
+The test fails automatically if
 
-- an operator gets tensors of two devices: torch's own error;
-- memory of the host is touched that a copy from a GPU fills, before the right GPU has been waited for. Whoever looks
-  too early finds NaN there, or True, or 77;
-- pinned memory is changed that is copied to a GPU, by a replay too, before that GPU has been waited for;
+- an operator gets tensors on two devices (torch's own error);
+- the host accesses memory that a copy from a GPU fills, before it has waited for this GPU. The memory then contains
+  NaN, True or 77;
+- the host changes pinned memory that an operator or a replay copies to a GPU, before it has waited for this GPU;
 - the process forks after it has initialised CUDA;
-- the host waits for a GPU within an optimizer step (`may_wait=True` allows it), outside of logging and saving.
+- the host waits for a GPU within an optimizer step, outside logging and saving (`may_wait=True` allows this).
 
-`GPUS` knows more: memory in use, a limit beyond which there is `torch.OutOfMemoryError`, every wait with its place, and
-how many CUDA graphs were captured and replayed. `ranks.run_ranks` starts several processes, whose tensors on GPUs
-travel by gloo.
+`GPUS` also returns memory in use, sets a limit beyond which operators raise `torch.OutOfMemoryError`, lists waits with
+their places, and counts captured and replayed CUDA graphs. `ranks.run_ranks` starts several processes, which exchange
+GPU tensors by gloo.
 
-**CUDA graphs** (`torch.cuda.CUDAGraph`, `torch.cuda.graph`) record the operators that a captured stream is asked for,
-and run them again on the same memory. As on a real GPU
+**CUDA graphs** (`torch.cuda.CUDAGraph`, `torch.cuda.graph`) record the operators on a captured stream, and run them
+again on the same memory. As on a real GPU,
 
-- a capture leaves tensors and generators as they were. Numbers of the host are frozen, and every tensor keeps the shape
-  that it had; Python's own state changes as it would without a capture;
-- a replay draws from what was the generator's state object at the capture, seeded as it is at the replay. Within a
-  capture it cannot be seeded, but put back where it was in the capture (as since torch 2.10);
-- what a capture does not allow raises, and everything after it up to `capture_end`: the host waits, memory that is not
-  pinned is copied, the default stream waits for a captured one, a captured one for what is not captured;
-- a capture that failed leaves the generator's state object in its mode: drawing from it raises, and so does the replay
-  of any graph that was captured with it, until `graphsafe_set_state` gives the generator another one (a clone). Graphs
-  that were captured with the old one stay useless;
-- nor does memory of torch's cache go back to the GPU then, or another capture begin in the same pool, until
-  `torch._C._cuda_endAllocateToPool` ends the use of it;
-- no capture can begin in a pool whose graphs are all gone;
-- a replay fails if memory that it needs has been freed since the capture, which a real GPU would not notice;
-- memory of a pool is in use while a graph or a tensor has it, and what one capture has freed, another one takes.
+- a capture does not change tensors and generators. It freezes Python numbers and tensor shapes. Python state changes as
+  without a capture;
+- a replay draws from the state object that the generator had at the capture, with the seed at the time of the replay. A
+  capture cannot seed the generator, but can restore an earlier state of the capture (as since torch 2.10);
+- forbidden operations, and all later operations until `capture_end`, raise an error. Forbidden are waits of the host,
+  copies of memory that is not pinned, waits of the default stream for a captured stream, and waits of a captured stream
+  for work outside the capture;
+- after a failed capture, drawing from the generator's state object raises an error, and so does the replay of a graph
+  that was captured with this object, until `graphsafe_set_state` gives the generator another state object (a clone).
+  Graphs captured with the old object remain unusable;
+- after a failed capture, torch's cache returns no memory to the GPU, and no capture can begin in the same pool, until
+  `torch._C._cuda_endAllocateToPool` is called;
+- no capture can begin in a pool whose graphs have all been deleted;
+- memory of a pool is in use while a graph or a tensor uses it, and a capture reuses memory that another capture freed.
 
-More strictly than on a real GPU, all memory of a pool holds NaN, 77 or True after each of its captures, and before each
-replay of any of its graphs: what is to outlast the next replay has to be copied.
+Unlike on a real GPU, a replay fails if memory that it needs has been freed since the capture, and all memory of a pool
+is filled with NaN, 77 or True after each capture in the pool and before each replay of its graphs. Results that must
+outlive the next replay must therefore be copied.
 
-What it cannot tell: how long anything takes, NCCL, kernels that only a GPU has or that `--compile` would write for it.
-Outside of captures, every stream of a GPU is its only one: a stream that does not wait for another one is not noticed.
-It needs g++ and a CPU build of torch: without them these tests are skipped. The first use compiles for some ten
-seconds.
+Imagined GPUs cannot show speed, NCCL, kernels that only a GPU has, or kernels that `--compile` generates for a GPU.
+Outside captures, a GPU has a single stream, so a missing wait between streams goes unnoticed. The tests need g++ and a
+CPU build of torch, and are skipped without them. The first use compiles a library in about ten seconds.
 """
 
 import functools
@@ -62,7 +62,7 @@ __all__ = ["GPUS", "on_imagined_gpus"]
 def on_imagined_gpus(
     num_gpus: int = 1, capability: tuple[int, int] = (9, 0), may_wait: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorates a test that runs where there are so many GPUs. capability: 9.0 computes in bf16, 7.5 does not."""
+    """Decorates a test that runs with `num_gpus` GPUs. capability: 9.0 supports bf16, 7.5 does not."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)

@@ -1,4 +1,4 @@
-"""The process in which torch has imagined GPUs. Arguments: the pipe to pytest, and the library."""
+"""Process in which torch has imagined GPUs. Arguments: file descriptor of a pipe to pytest, and path of the library."""
 
 import gc
 import importlib
@@ -12,7 +12,7 @@ from tests.helpers.imagined_gpu.machine import GPUS
 from tests.helpers.imagined_gpu.server import serve
 
 GPUS.load(Path(sys.argv[2]))
-get_config().parse(["--noconftest"])  # from here on, a failed assert of a test tells its values
+get_config().parse(["--noconftest"])  # makes failed asserts in tests show their values
 for name in ("tests.conftest", "trainer.commands.train", "torch.utils.tensorboard", "torch._inductor.config"):
     importlib.import_module(name)
 gc.freeze()  # no fork has to look through what is imported

@@ -1,4 +1,4 @@
-"""Compiles `device.cpp` where that has not been done, and loads it."""
+"""Compiles `device.cpp`, if it is not compiled yet, and loads the library."""
 
 import ctypes
 import hashlib
@@ -14,7 +14,7 @@ SOURCE = Path(__file__).with_name("device.cpp")
 
 
 def why_not() -> str:
-    """What this machine lacks; "" if nothing."""
+    """Returns what this machine lacks for imagined GPUs, or "" if it lacks nothing."""
     import torch
 
     if torch.version.cuda or torch.version.hip:
@@ -23,7 +23,7 @@ def why_not() -> str:
 
 
 def compiled() -> Path:
-    """The library for this torch, in the folder for temporary files."""
+    """Returns the library for this version of torch, in the folder for temporary files."""
     torch_folder = _torch_folder()
     made_of = hashlib.sha256(SOURCE.read_bytes() + f"{version('torch')} {torch_folder}".encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"imagined_gpu-{os.getuid()}"
@@ -35,12 +35,12 @@ def compiled() -> Path:
         options = ["-std=c++20", "-O0", "-shared", "-fPIC", f"-I{include}", f"-I{include}/torch/csrc/api/include"]
         libraries = [f"-L{lib}", f"-Wl,-rpath,{lib}", "-lc10", "-ltorch_cpu"]
         subprocess.run(["g++", *options, str(SOURCE), "-o", str(unfinished), *libraries], check=True)
-        os.replace(unfinished, library)  # another process may do the same
+        os.replace(unfinished, library)  # atomic, because another process may compile at the same time
     return library
 
 
 def load(library: Path) -> ctypes.CDLL:
-    """Before torch is imported: torch looks once which backends there are, and the first library's symbols count."""
+    """Loads the library. Call before importing torch: torch detects backends once, and the first symbols loaded win."""
     return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 

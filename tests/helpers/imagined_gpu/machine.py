@@ -1,4 +1,4 @@
-"""The imagined GPUs as Python sees them: `torch.cuda`, and what a test asks of them."""
+"""Imagined GPUs of a process: installs `torch.cuda`, and gives tests counters, limits and mistakes."""
 
 import ctypes
 import os
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class Wait(NamedTuple):
-    """The host waited for a GPU. what: the operator. place: file and line of the program. in_step: in training."""
+    """Wait of the host for a GPU. what: operator. place: file and line. in_step: whether within an optimizer step."""
 
     what: str
     place: str
@@ -24,17 +24,17 @@ class Wait(NamedTuple):
 
 
 class Gpus:
-    """All of this process."""
+    """All imagined GPUs of this process."""
 
     def __init__(self) -> None:
         self.waits: list[Wait] = []
         self._copies: list[str] = []
         self._forks: list[str] = []
-        self._steps = 0  # how deep the program is within a step, or not if below 1
+        self._steps = 0  # nesting depth within optimizer steps; below 1 outside steps
         self._may_wait = False
 
     def load(self, path: Path) -> None:
-        """Before torch is imported."""
+        """Loads the library. Call before importing torch."""
         self._library = library.load(path)
         for name in ("ticket", "done", "used", "peak", "stream", "capture"):
             getattr(self._library, f"imagined_{name}").restype = ctypes.c_int64
@@ -42,7 +42,7 @@ class Gpus:
             getattr(self._library, f"imagined_{name}").restype = ctypes.c_char_p
 
     def start(self, output: TextIO, num_gpus: int, capability: tuple[int, int], may_wait: bool) -> None:
-        """Makes torch believe in them, and watches the training loop."""
+        """Installs the GPUs in torch, and starts to watch the training loop."""
         self._output, self._may_wait = output, may_wait
         self._told = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char, ctypes.c_char_p)(self._tell)
         self._library.imagined_start(self._told)
@@ -52,35 +52,35 @@ class Gpus:
         if "LOCKSTEP_LINES" in os.environ:
             import torch
 
-            torch.autograd.set_multithreading_enabled(False)  # lines of a backward are recorded in Python's threads
+            torch.autograd.set_multithreading_enabled(False)  # line coverage sees only Python's own threads
 
     def printed(self) -> str:
-        """What the test has written to standard output and standard error so far."""
+        """Returns what the test has written to standard output and standard error so far."""
         sys.stdout.flush()
         sys.stderr.flush()
         self._output.seek(0)
         return self._output.read()
 
     def memory_in_use(self, device: int = 0) -> int:
-        """Bytes of the tensors on a GPU."""
+        """Returns the number of bytes of the tensors on a GPU."""
         return int(self._library.imagined_used(device))
 
     def limit_memory(self, num_bytes: int, device: int = 0) -> None:
-        """What the tensors on a GPU may take at most; without a limit there is always enough."""
+        """Limits the bytes of the tensors on a GPU, which are unlimited by default."""
         self._library.imagined_limit(device, ctypes.c_int64(num_bytes))
 
     @property
     def num_captures(self) -> int:
-        """CUDA graphs that this process has captured, without those that broke off."""
+        """Returns the number of CUDA graphs that this process has captured, without failed captures."""
         return torch_cuda.CUDAGraph.num_captures
 
     @property
     def num_replays(self) -> int:
-        """Replays of CUDA graphs in this process."""
+        """Returns the number of replays of CUDA graphs in this process."""
         return torch_cuda.CUDAGraph.num_replays
 
     def mistakes(self) -> list[str]:
-        """What a program must not do, with its places."""
+        """Returns descriptions of forbidden operations that the program did, with their places."""
         found = []
         for what, mistake in (
             ("touched", "touched before it is known to have arrived"),
@@ -96,7 +96,7 @@ class Gpus:
         return found
 
     def forget_mistakes(self) -> None:
-        """For a test that makes them on purpose."""
+        """Clears the mistakes, for tests that make mistakes on purpose."""
         self._library.imagined_forget_touched()
         self._forks.clear()
         self.waits.clear()
@@ -112,7 +112,7 @@ class Gpus:
         return len(self._copies) - 1
 
     def _wait_for(self, device: int, ticket: int = -1, what: str = "") -> None:
-        """what: for a wait that counts as one, not one for an event of long ago."""
+        """Waits for a GPU. what: operator to record as a wait; "" for a wait that is already over."""
         torch_cuda.check(self._library.imagined_wait(device, ctypes.c_int64(ticket)))
         if what:
             self._tell(b"w", what.encode())
@@ -122,7 +122,7 @@ class Gpus:
             self._forks.append(_place())
 
     def _watch_steps(self) -> None:
-        """Within a step, the host may wait where it logs or saves, or asks for that."""
+        """Counts waits of the host within optimizer steps as mistakes, except in logging and saving."""
         from trainer.loop import graphs, train
 
         loop: Any = train
@@ -153,7 +153,7 @@ GPUS = Gpus()
 
 
 def _place() -> str:
-    """The line of the program that is being executed; of the main thread's, in a thread of torch's."""
+    """Returns the current file and line of the program; in a thread of torch, the line of the main thread."""
     main_thread = threading.main_thread().ident or 0
     for frame in (lambda: sys._getframe(2), lambda: sys._current_frames()[main_thread]):
         at: Any = frame()

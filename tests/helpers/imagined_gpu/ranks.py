@@ -1,4 +1,4 @@
-"""Several processes, each with the imagined GPUs of the one that starts them. Their tensors travel by gloo."""
+"""Starts several processes with imagined GPUs, which exchange tensors by gloo."""
 
 import os
 import signal
@@ -12,13 +12,13 @@ from trainer.cli import main
 from trainer.parallel.environment import RankEnvironment
 
 MISTAKES = 70
-"""Exit status of a process that made some, or raised; EX_SOFTWARE of sysexits.h."""
+"""Exit status of a process that made mistakes or raised an exception; EX_SOFTWARE of sysexits.h."""
 
 
 def run_ranks(argv: Sequence[object], world_size: int, meeting_place: Path) -> list[int]:
-    """A command line of main_multi_gpu.py on so many processes; their exit statuses.
+    """Runs a command line of main_multi_gpu.py on `world_size` forked processes; returns their exit statuses.
 
-    Before anything of this process has computed. meeting_place: a file that there is not yet.
+    Call before this process computes anything. meeting_place: a file that does not exist yet.
     """
     started = []
     for rank in range(world_size):

@@ -1,6 +1,6 @@
-"""A process in which torch has imagined GPUs, and a fork of it for each test.
+"""Server process in which torch has imagined GPUs, and which forks for each test.
 
-pytest's own process has torch without them, and torch decides that once.
+pytest's own process cannot have imagined GPUs, because torch detects devices only once.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ TIMEOUT_S = 300
 
 
 class Settings(NamedTuple):
-    """See `on_imagined_gpus`."""
+    """Arguments of `on_imagined_gpus`."""
 
     num_gpus: int
     capability: tuple[int, int]
@@ -35,7 +35,7 @@ class Settings(NamedTuple):
 
 
 def run_elsewhere(module: str, test: str, arguments: dict[str, Any], settings: Settings) -> None:
-    """Runs the function that a test decorates in a process with GPUs. Fails as it fails, and for `GPUS.mistakes()`."""
+    """Runs a decorated test function in a process with GPUs. Fails if the function fails or makes `GPUS.mistakes()`."""
     if reason := library.why_not():
         pytest.skip(reason)
     server = _server()
@@ -51,7 +51,7 @@ def run_elsewhere(module: str, test: str, arguments: dict[str, Any], settings: S
 @cache
 def _server() -> Connection:
     here, there = multiprocessing.Pipe()
-    # It ends when this process does, whose end of the pipe is then closed.
+    # The server ends with this process, which closes its end of the pipe.
     command = [sys.executable, "-m", __package__, str(there.fileno()), str(library.compiled())]
     subprocess.Popen(command, cwd=ROOT, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
     there.close()
@@ -62,7 +62,7 @@ def _server() -> Connection:
 
 
 def serve(client: Connection) -> None:
-    """Forks for each test that is asked for, until nobody is there to ask."""
+    """Forks for each requested test, until the client closes the connection."""
     with contextlib.suppress(EOFError):
         while True:
             asked = client.recv()

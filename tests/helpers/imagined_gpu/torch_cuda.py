@@ -1,4 +1,4 @@
-"""What of `torch.cuda` a CPU build of torch does not have, for imagined GPUs."""
+"""Parts of `torch.cuda` that a CPU build of torch lacks, implemented for imagined GPUs."""
 
 import ctypes
 import time
@@ -14,7 +14,7 @@ _wait_for: Callable[..., None]
 
 
 class Event:
-    """torch.cuda.Event. It is recorded on the stream of the *current* device, unless told otherwise."""
+    """Implements torch.cuda.Event, which by default is recorded on the stream of the current device."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._device = -1
@@ -33,12 +33,12 @@ class Event:
 
     def synchronize(self) -> None:
         if self._device < 0:
-            return  # one that was never recorded is done
+            return  # an event that was never recorded is complete
         self._check_no_capture()
         _wait_for(self._device, self._ticket)
 
     def query(self) -> bool:
-        self.synchronize()  # the GPU is infinitely fast, once it is asked
+        self.synchronize()  # the GPU finishes at the first query
         return True
 
     def elapsed_time(self, end: "Event") -> float:
@@ -56,12 +56,12 @@ class Event:
 
 
 class CUDAGraph:
-    """torch.cuda.CUDAGraph."""
+    """Implements torch.cuda.CUDAGraph."""
 
     num_captures = num_replays = 0  # of all graphs
     _num_pools = 0
-    _allocating: set[Any] = set()  # pools of captures that are under way, or broke off
-    _num_of_pool: Counter[Any] = Counter()  # graphs that use a pool; 0 of one that was used
+    _allocating: set[Any] = set()  # pools of captures that are active or failed
+    _num_of_pool: Counter[Any] = Counter()  # number of graphs in each pool; 0 if all were deleted
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._graph, self._captured = ctypes.c_void_p(), False
@@ -109,13 +109,13 @@ class CUDAGraph:
 
 
 def graph_pool_handle() -> tuple[int, int]:
-    """torch.cuda.graph_pool_handle."""
+    """Implements torch.cuda.graph_pool_handle."""
     CUDAGraph._num_pools += 1
     return 0, CUDAGraph._num_pools
 
 
 def end_allocating(device: int, pool: Any) -> None:
-    """torch._C._cuda_endAllocateToPool."""
+    """Implements torch._C._cuda_endAllocateToPool."""
     if pool not in CUDAGraph._allocating:
         raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
     CUDAGraph._allocating.remove(pool)
@@ -125,7 +125,7 @@ is_initialized = False
 
 
 def initialise() -> None:
-    """torch.cuda.init."""
+    """Implements torch.cuda.init."""
     global is_initialized
     import torch
 
@@ -136,13 +136,13 @@ def initialise() -> None:
 
 
 def empty_cache() -> None:
-    """torch.cuda.empty_cache."""
+    """Implements torch.cuda.empty_cache."""
     if CUDAGraph._allocating:
         raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
 
 
 def check(failure: bytes | None) -> None:
-    """Raises what a function of the library says that it failed for."""
+    """Raises the error that a function of the library returned, if any."""
     if failure is None:
         return
     import torch
@@ -157,7 +157,7 @@ def _set_sync_debug_mode(mode: int | str) -> None:
 
 
 def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wait_for: Callable[..., None]) -> None:
-    """For the rest of this process."""
+    """Replaces functions of torch.cuda for the rest of this process."""
     global _library, _wait_for
     _library, _wait_for = library, wait_for
     import torch
@@ -178,7 +178,7 @@ def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wa
         return before
 
     class Stream(torch.Stream):
-        """All is done in the order in which it is asked for, whatever the stream. A capture knows them apart."""
+        """Stream that runs operators immediately, in program order. Only captures distinguish streams."""
 
         def __new__(cls, device: Any = None, priority: int = 0, **ids: int) -> Any:
             return super().__new__(cls, **ids) if ids else super().__new__(cls, torch.device("cuda", index(device)))
@@ -222,7 +222,7 @@ def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wa
         "current_device": lambda: int(library.imagined_device()),
         "set_device": lambda device: exchange_device(index(device)),
         "_exchange_device": exchange_device,
-        "_maybe_exchange_device": lambda device: exchange_device(device),  # dynamo tells functions apart
+        "_maybe_exchange_device": lambda device: exchange_device(device),  # dynamo needs a distinct function
         "get_device_name": lambda device=None: properties["name"],
         "get_device_capability": lambda device=None: capability,
         "get_device_properties": lambda device=None: SimpleNamespace(**properties, uuid=f"imagined-{index(device)}"),
@@ -253,10 +253,10 @@ def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wa
     initialising = {"current_device", "set_device", "get_device_name", "get_device_capability", "get_device_properties",
                     "mem_get_info", "current_stream", "default_stream", "synchronize"}  # fmt: skip
     replaced |= {name: _after_initialising(replaced[name]) for name in initialising}
-    cuda._queued_calls.clear()  # those of torch itself look at a real GPU
+    cuda._queued_calls.clear()  # torch's own queued calls need a real GPU
     for name, replacement in replaced.items():
         assert hasattr(cuda, name), name
-        for module in (cuda, cuda.random):  # which has some of them under names of its own
+        for module in (cuda, cuda.random):  # cuda.random imports some functions by name
             if hasattr(module, name):
                 setattr(module, name, replacement)
     torch.backends.cuda.is_built = lambda: True
@@ -275,7 +275,7 @@ def _after_initialising(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _install_resizing(torch: Any) -> None:
-    """Of storages, which torch does without its dispatcher."""
+    """Replaces the resizing of storages, which bypasses torch's dispatcher."""
     resize_on_host = torch.UntypedStorage.resize_
 
     def resize_(storage: Any, size: int) -> Any:
@@ -288,7 +288,7 @@ def _install_resizing(torch: Any) -> None:
 
 
 def _install_exchanges(torch: Any) -> None:
-    """What nn.DataParallel moves between GPUs, of which a CPU build has no kernels."""
+    """Replaces the exchanges of nn.DataParallel between GPUs, for which a CPU build has no kernels."""
     comm = torch.nn.parallel.comm
 
     def scatter(tensor: Any, devices: Any, chunk_sizes: Any = None, dim: int = 0, streams: Any = None) -> Any:
