@@ -483,7 +483,7 @@ class HarTask(Task):
         return {name: [f"{x:.6g}" for x in row.tolist()] for name, row in zip(recordings.channels, rows, strict=True)}
 
     def _doubt_units(self, model: Standardised) -> None:
-        """Warns once if the magnitudes of new and training values differ so much that their units may differ."""
+        """Warns once if the new values probably have other physical units than the training data."""
         if self._new is not None and not self._has_doubted:
             self._has_doubted = True
             mean, std = (statistic.flatten().double().cpu().numpy() for statistic in (model.mean, model.std))

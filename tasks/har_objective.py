@@ -33,7 +33,7 @@ class HarObjective(Objective):
         self.label_smoothing = label_smoothing
 
     def member_logits(self, batch: Batch) -> Tensor:
-        """Returns logits (B, num_members, C), computed from precomputed "features" if present, else from signals."""
+        """Returns logits (B, num_members, C), for precomputed "features" if the batch has them, else for signals."""
         network = self.model.network
         if not isinstance(network, HarNet):
             return self.model(batch["signals"]).unsqueeze(1)

@@ -78,7 +78,7 @@ class SeqrecObjective(Objective):
         return scores
 
     def recommend(self, batch: Batch, num_items: int) -> tuple[Tensor, Tensor]:
-        """Returns the highest scores and their items, (B, num_items) each, without items that the batch excludes."""
+        """Returns the highest scores and their items, (B, num_items) each, without the batch's "seen" items."""
         best = without_seen(self._scores(batch), batch).topk(num_items)
         return best.values, best.indices
 

@@ -44,7 +44,7 @@ _USUAL: dict[str, dict[str, float]] = {
     "plmu": {"num_mels": 40, "memory_size": 8, "theta": 16.0},
     "lmu": {"num_mels": 80, "memory_size": 256, "theta": 1000.0},
 }
-"""Defaults of flags that depend on --model, by model and name."""
+"""Flag defaults that depend on --model, by model and flag."""
 _EVALUATION_STRINGS = 300
 _EVALUATION_SEED = 0
 """Seed for joining recordings in evaluation, independent of --seed, so that all runs are scored on the same audio."""
@@ -190,7 +190,7 @@ class SpeechFlags(FlagGroup):
 
     @property
     def string_lengths(self) -> tuple[int, int] | None:
-        """Smallest and largest number of recordings to join into one sample; None without a valid `--strings`."""
+        """Smallest and largest number of recordings per sample; None if `--strings` is missing or invalid."""
         match = re.fullmatch(r"(\d+)-(\d+)", self.strings or "")
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
             return None

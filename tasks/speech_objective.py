@@ -22,7 +22,7 @@ from trainer.task import Objective, Outputs, PerSample
 _TRIED = 64
 """Number of most probable symbols that beam search tries in each frame."""
 _MASKS = {"freq_masks", "time_masks"}
-"""Batch entries that differ between two augmented views of an utterance; dropout differs in addition."""
+"""Batch entries that differ between two augmented views of an utterance; dropout also differs."""
 
 
 class SpeechObjective(Objective):
@@ -88,7 +88,7 @@ class Decoder:
     def __init__(
         self, alphabet: Alphabet, width: int, language_model: Path | None, weight: float, bonus: float
     ) -> None:
-        """Creates the decoder. width: beam width; 1 decodes greedily. Raises UserError for a bad language model."""
+        """width: beam width; 1 decodes greedily. Raises UserError if the language model is unusable."""
         self._width = width
         if language_model is not None and width == 1:
             raise UserError(f"--language-model {language_model}: needs a beam search; add --beam 16")

@@ -95,7 +95,7 @@ def _aligned(said: str, heard: str) -> list[str]:
 
 
 class Word(NamedTuple):
-    """Recognised word. start_s, end_s: in seconds. confidence: the lowest of its symbols, in [0, 1]."""
+    """Recognised word. start_s, end_s: in seconds. confidence: lowest confidence of its symbols, in [0, 1]."""
 
     text: str
     start_s: float
@@ -160,7 +160,7 @@ def draw_utterances(
 def _draw_block(
     features: np.ndarray, seconds: float, shares: np.ndarray, names: Sequence[str], lines: list[tuple[str, Colour]]
 ) -> np.ndarray:
-    """Draws one utterance. features: (T, F). seconds: duration. shares: probabilities (T', V). names: of V symbols."""
+    """Draws one utterance. features: (T, F). seconds: duration. shares: (T', V), probabilities. names: V symbols."""
     rows = _rows(shares)
     top = GAP + len(lines) * LINE_HEIGHT
     below = top + SPECTROGRAM_HEIGHT + GAP

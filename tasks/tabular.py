@@ -48,7 +48,7 @@ _SPLIT_SEED = 0
 _TUNING_LR_SCALE = {"base": 0.03, "lora": 0.3}
 """Factor that multiplies --lr, for each value of --tune."""
 _QUERY_SHARE = 0.25
-"""Share of query rows in an episode (a training problem made of rows of the user's table)."""
+"""Share of query rows in an episode (a training problem that consists of rows of the user's table)."""
 _EPISODE_CELLS, _FEWEST_EPISODE_ROWS = 2**13, 32
 """Maximum number of cells (about 12 KiB each in training) and minimum number of rows of an episode."""
 _ROW_STEP, _COLUMN_STEP = 64, 4
@@ -76,7 +76,7 @@ _OF_PRIOR = (
     "prior_only",
 )
 _OF_PREDICTIONS = ("num_estimators", "max_context")
-"""Flags of predictions for a user's table. --predict can take --data-dir from the run, so it need not be given."""
+"""Flags that affect only predictions for a user's table; training on synthetic tables refuses them."""
 
 
 @dataclass
@@ -289,7 +289,7 @@ class TabularTask(Task):
 
     @cached_property
     def _table(self) -> LabelledTable:
-        """Returns the user's table, split into features and labels. Raises UserError if it cannot be classified."""
+        """Returns the user's table, split into features and labels. Raises UserError if it has no usable classes."""
         config: TabularFlags = self.config
         assert config.data_dir is not None
         table = read_table(config.data_dir, reading=config.reading)
@@ -415,7 +415,7 @@ class TabularTask(Task):
         return ConsecutiveBatches(self.num_samples(phase), global_batch_size)
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """Returns consecutive synthetic tables with the most cells; all episodes of a user's table have one size."""
+        """Returns consecutive synthetic tables with the most cells; all problems from a user's table have one size."""
         tables = self.splits()["train"]
         if isinstance(tables, PriorTables):
             return tables.largest(epoch, count)
@@ -536,7 +536,7 @@ class TabularTask(Task):
         return Exported(model, inputs, model(**inputs), {"context": table, "labels": (1,), "queries": table})
 
     def _with_context(self, rows: Tensor) -> Batch:
-        """Builds a problem from each row, with known rows as context, and the row and its predecessor as queries."""
+        """Builds a classification problem per row: known rows as context, the row and its predecessor as queries."""
         features, labels = (torch.from_numpy(values[:_EXPORT_ROWS]).to(rows.device) for values in self._known)
         return {
             "context": features.to(rows.dtype).repeat(len(rows), 1, 1),

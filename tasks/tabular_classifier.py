@@ -39,7 +39,7 @@ from trainer.logs.console import say
 from trainer.parallel.devices import pick_device
 
 _TUNING_BATCH = 16
-"""Global batch size of tuning, in problems, for any number of devices."""
+"""Global batch size of tuning, in classification problems, for any number of devices."""
 _OF_THE_MODEL = ("model", "width", "num_blocks", "num_heads", "thinking_rows", "max_classes")
 _TUNING = threading.Lock()
 """Lock that lets a process run one tuning at a time, because tuning silences standard output."""

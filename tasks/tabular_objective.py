@@ -12,7 +12,7 @@ from trainer.loading.batches import Batch
 from trainer.task import Objective, Outputs, PerSample
 
 _PROBLEMS_AT_ONCE = 32
-"""Maximum number of problems per model call in evaluation, for any batch size."""
+"""Maximum number of classification problems per model call in evaluation, for any batch size."""
 
 _DECIMALS = 6
 """Decimal places to which probabilities are rounded, so that equal rows in different batches are tied."""
@@ -90,7 +90,7 @@ class TabularObjective(Objective):
 
 
 def with_all_counts(batch: Batch, max_classes: int) -> Batch:
-    """Adds the counts that a batch of problems omits: all rows, all columns and `max_classes` classes."""
+    """Adds the counts that a batch of classification problems omits: all rows, all columns and `max_classes`."""
     num_problems, num_rows, num_columns = batch["context"].shape
     sizes = {"num_context": num_rows, "num_features": num_columns, "num_classes": max_classes}
     counts = {
@@ -107,13 +107,13 @@ def _fit_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
 
 
 def _parts(batch: Batch, size: int) -> Iterator[Batch]:
-    """Splits a batch into parts of at most `size` problems."""
+    """Splits a batch into parts of at most `size` classification problems."""
     for start in range(0, len(batch["targets"]), size):
         yield {name: tensor[start : start + size] for name, tensor in batch.items()}
 
 
 def area_under_curve(scores: Tensor, targets: Tensor) -> Tensor:
-    """Returns each problem's one-vs-rest area under the ROC curve, averaged over classes: (B,) float64.
+    """Returns the one-vs-rest area under the ROC curve of each problem, averaged over classes: (B,) float64.
 
     A class's area is the share of pairs (row of the class, other row) in which the first row has the higher score; ties
     (differences up to 1e-6) count half. Classes of no row or of all rows are ignored; without other classes it is NaN.

@@ -74,7 +74,7 @@ class KGAT(Recommender):
     def forward(self, users: Tensor, items: Tensor) -> Represented:
         """Returns representations of users and items.
 
-        Train mode uses the attention computed by the last `refresh`; eval mode computes it from the current weights.
+        Train mode uses the attention of the last `refresh`; eval mode computes attention from the current weights.
         The L2 penalty applies to the representations.
         """
         nodes = torch.cat([users.unsqueeze(1) + (self.graph.num_nodes - self.num_users), items], dim=1)

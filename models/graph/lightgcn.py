@@ -120,7 +120,7 @@ class _ConstantMatrix(SeesConversions, SparseMatrix):
     """Sparse matrix that rounds its float64 values again whenever the model's dtype changes."""
 
     def __init__(self, rows: Tensor, columns: Tensor, size: int, values: Tensor) -> None:
-        """Creates the matrix. values: (entries,) float64. The other arguments equal those of `SparseMatrix`."""
+        """Creates the matrix. values: (entries,) float64. The other arguments are passed to `SparseMatrix`."""
         super().__init__(rows, columns, size, torch.get_default_dtype())
         self._exact = values
         self.set_values(values)

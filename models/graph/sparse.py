@@ -69,7 +69,7 @@ class SparseMatrix(nn.Module):
         return self._operands(self.values, self.transposed_values)
 
     def operands_of(self, values: Tensor) -> Operands:
-        """Returns operands for `product` with the given values instead of the stored ones. values: (entries,)."""
+        """Returns operands for `product` with `values`, (entries,), instead of the stored values."""
         return self._operands(values, self._transpose(values))
 
     def _transpose(self, values: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def _offsets(rows: Tensor, size: int) -> Tensor:
 
 
 def product(matrix: Operands, x: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Returns A @ x, or (A @ x)[rows], of which a CPU computes only the given rows. Only x gets a gradient.
+    """Returns A @ x, or (A @ x)[rows] if rows are given; a CPU computes only these rows. Only x gets a gradient.
 
     x: (size, d). rows: (n,) int64, may repeat. Returns (size, d) or (n, d) in the dtype of A's values, also under
     autocast.

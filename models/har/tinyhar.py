@@ -20,7 +20,7 @@ class TinyHar(nn.Module):
     channels and 6 classes.
 
     The architecture equals the variants attn, FC, lstm and tnaive of the authors' code (teco-kit/ISWC22-HAR), with 24
-    filters. Unlike the authors' code, this model pads convolutions, and applies dropout before the classifier, too.
+    filters. Unlike the authors' code, this model pads convolutions, and also applies dropout before the classifier.
 
     The model uses batch norm, as published, so in training a window's logits depend on the other windows of the
     micro-batch; in eval mode they do not.

@@ -40,7 +40,7 @@ def hyper_connections(
     width: int, num_blocks: int, num_streams: int = 4, init_gate: float = 0.01, num_iterations: int = 20,
     in_full_precision: bool = False,
 ) -> list["HyperConnection"]:  # fmt: skip
-    """Creates the connections of a model, two per block. The arguments equal those of HyperConnection."""
+    """Creates the connections of a model, two per block, and passes the other arguments to HyperConnection."""
     last = 2 * num_blocks - 1
     return [
         HyperConnection(
@@ -109,8 +109,8 @@ class HyperConnection(nn.Module):
     def _projected(self, streams: Tensor) -> dict[str, Tensor]:
         """Returns RMSNorm(vec(X)) phi for each kind of coefficients, (B, T, number of coefficients) each, by name.
 
-        streams: X, (B, T, n, C). RMSNorm has no weight, because phi includes it. The division by the root mean square
-        is applied after the product with phi, because the product is smaller than X.
+        streams: X, (B, T, n, C). RMSNorm has no weight, because phi includes the weight. The root mean square divides
+        the product with phi instead of X, because the product is smaller than X.
         """
         phi = {name: part.phi for name, part in self.named_children() if isinstance(part, Coefficients)}
         flat = streams.flatten(-2)

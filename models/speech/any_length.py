@@ -58,7 +58,7 @@ class ConvolvedLMU(nn.Module):
         self.register_buffer("response", response.to(lmu.skip.weight))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Computes the same as `ParallelLMU.forward`: x (B, T, input_size) -> (B, T, hidden_size)."""
+        """Returns the result of `ParallelLMU.forward`: x (B, T, input_size) -> (B, T, hidden_size)."""
         lmu = self.lmu
         u = lmu.signal_activation(lmu.encode(x))
         if mask is not None:

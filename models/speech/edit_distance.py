@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 _CHUNK = 256
-"""Number of sequence pairs, of similar lengths, that are compared at a time."""
+"""Number of sequence pairs of similar lengths to compare at a time."""
 
 
 class EditCounts(NamedTuple):

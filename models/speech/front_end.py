@@ -19,13 +19,13 @@ VARIANCE_FLOOR = 1e-5
 PRIOR_FRAMES = 100
 """Weight, in frames, of the training statistics in running normalisation."""
 WARP_KNEE = 0.7
-"""Share of the highest frequency up to which a warp scales frequencies; above, a line keeps the highest one fixed."""
+"""Share of the highest frequency up to which a warp scales frequencies; the highest frequency itself stays fixed."""
 
 
 class StreamState(NamedTuple):
     """State of `LogMel.stream` between chunks.
 
-    audio: (B, s), samples from the start of the next frame on. sums: (2, B, 1, F), sums of standardised features and
+    audio: (B, s), samples that the next frames need. sums: (2, B, 1, F), sums of standardised features and
     of their squares over all previous frames. num_frames: number of previous frames.
     """
 

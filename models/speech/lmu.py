@@ -60,7 +60,7 @@ class LMU(nn.Module):
 class _Recurrence(torch.autograd.Function):
     """Computes all time steps, with one matrix product per step.
 
-    Inserting m_t into W_m m_t makes m_t and the argument g_t of tanh linear in the previous state:
+    Substituting m_t in W_m m_t makes m_t and the argument g_t of tanh linear in the previous state:
 
         [m_t, g_t] = G [m_(t-1), h_(t-1)] + p_t
 

@@ -92,12 +92,12 @@ class ParallelLMU(nn.Module):
         return self.activation(answer), after
 
     def _argument(self, u: Tensor, x: Tensor) -> Tensor:
-        """Returns the argument of f, (B, T, hidden_size), for memories that are initially zero."""
+        """Returns the input of the activation f, (B, T, hidden_size), for memories that are initially zero."""
         small = self.num_directions * self.memory_size * (x.shape[1] + self.skip.out_features) <= _SMALL
         return self._by_product(u, x) if small else self._by_transforms(u, x)
 
     def _by_product(self, u: Tensor, x: Tensor) -> Tensor:
-        """Computes the argument of f by a matrix product, which is fastest for few time steps."""
+        """Computes the input of the activation f by a matrix product, which is fastest for few time steps."""
         with torch.autocast(x.device.type, enabled=False):
             num_steps = u.shape[1]
             # Sizes are powers of two, and smaller matrices are slices: few are built, and a GPU rarely waits for one.
@@ -108,7 +108,7 @@ class ParallelLMU(nn.Module):
         return self.read_out(memory) + self.skip(x)
 
     def _by_transforms(self, u: Tensor, x: Tensor) -> Tensor:
-        """Computes the argument of f by Fourier transforms; time is the last dimension for speed on a CPU."""
+        """Computes the input of the activation f by Fourier transforms, with time as the last dimension for speed."""
         with torch.autocast(x.device.type, enabled=False):
             responses = self._responses(u)
             answer = _Convolution.apply(u.mT, _kernels(self._weight(u.dtype), responses), responses.size)
@@ -190,7 +190,7 @@ def _toeplitz(
 
 
 def _memory_after(u: Tensor, responses: _Responses) -> Tensor:
-    """Returns the final memory of signals u, (B, T, channels), after a zero memory: (B, channels, memory_size)."""
+    """Returns the memory after signals u, (B, T, channels), if it is initially zero: (B, channels, memory_size)."""
     return torch.einsum("btc,nt->bcn", u.flip(1), responses.impulse[:, : u.shape[1]])
 
 

@@ -1,7 +1,7 @@
 """NanoTabular, a model in which the cells of a table attend to each other across features and across rows.
 
-The architecture is nanoTabPFN (Pfefferle et al., arXiv 2511.03634), a small TabPFN v2 (Hollmann et al., Nature 2025),
-with pre-norm instead of post-norm and the feature grouping of TabICL v2 (Qu et al., 2026).
+The architecture follows nanoTabPFN (Pfefferle et al., arXiv 2511.03634), a small TabPFN v2 (Hollmann et al., Nature
+2025), but has pre-norm instead of post-norm, and the feature grouping of TabICL v2 (Qu et al., 2026).
 """
 
 from collections.abc import Sequence

@@ -67,7 +67,7 @@ def run_group(
 ) -> list[int | None]:
     """Runs main_multi_gpu.py with the given arguments on `world_size` processes; returns their exit statuses.
 
-    out, err: files to which the processes append, in a folder of this group; without err, standard error goes to out.
+    out, err: files to which the processes append, in a folder of this group; without err, out also gets standard error.
     The status of a process is None after a timeout.
     """
     meeting_place = f"file://{out.parent}/meeting-{uuid.uuid4()}"

@@ -167,7 +167,7 @@ class Bert(Job):
 
 
 class Rows(Dataset):
-    """Data set indexed like those of Hugging Face: by a number, by a list of numbers, or by `__getitems__`."""
+    """Data set indexed like a Hugging Face data set: by a number, by a list of numbers, or by `__getitems__`."""
 
     def __init__(self, rows, as_tensors=False):
         self.rows, self.as_tensors = rows, as_tensors

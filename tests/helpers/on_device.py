@@ -13,7 +13,7 @@ HERE = torch.device("cpu")
 
 
 def some_keys(num_samples: int, epochs: Sequence[int] = (0, 3)) -> Iterator[SampleKeys]:
-    """Yields keys of all samples, of random samples with repetitions, and of one sample, with few_lengths and not."""
+    """Yields keys of all samples, random samples with repetitions, and one sample, with and without few_lengths."""
     rng = np.random.default_rng(num_samples)
     for epoch in epochs:
         for index in (np.arange(num_samples), rng.integers(0, num_samples, 9), np.array([num_samples - 1])):

@@ -1,4 +1,4 @@
-"""Tasks whose forwards do things that the replay of a CUDA graph repeats wrongly or not at all."""
+"""Tasks whose forwards have effects that the replay of a CUDA graph repeats wrongly or not at all."""
 
 import random
 
