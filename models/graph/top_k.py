@@ -23,7 +23,7 @@ class TopK(NamedTuple):
     ndcg: Tensor
     """DCG / the highest possible DCG, which has hits in the first min(k, number of positives) places."""
     ndcg_official: Tensor
-    """NDCG as computed by KGAT's code, which is too high: it divides DCG by the DCG of only the hits in 100 places."""
+    """NDCG as in KGAT's code, which is too high: its ideal ranking contains only the hits among the first 100 items."""
 
 
 def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) -> TopK:

@@ -8,9 +8,9 @@ If r_ij is the row of the interval between query i and key j, attention to inter
 without storing the looked-up rows, (B, Tq, T, width). By default, logits and sums take one matrix product each. For
 logits, queries are multiplied by the whole table, and each pair selects its element. For sums, the weights of keys at
 the same interval are added, then multiplied by the table. The products need tensors of shape (B, heads, Tq, rows). On a
-CPU, if the table has many more rows than there are keys, most elements would be unused. In this case embedding bags
-(torch.nn.functional.embedding_bag) compute the sums, and their derivative by the weights is the logits. The gradient of
-the table,
+CPU, if the table has many more rows than there are keys, most elements would be unused. In this case, embedding bags
+(torch.nn.functional.embedding_bag) compute the sums, and the logits are the derivative of the sums by the weights. The
+gradient of the table,
 
     table_gradient_r = sum over the pairs of row r of weight_ij query_i
 

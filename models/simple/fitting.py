@@ -25,7 +25,7 @@ _SHRINKAGE = 20
 _PAIRS = 2**22
 """Approximate number of item pairs counted at a time."""
 _SPARSE = 8
-"""Number of elements per pair above which a dense array of counts is replaced by sorting pairs."""
+"""Ratio of array elements to pairs above which pairs are sorted instead of counted in a dense array."""
 _USERS = 1024
 """Number of users whose dense rows are multiplied at a time."""
 
@@ -166,7 +166,7 @@ def _ease(histories: TrainingHistories) -> Iterator[Buffers]:
 _FITTED: Mapping[str, tuple[Callable[[TrainingHistories], Iterator[Buffers]], Sequence[float]]] = {
     "rules": (_rules, (0.5, 0.8, 0.9)), "itemknn": (_item_knn, (0.8, 0.9)), "ease": (_ease, (0.9,)),
 }  # fmt: skip
-"""Maps each model to its fitting function, and to the recency weights to try for an item relative to the next item."""
+"""Maps each model to its fitting function, and to the factors to try by which recency weights decay per item."""
 
 
 def _summed(

@@ -72,7 +72,7 @@ class SimpleRecommender(nn.Module):
 class NeighbourTable(SimpleRecommender):
     """Scores each item by its neighbours in the history.
 
-    Neighbours are items of the same users (itemknn), or items that often directly precede the item (rules).
+    Neighbours are items of the same users (itemknn), or items that often closely precede the item (rules).
 
     neighbours, strengths: (num_items + 1, k), strongest first; unused entries have strength 0.
     """

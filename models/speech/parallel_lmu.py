@@ -100,7 +100,7 @@ class ParallelLMU(nn.Module):
         """Computes the input of the activation f by a matrix product, which is fastest for few time steps."""
         with torch.autocast(x.device.type, enabled=False):
             num_steps = u.shape[1]
-            # Sizes are powers of two, and smaller matrices are slices: few are built, and a GPU rarely waits for one.
+            # Only matrices of power-of-two sizes are built and cached, so a GPU rarely waits for a new matrix.
             most_steps = 2 ** (num_steps - 1).bit_length()
             matrix = _toeplitz(self.memory_size, self.theta, self.num_directions, most_steps, u.dtype, u.device)
             matrix = matrix[: num_steps * self.num_directions * self.memory_size, :num_steps]

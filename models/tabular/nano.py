@@ -16,7 +16,7 @@ from models.tabular.normalise import normalise
 
 
 class Layout(NamedTuple):
-    """Layout of the cells of a batch of problems.
+    """Layout of the cells of a batch of classification problems.
 
     All table rows of a batch are in one tensor, (rows, tokens, width): first the context rows of each problem, then the
     query rows of each problem. The first token of a row is its label.

@@ -1,11 +1,11 @@
 // A CUDA device for a CPU build of torch: its memory is host memory, and the CPU's kernels compute on it.
 //
-// Every operator that reaches the CUDA backend comes to `run_on_host`, which hands it to the CPU as tensors over the
-// same memory. Everything above a backend (autograd and its thread for each device, autocast, the dispatcher) is torch's
-// own. What the host must not do is modelled: it may not mix devices, and may not touch the page-locked target of a copy
-// before it has waited for it. Such a target is filled with what stands out, and its pages are closed until then. Nor
-// may it change the page-locked source of a copy: its bytes are compared with what they were.
-// While a stream is captured, `run_on_host` also records what it does, and what it wrote is put back afterwards.
+// `run_on_host` receives each operator that reaches the CUDA backend, and runs the operator on the CPU with tensors over
+// the same memory. Everything above a backend (autograd and its thread per device, autocast, the dispatcher) is torch's
+// own code. Forbidden operations of the host are detected. It must not mix devices. It must not access the page-locked
+// target of a copy before it has waited for the copy: the target is filled with marker values, and its pages are
+// protected until then. It must not change the page-locked source of a copy: the bytes are compared with a snapshot.
+// During a capture, `run_on_host` also records the operators, and memory that they wrote is restored afterwards.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/DeviceAccelerator.h>
@@ -50,9 +50,9 @@ using torch::jit::Stack;
 constexpr int MOST_GPUS = 8;
 thread_local DeviceIndex current_device = 0;
 
-// --- what Python is told -------------------------------------------------------------------------------------------
+// --- messages to Python --------------------------------------------------------------------------------------------
 
-// kind: 'w' for a wait of the host, 'c' for a copy that it does not wait for; returns a number for the place in the code.
+// kind: 'w' for a wait of the host, 'c' for an asynchronous copy. Returns the index of the place in the Python code.
 int (*tell)(char kind, const char* what) = nullptr;
 int told(char kind, const std::string& what) { return tell ? tell(kind, what.c_str()) : 0; }
 
@@ -61,7 +61,7 @@ int told(char kind, const std::string& what) { return tell ? tell(kind, what.c_s
 std::mutex memory_lock;
 std::atomic<int64_t> used[MOST_GPUS], peak[MOST_GPUS], limits[MOST_GPUS];
 
-// What is allocated in captures. It keeps what its tensors took at most, freed or not, while one of its graphs lives.
+// Memory allocated in captures. The pool keeps its peak memory, also after tensors are freed, while one of its graphs lives.
 struct Pool {
   std::set<struct Graph*> graphs;
   int64_t live = 0, kept = 0;
@@ -80,11 +80,11 @@ void account(DeviceIndex device, Pool* pool, int64_t change) {
   peak[device] = std::max(peak[device].load(), used[device].load());
 }
 
-// What a storage on a device owns: the host's storage that it stands for.
+// Data of a device storage: the host storage that it represents.
 struct Block {
   Storage host;
   DeviceIndex device;
-  std::shared_ptr<Pool> pool;  // none outside of captures
+  std::shared_ptr<Pool> pool;  // null outside captures
   int64_t bytes = 0;
 
   Block(Storage storage, DeviceIndex index)
@@ -123,7 +123,7 @@ Storage device_storage(const Storage& host, DeviceIndex device) {
       Storage::use_byte_size_t(), host.nbytes(), pointer_to(new Block(host, device)), &device_allocator, true);
 }
 
-// After the host's storage has another size.
+// Updates a device storage after the size of its host storage has changed.
 void follow_size(c10::StorageImpl* storage, Block* block) {
   block->follow();
   storage->_mutable_data_ptr_no_checks().release_context();
@@ -144,11 +144,11 @@ Tensor tensor_over(Storage storage, DispatchKey key, const Tensor& shaped) {
 struct Pages {
   size_t bytes;
   bool closed = false;
-  int copy = 0;  // which filled them last
+  int copy = 0;  // index of the last copy into these pages
 };
 std::map<char*, Pages> pages;
-std::atomic_flag pages_in_use = ATOMIC_FLAG_INIT;  // no mutex: a signal handler takes it
-std::vector<int> touched(1 << 16);                 // copies whose target was touched too early
+std::atomic_flag pages_in_use = ATOMIC_FLAG_INIT;  // not a mutex, because a signal handler takes the lock
+std::vector<int> touched(1 << 16);                 // copies whose target was accessed too early
 std::atomic<int> num_touched{0};
 
 struct PagesLock {
@@ -201,7 +201,7 @@ void on_fault(int number, siginfo_t* info, void* context) {
         found->second.closed = false;
         mprotect(found->first, found->second.bytes, PROT_READ | PROT_WRITE);
       }
-      return;  // it gets what the copy has left there for those who do not wait
+      return;  // the access continues, and reads the marker values
     }
   }
   if (handler_before.sa_flags & SA_SIGINFO) return handler_before.sa_sigaction(number, info, context);
@@ -215,14 +215,14 @@ bool is_pinned(const void* address) {
   return pages_at(address) != nullptr;
 }
 
-// --- copies under way ----------------------------------------------------------------------------------------------
+// --- pending copies ------------------------------------------------------------------------------------------------
 
 struct Copy {
   DeviceIndex device;
   int64_t ticket;
   Tensor target, values;
 };
-// To a device. Its source is kept, as torch keeps page-locked memory that is freed too early.
+// Pending copy to a device. Keeps its source alive, as torch keeps page-locked memory that is freed too early.
 struct Upload {
   DeviceIndex device;
   int64_t ticket;
@@ -254,7 +254,7 @@ void finish_uploads(DeviceIndex device, int64_t ticket) {
   }
 }
 
-// What a device was asked for up to a ticket is done.
+// Completes all operations of a device up to a ticket.
 void wait_for(DeviceIndex device, int64_t ticket) {
   if (ticket > done[device]) done[device] = ticket;
   at::AutoDispatchBelowADInplaceOrView below;
@@ -275,7 +275,7 @@ void spoil(const Tensor& target) {
 
 void copy_later(const Tensor& target, const Tensor& values, DeviceIndex device) {
   int place = told('c', "aten::copy_");
-  close_pages(target.storage().data(), false);  // a copy may follow another one into the same memory
+  close_pages(target.storage().data(), false);  // another copy may already target this memory
   spoil(target);
   std::lock_guard<std::mutex> lock(copies_lock);
   copies.push_back({device, ++last_ticket, target.alias(), values.clone()});
@@ -287,12 +287,12 @@ void upload(const Tensor& target, const Tensor& source, DeviceIndex device) {
   auto values = source.clone(at::MemoryFormat::Contiguous);
   target.copy_(values);
   std::lock_guard<std::mutex> lock(copies_lock);
-  uploads.push_back({device, ++last_ticket, source.alias(), values, place});  // no object of Python's, but its memory
+  uploads.push_back({device, ++last_ticket, source.alias(), values, place});  // keeps the memory, but no Python object
 }
 
 // --- streams and captures ------------------------------------------------------------------------------------------
 
-thread_local c10::StreamId current_streams[MOST_GPUS] = {};  // 0 is the default one
+thread_local c10::StreamId current_streams[MOST_GPUS] = {};  // 0: default stream
 std::atomic<c10::StreamId> last_stream{0};
 
 Stream current_stream(DeviceIndex device) {
@@ -312,7 +312,7 @@ Graph* capture_on(Device device) {
 
 // --- generators ----------------------------------------------------------------------------------------------------
 
-// Graphs keep the one that was the generator's when they were captured, and draw from it.
+// State of a generator. A graph keeps the state object that its generator had at the capture, and draws from it.
 struct GeneratorState final : c10::intrusive_ptr_target {
   at::Generator host;
   bool capturing = false;
@@ -357,7 +357,7 @@ c10::intrusive_ptr<GeneratorState> state_to_draw_from(Device device, const at::G
   return state;
 }
 
-// Within it, who draws from the host's default generator draws from a device's.
+// Scope in which draws from the host's default generator come from a device's generator.
 struct Drawing {
   static inline std::mutex one_at_a_time;
   std::lock_guard<std::mutex> lock{one_at_a_time};
@@ -383,22 +383,22 @@ struct Drawing {
 
 // --- graphs --------------------------------------------------------------------------------------------------------
 
-// What a device was asked for on captured streams, to be done again on the same memory.
+// Operators recorded on captured streams, which a replay runs again on the same memory.
 struct Graph {
   const DeviceIndex device = ::current_device;
   const std::thread::id thread = std::this_thread::get_id();
-  const char mode;  // whose waiting ends a capture: 'g' anybody's, 't' its thread's, 'r' on its streams alone
+  const char mode;  // waits that invalidate a capture: 'g' of any thread, 't' of its thread, 'r' only on its streams
   const int64_t number;
   std::set<c10::StreamId> streams{current_streams[device]};
   std::shared_ptr<Pool> pool;
   c10::intrusive_ptr<GeneratorState> generator;
   bool invalid = false;
   std::vector<std::function<void()>> calls;
-  std::map<const c10::StorageImpl*, std::pair<Storage, caffe2::TypeMeta>> own;  // of the pool, with what is in it
-  std::map<const c10::StorageImpl*, std::pair<Storage, std::string>> before;    // what else a capture touched
-  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> needed;                // what else a replay touches
+  std::map<const c10::StorageImpl*, std::pair<Storage, caffe2::TypeMeta>> own;  // storages of the pool, with dtypes
+  std::map<const c10::StorageImpl*, std::pair<Storage, std::string>> before;    // old contents of other storages
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> needed;                // other storages of a replay
   Tensor drawn_before;
-  std::map<std::string, std::shared_ptr<Tensor>> places;  // of the generator: in the capture, and in the last replay
+  std::map<std::string, std::shared_ptr<Tensor>> places;  // generator offsets: in the capture, and in the last replay
 
   Graph(char mode, std::shared_ptr<Pool> of) : mode(mode), number(++last_number), pool(std::move(of)) {
     TORCH_CHECK(
@@ -420,10 +420,10 @@ struct Graph {
       std::lock_guard<std::mutex> lock(memory_lock);
       pool->graphs.erase(this);
     }
-    account(device, pool.get(), 0);  // what no tensor has is free now
+    account(device, pool.get(), 0);  // frees memory that no tensor uses
   }
 
-  // On a real device nothing has happened.
+  // Undoes all writes of the capture, because on a real device a capture runs nothing.
   void undo() {
     capturing = nullptr;
     for (auto& [_, found] : before)
@@ -443,7 +443,7 @@ struct Graph {
 
   void check() const { TORCH_CHECK(!invalid, "CUDA error: operation failed due to a previous error during capture"); }
 
-  // Before these, on the device and on the host, are touched in a capture.
+  // Saves the contents of storages before a capture touches them.
   void remember(const std::vector<std::pair<Storage, Storage>>& storages) {
     for (auto& [_, host] : storages) {
       auto* key = host.unsafeGetStorageImpl();
@@ -458,7 +458,7 @@ struct Graph {
       if (!own.count(host.unsafeGetStorageImpl())) needed.emplace_back(on_device.getWeakStorageImpl());
   }
 
-  // Recomputed blocks ask where the generator is, and put it back there.
+  // Recomputed blocks get the offset of the generator, and restore this offset later.
   void note_place(const Tensor& place) {
     auto& noted = places[std::string(static_cast<const char*>(place.data_ptr()), place.nbytes())];
     if (!noted) noted = std::make_shared<Tensor>();
@@ -531,7 +531,7 @@ void check_may_wait(DeviceIndex device) {
     invalidate_capture();
 }
 
-// number: of the capture in which an event was recorded that a stream waits for, or 0.
+// Lets a stream wait for an event. number: capture in which the event was recorded, or 0.
 void wait_for_event(int64_t number, const Stream& stream) {
   if (capturing && number == capturing->number) {
     if (stream.id() == 0) invalidate_capture("operation would make the legacy stream depend on a capturing blocking stream");
@@ -545,7 +545,7 @@ void host_waits(DeviceIndex device, const std::string& what) {
   wait_for_all(device);
 }
 
-// The same value with other tensors.
+// Returns the value with each tensor replaced by the result of a function.
 template <typename Function>
 IValue with_tensors(const IValue& value, const Function& other) {
   if (value.isTensor()) return other(value.toTensor());
@@ -568,7 +568,7 @@ IValue with_tensors(const IValue& value, const Function& other) {
   return value;
 }
 
-// The same memory in the same shape, whatever becomes of the other tensor's.
+// Returns a tensor over the same memory, with the current shape, which later changes of the other tensor do not affect.
 Tensor same_memory(const Tensor& tensor) {
   if (!tensor.defined()) return tensor;
   return Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), false));
@@ -576,17 +576,17 @@ Tensor same_memory(const Tensor& tensor) {
 
 // --- operators -----------------------------------------------------------------------------------------------------
 
-// The host learns a number or a size from the device, and waits for it.
+// Operators that return a number or a size from the device, for which the host waits.
 const std::set<std::string> WAITING = {
     "_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "bincount",
     "unique_consecutive", "unique_dim_consecutive", "_coalesce", "_linalg_check_errors"};
-// They take tensors of the host beside those of a device, and wait where they have to be sent.
+// Operators that accept host tensors in addition to device tensors, and wait if a host tensor must be copied.
 const std::set<std::string> TAKING_HOST_TENSORS = {
     "index", "index_put_", "_index_put_impl_", "index_put", "_ctc_loss", "_ctc_loss_backward"};
 const std::set<std::string> TAKING_HOST_LENGTHS = {"_pack_padded_sequence", "set_"};
 
-// Operators that wait for some arguments alone, as they come in: self, indices, values, accumulate; and where a size is
-// left out. Which elements a mask has, the host learns, unless it has one number for all of them.
+// Whether an operator waits, for operators that wait only for some arguments: `_index_put_impl_` with a mask whose
+// elements the host must count (arguments: self, indices, values, accumulate), and calls that omit an output size.
 bool waits_for(const std::string& name, at::ArrayRef<IValue> given) {
   if (name == "repeat_interleave") return given.back().isNone();
   if (name != "_index_put_impl_" || (given[2].toTensor().is_cpu() && !given[3].toBool())) return false;
@@ -605,10 +605,10 @@ std::string base_name(const std::string& name) { return name.substr(name.find(":
 
 struct OnHost {
   std::string name;
-  Device device = Device(c10::kCPU);  // where results are
+  Device device = Device(c10::kCPU);  // device of the results
   bool has_host_tensor = false;
-  std::vector<std::pair<Tensor, Tensor>> known;       // on the device, on the host
-  std::vector<std::pair<Storage, Storage>> storages;  // the same of storages
+  std::vector<std::pair<Tensor, Tensor>> known;       // pairs (device tensor, host tensor)
+  std::vector<std::pair<Storage, Storage>> storages;  // pairs (device storage, host storage)
 
   void note(const Device& other) {
     if (device.is_cuda() && device != other)
@@ -663,13 +663,13 @@ struct OnHost {
     return with_tensors(value, [this](const Tensor& tensor) { return lowered(tensor); });
   }
 
-  // An argument for a record: the device's memory, and what the host's holds now.
+  // Converts an argument for a record: keeps device memory, and copies host tensors.
   IValue recorded(const IValue& value) const {
     return with_tensors(value, [this](const Tensor& tensor) {
       for (auto& [_, on_host] : known)
         if (on_host.unsafeGetTensorImpl() == tensor.unsafeGetTensorImpl()) return same_memory(tensor);
       if (!tensor.defined()) return tensor;
-      auto frozen = tensor.clone();  // a number of Python's must not become a tensor in the rules for types
+      auto frozen = tensor.clone();  // type promotion must still treat a Python number as a number
       frozen.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
       return frozen;
     });
@@ -709,7 +709,7 @@ struct OnHost {
     return with_tensors(value, [this](const Tensor& tensor) { return raised(tensor); });
   }
 
-  // What an operator changed of its arguments besides their numbers: shapes, and how much memory they have.
+  // Copies changes of shapes and memory sizes of arguments from the host tensors to the device tensors.
   void follow() {
     for (auto& [on_device, on_host] : known) {
       if (on_host.layout() != c10::kStrided) continue;
@@ -757,7 +757,7 @@ void copy(OnHost& call, Stack& stack) {
   torch::jit::push(stack, target);
 }
 
-// Of what an operator returns, in its order.
+// Returns the storages of an operator's results, in order.
 std::vector<Storage> storages_of(at::ArrayRef<IValue> values) {
   std::vector<Storage> found;
   auto add = [&](const Tensor& tensor) {
@@ -769,7 +769,7 @@ std::vector<Storage> storages_of(at::ArrayRef<IValue> values) {
   return found;
 }
 
-// What an operator returned when it was recorded gets what it returns now.
+// Runs a recorded operator again, and copies its results to the storages of the recorded results.
 void run_again(
     const c10::OperatorHandle& op, const std::vector<IValue>& arguments, const std::vector<Storage>& results,
     GeneratorState* generator) {
@@ -834,12 +834,12 @@ void run_on_host(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   if (graph) results = storages_of(at::ArrayRef<IValue>(*stack).slice(stack->size() - num_results));
   call.follow();
   for (auto result = stack->end() - num_results; result != stack->end(); ++result) *result = call.raised(*result);
-  // Views are part of every record that has them, and memory that nobody has written stays spoilt.
+  // Views need no record of their own, and uninitialised memory keeps its marker values.
   bool computes = op.schema().is_mutable() || call.storages.size() > num_known || num_results == 0;
   if (graph && computes && call.name.rfind("empty", 0) != 0) record(*graph, call, op, arguments, results, generator);
 }
 
-// torch's own Work of a future says nothing of its error.
+// Work of a future that also reports errors, unlike torch's own class.
 struct DeviceWork final : c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> result;
   explicit DeviceWork(c10::intrusive_ptr<c10::ivalue::Future> result) : result(std::move(result)) {}
@@ -852,7 +852,7 @@ struct DeviceWork final : c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return result; }
 };
 
-// What processes exchange travels between the host's memory, by gloo. Whoever waits for a result gets the device's tensors.
+// Processes exchange host memory by gloo. The returned Work gives device tensors.
 c10::intrusive_ptr<c10d::Work> work_on_device(const std::shared_ptr<OnHost>& call, c10d::Work& on_host) {
   auto found = on_host.getFuture();
   auto raised = c10::make_intrusive<c10::ivalue::Future>(found->elementType(), std::vector{call->device});
@@ -873,11 +873,11 @@ void exchange(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   op.callBoxed(stack);
   for (auto result = stack->end() - op.schema().returns().size(); result != stack->end() - 1; ++result)
     *result = call->raised(*result);
-  if (call->name == "allreduce_")  // DistributedDataParallel takes what it has summed from here
+  if (call->name == "allreduce_")  // DistributedDataParallel reads the sum from this Work
     stack->back() = work_on_device(call, *stack->back().toCustomClass<c10d::Work>());
 }
 
-// A softmax that reads 16 bits and writes 32, and its backward, are one kernel on a GPU alone.
+// Softmax with 16-bit input and 32-bit output, and its backward, are single kernels only on a GPU.
 void softmax(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   auto input = stack->end() - 3;  // dim and half_to_float follow
   if (stack->back().toBool()) {
@@ -889,12 +889,12 @@ void softmax(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
 
 void softmax_backward(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   auto type_of_input = stack->back().toScalarType();
-  stack->back() = (stack->end() - 4)->toTensor().scalar_type();  // of the gradient, which output and dim follow
+  stack->back() = (stack->end() - 4)->toTensor().scalar_type();  // dtype of the gradient
   run_on_host(op, keys, stack);
   stack->back() = stack->back().toTensor().to(type_of_input);
 }
 
-// A cell of nn.LSTM, which has a kernel of its own on a GPU. gates: (batch, 4 x width), of input, forget, cell, output.
+// Cell of nn.LSTM, which is a single kernel on a GPU. gates: (batch, 4 x width): input, forget, cell, output.
 std::tuple<Tensor, Tensor, Tensor> lstm_cell(
     const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& before,
     const std::optional<Tensor>& input_bias, const std::optional<Tensor>& hidden_bias) {
@@ -923,7 +923,7 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(
   return {gates, grad * f, has_bias ? gates.sum(0) : Tensor()};
 }
 
-// --- what torch asks of a backend ----------------------------------------------------------------------------------
+// --- interface of a torch backend ----------------------------------------------------------------------------------
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kCUDA; }
@@ -951,7 +951,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   DeviceIndex deviceCount() const noexcept override { return MOST_GPUS; }
-  // One stream waits for another one. What is asked of any is done at once, so this tells captures alone.
+  // Events between streams. All operators run immediately, so an event stores only the capture.
   void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
     auto* graph = capture_of(stream);
     *event = reinterpret_cast<void*>(graph ? graph->number : 0);
@@ -1004,9 +1004,9 @@ struct CUDAHooks final : at::CUDAHooksInterface {
 }  // namespace
 
 namespace at {
-REGISTER_CUDA_HOOKS(CUDAHooks)  // torch looks it up by this name
+REGISTER_CUDA_HOOKS(CUDAHooks)  // torch finds the class by this name
 
-// In a CPU build torch's own says that there is none. This library is loaded first, so everybody finds this one.
+// Replaces torch's function, which returns no accelerator in a CPU build. This library is loaded first, so its symbol wins.
 std::optional<c10::DeviceType> accelerator::getAccelerator(bool) { return c10::kCUDA; }
 }  // namespace at
 
@@ -1014,7 +1014,7 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFun
 TORCH_LIBRARY_IMPL(_, SparseCUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
 TORCH_LIBRARY_IMPL(_, SparseCsrCUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
 
-// Sparse kernels that the host has where other backends have a composition.
+// Sparse operators that have kernels on the host, but are compositions in other backends.
 void take_kernels_of(DispatchKey host, torch::Library& m) {
   auto& dispatcher = c10::Dispatcher::singleton();
   for (auto& name : dispatcher.getAllOpNames()) {
@@ -1026,7 +1026,7 @@ void take_kernels_of(DispatchKey host, torch::Library& m) {
 TORCH_LIBRARY_IMPL(aten, SparseCUDA, m) { take_kernels_of(DispatchKey::SparseCPU, m); }
 TORCH_LIBRARY_IMPL(aten, SparseCsrCUDA, m) { take_kernels_of(DispatchKey::SparseCsrCPU, m); }
 
-// Compositions that would choose kernels which a CPU build does not have.
+// Compositions that would choose kernels that a CPU build lacks.
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   for (const char* name : {"copy_", "convolution", "convolution_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
@@ -1038,7 +1038,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward);
 }
 
-// They replace torch's, which would ask gloo for what a CPU build of it does not have.
+// Replacements of torch's collectives, which would call parts of gloo that a CPU build lacks.
 struct Silence final : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
@@ -1052,7 +1052,7 @@ const torch::Library exchanges = [] {
   return m;
 }();
 
-// Of DistributedDataParallel, which notes how long its parts take.
+// Timer of DistributedDataParallel, which records durations.
 struct Timer final : c10d::Timer {
   explicit Timer(Device) {}
   std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
@@ -1065,7 +1065,7 @@ C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, ::Timer)
 
 thread_local std::string failure;
 
-// Nothing, or what it raises.
+// Returns null, or the message of the exception that a function throws.
 template <typename Function>
 const char* failure_of(const Function& function) {
   try {
@@ -1089,7 +1089,7 @@ void imagined_start(int (*callback)(char, const char*)) {
   c10::SetAllocator(c10::kCUDA, &device_allocator);
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(
       [](const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>,
-         bool) -> int64_t { return 0; });  // attention in the form of plain operators
+         bool) -> int64_t { return 0; });  // attention as plain operators
   struct sigaction action = {};
   action.sa_sigaction = &on_fault;
   action.sa_flags = SA_SIGINFO | SA_NODEFER;
@@ -1148,7 +1148,7 @@ void imagined_resize(c10::StorageImpl* storage, int64_t bytes) {
   at::native::resize_bytes_cpu(block->host.unsafeGetStorageImpl(), bytes);
   follow_size(storage, block);
 }
-// Of copies whose source the host has changed too early, up to now.
+// Returns the number of copies so far whose source the host changed too early.
 int imagined_num_changed() {
   for (DeviceIndex device = 0; device < MOST_GPUS; ++device) finish_uploads(device, last_ticket);
   return changed.size();
