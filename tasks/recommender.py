@@ -24,7 +24,7 @@ _MOST_PAIRS, _MOST_INTERACTIONS = 10**9, 2 * 10**7
 
 
 class RecommenderTask(Task):
-    """Task that can also fit simple models, whose settings it chooses by the monitored validation metric."""
+    """Task that can also fit simple models. The monitored validation metric selects the settings of a simple model."""
 
     simple_models: ClassVar[tuple[str, ...]] = ()
     """Names of the models in `SIMPLE_MODELS` that the task supports."""

@@ -46,7 +46,7 @@ _VALIDATION_SEED, _TEST_SEED = 2**40, 2**41
 _SPLIT_SEED = 0
 """Seed of the split of a user's table, independent of --seed so that all runs are scored on the same rows."""
 _TUNING_LR_SCALE = {"base": 0.03, "lora": 0.3}
-"""Factor that multiplies --lr, for each value of --tune."""
+"""Factors that multiply --lr, by value of --tune."""
 _QUERY_SHARE = 0.25
 """Share of query rows in an episode (a training problem that consists of rows of the user's table)."""
 _EPISODE_CELLS, _FEWEST_EPISODE_ROWS = 2**13, 32

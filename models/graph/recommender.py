@@ -40,7 +40,7 @@ class Recommender(nn.Module):
 
 
 class FinalScores(nn.Module):
-    """Scores all items for given users by fixed representations."""
+    """Scores all items for given users from fixed representations."""
 
     users: Tensor
     items: Tensor

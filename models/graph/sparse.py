@@ -121,7 +121,7 @@ class _Product(torch.autograd.Function):
 
 
 def multiply(csr: CSR, x: Tensor) -> Tensor:
-    """Returns csr @ x without a gradient, computed by the fastest kernel for x's device.
+    """Returns csr @ x without a gradient, computed with the fastest kernel for x's device.
 
     On a CPU, F.embedding_bag is many times faster than torch's sparse products. On a GPU, F.embedding_bag is slower,
     but sums in a fixed order, so it is used only if torch must use deterministic algorithms.
@@ -133,7 +133,7 @@ def multiply(csr: CSR, x: Tensor) -> Tensor:
 
 
 def multiply_by_torch_sparse(csr: CSR, x: Tensor) -> Tensor:
-    """Returns csr @ x by torch's sparse product."""
+    """Returns csr @ x, computed with torch's sparse product."""
     size = (len(csr.offsets) - 1, len(x))
     return torch.sparse_csr_tensor(*csr, size, check_invariants=False) @ x
 

@@ -9,8 +9,8 @@ without storing the looked-up rows, (B, Tq, T, width). By default, logits and su
 logits, queries are multiplied by the whole table, and each pair selects its element. For sums, the weights of keys at
 the same interval are added, then multiplied by the table. The products need tensors of shape (B, heads, Tq, rows). On a
 CPU, if the table has many more rows than there are keys, most elements would be unused. In this case, embedding bags
-(torch.nn.functional.embedding_bag) compute the sums, and the logits are the derivative of the sums by the weights. The
-gradient of the table,
+(torch.nn.functional.embedding_bag) compute the sums, and the logits are the gradient of the sums with respect to the
+weights. The gradient of the table,
 
     table_gradient_r = sum over the pairs of row r of weight_ij query_i
 
@@ -125,7 +125,7 @@ def _sums(weight: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
 
 
 def _logits(query: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
-    """Returns the logits of one head, which are the gradient of (_sums(weight) * query).sum() by weight: (B * Tq, T).
+    """Returns the logits of one head, (B * Tq, T): the gradient of (_sums(weight) * query).sum() w.r.t. weight.
 
     query: (B * Tq, C). table: (rows, C).
     """

@@ -74,8 +74,8 @@ def full_softmax(states: Tensor, targets: Tensor, table: Tensor) -> Tensor:
 class _FullSoftmax(torch.autograd.Function):
     """Computes the loss and its gradients in chunks of positions.
 
-    The gradient of the loss by the scores is softmax minus one-hot. Forward computes the gradients of states and table,
-    which are no larger than the inputs, and backward scales these gradients.
+    The gradient of the loss w.r.t. the scores is softmax minus one-hot. Forward computes the gradients of states and
+    table, which are no larger than the inputs, and backward scales these gradients.
     """
 
     @staticmethod

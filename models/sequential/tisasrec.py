@@ -84,7 +84,7 @@ class IntervalAttention(nn.Module):
         interval_values: Tensor,
         last: Tensor | None = None,
     ) -> Tensor:
-        """Lets queries (B, Tq, width) attend to context (B, T, width). Tq is 1 with `last` (as in `rows`), else T.
+        """Lets queries (B, Tq, width) attend to context (B, T, width). Tq is 1 if `last` is given, else T.
 
         position_keys, position_values: (B, T, width), embeddings of each item's position. interval_keys,
         interval_values: (time_span + 1, width), tables of interval embeddings.

@@ -1,4 +1,4 @@
-"""Recommenders without gradient training, which score items by a user's history and by tables from `fitting`.
+"""Recommenders without gradient training, which score items from a user's history with tables from `fitting`.
 
 A history contains items, numbered from 1 and in time order if times are known, and is padded at the end with zeros.
 """
@@ -21,7 +21,7 @@ _TIE_BREAK = 1e-9
 
 
 class SimpleRecommender(nn.Module):
-    """Scores all items by their popularity. Subclasses score by other buffers; `fill` sets all buffers.
+    """Scores all items by their popularity. Subclasses use other buffers; `fill` sets all buffers.
 
     popularity: (num_items + 1,), number of training users of each item. recency: (maxlen,), weights of the items in a
     history, from the last item to the first.

@@ -1,7 +1,7 @@
 """Speech recognisers for utterances of any length, in a form that `torch.export` can export.
 
-In training, an LMU chooses an algorithm for its memory by the lengths of a batch. The modules in this file use one
-algorithm for all lengths, and only operations that other runtimes support.
+In training, the algorithm that computes an LMU's memory depends on the sequence length. The modules in this file use
+one algorithm for all lengths, and only operations that other runtimes support.
 """
 
 import copy
@@ -43,7 +43,7 @@ class RecogniserOfAnyLength(nn.Module):
 
 
 class ConvolvedLMU(nn.Module):
-    """Replaces a `ParallelLMU`, and computes the memory by a convolution with its impulse response.
+    """Replaces a `ParallelLMU`, and computes its memory as a convolution with the memory's impulse response.
 
     The impulse response is cut off where it is nearly zero, because a memory forgets inputs much older than its window.
     """
@@ -85,7 +85,7 @@ def _response_length(memory_size: int, theta: float) -> int:
 
 
 class ScannedLMU(nn.Module):
-    """Replaces an `LMU`, and computes the loop over time by a single `scan` operation."""
+    """Replaces an `LMU`, and computes its loop over time with a single `scan` operation."""
 
     a: Tensor
     b: Tensor

@@ -75,7 +75,7 @@ def shortest_alignment(targets: Tensor) -> Tensor:
 
 
 class _Ctc(torch.autograd.Function):
-    """Computes the CTC loss by the forward (alpha) and backward (beta) recursion over frames.
+    """Computes the CTC loss with forward (alpha) and backward (beta) recursions over frames.
 
     A target of U symbols has S = 2 U + 1 states: blank, first symbol, blank, ..., last symbol, blank. A state s can
     follow s, s - 1 and, if s is a symbol that differs from the previous symbol, s - 2.

@@ -26,7 +26,7 @@ class EditCounts(NamedTuple):
 
 
 class Edit(NamedTuple):
-    """Step of an alignment. A deletion has no hypothesis, and an insertion has no reference (None)."""
+    """Step of an alignment. `hypothesis` is None for a deletion, and `reference` is None for an insertion."""
 
     kind: Literal["equal", "substitution", "deletion", "insertion"]
     reference: Hashable
@@ -72,7 +72,7 @@ def _count_edits(references: list[list[int]], hypotheses: list[list[int]]) -> np
 
 
 def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable]) -> list[Edit]:
-    """Returns an alignment, whose numbers of edits of each kind equal the result of `count_edits`."""
+    """Returns an alignment that has the same numbers of edits as `count_edits` returns."""
     substitution, gap = _costs(len(reference), len(hypothesis))
     cost = [[j * gap for j in range(len(hypothesis) + 1)]]
     for i, value in enumerate(reference):

@@ -169,7 +169,7 @@ class CausalConvolution(nn.Module):
         self.convolution = nn.Conv1d(num_inputs, num_outputs, kernel_size, stride)
 
     def forward(self, x: Tensor, inputs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns outputs, and the pending inputs that the next outputs need.
+        """Returns the outputs, and the pending inputs, which later outputs still need.
 
         x: (B, T, num_inputs). inputs: pending inputs returned by the previous call, (B, n, num_inputs), or None at the
         start of an utterance.

@@ -39,7 +39,7 @@ class LogMel(nn.Module):
 
     A frame is `window_s` seconds of audio, multiplied by a periodic Hann window. Frame t starts at sample t * hop. The
     module uses all frames that fit into the utterance, and at least one frame. It computes the power spectrum of a
-    frame by an FFT whose length is a power of two, and sums the spectrum with the weights of num_mels triangles. The
+    frame with an FFT whose length is a power of two, and sums the spectrum with the weights of num_mels triangles. The
     triangles are equally spaced and linear on HTK's mel scale, 2595 log10(1 + f / 700 Hz), from LOWEST_HZ to half the
     sample rate. A feature is the natural logarithm of max(sum, FLOOR). The window is scaled so that white noise of
     variance v has power v at each frequency.
@@ -202,7 +202,7 @@ class LogMel(nn.Module):
         return torch.where(self.bin_hz <= knee, self.bin_hz * factor, highest - slope * (highest - self.bin_hz))
 
     def _normalise_causally(self, features: Tensor, state: StreamState | None) -> tuple[Tensor, Tensor]:
-        """Normalises features by fixed or running statistics. Returns the features and the new `StreamState.sums`."""
+        """Normalises features with fixed or running statistics. Returns the features and the new `StreamState.sums`."""
         features = (features - self.mean) / self.std
         num_before, sums = (0, features.new_zeros(2, 1, 1, 1)) if state is None else (state.num_frames, state.sums)
         if self.normalise == "fixed":

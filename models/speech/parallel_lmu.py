@@ -97,7 +97,7 @@ class ParallelLMU(nn.Module):
         return self._by_product(u, x) if small else self._by_transforms(u, x)
 
     def _by_product(self, u: Tensor, x: Tensor) -> Tensor:
-        """Computes the input of the activation f by a matrix product, which is fastest for few time steps."""
+        """Computes the input of the activation f with a matrix product, which is fastest for few time steps."""
         with torch.autocast(x.device.type, enabled=False):
             num_steps = u.shape[1]
             # Only matrices of power-of-two sizes are built and cached, so a GPU rarely waits for a new matrix.
@@ -108,7 +108,7 @@ class ParallelLMU(nn.Module):
         return self.read_out(memory) + self.skip(x)
 
     def _by_transforms(self, u: Tensor, x: Tensor) -> Tensor:
-        """Computes the input of the activation f by Fourier transforms, with time as the last dimension for speed."""
+        """Computes the input of the activation f with Fourier transforms; time is the last dimension for speed."""
         with torch.autocast(x.device.type, enabled=False):
             responses = self._responses(u)
             answer = _Convolution.apply(u.mT, _kernels(self._weight(u.dtype), responses), responses.size)

@@ -28,7 +28,7 @@ class StreamState(NamedTuple):
 
 
 class SpeechRecogniser(nn.Module):
-    """Computes log-probabilities of symbols by a front end, an encoder and a linear layer."""
+    """Computes log-probabilities of symbols with a front end, an encoder and a linear layer."""
 
     def __init__(self, front_end: LogMel, encoder: AttentionLMU | ParallelLMUEncoder, num_symbols: int) -> None:
         """num_symbols: number of symbols, including the blank."""

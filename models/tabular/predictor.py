@@ -1,4 +1,4 @@
-"""Prediction of class probabilities for tables of any size, by a model that supports limited numbers of classes."""
+"""Prediction of class probabilities for tables of any size, with a model that supports a limited number of classes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
