@@ -324,7 +324,7 @@ def _items_excluded(
 
 
 def _item_sets(interactions: Interactions, users: np.ndarray, chosen: np.ndarray) -> ItemSets:
-    """Builds each user's set of the items of chosen interactions, (n,) bool."""
+    """Builds each user's set of items from the chosen interactions. chosen: (n,) bool."""
     return ItemSets.of_pairs(users[chosen], interactions.items[chosen], interactions.num_users, interactions.num_items)
 
 

@@ -24,7 +24,7 @@ _LOUDEST = 2.0**31
 
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _UNKNOWN_SIZE = 0x7FFFF000
-"""Declared size, in bytes, from which a WAV file counts as a stream, whose samples extend to the end of the file."""
+"""A WAV file that declares at least this size, in bytes, is a stream, whose samples extend to the end of the file."""
 _NUM_LOBES = 24
 """Number of zeros of the sinc on each side of the resampling filter."""
 _ROLL_OFF = 0.96

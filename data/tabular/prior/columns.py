@@ -10,7 +10,7 @@ from data.tabular.prior.units import standardise
 MOST_LEVELS = 32
 """Largest number of categories of a column in version 1 of the prior."""
 MANY_LEVELS = 128
-"""Largest number of categories in version 2 of the prior; drawn log-uniformly for a sixth of categorical columns."""
+"""Largest number of categories in version 2 of the prior; the number is log-uniform in a sixth of the columns."""
 _MEAN_LEVELS = 10.0
 _MOST_DEVIATIONS = 4.0
 
