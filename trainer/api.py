@@ -242,7 +242,7 @@ def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | 
 
 
 def _fit_in_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str], run: SavedRun, number: int) -> Fitted:
-    """Trains in new processes. Raises UserError if they cannot import the task or refuse to train, else Failure."""
+    """Trains in new processes. Raises UserError if they cannot import the task or refuse it; Failure if they fail."""
     task, form = run.task, f"multi_gpu {multi.multi_gpu}"
     assert task is not None
     if issubclass(task, Script):

@@ -53,7 +53,7 @@ def flag(
 ) -> Any:
     """Defines a dataclass field that is a command-line flag.
 
-    help: `--help` shows the text up to the first ";", `--help-all` the whole text.
+    help: `--help` shows the text up to the first ";", and `--help-all` shows the whole text.
     common: `--help` shows the flag; in a group without common flags `--help` shows every flag.
     hidden: the flag is neither shown in `--help-all` nor recorded.
     local: the flag may differ between the processes of a run, since it does not affect learning; an example is a data
@@ -97,7 +97,7 @@ def shown(value: Any) -> str:
 
 
 def flags_without(group: FlagGroup, needed: str, fields: Iterable[str]) -> list[str]:
-    """Returns a sentence for each of the fields that was given although it has no effect without the flag `needed`."""
+    """Returns a sentence for each given field that has no effect without the flag `needed`."""
     unused = given_flags(group, fields)
     return [f"{given}: does nothing without {needed}; add {needed}, or leave this flag out" for given in unused]
 

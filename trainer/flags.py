@@ -22,7 +22,7 @@ MOST_THREADS = 1024
 MOST_PROCESSES = 1024
 """Largest number of processes per machine."""
 LOGGERS = ("wandb", "mlflow")
-"""Names that `--logger` accepts, besides FILE:CLASS."""
+"""Names that `--logger` accepts, in addition to FILE:CLASS."""
 RETIRED = {
     "--hang-timeout-s": "was removed: --dist-timeout-s is the only time limit; leave it out",
     "--straggler-factor": "was removed: a rank is slow above 1.3 times the median; leave it out",
@@ -31,14 +31,14 @@ RETIRED = {
     "--job-id": "was removed: a lock that is not renewed is taken over automatically; leave it out",
     "--unreadable": "was renamed to --on-bad, with drop instead of skip",
 }
-"""Messages for retired flags. Config files and checkpoints that contain a retired flag are read without it."""
+"""Messages for retired flags. The trainer ignores retired flags in config files and checkpoints."""
 Schedule = Literal["cosine", "linear", "constant", "wsd", "plateau"]
 
 
 ADAM = {"optimizer": ("adamw", "adam", "muon")}
 FSDP = {"multi_gpu": forms.SHARDING}
 NOT_WITH_A_USE = ("fresh", "init_from", "init_from_partial", "eval_only")
-"""Fields that exclude `--predict`, `--sample` and `--export`, which use weights without training."""
+"""Fields of flags that must not be given with `--predict`, `--sample` or `--export`, which do not train."""
 
 
 @dataclass

@@ -26,7 +26,7 @@ _handed_in: Registry | None = None
 def hand_in(tasks: Registry) -> None:
     """Sets the workloads of this process.
 
-    Also unloads the packages that contain the workloads, since a task file may import its own package of this name.
+    Also unloads the workloads' packages, since a task file may import its own package of the same name.
     """
     global _handed_in
     _handed_in = tasks
@@ -90,7 +90,7 @@ def source_file(task_type: type[Task]) -> Path | None:
 
 
 def known_task(name: str) -> type[Task] | None:
-    """Returns the task class with a name from a run if it is a workload or defined in this process; otherwise None.
+    """Returns the task class that a run names, if it is a workload or defined in this process; otherwise None.
 
     Executes no file, since the run may come from somebody else. Raises UserError for a class that `trainer.fit` made.
     """

@@ -111,8 +111,8 @@ class Rows(Objective):
 def task_of(model: nn.Module, train: Any, loss: Loss, settings: dict[str, Any]) -> type[Script]:
     """Creates a task class from the arguments of `trainer.fit`.
 
-    settings: keyword arguments of `fit`. This function removes arguments that are not flags, and adds flags that
-    DataLoaders or the optimizer determine unless they are given. Raises UserError.
+    settings: keyword arguments of `fit`. The function removes arguments that are not flags from `settings`, and adds
+    flags that DataLoaders or the optimizer determine unless they are given. Raises UserError.
     """
     names, collate, optimizer = (settings.pop(name, None) for name in ("names", "collate", "optimizer"))
     others = {split: settings.pop(split, None) for split in ("val", "test")}

@@ -50,7 +50,7 @@ class Exported(NamedTuple):
 class Baseline(NamedTuple):
     """Scores of a simple method on a run's data.
 
-    metrics: scores by metric name, such as "val/ndcg@10". flags: task flags that train this method; "" if none do.
+    metrics: scores by metric name, such as "val/ndcg@10". flags: task flags that train this method; "" if no flags do.
     """
 
     metrics: Mapping[str, float]
@@ -91,16 +91,16 @@ Picture = np.ndarray
 class Objective(SeesConversions):
     """A model together with its loss.
 
-    `model` owns every parameter and persistent buffer, so the entry `model` of a checkpoint is an ordinary state dict.
+    `model` owns every parameter and persistent buffer, so a checkpoint's entry `model` is the state dict of `model`.
 
     In train mode `forward(batch, phase)` returns sums over the batch's samples, including "loss". In eval mode
     `forward(batch)` returns sums, and `PerSample` for metrics that are not sums over samples. A sum is a tensor of any
     shape without a batch dimension.
 
-    For a loss over all samples of a step that is not a sum, define `outputs` and `joint_loss` instead of `forward`.
+    For a loss that depends jointly on all samples of a step, define `outputs` and `joint_loss` instead of `forward`.
 
-    `helpers` are modules that are neither trained nor saved, such as a teacher or a loss's feature network. They move
-    to the model's device and dtype, and are always frozen and in eval mode. Checkpoints contain only their digests.
+    `helpers` are modules that are neither trained nor saved, such as a teacher or a loss's feature network. Helpers
+    move to the model's device and dtype, and are always frozen and in eval mode. Checkpoints contain only digests.
     """
 
     model: nn.Module
@@ -175,7 +175,7 @@ class Objective(SeesConversions):
         """Makes the number of model calls equal for all batches. Raises UserError if that is impossible.
 
         Called with `--multi-gpu fsdp`, where all processes must make the same number of model calls, since each call
-        runs collectives. An objective that splits batches by size or content must stop splitting them, or raise.
+        runs collectives. An objective that splits batches must stop splitting them, or raise UserError.
         """
 
 
@@ -292,16 +292,15 @@ class Task(ABC):
     def build_objective(self) -> Objective:
         """Builds a freshly initialised model with its loss, on the CPU, in float32.
 
-        A trained model is also built without the data. If the model's size depends on the data, take the size from
-        `data_facts` if that is set. To set initial weights from the data, define `initialise`.
+        Trained models are also built without the data, so take sizes that depend on the data from `data_facts` when it
+        is set. To set initial weights from the data, define `initialise`.
         """
 
     def describe_data(self) -> Mapping[str, Any]:
         """Returns facts about the training data that a trained model needs, such as an alphabet, as plain values.
 
         Called after `splits`. Every checkpoint contains the result. When a checkpoint is used without the data,
-        `data_facts` is the result, also in `build_objective` and `new_data`. A run does not resume on data with
-        different facts.
+        `data_facts` contains the result. A run does not resume on data with different facts.
         """
         return {}
 
@@ -452,7 +451,7 @@ class Task(ABC):
         return len(self.training_data(phase))
 
     def batch_size(self, phase: str, batch_size: int) -> int:
-        """Returns a phase's number of samples per forward on each device. batch_size: `--batch-size`, the default.
+        """Returns a phase's number of samples per forward on each device; default: batch_size, that is, `--batch-size`.
 
         A phase with twice the `--batch-size` has twice the `--global-batch-size`, and thus the same factor of
         `--scale-lr`.

@@ -139,7 +139,7 @@ class RunDirectory:
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether the directory contains a checkpoint, or signs of a lost one, which `load_newest` reports."""
+        """Whether the directory contains a checkpoint, or signs of a lost checkpoint, which `load_newest` reports."""
         return bool(self.entries or self._lost)
 
     def load_newest(self) -> dict[str, Any]:
@@ -173,8 +173,8 @@ class RunDirectory:
     def save(self, state: dict[str, Any]) -> Path:
         """Writes a checkpoint and updates `last.pth`, and `best.pth` if the checkpoint is the best.
 
-        Raises UserError on disk errors, NoRoom for a full disk, or LockTaken if another process took over; existing
-        files stay unchanged.
+        Raises UserError on disk errors, NoRoom if the disk is full, or LockTaken if another process took over the
+        directory. Existing files are kept.
         """
         path = unused_path(self.path, Position(**state["position"]))
         temporary = self.writer.temporary(path)
@@ -274,7 +274,7 @@ def _size(num_bytes: int) -> str:
 def claim_temporary_files(folder: Path, writer: Writer) -> None:
     """Renames temporary files, so that a previous lock holder cannot complete them; see `trainer.checkpoint.lock`.
 
-    Deletes temporary files other than checkpoints; these may be complete and in the manifest. Raises OSError.
+    Deletes temporary files except checkpoints, which may be complete and in the manifest. Raises OSError.
     """
     for path in folder.glob("*.tmp"):
         with suppress(FileNotFoundError):  # another process has just renamed it

@@ -265,8 +265,7 @@ class Saved:
 
     is_optional: the entry may be absent. since: first format version with the entry; older files get `default`.
     is_large: only rank 0 reads the tensors, and sends them to the other ranks when they are loaded into the model.
-    name: name in the file if it differs from the field's name. read: converts the value in the file to the field's
-    value.
+    name: name in the file if it differs from the field's name. read: converts the value in the file.
     """
 
     kind: Kind

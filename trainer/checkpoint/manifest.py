@@ -78,7 +78,7 @@ def read_state(folder: Path) -> State | None:
 def read_config(folder: Path, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Reads a run directory's config.json; {} if the file is missing or invalid.
 
-    say: reports damage.
+    say: prints messages about damage.
     """
     path = folder / CONFIG
     content = read_json(path, say)
@@ -96,8 +96,8 @@ def read_config(folder: Path, say: Callable[[str], None] = lambda line: None) ->
 class Entry:
     """A checkpoint listed in the manifest.
 
-    value: the monitored metric; None without validation. best: whether the value was the best so far when saved.
-    source: absolute path of the checkpoint that `--resume-from` last named before this checkpoint was written.
+    value: the monitored metric; None without validation. best: whether the value was the best so far when the
+    checkpoint was saved. source: absolute path last given to `--resume-from` before this checkpoint was saved.
     """
 
     file: str = saved(text(CHECKPOINT_NAME))
@@ -142,7 +142,7 @@ def _one_entry_a_file(name: str, content: Mapping[str, Any]) -> None:
 def read_manifest(path: Path, say: Callable[[str], None] = lambda line: None) -> list[Entry]:
     """Returns the entries of a manifest, oldest first; [] if the file is missing or invalid.
 
-    say: reports damage. Raises DiskError.
+    say: prints messages about damage. Raises DiskError.
     """
     content = read_json(path, say, MOST_WHOLE)
     if not content:
@@ -214,7 +214,7 @@ def link(name: Path, file: Path, writer: Writer) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Numbers of newest (0: all) and best checkpoints to keep. mode: which value is best."""
+    """Numbers of newest (0: all) and best checkpoints to keep. mode: whether the best value is the "max" or "min"."""
 
     newest: int
     best: int = 1

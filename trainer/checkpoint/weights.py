@@ -1,4 +1,4 @@
-"""Finds the weights of a run, and compares weights with a model's."""
+"""Finds the weights of a run, and compares weights with a model's weights."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -22,8 +22,8 @@ from trainer.loading.order import Position
 class TrainedRun:
     """Loaded checkpoint of a run. label: plural noun for the weights in messages. folder: the checkpoint's folder.
 
-    comes_with_task: whether these are the task's pretrained weights, which fit other flags and data. remarks: sentences
-    for the user about the choice of weights.
+    comes_with_task: whether these are the task's pretrained weights, which may be used with other flags and data.
+    remarks: sentences for the user about the choice of weights.
     """
 
     label: str
@@ -123,7 +123,7 @@ class WeightComparison:
 
 
 def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> WeightComparison:
-    """Compares weights with a model's by name, shape and dtype; ignores a prefix common to all weights."""
+    """Compares weights with a model's weights by name, shape and dtype; ignores a prefix common to all given names."""
     own = model.state_dict()
     found = _without_prefix(weights, own)
     unlike = {

@@ -206,7 +206,7 @@ def build_run(
 ) -> tuple[Run, list[str]]:
     """Builds a run, new or resumed; returns the run and notes for the user. Writes no files.
 
-    loading: from `start_loading`. All processes call it, and all raise UserError if one does.
+    loading: from `start_loading`. All processes call it, and all processes raise UserError if one process does.
     """
     given = flags.checkpoint
     state = strategy.load_on_main(lambda: choose_start(directory, given), LARGE)
@@ -341,8 +341,8 @@ def prepare_training(
 ) -> float:
     """Wraps the model for the run's devices and builds the optimizers, for each phase.
 
-    All processes call it with identical weights. orders: one per phase. Returns the CPU time of the slowest first
-    forward, in seconds. Raises UserError if a method of the task returns an invalid result.
+    All processes call it with identical weights. orders: sample order of each phase. Returns the CPU time of the
+    slowest first forward, in seconds. Raises UserError if a method of the task returns an invalid result.
     """
     check_same_parameters(learner.objective, strategy.group, f"--task {flags.run.task}")
     with strategy.unsharded(learner.objective):

@@ -1,6 +1,6 @@
 """Runs `--export`: writes a trained model as a program of torch.export, which runs without this trainer.
 
-The program is traced on batches of real data, and written only if its outputs agree with the model's.
+The program is traced on batches of real data, and written only if its outputs agree with the model's outputs.
 """
 
 import inspect
@@ -37,7 +37,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 """Largest accepted difference between program and model, relative to an output's largest value."""
 
 Answer = Callable[[Exported], Sequence[Tensor]]
-"""Calls a loaded program with the inputs of an `Exported` and returns the program's outputs."""
+"""Function that calls a loaded program with the inputs of an `Exported` and returns the program's outputs."""
 
 
 @torch.no_grad()
@@ -48,7 +48,7 @@ def export_model(flags: Flags, strategy: Strategy) -> None:
     run, task = find_trained(flags, say)
     for remark in run.remarks:
         say(remark)
-    task.data_facts = None  # the task reads its data here
+    task.data_facts = None  # unlike --predict, export reads the task's data
     dtype = choose_precision(flags.precision, strategy.device).dtype
     objective = trained_objective(task, run.state["model"], strategy.device, dtype).eval()
     objective.start_evaluation()

@@ -1,4 +1,4 @@
-"""The flags of a whole command line as one typed object."""
+"""All flags of a command line in one typed object."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,12 +41,12 @@ class FromRun:
 
 @dataclass
 class Flags(TrainerFlags):
-    """Flags of a whole command line: groups of the trainer, and the task's own flags."""
+    """All flags of a command line: the trainer's groups, and the task's own flags."""
 
     task: Any
     task_type: type[Task] | None
     tool: Any = None
-    """Flags of a program other than training, such as the profiler."""
+    """Flags of a program other than the trainer, such as the profiler."""
     origins: Mapping[str, ConfigFile] = dataclasses.field(default_factory=dict, compare=False)
     """The file or run that set a value, by flag."""
     given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)

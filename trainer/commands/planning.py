@@ -92,7 +92,7 @@ def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) ->
 
 
 def build_learning_rate(flags: Flags, task: Task, plan: Plan, factor: float) -> LearningRate:
-    """Builds the learning rate schedule. Raises UserError if warm-up exceeds the run, or `--min-lr` the peak rate."""
+    """Builds the learning rate schedule. Raises UserError if warm-up is too long or `--min-lr` too high."""
     learning = flags.learning
     peak = learning.lr * factor
     if learning.min_lr > peak * (1 + 1e-9) and not flags.checkpoint.eval_only:

@@ -43,7 +43,7 @@ def choose_start(directory: RunDirectory, given: CheckpointFlags) -> dict[str, A
         return directory.load_newest()
     state = read_checkpoint(source, f"--resume-from {source}")
     if brings_another_run(directory, source):
-        state.pop("run_id", None)  # the run gets an id of its own
+        state.pop("run_id", None)  # the new run gets its own id
         directory.forget_values()
     else:
         directory.forget_later_values(state)
@@ -76,9 +76,9 @@ def choose_run_id(directory: RunDirectory, given: CheckpointFlags, state: Mappin
 def take_best_beside(
     source: Path, best: Best | None, directory: RunDirectory, run_id: str
 ) -> tuple[float | None, bool, bool]:
-    """Copies best.pth from the folder of the `--resume-from` checkpoint, `source`, unless `source` is the best.
+    """Copies best.pth from the folder of `source`, the `--resume-from` checkpoint, unless `source` is the best.
 
-    Returns the monitored metric of `source`, whether this was the best so far, and whether the best checkpoint is
+    Returns the monitored metric of `source`, whether that value was the best so far, and whether the best checkpoint is
     known.
     """
     state = read_checkpoint(source, f"--resume-from {source}")
@@ -140,7 +140,7 @@ class Changes:
         return f"undo the change to {', '.join(own)}" if own else otherwise
 
     def refuse_another_run(self) -> None:
-        """Raises UserError if the task, `--optimizer`, number of phases or data facts differ from the checkpoint's."""
+        """Raises UserError if the task, `--optimizer`, number of phases or data facts differ from the checkpoint."""
         task, optimizer, num_phases = self.now["task"], self.now["config"]["--optimizer"], len(self._task.phases)
         if not is_same_task(self.then["task"], task):
             raise UserError(f"--task {task}: the checkpoint is of {self.then['task']}; choose another --save-dir")
@@ -157,7 +157,7 @@ class Changes:
         self.refuse_other_data("the checkpoint", to_train=True)
 
     def refuse_other_threads(self) -> None:
-        """Raises UserError if the number of CPU threads changed, since exact results with `--parts` depend on it."""
+        """Raises UserError if the number of CPU threads changed; bit-identical results with `--parts` depend on it."""
         then, now = self.then["environment"], self.now["environment"]
         before, threads = then.get("num_threads_per_rank"), now["num_threads_per_rank"]
         if self._in_parts and now["device_type"] == then.get("device_type") == "cpu" and before != threads:
@@ -174,9 +174,9 @@ class Changes:
             )
 
     def refuse_other_data(self, source: str, to_train: bool = False) -> None:
-        """Raises UserError if the task's data facts differ from the checkpoint's.
+        """Raises UserError if the task's data facts differ from the checkpoint.
 
-        source: noun for the weights in messages. to_train: facts that only the run has also count as a difference.
+        source: noun for the weights in messages. to_train: facts that the checkpoint lacks also count as a difference.
         """
         then, now = self.then.get("data_facts", {}), self.now["data_facts"]
         for name in sorted(then.keys() | now.keys() if to_train else then.keys()):

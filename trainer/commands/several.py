@@ -78,7 +78,7 @@ class Job:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has finished with the same flags. A run with changed flags decides at its next start."""
+        """Whether the run has finished with unchanged flags; with changed flags it decides at its next start."""
         return bool(read_json(self.directory / RESULTS)) and not self.changed
 
     def refuse_another_run(self) -> None:
@@ -114,8 +114,8 @@ class Job:
 def plan_jobs(flags: Flags, argv: Sequence[str], folds: Sequence[Sequence[str]], run_alone: RunAlone) -> list[Job]:
     """Returns all runs, fold by fold. Raises UserError if the command line of a run is invalid.
 
-    argv: the complete command line; each run appends its own flags, which override earlier flags. folds: flags that
-    hold a fold out, for each fold; empty without `--folds`.
+    argv: the complete command line; each run appends its own flags, which override earlier flags. folds: for each fold,
+    the flags that hold it out; empty without `--folds`.
     """
     several, first_seed = flags.several, flags.run.seed
     numbered: list[tuple[int | None, Sequence[str]]] = [*enumerate(folds, start=1)]
@@ -261,7 +261,7 @@ class SeveralRuns:
         return 0
 
     def _train(self, unfinished: list[Job], launcher: Launcher, table: SummaryTable) -> list[tuple[Job, int]]:
-        """Trains runs and removes finished ones from `unfinished`; returns failed runs with their exit statuses."""
+        """Trains runs and removes finished runs from `unfinished`; returns failed runs with their exit statuses."""
         self.directory.delete(SUMMARY)
         failures = []
         in_steps = self.flags.run.max_steps is not None

@@ -136,7 +136,7 @@ def _closing_lines(folder: Path, task: Task, task_name: str, progress: Progress)
     if best is not None and best.epoch:
         epochs = f"; its best epoch is {best.epoch} of {progress.position.epoch}, {task.monitor[0]} {best.value:.4f}"
     command = f"python main.py --save-dir {shlex.quote(str(folder))}"
-    command += f" --task {shlex.quote(task_name)}" * (":" in task_name)  # a run's record must not name a task's file
+    command += f" --task {shlex.quote(task_name)}" * (":" in task_name)  # a run's record cannot choose a task's file
     predicts = type(task).new_data is not Task.new_data
     uses = f"{command} --predict FILE (or --eval-only)" if predicts else f"{command} --eval-only"
     curves = f"curves by tensorboard --logdir {shlex.quote(str(folder))}"
@@ -223,7 +223,7 @@ class RunState:
 
 @contextmanager
 def recorded(directory: RunDirectory, strategy: Strategy) -> Iterator[RunState]:
-    """Records any exception that leaves the context in state.json of the locked directory."""
+    """Records in state.json of the locked directory any exception that leaves the context."""
     state = RunState(directory, strategy)
     strategy.group.diagnosis.before_forced_end(state.fail)
     try:

@@ -148,9 +148,9 @@ def _first(names: Collection[str]) -> str:
 def find_run(
     flags: Flags, files: Mapping[str, Path | None], shipped: Path | None, say: Callable[[str], None]
 ) -> TrainedRun:
-    """Returns the run of `find_weights`, or the task's pretrained weights unless `--save-dir` is given and holds a run.
+    """Returns the weights of the file or run that flags name, or the task's pretrained weights, or the default run's.
 
-    For a task with pretrained weights, a run in the default folder is not used. say: prints messages about damage.
+    Uses a run in the default folder only if the task has no pretrained weights. say: prints messages about damage.
     Raises UserError.
     """
     folder, has_run = flags.checkpoint.save_dir, True

@@ -180,7 +180,7 @@ def replace_text(path: Path, text: str) -> None:
 def written_as_a_whole(
     path: Path, temporary: Path, binary: bool = False, rename: Callable[[Path, Path], object] = Path.rename
 ) -> Iterator[IO[Any]]:
-    """Opens `temporary` for writing, and renames it to `path` when its content is on disk; an error keeps `path`.
+    """Opens `temporary` for writing, and renames it to `path` once it is on disk; `path` is unchanged after an error.
 
     temporary: a path in the same folder. binary: False for UTF-8 text. rename: renames the file. Raises OSError.
     """

@@ -27,7 +27,7 @@ def empty_like(value: Tensor, device: torch.device) -> Tensor:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Copies nested dicts, lists and tuples with `function` applied to tensors; converts NumPy scalars to Python's."""
+    """Copies nested dicts, lists and tuples with `function` applied to tensors; converts NumPy scalars to Python."""
     if isinstance(value, Tensor):
         return function(value)
     if type(value) in (dict, OrderedDict, Counter):

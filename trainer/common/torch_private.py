@@ -106,7 +106,7 @@ run_backward: Callable[..., None] = partial(
 
 
 def is_in_backward() -> bool:
-    """Returns whether this thread is in a backward pass, also in activation recomputation. Fallback: False."""
+    """Returns whether this thread is in a backward pass, including activation recomputation. Fallback: False."""
     number = getattr(torch._C, "_current_graph_task_id", None)
     return number is not None and number() != -1
 
@@ -147,8 +147,8 @@ def when_cuda_is_initialised(callback: Callable[[], None]) -> None:
 def end_allocating(device: torch.device, pool: Any) -> None:
     """Ends allocation to a CUDA graph's memory pool after a failed capture.
 
-    Until then torch cannot return memory to the GPU. Newer versions of torch end it in the failed capture, and this
-    call then raises an error that is suppressed. Fallback: does nothing.
+    Before this call torch cannot return memory to the GPU. Newer versions of torch end it in the failed capture; the
+    error that this call then raises is suppressed. Fallback: does nothing.
     """
     with suppress(AttributeError, RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)

@@ -173,7 +173,7 @@ class GroupDiagnosis(Diagnosis):
         if is_own:
             self._print(reported, error)
         self.exit_status = reported.status
-        # The reporting process has printed the message; only a UserError is left to rank 0.
+        # The reporting process has printed the message, except a UserError, which rank 0 prints.
         return UserError(str(reported)) if reported.status == EXIT_BAD_INPUT and self.rank == 0 else reported
 
     def consider_others(self, silent_s: float) -> None:
@@ -204,7 +204,7 @@ class GroupDiagnosis(Diagnosis):
         return f"{self._name(self.rank)} "
 
     def _loss(self, waited_s: float | None, error: str) -> Failure:
-        """Pings all ranks and describes which are lost; see `diagnose`."""
+        """Pings all ranks and describes which ranks are lost; see `diagnose`."""
         heartbeats = self.monitor.ping()
         return Failure(self.diagnose(waited_s, error, heartbeats), lost=self._silent(heartbeats))
 

@@ -99,7 +99,7 @@ class HeartbeatMonitor:
         self.before_forced_end: Callable[[Failure], None] = lambda failure: None
         """Called before the monitor ends this process because the training thread has not noticed a failure."""
         self.on_beat: Callable[[float], None] = lambda silent_s: None
-        """Called at each heartbeat with the seconds since the next rank's last heartbeat, which this rank watches."""
+        """Called at each heartbeat with the seconds since the last heartbeat of the next rank."""
         self.on_loss: Callable[[], None] = lambda: None
         """Called while no rank reports that a process of this machine has exited, for example if all wait for a GPU."""
         self._send_heartbeat(is_pinged=False)  # at once, so that other ranks also notice an early exit
@@ -111,7 +111,7 @@ class HeartbeatMonitor:
         self._thread.join(ANSWER_WITHIN_S)
 
     def report_end(self, compose: Callable[[], Failure]) -> tuple[Failure, bool] | None:
-        """Agrees with all ranks on a report of why the run ends; returns it, and whether this process composed it.
+        """Agrees with all ranks on a report of why the run ends; returns the report, and whether it is this process's.
 
         compose: builds the report, if this process is the first. Returns None if the store does not respond.
         """
@@ -197,7 +197,7 @@ class HeartbeatMonitor:
 
 
 def process_space() -> str:
-    """Returns an identifier of the scope of process ids: the kernel's boot and the pid namespace."""
+    """Returns an identifier of the scope in which process ids are unique: kernel boot and pid namespace."""
     try:
         return f"{boot_of_kernel()}:{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:

@@ -21,8 +21,8 @@ BATCHES_PER_POOL = 100
 def bucketed_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
     """Returns batches of samples of similar length, to reduce padding; each epoch has different batches.
 
-    Splits shuffled samples into pools of 100 batches, sorts each pool by length, splits it into batches, and shuffles
-    the batches; a batch with fewer samples stays last.
+    Splits shuffled samples into pools of 100 batches, sorts each pool by length, splits the pools into batches, and
+    shuffles the batches; a smaller batch stays last.
 
     lengths: (n,), length of each sample. batch_size: samples per optimizer step, over all devices, >= 1. Returns
     ceil(n / batch_size) arrays of sample indices, (batch_size,) int64, each sorted by length.

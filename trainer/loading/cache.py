@@ -21,8 +21,8 @@ _NAMES = "names.txt"
 def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arrays:
     """Returns cached arrays, read-only and memory-mapped; builds them if the entry is missing or incomplete.
 
-    If several processes need a missing entry, one builds it and the others wait. A killed build leaves no incomplete
-    entry: arrays are written to a temporary folder and flushed, and then the folder is renamed.
+    If several processes need a missing entry, one process builds it while the other processes wait. A killed build
+    leaves no incomplete entry: arrays are written to a temporary folder and flushed, and then the folder is renamed.
 
     cache_dir: a folder shared by all processes of the machine; created if missing. key: a valid file name that
     identifies content and format version. build: returns arrays by name; names must be valid file names. Exceptions of
@@ -54,7 +54,7 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
 
 
 def cached_numbers(cache_dir: Path, key: str, build: Callable[[], Mapping[str, float]]) -> dict[str, float]:
-    """Returns cached numbers by name, in the order of build; see `cached_arrays`."""
+    """Returns cached numbers by name, in the order of `build`; see `cached_arrays`."""
 
     def arrays() -> Arrays:
         numbers = build()

@@ -23,7 +23,7 @@ MOST_TOGETHER, MOST_SAMPLES_TOGETHER = 32, 2**13
 
 
 class Movable:
-    """Base class of data sets that can be moved to a device: array attributes, also in dictionaries, become tensors.
+    """Base class of data sets that can be moved to a device: arrays in attributes and dictionaries become tensors.
 
     A subclass must implement `__getitems__` with indexing by `self.here(keys.index)`, operators, and the functions of
     trainer.loading.arrays, so that it works on NumPy arrays and on tensors, and never waits for a device.
@@ -55,7 +55,7 @@ class Movable:
 
 
 def num_bytes(parts: Iterable[Movable]) -> int:
-    """Returns the device memory in bytes that data sets need; an array that they share counts once."""
+    """Returns the device memory in bytes that data sets need; a shared array counts once."""
     return sum({id(array): array.nbytes for part in parts for array in _arrays(part)}.values())
 
 
@@ -80,7 +80,7 @@ def _is_moving(value: Any) -> bool:
 
 
 def moved(parts: Sequence[M], device: torch.device) -> list[M]:
-    """Returns copies of data sets on a device; arrays that they share are copied once."""
+    """Returns copies of data sets on a device; a shared array is copied once."""
     found: dict[int, Any] = {}
 
     def copied(value: Any) -> Any:

@@ -52,8 +52,8 @@ class SampleKeys:
     index: (n,) int64, indices within the data set.
     epoch: epoch from 0, a key of per-sample random numbers (augmentation, negatives).
     phase: index of the task's phase.
-    placeholder: whether this is a placeholder batch, whose samples do not count. A process without samples runs one,
-        because every process must run the same number of micro-batches.
+    placeholder: whether this is a placeholder batch, whose samples do not count. A process without samples runs a
+        placeholder batch, because every process must run the same number of micro-batches.
     progress: completed fraction of the run in [0, 1), equal for all samples of a step; 0 in evaluation.
     few_lengths: whether `padded_length` rounds up to few lengths; set by loaders for a GPU.
     """

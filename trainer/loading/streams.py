@@ -45,9 +45,9 @@ def from_stream(
     Random numbers that the stream draws for a sample from `random`, `numpy.random` and PyTorch's default generator are
     a function of (seed, epoch, number of the sample), as in `from_dataset`.
 
-    make_iterator: returns an iterator or iterable that starts at the stream's first sample. If it has a required
-        argument, this is the epoch, from 0, and each epoch has its own stream; otherwise one stream lasts for all
-        epochs.
+    make_iterator: returns an iterator or iterable that starts at the stream's first sample. If the function has a
+        required argument, it gets the epoch, from 0, and each epoch has its own stream; otherwise epochs share a
+        stream.
     samples_per_epoch: samples per epoch, at least 1; for a validation set, its size.
     collate, seed, names: see `from_dataset`.
 
@@ -145,7 +145,7 @@ class KeyedStream(KeyedItems):
         if reader is not None and (reader.epoch, reader.process) != (epoch, os.getpid()):
             reader = None  # a forked worker must not share open files with its parent
         if reader is not None and first < reader.position and first not in reader.kept:
-            if is_placeholder:  # samples of a placeholder batch do not count, so the last batch's samples will do
+            if is_placeholder:  # samples of a placeholder batch do not count, so reuse the last batch
                 return (reader.last * len(numbers))[: len(numbers)]
             reader = None
         if reader is None:

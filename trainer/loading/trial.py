@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer.common.torch_private import num_writes
 
 NUM_BATCHES, BLOCK = 40, 8
-"""Numbers of batches in a trial and in a block; the fastest block of a trial counts, except the first block."""
+"""Numbers of batches in a trial and in a block; the fastest block after a trial's first block counts."""
 LEAST_S, LEAST_SHARE = 5e-4, 0.1
 """Workers pay off if making a batch takes at least this time, in seconds and as a fraction of the time of a step."""
 MOST_COMPARED, MOST_READ = 2**16, 2**24

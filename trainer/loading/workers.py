@@ -47,7 +47,7 @@ def shared_memory() -> float:
 class _NumberedBatches(Dataset[Batch | UserError]):
     """Dataset whose items are the batches of several data sets, for PyTorch's DataLoader.
 
-    Returns a UserError as an item, because the DataLoader would add a traceback to its text. Raises SystemExit as
+    Returns a UserError as an item, because the DataLoader would add a traceback to its text. Converts SystemExit to
     RuntimeError, because the DataLoader would only report that the worker exited.
     """
 
@@ -123,7 +123,7 @@ class Workers:
     def load(self, number: int, keys: Iterable[SampleKeys], trains: bool, ahead: bool) -> Iterator[Batch]:
         """Returns an iterator over batches of a data set, in the order of keys.
 
-        number: from `add`. trains: whether batches count in a trial. ahead: whether only idle workers may start.
+        number: from `add`. trains: batches count in a trial. ahead: only idle workers may start on the batches.
         """
         keys = map(self.completed, keys) if self._for_gpu else keys
         if self._processes is None:
@@ -209,7 +209,7 @@ class Workers:
         try:
             self._arriving = iter(self._processes)
         except BaseException:
-            for worker in set(multiprocessing.active_children()) - others:  # which `close` does not know
+            for worker in set(multiprocessing.active_children()) - others:  # workers that `close` does not know
                 worker.kill()
             raise
 
@@ -253,7 +253,7 @@ class Workers:
         return self._processes is not None
 
     def _outline(self) -> dict[str, Any]:
-        """Returns the `outline` of all data sets, and of tasks whose method makes batches."""
+        """Returns the `outline` of all data sets, and of tasks whose `collate` makes batches."""
         roots: dict[int, Any] = {}
         for dataset, collate in self._batches.sources:
             parts = dataset.datasets if isinstance(dataset, PhaseDatasets) else [dataset]

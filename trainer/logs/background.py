@@ -84,7 +84,7 @@ class BackgroundLogger(Logger):
         return not self._thread.is_alive()
 
     def leave(self) -> None:
-        """Abandons the thread if it still runs, and adds notes on calls that were not forwarded."""
+        """Abandons the thread if it still runs, and adds notes about calls that were not forwarded."""
         with self._changed:
             num_missed = len(self._waiting)
             self._waiting.clear()

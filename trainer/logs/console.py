@@ -115,7 +115,7 @@ class Table:
 class SummaryTable:
     """Table of the scores of several runs, printed row by row as the runs finish.
 
-    headline: metrics to show, without the split's name; empty: all metrics. names: names of the runs.
+    headline: metrics to show, named without the split; empty: all metrics. names: names of the runs.
     """
 
     def __init__(self, headline: Sequence[str], names: Sequence[str]) -> None:
@@ -139,5 +139,5 @@ class SummaryTable:
 
 
 def of_headline(metrics: Mapping[str, float], headline: Sequence[str]) -> dict[str, float]:
-    """Returns the metrics of a headline, which names metrics without the split; all metrics if none match."""
+    """Returns the metrics in a headline, which names metrics without the split; all metrics if no name matches."""
     return {name: value for name, value in metrics.items() if name.rpartition("/")[2] in headline} or dict(metrics)

@@ -124,7 +124,7 @@ class RunDirectoryLogger(Logger):
 
 
 def _truncated(path: Path, step: int, last_report: int) -> IO[str]:
-    """Opens metrics.jsonl for appending; drops records after a resumed checkpoint, final scores and damaged lines.
+    """Opens metrics.jsonl for appending; drops final scores, damaged lines, and records after the resumed checkpoint.
 
     step: completed steps of the checkpoint. last_report: last step of an epoch or evaluation to keep, from `LoggedRun`.
     """

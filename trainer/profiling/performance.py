@@ -37,7 +37,7 @@ class PerformanceProfiler:
     loader: iterable of batches; at most `MOST_BATCHES` are read. A batch is a tensor; a mapping of tensors, for which
     the model returns a mapping with "loss"; or (inputs, targets), with a function `loss(output, targets)`. Dim 0 is the
     batch dimension. Without a loss, the sum of the output is the loss. device: device to measure on; default: the
-    model's. repeats: number of measurements, after `warm_up` measurements that do not count.
+    model's device. repeats: number of measurements, after `warm_up` measurements that do not count.
 
     Results are plain dictionaries with units in their keys. Times are reported as median, 10th and 90th percentile; on
     a GPU they are measured with CUDA events. Each call restores the model (device, modes, gradients, buffers) and the
@@ -148,7 +148,7 @@ class PerformanceProfiler:
         return found
 
     def run_full_profile(self, save_path: str | Path | None = None) -> Results:
-        """Runs all measurements except `compare_precisions`; tries batch sizes from 1/4 to 4 times the loader's.
+        """Runs all measurements except `compare_precisions`; tries 1/4 to 4 times the loader's batch size.
 
         Writes JSON to `save_path`, creating missing folders; raises OSError before measuring if that is impossible.
         """
