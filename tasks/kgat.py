@@ -358,7 +358,7 @@ class KgatTask(RecommenderTask):
         model = objective.model
         if isinstance(model, KGAT):
             if epoch == 0:
-                model.set_laplacian(self.config.laplacian)  # computed again in the run's precision
+                model.set_laplacian(self.config.laplacian)  # recomputed in the run's precision
             else:
                 model.refresh()
 

@@ -116,7 +116,8 @@ def area_under_curve(scores: Tensor, targets: Tensor) -> Tensor:
     """Returns the one-vs-rest area under the ROC curve of each problem, averaged over classes: (B,) float64.
 
     A class's area is the share of pairs (row of the class, other row) in which the first row has the higher score; ties
-    (differences up to 1e-6) count half. Classes of no row or of all rows are ignored; without other classes it is NaN.
+    (differences up to 1e-6) count half. Classes that contain no row or all rows are ignored; if no class remains, the
+    result is NaN.
 
     scores: (B, Q, C), for example probabilities. targets: (B, Q) int64, -1 for ignored rows.
     """

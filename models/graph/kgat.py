@@ -21,8 +21,8 @@ _CHUNK_EDGES = {"cpu": 2**12, "cuda": 2**20}
 class KGAT(Recommender):
     """Propagates embeddings over a graph with attention weights that are computed from TransR embeddings.
 
-    Nodes are items, then other entities, then users. The model disables autocast, because reading neighbours' states
-    takes most of the time.
+    Nodes are items, then other entities, then users. All computations use the precision of the parameters, even under
+    autocast.
     """
 
     attention: Tensor

@@ -14,7 +14,7 @@ weights. The gradient of the table,
 
     table_gradient_r = sum over the pairs of row r of weight_ij query_i
 
-is also an embedding bag, over pairs sorted by row. No result is an approximation.
+is also an embedding bag, over pairs sorted by row. All results are exact.
 """
 
 from functools import cached_property

@@ -172,7 +172,7 @@ class CausalAttention(nn.Module):
         if query.device.type != "cpu":
             p = self.dropout.p if self.training else 0.0
             return merge_heads(F.scaled_dot_product_attention(query, key, value, None, p, is_causal=True, scale=1))
-        # for lengths of histories, matrix products are faster on a CPU than torch's fused attention
+        # for usual history lengths, matrix products are faster on a CPU than torch's fused attention
         parts = []
         for part, stop in causal_parts(query):
             logits = part @ key[:, :, :stop].transpose(-2, -1)

@@ -1,4 +1,4 @@
-"""Tasks whose optimizers keep other objects than tensors in their states."""
+"""Tasks whose optimizers keep objects other than tensors in their states."""
 
 import decimal
 from collections import Counter, OrderedDict, defaultdict, deque
