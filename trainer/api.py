@@ -1,6 +1,6 @@
 """Trains from Python: `fit` takes a task class and settings, and returns metrics and the run.
 
-The settings are the flags of the command line, and the run directory has the same format.
+The settings are the flags of the command line, and a run directory has the format of the command line.
 """
 
 import json
@@ -65,7 +65,7 @@ ONE_RUN = "fit trains one run of the given task class; leave this setting out"
 class SavedRun:
     """A run directory. Each attribute reads the current content of the directory's files.
 
-    task: task class for `load`; None: the class that the run names.
+    task: task class for `load`; None: the class recorded in the run.
     """
 
     path: Path
@@ -104,7 +104,7 @@ class SavedRun:
 
         Runs in eval mode, on a GPU if there is one. dataset: as for `fit`; its items may lack trailing parts, such as
         labels. outputs: maps the model and a batch to a tensor (B, ...); default: the model applied to the batch's
-        first part. batch_size: samples per forward. Raises UserError, for example if `fit` got a task.
+        first part. batch_size: samples per forward. Raises UserError, for example for a run of a task.
         """
         if self.task is None or not issubclass(self.task, Script):
             raise UserError(f"{self.path}: predict works only for a run of fit(model, ...); use --predict")
@@ -150,8 +150,8 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
     Ctrl-C before training, raises KeyboardInterrupt at once. A run stopped by `max_minutes` has the state "paused" and
     no metrics. At its end, `fit` restores signal handlers, random number generators and other process state.
 
-    Raises UserError that lists all errors in the settings, or an exception of the task. If one of several processes
-    fails, the other processes raise Failure.
+    Raises UserError that lists all errors in the settings, or the exception that the task raised. If one of several
+    processes fails, the other processes raise Failure.
     """
     if imports_script_of_parent():
         sys.exit(EXIT_UNGUARDED)  # the parent prints the reason
@@ -186,8 +186,8 @@ def load(run_directory: str | Path, task: type[Task] | None = None) -> nn.Module
     """Loads a run's trained model: an nn.Module with the best weights, in eval mode on the CPU.
 
     The best weights come from the best epoch, or from the last epoch if there was no validation; with `ema_decay` they
-    are averaged. task: the task's class; None: the class that the run names. That class must be a built-in workload or
-    defined in this process, since `load` does not execute files that a run names. Raises UserError.
+    are averaged. task: the task's class; None: the class recorded in the run. This class must be a built-in workload or
+    defined in this process, since `load` does not execute files recorded in a run. Raises UserError.
     """
     try:
         with process_restored(wait_s=LOADS_WITHIN_S):
@@ -242,7 +242,7 @@ def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | 
 
 
 def _fit_in_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str], run: SavedRun, number: int) -> Fitted:
-    """Trains in new processes. Raises UserError if they cannot import the task or refuse it; Failure if they fail."""
+    """Trains in new processes. Raises UserError if they raise it or cannot import the task, Failure if they fail."""
     task, form = run.task, f"multi_gpu {multi.multi_gpu}"
     assert task is not None
     if issubclass(task, Script):

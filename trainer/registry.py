@@ -90,7 +90,7 @@ def source_file(task_type: type[Task]) -> Path | None:
 
 
 def known_task(name: str) -> type[Task] | None:
-    """Returns the task class that a run names, if it is a workload or defined in this process; otherwise None.
+    """Returns the task class recorded in a run, if it is a workload or defined in this process; otherwise None.
 
     Executes no file, since the run may come from somebody else. Raises UserError for a class that `trainer.fit` made.
     """

@@ -158,7 +158,7 @@ class Objective(SeesConversions):
     def after_step(self, phase: str, at: At) -> None:
         """Called after each optimizer step, for example to move a teacher's weights towards the student's.
 
-        at: position after the completed step; an override may omit this argument.
+        at: position during this step; an override may omit this argument.
 
         Every process calls it, without gradients. On a GPU it is also called after a step that updated nothing because
         its loss or gradient was not finite.

@@ -79,7 +79,7 @@ class NoRoom(DiskError):
 
 
 class BackgroundSaver:
-    """Copies states and writes them one at a time. Used by the main thread of rank 0.
+    """Copies states and writes the copies one at a time. Used by the main thread of rank 0.
 
     write: writes one state; raises UserError, or NoRoom if the disk is full.
 

@@ -49,7 +49,7 @@ def find_weights(folder: Path, files: Mapping[str, Path | None], say: Callable[[
 
 
 def load_best_weights(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Loads the best intact checkpoint of a run directory, or the newest one of a run without validation.
+    """Loads the best intact checkpoint of a run directory, or the newest checkpoint of a run without validation.
 
     Takes no lock and changes no file. say: prints messages about damage. Raises UserError.
     """

@@ -126,7 +126,7 @@ def _choose_task(
 ) -> tuple[str, type[Task] | None, list[str]]:
     """Returns the task's name, its class or None, and problems. task_type: the class, if the caller knows it.
 
-    Does not import a file that a run's record names.
+    Does not import a file whose name comes from a run's record.
     """
     name, source = asked.values.get("task"), asked.origins.get("task")
     if name is None and record is not None:

@@ -258,7 +258,7 @@ def trained_objective(
 def trained_model(folder: Path, task_type: type[Task] | None) -> nn.Module:
     """Loads the model of a run directory with the best weights, in eval mode on the CPU.
 
-    task_type: the task's class; None: the class that the run names. Changes no file of the run. Raises UserError.
+    task_type: the task's class; None: the class recorded in the run. Changes no file of the run. Raises UserError.
     """
     run = find_weights(folder, {}, to_stderr)
     task_type = task_type or known_task(run.state["task"])

@@ -253,7 +253,7 @@ def set_up_compiler(most_versions: int) -> type[Exception]:
 def scan(step: Callable[[Any, Any], tuple[Any, Any]], start: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, Tensor]:
     """Applies step(state, inputs at one time) -> (state, output) over dim 0; returns (last state, stacked outputs).
 
-    torch.export can export it for any length. Fallback: a loop, which exports for the example's length only.
+    torch.export can export the result for any length. Fallback: a loop, which exports for the example's length only.
     """
     try:
         from torch._higher_order_ops import scan as of_torch  # this imports the compiler

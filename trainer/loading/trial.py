@@ -43,7 +43,7 @@ class Trial:
         return len(self._times) == NUM_BATCHES
 
     def outcome(self) -> tuple[bool, str]:
-        """Returns whether workers save time, and the host's times as text; GPU time is not measured."""
+        """Returns whether workers save time, and the times measured on the host, as text, without GPU time."""
         blocks = [self._times[start : start + BLOCK] for start in range(BLOCK, NUM_BATCHES, BLOCK)]
         made, between = min(([sum(part) / BLOCK for part in zip(*block, strict=True)] for block in blocks), key=sum)
         times = f"a batch takes {1e3 * made:.2g} ms to load and {1e3 * between:.2g} ms to train on"

@@ -152,7 +152,7 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Tested:
 
 
 def open_files() -> Tested:
-    """Reports the limit on open files; each prefetched batch of a worker needs one."""
+    """Reports the limit on open files; each prefetched batch of a worker needs an open file."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 0:
         return "no limit", ""
