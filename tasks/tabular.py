@@ -176,12 +176,14 @@ class TabularFlags(FlagGroup):
                 values = [f"{flag_name(name)} {getattr(self, name)}" for name in (low, high)]
                 found.append(f"{' and '.join(values)}: the first must not exceed the second")
         if self.data_dir is not None and self.label is None and self.data_dir.suffix.lower() != ".npz":
-            found.append("--label: must name the column to predict")
+            found.append("--label: give the name of the column to predict")
         if self.data_dir is not None:
             given = given_flags(self, _OF_PRIOR)
-            found += [f"{name}: is for synthetic tables; leave --data-dir out" for name in given]
+            found += [
+                f"{name}: applies only to synthetic tables; leave it out, or leave out --data-dir" for name in given
+            ]
         if self.test_share == 0 and self.tune == "none":
-            found.append("--test-share 0: leaves nothing to score; leave it out, or add --tune")
+            found.append("--test-share 0: leaves no rows to score; leave out --test-share, or add --tune")
         if self.model == "nano" and self.width % self.num_heads:
             found.append(f"--width {self.width}: must be a multiple of --num-heads {self.num_heads}")
         return found
@@ -310,7 +312,10 @@ class TabularTask(Task):
         if config.test_data is not None:
             tables["test"] = read_table(config.test_data, "--test-data", config.reading)
         elif "test" in tables and label not in tables["test"].names:
-            self._notes = (f"{tables.pop('test').where}: has no {label}; --predict labels it.",)
+            self._notes = (
+                f"{tables.pop('test').where}: has no column {label!r}, so it is not scored; --predict can "
+                "classify its rows.",
+            )
         return tables
 
     def _labelled(self, table: Table) -> Known:
@@ -321,9 +326,12 @@ class TabularTask(Task):
         notes, other = self._encoding.remarks(table), column.take((values < 0) & ~column.is_missing).distinct_texts
         if num_lost := int((values < 0).sum()):
             what = f", such as {other[0]!r}" if other else ""
-            notes.append(f"Of {len(values):,} rows {num_lost:,} have no class, or one that --data-dir lacks{what}.")
+            notes.append(
+                f"{num_lost:,} of {len(values):,} rows have no class, or a class that does not occur in "
+                f"--data-dir{what}."
+            )
             if num_lost == len(values):
-                raise UserError(f"{table.where}: {notes[-1]} Give rows with classes of --data-dir")
+                raise UserError(f"{table.where}: {notes[-1]} Give rows with classes that occur in --data-dir")
         self._notes += tuple(f"{table.where}: {note}" for note in notes)
         return Known(self._encoding.encode(table)[values >= 0], values[values >= 0])
 
@@ -342,7 +350,8 @@ class TabularTask(Task):
                 kept, out = stratified_hold_out(labels[train], share, _SPLIT_SEED, stream)
                 if len(out) == 0:
                     raise UserError(
-                        f"--data-dir {config.data_dir}: has too few rows of any class to hold out {share:g}"
+                        f"--data-dir {config.data_dir}: has too few rows per class to hold out a share of "
+                        f"{share:g}; give more rows"
                     )
                 train, held[part] = train[kept], train[out]
         return {"train": train, **held}
@@ -403,7 +412,7 @@ class TabularTask(Task):
         if self.config.data_dir is None:
             return ()
         known, most = len(self._known.labels), self.config.max_context
-        sampled = f"Of {known:,} rows with known classes each prediction learns from {most:,} (--max-context)."
+        sampled = f"Each prediction learns from {most:,} of {known:,} rows with known classes (--max-context)."
         columns = overview(HEADING, [report.cells for report in self._table.reports])
         told = [printable(f"Columns of {self.config.data_dir}:"), *columns, *self._table.warnings]
         return [*told, *self._notes, *([sampled] if known > most else []), *self._of_new_rows]
@@ -550,16 +559,15 @@ class TabularTask(Task):
         """Reads the rows to classify from a table with the columns of --data-dir except the label. Raises UserError."""
         if self.config.data_dir is None:
             raise UserError(
-                f"--predict {path}: needs the table with known classes that predictions are made from; add --data-dir "
-                "and --label"
+                f"--predict {path}: predictions need a table with known classes; add --data-dir and --label"
             )
         facts = dict(self.data_facts or {})
         if facts:  # runs of older versions may spell classes 0 and 1 as 0.0 and 1.0
             facts["classes"] = canonical(facts["classes"], np.ones(len(facts["classes"])))
         if facts and any(facts[name] != value for name, value in self._classes_and_columns.items()):
             raise UserError(
-                f"--data-dir {self.config.data_dir}: differs in columns or classes from the table that the run was "
-                "tuned on; give that table, or leave out --save-dir for the weights that come with tabular"
+                f"--data-dir {self.config.data_dir}: has other columns or classes than the table on which the run was "
+                "tuned; give that table, or leave out --save-dir to use the built-in weights"
             )
         table = read_table(path, "--predict", self.config.reading)
         # predictions use all rows of --data-dir as context

@@ -110,7 +110,9 @@ class TabularClassifier:
         known = self.get_params()
         for name, value in params.items():
             if name not in known:
-                raise ValueError(f"{name}: no such parameter of TabularClassifier; there are {', '.join(known)}")
+                raise ValueError(
+                    f"{name}: no such parameter of TabularClassifier; the parameters are {', '.join(known)}"
+                )
             setattr(self, name, value)
         return self
 
@@ -188,7 +190,7 @@ class TabularClassifier:
         places = {value: i for i, value in enumerate(self.classes_.tolist())}
         values = _one_class_a_row(y, len(probabilities)).tolist()
         if unknown := [value for value in values if value not in places]:
-            raise ValueError(f"y holds {unknown[0]!r}, a class that fit has not seen")
+            raise ValueError(f"y contains {unknown[0]!r}, a class that fit has not seen; remove these rows")
         return scores(np.array([places[value] for value in values]), probabilities)
 
     # --- files ---------------------------------------------------------------------------------------------------
@@ -220,7 +222,7 @@ class TabularClassifier:
         """Loads a classifier from a file that `save` wrote. Raises UserError if the file is unusable."""
         state = read_checkpoint(Path(path), str(path), only_weights=True)
         if not {"params", "encoding", "context"} <= state.keys():
-            raise UserError(f"{path}: was not written by TabularClassifier.save")
+            raise UserError(f"{path}: was not written by TabularClassifier.save; give a file that it wrote")
         loaded = cls(**state["params"])
         class_type = np.dtype(state["class_type"])
         loaded.classes_ = np.array(state["classes"], np.int64 if class_type.kind in _TIMES else None).astype(class_type)
@@ -239,7 +241,8 @@ class TabularClassifier:
         run = find_weights(path.parent, {"weights": path}, say)
         if "config" not in run.state:
             raise UserError(
-                f"weights {path}: holds weights alone; give a checkpoint of --task tabular, such as best.pth"
+                f"weights {path}: contains only weights, without settings; give a checkpoint of --task tabular, "
+                "such as best.pth"
             )
         return run
 
@@ -282,7 +285,8 @@ class TabularClassifier:
         state = self._untuned().state
         if any("lora_" in name for name in state["model"]):
             raise UserError(
-                f"weights {self.weights}: holds adapters of another tuning; give the weights that it started from"
+                f"weights {self.weights}: contains adapters from an earlier tuning; give the weights from which "
+                "that tuning started"
             )
         config = state["config"]  # older weights lack --thinking-rows
         return {name: config[flag_name(name)] for name in _OF_THE_MODEL if flag_name(name) in config}
@@ -352,7 +356,7 @@ def _table(X: Any) -> Table:  # noqa: N803
         raise TypeError("X is a sparse matrix, which is not supported; give X.toarray()")
     values = np.asarray(X)
     if values.dtype.kind == "c":
-        raise ValueError("Complex data not supported: X holds complex numbers")
+        raise ValueError("Complex data not supported: X contains complex numbers")
     if values.ndim != 2:
         raise ValueError(
             f"Expected 2D array, got {values.ndim}D array instead. Reshape your data: a row for each sample, a column "
@@ -367,7 +371,9 @@ def _refuse_shape(num_rows: int, num_columns: int) -> None:
         what = "sample" if num_columns else "feature"
         raise ValueError(f"0 {what}(s) (shape={num_rows, num_columns}) while a minimum of 1 is required.")
     if num_columns > MOST_COLUMNS:
-        raise ValueError(f"X has {num_columns:,} columns, more than {MOST_COLUMNS:,}; keep those that matter")
+        raise ValueError(
+            f"X has {num_columns:,} columns, but at most {MOST_COLUMNS:,} are supported; keep only relevant columns"
+        )
 
 
 def _classes(y: Any, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -382,7 +388,7 @@ def _classes(y: Any, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     try:
         classes, places = np.unique(values, return_inverse=True)
     except TypeError as error:
-        raise ValueError(f"y holds values that cannot be sorted: {error}; give classes of one type") from None
+        raise ValueError(f"y contains values that cannot be sorted ({error}); give classes of one type") from None
     return classes, places.astype(np.int64)
 
 
@@ -391,7 +397,7 @@ def _one_class_a_row(y: Any, num_rows: int) -> np.ndarray:
     values = np.asarray(y)
     if values.ndim == 2 and values.shape[1] == 1:
         warnings.warn(
-            "A column-vector y was passed when a 1d array was expected; its column is taken",
+            "A column-vector y was passed when a 1d array was expected; its only column is used",
             _of_sklearn("DataConversionWarning", UserWarning),
             stacklevel=4,
         )
@@ -399,7 +405,7 @@ def _one_class_a_row(y: Any, num_rows: int) -> np.ndarray:
     if values.ndim != 1:
         raise ValueError(f"y should be a 1d array, got an array of shape {values.shape} instead")
     if len(values) != num_rows:
-        raise ValueError(f"X has {num_rows} rows, but y {len(values)}; give one class per row")
+        raise ValueError(f"X has {num_rows} rows, but y has {len(values)}; give one class per row")
     return values
 
 

@@ -38,8 +38,8 @@ class TabularObjective(Objective):
         """Disables splitting, so that each batch takes one model call. Raises UserError for a user's table."""
         if self._answer is not None:
             raise UserError(
-                "--multi-gpu fsdp: the number of model calls for a user's table depends on its rows, but each call "
-                "runs collectives between all processes; use --multi-gpu ddp"
+                "--multi-gpu fsdp: processes may differ in the number of model calls for a user's table, but fsdp "
+                "needs all processes to make the same calls; use --multi-gpu ddp"
             )
         self._cuts_evaluation = False
 

@@ -66,15 +66,18 @@ class ColumnCode:
             for text in column.distinct_texts:
                 number = spelling.number(text)
                 if number == number != self.spelling.number(text):
-                    found.append(f"{self.name}: {text!r} is read as {number:g}, in training it would not be.")
+                    found.append(
+                        f"{self.name}: {text!r} is read as {number:g}, although the training rows use another "
+                        "number format."
+                    )
                     break
         lost = np.isnan(encoded) & ~column.is_missing
         if lost.any():
-            what = "they are no numbers" if self.categories is None else "no row that was learned from has them"
+            what = "they are not numbers" if self.categories is None else "no training row has them"
             unit = " ".join(filter(None, [self.spelling.head, self.spelling.tail]))
             what += f" with the unit {unit}" if unit else ""
             count = f"{lost.sum():,} of {len(lost):,} values count as missing"
-            found.append(f"{self.name}: {count}, as {what}, such as {column.take(lost).distinct_texts[0]!r}.")
+            found.append(f"{self.name}: {count} because {what}, such as {column.take(lost).distinct_texts[0]!r}.")
         return found
 
 
@@ -101,21 +104,23 @@ class Encoding:
             matter, and other columns are ignored. Raises UserError if a column is missing.
         """
         if lacking := {code.name for code in self.columns if table.column(code.name) is None}:
-            raise UserError(f"{table.where}: lacks {shown(lacking)}; give all columns that were learned from")
+            raise UserError(f"{table.where}: lacks {shown(lacking)}; give all columns of the training table")
         columns = [code.encode(named_column(table, code.name, "column")) for code in self.columns]
         return np.stack(columns, axis=1).astype(np.float32)
 
     def refuse_label(self, table: Table) -> None:
         """Raises UserError if a table whose labels are to be predicted has the label column."""
         if self.label in table.names:
-            raise UserError(f"{table.where}: has the column {self.label!r}, which is what is predicted; take it out")
+            raise UserError(
+                f"{table.where}: has the column {self.label!r}, which is the label to predict; remove the column"
+            )
 
     def remarks(self, table: Table) -> list[str]:
         """Returns sentences about contents of a new table that cannot be used or are read differently from training."""
         known = {code.name: code for code in self.columns}
         used = {name.rpartition(" (")[0] for name in known}  # includes date columns, whose parts are features
         others = [name for name in table.names if name not in {*known, *used} and name != self.label]
-        found = [*table.notes, *([f"Not learned from, and ignored: {shown(others)}."] if others else [])]
+        found = [*table.notes, *([f"Ignored columns, which training did not use: {shown(others)}."] if others else [])]
         for code in self.columns:
             if (column := table.column(code.name)) is not None:
                 found += code.remarks(column)

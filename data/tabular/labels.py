@@ -55,7 +55,7 @@ def class_labels(table: Table, name: str) -> Labels:
     values = class_numbers(column, classes)
     num_labelled = int((values >= 0).sum())
     if num_labelled == 0:
-        raise UserError(f"{where}: no row has a label; give a column with some")
+        raise UserError(f"{where}: no row has a label; give a column with labels")
     if spelling is not None:
         _refuse_quantity(quantity, num_labelled, where)
     refuse_unless_classes(classes, num_labelled, where)
@@ -67,9 +67,9 @@ def _refuse_quantity(numbers: Sequence[float], num_labelled: int, where: str) ->
     are_repeated = are_whole and num_labelled >= _FEWEST_ROWS_PER_NUMBER * len(numbers)
     if len(numbers) > (_MOST_NUMBERS if are_whole else _MOST_FRACTIONS) and not are_repeated:
         raise UserError(
-            f"{where}: is a quantity, {len(numbers):,} different numbers from {min(numbers):g} to {max(numbers):g} in "
-            f"{num_labelled:,} rows, and only classes can be predicted, as there is no regression; make classes of it, "
-            "such as intervals, or where the numbers are names of classes write them as text, such as c1"
+            f"{where}: has {len(numbers):,} different numbers from {min(numbers):g} to {max(numbers):g} in "
+            f"{num_labelled:,} rows, but only classes can be predicted (no regression); group the numbers into "
+            "intervals, or, if they name classes, write them as text, such as c1"
         )
 
 
@@ -77,13 +77,13 @@ def refuse_unless_classes(classes: Sequence[str], num_labelled: int, where: str)
     """Raises UserError for a single class, or for too many values to be classes. where: beginning of the message."""
     if len(classes) == 1:
         raise UserError(
-            f"{where}: all rows are of one class, {classes[0]!r} (NA and the like are no class); learning to tell "
-            "classes apart takes two"
+            f"{where}: all rows have the class {classes[0]!r} (NA and similar values are not classes); give a column "
+            "with at least two classes"
         )
     if num_labelled < _FEWEST_ROWS_PER_CLASS * len(classes):
         raise UserError(
-            f"{where}: has {len(classes):,} different values in {num_labelled:,} rows, too many for classes; give a "
-            "column of classes, or make classes of it (of a number, intervals)"
+            f"{where}: has {len(classes):,} different values in {num_labelled:,} rows, too many for classes; give "
+            "another column, or group the values into fewer classes, such as intervals"
         )
 
 
@@ -99,11 +99,13 @@ def named_column(table: Table, name: str, flag: str) -> Column:
     if column is None:
         by_lower = {known.lower(): known for known in table.names}
         near = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3)]
-        known = f"perhaps {' or '.join(map(repr, near))} is meant" if near else f"there are {shown(table.names)}"
+        known = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the columns are {shown(table.names)}"
         if len(table.names) == 1:
-            known = f"there is one alone, {table.names[0]!r}; separate columns by commas, semicolons or tabs"
+            known = (
+                f"the table has only the column {table.names[0]!r}; separate columns with commas, semicolons or tabs"
+            )
         elif not near and any(map(is_number, table.names)):
-            known += "; if these are a row, docs/formats.md#no-line-of-names puts names above it"
+            known += "; if these are values, docs/formats.md#no-line-of-names shows how to add names"
         raise UserError(f"{table.where}: {flag} {name}: no such column; {known}")
     return column
 

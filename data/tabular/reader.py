@@ -21,7 +21,7 @@ MOST_COLUMNS = 1000
 
 _ROWS_AT_ONCE = 4096
 _SHOWN_WIDTH = 40
-_ADVICE = "give a CSV with a line of column names, or a .npz with X and y"
+_ADVICE = "give a CSV with a line of column names, or a .npz with arrays X and y"
 
 
 def read_table(path: Path, flag: str = "--data-dir", reading: Reading = STRICT) -> Table:
@@ -57,8 +57,8 @@ def _is_npz(path: Path) -> bool:
 def _check_width(num_columns: int, where: str) -> None:
     if num_columns > MOST_COLUMNS:
         raise UserError(
-            f"{where}: {num_columns:,} columns, where {MOST_COLUMNS:,} are the most: the time for a row grows with "
-            "their square, as each is compared with all others; keep those that matter"
+            f"{where}: has {num_columns:,} columns, but at most {MOST_COLUMNS:,} are supported, because the time per "
+            "row grows with the square of their number; keep only relevant columns"
         )
 
 
@@ -78,7 +78,7 @@ def _read_csv(file: DataFile, reading: Reading) -> Table:
                 column.add(texts)
         found = [texts.column(name) for name, texts in zip(names, columns, strict=True)]
         if not len(found[0].values):
-            raise UserError(f"{where}: has column names, but no rows; give at least one")
+            raise UserError(f"{where}: has column names, but no rows; give at least one row")
         return Table(where, _as_the_file_shows(found, decimal_comma), tuple(left_out.remarks()))
 
 
@@ -99,8 +99,7 @@ def _column_names(fields: Sequence[str], where: str) -> list[str]:
     names = [field or f"unnamed {i}" for i, field in enumerate(fields, start=1)]
     if all(map(is_number, names)) or any(is_number(name) and names.count(name) > 1 for name in names):
         raise UserError(
-            f"{where}: holds numbers where the names of the columns should be; docs/formats.md#no-line-of-names shows "
-            "how to add names"
+            f"{where}: has numbers instead of column names; docs/formats.md#no-line-of-names shows how to add names"
         )
     return names
 
@@ -112,8 +111,8 @@ def _blocks(lines: Iterable[Line], num_columns: int, where: str, left_out: LeftO
         for number, fields in some:
             if len(fields) != num_columns:
                 shown = ",".join(fields)[:_SHOWN_WIDTH]
-                what = f"{len(fields)} fields, but the line of names has {num_columns}: {shown!r}"
-                advice = "fix the line, put quotes around values that hold the separator, or add --on-bad drop"
+                what = f"has {len(fields)} fields, but the line of column names has {num_columns}: {shown!r}"
+                advice = "fix the line, put quotes around values that contain the separator, or add --on-bad drop"
                 line = f"{where}, line {number}: {what}"
                 left_out.add(line, f"{line}; {advice}")
         yield [fields for _, fields in some if len(fields) == num_columns]
@@ -144,21 +143,23 @@ def _read_arrays(path: Path, where: str) -> Table:
     for name, num_dimensions in {"X": 2, "y": 1, "names": 1}.items():
         array = arrays.get(name)
         if array is not None and (array.ndim != num_dimensions or array.dtype.kind not in "fiubU"):
-            wanted = "X (n, m) and y (n,) of numbers or texts, and names (m,) of texts"
+            wanted = "X (n, m) and y (n,) with numbers or strings, and names (m,) with strings"
             raise UserError(f"{where}: {name} is {array.dtype} of shape {array.shape}; give {wanted}")
     values, labels = arrays["X"], arrays.get("y")
     num_rows, num_columns = values.shape
     _check_width(num_columns, where)
     names = [str(name).strip() for name in arrays.get("names", [f"x{i}" for i in range(num_columns)])]
     if num_rows == 0:
-        raise UserError(f"{where}: has no rows; give at least one")
+        raise UserError(f"{where}: X has no rows; give at least one row")
     if len(names) != num_columns or num_columns == 0:
-        raise UserError(f"{where}: X has {num_columns} columns, and there are {len(names)} names; give one for each")
+        raise UserError(
+            f"{where}: X has {num_columns} columns, but names has {len(names)} entries; give one name per column"
+        )
     table = table_of_array(values, names, where)
     if labels is None:
         return table
     if len(labels) != num_rows:
-        raise UserError(f"{where}: X has {num_rows} rows, and y {len(labels)}; give one label for each row")
+        raise UserError(f"{where}: X has {num_rows} rows, but y has {len(labels)} labels; give one label per row")
     return Table(where, (*table.columns, Column.of_values("y", labels)))
 
 
@@ -177,10 +178,11 @@ def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
             for part in archive.zip.infolist():
                 if part.file_size > MOST_WHOLE:
                     raise UserError(
-                        f"{where}: {part.filename} takes {part.file_size:,} bytes; {MOST_WHOLE:,} are the most"
+                        f"{where}: {part.filename} has {part.file_size:,} bytes, but at most {MOST_WHOLE:,} are "
+                        "supported"
                     )
             if "X" not in archive:
-                raise UserError(f"{where}: has no array X, but {', '.join(archive) or 'nothing'}; {_ADVICE}")
+                raise UserError(f"{where}: has no array X (arrays: {', '.join(archive) or 'none'}); {_ADVICE}")
             arrays = {name: archive[name] for name in ("X", "y", "names") if name in archive}
             if odd := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
                 raise ValueError(f"{odd[0]} is not an array")
@@ -193,7 +195,7 @@ def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
             raise
         if not zipfile.is_zipfile(path):  # numpy mistakes text for pickled objects
             raise UserError(f"{where}: is not an .npz file; {_ADVICE}") from None
-        found = "holds Python objects" if "allow_pickle" in str(error) else f"is damaged ({error})"
+        found = "contains Python objects" if "allow_pickle" in str(error) else f"is damaged ({error})"
         raise UserError(
-            f"{where}: {found}; no code in it was run; save arrays of numbers and texts with numpy.savez"
+            f"{where}: {found}; no code in it was run; save arrays of numbers and strings with numpy.savez"
         ) from None

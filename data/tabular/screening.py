@@ -22,8 +22,8 @@ _MOST_NAMES_SHOWN = 10
 
 EMPTY = "no value in any row"
 CONSTANT = "the same value in every row"
-DATES = "dates that do not tell the day from the month, or all alike: write 2024-05-31"
-ID = "names the rows: a different value in nearly every one"
+DATES = "ambiguous order of day and month (write 2024-05-31), or all dates equal"
+ID = "identifies rows: nearly every row has a different value"
 HEADING = ("column", "kind", "missing", "values", "note")
 
 
@@ -68,7 +68,7 @@ def labelled_table(table: Table, label: str, drop: Sequence[str] = ()) -> Labell
     for name in drop:
         named_column(table, name, "--drop")
     if label in drop:
-        raise UserError(f"{table.where}: --drop {label}: is the column of --label; name another one")
+        raise UserError(f"{table.where}: --drop {label}: is the column of --label; drop another column")
     rows = labels.values >= 0
     labels = replace(labels, values=labels.values[rows])
     features, reports, warnings = screened(table.without([label, *drop]), labels, rows)
@@ -90,7 +90,7 @@ def screened(table: Table, labels: Labels, rows: np.ndarray) -> tuple[Table, lis
         if whole.is_date():
             parts = [part for whole_part in raw.date_parts() if len((part := whole_part.take(rows)).distinct) > 1]
             kept += parts
-            note = f"learned from: {', '.join(part.name for part in parts)}"
+            note = f"used as features: {', '.join(part.name for part in parts)}"
             cells = (raw.name, "date", int(raw.is_missing.sum()), _values(raw), note)
             (plain.append(ColumnReport(*cells)) if parts else left_out.append(_left_out(raw, DATES)))
             continue
@@ -104,7 +104,7 @@ def screened(table: Table, labels: Labels, rows: np.ndarray) -> tuple[Table, lis
             warnings.append(_leak_warning(raw.name, labels.name))
     if not kept:
         reasons = "; ".join(f"{report.name}: {report.note}" for report in left_out[:_MOST_NAMES_SHOWN])
-        raise UserError(f"{table.where}: no column is left to learn from ({reasons or 'there is none'}); give others")
+        raise UserError(f"{table.where}: has no column to learn from ({reasons or 'only the label'}); add columns")
     return replace(table, columns=tuple(kept)), left_out + noted + plain, [*table.notes, *warnings]
 
 
@@ -145,8 +145,8 @@ def _tells_class(column: Column, labels: Labels) -> bool:
 
 def _leak_warning(name: str, label: str) -> str:
     return (
-        f"WARNING: {name} alone tells {label}, by one value for each class. If it is a copy of it, or is known only "
-        f"afterwards, leave it out: --drop {name!r}."
+        f"WARNING: {name} alone determines {label}: each class has its own value. If {name} is a copy of {label}, or "
+        f"is not known when you predict, add --drop {name!r}."
     )
 
 
@@ -164,12 +164,12 @@ def _report(raw: Column, typed: Column) -> ColumnReport:
     number, texts = typed.spelling.number, raw.distinct_texts if raw.texts is not None else []
     if odd := [text for text in texts if not (_is_usual(text) or math.isnan(number(text)))]:
         example = max(odd, key=len)
-        notes.append(f"{example!r} is {number(example):.10g}")
+        notes.append(f"{example!r} is read as {number(example):.10g}")
     lost = raw.take(typed.is_missing & ~raw.is_missing)
     if len(lost.distinct) == 1:
-        notes.append(f"{lost.distinct_texts[0]!r} is missing")
+        notes.append(f"{lost.distinct_texts[0]!r} counts as missing")
     elif len(lost.distinct) > 1:
-        notes.append(f"no numbers, so missing: {_shown(list(map(repr, lost.distinct_texts)))}")
+        notes.append(f"not numbers, so they count as missing: {_shown(list(map(repr, lost.distinct_texts)))}")
     return ColumnReport(raw.name, "number", num_missing, _values(typed), "; ".join(notes))
 
 
@@ -183,9 +183,9 @@ def _report_of(labels: Labels, num_missing: int) -> ColumnReport:
     lonely = [name for name, count in zip(labels.classes, counts, strict=True) if count == 1]
     notes = [
         _differ_by_case(labels.classes),
-        "a quantity? each number is a class" if labels.may_be_quantity else "",
-        "rows without it are left out" if num_missing else "",
-        f"never held out, as one row has it: {_shown(lonely)}" if lonely else "",
+        "possibly a quantity, but each number counts as a class" if labels.may_be_quantity else "",
+        "rows without a label are left out" if num_missing else "",
+        f"only one row, so never held out: {_shown(lonely)}" if lonely else "",
     ]
     shown = [f"{name} ({count:,})" for name, count in zip(labels.classes, counts, strict=True)]
     values = f"{len(shown)} classes: {_shown(shown)}"
@@ -206,7 +206,7 @@ def _differ_by_case(texts: Sequence[str]) -> str:
     seen = dict[str, str]()
     for text in texts:
         if (other := seen.setdefault(text.lower(), text)) != text and len(text) > 1:
-            return f"{other!r} and {text!r} are not the same"
+            return f"{other!r} and {text!r} are different categories"
     return ""
 
 

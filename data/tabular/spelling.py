@@ -147,7 +147,7 @@ def reading_of(texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOW
     if _are_nearly_all(looks, counts):
         return Reading(None, doubt or _in_no_one_spelling(texts, is_read, looks & ~is_read))
     are_many = counts[looks].sum() > counts.sum() / 2
-    return Reading(None, f"not only numbers: {', '.join(_examples(texts, ~looks))}" if are_many else "")
+    return Reading(None, f"text among the numbers: {', '.join(_examples(texts, ~looks))}" if are_many else "")
 
 
 def spelling_like(trained: Spelling, texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOWN) -> Spelling:
@@ -282,11 +282,11 @@ def _doubt(texts: Sequence[str], counts: np.ndarray, numbers: np.ndarray, rival:
     if likely != UNKNOWN or not is_grouped.any() or not is_loose.any():
         return ""
     grouped, loose = _examples(texts, is_grouped, is_loose)
-    return f"{grouped} may be thousands or decimals, beside {loose}"
+    return f"the comma in {grouped} may mark thousands or decimals, because {loose} has no thousands separator"
 
 
 def _in_no_one_spelling(texts: Sequence[str], *groups: np.ndarray) -> str:
-    return f"numbers in no one spelling: {', '.join(_examples(texts, *groups))}"
+    return f"numbers in different formats: {', '.join(_examples(texts, *groups))}"
 
 
 def _examples(texts: Sequence[str], *groups: np.ndarray) -> list[str]:

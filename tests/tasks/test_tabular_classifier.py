@@ -116,9 +116,9 @@ def test_weights_that_cannot_be_tuned_or_used(tmp_path):
     adapters = {"blocks.0.over_rows.query.lora_a": torch.zeros(2, 2)}
     torch.save(shipped | {"model": shipped["model"] | adapters}, tmp_path / "adapted.pth")
     torch.save({"model": shipped["model"]}, tmp_path / "alone.pth")
-    with pytest.raises(UserError, match=r"adapted\.pth: holds adapters of another tuning"):
+    with pytest.raises(UserError, match=r"adapted\.pth: contains adapters from an earlier tuning"):
         TabularClassifier("base", weights=tmp_path / "adapted.pth").fit(*moons(40, 0))
-    with pytest.raises(UserError, match=r"alone\.pth: holds weights alone"):
+    with pytest.raises(UserError, match=r"alone\.pth: contains only weights"):
         TabularClassifier(weights=tmp_path / "alone.pth").fit(*moons(40, 0))
 
 
@@ -170,7 +170,7 @@ def test_tuned_classifiers(strategy, tmp_path, capsys):
         (np.zeros((4, 2)), np.zeros(3), "X has 4 rows, but y 3"),
         (Frame(), np.zeros(3), "0 feature"),
         (Frame({f"x{i}": np.zeros(3) for i in range(1001)}), np.zeros(3), "X has 1,001 columns, more than 1,000"),
-        (np.random.default_rng(0).normal(size=(9, 2)), np.zeros(9), "all rows are of one class"),
+        (np.random.default_rng(0).normal(size=(9, 2)), np.zeros(9), "all rows have the class"),
         (np.random.default_rng(0).normal(size=(9, 2)), np.linspace(0, 1, 9), "Unknown label type: continuous"),
     ],
 )

@@ -26,14 +26,14 @@ def test_rows_of_a_file_are_the_test(run_here, train, tmp_path):
     test = write(tmp_path / "test.csv", [*rows_of(100, 20), ("r", 0, ""), ("s", 0, "odd")])
     shown, _ = run_here(*TABULAR, "--data-dir", train, "--test-data", test, "--id", "id")
     assert "Data: 60 train, 20 test samples" in shown and "test/accuracy 1.0000" in shown
-    assert f"--test-data {test}: Of 22 rows 2 have no class, or one that --data-dir lacks, such as 'odd'." in shown
+    assert f"--test-data {test}: 2 of 22 rows have no class, or a class" in shown and ", such as 'odd'." in shown
 
 
 def test_test_data_of_other_classes_or_columns_are_refused(refused, train, tmp_path):
     argv = [*TABULAR, "--data-dir", train, "--test-data"]
     other = write(tmp_path / "other.csv", [("a", 1, "low."), ("b", 2, "high.")])
     refused(
-        [f"--test-data {other}: Of 2 rows 2 have no class, or one that --data-dir lacks, such as 'high.'."],
+        [f"--test-data {other}: 2 of 2 rows have no class, or a class that does not occur in", "such as 'high.'."],
         *argv,
         other,
     )
@@ -53,7 +53,7 @@ def test_a_folder_says_what_is_learned_from_validation_and_test(run_here, tmp_pa
     assert "Data: 16 train, 21 val, 14 test samples" in tuned
     write(folder / "test.csv", [(f"r{k}", k - 3) for k in range(7)], "id,x")  # as Kaggle has it
     out = run_here(*argv).out
-    assert f"--data-dir {folder}/test.csv: has no y; --predict labels it." in out
+    assert f"--data-dir {folder}/test.csv: has no column 'y', so it is not scored; --predict can" in out
     assert "Data: 48 train, 12 test samples" in out
     rows = list(csv.DictReader(io.StringIO(run_here(*argv, "--predict", folder).out)))
     assert [row["y"] for row in rows] == ["low"] * 4 + ["low" if k <= 3 else "high" for k in range(4, 7)]
@@ -72,6 +72,6 @@ def test_a_table_without_names_is_pointed_to_the_page(refused, tmp_path):
     path = tmp_path / "adult.data"
     path.write_text("39, State-gov, <=50K\n50, Self-emp, >50K\n")
     message = (
-        "--label income: no such column; there are 39, <=50K, State-gov; if these are a row, docs/formats.md#no-line-"
+        "--label income: no such column; the columns are 39, <=50K, State-gov; if these are values, docs/formats.md#no"
     )
     refused([message], "--task", "tabular", "--data-dir", path, "--label", "income")

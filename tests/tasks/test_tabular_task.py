@@ -186,10 +186,10 @@ def test_a_run_begins_with_what_was_understood_of_the_table(new_rows, run_here, 
     rows = [re.split("  +", line.strip()) for line in out[start + 1 : start + 7]]
     assert rows[0] == ["column", "kind", "missing", "values", "note"]
     assert rows[1][:2] == ["kind", "label"] and rows[1][2].startswith("2 classes: big (")
-    assert rows[2][:2] == ["id", "left out"] and rows[2][-1].startswith("names the rows")
-    assert rows[3][:2] == ["weight", "number"] and int(rows[3][2]) > 0 and rows[3][-1] == "'-' is missing"
+    assert rows[2][:2] == ["id", "left out"] and rows[2][-1].startswith("identifies rows")
+    assert rows[3][:2] == ["weight", "number"] and int(rows[3][2]) > 0 and rows[3][-1] == "'-' counts as missing"
     assert rows[4][:2] == ["size", "number"] and rows[5] == ["colour", "category", "3: blue, green, red"]
-    assert "Of 72 rows with known classes each prediction learns from 16 (--max-context)." in out
+    assert "Each prediction learns from 16 of 72 rows with known classes (--max-context)." in out
     table, err = run_here(*argv, "--predict", new_rows)
     assert table.startswith("kind,p(big),p(small)") and table.count("\n") == 201
     assert err.splitlines()[1:7] == out[start : start + 6]  # below a line on the weights
@@ -201,7 +201,7 @@ def test_another_table_is_no_context_of_a_tuned_model(table, new_rows, run_here,
     other = tmp_path / "other.csv"
     other.write_text(table.read_text().replace("big", "huge"))
     refused(
-        ["differs in columns or classes from the table that the run was tuned on"],
+        ["has other columns or classes than the table on which the run was tuned"],
         *("--task", "tabular", "--data-dir", other, "--label", "kind", "--predict", new_rows),
         *("--save-dir", tmp_path / "run"),
     )
@@ -214,7 +214,7 @@ def test_a_run_that_called_its_classes_by_floats_predicts(table, new_rows, make_
     task.data_facts = {"classes": ["0.0", "1.0"], "columns": ["size", "colour", "weight"]}
     assert len(task.new_data(new_rows)) == 200
     task.data_facts = {"classes": ["0.5", "1.0"], "columns": ["size", "colour", "weight"]}
-    with pytest.raises(UserError, match="differs in columns or classes"):
+    with pytest.raises(UserError, match="has other columns or classes"):
         task.new_data(new_rows)
 
 
@@ -224,7 +224,7 @@ def test_tuning_does_not_go_on_from_other_data(table, run_here, refused, tmp_pat
     argv = [*TASK, "--label", "kind", "--tune", "base", "--num-episodes", 2, "--epochs", 2, "--num-estimators", 1]
     learned = tmp_path / "learned"
     _, err = run_here(*argv, "--data-dir", table, "--save-dir", learned, status=2)
-    assert f"for synthetic tables; leave --data-dir out (--num-tables is of the run in {learned})" in err
+    assert f"leave it out, or leave out --data-dir (--num-tables is of the run in {learned})" in err
     run_here(*argv, "--data-dir", table, "--save-dir", tmp_path / "tuned")
     other = write_table(tmp_path / "other.csv", seed=5)
     refused(["rows of the training data differs from"], *argv, "--data-dir", other, "--save-dir", tmp_path / "tuned")
@@ -247,20 +247,20 @@ def test_a_model_of_ones_own_is_scored_on_a_table(table, run_here, tmp_path):
         ("--label kind", "--label kind: does nothing without --data-dir"),
         ("--tune base", "--tune base: does nothing without --data-dir"),
         ("--num-estimators 4", "--num-estimators 4: does nothing without --data-dir"),
-        ("--data-dir TABLE", "--label: must name the column to predict"),
+        ("--data-dir TABLE", "--label: give the name of the column to predict"),
         (
             "--data-dir TABLE --label kind --num-tables 9",
-            "--num-tables 9: is for synthetic tables; leave --data-dir out",
+            "--num-tables 9: applies only to synthetic tables; leave it out, or leave out --data-dir",
         ),
         (
             "--data-dir TABLE --label kind --lora-rank 4",
             "--lora-rank 4: --tune none does not use it; leave it out, or choose lora",
         ),
         ("--data-dir TABLE --label kind --num-episodes 4", "--num-episodes 4: does nothing without --tune"),
-        ("--data-dir TABLE --label knd", "--label knd: no such column; perhaps 'kind' is meant"),
-        ("--data-dir TABLE --label kind --prior-only x.npz", "--prior-only x.npz: is for synthetic tables; leave"),
+        ("--data-dir TABLE --label knd", "--label knd: no such column; did you mean 'kind'?"),
+        ("--data-dir TABLE --label kind --prior-only x.npz", "--prior-only x.npz: applies only to synthetic tables;"),
         ("--data-dir TABLE --label kind --seeds 2", "--seeds 2: the other flags train nothing"),
-        ("--data-dir TABLE --label kind --test-share 0", "--test-share 0: leaves nothing to score"),
+        ("--data-dir TABLE --label kind --test-share 0", "--test-share 0: leaves no rows to score"),
         ("--model tabicl --width 9", "--width 9: --model tabicl does not use it; leave it out"),
         ("--width 9", "--width 9: must be a multiple of --num-heads 4"),
     ],
@@ -291,7 +291,7 @@ def test_a_model_in_parts_takes_no_table(table, make_task):
 
 def test_new_rows_with_a_label_are_refused(table, refused, tmp_path):
     argv = ["--data-dir", table, "--label", "kind", "--predict", table, "--save-dir", tmp_path / "none"]
-    refused(["has the column 'kind', which is what is predicted; take it out"], "--task", "tabular", *argv)
+    refused(["has the column 'kind', which is the label to predict; remove the column"], "--task", "tabular", *argv)
 
 
 def test_synthetic_tables_can_be_looked_at(run_here, tmp_path):

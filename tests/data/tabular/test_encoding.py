@@ -36,7 +36,7 @@ def test_numbers_categories_and_missing_values(read, encoding) -> None:
 def test_a_new_table_has_its_columns_in_any_order_and_perhaps_others(read, encoding) -> None:
     table = read("other,t,n\nx,c,2\nz,b,1\n")
     assert_rows(encoding.encode(table), (standardised(2), 1), (standardised(1), 0))
-    assert encoding.remarks(table) == ["Not learned from, and ignored: other."]
+    assert encoding.remarks(table) == ["Ignored columns, which training did not use: other."]
     with pytest.raises(UserError, match=r"^--data-dir .*: lacks n; give all columns"):
         encoding.encode(read("t\nc\n"))
 
@@ -45,8 +45,8 @@ def test_what_was_not_learned_from_is_missing_and_told(read, encoding) -> None:
     table = read("n,t\n1,new\nmany,b\n,c\n")
     assert_rows(encoding.encode(table), (standardised(1), np.nan), (np.nan, 0), (np.nan, 1))
     assert encoding.remarks(table) == [
-        "n: 1 of 3 values count as missing, as they are no numbers, such as 'many'.",
-        "t: 1 of 3 values count as missing, as no row that was learned from has them, such as 'new'.",
+        "n: 1 of 3 values count as missing because they are not numbers, such as 'many'.",
+        "t: 1 of 3 values count as missing because no training row has them, such as 'new'.",
     ]
     assert encoding.remarks(read(TRAIN)) == []
 
@@ -88,7 +88,7 @@ def test_every_number_stays_finite(read, number) -> None:
 def test_a_table_with_labels_is_not_predicted(read, encoding) -> None:
     encoding.refuse_label(read("n,t\n1,b\n"))
     with pytest.raises(
-        UserError, match=r"^--data-dir .*: has the column 'y', which is what is predicted; take it out$"
+        UserError, match=r"^--data-dir .*: has the column 'y', which is the label to predict; remove the column$"
     ):
         encoding.refuse_label(read(TRAIN))
 

@@ -58,12 +58,12 @@ def test_a_mark_among_numbers_is_no_class(labels) -> None:
     ids=["decimals", "currency", "decimal commas", "whole numbers", "with a word", "all different"],
 )
 def test_a_quantity_is_refused_and_said(labels, texts) -> None:
-    with pytest.raises(UserError, match=r"--label y: is a quantity, .* no regression; make classes of it, .*as text"):
+    with pytest.raises(UserError, match=r"--label y: has .* different numbers .*; group the numbers .*as text"):
         labels(*texts)
 
 
 def test_a_quantity_in_an_array_is_refused(read_arrays) -> None:
-    with pytest.raises(UserError, match="is a quantity"):
+    with pytest.raises(UserError, match="different numbers from"):
         class_labels(read_arrays(X=np.zeros((60, 1)), y=np.arange(60) / 7), "y")
     assert class_labels(read_arrays(X=np.zeros((6, 1)), y=np.array([0.0, 1, np.nan] * 2)), "y").classes == ("0", "1")
 
@@ -77,7 +77,7 @@ def test_whole_numbers_that_occur_often_are_classes_with_a_doubt(labels) -> None
 
 @pytest.mark.parametrize("column", ["age", "fare"])
 def test_quantities_of_a_real_table(column) -> None:
-    with pytest.raises(UserError, match=f"--label {column}: is a quantity"):
+    with pytest.raises(UserError, match=f"--label {column}: has .* different numbers"):
         class_labels(read_table(real("titanic.csv")), column)
 
 
@@ -88,7 +88,7 @@ def test_rings_of_a_real_table_are_classes_with_a_doubt() -> None:
 
 def test_a_table_of_one_column_has_another_separator(read) -> None:
     with pytest.raises(
-        UserError, match=r"--label y: no such column; there is one alone, 'x/y'; separate columns by com"
+        UserError, match=r"--label y: no such column; the table has only the column 'x/y'; separate columns with com"
     ):
         class_labels(read("x/y\n1/a\n"), "y")
 

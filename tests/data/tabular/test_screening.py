@@ -46,10 +46,10 @@ def test_a_plain_table_is_shown_without_notes(screen) -> None:
         ([""] * NUM_ROWS, "no value in any row"),
         (["x"] * NUM_ROWS, "the same value in every row"),
         ([3.5] * NUM_ROWS, "the same value in every row"),
-        ([f"0{1 + i % 9}/0{1 + i % 7}/2024" for i in range(NUM_ROWS)], "dates that do not tell the day"),
-        ([f"name {i}" for i in range(NUM_ROWS)], "names the rows"),
-        (["twice", *(f"name {i}" for i in range(1, NUM_ROWS - 1)), "twice"], "names the rows"),
-        ([100 + i * 3 % NUM_ROWS for i in range(NUM_ROWS)], "names the rows"),
+        ([f"0{1 + i % 9}/0{1 + i % 7}/2024" for i in range(NUM_ROWS)], "ambiguous order of day"),
+        ([f"name {i}" for i in range(NUM_ROWS)], "identifies rows"),
+        (["twice", *(f"name {i}" for i in range(1, NUM_ROWS - 1)), "twice"], "identifies rows"),
+        ([100 + i * 3 % NUM_ROWS for i in range(NUM_ROWS)], "identifies rows"),
     ],
 )
 def test_columns_that_are_left_out_and_why(screen, values, reason) -> None:
@@ -94,7 +94,7 @@ def test_a_copy_of_the_label_is_pointed_out_loudly_and_kept(screen) -> None:
     table = screen(**copies)
     assert table.features.names == ("useful", "text", "number")
     for name, note in zip(copies, table.warnings, strict=True):
-        assert note.startswith(f"WARNING: {name} alone tells y") and f"--drop {name!r}" in note
+        assert note.startswith(f"WARNING: {name} alone determines y") and f"--drop {name!r}" in note
     assert screen(**copies, drop=list(copies)).warnings == ()
 
 
@@ -107,7 +107,7 @@ def test_a_column_that_nearly_tells_the_label_is_no_copy(screen) -> None:
 
 def test_texts_in_a_column_of_numbers_are_counted(screen) -> None:
     table = screen(other=["many", *range(5, NUM_ROWS + 4)])
-    assert noted(table) == {"other": "number: 'many' is missing"} and table.reports[1].num_missing == 1
+    assert noted(table) == {"other": "number: 'many' counts as missing"} and table.reports[1].num_missing == 1
     table = screen(other=["many", "few", *range(5, NUM_ROWS + 3)])
     assert noted(table) == {"other": "number: no numbers, so missing: 'few', 'many'"}
     assert table.features.column("other").is_missing.sum() == table.reports[1].num_missing == 2
@@ -117,12 +117,12 @@ def test_rows_without_a_label_are_left_out_and_counted(screen) -> None:
     table = screen(y=["?", "", *LABELS[2:]])
     assert table.features.num_rows == len(table.labels.values) == NUM_ROWS - 2
     assert table.features.column("useful").values.tolist() == USEFUL[2:]
-    assert noted(table) == {"y": "label: rows without it are left out"} and table.reports[0].num_missing == 2
+    assert noted(table) == {"y": "label: rows without a label are left out"} and table.reports[0].num_missing == 2
 
 
 def test_a_class_with_one_row_is_told(screen) -> None:
     table = screen(y=["maybe", *LABELS[1:]])
-    assert noted(table) == {"y": "label: never held out, as one row has it: maybe"}
+    assert noted(table) == {"y": "label: only one row, so never held out: maybe"}
 
 
 def test_classes_are_in_order_of_numbers_or_texts(screen) -> None:
@@ -139,17 +139,17 @@ def test_the_label_of_arrays(read_arrays) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"label": "Usefull"}, r"--label Usefull: no such column; perhaps 'useful' is meant$"),
-        ({"label": "zzz"}, r"--label zzz: no such column; there are useful, y$"),
-        ({"drop": ["usefool"]}, r"--drop usefool: no such column; perhaps 'useful' is meant$"),
+        ({"label": "Usefull"}, r"--label Usefull: no such column; did you mean 'useful'\?$"),
+        ({"label": "zzz"}, r"--label zzz: no such column; the columns are useful, y$"),
+        ({"drop": ["usefool"]}, r"--drop usefool: no such column; did you mean 'useful'\?$"),
         ({"drop": ["y"]}, r"--drop y: is the column of --label"),
-        ({"drop": ["useful"], "a": [""] * NUM_ROWS}, r"no column is left to learn from \(a: no value in any row\)"),
-        ({"drop": ["useful"]}, r"no column is left to learn from \(there is none\)"),
-        ({"y": ["a"] * NUM_ROWS}, r"--label y: all rows are of one class, 'a'"),
+        ({"drop": ["useful"], "a": [""] * NUM_ROWS}, r"has no column to learn from \(a: no value in any row\)"),
+        ({"drop": ["useful"]}, r"has no column to learn from \(only the label\)"),
+        ({"y": ["a"] * NUM_ROWS}, r"--label y: all rows have the class 'a'"),
         ({"y": ["NA"] * NUM_ROWS}, r"--label y: no row has a label"),
         (
             {"y": [i / 7 for i in range(NUM_ROWS)]},
-            r"--label y: is a quantity, 40 different numbers from 0 to 5.57143 in 40 rows, and only classes",
+            r"--label y: has 40 different numbers from 0 to 5.57143 in 40 rows, but only classes",
         ),
         ({"y": [f"row {i}" for i in range(NUM_ROWS)]}, r"--label y: has 40 different values in 40 rows, too many for"),
     ],
@@ -163,12 +163,12 @@ def test_what_cannot_be_learned_from_is_named_in_one_sentence(screen, settings, 
 @pytest.mark.parametrize(
     ("values", "kind", "note"),
     [
-        ([f"${i * 37.5 + 1000}" for i in range(NUM_ROWS)], "number", "'$1000.0' is 1000"),
-        (["-" if i % 3 else i / 2 for i in range(NUM_ROWS)], "number", "'-' is missing"),
-        (["01067", "10115"] * (NUM_ROWS // 2), "number", "'01067' is 1067"),
-        (["other" if i % 3 == 0 else i % 4 for i in range(NUM_ROWS)], "category", "not only numbers: 'other'"),
-        ([f"{i} kg" if i % 2 else f"{i} lb" for i in range(NUM_ROWS)], "left out", "numbers in no one spelling: '"),
-        (["good", "Good", "bad", "BAD"] * 10, "category", "'BAD' and 'bad' are not the same"),
+        ([f"${i * 37.5 + 1000}" for i in range(NUM_ROWS)], "number", "'$1000.0' is read as 1000"),
+        (["-" if i % 3 else i / 2 for i in range(NUM_ROWS)], "number", "'-' counts as missing"),
+        (["01067", "10115"] * (NUM_ROWS // 2), "number", "'01067' is read as 1067"),
+        (["other" if i % 3 == 0 else i % 4 for i in range(NUM_ROWS)], "category", "text among the numbers: 'other'"),
+        ([f"{i} kg" if i % 2 else f"{i} lb" for i in range(NUM_ROWS)], "left out", "numbers in different formats: '"),
+        (["good", "Good", "bad", "BAD"] * 10, "category", "'BAD' and 'bad' are different categories"),
         (["a", "A", "b", "B"] * 10, "category", None),
     ],
 )
@@ -179,6 +179,8 @@ def test_how_a_column_was_read_is_noted(screen, values, kind, note) -> None:
 
 def test_what_may_be_wrong_with_the_classes_is_noted(screen) -> None:
     assert noted(screen(y=["yes", "Yes", "NO", "no"] * 10)) == {}
-    assert noted(screen(y=["good", "Good", "bad", "bad"] * 10)) == {"y": "label: 'Good' and 'good' are not the same"}
+    assert noted(screen(y=["good", "Good", "b", "b"] * 10)) == {
+        "y": "label: 'Good' and 'good' are different categories"
+    }
     rings = screen(useful=[i % 11 for i in range(210)], y=[i % 21 for i in range(210)])
-    assert noted(rings) == {"y": "label: a quantity? each number is a class"}
+    assert noted(rings) == {"y": "label: possibly a quantity, but each number counts as a class"}
