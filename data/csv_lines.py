@@ -84,8 +84,10 @@ def csv_lines(text: Iterable[str], delimiter: str, where: str) -> Iterator[Line]
                 yield num_done, fields
     except csv.Error as error:
         if str(error) == "unexpected end of data":
-            raise UserError(f"{where}, line {num_done + 1}: a quote is opened but never closed") from None
-        raise UserError(f"{where}, line {reader.line_num}: {error}; fix the line") from None
+            raise UserError(
+                f"{where}, line {num_done + 1}: a quotation mark opens but never closes; add or remove one"
+            ) from None
+        raise UserError(f"{where}, line {reader.line_num}: malformed CSV ({error}); fix the line") from None
 
 
 class CsvTable(NamedTuple):

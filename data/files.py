@@ -257,7 +257,7 @@ def reading_errors(where: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise UserError(f"{where}: {error.strerror or error}; the data set is not complete") from None
+        raise UserError(f"{where}: {error.strerror or error}; restore this file, or download the data again") from None
     except ARCHIVE_ERRORS as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         told = str(reason)[:_MOST_OF_A_REASON]  # messages about damaged zips may contain the file's bytes

@@ -126,7 +126,7 @@ def tables_at(path: Path, flag_name: str, advice: str, known: Sequence[str] = ()
     ]  # fmt: skip
     if len(found) != 1 and not parts_of(found):
         raise UserError(
-            f"{source.where}: {len(found)} files in it may be the table; give the file itself; there are: "
+            f"{source.where}: {len(found)} of its files could be the table; give the path of one file; files found: "
             f"{shown(file.name for file in source.files or Folder(path, depth=3).files)}"
         )
     return found
@@ -202,7 +202,9 @@ def _opened_text(content: IO[bytes], where: str, encoding: str) -> Iterator[IO[s
         name = codecs.lookup(encoding).name
         text = io.TextIOWrapper(content, "utf-8-sig" if name == "utf-8" else name, newline="")
     except LookupError:
-        raise UserError(f"--encoding {encoding}: no such encoding; give one such as cp1252 or utf-16") from None
+        raise UserError(
+            f"--encoding {encoding}: no such encoding; give a known encoding, such as cp1252 or utf-16"
+        ) from None
     try:
         yield text
     except UnicodeDecodeError as error:
@@ -213,15 +215,14 @@ def _why_no_text(error: UnicodeDecodeError, encoding: str) -> str:
     """Returns a message about a byte that is invalid in an encoding, with advice such as a probable encoding."""
     is_given = encoding != _UTF_8
     byte = error.object[error.start]
-    reason = f"is not text in {encoding if is_given else 'UTF-8'}, but has the byte 0x{byte:02x}"
+    reason = f"is not text in {encoding if is_given else 'UTF-8'}: the byte 0x{byte:02x} is invalid"
     if is_given or b"\0" in error.object:
-        return f"{reason}; " + ("leave out --encoding, or give another encoding" if is_given else "give a CSV")
+        return f"{reason}; " + (
+            "leave out --encoding, or give another encoding" if is_given else "give a text file, such as a CSV"
+        )
     likely = "latin-1" if re.search(rb"[\x81\x8d\x8f\x90\x9d]", error.object) else "cp1252"
     word = _word_at(error.object, error.start, likely)
-    return (
-        f"{reason}; in {likely} the text is {word!r}: add --encoding {likely} if that is right, otherwise save "
-        "the file in UTF-8"
-    )
+    return f"{reason}; if {word!r} is a correct word, add --encoding {likely}; otherwise save the file in UTF-8"
 
 
 def _word_at(content: bytes, place: int, encoding: str) -> str:
@@ -251,7 +252,8 @@ def _recognised(content: IO[bytes], where: str, left_out: LeftOut) -> str:
     if (is_utf_8 and not decoder.getstate()[0]) or not is_western or word is None:
         return _UTF_8
     left_out.note = (
-        left_out.note or f"{where}: is read as cp1252, which gives {word!r}; if that is wrong, give --encoding."
+        left_out.note
+        or f"{where}: is read in the encoding cp1252, with words such as {word!r}; if these are wrong, add --encoding."
     )
     return "cp1252"
 
@@ -327,7 +329,8 @@ def _parquet_lines(content: IO[bytes], where: str) -> Iterator[Line]:
         parquet = importlib.import_module("pyarrow.parquet")  # imported by name, since it is optional
     except ImportError:
         raise UserError(
-            f"{where}: is parquet, which needs the package pyarrow: run `pip install pyarrow`, or save the table as CSV"
+            f"{where}: is a parquet file, which requires the package pyarrow; run `pip install pyarrow`, or save "
+            "the table as CSV"
         ) from None
     try:
         file = parquet.ParquetFile(content)
@@ -339,4 +342,4 @@ def _parquet_lines(content: IO[bytes], where: str) -> Iterator[Line]:
     except ValueError as error:  # pyarrow's errors are ValueErrors
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{where}: is damaged parquet ({str(error)[:80]}); fetch it again") from None
+        raise UserError(f"{where}: is a damaged parquet file ({str(error)[:80]}); download it again") from None

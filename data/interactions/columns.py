@@ -26,7 +26,9 @@ NAMES = {
     "rating": ("rating", "ratings", "score", "stars", "overall", "label", "weight", "count"),
 }
 """Usual names of columns, normalised by `plain_name`, in order of preference."""
-_UNUSUAL_NAMES = "The first line was read as column names; if it is an interaction, add a line of names above it."
+_UNUSUAL_NAMES = (
+    "The first line was read as column names; if it is an interaction, add a line of column names above it."
+)
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,8 @@ def _by_name(names: Sequence[str], second: Sequence[str], choice: ColumnChoice, 
     if missing:
         advice = f"; use --time-column {NO_TIMES} if there are no times" if "time" in missing else ""
         raise UserError(
-            f"{where}: of the columns {', '.join(names)} none is recognised as the {' or the '.join(missing)}: name "
-            f"that column with {_flags(missing)}{advice}"
+            f"{where}: no column is recognised as the {' or the '.join(missing)}; name it with "
+            f"{_flags(missing)}{advice}; the columns are {', '.join(names)}"
         )
     if choice.time is None and found["time"] is not None and len(second) == len(names):
         _refuse_time_of_day(names, second, found["time"], where)
@@ -136,29 +138,30 @@ def _refuse_time_of_day(names: Sequence[str], second: Sequence[str], time: int, 
     dates = [i for i, name in enumerate(names) if plain_name(name) in NAMES["time"] and is_calendar_time(second[i])]
     if dates and time not in dates:
         raise UserError(
-            f"{where}: the column {names[time]} begins with {second[time]!r}, neither a date nor seconds since 1970, "
-            f"but {names[dates[0]]} has dates; name one of the two with --time-column, or join date and time of day"
+            f"{where}: the column {names[time]} begins with {second[time]!r}, which is neither a date nor seconds "
+            f"since 1970, but the column {names[dates[0]]} has dates; choose one with --time-column, or join date "
+            "and time of day in one column"
         )
 
 
 def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice, where: str) -> dict[str, int | None]:
     columns = f"{len(first)} column{'s' * (len(first) != 1)}"
     if second and len(second) != len(first) and all(map(str.isdecimal, (*first, *second))):
-        what = f"one user a line ({columns}, and {len(second)} in the line below: a user and all the user's items)"
+        what = f"one line per user ({columns}, but {len(second)} in the next line: a user and all items of this user)"
         raise not_read(where, what, "one-user-a-line")
     if not 2 <= len(first) <= 4 and any(choice.of(role) is None for role in ROLES):
         if len(first) == 1:
             columns += ", because no tab, ::, semicolon, comma, | or blank separates values"
         raise UserError(
-            f"{where}: {','.join(first)[:80]!r}: {columns}, not `user item`, `user item time` or `user item rating "
-            f"time`, and no column names; specify {_flags(ROLES)}, counted from 1"
-            + "; if each line has a user and all the user's items, see docs/formats.md#one-user-a-line"
+            f"{where}: {','.join(first)[:80]!r}: has {columns}; expected `user item`, `user item time`, `user item "
+            f"rating time` or column names; specify the columns with {_flags(ROLES)}, counted from 1"
+            + "; if each line has a user and all items of this user, see docs/formats.md#one-user-a-line"
             * (len(first) > 4)
         )
     if choice == FIND_OUT and _are_unlike(first, second):
         raise UserError(
-            f"{where}: {', '.join(first)}: not recognised as column names, but unlike the numbers below; specify "
-            "--user-column and --item-column"
+            f"{where}: {', '.join(first)}: is not recognised as a line of column names, but has text where the next "
+            "line has numbers; specify --user-column and --item-column"
         )
     usual = {"user": 0, "item": 1}
     found: dict[str, int | None] = {}
@@ -173,15 +176,15 @@ def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice,
     if others and len(times) != 1:
         which = "several columns begin" if times else "no column after the item begins"
         raise UserError(
-            f"{where}: {' '.join(first)[:80]!r}: there are no column names, and {which} with a date or seconds since "
-            "1970, so the time column is unknown; specify it with --time-column, counted from 1, or use "
-            f"--time-column {NO_TIMES} if there are no times"
+            f"{where}: {' '.join(first)[:80]!r}: has no column names, and {which} with a date or seconds since 1970; "
+            f"specify the time column with --time-column, counted from 1, or use --time-column {NO_TIMES} if there "
+            "are no times"
         )
     found["time"] = times[0] if times else None
     if times and any(is_time_of_day(first[column]) for column in others):
         raise UserError(
-            f"{where}: {' '.join(first)[:80]!r}: has date and time of day in separate columns; join these, as in "
-            "2024-05-31T18:30:00, or name only the date column with --time-column"
+            f"{where}: {' '.join(first)[:80]!r}: has date and time of day in separate columns; join them, as in "
+            "2024-05-31T18:30:00, or choose only the date column with --time-column"
         )
     return found
 
@@ -201,16 +204,16 @@ def _chosen(role: str, chosen: str, names: Sequence[str], where: str) -> int | N
         others = [other for other in ROLES if other != role and plain_name(names[column]) in NAMES[other]]
         if others and plain_name(names[column]) not in NAMES[role]:
             raise UserError(
-                f"--{role}-column {chosen}: {where} calls that column {names[column]}, which suggests the "
-                f"{others[0]}; give the column's name"
+                f"--{role}-column {chosen}: in {where}, the name of this column is {names[column]}, which suggests "
+                f"the {others[0]}; give a column by its name"
             )
         return column
-    raise UserError(f"--{role}-column {chosen}: {where} has no such column; there are: {', '.join(names)}")
+    raise UserError(f"--{role}-column {chosen}: {where} has no such column; the columns are {', '.join(names)}")
 
 
 def _numbered(role: str, chosen: str, fields: Sequence[str], where: str) -> int:
     if not chosen.isdecimal() or not 1 <= int(chosen) <= len(fields):
-        raise UserError(f"--{role}-column {chosen}: {where} has the columns 1 to {len(fields)}")
+        raise UserError(f"--{role}-column {chosen}: {where} has no such column; give a number from 1 to {len(fields)}")
     return int(chosen) - 1
 
 

@@ -51,18 +51,18 @@ class Histories:
         numbers = np.array([number_of.get(name, 0) for name in table.item_ids])
         kept = np.flatnonzero(numbers[table.items])
         if not len(kept):
-            raise UserError(f"{where}: contains no item that the run was trained on, such as {shown(item_ids[:3])}")
+            raise UserError(f"{where}: contains no item on which the run was trained, such as {shown(item_ids[:3])}")
         if len(kept) < len(table.items):
             unknown = [name for name, number in zip(table.item_ids, numbers, strict=True) if not number]
             self.remarks.append(
-                f"Warning: {len(table.items) - len(kept):,} of {len(table.items):,} interactions have items that the "
-                f"run was not trained on and are left out: {shown(unknown)}."
+                f"Warning: {len(table.items) - len(kept):,} of {len(table.items):,} interactions are left out, "
+                f"because the run was not trained on their items: {shown(unknown)}."
             )
         users, counts = np.unique(table.users[kept], return_counts=True)
         if len(users) < len(table.user_ids):
             missing = np.delete(np.arange(len(table.user_ids)), users)
             names = shown(table.user_ids[user] for user in missing)
-            self.remarks.append(f"Warning: nothing can be recommended to users without a known item: {names}.")
+            self.remarks.append(f"Warning: users without a known item get no recommendations: {names}.")
         times = None if table.times is None else table.times[kept]
         order = in_time_order(table.users[kept], times, None)
         return Interactions(
@@ -83,10 +83,10 @@ class Histories:
                 left[name] = self._interactions.num_items - num_seen
         if left:
             fewest = min(left.values())
-            fewer = f"choose at most {fewest}, or take" if fewest else "take"
+            fewer = f"choose at most {fewest}, or remove" if fewest else "take"
             raise UserError(
-                f"--top-k {self.num_places}: {where}: too few items outside the history are left for "
-                f"{shown(f'user {name} ({num})' for name, num in left.items())}; {fewer} them out of the table"
+                f"--top-k {self.num_places}: {where}: too few items remain that are not in the history of "
+                f"{shown(f'user {name} ({num})' for name, num in left.items())}; {fewer} these users from the table"
             )
 
     def __len__(self) -> int:

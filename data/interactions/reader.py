@@ -95,8 +95,8 @@ def _build(files: Sequence[DataFile], k_core: int, columns: ColumnChoice, readin
     kept = _k_core(table.users, table.items, k_core)
     if not len(kept):
         raise UserError(
-            f"--k-core {k_core}: nothing in {files[0].where} remains without users and items of fewer than {k_core} "
-            "interactions; choose a smaller number"
+            f"--k-core {k_core}: no interaction in {files[0].where} remains after dropping users and items with fewer "
+            f"than {k_core} interactions; choose a smaller number"
         )
     users, items = (_without_gaps(codes[kept]) for codes in (table.users, table.items))
     remarks = list(table.remarks)
@@ -119,7 +119,7 @@ def _build(files: Sequence[DataFile], k_core: int, columns: ColumnChoice, readin
         held_out = of_parts[1:] if len(files) == 3 else [(of_parts[0] > 1).astype(np.int64), of_parts[1]]
         arrays["held_out"] = np.stack(held_out, axis=1)
         counts = ", ".join(f"{count.sum():,} of {file.name}" for count, file in zip(of_parts, files, strict=True))
-        remarks.append(f"The files define what is held out: {counts}.")
+        remarks.append(f"The files define the held-out interactions: {counts}.")
     if table.times is not None:
         # fractions of a second only affect the order
         arrays["times"] = np.floor(table.times[kept][order]).astype(np.int64)

@@ -264,8 +264,8 @@ def split_interactions(
     )
     if not len(train):
         raise UserError(
-            f"{hold_out.flags}: leaves no user two interactions to train on; give more data, hold out less, or choose "
-            "a smaller --k-core"
+            f"{hold_out.flags}: leaves no user with two interactions for training; give more data, hold out less, or "
+            "choose a smaller --k-core"
         )
     if negatives is not None:
         _check_enough_others(split.items, interactions, train.users, 1, "--data-dir")
@@ -289,9 +289,8 @@ def _check_enough_others(sets: ItemSets, interactions: Interactions, users: np.n
         user = users[num_others.argmin()]
         length = interactions.offsets[user + 1] - interactions.offsets[user]
         raise UserError(
-            f"{flag}: negatives are items new to the user, but a user with {length:,} interactions leaves {fewest} of "
-            f"the {sets.num_items} items, and {wanted} {'is' if wanted == 1 else 'are'} needed; remove that user, or "
-            "give data with more items"
+            f"{flag}: {wanted} of the {sets.num_items} items must be new to each user to serve as negatives, but a "
+            f"user with {length:,} interactions leaves only {fewest}; remove this user, or give data with more items"
         )
 
 

@@ -100,9 +100,9 @@ def _fields_in_quotes(text: Iterable[str], delimiter: str, where: str) -> Iterat
         lines = [line for line in recent if not line.isspace()]
         if len(lines) > 1 and all(line.count(delimiter) == len(fields) - 1 for line in lines):
             raise UserError(
-                f"{where}, lines {number - len(recent) + 1} to {number}: a quote that opens on the first line and "
-                "closes on the last joins these lines into one interaction, although each has all columns; remove or "
-                "double such quotes"
+                f"{where}, lines {number - len(recent) + 1} to {number}: a quotation mark opens on the first of these "
+                "lines and closes on the last, so they count as one interaction, although each has all columns; "
+                "remove or double the quotation marks"
             )
         recent.clear()
         if len(fields) > 1 or fields[0].strip():
@@ -122,7 +122,7 @@ class _Parser:
     def add(self, lines: Iterable[Line], layout: Layout, where: str) -> None:
         """Adds the lines of a file. where: name of the file in messages."""
         if layout.names != self._layout.names:
-            raise UserError(f"{where}: has different columns than {self._wheres[0]}; give files with the same columns")
+            raise UserError(f"{where}: has other columns than {self._wheres[0]}; give files with equal columns")
         self._wheres.append(where)
         lines, num_before = iter(lines), len(self._blocks)
         while some := list(islice(lines, _ROWS_AT_ONCE)):
@@ -132,7 +132,7 @@ class _Parser:
             if block is not None:
                 self._blocks.append((*block, np.full(len(some), len(self._wheres) - 1)))
         if len(self._blocks) == num_before:
-            raise UserError(f"{where}: has only a header; give a file with interactions")
+            raise UserError(f"{where}: has only a line of column names; give a file with interactions")
 
     def table(self) -> Table:
         users, items, *columns, parts = (np.concatenate(blocks) for blocks in zip(*self._blocks, strict=True))
@@ -141,7 +141,7 @@ class _Parser:
         users, items = place_of_user[users], place_of_item[items]
         if len(user_ids) == 1 and user_ids[0].lower() in _NO_NAMES:
             raise UserError(
-                f"{self._where}: all interactions have the user {user_ids[0]!r}, which marks a missing value; name "
+                f"{self._where}: all interactions have the user {user_ids[0]!r}, which marks a missing value; choose "
                 "another column with --user-column, such as session ids"
             )
         remarks, times, form = [*self._layout.remarks, *self._left_out.remarks()], None, ""
@@ -154,8 +154,8 @@ class _Parser:
             once = _first_of_equal(users, items, times)
             if num_again := len(users) - len(once):
                 remarks.append(
-                    f"{num_again:,} of {len(users):,} lines repeat the user, item and time of another line and are "
-                    "dropped."
+                    f"{num_again:,} of {len(users):,} lines are dropped, because they repeat the user, item and time "
+                    "of another line."
                 )
             users, items, times, parts = users[once], items[once], times[once], parts[once]
         overview_lines = self._overview(user_ids, item_ids, times, form, len(users))
@@ -172,8 +172,7 @@ class _Parser:
         user, item = (self._layout.names[column] for column in (self._layout.user, self._layout.item))
         if self._layout.has_names and user in self._users and item in self._items:
             raise UserError(
-                f"{self._where}: the header, with {user} and {item}, occurs again, as in concatenated files; keep "
-                "only the first header"
+                f"{self._where}: the line of column names, with {user} and {item}, occurs again; keep only the first"
             )
 
     def _overview(
@@ -223,7 +222,7 @@ class _Parser:
                 continue
             reason, advice = wrong
             shown = f"{self._where}, line {number}: {_shorten(' '.join(map(str.strip, fields)))!r}: {reason}"
-            self._left_out.add(shown, f"{shown}; {advice}, or leave such lines out with --on-bad drop")
+            self._left_out.add(shown, f"{shown}; {advice}, or skip unreadable lines with --on-bad drop")
         return kept
 
     def _what_is_wrong(self, fields: Sequence[str]) -> tuple[str, str] | None:
@@ -235,7 +234,7 @@ class _Parser:
             return "the user or item is empty or contains a line break", advice
         if layout.time is None:
             return None
-        text, advice = fields[layout.time], "fix it, or name another column with --time-column"
+        text, advice = fields[layout.time], "fix it, or choose another column with --time-column"
         form = form_of(text) if parse_times([text]) is not None else ""
         if not form:
             return f"{_shorten(text)!r} is not {EXPECTED}", advice
@@ -293,7 +292,7 @@ def _unnamed(role: str, ids: Sequence[str], rows: np.ndarray) -> list[str]:
     marks = [place for place, name in enumerate(ids) if name.lower() in _NO_NAMES]
     return [
         f"Warning: {np.count_nonzero(rows == place):,} of {len(rows):,} interactions have the {role} {ids[place]!r}, "
-        f"which often marks a missing value; leave these lines out, or name another column with --{role}-column."
+        f"which often marks a missing value; remove these lines, or choose another column with --{role}-column."
         for place in marks
     ]
 
@@ -303,15 +302,15 @@ def _doubts(times: np.ndarray, num_interactions: int) -> list[str]:
     num_seconds = num_distinct if times.dtype.kind == "i" else len(np.unique(np.floor(times)))
     if 2 * num_seconds < num_distinct:
         return [
-            f"Warning: {num_distinct:,} distinct times become {num_seconds:,} in whole seconds, which intervals and "
-            "--split time use; fractions only affect the order. Give times in seconds."
+            f"Warning: {num_distinct:,} distinct times become {num_seconds:,}, because intervals and --split time use "
+            "whole seconds; fractions affect only the order. Give times in seconds."
         ]
     if num_distinct >= _FEW_TIMES or num_interactions <= _MANY_INTERACTIONS * num_distinct:
         return []
     return [
         f"Warning: the {num_interactions:,} interactions have {num_distinct} distinct time{'s' * (num_distinct > 1)}: "
-        "check that this is the time column, or name another with --time-column. Interactions with equal times keep "
-        "the order of the file."
+        "check that this is the time column, or choose another with --time-column. Interactions with equal times "
+        "keep the order of the file."
     ]
 
 

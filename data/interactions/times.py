@@ -44,9 +44,9 @@ def in_seconds(times: np.ndarray) -> tuple[np.ndarray, str]:
         found = settled(times[:, None])[:, 0]
         if np.isnan(found).any():
             raise ValueError(
-                "the dates do not show, or contradict each other on, whether the day or the month comes first"
+                "the dates do not show whether the day or the month comes first, or they contradict each other"
             )
-        return _whole_if_all_are(found), f"dates with the {'day' if (found == times[:, 0]).all() else 'month'} first"
+        return _whole_if_all_are(found), f"dates whose {'day' if (found == times[:, 0]).all() else 'month'} comes first"
     is_known = times > 0
     known = times[is_known]
     for form, read in _DATES_IN_DIGITS.items():

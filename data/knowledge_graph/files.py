@@ -27,7 +27,8 @@ class DataFiles:
         file = self.find(name)
         if file is None:
             raise UserError(
-                f"{self.where}: no {name}; give a folder that contains it; files found: {shown(self.by_name)}"
+                f"{self.where}: has no {name}; give a folder that contains this file; files found: "
+                f"{shown(self.by_name)}"
             )
         return file
 
@@ -52,7 +53,7 @@ def find_files(path: Path, telling: Collection[str]) -> DataFiles:
     folders = _folders(source)
     meant = [folder for folder, files in folders.items() if not _bare_names(files).isdisjoint(telling)]
     if where not in meant and len(meant) > 1:
-        raise UserError(f"{where}: {len(meant)} of its folders may be the data set; give only one of these")
+        raise UserError(f"{where}: {len(meant)} of its folders could be the data set; give the path of one folder")
     found = meant or [folder for folder, files in folders.items() if files]
     chosen = where if where in meant or len(found) != 1 else found[0]
     by_name: dict[str, DataFile] = {}

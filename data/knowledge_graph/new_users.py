@@ -41,12 +41,12 @@ def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> t
         if 0 <= user < len(is_trained_on) and is_trained_on[user]:
             users.append(user)
             continue
-        ids = "" if number_of else f", between 0 and {len(is_trained_on) - 1}, and no more"
+        ids = "" if number_of else f" (0 to {len(is_trained_on) - 1}), without other text"
         line_shown = f"{label}, line {number}: {text_of_line[:80]!r}"
         unknown.add(
             line_shown,
-            f"{line_shown}: must be the id of a user with training items{ids}; --on-bad drop skips other lines",
-            "lines that name no user with training items",
+            f"{line_shown}: give the id of a user with training items{ids}, or skip other lines with --on-bad drop",
+            "lines without the id of a user with training items",
         )
     return np.array(users, dtype=np.int64), unknown.remarks()
 
@@ -64,8 +64,8 @@ class Recommendations:
         if len(users) and num_left.min() < num_places:
             user = users[num_left.argmin()]
             raise UserError(
-                f"--top-k {num_places}: user {catalogue.user_name(user)} has only {num_left.min()} items left; choose "
-                "fewer"
+                f"--top-k {num_places}: user {catalogue.user_name(user)} has only {num_left.min()} items outside "
+                "training; choose a smaller --top-k"
             )
 
     def __len__(self) -> int:

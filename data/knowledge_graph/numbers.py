@@ -42,7 +42,7 @@ class Numbers:
         outside = np.flatnonzero((numbers.values < 0) | (numbers.values > LARGEST_ID))
         if len(outside):
             row = int(np.searchsorted(numbers.offsets, outside[0], side="right")) - 1
-            reason = f"{numbers.values[outside[0]]} is not an id: ids are 0 to {LARGEST_ID:,}"
+            reason = f"{numbers.values[outside[0]]} is not an id from 0 to {LARGEST_ID:,}"
             raise numbers.mistake(row, reason)
         return numbers
 
@@ -97,11 +97,12 @@ def _from_array(file: DataFile, content: bytes) -> Numbers:
             array = np.load(io.BytesIO(content), allow_pickle=False)
     except (ValueError, OSError) as error:
         raise UserError(
-            f"{file.where}: is not an array of numbers, or is damaged ({error}); download it again"
+            f"{file.where}: is damaged, or is not an array of numbers ({error}); download it again"
         ) from None
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
         raise UserError(
-            f"{file.where}: is {array.dtype} of shape {array.shape}, but a two-dimensional array of integers is needed"
+            f"{file.where}: is an array of {array.dtype} with shape {array.shape}; give a two-dimensional array "
+            "of integers"
         )
     rows, columns = array.shape
     return Numbers(file.where, array.astype(np.int64).ravel(), np.arange(rows + 1) * columns, np.arange(rows) + 1)
@@ -112,9 +113,9 @@ def _no_number(file: DataFile, text: bytes) -> UserError:
     for number, line in enumerate(text.split(b"\n"), start=1):
         for field in line.split():
             if not field.isdigit():
-                reason = f"{_decoded(field)!r} is not a whole number from 0"
+                reason = f"{_decoded(field)!r} is not a whole number of at least 0"
                 if number == 1 and not any(map(str.isdigit, _decoded(line))):
-                    reason += ", and this file has no header line"
+                    reason += "; if the first line has column names, remove it"
                 return _mistake(file.where, number, _decoded(line), reason)
     raise AssertionError("all are numbers")
 

@@ -36,7 +36,7 @@ _TEST_SHARE = 0.2
 """Share of each user's ratings for the test, as in the published code of KGCN."""
 _IDS_FOR_ONE = 10
 """An id above 1000 + this factor times the number of distinct ids is an error, since tables have a row for every id."""
-_NUMBERED = "far above the others: ids should be 0, 1, 2, ... with few gaps"
+_NUMBERED = "far larger than the other ids, which should be 0, 1, 2, ... with few gaps"
 
 
 def load_catalogue(
@@ -101,7 +101,7 @@ class _UserLines:
         users = numbers.first
         is_again = np.ones(len(users), bool)
         is_again[np.unique(users, return_index=True)[1]] = False
-        numbers.refuse(is_again, "user {user} also has an earlier line; join the two lines", user=users)
+        numbers.refuse(is_again, "user {user} also has an earlier line; join both lines", user=users)
         rows = np.repeat(np.arange(len(users)), np.diff(numbers.offsets) - 1)
         return cls(numbers, users[rows], np.delete(numbers.values, numbers.offsets[:-1]), rows)
 
@@ -121,10 +121,10 @@ def _read_kgat(files: DataFiles) -> Catalogue:
     for part in lines.values():
         if not len(part.items):
             raise UserError(
-                f"{part.numbers.where}: no user has an item; download it again, or remove it if it is optional"
+                f"{part.numbers.where}: no user has an item; download the file again, or remove it if it is optional"
             )
     of_train = lines["train.txt"].numbers
-    of_train.refuse(np.diff(of_train.offsets) == 1, "a user without items; leave the line out")
+    of_train.refuse(np.diff(of_train.offsets) == 1, "the user has no items; remove the line")
     users_listed, items_listed = _num_listed(files, "user_list.txt"), _num_listed(files, "item_list.txt")
     for part in lines.values():
         _check_ids(part.numbers, "user", part.users, part.users, users_listed, "user_list.txt", part.rows)
@@ -166,7 +166,9 @@ def _check_held_out(lines: dict[str, _UserLines], num_users: int, is_known: np.n
         for other_name, other in earlier.items():
             part.refuse(
                 other.contain(part.users, part.items),
-                "user {user} has item {item} in " + other_name + " too, but known items are never recommended",
+                "user {user} has item {item} in "
+                + other_name
+                + " too; remove one of them, because known items are never recommended",
             )
         earlier[name] = part.lists(num_users)
 
@@ -183,7 +185,9 @@ def _read_kgcn(files: DataFiles, file: DataFile, seed: int) -> Catalogue:
     positives = ItemLists.of_pairs(users[labels == 1], items[labels == 1], num_users)
     train, test = hold_out(positives, _TEST_SHARE, seed, TEST_STREAM)
     if not len(test):
-        raise UserError(f"{file.where}: no user has two items with label 1, so there is nothing to test on")
+        raise UserError(
+            f"{file.where}: no user has two items with label 1, so no item can be held out for testing; give more data"
+        )
     triples, relation_names = _read_graph(files, num_items)
     is_known = _are_known(items, triples, num_items) | (num_listed is not None)
     unknown = np.flatnonzero(~is_known)
@@ -206,7 +210,7 @@ def _read_graph(files: DataFiles, num_items: int) -> tuple[np.ndarray, tuple[str
     _check_ids(numbers, "tail", tails, entities, num_entities, "entity_list.txt")
     if not (triples[:, [0, 2]] < num_items).any():
         raise UserError(
-            f"{file.where}: none of its {len(triples)} triples has an item (an entity below {num_items}); give the "
+            f"{file.where}: none of its {len(triples)} triples contains an item (an id below {num_items}); give the "
             "graph of these items"
         )
     triples = triples[np.lexsort(triples.T[::-1])].astype(np.int32)
@@ -231,7 +235,7 @@ def _check_ids(
     largest = _IDS_FOR_ONE * len(sorted_distinct(all_ids)) + 1000
     numbers.refuse(ids > largest, f"{what} {{id}} is {_NUMBERED}", rows, id=ids)
     if num_listed is not None:
-        reason = f"{what} {{id}} is not among the {num_listed} of {list_name}"
+        reason = f"{what} {{id}} is not among the {num_listed} ids of {list_name}"
         numbers.refuse(ids >= num_listed, reason, rows, id=ids)
 
 
@@ -252,8 +256,8 @@ def _read_relation_names(files: DataFiles) -> tuple[str, ...]:
         *name, number = line.decode(errors="replace").split()
         if not number.isdecimal() or int(number) >= len(lines) or int(number) in names:
             raise UserError(
-                f"{file.where}: {line.decode(errors='replace')!r}: must be a name and an id, with each id from 0 to "
-                f"{len(lines) - 1} once; fix it, or leave the file out"
+                f"{file.where}: {line.decode(errors='replace')!r}: must have a name and an id, and each id from 0 to "
+                f"{len(lines) - 1} must occur once; fix the file, or remove it"
             )
         names[int(number)] = " ".join(name)
     return tuple(names[i] for i in range(len(names)))

@@ -49,7 +49,7 @@ class BprSamples(Movable):
         if len(without_negative):
             raise UserError(
                 f"--data-dir: user {self._users[without_negative[0]]} has all {catalogue.num_items} items in "
-                "training, so no negative can be drawn; give data with more items, or remove this user"
+                "training, so no item is left as a negative; give data with more items, or remove this user"
             )
 
     def __len__(self) -> int:
@@ -102,7 +102,7 @@ class Triples(Movable):
             edge = first[full[0]]
             raise UserError(
                 f"--data-dir: relation {self._relation[edge]} joins node {head[edge]} to all {edges.num_nodes} nodes, "
-                "so no negative can be drawn; remove such relations from the graph"
+                "so no node is left as a negative; remove this relation from the graph"
             )
 
     def __len__(self) -> int:

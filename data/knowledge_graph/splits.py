@@ -40,6 +40,6 @@ def with_validation(published: Catalogue, *, val_share: float, seed: int, select
     if not len(val):
         train, val = hold_out(train, val_share, seed, VAL_STREAM)
     if not len(val):
-        raise UserError(f"--val-share {val_share}: leaves no user an item to validate on; choose a larger share")
+        raise UserError(f"--val-share {val_share}: leaves no user with an item for validation; choose a larger share")
     names = published.relation_names[: published.num_relations]
     return replace(published, train=train, val=val, relation_names=names)

@@ -60,7 +60,8 @@ def read_tables(
             kind == "interactions" and len(files[kind]) > 1 and parts_of(files[kind]) != files[kind]
         ):
             raise UserError(
-                f"{where}: {shown(file.name for file in files[kind])} may each be the {kind}; keep only one"
+                f"{where}: {shown(file.name for file in files[kind])} could each be the {kind}; keep only one of "
+                "these files"
             )
     with opened_table(files["interactions"][0], LeftOut(reading)) as opened:
         has_times = not set(NAMES["time"]).isdisjoint(map(plain_name, opened.header))
@@ -77,7 +78,7 @@ def read_tables(
         latest = None if table.times is None else _latest(parts[0], table.users, table.items, table.times)
         (train, test), val = hold_out(parts[0], test_share, seed, TEST_STREAM, latest), ItemLists.empty(num_users)
     if not len(test):
-        raise UserError(f"{where}: no user has two items, so there is nothing to test on")
+        raise UserError(f"{where}: no user has two items, so no item can be held out for testing; give more data")
     notes = list(table.remarks)
     triples, relations, entities = _read_graph(files, table.item_ids, reading, notes)
     names = (tuple(table.user_ids), tuple(table.item_ids), entities)
@@ -113,8 +114,9 @@ def _read_graph(
     found = np.unique(np.array(triples, np.int32).reshape(-1, 3), axis=0)
     if not (found[:, [0, 2]] < len(item_ids)).any():
         raise UserError(
-            f"{files['graph'][0].where}: none of its {len(found)} triples has an item, such as {shown(item_ids[:3])}; "
-            "use the item names of the interactions there, or add a table with columns item and entity"
+            f"{files['graph'][0].where}: none of its {len(found)} triples contains an item, such as "
+            f"{shown(item_ids[:3])}; use the item names of the interactions in the graph, or add a table with "
+            "columns item and entity"
         )
     return found, tuple(relations), tuple(entities)
 

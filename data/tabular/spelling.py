@@ -282,7 +282,7 @@ def _doubt(texts: Sequence[str], counts: np.ndarray, numbers: np.ndarray, rival:
     if likely != UNKNOWN or not is_grouped.any() or not is_loose.any():
         return ""
     grouped, loose = _examples(texts, is_grouped, is_loose)
-    return f"the comma in {grouped} may mark thousands or decimals, because {loose} has no thousands separator"
+    return f"the comma in {grouped} may mark thousands or decimals, because {loose} has no comma"
 
 
 def _in_no_one_spelling(texts: Sequence[str], *groups: np.ndarray) -> str:

@@ -120,7 +120,7 @@ def test_forked_processes_do_not_share_their_place_in_a_zip(tmp_path) -> None:
 
 
 def test_a_file_that_is_not_there_is_named(source) -> None:
-    with pytest.raises(UserError, match=rf"^--data-dir {source.path}(/|, )a/5.wav: .*; the data set is not complete$"):
+    with pytest.raises(UserError, match=rf"^--data-dir {source.path}(/|, )a/5.wav: .*; restore this file, or download"):
         DataFile(source, "a/5.wav").read()
     with pytest.raises(UserError, match=r"nowhere: no such file or folder; give another$"):
         opened(source.path / "nowhere")

@@ -131,7 +131,7 @@ def test_cp1252_is_recognised_and_told(text, tmp_path):
     table = read_table(path)
     assert table.columns[0].distinct_texts[0] in text and "\ufffd" not in str(table.columns[0].texts)
     [note] = table.notes
-    assert note.startswith(f"--data-dir {path}: is read as cp1252, which gives '")
+    assert note.startswith(f"--data-dir {path}: is read in the encoding cp1252, with words such as '")
 
 
 @pytest.mark.parametrize(("encoding", "text"), [(name, text) for name, texts in OTHERS.items() for text in texts])
@@ -147,7 +147,7 @@ def test_what_may_be_another_encoding_is_refused_with_a_proposal(encoding, text,
             found = read_table(path)
         except UserError as error:
             assert re.search(
-                r"is not text in UTF-8, but has the byte 0x..; in (cp1252|latin-1) the text is .*--encoding", str(error)
+                r"is not text in UTF-8: the byte 0x.. is invalid; if .*--encoding (cp1252|latin-1)", str(error)
             )
         else:
             assert not found.notes and text in content.decode()
@@ -192,7 +192,7 @@ def test_parquet_is_read_by_pyarrow_alone(tmp_path, monkeypatch):
         pyarrow.parquet.write_table(pyarrow.table(dict(zip(NAMES, zip(*ROWS, strict=True), strict=True))), path)
     except ImportError:
         path.write_bytes(b"PAR1" + json.dumps({"names": NAMES, "rows": ROWS}).encode())
-        with pytest.raises(UserError, match=f"{path}: is parquet, which needs the package pyarrow: .*pip install"):
+        with pytest.raises(UserError, match=f"{path}: is a parquet file, .* the package pyarrow; .*pip install"):
             read_table(path)
         stand_in = types.SimpleNamespace(ParquetFile=_Parquet)
         monkeypatch.setitem(sys.modules, "pyarrow", types.SimpleNamespace(parquet=stand_in))
@@ -288,7 +288,7 @@ def test_archives_of_no_or_several_tables(tmp_path):
     for members in ({}, {"a.csv": CSV, "b.csv": CSV}):
         path = tmp_path / "t.zip"
         path.write_bytes(zipped(members))
-        with pytest.raises(UserError, match=rf"{len(members)} files in it may be the table; give the file itself"):
+        with pytest.raises(UserError, match=rf"{len(members)} of its files could be the table; give the path of one"):
             read_table(path)
 
 

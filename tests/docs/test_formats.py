@@ -104,7 +104,7 @@ def test_rows_of_libsvm():
 
 def test_one_user_a_line():
     Path("users.txt").write_text("0 7 8 9\n3 8\n")
-    with pytest.raises(UserError, match=r"is one user a line .4 columns, .*docs/formats.md#one-user-a-line "):
+    with pytest.raises(UserError, match=r"is one line per user .4 columns, .*docs/formats.md#one-user-a-line "):
         load_interactions(Path("users.txt"), 1, Path("cache"))
     convert("one-user-a-line", "users.txt")
     found = load_interactions(Path("interactions.csv"), 1, Path("cache"))

@@ -87,13 +87,13 @@ def test_columns_are_those_of_the_new_file_and_strangers_are_said(trained, predi
     assert "2 of 3 interactions have items that the run was not trained on" in err and "item-777, item-888" in err
     assert "users without a known item: tom" in err
     _, err = predict(plain, status=2)
-    assert "--user-column buyer: " in err and "there are: user, item, time" in err and err.count("error: ") == 1
+    assert "--user-column buyer: " in err and "the columns are user, item, time" in err and err.count("error: ") == 1
 
 
 @pytest.mark.parametrize(
     ("text", "more", "part"),
     [
-        ("buyer,item,seconds\na,other,3\n", [], "no item that the run was trained on, such as item-001, item-002"),
+        ("buyer,item,seconds\na,other,3\n", [], "no item on which the run was trained, such as item-001, item-002"),
         ("buyer,item,seconds\na,item-001,3\n", ["--top-k", NUM_ITEMS], f"for user a ({NUM_ITEMS - 1}); "),
         ("buyer,item,seconds\na,item-001,x\n", [], "line 2: 'a item-001 x': 'x' is not a time"),
         ("", [], "is empty"),

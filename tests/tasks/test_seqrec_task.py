@@ -272,8 +272,8 @@ def test_columns_are_of_a_file(refused):
         (f"{HEAD}a 1 10\na 2 20\na 3 noon\n", "", "line 4: 'a 3 noon': 'noon' is not a time"),
         (f"{HEAD}a 1 10\na 2\n", "", "line 3: 'a 2': 2 columns instead of 3"),
         ("", "", "is empty"),
-        ("a 1 5\na 2 4\n", "", "the time column is unknown; specify it with --time-column"),
-        ("a,b,c\na,2,4\n", "", "none is recognised as the user or the item or the time: name that column with --user"),
+        ("a 1 5\na 2 4\n", "", "specify the time column with --time-column"),
+        ("a,b,c\na,2,4\n", "", "no column is recognised as the user or the item or the time; name it with --user"),
         (f"{HEAD}a 1 10\n", "--time-column at", "--time-column at: "),
         (
             f"{HEAD}a 1 10\na 2 20\nb 1 5\nb 3 5\n",

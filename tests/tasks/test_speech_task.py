@@ -437,7 +437,7 @@ def test_transcripts_too_long_for_their_sound_are_left_out(with_a_long_one, run_
     (with_a_long_one / "train" / "21.txt").write_text("grün", encoding="cp1252")
     out, _ = run_here(*RUN, "--data-dir", with_a_long_one, "--save-dir", tmp_path / "run")
     assert "Data: 17 train, 3 val, 3 test samples" in out
-    assert f"\n--data-dir {with_a_long_one}, train/21.txt: is read as cp1252, which gives 'grün'; " in out
+    assert f"\n--data-dir {with_a_long_one}, train/21.txt: is read in the encoding cp1252, with words such" in out
     assert "\nLeft out (1): too short for its transcript, such as train/20.wav, 1" in out
     ((reason, count),) = results_of(tmp_path / "run")["left_out"].items()
     assert count == 1 and reason.startswith("too short for its transcript, such as train/20.wav, 1")

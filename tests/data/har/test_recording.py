@@ -148,7 +148,7 @@ def refuse_file(path, message):
         (7, 7, "1e39", "line 7, column 7 (total_acc_x): '1e39' is not a finite number"),
         (7, 7, "1e30", "line 7, column 7 (total_acc_x): '1e30' is not a finite number below 1e+15"),
         (7, 7, "1,5", "line 7: 10 columns, but the header has 9"),
-        (7, 7, '"1', "line 7: a quote is opened but never closed"),
+        (7, 7, '"1', "line 7: a quotation mark opens but never closes"),
         (1, 2, "acc_y", "line 1: lacks body_acc_y; all nine channels are needed"),
         (1, 2, "body_acc_x", "line 1: lacks body_acc_y"),
         (1, 9, "total_acc_z,total_acc_z", "line 1: names total_acc_z more than once"),

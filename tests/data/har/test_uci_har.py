@@ -115,7 +115,7 @@ def test_a_missing_file_is_named(layout, cache_dir, zipped) -> None:
     if zipped:
         path = layout.parent / "har.zip"
         path.write_bytes(zip_folder(layout, ""))
-    with pytest.raises(UserError, match=r"--data-dir.*subject_train.txt.*not complete"):
+    with pytest.raises(UserError, match=r"--data-dir.*subject_train.txt.*restore"):
         load_uci_har(path, cache_dir)
 
 

@@ -52,7 +52,7 @@ def test_files_for_training_validation_and_test(form, in_zip, load, tmp_path):
     assert found.item_ids == ("1", "2", "3", "4")
     assert (found.offsets.tolist(), found.items.tolist()) == ([0, 4, 6], [1, 2, 3, 4, 1, 3])
     assert [bounds.tolist() for bounds in HoldOut().bounds(found)] == [[2, 1], [3, 1]]
-    assert any("The files define what is held out: 3 of " in remark for remark in found.remarks)
+    assert any("The files define the held-out interactions: 3 of " in remark for remark in found.remarks)
     with pytest.raises(UserError, match=r"--split ratio .*: the files for training and test define the split"):
         HoldOut("ratio").bounds(found)
     if found.times is not None:  # the test of b came before its training
@@ -69,7 +69,7 @@ def test_parts_of_other_columns_are_refused(load, tmp_path):
     for name in ("train.csv", "test.csv"):
         (tmp_path / name).write_text(PARTS["CSV"][name])
     (tmp_path / "test.csv").write_text("user,item\na,4\n")
-    with pytest.raises(UserError, match=r"test.csv: has different columns than .*train.csv"):
+    with pytest.raises(UserError, match=r"test.csv: has other columns than .*train.csv"):
         load(tmp_path, ColumnChoice(time="none"))
 
 
@@ -89,7 +89,7 @@ BAD = {
 def test_bad_lines_are_refused_or_left_out_and_counted(content, load, tmp_path):
     path, (num_bad, reason) = tmp_path / "t.csv", BAD[content]
     path.write_text(content)
-    with pytest.raises(UserError, match=rf"{reason}.*; fix it.*, or leave such lines out with --on-bad drop"):
+    with pytest.raises(UserError, match=rf"{reason}.*; fix it.*, or skip unreadable lines with --on-bad drop"):
         load(path, reading=Reading())
     found = load(path)
     assert (found.num_users, found.item_ids, found.times.tolist()) == (2, ("x",), [10, 30])
@@ -99,7 +99,7 @@ def test_bad_lines_are_refused_or_left_out_and_counted(content, load, tmp_path):
 
 def test_a_file_of_bad_lines_alone_is_refused(load, tmp_path):
     (tmp_path / "t.csv").write_text("user,item,time\n,,\n")
-    with pytest.raises(UserError, match="has only a header"):
+    with pytest.raises(UserError, match="has only a line of column names"):
         load(tmp_path / "t.csv")
 
 
@@ -116,13 +116,13 @@ def test_dates_with_day_and_month_in_either_order(texts, gaps, form, load, tmp_p
     path.write_text("user,item,time\n" + "".join(f"a,{k},{text}\n" for k, text in enumerate(texts)))
     found = load(path, reading=Reading())
     assert np.diff(found.times).tolist() == gaps
-    assert any(f"from dates with the {form} first" in remark for remark in found.remarks)
+    assert any(f"from dates whose {form} comes first" in remark for remark in found.remarks)
 
 
 def test_dates_that_do_not_tell_the_day_are_refused(load, tmp_path):
     for texts in (["01/02/2024", "03/05/2024"], ["13/02/2024", "02/13/2024"]):
         (tmp_path / "t.csv").write_text("user,item,time\n" + "".join(f"a,{k},{text}\n" for k, text in enumerate(texts)))
         with pytest.raises(
-            UserError, match=r"t.csv: the dates do not show, .* the day or the month .*write dates as 2024-05"
+            UserError, match=r"t.csv: the dates do not show whether the day or the month .*write dates as 2024-05"
         ):
             load(tmp_path / "t.csv")

@@ -179,7 +179,7 @@ def test_whole_numbers_with_and_without_a_fraction_of_zero_are_one_name(load) ->
 
 
 def test_a_line_of_names_that_comes_again_is_refused(load) -> None:
-    with pytest.raises(UserError, match="the header, with user and item, occurs again"):
+    with pytest.raises(UserError, match="the line of column names, with user and item, occurs"):
         load("user,item\n1,2\n1,3\nuser,item\n2,2\n", "joined.csv")
 
 
@@ -246,7 +246,7 @@ def test_dates_in_one_number_are_known_as_floats_and_beside_zeros(load, times, s
 def test_repeated_interactions_stay_but_equal_lines_count_once(load) -> None:
     interactions = load("user item time\n1 1 1\n2 1 1\n1 1 1\n1 1 2\n1 2 1\n2 1 1.5\n1 1 1\n")
     assert by_user(interactions, interactions.items) == [[1, 2, 1], [1, 1]]
-    assert "2 of 7 lines repeat the user, item and time of another line and are dropped." in interactions.remarks
+    assert "2 of 7 lines are dropped, because they repeat the user, item " in " ".join(interactions.remarks)
     without_times = load("user item\n1 1\n1 1\n", "order.txt")
     assert without_times.items.tolist() == [1, 1]
 
@@ -263,7 +263,7 @@ def test_quotes_of_tabbed_lines_enclose_fields_or_are_plain_characters(load) -> 
 
 def test_quotes_that_join_whole_lines_are_refused_and_texts_of_several_lines_are_not(load) -> None:
     head = "user_id,title,item_id,timestamp\n"
-    with pytest.raises(UserError, match=r"lines 3 to 4: a quote that opens on the first .* double such quotes"):
+    with pytest.raises(UserError, match=r"lines 3 to 4: a quotation mark opens on the first .* double the"):
         load(f'{head}u1,plain,i1,1300000000\nu1,"Live,i2,1300000100\nu2,bar",i3,1300000200\n')
     text = load(f'{head}u1,"good,\n\nreally",i1,1300000000\nu1,x,i2,1300000100\n', "texts.csv")
     assert text.items.tolist() == [1, 2]
@@ -362,21 +362,21 @@ def test_columns_are_those_that_are_named(load, content, chosen) -> None:
 @pytest.mark.parametrize(
     ("content", "chosen", "message"),
     [
-        ("abonnent,title,timestamp\n1,2,3\n", {}, "title, timestamp none is recognised as "
-         "the user or the item: name that column with --user-column and --item-column$"),
-        ("user,item,price\n1,2,3\n", {}, "none is recognised as the time: .*; use --time-column none"),
-        ("1,2,3\n1,3,5\n", {}, r"line 1: '1 2 3': there are no column names, and no column after the item begins "
-         "with a date or .*specify it with --time-column, counted from 1, or use --time-column none"),
+        ("abonnent,title,timestamp\n1,2,3\n", {}, "no column is recognised as "
+         "the user or the item; name it with --user-column and --item-column; .* abonnent, title, timestamp$"),
+        ("user,item,price\n1,2,3\n", {}, "no column is recognised as the time; .*; use --time-column none"),
+        ("1,2,3\n1,3,5\n", {}, r"line 1: '1 2 3': has no column names, and no column after the item begins "
+         "with a date or .*specify the time column with --time-column, counted from 1, or use --time-column none"),
         ("1,2,3.5,99.9\n", {}, "no column after the item begins with a date"),
         ("1,2,978300030,978300040\n", {}, "several columns begin with a date"),
-        ("1 2 2023-11-20 05:05:46\n", {}, "has date and time of day in separate columns; join these"),
-        ("abonnent,title\n1,2\n", {}, "abonnent, title: not recognised as column names, but unlike"),
-        ("user,item,time\n1,2,3\n", {"time": "at"}, "^--time-column at: .* no such column; there are: "),
-        ("1,2,978300030\n", {"item": "4"}, "^--item-column 4: .* has the columns 1 to 3"),
-        ("user,item,time,order_date\n1,2,1830,2024-01-15\n", {}, "the column time begins with '1830', neither a date "
-         "nor seconds since 1970, but order_date has dates; name one of the two with --time-column"),
-        ("item,user,time\n1,2,3\n", {"user": "1"}, "^--user-column 1: .* calls that column item, which suggests the "
-         "item; give the column's name"),
+        ("1 2 2023-11-20 05:05:46\n", {}, "has date and time of day in separate columns; join them"),
+        ("abonnent,title\n1,2\n", {}, "abonnent, title: is not recognised as a line of column names, but"),
+        ("user,item,time\n1,2,3\n", {"time": "at"}, "^--time-column at: .* no such column; the columns are "),
+        ("1,2,978300030\n", {"item": "4"}, "^--item-column 4: .* has no such column; give a number from 1 to 3"),
+        ("user,item,time,order_date\n1,2,1830,2024-01-15\n", {}, "the column time begins with '1830', which is "
+         "neither a date nor seconds since 1970, but the column order_date has dates; choose one with --time-column"),
+        ("item,user,time\n1,2,3\n", {"user": "1"}, "^--user-column 1: .* name of this column is item, which suggests "
+         "the item; give a column by its name"),
         ("user,item,time\n1,2,3\n", {"item": "user"}, "the user is column 1, the item is column 1, the time is column"),
     ],
 )  # fmt: skip
@@ -398,7 +398,7 @@ def test_it_is_said_which_columns_are_read_and_that_few_times_are_doubted(load) 
     ]
     assert list(doubted.remarks[:6]) == table
     words = load("u1,i1,viewed\nu1,i2,liked\nu2,i2,viewed\n", "words.csv", user="1", item="2", time="none").remarks[-1]
-    assert "The first line was read as column names; if it is an interaction, add a line of names above" in words
+    assert "The first line was read as column names; if it is an interaction, add a line of column names above" in words
     assert "the 60 interactions have 5 distinct times" in doubted.remarks[6] and "--time-column" in doubted.remarks[6]
     assert len(load("user,item,x,time\n" + lines, "other.csv").remarks) == 6
     parts_of_a_year = "".join(f"{i % 9},{i % 7},{i / 60}\n" for i in range(60))
@@ -419,14 +419,14 @@ HEAD = "user item time\n"
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("0 1 2 3 4 5 6\n1 2 3\n", "is one user a line .7 columns, and 3 in the line below: .*#one-user-a-line"),
+        ("0 1 2 3 4 5 6\n1 2 3\n", "is one line per user .7 columns, but 3 in the next line: .*#one-user-a-line"),
         ("", r"file.txt: is empty"),
         ("\n  \n", r"file.txt: is empty"),
-        ("user item time\n", r"file.txt: has only a header"),
+        ("user item time\n", r"file.txt: has only a line of column names"),
         (HEAD + "1 2 3\n\n1 2\n", r"line 4: '1 2': 2 columns instead of 3"),
         (HEAD + "1 2 3\n1 2 3 4\n", r"line 3: '1 2 3 4': 4 columns instead of 3"),
-        ("7\n", r"line 1: '7': 1 column, because no tab, .* separates values, not `user item`"),
-        ("1 2 3 4 5\n", r"line 1: '1,2,3,4,5': 5 columns, not `user item`.* --user-column and --item-column"),
+        ("7\n", r"line 1: '7': has 1 column, because no tab, .* separates values; expected `user item`"),
+        ("1 2 3 4 5\n", r"line 1: '1,2,3,4,5': has 5 columns; expected `user item`.* --user-column and --item-column"),
         (HEAD + "1 2 soon\n", r"line 2: '1 2 soon': 'soon' is not a time: a number, or a date such as 2024-05-31"),
         ("1,2,978300000\n1,2,\n", r"line 2: '1 2 ': '' is not a time"),
         (HEAD + "1 2 nan\n", r"line 2: '1 2 nan': 'nan' is not a time"),
@@ -435,7 +435,7 @@ HEAD = "user item time\n"
         ("user,item,time\n1,,3\n", r"line 2: '1  3': the user or item is empty"),
         ("user\titem\ttime\n \t2\t3\n", r"line 2: .*is empty"),
         ('user,item,time\n1,"2\n2",3\n', r"line 3: .*is empty or contains a line break"),
-        ('user,item,time\n1,"2,3\n', r"line 2: a quote is opened but never closed"),
+        ('user,item,time\n1,"2,3\n', r"line 2: a quotation mark opens but never closes"),
         (
             HEAD + "1 2 3\n1 2 2024-05-31\n",
             r"line 3: .*: the time '2024-05-31' is an ISO date, but earlier times are a number",
@@ -460,9 +460,9 @@ def test_line_numbers_count_through_all_blocks(load, monkeypatch) -> None:
 def test_paths_that_cannot_be_chosen(load, tmp_path, fresh_cache) -> None:
     with pytest.raises(UserError, match=r"^--data-dir .*missing.txt: no such file"):
         load_interactions(tmp_path / "missing.txt", 1, fresh_cache)
-    with pytest.raises(UserError, match=r"data.zip: 2 files in it may be .* there are: a.txt, b.csv, c.pdf$"):
+    with pytest.raises(UserError, match=r"data.zip: 2 of its files could be .* found: a.txt, b.csv, c.pdf$"):
         load(zipped({"b.csv": "", "a.txt": "", "c.pdf": ""}), "data.zip")
-    with pytest.raises(UserError, match=r"data.zip: 2 files in it .* there are: x/u.data, y/u.data$"):
+    with pytest.raises(UserError, match=r"data.zip: 2 of its files .* found: x/u.data, y/u.data$"):
         load(zipped({"x/u.data": "", "y/u.data": ""}), "data.zip")
     with pytest.raises(UserError, match=r"data.zip: 0 files in it .* n0, n1, n10, .*, \.\.\.$"):
         load(zipped({f"n{i}": "" for i in range(40)}), "data.zip")
@@ -508,7 +508,7 @@ def test_the_k_core_equals_a_slow_loop(load) -> None:
         expected = slow_k_core(pairs, k)
         content = "".join(f"{u} {i}\n" for u, i in pairs)
         if not expected:
-            with pytest.raises(UserError, match=rf"^--k-core {k}: nothing in .*file{k}.txt remains"):
+            with pytest.raises(UserError, match=rf"^--k-core {k}: no interaction in .*file{k}.txt remains"):
                 load(content, f"file{k}.txt", k)
             dropped.add("all")
             continue

@@ -448,7 +448,7 @@ def test_too_few_items_for_negatives_are_said(make) -> None:
 
 
 def test_nothing_to_train_on_is_said(make) -> None:
-    with pytest.raises(UserError, match=r"^--split leave-one-out: leaves no user two interactions to train on"):
+    with pytest.raises(UserError, match=r"^--split leave-one-out: leaves no user with two interactions for"):
         make(from_lists([[1, 2, 3], [1]], None, 130, "three"))
 
 

@@ -202,42 +202,42 @@ def test_everybody_keeps_an_item() -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"train": "0 3 1\n1 x\n"}, r"train.txt, line 2: '1 x': 'x' is not a whole number from 0; fix it"),
-        ({"train": "user_id item_ids\n0 3 1\n"}, r"train.txt, line 1: .*, and this file has no header line; fix"),
+        ({"train": "0 3 1\n1 x\n"}, r"train.txt, line 2: '1 x': 'x' is not a whole number of at least 0; fix it"),
+        ({"train": "user_id item_ids\n0 3 1\n"}, r"train.txt, line 1: .*; if the first line has column names, remove"),
         ({"train": "0 3 1\n\n1 -2\n"}, r"train.txt, line 3: '1 -2': '-2' is not a whole number"),
         ({"test": "0 1.5\n"}, r"test.txt, line 1: '0 1.5': '1.5' is not a whole number"),
         ({"train": "0 \u0663\n"}, r"train.txt, line 1: .* is not a whole number"),
-        ({"train": f"0 1\n1 {LARGEST_ID + 1}\n"}, r"line 2: .*: 100000001 is not an id: ids are 0 to"),
+        ({"train": f"0 1\n1 {LARGEST_ID + 1}\n"}, r"line 2: .*: 100000001 is not an id from 0 to"),
         ({"kg_final": f"0 0 {10**30}\n"}, r"kg_final.txt, line 1: .* is not an id"),
-        ({"train": "0 3 1\n1 90000\n"}, r"train.txt, line 2: '1 90000': item 90000 is far above the others"),
-        ({"test": "90000 1\n"}, r"test.txt, line 1: '90000 1': user 90000 is far above the others"),
-        ({"kg_final": "0 0 5\n1 0 90000\n"}, r"kg_final.txt, line 2: '1 0 90000': tail 90000 is far above"),
-        ({"kg_final": "0 0 5\n1 90000 5\n"}, r"kg_final.txt, line 2: '1 90000 5': relation 90000 is far above"),
+        ({"train": "0 3 1\n1 90000\n"}, r"train.txt, line 2: '1 90000': item 90000 is far larger than the other ids"),
+        ({"test": "90000 1\n"}, r"test.txt, line 1: '90000 1': user 90000 is far larger than the other ids"),
+        ({"kg_final": "0 0 5\n1 0 90000\n"}, r"kg_final.txt, line 2: '1 0 90000': tail 90000 is far larger"),
+        ({"kg_final": "0 0 5\n1 90000 5\n"}, r"kg_final.txt, line 2: '1 90000 5': relation 90000 is far larger"),
         ({"kg_final": "0 0 5\n\n1 6\n"}, r"kg_final.txt, line 3: '1 6': 2 columns instead of `head relation tail`"),
         ({"kg_final": "0 0 5 1\n"}, r"line 1: '0 0 5 1': 4 columns instead of"),
-        ({"kg_final": "5 0 6\n6 0 7\n"}, r"kg_final.txt: none of its 2 triples has an item .* below 5.; give"),
-        ({"kg_final": "0 4 5\n"}, r"kg_final.txt, line 1: '0 4 5': relation 4 is not among the 4 of relation_list.txt"),
+        ({"kg_final": "5 0 6\n6 0 7\n"}, r"kg_final.txt: none of its 2 triples contains an item .* below 5.; give"),
+        ({"kg_final": "0 4 5\n"}, r"kg_final.txt, line 1: '0 4 5': relation 4 is not among the 4 ids of relation_list"),
         (
             {"entity_list": "a 0\nb 1\nc 2\nd 3\ne 4\nf 5\n"},
-            r"kg_final.txt, line 5: '6 2 7': head 6 is not among the 6",
+            r"kg_final.txt, line 5: '6 2 7': head 6 is not among the 6 ids",
         ),
         (
             {"entity_list": "a 0\n" * 6, "kg_final": "7 0 0\n"},
-            r"line 1: '7 0 0': head 7 is not among the 6 of entity_l",
+            r"line 1: '7 0 0': head 7 is not among the 6 ids of entity_l",
         ),
         (
             {"user_list": "org_id remap_id\na 0\nb 1\n"},
-            r"train.txt, line 3: .*: user 2 is not among the 2 of user_list",
+            r"train.txt, line 3: .*: user 2 is not among the 2 ids of user_list",
         ),
         (
             {"item_list": "org_id remap_id\na 0\nb 1\nc 2\n"},
-            r"train.txt, line 1: .*: item 3 is not among the 3 of item",
+            r"train.txt, line 1: .*: item 3 is not among the 3 ids of item",
         ),
-        ({"relation_list": "a 0\nb 2\n"}, r"relation_list.txt: 'b 2': must be a name and an id, with each id from 0"),
+        ({"relation_list": "a 0\nb 2\n"}, r"relation_list.txt: 'b 2': must have a name and an id, and each id from 0"),
         ({"relation_list": "a 0\nb 0\n"}, r"relation_list.txt: 'b 0'"),
         ({"relation_list": "a\n"}, r"relation_list.txt: 'a'"),
-        ({"train": "0 1\n1\n2 0\n"}, r"train.txt, line 2: '1': a user without items; leave the line out"),
-        ({"train": "0 1\n1 2\n0 3\n"}, r"train.txt, line 3: '0 3': user 0 also has an earlier line; join the two"),
+        ({"train": "0 1\n1\n2 0\n"}, r"train.txt, line 2: '1': the user has no items; remove the line"),
+        ({"train": "0 1\n1 2\n0 3\n"}, r"train.txt, line 3: '0 3': user 0 also has an earlier line; join both"),
         ({"test": "0 0\n0 4\n"}, r"test.txt, line 2: '0 4': user 0 also has an earlier line"),
         ({"test": "0 0\n3 1\n"}, r"test.txt, line 2: '3 1': user 3 has no items in train.txt"),
         ({"valid": "4 1\n"}, r"valid.txt, line 1: '4 1': user 4 has no items in train.txt"),
@@ -248,8 +248,8 @@ def test_everybody_keeps_an_item() -> None:
         ({"test": "0 2\n"}, r"test.txt, line 1: '0 2': user 0 has item 2 in valid.txt too"),
         ({"train": ""}, r"train.txt: is empty"),
         ({"kg_final": " \n\n"}, r"kg_final.txt: is empty; download it again"),
-        ({"train": None}, r"set: no train.txt; .* files found: kg_final.txt, relation_list.txt, test.txt, valid.txt$"),
-        ({"test": None}, r"set: no test.txt; .* files found: kg_final.txt, relation_list.txt, train.txt, valid.txt$"),
+        ({"train": None}, r": has no train.txt; .* found: kg_final.txt, relation_list.txt, test.txt, valid.txt$"),
+        ({"test": None}, r": has no test.txt; .* found: kg_final.txt, relation_list.txt, train.txt, valid.txt$"),
         ({"train": None, "test": None}, r"set: has neither KGAT's train.txt .* nor KGCN's ratings_final, .*: kg_final"),
         ({"test": "0\n1\n"}, r"test.txt: no user has an item"),
         ({"valid": "0\n1\n"}, r"valid.txt: no user has an item"),
@@ -269,13 +269,13 @@ def test_mistakes_of_the_kgat_layout_are_named(load, files, message) -> None:
         ),
         ({"ratings_final.txt": "0 1 1\n0 2 5\n"}, r"ratings_final.txt, line 2: '0 2 5': label 5 is neither 0 nor 1"),
         ({"ratings_final.txt": "0 1 0\n0 2 1\n1 2 1\n"}, r"no user has two items with label 1"),
-        ({"item_index2entity_id.txt": "a b\n" * 4}, r"line 2: '0 1 1': item 4 is not among the 4 of item_index2entity"),
+        ({"item_index2entity_id.txt": "a b\n" * 4}, r"line 2: '0 1 1': item 4 is not among the 4 ids of item_index"),
         ({"ratings_final.npy": npy(np.array([[0, 1, 1], [0, -1, 1]]))}, r"npy, line 2: '0 -1 1': -1 is not an id"),
-        ({"ratings_final.npy": npy(np.ones((2, 3)))}, r"npy: is float64 of shape \(2, 3\), but a two-dimensional"),
-        ({"ratings_final.npy": npy(np.ones(3, int))}, r"npy: is int64 of shape \(3,\)"),
+        ({"ratings_final.npy": npy(np.ones((2, 3)))}, r"npy: is an array of float64 with shape \(2, 3\); give a two"),
+        ({"ratings_final.npy": npy(np.ones(3, int))}, r"npy: is an array of int64 with shape \(3,\)"),
         ({"ratings_final.npy": npy(np.ones((0, 3), int))}, r"ratings_final.npy: is empty"),
-        ({"ratings_final.npy": npy(np.array([{}]))}, r"npy: is not an array of numbers, or is damaged"),
-        ({"ratings_final.npy": npy(RATINGS)[:-5]}, r"npy: is not an array of numbers, or is damaged"),
+        ({"ratings_final.npy": npy(np.array([{}]))}, r"npy: is damaged, or is not an array of numbers"),
+        ({"ratings_final.npy": npy(RATINGS)[:-5]}, r"npy: is damaged, or is not an array of numbers"),
     ],
 )
 def test_mistakes_of_the_kgcn_layout_are_named(load, files, message) -> None:
@@ -289,9 +289,9 @@ def test_mistakes_of_the_kgcn_layout_are_named(load, files, message) -> None:
 def test_paths_that_cannot_be_chosen(load, tmp_path) -> None:
     with pytest.raises(UserError, match=r"^--data-dir .*/nowhere: no such file or folder"):
         load_catalogue(tmp_path / "nowhere", tmp_path, val_share=0.1, seed=0, selects_on_test=False)
-    with pytest.raises(UserError, match=r"train.txt: no test.txt; give a folder that contains it"):
+    with pytest.raises(UserError, match=r"train.txt: has no test.txt; give a folder that contains"):
         load(b"0 1\n", "train.txt")
-    with pytest.raises(UserError, match=r"twice: 2 of its folders may be the data set; give only one of these$"):
+    with pytest.raises(UserError, match=r"twice: 2 of its folders could be the data set; give the path of one folder$"):
         load({f"{folder}/{name}": content for name, content in KGAT.items() for folder in "ab"}, "twice")
     with pytest.raises(UserError, match=r"both: has train.txt and train.txt.gz; keep one of them$"):
         load(KGAT | {"train.txt.gz": gzip.compress(b"0 1\n")}, "both")
@@ -318,7 +318,7 @@ def test_damaged_files_are_named(load) -> None:
 
 
 def test_nothing_to_validate_on(load) -> None:
-    with pytest.raises(UserError, match=r"^--val-share 0.0: leaves no user an item to validate on; choose a larger"):
+    with pytest.raises(UserError, match=r"^--val-share 0.0: leaves no user with an item for validation; choose"):
         load(changed(valid=None), val_share=0.0)
 
 

@@ -158,9 +158,7 @@ def test_what_is_validated_on_is_no_secret_of_the_test_where_both_are_one(catalo
 def test_who_leaves_no_negative_is_named(catalogue) -> None:
     users, items = np.array([1, *[3] * catalogue.num_items]), np.array([0, *range(catalogue.num_items)])
     greedy = replace(catalogue, train=ItemLists.of_pairs(users, items, catalogue.num_users))
-    with pytest.raises(
-        UserError, match=r"^--data-dir: user 3 has all 17 items in training, so no negative can be drawn"
-    ):
+    with pytest.raises(UserError, match=r"^--data-dir: user 3 has all 17 items in training, so no item is left"):
         BprSamples(greedy, 0)
     three = np.arange(3, dtype=np.int32)
     edges = Edges(np.full(3, 1, np.int32), three, np.full(3, 2, np.int32), num_nodes=3, num_relations=4)

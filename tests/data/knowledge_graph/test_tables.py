@@ -79,12 +79,12 @@ def test_files_for_training_validation_and_test(load):
     head, rows = "user,item\n", ["a,1\na,2\nb,1\n", "a,3\n", "b,3\n"]
     found = load(dict(zip(("train.csv", "valid.csv", "test.csv"), (head + row for row in rows), strict=True)))
     assert named(found, found.test) == {("b", "3")} and len(found.train) == 3
-    with pytest.raises(UserError, match=r"more.csv, test.csv, train.csv, valid.csv may each be the interactions; keep"):
+    with pytest.raises(UserError, match=r"more.csv, test.csv, train.csv, valid.csv could each be the interactions;"):
         load({"more.csv": head + rows[0]} | dict.fromkeys(("train.csv", "test.csv"), head + rows[0]))
 
 
 def test_graphs_without_items_and_lines_without_values(load, tmp_path):
-    with pytest.raises(UserError, match=r"graph.csv: none of its 1 triples has an item, such as i0, i1, i2; use"):
+    with pytest.raises(UserError, match=r"graph.csv: none of its 1 triples contains an item, such as i0, i1, i2; use"):
         load({"interactions.csv": USERS, "graph.csv": "head,relation,tail\nx,y,z\n"})
     files = {"interactions.csv": USERS + "u0,,7\n", "graph.csv": GRAPH + "i1,of,\n"}
     with pytest.raises(UserError, match=r"interactions.csv, line 22: .*is empty.*--on-bad drop"):
@@ -107,10 +107,10 @@ def test_files_that_are_no_tables_are_told_where_nothing_else_is_there(load):
 def test_users_by_name_and_unknown_ones(load, tmp_path):
     found, path = load({"ratings.csv": USERS}), tmp_path / "users.csv"
     path.write_bytes("user_id\nu3\nnobody\nu0\n".encode("utf-16"))
-    with pytest.raises(UserError, match=r"line 3: 'nobody': must be the id of a user with training items; --on-bad"):
+    with pytest.raises(UserError, match=r"line 3: 'nobody': give the id of a user with training items, or skip"):
         read_users(path, found)
     users, notes = read_users(path, found, Reading(on_bad="drop"))
     assert users.tolist() == [3, 0]
     assert notes == [
-        f"Left out: 1 lines that name no user with training items, such as --predict {path}, line 3: 'nobody'."
+        f"Left out: 1 lines without the id of a user with training items, such as --predict {path}, line 3: 'nobody'."
     ]

@@ -112,7 +112,7 @@ def test_a_transcript_in_another_encoding_is_left_out_or_read(tmp_path, noise):
     assert load_corpus(tmp_path, tmp_path, reading=Reading("cp1250", "drop")).transcripts == ("Ja", "Łódź")
     (tmp_path / "b.txt").write_bytes("Grüße".encode("cp1252"))
     found = load_corpus(tmp_path, tmp_path)
-    assert found.transcripts == ("Ja", "Grüße") and "b.txt: is read as cp1252" in found.found["encoding"]
+    assert found.transcripts == ("Ja", "Grüße") and "b.txt: is read in the encoding cp1252" in found.found["encoding"]
 
 
 def test_kaldi_is_pointed_to_the_page(tmp_path):

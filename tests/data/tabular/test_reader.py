@@ -224,9 +224,9 @@ def test_damaged_arrays(read, tmp_path) -> None:
         ("a,b,a\n1,2,3\n", r"more than one column is named 'a'"),
         ("7,0,0,a\n", r"line 1: has numbers instead of column names"),
         ("1,2.5\n3,4\n", r"line 1: has numbers instead of column names"),
-        ('a,b\n"x,2\n3,4\n', r"line 2: a quote is opened but never closed"),
+        ('a,b\n"x,2\n3,4\n', r"line 2: a quotation mark opens but never closes"),
         ('a,b\n"x"z,2\n', r"line 2: .*expected after"),
-        (b"a,b\n\xff\xfe,1\n", r"is not text in UTF-8, but has the byte 0xff"),
+        (b"a,b\n\xff\xfe,1\n", r"is not text in UTF-8: the byte 0xff is invalid"),
         (
             ",".join(f"c{i}" for i in range(10_000)) + "\n",
             r"line 1: has 10,000 columns, but at most 1,000 are supported, .*square",
@@ -244,7 +244,7 @@ def test_paths_that_cannot_be_read(tmp_path) -> None:
         read_table(tmp_path / "none.csv", "--predict")
     (tmp_path / "inside").mkdir()
     (tmp_path / "inside" / "t.csv").write_text("a,y\n1,2\n")
-    with pytest.raises(UserError, match=r"0 files in it may be the table; .*there are: inside/t.csv$"):
+    with pytest.raises(UserError, match=r"0 of its files could be the table; .*found: inside/t.csv$"):
         read_table(tmp_path)
 
 

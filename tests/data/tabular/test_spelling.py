@@ -80,7 +80,7 @@ def test_numbers_that_show_nothing_are_written_as_others_of_the_file(read) -> No
     [
         (["12,5", "2.5"], "numbers in different formats: '2.5', '12,5'"),
         (["1,234", "12,34", "1,234,567"], "numbers in different formats: '1,234,567', '12,34'"),
-        (["1,234", "1500", "7"], "the comma in '1,234' may mark thousands or decimals, because '1500' has no thou"),
+        (["1,234", "1500", "7"], "the comma in '1,234' may mark thousands or decimals, because '1500' has no comma"),
         (["70 kg", "80 kg", "154 lb"], "numbers in different formats: '70 kg', '154 lb'"),
         (["70 kg", "80 kg", "65"], "numbers in different formats: '70 kg', '65'"),
         (["0", "1", "2", "other"], "text among the numbers: 'other'"),
