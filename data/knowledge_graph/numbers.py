@@ -115,7 +115,7 @@ def _no_number(file: DataFile, text: bytes) -> UserError:
             if not field.isdigit():
                 reason = f"{_decoded(field)!r} is not a whole number of at least 0"
                 if number == 1 and not any(map(str.isdigit, _decoded(line))):
-                    reason += "; if the first line has column names, remove it"
+                    reason += " (column names are not allowed)"
                 return _mistake(file.where, number, _decoded(line), reason)
     raise AssertionError("all are numbers")
 
@@ -127,4 +127,4 @@ def _decoded(text: bytes) -> str:
 def _mistake(where: str, number: int, line: str, reason: str) -> UserError:
     line = line.strip()
     line = line if len(line) <= _SHOWN_WIDTH else line[: _SHOWN_WIDTH - 3] + "..."
-    return UserError(f"{where}, line {number}: {line!r}: {reason}; fix it, or give another --data-dir")
+    return UserError(f"{where}, line {number}: {line!r}: {reason}; fix the file, or give another --data-dir")

@@ -101,7 +101,7 @@ class _UserLines:
         users = numbers.first
         is_again = np.ones(len(users), bool)
         is_again[np.unique(users, return_index=True)[1]] = False
-        numbers.refuse(is_again, "user {user} also has an earlier line; join both lines", user=users)
+        numbers.refuse(is_again, "user {user} has an earlier line, which must be joined with this line", user=users)
         rows = np.repeat(np.arange(len(users)), np.diff(numbers.offsets) - 1)
         return cls(numbers, users[rows], np.delete(numbers.values, numbers.offsets[:-1]), rows)
 
@@ -124,7 +124,7 @@ def _read_kgat(files: DataFiles) -> Catalogue:
                 f"{part.numbers.where}: no user has an item; download the file again, or remove it if it is optional"
             )
     of_train = lines["train.txt"].numbers
-    of_train.refuse(np.diff(of_train.offsets) == 1, "the user has no items; remove the line")
+    of_train.refuse(np.diff(of_train.offsets) == 1, "the user has no items")
     users_listed, items_listed = _num_listed(files, "user_list.txt"), _num_listed(files, "item_list.txt")
     for part in lines.values():
         _check_ids(part.numbers, "user", part.users, part.users, users_listed, "user_list.txt", part.rows)
@@ -166,9 +166,7 @@ def _check_held_out(lines: dict[str, _UserLines], num_users: int, is_known: np.n
         for other_name, other in earlier.items():
             part.refuse(
                 other.contain(part.users, part.items),
-                "user {user} has item {item} in "
-                + other_name
-                + " too; remove one of them, because known items are never recommended",
+                "user {user} has item {item} in " + other_name + " too, but known items are never recommended",
             )
         earlier[name] = part.lists(num_users)
 

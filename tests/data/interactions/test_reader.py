@@ -402,7 +402,7 @@ def test_it_is_said_which_columns_are_read_and_that_few_times_are_doubted(load) 
     assert "the 60 interactions have 5 distinct times" in doubted.remarks[6] and "--time-column" in doubted.remarks[6]
     assert len(load("user,item,x,time\n" + lines, "other.csv").remarks) == 6
     parts_of_a_year = "".join(f"{i % 9},{i % 7},{i / 60}\n" for i in range(60))
-    assert "60 distinct times become 1 in" in load("user,item,time\n" + parts_of_a_year, "0.csv").remarks[-1]
+    assert "60 distinct times become 1, because" in load("user,item,time\n" + parts_of_a_year, "0.csv").remarks[-1]
     assert load("1,2,978300030\n", "bare.csv").remarks[2:] == (
         "  column 1  user     1, such as 1",
         "  column 2  item     1, such as 2",
@@ -464,11 +464,11 @@ def test_paths_that_cannot_be_chosen(load, tmp_path, fresh_cache) -> None:
         load(zipped({"b.csv": "", "a.txt": "", "c.pdf": ""}), "data.zip")
     with pytest.raises(UserError, match=r"data.zip: 2 of its files .* found: x/u.data, y/u.data$"):
         load(zipped({"x/u.data": "", "y/u.data": ""}), "data.zip")
-    with pytest.raises(UserError, match=r"data.zip: 0 files in it .* n0, n1, n10, .*, \.\.\.$"):
+    with pytest.raises(UserError, match=r"data.zip: 0 of its files .* n0, n1, n10, .*, \.\.\.$"):
         load(zipped({f"n{i}": "" for i in range(40)}), "data.zip")
     folder = tmp_path / "folder"
     folder.mkdir()
-    with pytest.raises(UserError, match=r"folder: 0 files in it .* there are: no files$"):
+    with pytest.raises(UserError, match=r"folder: 0 of its files .* found: no files$"):
         load_interactions(folder, 1, fresh_cache)
 
 

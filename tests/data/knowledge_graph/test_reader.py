@@ -202,8 +202,8 @@ def test_everybody_keeps_an_item() -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"train": "0 3 1\n1 x\n"}, r"train.txt, line 2: '1 x': 'x' is not a whole number of at least 0; fix it"),
-        ({"train": "user_id item_ids\n0 3 1\n"}, r"train.txt, line 1: .*; if the first line has column names, remove"),
+        ({"train": "0 3 1\n1 x\n"}, r"train.txt, line 2: '1 x': 'x' is not a whole number of at least 0; fix the file"),
+        ({"train": "user_id item_ids\n0 3 1\n"}, r"train.txt, line 1: .* .column names are not allowed.; fix"),
         ({"train": "0 3 1\n\n1 -2\n"}, r"train.txt, line 3: '1 -2': '-2' is not a whole number"),
         ({"test": "0 1.5\n"}, r"test.txt, line 1: '0 1.5': '1.5' is not a whole number"),
         ({"train": "0 \u0663\n"}, r"train.txt, line 1: .* is not a whole number"),
@@ -236,9 +236,9 @@ def test_everybody_keeps_an_item() -> None:
         ({"relation_list": "a 0\nb 2\n"}, r"relation_list.txt: 'b 2': must have a name and an id, and each id from 0"),
         ({"relation_list": "a 0\nb 0\n"}, r"relation_list.txt: 'b 0'"),
         ({"relation_list": "a\n"}, r"relation_list.txt: 'a'"),
-        ({"train": "0 1\n1\n2 0\n"}, r"train.txt, line 2: '1': the user has no items; remove the line"),
-        ({"train": "0 1\n1 2\n0 3\n"}, r"train.txt, line 3: '0 3': user 0 also has an earlier line; join both"),
-        ({"test": "0 0\n0 4\n"}, r"test.txt, line 2: '0 4': user 0 also has an earlier line"),
+        ({"train": "0 1\n1\n2 0\n"}, r"train.txt, line 2: '1': the user has no items"),
+        ({"train": "0 1\n1 2\n0 3\n"}, r"train.txt, line 3: '0 3': user 0 has an earlier line, which must be joined"),
+        ({"test": "0 0\n0 4\n"}, r"test.txt, line 2: '0 4': user 0 has an earlier line"),
         ({"test": "0 0\n3 1\n"}, r"test.txt, line 2: '3 1': user 3 has no items in train.txt"),
         ({"valid": "4 1\n"}, r"valid.txt, line 1: '4 1': user 4 has no items in train.txt"),
         ({"test": "0 0\n1 9\n"}, r"test.txt, line 2: '1 9': item 9 occurs neither in train.txt nor in the graph"),

@@ -179,6 +179,6 @@ def test_how_a_column_was_read_is_noted(screen, values, kind, note) -> None:
 
 def test_what_may_be_wrong_with_the_classes_is_noted(screen) -> None:
     assert noted(screen(y=["yes", "Yes", "NO", "no"] * 10)) == {}
-    assert noted(screen(y=["good", "Good", "b"] * 10)) == {"y": "label: 'Good' and 'good' are different categories"}
+    assert noted(screen(y=["good", "Good"] * 20)) == {"y": "label: 'Good' and 'good' are different categories"}
     rings = screen(useful=[i % 11 for i in range(210)], y=[i % 21 for i in range(210)])
     assert noted(rings) == {"y": "label: possibly a quantity, but each number counts as a class"}
