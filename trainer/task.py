@@ -472,8 +472,8 @@ class Task(ABC):
         """Returns the indices of the samples in a phase's largest batch of at most `count` samples, as an int64 array.
 
         epoch: as in `order`. Before training, the trainer runs the largest batch of the last epoch to check that it
-        fits in memory. Default: the first samples, assuming that all samples have the same size. Only with this default
-        does cuDNN benchmark algorithms and compute attention, since it plans again for each new shape.
+        fits in memory. Default: the first samples, assuming that all samples have the same size. An override turns off
+        cuDNN's benchmarking and cuDNN attention, which would plan again for each new shape.
         """
         return np.arange(min(count, self.num_samples(phase)))
 
@@ -503,8 +503,8 @@ class Task(ABC):
         A group without "weight_decay" uses `--weight-decay`.
 
         A group may set other options of its optimizer, such as "betas", and "lr_scale": a factor of at least 0 on the
-        learning rate. It must not set "lr", which the schedule computes. A resumed run uses these settings instead of
-        its checkpoint's. Parameters with sparse gradients must have weight decay 0.
+        learning rate. It must not set "lr", which the schedule computes. A resumed run uses these settings, and ignores
+        its checkpoint's settings. Parameters with sparse gradients must have weight decay 0.
 
         Default: parameters with fewer than two dimensions (biases, gains of normalisation) have weight decay 0.
         """

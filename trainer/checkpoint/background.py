@@ -83,8 +83,8 @@ class BackgroundSaver:
 
     write: writes one state; raises UserError, or NoRoom if the disk is full.
 
-    A copy that does not fit on disk stays in memory until the next copy. A copy of the best weights stays until it is
-    written or better weights replace it, so a checkpoint on disk never refers to missing best weights. Other
+    A copy that does not fit on disk stays in memory until the next copy is made. A copy of the best weights stays until
+    it is written or better weights replace it, so a checkpoint on disk never refers to missing best weights. Other
     checkpoints for `--keep-best` are not kept in memory.
     """
 

@@ -158,7 +158,7 @@ def evaluation_keys(num_samples: int, shard: tuple[int, int], batch_size: int) -
 # round function here is SplitMix64 (see counter_random.py).
 
 NUM_ROUNDS = 16
-"""Rounds of the Feistel network. Four rounds look random for millions of samples; a few samples need twelve or more."""
+"""Rounds of the Feistel network. Four rounds look random for millions of samples; a few samples need twelve rounds."""
 
 
 def keyed_permutation(round_keys: np.ndarray, num_samples: int, positions: np.ndarray) -> np.ndarray:

@@ -125,7 +125,7 @@ def _measure_here(
 
 
 def placed(flags: Flags, world: World) -> Flags:
-    """Returns flags that choose a world's strategy, on the first of the GPUs that `flags` choose."""
+    """Returns flags for a world's strategy, which uses the first `num_devices` GPUs that `flags` choose."""
     assert flags.multi is not None
     gpus = chosen_gpus(flags)[: world.num_devices]
     if world.mode == "single":
