@@ -38,7 +38,7 @@ def bucketed_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed:
 def even_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
     """Returns batches of similar total length: each has many short samples or a few long samples.
 
-    Works like `bucketed_batches`, but splits each pool so that no batch's total length is much above batch_size *
+    Works like `bucketed_batches`, but splits each pool into batches with a total length of at most about batch_size *
     mean(lengths). The number of batches may vary between epochs.
 
     lengths: (n,), above 0.

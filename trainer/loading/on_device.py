@@ -26,7 +26,7 @@ class Movable:
     """Base class of data sets that can be moved to a device: arrays in attributes and dictionaries become tensors.
 
     A subclass must implement `__getitems__` with indexing by `self.here(keys.index)`, operators, and the functions of
-    trainer.loading.arrays, so that it works on NumPy arrays and on tensors, and never waits for a device.
+    trainer.loading.arrays, which work on NumPy arrays and on tensors. It must never wait for a device.
 
     device: device of the data set, or None on the host.
     of_tensors: whether the attributes are tensors on the host as well.

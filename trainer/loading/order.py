@@ -143,7 +143,7 @@ def split_global_batch(
 
 
 def evaluation_keys(num_samples: int, shard: tuple[int, int], batch_size: int) -> Iterator[SampleKeys]:
-    """Yields a process's batches of an evaluation; all processes get equal numbers, and each sample counts once."""
+    """Yields a process's batches of an evaluation; each process gets the same number, and each sample counts once."""
     step = batch_size * shard[1]
     for start in range(0, num_samples, step):
         samples = np.arange(start, min(start + step, num_samples))

@@ -132,7 +132,7 @@ class RunLog:
         self._log(Record("result", step, None, metrics, line))
 
     def pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
-        """Logs images by name. Raises TypeError unless each is (height, width, 3) uint8."""
+        """Logs images by name. Raises TypeError unless each image is (height, width, 3) uint8."""
         for picture in pictures.values():
             if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
                 raise TypeError(f"a picture must be (height, width, 3) uint8, not {picture.shape} {picture.dtype}")
