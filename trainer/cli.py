@@ -45,7 +45,7 @@ def run_process(
     task_type: type[Task] | None = None,
     tasks: Registry | None = None,
 ) -> int:
-    """Runs `main` as the only work of this process, whose exit then does not wait for loggers that do not respond.
+    """Runs `main` as the only work of this process; its exit does not wait for loggers that do not respond.
 
     If a library crashes, for example with a segmentation fault, the Python stack is printed to standard error.
     """

@@ -378,8 +378,8 @@ def parse_flags(
 
     command: name of the command that precedes the flags, for a program with several commands; `--help` shows it.
     defaults: values by field name that replace the fields' own defaults; see `checked_defaults`. elsewhere: messages by
-    flag, for flags that only another program accepts. stated: fields of `defaults` that the user has written in a file,
-    even if the value equals the field's own default.
+    flag, for flags that only another program accepts. stated: fields of `defaults` that the user has written, even if
+    the value equals the field's own default.
 
     A flag with a problem keeps its default in the objects, so that further problems can be found. `--help` and
     `--help-all` print the help and exit with status 0.

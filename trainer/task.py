@@ -27,7 +27,7 @@ ProgressBar = Callable[[Iterable[Any], str], Iterable[Any]]
 class PerSample(NamedTuple):
     """Per-sample output of an objective in eval mode, for metrics that are not sums over samples, such as AUC or BLEU.
 
-    values: tensor (B, ...) of any dtype, one entry per sample. Its shape beyond dim 0 must be equal in all batches.
+    values: tensor (B, ...) of any dtype, one entry per sample. Shapes beyond dim 0 must be equal in all batches.
     """
 
     values: Tensor
@@ -144,10 +144,10 @@ class Objective(SeesConversions):
     def joint_loss(self, rows: Rows, phase: str = "train") -> Sums:
         """Returns sums over all samples of an optimizer step, including "loss".
 
-        rows: results of `outputs` for all n samples of the step, from all micro-batches on all devices, as tensors with
-        n rows in the order of the global batch. The trainer divides the loss by the total weight of the step. The
-        method may use parameters of `model`. Every process draws the same random numbers. In eval mode `rows` contains
-        one batch of one process, and `PerSample` results are allowed.
+        rows: results of `outputs` for all n samples, from all micro-batches on all devices, as tensors with n rows in
+        the order of the global batch. The trainer divides the loss by the total weight of the step. The method may use
+        parameters of `model`. Every process draws the same random numbers. In eval mode `rows` contains one batch of
+        one process, and `PerSample` results are allowed.
         """
         raise self._lacks_methods()
 

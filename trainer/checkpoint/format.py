@@ -18,8 +18,8 @@ from trainer.loading.order import Position
 FORMAT_VERSION = 3
 """Format version of checkpoints that this trainer writes; files of version 1 have no entry `format_version`.
 
-Increment it when you add an entry or change the meaning of an entry. Older trainers then reject newer files, and an
-entry that an older file lacks gets a default (`Saved.since`).
+Increment it when an entry is added or changes its meaning. Older trainers then reject newer files, and entries that
+older files lack get a default (`Saved.since`).
 """
 RUN_ID = "[0-9a-f]{12}"
 

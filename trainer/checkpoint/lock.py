@@ -1,15 +1,15 @@
 """Locks a run directory for one process, including on file systems that several machines share.
 
 On one machine, the process with the kernel's lock on the file `lock.held` is the holder. The kernel releases this lock
-when the process ends. Some network file systems do not share kernel locks between machines. On these, the file `lock`
-names the holder, which regularly renews the file's timestamp. A process that finds another machine's `lock` takes it
-over if the timestamp does not change for `STALE_S` seconds.
+when the process ends. Some network file systems do not share kernel locks between machines. There the file `lock` names
+the holder, which renews the file's timestamp. A process that finds another machine's `lock` takes it over if the
+timestamp does not change for `STALE_S` seconds.
 
-A suspended old holder may wake up after that, and must not write at the same time as the new holder (fencing). Files
-are written under temporary names with the holder's token, and a holder reads `lock` again before it renames a file. A
-new holder first writes its name into `lock`, then renames or deletes temporary files, so an old holder suspended
-between reading and renaming finds no file to rename. A holder also reads `lock` before it deletes a file. A holder
-suspended between reading and deleting later deletes at most this one file.
+A suspended old holder may wake up later, and must not write while the new holder does (fencing). Files are written
+under temporary names with the holder's token, and a holder reads `lock` again before it renames a file. A new holder
+first writes its name into `lock`, then renames or deletes temporary files, so an old holder suspended between reading
+and renaming finds no file to rename. A holder also reads `lock` before it deletes a file. Suspended in between, it
+deletes at most this file.
 """
 
 import fcntl

@@ -1,4 +1,4 @@
-"""Finds the weights of a run, and compares weights with a model's weights."""
+"""Finds a run's weights, and compares weights with a model's weights."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress

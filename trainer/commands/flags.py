@@ -61,7 +61,7 @@ class Flags(TrainerFlags):
 
     @contextmanager
     def telling_origins(self) -> Iterator[None]:
-        """Appends to the message of any UserError the files or runs that set the flags in the message."""
+        """Appends to any UserError's message the files or runs that set the flags in it."""
         try:
             yield
         except UserError as error:

@@ -169,7 +169,7 @@ def run_jobs(
     """Runs all jobs; after a failure or a stop request, starts no further job.
 
     slots: environment variables of each slot. Twice a second, yields the running jobs, and (job, exit status) for each
-    job that has ended since the last time.
+    job that has ended since.
     """
     waiting, free = deque(jobs), list(slots)
     running: dict[SpawnProcess, tuple[Job, Mapping[str, str]]] = {}

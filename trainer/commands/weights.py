@@ -70,7 +70,7 @@ def restore_what_fits(
 
 
 def use_weights(learner: Learner, weights: Mapping[str, Tensor], strategy: Strategy, source: str, hint: str) -> None:
-    """Loads a checkpoint's weights, averaged if training averaged them, for evaluation; see `restore_weights`."""
+    """Loads a checkpoint's weights, averaged if training did so, for evaluation; see `restore_weights`."""
     restore_weights(learner.objective.model, weights, strategy, source, hint)
     learner.ema.restart()
 

@@ -116,7 +116,6 @@ class KeyedStream(KeyedItems):
     # Cached properties, because checks for changed data sets skip them: each worker process has its own readers.
     @cached_property
     def readers(self) -> dict[int, _Reader]:
-        """Returns the stream's readers by phase."""
         return {}
 
     @cached_property

@@ -289,7 +289,7 @@ class BatchLoader:
         self._number = self._workers.add(dataset, collate)
 
     def __call__(self, keys: Iterable[SampleKeys], ahead: bool = False) -> Iterator[Batch]:
-        """Returns an iterator over batches. ahead: whether only idle workers may start on the batches."""
+        """Returns an iterator over batches. ahead: only idle workers may start on the batches."""
         return self._workers.load(self._number, keys, self._trains, ahead)
 
     def one(self, keys: SampleKeys) -> Batch:

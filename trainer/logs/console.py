@@ -124,11 +124,9 @@ class SummaryTable:
         self._table = Table(f"{'run':<{self._width}}", say)
 
     def run(self, entry: Mapping[str, Any]) -> None:
-        """Prints a run's entry of summary.json."""
         self._row(entry["directory"], entry["metrics"], f"{entry[SECONDS]:.1f}")
 
     def conclusion(self, summary: Mapping[str, Any]) -> None:
-        """Prints mean, deviation and ensemble scores of summary.json."""
         for name in ("mean", "deviation", "ensemble"):
             if summary[name] is not None:
                 self._row(name, summary[name])

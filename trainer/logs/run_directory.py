@@ -66,7 +66,6 @@ class RunDirectoryLogger(Logger):
             self._board.add_summary(Summary(value=images), step)
 
     def text(self, name: str, content: str, step: int) -> None:
-        """Writes text for TensorBoard."""
         with self._refusing():
             self._board.add_summary(text(name, content), step)
 

@@ -58,7 +58,6 @@ class RunLog:
         self.state = "failed"
 
     def say(self, text: str) -> None:
-        """Logs text for the user."""
         for logger in self._loggers:
             logger.say(printable(text))
 
@@ -88,7 +87,6 @@ class RunLog:
         self._console.open_bar(which, num_samples, consumed)
 
     def advance(self, num_samples: int) -> None:
-        """Advances the progress bar by the samples of a step."""
         self._segment_samples += num_samples
         assert self._console.bar is not None
         self._console.bar.bar.update(num_samples)
@@ -158,7 +156,6 @@ class RunLog:
         self._tell_notes()
 
     def _tell_notes(self) -> None:
-        """Logs the notes of the user's loggers."""
         for own in self._own:
             for note in own.take_notes():
                 self._say_of_own(note)
@@ -184,7 +181,6 @@ class ConsoleLogger(Logger):
         self.bar = ProgressBar(num_samples, consumed, "samples", description)
 
     def close_bar(self) -> None:
-        """Closes the bar."""
         if self.bar is not None:
             self.bar.close()
 

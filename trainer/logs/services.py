@@ -67,4 +67,3 @@ def _package(name: str) -> Any:
 
 
 SERVICES: Mapping[str, type[Logger]] = {"wandb": WandB, "mlflow": MLflow}
-"""Loggers by the value of `--logger`."""

@@ -262,7 +262,6 @@ def _mean_size(batches: Sequence[Any]) -> float:
 
 
 def _resized(batch: Any, size: int) -> Any:
-    """Repeats or cuts a batch to `size` samples."""
     available = _num_samples(batch)
     index = torch.arange(size) % available
 
