@@ -125,7 +125,7 @@ def test_settings_go_before_those_of_files(train, tmp_path):
 def test_a_file_may_not_ask_for_more_than_a_run(line, tmp_path):
     (tmp_path / "my.toml").write_text(line)
     name = line.partition(" ")[0].replace("-", "_")
-    with pytest.raises(trainer.UserError, match=f"^{name}, in a file of config: fit trains one run"):
+    with pytest.raises(trainer.UserError, match=f"^{name}, set in a config file: fit trains one run"):
         trainer.fit(Weighted, config=tmp_path / "my.toml", save_dir=tmp_path / "run", **SETTINGS)
     assert not (tmp_path / "run").exists()
 
@@ -235,7 +235,7 @@ def test_all_mistakes_are_told_together(capsys, tmp_path):
 
 @pytest.mark.parametrize("given", [Weighted.Config, object()])
 def test_what_is_no_task_is_refused(given, tmp_path):
-    with pytest.raises(trainer.UserError, match="must be a class derived from"):
+    with pytest.raises(trainer.UserError, match=r"must be a subclass of trainer\.Task"):
         trainer.fit(given, save_dir=tmp_path / "run")
 
 
@@ -568,7 +568,7 @@ def test_processes_that_are_killed_at_once_are_not_taken_for_stopped(monkeypatch
 @pytest.mark.slow
 def test_processes_that_fail_or_refuse_are_an_exception(tmp_path):
     settings = SETTINGS | {"multi_gpu": "ddp", "nproc": 2, "device": "cpu", "save_dir": tmp_path}
-    with pytest.raises(trainer.UserError, match="refused to train; see standard error"):
+    with pytest.raises(trainer.UserError, match="refused to train; see their messages on standard error"):
         trainer.fit(Weighted, **(settings | {"drop_last": True, "batch_size": 100}))
     with pytest.raises(Failure, match="ended with status 1"):
         trainer.fit(Failing, **settings)

@@ -138,7 +138,7 @@ def test_files_add_up_and_may_have_commas_in_their_names():
         ("--rate", "--rate: needs a value"),
         ("--rat 1", "--rat: no such flag; did you mean --rate?"),
         ("--sat 1", "--sat: no such flag; see --help"),
-        ("stray", "stray: not expected here; every setting is a flag, see --help"),
+        ("stray", "stray: unexpected argument; pass settings as flags, see --help"),
         ("--rate 0.25 --kind b", "--rate and --kind: do not go together"),
     ],
 )

@@ -234,7 +234,7 @@ REFUSED = {
         "fit: the loss returned shape () for 'accuracy'",
     ),
     "a number": ({"loss": lambda model, batch: {"loss": nll(model, batch), "n": 3}}, "returned a int for 'n'"),
-    "no loss": ({"loss": lambda model, batch: {"nll": nll(model, batch)}}, "fit: the loss returned nll, but no 'loss'"),
+    "no loss": ({"loss": lambda model, batch: {"nll": nll(model, batch)}}, "the loss returned nll, but must return 'l"),
     "no function": ({"loss": "nll"}, "fit: loss 'nll': must map a model and a batch"),
     "a loss of torch": ({"loss": nn.CrossEntropyLoss()}, "fit: loss CrossEntropyLoss(): must map a model"),
     "no data": ({"train": None}, "fit, train: its data set (NoneType): needs a map-style dataset with `__len__`"),

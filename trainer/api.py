@@ -107,7 +107,7 @@ class SavedRun:
         first part. batch_size: samples per forward. Raises UserError, for example for a run of a task.
         """
         if self.task is None or not issubclass(self.task, Script):
-            raise UserError(f"{self.path}: predict works only for a run of fit(model, ...); use --predict")
+            raise UserError(f"{self.path}: predict() supports only runs of fit(model, ...); run main.py with --predict")
         return predicted(self.task, self.load(), dataset, outputs, batch_size)
 
 
@@ -201,18 +201,18 @@ def _task_of(task: Any, script: Sequence[Any], settings: dict[str, Any]) -> type
     """Returns the task class for the first argument of `fit`; removes arguments that are not flags from `settings`."""
     if isinstance(task, nn.Module):
         if len(script) != 2:
-            raise UserError("fit(model, train, loss): a model needs training data and a loss")
+            raise UserError("fit(model, train, loss): with a model, pass training data and a loss")
         train, loss = script
         return task_of(task, train, loss, settings)
     if script:
-        raise UserError(f"fit: {task!r} is followed by {len(script)} more arguments; pass settings by keyword")
+        raise UserError(f"fit: {len(script)} more positional arguments follow {task!r}; pass settings by keyword")
     return find_task(task) if isinstance(task, str) else task
 
 
 def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[str], list[str], bool]:
     """Returns the equivalent command line, problems in the settings, and whether they request several devices."""
     if not (isinstance(task, type) and issubclass(task, Task)):
-        raise UserError(f"fit: {task!r}: must be a class derived from trainer.Task, the name of one, or a model")
+        raise UserError(f"fit: {task!r}: must be a subclass of trainer.Task, the name of a task, or an nn.Module")
     given = {name: value for name, value in settings.items() if value is not None}
     if is_launched(os.environ):
         given = {"multi_gpu": forms.USUAL, **given}
@@ -229,7 +229,7 @@ def _refuse_other_than_one_run(flags: Flags) -> None:
     groups = (flags.several, flags.prediction, flags.exporting)
     found = [field.name for group in groups for field in fields(group) if getattr(group, field.name) != field.default]
     found += ["eval_only"] * flags.checkpoint.eval_only
-    refuse([f"{name}, in a file of config: {ONE_RUN}" for name in found])
+    refuse([f"{name}, set in a config file: {ONE_RUN}" for name in found])
 
 
 def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | None, run: SavedRun) -> Fitted:
@@ -249,13 +249,13 @@ def _fit_in_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str],
         return _ended(_run_script_again(multi, device, argv, number), form, run)
     if not _is_importable(task):
         raise UserError(
-            f"{form}: the processes that it starts cannot import {task.__qualname__} from a notebook, a prompt "
-            "or a function; move it into a file and import it from there, or leave multi_gpu out"
+            f"{form}: the processes that it starts cannot import {task.__qualname__} from a notebook, a prompt or a "
+            "function; move the class into a file and import it, or leave multi_gpu out"
         )
     status = start_processes(multi, device, argv, partial(_main_in_own_session, task_type=task))
     if status == EXIT_UNGUARDED:
         raise UserError(
-            f"{form}: the processes that it starts import this script, and reach this call of fit again; put the call "
+            f"{form}: the processes that it starts import this script and call fit again; put the call "
             'below `if __name__ == "__main__":`'
         )
     return _ended(status, form, run)
@@ -267,7 +267,7 @@ def _run_script_again(multi: MultiDeviceFlags, device: str, argv: Sequence[str],
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     if file is None or not Path(file).is_file():
         raise UserError(
-            f"multi_gpu {multi.multi_gpu}: a notebook or a prompt cannot be run once per rank; put the code into "
+            f"multi_gpu {multi.multi_gpu}: code of a notebook or a prompt cannot run once per rank; put it into "
             f"train.py and run: torchrun --standalone --nproc_per_node={num_processes(multi, device)} train.py"
         )
     sys.modules["__main__"] = ModuleType("__main__")  # otherwise new processes would also import the script as a module
@@ -297,14 +297,14 @@ def _run_as_rank(
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(file, run_name="__main__")
-    to_stderr(f"{file}: run again as rank {environment.rank}, this script did not reach call {number + 1} of fit")
+    to_stderr(f"{file}: rank {environment.rank} did not reach call {number + 1} of fit; make all ranks call fit alike")
     return EXIT_BAD_INPUT
 
 
 def _ended(status: int, form: str, run: SavedRun) -> Fitted:
     """Returns the result of processes with an exit status. Raises UserError, Failure or KeyboardInterrupt."""
     if status == EXIT_BAD_INPUT:
-        raise UserError(f"{form}: the processes that it started refused to train; see standard error")
+        raise UserError(f"{form}: the started processes refused to train; see their messages on standard error")
     # after SIGKILL, for example, state.json may still contain the state of an earlier start
     was_stopped = status - 128 in STOP_SIGNALS and run.state == "preempted"
     if status == 128 + signal.SIGINT and not was_stopped:
@@ -362,7 +362,7 @@ def process_restored(wait_s: float = 0.0) -> Iterator[None]:
     the same random number generators.
     """
     if not _in_use.acquire(timeout=wait_s):
-        raise UserError("this process is already training, and can train one run at a time; start another process")
+        raise UserError("this process is already training a run; start another process for a second run")
     with ExitStack() as afterwards:
         afterwards.callback(_in_use.release)
         for read, write in _STATES:

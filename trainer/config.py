@@ -421,7 +421,7 @@ def _conflicts(groups: Sequence[FlagGroup], values: Mapping[str, Any], stated: C
         for choice, owners in known[field].needs.items() if field in others else ():
             chosen = next(getattr(group, choice) for group in groups if choice in options(type(group)))
             if owners is None and choice not in others:
-                found.append(f"{words}: does nothing without {known[choice].name}; add that, or leave this flag out")
+                found.append(f"{words}: does nothing without {known[choice].name}; add it, or leave this flag out")
             elif owners is not None and chosen not in (None, *owners):
                 advice = f"leave it out, or choose {' or '.join(owners)}"
                 found.append(f"{words}: {known[choice].name} {chosen} does not use it; {advice}")
@@ -553,7 +553,7 @@ def _unknown_problems(
             unknown = f"no such flag; {hint(name, parser._option_string_actions)}"
             found.append(f"{token}: {elsewhere.get(name, unknown)}")
         elif not previous.startswith("-"):  # otherwise the token is the value of an unknown flag
-            found.append(f"{token}: not expected here; every setting is a flag, see --help")
+            found.append(f"{token}: unexpected argument; pass settings as flags, see --help")
     return found
 
 

@@ -25,11 +25,11 @@ LOGGERS = ("wandb", "mlflow")
 """Names that `--logger` accepts, in addition to FILE:CLASS."""
 RETIRED = {
     "--hang-timeout-s": "was removed: --dist-timeout-s is the only time limit; leave it out",
-    "--straggler-factor": "was removed: a rank is slow above 1.3 times the median; leave it out",
+    "--straggler-factor": "was removed: a rank slower than 1.3 times the median is always reported; leave it out",
     "--take-over-lock": "was removed: a lock that is not renewed is taken over automatically; leave it out",
     "--whole-histories": "was removed: training uses whole histories unless --last-items-only is given; leave it out",
     "--job-id": "was removed: a lock that is not renewed is taken over automatically; leave it out",
-    "--unreadable": "was renamed to --on-bad, with drop instead of skip",
+    "--unreadable": "was renamed; use --on-bad, with drop instead of skip",
 }
 """Messages for retired flags. The trainer ignores retired flags in config files and checkpoints."""
 Schedule = Literal["cosine", "linear", "constant", "wsd", "plateau"]
@@ -408,7 +408,7 @@ class ExportFlags(FlagGroup):
             return []
         given, target = f"--export {self.export}", self.export.resolve()
         if target.suffix != ".pt2":
-            return [f"{given}: must end in .pt2 (torch.onnx.export converts that to .onnx)"]
+            return [f"{given}: must end in .pt2 (torch.onnx.export converts a .pt2 file to .onnx)"]
         return _problems_of_target(given, target)
 
 
@@ -481,7 +481,7 @@ class MultiDeviceFlags(FlagGroup):
             if absent:
                 found.append(f"{shown}: there is no GPU {', '.join(map(str, absent))}; {_visible_gpus(num_gpus)}")
             if len(set(self.gpu_ids)) < len(self.gpu_ids):
-                found.append(f"{shown}: names a GPU twice")
+                found.append(f"{shown}: names a GPU twice; name each GPU once")
         return found
 
     @property

@@ -93,7 +93,7 @@ class Rows(Objective):
         found = self._loss(self.model, batch)
         rows = dict(found) if isinstance(found, Mapping) else {"loss": found}
         if "loss" not in rows:
-            raise UserError(f"fit: the loss returned {', '.join(map(str, rows)) or 'nothing'}, but no 'loss'")
+            raise UserError(f"fit: the loss returned {', '.join(map(str, rows)) or 'nothing'}, but must return 'loss'")
         return {name: self._sum(name, value, len(batch["weight"])) for name, value in rows.items()}
 
     def _sum(self, name: str, row: object, num_samples: int) -> Tensor:
@@ -227,7 +227,7 @@ def _builder(optimizer: Any, settings: dict[str, Any]) -> Callable[..., torch.op
     elif not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         problem = f"optimizer {optimizer!r}: must be a name, such as 'adamw', a class, or a partial of one"
     elif issubclass(kind, torch.optim.LBFGS):
-        problem = "optimizer LBFGS evaluates the loss several times a step, which this trainer does not support"
+        problem = "optimizer LBFGS evaluates the loss several times a step, which is not supported; use another one"
     elif isinstance(optimizer, partial) and ("lr" in optimizer.keywords or optimizer.args):
         problem = f"the partial of {kind.__name__} has its own lr; leave it out, and give fit lr=..."
     if problem is not None:

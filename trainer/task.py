@@ -405,7 +405,7 @@ class Task(ABC):
         Called with the unwrapped objective in eval mode, without gradients, in the precision of `--amp`. batch: samples
         of `new_data`, from `collate`, on the objective's device. All batches must have the same columns.
         """
-        raise NotImplementedError(f"{type(self).__name__} has new_data, and must have predictions too")
+        raise NotImplementedError(f"{type(self).__name__} defines new_data, so it must also define predictions")
 
     def exported(self, objective: Objective, batch: Batch) -> Exported | None:
         """Returns the module that `--export` writes, with example inputs: the model, or an exportable equivalent.

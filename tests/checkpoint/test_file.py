@@ -37,7 +37,7 @@ def test_model_entry_loads_into_the_bare_model(tmp_path, signals_restored):
 def test_bare_weights_are_enough_to_start_with_but_not_to_go_on_from(tmp_path):
     torch.save({"model": {"weight": torch.zeros(3)}}, tmp_path / "x.pth")
     assert read_checkpoint(tmp_path / "x.pth", "x.pth", only_weights=True)["model"]["weight"].shape == (3,)
-    with pytest.raises(UserError, match=r"holds weights, but lacks .* use --init-from"):
+    with pytest.raises(UserError, match=r"contains weights, but not .* with --init-from"):
         read_checkpoint(tmp_path / "x.pth", "x.pth")
 
 
@@ -141,7 +141,7 @@ def other_format(kind, path):
 def test_no_message_advises_to_load_unsafely(kind, tmp_path):
     """As torch's own does."""
     other_format(kind, tmp_path / "x.pth")
-    with pytest.raises(UserError, match=r"^x.pth: refused, it is a TorchScript archive .*; no code was run") as refusal:
+    with pytest.raises(UserError, match=r"^x.pth: refused, because a TorchScript .*; no code was run") as refusal:
         read_checkpoint(tmp_path / "x.pth", "x.pth", only_weights=True)
     assert "weights_only" not in str(refusal.value)
 
@@ -188,7 +188,7 @@ def test_without_an_entry_a_run_does_not_go_on(missing, tmp_path):
     state = state_at(2)
     del state[missing]
     torch.save(state, tmp_path / "x.pth")
-    with pytest.raises(UserError, match=rf"^x.pth: holds weights, but lacks {missing} to resume; use --init-from"):
+    with pytest.raises(UserError, match=rf"^x.pth: contains weights, but not {missing}; load the weights with --init"):
         read_checkpoint(tmp_path / "x.pth", "x.pth")
     assert schema_error_of_checkpoint(state, resumable=True) == f"{missing} is missing"
     assert read_checkpoint(tmp_path / "x.pth", "x", only_weights=True)["model"].keys() == state["model"].keys()
@@ -197,7 +197,7 @@ def test_without_an_entry_a_run_does_not_go_on(missing, tmp_path):
 def test_what_could_not_be_read_is_not_written(tmp_path):
     for state, schema_error in [
         (state_at(1) | {"data_facts": {"x": object()}}, "data_facts.x <object object"),
-        (state_at(1) | {"model": {"weight": torch.full((3,), torch.nan)}}, "model.weight holds NaN"),
+        (state_at(1) | {"model": {"weight": torch.full((3,), torch.nan)}}, "model.weight contains NaN"),
         (state_at(1) | {"step": -1}, "step -1: must be a whole number"),
     ]:
         with pytest.raises(

@@ -101,7 +101,7 @@ def test_a_dead_holder_whose_file_was_cut_short_is_not_waited_for(impatient, tmp
 def test_a_living_holder_is_named_and_not_displaced(hold, tmp_path):
     holder = hold()
     for take_over in (False, True):
-        with pytest.raises(UserError, match=f"in use by process {holder.pid} on {socket.gethostname()}; wait for it"):
+        with pytest.raises(UserError, match=f"in use by process {holder.pid} on {socket.gethostname()}; wait until"):
             take(tmp_path, take_over)
 
 
@@ -134,7 +134,7 @@ def test_a_dead_holder_whose_host_had_another_name_is_succeeded_at_once(hold, tm
 def test_two_pid_namespaces_keep_each_other_out(hold, tmp_path):
     """Their processes may have the same number, and do not see each other."""
     hold(*in_namespaces("--pid", "--fork", "--mount-proc", "--kill-child"))
-    with pytest.raises(UserError, match=r"in use by process 1 on .*; wait for it"):
+    with pytest.raises(UserError, match=r"in use by process 1 on .*; wait until it ends"):
         take(tmp_path, take_over=True)
 
 
@@ -184,7 +184,7 @@ def test_a_lock_that_nobody_renews_is_taken_over(left_elsewhere, impatient, tmp_
     began = time.monotonic()
     assert main(argv, several_devices=False) == 0
     assert time.monotonic() - began > STALE_S
-    assert f"in use by {ELSEWHERE}, or left behind when it died; waiting 1 s" in capsys.readouterr().out
+    assert f"locked by {ELSEWHERE}, which may have died; waiting 1 s" in capsys.readouterr().out
 
 
 def test_a_restart_of_the_same_job_does_not_wait(left_elsewhere, tmp_path):
@@ -206,7 +206,7 @@ def test_a_lock_that_is_renewed_is_not_taken_over(by, left_elsewhere, impatient,
     thread = threading.Thread(target=renew)
     thread.start()
     try:
-        with pytest.raises(UserError, match=f"in use by {ELSEWHERE}; wait for it or choose another folder"):
+        with pytest.raises(UserError, match=f"in use by {ELSEWHERE}; wait until it ends, or choose another folder"):
             take(tmp_path)
     finally:
         until.set()
@@ -267,7 +267,7 @@ def test_one_that_was_displaced_writes_nothing_and_says_by_whom(two_holders, tmp
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     who = re.escape(f"process {os.getpid()} on {socket.gethostname()}")
     for write in (lambda: old.save(state_at(3)), lambda: old.write_json("state.json", {}), old.mark_final):
-        with pytest.raises(LockTaken, match=f"was taken over by {who} while this process did not respond"):
+        with pytest.raises(LockTaken, match=f"{who} took it over, because this process did not respond"):
             write()
     assert old.lock.is_lost and not new.lock.is_lost
     old.release()
@@ -335,7 +335,7 @@ def test_a_checkpoint_that_vanishes_as_it_gets_its_name(is_taken_over, two_holde
             (tmp_path / "lock").write_text(taken)
 
     monkeypatch.setattr(holder.writer, "rename", lose)
-    told = "was taken over by" if is_taken_over else "cannot write checkpoint_7.pth: No such file or directory"
+    told = "took it over, because" if is_taken_over else "cannot write checkpoint_7.pth: No such file or directory"
     with pytest.raises(UserError, match=told):
         holder.save(state_at(7))
     assert (tmp_path / "manifest.json").exists() and [entry.epoch for entry in holder.entries] == [1]
@@ -371,7 +371,7 @@ def test_training_ends_soon_when_the_directory_was_taken_over(tmp_path, capsys, 
     thread.start()
     assert main(list(map(str, argv)), several_devices=False) == 2
     thread.join()
-    assert f"error: --save-dir {tmp_path}: was taken over by process {os.getpid()} " in capsys.readouterr().err
+    assert f"--save-dir {tmp_path}: process {os.getpid()} on {socket.gethostname()} took" in capsys.readouterr().err
     other.release()
 
 

@@ -112,7 +112,7 @@ def test_the_traces_of_lost_checkpoints_are_no_fresh_start(left, opened):
     again, _ = opened()
     assert again.has_checkpoint
     with pytest.raises(
-        UserError, match=r"no checkpoint in it is intact \(.*(missing|had checkpoints|damaged)\); start over"
+        UserError, match=r"contains no intact checkpoint \(.*(missing|had checkpoints|damaged)\); start over"
     ):
         again.load_newest()
     again.start_over()
@@ -151,6 +151,6 @@ def test_all_checkpoints_damaged(train, refused, tmp_path):
         path.write_bytes(path.read_bytes()[:-100])
     metrics = (tmp_path / "metrics.jsonl").read_bytes()
     for _ in range(2):
-        refused([f"--save-dir {tmp_path}: no checkpoint in it is intact"], *TINY, "--epochs", 2, "--save-dir", tmp_path)
+        refused([f"--save-dir {tmp_path}: contains no intact checkpoint"], *TINY, "--epochs", 2, "--save-dir", tmp_path)
         assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
     train(tmp_path, "--epochs", 2, "--fresh")

@@ -299,15 +299,15 @@ def test_a_run_on_several_devices_is_not_repeated_on_one(tmp_path, write):
 @pytest.mark.parametrize(
     ("name", "value", "use"),
     [
-        ("--task", "{tmp}/evil.py:Evil", "code, --task {tmp}/evil.py:Evil; add --task {tmp}/evil.py:Evil"),
-        ("--logger", ["{tmp}/evil.py:Evil"], "code, --logger {tmp}/evil.py:Evil; add --logger"),
-        ("--output", "{tmp}/precious", "a file, --output {tmp}/precious; add --output {tmp}/precious to the command"),
-        ("--export", "{tmp}/my model.pt2", "a file, --export '{tmp}/my model.pt2'; add --export"),
-        ("--predict", "{tmp}/precious", "a file, --predict"),
-        ("--resume-from", "{tmp}/precious", "a file, --resume-from"),
-        ("--init-from", "{tmp}/precious", "a file, --init-from"),
-        ("--init-from-partial", "{tmp}/precious", "a file, --init-from-partial"),
-        ("--prior-only", "{tmp}/precious.npz", "a file, --prior-only"),
+        ("--task", "{tmp}/evil.py:Evil", "code (--task {tmp}/evil.py:Evil); to run it, add --task {tmp}/evil.py:Evil"),
+        ("--logger", ["{tmp}/evil.py:Evil"], "code (--logger {tmp}/evil.py:Evil); to run it, add --logger"),
+        ("--output", "{tmp}/precious", "a file (--output {tmp}/precious); to use it, add --output {tmp}/precious"),
+        ("--export", "{tmp}/my model.pt2", "a file (--export '{tmp}/my model.pt2'); to use it, add --export"),
+        ("--predict", "{tmp}/precious", "a file (--predict"),
+        ("--resume-from", "{tmp}/precious", "a file (--resume-from"),
+        ("--init-from", "{tmp}/precious", "a file (--init-from"),
+        ("--init-from-partial", "{tmp}/precious", "a file (--init-from-partial"),
+        ("--prior-only", "{tmp}/precious.npz", "a file (--prior-only"),
     ],
 )
 def test_a_record_names_neither_code_nor_files_to_write(name, value, use, write, refused, tmp_path):
@@ -355,8 +355,8 @@ def test_the_profiler_writes_where_the_user_says(write, tmp_path):
         record = write(json.dumps({"config": {"--task": "har", name: str(tmp_path / "x")}}), "config.json")
         flags, problems = parse(["--config", record], False, command)
         words = f"{name} {tmp_path / 'x'}"
-        advice = f"add {words} to the command to use it"
-        assert problems == [f"--config {record}: this record names a file, {words}; {advice}"]
+        advice = f"to use it, add {words} to the command"
+        assert problems == [f"--config {record}: this record names a file ({words}); {advice}"]
         assert getattr(flags.tool, name[2:]) is None
 
 
@@ -386,7 +386,7 @@ def test_a_run_that_went_on_from_a_file_is_repeated_from_there(train, cli, refus
     train(tmp_path / "run", "--epochs", 3, "--resume-from", tmp_path / "source" / "checkpoint_2.pth")
     record, source = tmp_path / "run" / "config.json", tmp_path / "source" / "checkpoint_2.pth"
     words = f"--resume-from {source}"
-    message = f"--config {record}: this record names a file, {words}; add {words} to the command to use it"
+    message = f"--config {record}: this record names a file ({words}); to use it, add {words} to the command"
     refused([message], "--config", record, "--save-dir", tmp_path / "again")
     assert cli("--config", record, "--save-dir", tmp_path / "again", "--resume-from", source)[0] == 0
     assert_same_bits(load(tmp_path / "run" / "final.pth")["model"], load(tmp_path / "again" / "final.pth")["model"])

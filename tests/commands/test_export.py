@@ -95,7 +95,7 @@ def test_the_page(on_cpu, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("Wrong", "not written: the exported program differs from the model by"),
+        ("Wrong", "not written: outputs of the exported program and the model differ by"),
         ("Parts", "Hidden.forward does not call its `model` as a whole; define Parts.exported"),
         ("Looped", "torch cannot export Loop: "),
     ],
@@ -108,7 +108,7 @@ def test_nothing_is_written_of_what_cannot_be_exported(own_run, on_cpu, tmp_path
 
 
 def test_refuses_what_it_cannot_write(refused, tmp_path):
-    refused(["must end in .pt2 (torch.onnx.export converts that to .onnx)"], "--export", tmp_path / "model.onnx")
+    refused(["must end in .pt2 (torch.onnx.export converts a .pt2 file to .onnx)"], "--export", tmp_path / "model.onnx")
     refused([f"there is no folder {tmp_path / 'none'}"], "--export", tmp_path / "none" / "model.pt2")
     (tmp_path / "model.pt2").mkdir()
     refused(["is not a file"], "--export", tmp_path / "model.pt2")

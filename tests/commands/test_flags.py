@@ -20,7 +20,7 @@ WRONG_COMMAND_LINES = [
     ("--batch-size 0", ["--batch-size 0: must be at least 1"]),
     ("--num-train 0", ["--num-train 0: must be at least 1"]),
     ("--epochs 2 --warmup-epochs 3", ["--warmup-epochs 3: must not exceed --epochs 2"]),
-    ("--epochs 2 --warmup-steps 7", ["--warmup-steps 7: the whole run has 6 steps"]),
+    ("--epochs 2 --warmup-steps 7", ["--warmup-steps 7: exceeds the 6 steps of the run"]),
     ("--warmup-epochs 1 --warmup-steps 1", ["--warmup-epochs 1.0 and --warmup-steps 1: exclude each other"]),
     ("--min-lr 1", ["--min-lr 1.0: must not be above --lr 0.01"]),
     ("--min-lr 0.001 --schedule constant", ["--min-lr 0.001: --schedule constant never decays"]),
@@ -77,7 +77,7 @@ WRONG_COMMAND_LINES = [
     ("--device cuda:99", ["--device cuda:99: "]),
     ("--device tpu", ["--device tpu: must be auto, cpu, cuda or cuda:N"]),
     ("--task nope --lr 0", ["--task nope: must be one of har", "--lr 0: must be above 0"]),
-    ("--batchsize 4 stray", ["--batchsize: no such flag; did you mean --batch-size?", "stray: not expected here"]),
+    ("--batchsize 4 stray", ["--batchsize: no such flag; did you mean --batch-size?", "stray: unexpected argument"]),
     (
         "--multi-gpu ddp --nproc=2",
         ["--multi-gpu: is for several devices; use main_multi_gpu.py", "--nproc=2: is for several devices; use main"],

@@ -124,7 +124,7 @@ def test_a_new_run_takes_nothing(weighted, tmp_path):
 
 def test_a_run_of_another_task_decides_nothing(weighted, refused, monkeypatch, tmp_path):
     assert remarks("--task", "digested", "--save-dir", weighted) == []
-    refused(["--task digested: the checkpoint is of weighted"], "--task", "digested", "--save-dir", weighted)
+    refused(["--task digested: the checkpoint is from --task weighted"], "--task", "digested", "--save-dir", weighted)
     (tmp_path / "checkpoints").mkdir()
     weighted.rename(tmp_path / "checkpoints" / "har")  # where a run of the default task is looked for
     monkeypatch.chdir(tmp_path)
@@ -152,7 +152,7 @@ def test_a_value_that_no_flag_may_have_is_damage_of_the_checkpoint(weighted, ref
     for file in weighted.glob("*.pth"):
         file.unlink()
         torch.save(state, file)
-    told = f"--save-dir {weighted}: no checkpoint in it is intact ("
+    told = f"--save-dir {weighted}: contains no intact checkpoint ("
     refused([told], "--save-dir", weighted, "--epochs", 2, "--num-threads", 1)
 
 

@@ -84,7 +84,7 @@ def test_an_epoch_goes_on_with_the_samples_that_it_began_with(train, cli, refuse
     assert cli(*tiny, "--max-steps", 1)[0] == 0
     before = contents(tmp_path, REFUSAL)
     epochs = "an epoch has [20] samples, but the checkpoint's unfinished epoch has [16]; "
-    with_batches = "--drop-last drops other samples with a global batch of 5 than of 8; restore 8"
+    with_batches = "with --drop-last, a global batch of 5 drops other samples than 8; use --global-batch-size 8"
     refused([epochs + with_batches], *tiny, "--max-steps", 4, "--batch-size", 5)
     refused([f"{epochs}undo the change to --drop-last (was True)"], *tiny, "--max-steps", 4, "--drop-last=false")
     assert contents(tmp_path, REFUSAL) == before
@@ -268,7 +268,7 @@ def test_resume_from_a_finished_run_has_results_too(train, tmp_path):
     [
         (["--width", 8, "--epochs", 2], "--width"),
         (["--width", 8, "--eval-only"], "--width"),
-        (["--task", f"{ROOT}/examples/own_task.py:Spirals"], f"Spirals: the checkpoint is of {WEIGHTED}"),
+        (["--task", f"{ROOT}/examples/own_task.py:Spirals"], f"Spirals: the checkpoint is from --task {WEIGHTED}"),
         (["--epochs", 2, "--optimizer", "sgd"], "--optimizer sgd: the checkpoint was trained with adamw; use"),
     ],
 )

@@ -138,7 +138,7 @@ def test_folds_hold_everyone_out_once_and_leave_the_test_set_alone(command, har,
         assert "test/" not in text
     status, _, err = cli(*argv, "--seed", 1)
     assert status == 2 and len(err) == 1
-    assert err[0].startswith(f"error: --save-dir {tmp_path / 'fold-1'}: holds a run with --seed 0, not 1; choose")
+    assert err[0].startswith(f"error: --save-dir {tmp_path / 'fold-1'}: contains a run with --seed 0, not 1; choose")
     assert f"--val-subjects {' '.join(map(str, held_out[0]))}, not" in cli(*argv, "--folds", 3)[2][0]
 
 
@@ -158,7 +158,7 @@ def test_finished_runs_with_other_flags_are_named(command, cache_dir, tmp_path):
     argv = [*WEIGHTED_RUN, "--epochs", 1, "--seeds", 2, "--cache-dir", cache_dir, "--save-dir", tmp_path]
     command("main.py", *argv)
     out = command("main.py", *argv, "--lr", 0.02).stdout
-    assert f"{tmp_path / 'seed-1'} finished earlier, with --lr 0.01 instead of 0.02; to retrain it" in out
+    assert f"{tmp_path / 'seed-1'} finished earlier with --lr 0.01 instead of 0.02; to retrain it" in out
     more = command("main.py", *argv, "--epochs", 2, "--seeds", 3).stdout
     assert "finished earlier" not in more
     epochs = [read(tmp_path / f"seed-{seed}" / "results.json")["epochs"] for seed in range(3)]
@@ -169,7 +169,7 @@ def test_finished_runs_with_other_flags_are_named(command, cache_dir, tmp_path):
     for path in (tmp_path / "seed-1").glob("checkpoint_*.pth"):
         path.write_bytes(path.read_bytes()[:-100])
     failed = command("main.py", *argv, "--epochs", 2, status=2)
-    assert "seed-1: no checkpoint in it is intact" in failed.stderr and len(failed.stderr.splitlines()) == 1
+    assert "seed-1: contains no intact checkpoint" in failed.stderr and len(failed.stderr.splitlines()) == 1
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_paused_runs_are_named_and_leave_no_summary(cli, cache_dir, tmp_path):
     argv = [*WEIGHTED_RUN, "--max-steps", 4, "--seeds", 2, "--cache-dir", cache_dir, "--save-dir", tmp_path]
     status, out, err = cli(*argv, "--max-minutes", 1e-9)
     assert (status, err) == (0, [])
-    assert "--max-minutes 1e-09: used up by 2 of 2 runs before they finished, so there is no summary: " in out
+    assert "--max-minutes 1e-09: time is up for 2 of 2 runs (" in out
     assert read(tmp_path / "seed-1" / "state.json")["state"] == "paused"
     assert not (tmp_path / "summary.json").exists()
 
@@ -280,9 +280,7 @@ def test_a_run_that_fails_is_named_and_the_others_end_well(command, tmp_path):
 def test_several_runs_in_the_folder_of_a_single_one(train, refused, tmp_path):
     train(tmp_path)
     before = contents(tmp_path)
-    refused(
-        [f"--save-dir {tmp_path}: holds a single run; --seeds 2 needs"], *TINY, "--seeds", 2, "--save-dir", tmp_path
-    )
+    refused([f"--save-dir {tmp_path}: contains a single run; choose"], *TINY, "--seeds", 2, "--save-dir", tmp_path)
     assert contents(tmp_path) == before
 
 

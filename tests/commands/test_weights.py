@@ -170,7 +170,7 @@ def test_every_process_takes_the_same(partial, train, command, tmp_path):
 
 def test_nothing_that_fits(refused, tmp_path):
     file = save({"a.weight": torch.ones(3, 3), "a.bias": torch.ones(3)}, tmp_path / "x.pth")
-    parts = "no weight fits the model: the file has a.weight, a.bias, the model layers.0.weight, layers.1.weight, "
+    parts = "no weight fits the model: the file has a.weight, a.bias, and the model has layers.0.weight, layers.1."
     refused([parts], *TINY, "--init-from-partial", file, "--save-dir", tmp_path / "run")
     assert not contents(tmp_path / "run", REFUSAL)
 

@@ -156,7 +156,7 @@ def test_a_package_that_is_not_there_is_named(name, package, run_here, tmp_path)
     (tmp_path / "packages" / f"{name}.py").write_text("raise ImportError('none here')")
     sys.modules.pop(name, None)
     err = run_here(*TINY, *ONE_EPOCH, "--save-dir", tmp_path / "run", "--logger", name, status=2).err
-    assert err == f"error: --logger {name}: cannot import the package {name} (none here); pip install {name}\n"
+    assert err == f"error: --logger {name}: cannot import {name} (none here); run pip install {name}\n"
 
 
 class Chat(BaseHTTPRequestHandler):

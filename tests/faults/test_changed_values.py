@@ -92,7 +92,7 @@ def mutate(draw, directory, what):
     return done
 
 
-TOLD = ("is damaged", "holds weights, but lacks", "is not a checkpoint")
+TOLD = ("is damaged", "contains weights, but not", "is not a checkpoint")
 TARGETS = ("in manifest", "without manifest", "named", "manifest.json", "config.json", "state.json", "memory.json")
 
 

@@ -13,7 +13,7 @@ def test_two_processes_pause_together_and_go_on(tmp_path, forked, unbroken):
     life = Life(tmp_path / "run", replace(IN_STEPS, argv=(*IN_STEPS.argv, "--max-minutes", 0.002)))
     job = life.attempt(forked, 2)
     assert life.statuses == [0, 0], job.output
-    assert "--max-minutes 0.002: used up, after " in job.output
+    assert "--max-minutes 0.002: time is up after " in job.output
     state = json.loads((life.directory / "state.json").read_text())
     assert state["state"] == "paused" and state["step"] < IN_STEPS.max_steps
     life.recipe = IN_STEPS

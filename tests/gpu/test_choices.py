@@ -86,5 +86,5 @@ def test_more_processes_than_gpus_are_refused(tmp_path, cache_dir):
     argv = [*TINY, "--multi-gpu", "ddp", "--backend", "gloo", "--save-dir", tmp_path / "run"]
     statuses = run_ranks([*argv, "--cache-dir", cache_dir / "lockstep"], 3, tmp_path / "meeting")
     assert 2 in statuses and 0 not in statuses
-    assert "local rank 2 has no GPU: this machine has 2 to use ([0, 1])" in GPUS.printed()
+    assert "local rank 2 has no GPU: this machine has 2 usable GPUs ([0, 1])" in GPUS.printed()
     assert not (tmp_path / "run").exists()

@@ -61,7 +61,7 @@ def test_no_room_for_the_first_samples_is_refused(tmp_path, cache_dir):
     width = 4000
     GPUS.limit_memory(25 * width * 8)  # weights: 11; what five positions of two samples give: 10 a layer
     run(cache_dir, *TINY, "--width", width, *EXACT, "--device", "cuda", "--save-dir", tmp_path, status=2)
-    assert "with 2 samples per forward: --batch-size 1 tries a single sample" in GPUS.printed()
+    assert "with 2 samples per forward: try --batch-size 1" in GPUS.printed()
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ BEFORE_TRAINING = {
     "a headline that is text": (broken(headline="loss"), "Broken.headline 'loss': must be metrics"),
     "a model and no objective": (
         broken(build_objective=lambda self: torch.nn.Linear(2, 2)),
-        "--task broken: build_objective must return an Objective with a model: it returned a Linear",
+        "--task broken: build_objective must return an Objective with a model, not a Linear",
     ),
     "a forward without phase": (
         with_objective(NoPhase),
@@ -105,7 +105,7 @@ BEFORE_TRAINING = {
     "turns": (broken(turns=(1, 2)), "Broken.turns (1, 2): must be empty, or a number"),
     "monitor": (broken(monitor="val/loss"), "Broken.monitor val/loss: must be a metric and 'max' or 'min'"),
     "mode": (broken(monitor=("val/loss", "least")), "Broken.monitor ('val/loss', 'least'): must be"),
-    "no train": (with_splits(lambda splits: {"test": splits["test"]}), "Broken.splits: returns test and no 'train'"),
+    "no train": (with_splits(lambda splits: {"test": splits["test"]}), "splits: returns test, but must return 'train'"),
     "no mapping": (with_splits(lambda splits: [*splits.values()]), "Broken.splits: returns a list, not a mapping"),
     "an unknown set": (
         with_splits(lambda splits: {**splits, "validation": splits["val"]}),
@@ -125,11 +125,11 @@ BEFORE_TRAINING = {
     ),
     "an empty set": (
         with_splits(lambda splits: {**splits, "val/far": Sequences(0, 0, False)}),
-        "--task broken: its data set 'val/far' is empty",
+        "--task broken: its data set 'val/far' is empty; give data",
     ),
     "a metric of another set": (
         with_splits(lambda splits: {**{k: splits[k] for k in ("train", "test")}, "val/far": splits["val"]}),
-        "Broken.monitor 'val/accuracy': must be of one of the validation sets val/far",
+        "Broken.monitor 'val/accuracy': must be a metric of a validation set: val/far",
     ),
     "no length": (
         with_splits(lambda splits: {**splits, "val": Unsized()}),
@@ -143,14 +143,14 @@ BEFORE_TRAINING = {
     "no index": (with_batch(index=None), "Broken.collate must put 'index' into the batch"),
     "no weight": (with_batch(weight=None), "Broken.collate must put 'weight' into the batch"),
     "array": (with_batch(more=np.zeros(2)), "Broken.collate must return a tensor for batch['more'], not a ndarray"),
-    "a number": (with_batch(more=torch.tensor(1.0)), "Broken.collate must give batch['more'] the 2 samples"),
+    "a number": (with_batch(more=torch.tensor(1.0)), "Broken.collate must put the 2 samples on dim 0 of batch['more']"),
     "samples not on dim 0": (
         with_batch(more=torch.zeros(3, 2)),
-        "Broken.collate must give batch['more'] the 2 samples on dim 0: its shape is (3, 2)",
+        "Broken.collate must put the 2 samples on dim 0 of batch['more'], whose shape is (3, 2)",
     ),
     "a sample lost": (
         broken(collate=lambda self, samples, keys: {"index": torch.zeros(1), "weight": torch.zeros(1)}),
-        "Broken.collate must give batch['index'] the 2 samples on dim 0: its shape is (1,)",
+        "Broken.collate must put the 2 samples on dim 0 of batch['index'], whose shape is (1,)",
     ),
     "whole weights": (
         with_batch(weight=torch.ones(2, dtype=torch.int64)),
@@ -162,7 +162,7 @@ BEFORE_TRAINING = {
         with_sums(lambda loss: {"loss": loss, "n": 2}),
         "in train mode returns a int for 'n': it must be a tensor, a sum over the samples; return the tensor itself",
     ),
-    "no loss": (with_sums(lambda loss: {"cost": loss}), "in train mode returns cost and no 'loss'"),
+    "no loss": (with_sums(lambda loss: {"cost": loss}), "in train mode returns cost, but must return 'loss'"),
     "losses": (with_sums(lambda loss: {"loss": loss.repeat(2)}), "in train mode returns a loss of shape (2,)"),
     "no gradient": (with_sums(lambda loss: {"loss": loss.detach()}), "depends on no parameter"),
     "weight of its own": (with_sums(lambda loss: {"loss": loss, "weight": loss}), "in train mode returns 'weight'"),
@@ -183,9 +183,9 @@ def test_what_the_start_can_see_is_refused_before_training(task, message, refuse
 
 
 LATER = {
-    "no loss": (lambda loss: {"cost": loss}, "in train mode returns cost and no 'loss'"),
+    "no loss": (lambda loss: {"cost": loss}, "in train mode returns cost, but must return 'loss'"),
     "losses": (lambda loss: {"loss": loss.repeat(2)}, "in train mode returns a loss of shape (2,)"),
-    "no gradient": (lambda loss: {"loss": loss.detach()}, "depends on no parameter; for a batch without anything"),
+    "no gradient": (lambda loss: {"loss": loss.detach()}, "depends on no parameter; for a batch without targets"),
     "nothing": (lambda loss: None, "must return a dict of tensors"),
 }
 
@@ -221,7 +221,7 @@ def test_blocks_that_share_a_parameter(refused, tmp_path, monkeypatch):
 AFTER_AN_EPOCH = {
     "no such metric": (
         broken(monitor=("val/acuracy", "max")),
-        "Broken.monitor: no metric 'val/acuracy' among train/loss, train/accuracy",
+        "Broken.monitor: 'val/acuracy' must be one of the metrics train/loss, train/accuracy",
     ),
     "tensors": (broken(summarise=lambda self, sums: sums), "Broken.summarise: returns a Tensor for 'loss': must be"),
     "a number of numpy": (

@@ -90,9 +90,9 @@ def test_warm_up_in_steps_and_epochs(flags, warmup, run_here, tmp_path):
 
 def test_a_warm_up_longer_than_the_run(refused, tmp_path):
     run = [*RUN, "--max-steps", 8, "--save-dir", tmp_path]
-    refused(["--warmup-steps 9: the whole run has 8 steps; lower the warm-up or raise --max-steps"],
+    refused(["--warmup-steps 9: exceeds the 8 steps of the run; lower the warm-up or raise --max-steps"],
             *run, "--warmup-steps", 9)  # fmt: skip
-    refused(["--warmup-epochs 2, which are 10 steps: the whole run has 8 steps"], *run, "--warmup-epochs", 2)
+    refused(["--warmup-epochs 2, which are 10 steps: exceeds the 8 steps of the run"], *run, "--warmup-epochs", 2)
     (tmp_path / "long.toml").write_text("warmup-steps = 9")
     refused([f"raise --max-steps (--warmup-steps is set in {tmp_path / 'long.toml'})"],
             *run, "--config", tmp_path / "long.toml")  # fmt: skip
@@ -228,7 +228,7 @@ def test_the_best_within_an_epoch_comes_along_to_another_folder(run_here, tmp_pa
     for last, expected in (("best.pth", 1), ("last.pth", 2)):
         new = tmp_path / last
         out, _ = run_here(*argv, "--max-steps", 5, "--resume-from", tmp_path / "old" / last, "--save-dir", new)
-        assert "is not next to" not in out
+        assert "is missing next to" not in out
         assert load(new / "best.pth")["step"] == 2
         assert sum(entry["step"] <= 4 for entry in entries_of(new)) >= expected
 
@@ -311,7 +311,7 @@ def test_pauses_when_the_time_is_up(a_minute_per_step, run_here, tmp_path):
         found = json.loads((run / "state.json").read_text())
         return found["state"], found["step"]
 
-    used = "--max-minutes 3: used up, after 4 minutes and 4 optimizer steps of training; to continue, raise"
+    used = "--max-minutes 3: time is up after 4 minutes and 4 optimizer steps of training; to continue, raise"
     out, _ = run_here(*argv, "--max-minutes", 3, "--save-dir", run)
     assert used in out and state() == ("paused", 4) and not (run / "results.json").exists()
     assert json.loads((run / "state.json").read_text())["message"].startswith(used)

@@ -236,8 +236,8 @@ def own(make):
     [
         (
             with_groups(lambda model: [{"params": model.head.parameters(), "lr": 0.3}]), {},
-            'Wrong.param_groups: phase \'train\': a group has "lr" 0.3, but the schedule sets the rate; '
-            'give it "lr_scale"',
+            'Wrong.param_groups: phase \'train\': a group has "lr" 0.3, but the schedule sets it; '
+            'give "lr_scale"',
         ),
         (
             with_groups(lambda model: [{"params": model.head.parameters(), "lr_scale": -1}]), {},
@@ -263,7 +263,7 @@ def own(make):
         ),
         (
             own(lambda groups, lr: [torch.optim.SGD(groups, lr=10 * lr)]), {"lr": 0.5},
-            'SGD has the learning rate 5.0, not the given 0.5, but the schedule sets it; pass the given one, and add '
+            'SGD has the learning rate 5.0, but the schedule sets it; pass the given 0.5 instead, and to scale it add '
             '"lr_scale" to the group',
         ),
         (

@@ -254,7 +254,7 @@ def test_a_buffer_that_becomes_nan_is_no_matter_of_the_rate(shaped, tmp_path):
         return Spoiling(Plus(lambda model, x: 0.0, table=torch.zeros(2)))
 
     err = shaped(tmp_path, status=2, build_objective=build_objective)
-    assert_messages(err, "table holds NaN after optimizer step 1, so nothing is saved")
+    assert_messages(err, "table contains NaN after optimizer step 1, so nothing is saved")
     assert "--lr" not in err[0]
 
 

@@ -114,7 +114,7 @@ class WithExtraState(nn.Linear):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: nn.LazyLinear(2), "weight has no shape before a first forward; run one there"),
+        (lambda: nn.LazyLinear(2), "weight has no shape before a first forward; run a forward there"),
         (lambda: WithExtraState(4, 2), "_extra_state is a dict, but checkpoints hold only tensors"),
         (lambda: Plus(None, adjacency=torch.eye(3).to_sparse()), "adjacency is a sparse tensor.* persistent=False"),
     ],
@@ -253,7 +253,7 @@ def test_a_loss_without_a_gradient_is_refused_with_what_to_return(refused, tmp_p
         "    def build_objective(self):\n"
         "        return GapObjective(self.build())\n"
     )
-    part = "Objective.forward: the loss of this batch depends on no parameter; for a batch without anything to learn"
+    part = "Objective.forward: the loss of this batch depends on no parameter; for a batch without targets"
     refused([part], "--task", f"{tmp_path / 'gap.py'}:Gap", *RUN[2:], tmp_path / "run")
 
 

@@ -86,8 +86,8 @@ def test_main_says_what_it_runs_on(one_device):
     best = json.loads((one_device.directory / "results.json").read_text())["best"]["value"]
     assert one_device.out.splitlines()[-2:] == [
         f"The run is in {one_device.directory}; its best epoch is 1 of 1, val/accuracy {best:.4f}.",
-        f"Next: python main.py --save-dir {one_device.directory} --task {WEIGHTED} --eval-only; curves by tensorboard "
-        f"--logdir {one_device.directory}",
+        f"Next: python main.py --save-dir {one_device.directory} --task {WEIGHTED} --eval-only; show curves "
+        f"with tensorboard --logdir {one_device.directory}",
     ]
 
 
@@ -139,7 +139,7 @@ def test_self_launch(tmp_path, command, one_device):
     args = [*launcher(2), *TINY, "--batch-size", 5, "--lr", 0.005, "--scale-lr", "linear", "--save-dir", tmp_path]
     out = command(*args, **NO_GPU).stdout
     assert_same_run(tmp_path, 2, one_device)
-    assert "Scaling learning rate from 0.005 to 0.01 for 2 devices" in out
+    assert "Scaling the learning rate from 0.005 to 0.01 for 2 devices" in out
 
 
 def test_dp_without_two_gpus_says_so_and_trains(tmp_path, command, one_device):
@@ -272,7 +272,7 @@ def test_group_says_what_it_runs_on(stopped):
         "Devices: DistributedDataParallel over gloo: 2 x cpu. Batch: 4 samples per step, from 2 x 2 devices. "
         "Workers: 1 per rank. Threads: 1 per rank. Precision: float32."
     ) in lines
-    assert "Scaling learning rate from 0.001 to 0.002 for 2 devices" in lines
+    assert "Scaling the learning rate from 0.001 to 0.002 for 2 devices" in lines
 
 
 def test_group_listens_on_the_loopback_interface_only(stopped):

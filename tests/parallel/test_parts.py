@@ -322,9 +322,9 @@ def test_flags_that_do_not_go_together_are_refused(words):
         (
             "--parts 4 --global-batch-size 3",
             1,
-            "--global-batch-size 3: --parts 4 with at most --batch-size 32",
+            "--global-batch-size 3: must be 4 to 128, because --parts 4 have",
         ),
-        ("--parts 2 --global-batch-size 65", 1, "--global-batch-size 65: --parts 2 with at most --batch-size 32"),
+        ("--parts 2 --global-batch-size 65", 1, "--global-batch-size 65: must be 2 to 64, because --parts 2 have"),
     ],
 )
 def test_parts_that_cannot_be_cut_are_refused(words, num_devices, message):

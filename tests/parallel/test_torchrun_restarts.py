@@ -78,7 +78,7 @@ def test_a_lock_of_another_job_is_not(agents, under_torchrun, start, tmp_path, m
     (tmp_path / "run" / "lock").write_text(f"{ELSEWHERE}\n")
     rewrite_config(tmp_path / "run", torchrun_agents=agents)
     _, err = start(status=2)
-    assert f"in use by {ELSEWHERE}; wait for it" in err
+    assert f"in use by {ELSEWHERE}; wait until it ends" in err
 
 
 @pytest.mark.parametrize("restarted", [True, False])

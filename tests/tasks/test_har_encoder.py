@@ -144,7 +144,7 @@ def test_other_files_are_refused(trained, tmp_path, cache_dir):
 
 def test_flags_that_make_no_sense_together_are_named(tmp_path):
     _, problems = parse(["--freeze-encoder"], several_devices=False)
-    assert problems == ["--freeze-encoder: does nothing without --encoder-path; add that, or leave this flag out"]
+    assert problems == ["--freeze-encoder: does nothing without --encoder-path; add it, or leave this flag out"]
     missing = tmp_path / "none.pth"
     _, problems = parse(["--model", "tinyhar", "--encoder-path", str(missing)], several_devices=False)
     assert problems == [

@@ -113,8 +113,8 @@ class RunDirectory:
         free = shutil.disk_usage(self.path).free
         if free < num_bytes:
             raise UserError(
-                f"--save-dir {self.path}: a checkpoint needs about {_size(num_bytes)} and {_size(free)} are free; "
-                "free some space or choose another folder"
+                f"--save-dir {self.path}: a checkpoint needs about {_size(num_bytes)}, but only {_size(free)} are "
+                "free; free some space or choose another folder"
             )
 
     def start_over(self) -> None:
@@ -160,7 +160,7 @@ class RunDirectory:
             damaged.append(entry)
         reasons = self._lost or [f"{entry.file} is damaged" for entry in damaged]
         raise UserError(
-            f"--save-dir {self.path}: no checkpoint in it is intact ({', '.join(reasons)}); start over with --fresh, "
+            f"--save-dir {self.path}: contains no intact checkpoint ({', '.join(reasons)}); start over with --fresh, "
             "or name an intact file with --resume-from"
         )
 
@@ -245,8 +245,8 @@ class RunDirectory:
             return DiskError(f"--save-dir {self.path}: cannot write {file}: {FOLDER_GONE}; run the same command again")
         cause = getattr(error, "strerror", None) or reason(error)
         problem = (
-            f"--save-dir {self.path}: cannot write {file}: {cause}: it needs about {_size(needed)} and "
-            f"{_size(free)} are free; earlier checkpoints are intact"
+            f"--save-dir {self.path}: cannot write {file}: {cause}; it needs about {_size(needed)}, and {_size(free)} "
+            "are free; earlier checkpoints are intact"
         )
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             return NoRoom(problem)

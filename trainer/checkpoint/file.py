@@ -72,7 +72,7 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
     needed = [name for name, entry in ENTRIES.items() if not (entry.is_optional or only_weights)]
     missing = [name for name in needed if name not in state]
     if missing:
-        raise UserError(f"{label}: holds weights, but lacks {', '.join(missing)} to resume; use --init-from")
+        raise UserError(f"{label}: contains weights, but not {', '.join(missing)}; load the weights with --init-from")
     is_of_run = "task" in state and "config" in state  # callers rely on both entries
     if not only_weights or is_of_run:
         wrong = schema_error_of_checkpoint(state, resumable=not only_weights)
@@ -105,12 +105,13 @@ def _refusal_of(error: Exception) -> str:
     text = str(error)
     if isinstance(error, pickle.UnpicklingError):
         is_code = any(word in text for word in ("Unsupported global", "Unsupported class", "GLOBAL"))
-        refused, damaged = "refused, it holds more than tensors and plain values", "is damaged or not a checkpoint"
+        refused = "refused, because it contains more than tensors and plain values"
+        damaged = "is damaged or not a checkpoint"
         return f"{refused if is_code else damaged}; no code in it was run"
     if "weights_only" in text or "TorchScript" in text:
         return (
-            "refused, it is a TorchScript archive or a file of torch before 1.6, which cannot be read without running "
-            "its code; no code was run; save the model's state_dict() with torch.save"
+            "refused, because a TorchScript archive or a file of torch before 1.6 cannot be read without running its "
+            "code; no code was run; save the model's state_dict() with torch.save"
         )
     return f"is damaged: {(text or 'it is empty').splitlines()[0]}"
 
@@ -141,7 +142,7 @@ def _refuse_more_than_its_file(state: Any, num_bytes: int) -> None:
             num_beyond -= 0 if id(value) in seen else len(value)
             seen.add(id(value))
         if num_parts < 0 or num_beyond < 0:
-            raise ValueError("it holds more than its file size allows, such as a tensor that repeats one value")
+            raise ValueError("it contains more than its file size allows, such as a tensor that repeats one value")
 
 
 def _dense_parts(value: Tensor) -> list[Tensor]:
@@ -204,11 +205,11 @@ def _refuse_odd_archive(file: IO[bytes]) -> None:
     with zipfile.ZipFile(file) as archive:
         parts = archive.infolist()
     if any(part.filename.endswith("/constants.pkl") for part in parts):
-        raise zipfile.BadZipFile("it is an archive of TorchScript")
+        raise zipfile.BadZipFile("it is a TorchScript archive")
     if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
-        raise zipfile.BadZipFile("an entry of it is compressed and could unpack to any size")
+        raise zipfile.BadZipFile("one of its entries is compressed and could unpack to any size")
     if any(part.external_attr & FOLDER_ATTRIBUTE for part in parts):
-        raise zipfile.BadZipFile("an entry of it is marked as a folder")  # which torch would read as empty
+        raise zipfile.BadZipFile("one of its entries is marked as a folder")  # which torch would read as empty
 
 
 def write_checkpoint(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -291,7 +292,7 @@ def _unreadable(state: Mapping[str, Any]) -> str | None:
         name, value = name + refused, parts[refused]
     kind = type(value)
     whose = f"{kind.__module__}.{kind.__qualname__}"
-    return f"{name.lstrip('.')} {brief(value)}: is of type {whose}, which cannot be read from a file"
+    return f"{name.lstrip('.')} {brief(value)}: is of type {whose}, which checkpoints do not support"
 
 
 def meta_state_of(state: Mapping[str, Any]) -> dict[str, Any]:

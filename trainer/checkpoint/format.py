@@ -175,7 +175,7 @@ def dense_tensor(name: str, value: Any) -> None:
     """Requires a dense tensor."""
     tensor(name, value)
     if value.layout != torch.strided:
-        raise ValueError(f"{name} is a sparse tensor, but checkpoints hold dense ones")
+        raise ValueError(f"{name} is a sparse tensor, but checkpoints contain dense tensors")
 
 
 def tensor_of_numbers(name: str, value: Any) -> None:
@@ -183,7 +183,7 @@ def tensor_of_numbers(name: str, value: Any) -> None:
     dense_tensor(name, value)
     real = _real(value)
     if real is not None and bool(real.sum().isnan()) and bool(real.isnan().any()):
-        raise ValueError(f"{name} holds NaN")
+        raise ValueError(f"{name} contains NaN")
 
 
 def not_finite(tensors: Mapping[str, Tensor], may_be_infinite: Container[str] = ()) -> list[str]:
@@ -246,7 +246,7 @@ def first_schema_error(kinds: Iterable[Kind], value: Any) -> str | None:
     except ValueError as error:
         return str(error)
     except (RecursionError, OverflowError, TypeError, AttributeError, RuntimeError):
-        return "it is nested too deeply or holds invalid values"
+        return "it is nested too deeply or contains invalid values"
     return None
 
 

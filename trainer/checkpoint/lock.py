@@ -115,8 +115,8 @@ class Lock(Writer):
             self._path.parent.stat()  # raises FileNotFoundError if the folder was deleted
             self.is_lost = True
             raise LockTaken(
-                f"--save-dir {self._path.parent}: was taken over by {holder.who or 'another process'} while this "
-                "process did not respond, or by a restart of the same job; this run ends; its checkpoints are intact"
+                f"--save-dir {self._path.parent}: {holder.who or 'another process'} took it over, because this "
+                "process did not respond or the job restarted; this process stops; checkpoints are intact"
             )
 
     def release(self) -> None:
@@ -161,8 +161,8 @@ def take_lock(folder: Path, take_over: bool = False, say: Callable[[str], None] 
         is_known_to_be_gone = left_by.who == "" or left_by.machine == own.machine
         if not (take_over or is_known_to_be_gone):
             say(
-                f"{folder}: in use by {left_by.who}, or left behind when it died; waiting {STALE_S:.0f} s to see "
-                "whether it is alive."
+                f"{folder}: locked by {left_by.who}, which may have died; waiting {STALE_S:.0f} s to see whether it "
+                "is alive."
             )
             if _is_renewed(folder / LOCK):
                 raise _in_use(folder, left_by)
@@ -179,7 +179,7 @@ def _close(file: IO[str]) -> None:
 
 def _in_use(folder: Path, holder: Holder) -> UserError:
     who = holder.who or "another process"
-    return UserError(f"--save-dir {folder}: in use by {who}; wait for it or choose another folder")
+    return UserError(f"--save-dir {folder}: in use by {who}; wait until it ends, or choose another folder")
 
 
 def _is_renewed(path: Path) -> bool:

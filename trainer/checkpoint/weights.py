@@ -61,7 +61,7 @@ def load_best_weights(folder: Path, say: Callable[[str], None]) -> dict[str, Any
             return state
     runs = [] if entries else runs_within(folder)
     if runs:
-        raise UserError(f"--save-dir {folder}: holds several runs; name one, such as --save-dir {runs[0]}")
+        raise UserError(f"--save-dir {folder}: contains several runs; choose one, for example --save-dir {runs[0]}")
     raise UserError(f"--save-dir {folder}: contains no intact checkpoint to use; train first")
 
 

@@ -68,4 +68,4 @@ def beside_baselines(
         return lines
     command = f"python main.py --task {task} {first.flags} --save-dir {shlex.quote(f'{folder}-{name}')}"
     advice = f"; to use it: {command}" if first.flags else ""
-    return [*lines, f"On the validation data this run is not better than {name}, {metric} {value:.4f}{advice}"]
+    return [*lines, f"On the validation data this run is not better than {name} ({metric} {value:.4f}){advice}"]

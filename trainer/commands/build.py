@@ -163,12 +163,12 @@ def build_task(flags: Flags) -> Task:
         for name, dataset in {**{repr(name): dataset for name, dataset in splits.items()}, **phases}.items():
             require_keyed(dataset, f"--task {flags.run.task}: its data set {name}")
             if len(dataset) == 0:
-                raise UserError(f"--task {flags.run.task}: its data set {name} is empty")
+                raise UserError(f"--task {flags.run.task}: its data set {name} is empty; give data with samples for it")
     patience = flags.learning.early_stopping_patience
     given = [f"--early-stopping-patience {patience}"] if patience else []
     given += ["--schedule plateau"] if flags.learning.schedule == "plateau" else []
     if given and not validation_sets(splits):
-        raise flags.refusal(f"{given[0]}: needs a validation set")
+        raise flags.refusal(f"{given[0]}: needs a validation set; hold out validation data, or leave the flag out")
     return task
 
 
@@ -182,8 +182,8 @@ def _new_task(flags: Flags) -> Task:
             raise
         name, own = flags.task_type.__name__, ", ".join(vars(flags.task)) or "none"
         raise UserError(
-            f"--task {flags.run.task}: {name} reads config.{error.name}, but the task has no such flag (it has {own}); "
-            f"add a field to {name}.Config; the trainer's own flags, such as --lr, are not in it"
+            f"--task {flags.run.task}: {name} reads config.{error.name}, but the task has no such flag (it has "
+            f"{own}); add a field to {name}.Config; config does not contain the trainer's own flags, such as --lr"
         ) from None
 
 
@@ -278,7 +278,9 @@ def open_run(
         best, run_id = run.progress.best, run.facts["run_id"]
         value, is_best, has_best = strategy.group.on_main(lambda: take_best_beside(source, best, directory, run_id))
         if best is not None and not has_best:
-            run.log.say(f"The best checkpoint (epoch {best.epoch}) is not next to {source}; the best score is reset.")
+            run.log.say(
+                f"The best checkpoint (epoch {best.epoch}) is missing next to {source}; the best score is reset."
+            )
             run.progress.best = None
         save(run, value, is_best)
         finish_saving(strategy.group, run.saver)
@@ -310,8 +312,8 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
     lines = [" ".join([*places, f"Precision: {run.learner.precision}."])]
     if strategy.num_parts:
         own = len(strategy.shards)
-        cost = f"{own} forward/backward pass(es) per step and memory for {own.bit_length()} gradient(s) on each device"
-        lines.append(f"Parts: {strategy.num_parts}, for bit-identical results on any number of such devices: {cost}.")
+        cost = f"each device runs {own} forward/backward pass(es) per step and stores {own.bit_length()} gradient(s)"
+        lines.append(f"Parts: {strategy.num_parts}, bit-identical on any number of devices of this kind: {cost}.")
     lines += [
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in task.splits().items())} samples. "
         f"Model: {'fitted, not trained' if task.fitted else f'{run.learner.num_parameters} parameters'}.",
@@ -332,7 +334,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         why = f"{num_devices} devices"
         if whole != one_device * num_devices:
             why = f"a global batch of {whole} samples instead of {one_device}"
-        lines.append(f"Scaling learning rate from {flags.learning.lr:g} to {peak:g} for {why}")
+        lines.append(f"Scaling the learning rate from {flags.learning.lr:g} to {peak:g} for {why}")
     return lines
 
 
@@ -363,7 +365,7 @@ def prepare_training(
         per_forward = min(2, memory.splits[index].batch_size)
         example = example_batch(task, index, per_forward * strategy.num_replicas, strategy.device.type == "cuda")
         strategy.group.activity.enter("the first forward and backward pass")
-        with memory.refusing_lack(per_forward, "--batch-size 1 tries a single sample"):
+        with memory.refusing_lack(per_forward, "try --batch-size 1"):
             learner.nets[phase] = strategy.wrap(learner.enter(phase))
             check_single_samples(learner, strategy, phase, orders[index], memory.splits[index], example)
             with refusing_compilation() if flags.blocks.compile else nullcontext():
@@ -438,7 +440,7 @@ def start_facts(flags: Flags, task: Task, strategy: Strategy) -> dict[str, Any]:
     data_facts, digest = strategy.group.together(lambda: (facts_of_data(task), digest_of_data(task)))
     sizes = {f"data set {name!r}": len(dataset) for name, dataset in task.splits().items()}
     sizes |= {f"training data of phase {phase!r}": len(task.training_data(phase)) for phase in task.phases}
-    advice = "give all ranks the same data, with the same flags"
+    advice = "start all ranks with the same data and flags"
     strategy.group.require_same({**sizes, **data_facts, "data_digest": digest}, advice)
     return {
         "task": flags.run.task,
@@ -469,7 +471,7 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
         torch.manual_seed(flags.run.seed)
         objective = task.build_objective()
         if not (isinstance(objective, Objective) and isinstance(objective.model, nn.Module)):
-            account = f"must return an Objective with a model: it returned a {type(objective).__name__}"
+            account = f"must return an Objective with a model, not a {type(objective).__name__}"
             raise UserError(f"--task {flags.run.task}: build_objective {account}")
         check_signatures(objective, Objective)
         stray = set(objective.state_dict()) - {f"model.{name}" for name in objective.model.state_dict()}

@@ -93,7 +93,7 @@ def _settings_in(path: Path) -> Mapping[str, Any]:
         try:
             repr(stated)  # raises ValueError for huge hexadecimal numbers, which no message could show
         except ValueError:
-            raise ValueError("holds a number with thousands of digits") from None
+            raise ValueError("contains a number with thousands of digits") from None
         return stated
     try:
         record = json.loads(text)

@@ -146,7 +146,7 @@ def evaluate_only(flags: Flags, task: Task, strategy: Strategy) -> None:
         }
         own = of_headline(found, task.headline)
         beside = beside_baselines(baselines, flags.run.task, task.monitor, own, None, given.save_dir)
-        following = ["Next: add --predict FILE to this command, to label new data."]
+        following = ["Next: add --predict FILE to this command to predict new data."]
         following = following if wanted and type(task).new_data is not Task.new_data else []
         say("\n".join([*lines, _kept(given.save_dir, scored), *map(scores_text, metrics), *beside, *following]))
 

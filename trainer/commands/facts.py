@@ -48,11 +48,11 @@ def facts_of_data(task: Task) -> dict[str, Any]:
     told: Any = task.describe_data()
     try:
         if not isinstance(told, Mapping) or not all(isinstance(name, str) for name in told):
-            raise ValueError(f"returned {brief(told)}: must be a mapping of facts by names")
+            raise ValueError(f"must return a mapping from names to values, not {brief(told)}")
         facts = {str(name): plain(value, name) for name, value in told.items()}
         num_bytes = len(as_json(facts))
         if num_bytes > MOST_RECORD // 2:
-            raise ValueError(f"returned {num_bytes:,} bytes: must be at most {MOST_RECORD // 2:,}")
+            raise ValueError(f"must return at most {MOST_RECORD // 2:,} bytes, not {num_bytes:,}")
     except (ValueError, RecursionError) as error:
         problem = "returned lists nested too deeply" if isinstance(error, RecursionError) else error
         raise UserError(f"{type(task).__name__}.describe_data: {problem}") from None
@@ -65,7 +65,7 @@ def digest_of_data(task: Task) -> str | None:
     if isinstance(digest, bytes | bytearray):
         return digest.hex()
     if digest is not None and not isinstance(digest, str | int):
-        raise UserError(f"{type(task).__name__}.data_digest: returned {brief(digest)}: must be a string or None")
+        raise UserError(f"{type(task).__name__}.data_digest: must return a string or None, not {brief(digest)}")
     return None if digest is None else f"{digest}"
 
 

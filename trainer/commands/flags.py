@@ -114,7 +114,7 @@ def contradictions(flags: Flags) -> list[str]:
         if multi_gpu not in (None, forms.USUAL):
             found.append(f"{parts}: needs --multi-gpu {forms.USUAL}, because {multi_gpu} sums in another order")
         if flags.multi.sync_bn:
-            found.append(f"{parts} and --sync-bn: exclude each other; batch-norm statistics of each part are separate")
+            found.append(f"{parts} and --sync-bn: exclude each other; each part has its own batch-norm statistics")
     uses = {"--predict": flags.prediction.predict, "--export": flags.exporting.export}
     if flags.multi is not None:
         found += [f"{use}: runs on one device; use main.py" for use, file in uses.items() if file is not None]

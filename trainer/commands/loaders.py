@@ -80,7 +80,9 @@ def loaders_on_device(task: Task, data_on: str, group: Group) -> dict[str, Batch
     needed, free = num_bytes(parts), torch.cuda.mem_get_info(group.device)[0]
     if data_on == "device":
         if stays:
-            raise UserError(f"--data-on device: {', '.join(stays)} cannot be moved to a GPU (not a Movable); use auto")
+            raise UserError(
+                f"--data-on device: {', '.join(stays)} cannot move to a GPU (not Movable); use --data-on auto"
+            )
         group.together(lambda: _require_memory(needed, free, group.device))
     elif not all(group.gather(needed <= LARGEST_SHARE * free)):
         return {}
@@ -109,9 +111,7 @@ def where_data_are(task: Task, loaders: Mapping[str, BatchLoader], data_on: str,
     there = [name for name, loader in loaders.items() if isinstance(loader, DeviceLoader)]
     parts: Any = [each for own in data_by_loader(task).values() for each in own if isinstance(each, Movable)]
     if there:
-        return [
-            f"Data on {device}: {', '.join(there)}, {num_bytes(parts) / 1e6:.1f} MB. Their batches are built there."
-        ]
+        return [f"Data on {device}: {', '.join(there)}, {num_bytes(parts) / 1e6:.1f} MB. Batches are built on the GPU."]
     if device.type == "cuda" and data_on == "auto" and parts:
         return [f"Data on the host: they would take more than {LARGEST_SHARE:.0%} of the free memory of {device}."]
     if device.type != "cuda" and data_on == "device":

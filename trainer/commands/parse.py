@@ -118,7 +118,7 @@ def _flags_of_others(argv: Sequence[str], group_types: Sequence[type], task_name
     for task in workloads() if strange and task_name in workloads() else ():
         for option in options(find_task(task).Config).values():
             owners.setdefault(option.name, []).append(task)
-    return said | {name: f"is for --task {' or '.join(owners[name])}; add that" for name in strange & owners.keys()}
+    return said | {name: f"needs --task {' or '.join(owners[name])}; add it" for name in strange & owners.keys()}
 
 
 def _choose_task(
@@ -259,7 +259,7 @@ class Layers:
             if option.is_for_users_alone(value):
                 what, use = ("a file", "use") if option.type is Path else ("code", "run")
                 words = option.as_typed(value)
-                found.append(f"{origin}: this record names {what}, {words}; add {words} to the command to {use} it")
+                found.append(f"{origin}: this record names {what} ({words}); to {use} it, add {words} to the command")
                 del self.values[field], self.origins[field]
         return found
 

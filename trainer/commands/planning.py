@@ -38,8 +38,8 @@ def arrange_batches(
             raise flags.refusal(f"--parts {least}: must be a multiple of the {strategy.num_devices} devices")
         if asked is not None and not least <= asked <= least * size:
             raise flags.refusal(
-                f"--global-batch-size {asked}: --parts {least} with at most --batch-size {size} samples each hold "
-                f"{least} to {least * size} samples; change one of the three flags"
+                f"--global-batch-size {asked}: must be {least} to {least * size}, because --parts {least} have 1 to "
+                f"{size} samples (--batch-size) each; change one of the three flags"
             )
     if (
         before is not None
@@ -128,7 +128,8 @@ def build_warmup(flags: Flags, plan: Plan) -> float:
         given = f"--warmup-epochs {epochs:g}, which are {length:g} steps"
     if length > plan.num_steps:
         raise flags.refusal(
-            f"{given}: the whole run has {plan.num_steps} steps; lower the warm-up or raise {flags.run.length_flag}"
+            f"{given}: exceeds the {plan.num_steps} steps of the run; lower the warm-up or raise "
+            f"{flags.run.length_flag}"
         )
     if plan.max_steps is not None:
         return length

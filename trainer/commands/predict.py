@@ -43,7 +43,7 @@ def label_new_data(flags: Flags, strategy: Strategy) -> None:
     dataset = task.new_data(path)
     require_keyed(dataset, f"--predict {path}")
     if len(dataset) == 0:
-        raise UserError(f"--predict {path}: contains nothing to label")
+        raise UserError(f"--predict {path}: contains no samples to predict")
     for remark in [*run.remarks, *flags.from_run.remarks, *task.remarks()]:
         to_stderr(remark)
     precision = choose_precision(flags.precision, strategy.device)
@@ -66,12 +66,12 @@ def _refuse_to_harm(output: Path, run: TrainedRun, task: Task) -> None:
     target, given = output.resolve(), f"--output {output}"
     is_in_run = (run.folder / MANIFEST).exists() and run.folder.resolve() in target.parents
     if is_in_run and target.suffix.lower() != ".csv":
-        raise UserError(f"{given}: could overwrite a file of the run; use a .csv name or another folder")
+        raise UserError(f"{given}: could overwrite a file of the run; use a .csv name or a path outside the run")
     for field in fields(task.config):
         path = getattr(task.config, field.name)
         if isinstance(path, Path) and path.resolve() in (target, *target.parents):
             harm = "would overwrite" if path.resolve() == target else "would be inside"
-            raise UserError(f"{given}: {harm} {flag_name(field.name)} {path} of the run; name another file")
+            raise UserError(f"{given}: {harm} the run's {flag_name(field.name)} {path}; name another file")
 
 
 @torch.no_grad()

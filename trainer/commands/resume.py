@@ -143,7 +143,9 @@ class Changes:
         """Raises UserError if the task, `--optimizer`, number of phases or data facts differ from the checkpoint."""
         task, optimizer, num_phases = self.now["task"], self.now["config"]["--optimizer"], len(self._task.phases)
         if not is_same_task(self.then["task"], task):
-            raise UserError(f"--task {task}: the checkpoint is of {self.then['task']}; choose another --save-dir")
+            raise UserError(
+                f"--task {task}: the checkpoint is from --task {self.then['task']}; choose another --save-dir"
+            )
         if (before := self.then["config"]["--optimizer"]) != optimizer:
             raise UserError(
                 f"--optimizer {optimizer}: the checkpoint was trained with {before}; use that optimizer, or start "
@@ -201,8 +203,8 @@ class Changes:
             advice = f"undo the change to {before} until the epoch ends, or start over with --fresh"
         elif self.now["config"]["--drop-last"] and wholes[0] != wholes[1]:
             advice = (
-                f"--drop-last drops other samples with a global batch of {wholes[1]} than of {wholes[0]}; restore "
-                f"{wholes[0]}, or start over with --fresh"
+                f"with --drop-last, a global batch of {wholes[1]} drops other samples than {wholes[0]}; use "
+                f"--global-batch-size {wholes[0]}, or start over with --fresh"
             )
         else:
             advice = self._advice_on_data()
@@ -227,8 +229,8 @@ class Changes:
         if None in (then, now) or then == now:
             return []
         return [
-            "The split into training and held-out data differs from the checkpoint's: scores are not comparable with "
-            "earlier scores and may include training data."
+            "The split into training and held-out data differs from the checkpoint's, so scores may include training "
+            "data and are not comparable with earlier scores."
         ]
 
     @property
@@ -246,7 +248,7 @@ class Changes:
         notes += [f"{_CHANGED}: {change}" for change in code_changes(self.then["code"], self.now["code"])]
         before, helpers = self.then.get("helpers", {}), self.now.get("helpers", {})
         names = [name for name in sorted(before.keys() | helpers.keys()) if before.get(name) != helpers.get(name)]
-        notes += [f"{_CHANGED}: the helper {name}, or its weights" for name in names]
+        notes += [f"{_CHANGED}: the helper {name} or its weights" for name in names]
         then, now = self.then["environment"], self.now["environment"]
         wholes = self.now["global_batch_sizes"]
         if then["num_devices"] != now["num_devices"] and wholes == self.then["global_batch_sizes"]:
@@ -258,9 +260,7 @@ class Changes:
         names = [name for name in now if name not in counts and then.get(name, now[name]) != now[name]]
         different = [f"{name} {then[name]} -> {now[name]}" for name in names]
         if different:
-            notes.append(
-                f"Equals an uninterrupted run up to rounding, not bit for bit, because of: {', '.join(different)}."
-            )
+            notes.append(f"Results equal an uninterrupted run's only up to rounding; changed: {', '.join(different)}.")
         return notes
 
 

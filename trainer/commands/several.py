@@ -86,7 +86,7 @@ class Job:
             if name == "--seed" or name in self.hold_out:
                 then, now = map(shown, values)
                 raise UserError(
-                    f"--save-dir {self.directory}: holds a run with {name} {then}, not {now}; choose another "
+                    f"--save-dir {self.directory}: contains a run with {name} {then}, not {now}; choose another "
                     "--save-dir, or start over with --fresh"
                 )
 
@@ -206,7 +206,7 @@ def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int
         directory.acquire()
         if directory.has_checkpoint:
             raise UserError(
-                f"--save-dir {save_dir}: holds a single run; {several.as_given} needs a folder for its runs"
+                f"--save-dir {save_dir}: contains a single run; choose another folder for {several.as_given}"
             )
         for job in jobs if not flags.checkpoint.fresh else []:
             job.refuse_another_run()
@@ -244,8 +244,8 @@ class SeveralRuns:
             if unfinished and not launcher.stop:
                 paused = ", ".join(job.name for job in unfinished)
                 say(
-                    f"--max-minutes {self.flags.run.max_minutes:g}: used up by {len(unfinished)} of {len(self.jobs)} "
-                    f"runs before they finished, so there is no summary: {paused}; to continue these runs, raise "
+                    f"--max-minutes {self.flags.run.max_minutes:g}: time is up for {len(unfinished)} of "
+                    f"{len(self.jobs)} runs ({paused}), so there is no summary yet; to continue them, raise "
                     "--max-minutes or leave it out"
                 )
                 return 0
@@ -281,7 +281,7 @@ class SeveralRuns:
                         table.run(job.entry())
                         if others := differences(job.changed):
                             advice = "to retrain it, choose another --save-dir or add --fresh"
-                            say(f"{job.directory} finished earlier, with {others}; {advice}")
+                            say(f"{job.directory} finished earlier with {others}; {advice}")
                     elif status not in (0, launcher.stop.exit_status):
                         failures.append((job, status))
                 progress.show(num_done(), [job.name for job in running])

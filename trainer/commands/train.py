@@ -124,8 +124,8 @@ def _is_finished(run: Run, flags: Flags) -> bool:
         train_on = raised if run.plan.total else "Its model is fitted, not trained"
         others = differences(changed_since_last_start(path, run.facts["config"]))
         say(
-            f"This run is finished: {path} holds its results after {length}{others and ', with '}{others}. {train_on}; "
-            "to start over, add --fresh; for another run, choose another --save-dir."
+            f"This run is finished: {path} contains its results after {length}{others and ', with '}{others}. "
+            f"{train_on}; to start over, add --fresh; for another run, choose another --save-dir."
         )
     return is_finished
 
@@ -139,16 +139,16 @@ def _closing_lines(folder: Path, task: Task, task_name: str, progress: Progress)
     command += f" --task {shlex.quote(task_name)}" * (":" in task_name)  # a run's record cannot choose a task's file
     predicts = type(task).new_data is not Task.new_data
     uses = f"{command} --predict FILE (or --eval-only)" if predicts else f"{command} --eval-only"
-    curves = f"curves by tensorboard --logdir {shlex.quote(str(folder))}"
+    curves = f"show curves with tensorboard --logdir {shlex.quote(str(folder))}"
     is_script = task_name.endswith(f":{SCRIPT}")  # no command can load a script's model
     return [f"The run is in {folder}{epochs}.", f"Next: {curves if is_script else f'{uses}; {curves}'}"]
 
 
 def _time_is_up(minutes: float, progress: Progress) -> str:
     return (
-        f"--max-minutes {minutes:g}: used up, after {progress.train_seconds / 60:.3g} minutes and {progress.step} "
-        "optimizer steps of training; to continue, raise --max-minutes or leave it out; to score the current "
-        "weights, add --eval-only"
+        f"--max-minutes {minutes:g}: time is up after {progress.train_seconds / 60:.3g} minutes and {progress.step} "
+        "optimizer steps of training; to continue, raise --max-minutes or leave it out; to score the current weights, "
+        "add --eval-only"
     )
 
 

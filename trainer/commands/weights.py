@@ -62,7 +62,7 @@ def restore_what_fits(
             what = "; ".join([*comparison.unlike.values()][:2])
             raise UserError(f"{source}: no weight fits the model: {what}; give the flags and data of the training run")
         raise UserError(
-            f"{source}: no weight fits the model: the file has {_first(weights)}, the model "
+            f"{source}: no weight fits the model: the file has {_first(weights)}, and the model has "
             f"{_first(model.state_dict())}; rename the weights in the file"
         )
     strategy.load_weights(comparison.fitting, model)
@@ -222,7 +222,7 @@ def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
     The command line may repeat the run's flags, but may change only `Task.predict_flags`. Raises UserError.
     """
     if not ("task" in run.state and "config" in run.state):
-        reason = "holds weights but does not name their task; give a run's checkpoint"
+        reason = "contains weights but does not name their task; give a run's checkpoint"
         raise UserError(f"--resume-from {flags.checkpoint.resume_from}: {reason}")
     name, config, nothing = run.state["task"], run.state["config"], "no such flag"
     assert flags.task_type is not None

@@ -242,7 +242,7 @@ class GroupDiagnosis(Diagnosis):
 
     def diagnose_lost_store(self, waited_s: float | None) -> str:
         """Returns a sentence about the lost rendezvous store, which rank 0's process hosts without a launcher."""
-        lost = f"{self._account_of_silent(0, waited_s)}, and with it the heartbeats of the others"
+        lost = f"{self._account_of_silent(0, waited_s)}, so the other ranks' heartbeats are unknown"
         return "; ".join([lost, f"rank {self.rank} was in {self.activity}", *[RESUMES] * self.has_checkpoints])
 
     def _account_of_silent(self, rank: int, waited_s: float | None, last: Heartbeat | None = None) -> str:

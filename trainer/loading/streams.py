@@ -188,7 +188,7 @@ class KeyedStream(KeyedItems):
     def _ended(self, reader: _Reader) -> str:
         number, size = reader.position, self.num_samples
         epoch = reader.epoch if self._by_epoch else number // size
-        again = "" if self._by_epoch else ", or let make_iterator take the epoch and begin the stream again in each"
+        again = "" if self._by_epoch else ", or let make_iterator take the epoch and restart the stream in each epoch"
         return (
             f"{self.source}: the stream ended after {number} samples, in epoch {epoch + 1} of {size} samples each; "
             f"lower samples_per_epoch{again}"

@@ -52,7 +52,7 @@ def from_dataset(
     if isinstance(dataset, IterableDataset):
         raise UserError(_iterable(f"from_dataset({kind})"))
     if isinstance(dataset, DataLoader):
-        raise UserError("from_dataset(DataLoader): it makes its own batches; pass `loader.dataset`")
+        raise UserError("from_dataset(DataLoader): a DataLoader makes its own batches; pass `loader.dataset`")
     for method in ("__len__", "__getitem__"):
         if not hasattr(dataset, method):
             raise UserError(f"from_dataset({kind}): needs a map-style dataset with `{method}`")

@@ -245,7 +245,7 @@ class Workers:
         if not self._is_auto:
             self._at_start = None  # reports a change only once
             if changed is not None:
-                self._remarks.append(f"Workers: {changed} changed, but workers use the value at their start.")
+                self._remarks.append(f"Workers: {changed} changed, but workers still use its old value.")
         elif changed is not None:
             self._end(f"{changed} changes, which worker processes would not see")
         elif unknown is not None:
@@ -261,7 +261,7 @@ class Workers:
         return outline(roots.values())
 
     def _end(self, reason: str) -> None:
-        self._remarks.append(f"Workers: none, the training process loads batches: {reason}.")
+        self._remarks.append(f"Workers: none; the training process loads batches, because {reason}.")
         self.end()
 
 

@@ -63,7 +63,7 @@ def _package(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise UserError(f"--logger {name}: cannot import the package {name} ({error}); pip install {name}") from None
+        raise UserError(f"--logger {name}: cannot import {name} ({error}); run pip install {name}") from None
 
 
 SERVICES: Mapping[str, type[Logger]] = {"wandb": WandB, "mlflow": MLflow}

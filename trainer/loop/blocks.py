@@ -86,8 +86,8 @@ def settle_recomputed(objective: nn.Module, changes: Iterable[Change]) -> None:
 
 def _not_alike(what: str, why: str) -> UserError:
     return UserError(
-        f"--grad-checkpointing: forwards change {what}, {why}, so the backward cannot recompute the block; leave the "
-        "flag out, or that block out of Task.blocks"
+        f"--grad-checkpointing: forwards change {what}, {why}, so the backward cannot recompute the block; leave out "
+        "the flag, or remove the block from Task.blocks"
     )
 
 

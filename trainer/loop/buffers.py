@@ -244,12 +244,12 @@ class ForwardState:
         if attributes:
             lines.append(
                 f"Forwards change plain attributes: {', '.join(attributes)}. Checkpoints lack these attributes, so a "
-                "resumed run may differ from an uninterrupted run; use buffers."
+                "resumed run may differ from an uninterrupted run; store them in buffers."
             )
         if self._shared:
             lines.append(
-                f"Forwards change the buffers {', '.join(self._shared)}. Several devices keep rank 0's values, and "
-                "several forwards per step the last values: results may depend on how a batch is split."
+                f"Forwards change the buffers {', '.join(self._shared)}. Of several devices rank 0's values are kept, "
+                "of several forwards per step the last values, so results may depend on how a batch is split."
             )
         if unseen:
             lines.append(

@@ -180,15 +180,15 @@ def refuse_non_finite(
     buffers = dict(model.named_buffers())
     if all(name in buffers for name in bad):
         raise UnfitState(
-            f"{', '.join(bad[:3])} holds NaN after optimizer step {progress.step}, so nothing is saved; earlier "
+            f"{', '.join(bad[:3])} contains NaN after optimizer step {progress.step}, so nothing is saved; earlier "
             "checkpoints are intact; initialise such buffers with numbers or infinities"
         )
     position = progress.position
     epoch = position.epoch if position.at_epoch_start else position.epoch + 1
     raise UnfitState(
-        f"training diverged: {', '.join(bad[:3])} not finite after optimizer step {progress.step} (epoch {epoch}), so "
-        f"nothing is saved; earlier checkpoints are intact; lower --lr {learning_rate:g}, lengthen --warmup-epochs or "
-        f"lower --max-grad-norm {learner.max_grad_norm:g}"
+        f"training diverged: non-finite values in {', '.join(bad[:3])} after optimizer step {progress.step} (epoch "
+        f"{epoch}), so nothing is saved; earlier checkpoints are intact; lower --lr {learning_rate:g}, lengthen "
+        f"--warmup-epochs or lower --max-grad-norm {learner.max_grad_norm:g}"
     )
 
 

@@ -78,7 +78,7 @@ def check_task(task: Task) -> None:
     if not isinstance(splits, Mapping):
         raise UserError(f"{name}.splits: returns a {type(splits).__name__}, not a mapping of names to data sets")
     if "train" not in splits:
-        raise UserError(f"{name}.splits: returns {', '.join(map(str, splits)) or 'nothing'} and no 'train'")
+        raise UserError(f"{name}.splits: returns {', '.join(map(str, splits)) or 'nothing'}, but must return 'train'")
     for split in splits:
         if not (isinstance(split, str) and re.fullmatch("train|test|val(/[^/]+)?", split)):
             raise UserError(
@@ -86,7 +86,7 @@ def check_task(task: Task) -> None:
             )
     validated, metric = validation_sets(splits), monitor[0]
     if validated and metric.startswith("val/") and not any(metric.startswith(f"{split}/") for split in validated):
-        raise UserError(f"{name}.monitor {metric!r}: must be of one of the validation sets {', '.join(validated)}")
+        raise UserError(f"{name}.monitor {metric!r}: must be a metric of a validation set: {', '.join(validated)}")
 
 
 def check_batch(task: Task, batch: object, size: int) -> None:
@@ -107,7 +107,7 @@ def check_batch(task: Task, batch: object, size: int) -> None:
         if not isinstance(value, Tensor):
             refuse(f"must return a tensor for batch[{name!r}], not a {type(value).__name__}")
         if value.dim() == 0 or len(value) != size:
-            refuse(f"must give batch[{name!r}] the {size} samples on dim 0: its shape is {tuple(value.shape)}")
+            refuse(f"must put the {size} samples on dim 0 of batch[{name!r}], whose shape is {tuple(value.shape)}")
     weight = batch["weight"]
     if weight.dim() > 1 or not weight.is_floating_point():
         found = f"{weight.dtype} of shape {tuple(weight.shape)}"
@@ -132,7 +132,7 @@ def check_tensors(model: nn.Module, where: str) -> None:
     """Raises UserError if a model has lazy parameters, or state that a checkpoint cannot hold."""
     lazy = [name for name, value in [*model.named_parameters(), *model.named_buffers()] if is_lazy(value)]
     if lazy:
-        raise UserError(f"{where}: {lazy[0]} has no shape before a first forward; run one there on a batch of zeros")
+        raise UserError(f"{where}: {lazy[0]} has no shape before a first forward; run a forward there on zeros")
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise UserError(
@@ -288,7 +288,7 @@ def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float
         raise UserError(f"{name}: must return a dict of numbers, not a {type(metrics).__name__}")
     for metric, value in metrics.items():
         if not isinstance(value, int | float):
-            raise UserError(f"{name}: returns a {type(value).__name__} for {metric!r}: must be a number, float(...)")
+            raise UserError(f"{name}: returns a {type(value).__name__} for {metric!r}: must be a number, as float(...)")
         if isinstance(value, int) and abs(value) > sys.float_info.max:
             raise UserError(f"{name}: returns a whole number for {metric!r} that is too large for a float")
     return {
@@ -301,5 +301,5 @@ def monitored(task: Task, metrics: Mapping[str, float]) -> float:
     """Returns the value of the metric that `Task.monitor` names. Raises UserError if `metrics` lacks the metric."""
     name, _ = task.monitor
     if printable(name) not in metrics:
-        raise UserError(f"{type(task).__name__}.monitor: no metric {name!r} among {', '.join(metrics)}")
+        raise UserError(f"{type(task).__name__}.monitor: {name!r} must be one of the metrics {', '.join(metrics)}")
     return metrics[printable(name)]

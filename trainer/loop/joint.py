@@ -35,7 +35,7 @@ def refuse_joint(objective: Objective, strategy: Strategy, compiles: bool) -> No
     if strategy.exchanges_in_forward:
         raise UserError(f"--multi-gpu fsdp: {name} may use parameters outside of blocks; use --multi-gpu ddp")
     if compiles:
-        raise UserError(f"--compile: for {name} forwards run twice, but compiled ones may differ; leave --compile out")
+        raise UserError(f"--compile: {name} runs forwards twice, but compiled forwards may differ; leave --compile out")
 
 
 class JointForward(nn.Module):

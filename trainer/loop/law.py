@@ -35,7 +35,7 @@ CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3}
 CLOSE_IN_HALVES = 5e-2
 """Tolerances of sums, relative to their largest value: by parameter dtype, and for autocast and half precision."""
 ADVICE = (
-    "return sums over the samples, with reduction='sum'; multiply a number that is not a sum over them, such as a "
+    "return sums over the samples, with reduction='sum'; multiply a number that is not a sum over samples, such as a "
     "penalty, by batch['weight'].sum()"
 )
 
@@ -153,8 +153,8 @@ def _joint_mean(where: str, num_samples: int, whole: Sums, parts: Sequence[Sums]
         return []
     return [
         f"{where}: 'loss' is {loss:.5g} for {num_samples} samples, {double:.5g} with each of them twice, and "
-        f"{in_halves:.5g} for the same in {NUM_PARTS} halves, as if it were a mean. It must be a sum over the rows, "
-        "because the trainer divides it by their weight: use reduction='sum', or multiply the mean by the row count."
+        f"{in_halves:.5g} in {NUM_PARTS} halves, as if it were a mean. It must be a sum over the rows, because the "
+        "trainer divides it by their weight: use reduction='sum', or multiply the mean by the row count."
     ]
 
 
@@ -185,7 +185,7 @@ def _compared(
     found = _means(whole, total, MEAN)
     for name in [*found, *differ][:1]:
         one, both = (f"{float(value[name].double().sum()):.5g}" for value in (whole, total))
-        account = f"{where}: {name!r} is {one} for {num_samples} samples, but {both} for the same in {NUM_PARTS} halves"
+        account = f"{where}: {name!r} is {one} for {num_samples} samples, but {both} as the sum of {NUM_PARTS} halves"
         if name in found:
             raise UserError(f"{account}, as if it were a mean; {ADVICE}")
         return [

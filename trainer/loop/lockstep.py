@@ -106,7 +106,7 @@ class Lockstep(Watch):
     def remarks(self) -> list[str]:
         if self._every == 0 or self._num_copies > 1:
             return []
-        return ["Every process holds a different shard of the model, so ranks cannot be compared (--lockstep-every)."]
+        return ["Every process holds a different shard of the model, so --lockstep-every cannot compare ranks."]
 
     def begin(self, progress: Progress) -> None:
         self._is_on = self._every > 0 and self._num_copies > 1
@@ -169,7 +169,7 @@ class Lockstep(Watch):
             self._is_on = False
             notes.append(
                 f"The ranks differ in bits after optimizer step {step}, first in {next(iter(drifted))}, because their "
-                f"devices are of different kinds ({'; '.join(sorted(kinds))}). Ranks are no longer compared."
+                f"devices are of different kinds ({'; '.join(sorted(kinds))}). They are no longer compared."
             )
         return notes
 
@@ -200,9 +200,9 @@ class Lockstep(Watch):
         since = f" (equal after step {self._last_agreed})" if self._last_agreed is not None else ""
         return (
             f"the ranks are no longer in lockstep: after optimizer step {step}{since} {where} differs on "
-            f"{', and differently on '.join(fewer)} from {most}; nothing of it is saved, and the same command "
-            "resumes from the newest checkpoint, at which all ranks agreed. If it recurs at other steps, that device "
-            "or its memory may be faulty; if at the same step, the task changes its model on one rank only; "
+            f"{', and differently on '.join(fewer)} from {most}; this state is not saved, and the same command "
+            "resumes from the newest checkpoint, at which all ranks agreed. If this recurs at other steps, the device "
+            "or its memory may be faulty; if it recurs at this step, the task changes its model on one rank only; "
             "--lockstep-every 0 disables the comparison"
         )
 

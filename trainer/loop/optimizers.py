@@ -70,7 +70,7 @@ def completed_groups(task: Task, objective: Objective, phase: str, weight_decay:
 
 def _problem_of_group(group: ParamGroup, sparse: Collection[Tensor]) -> str | None:
     if "lr" in group:
-        return f'a group has "lr" {group["lr"]}, but the schedule sets the rate; give it "lr_scale", a factor on --lr'
+        return f'a group has "lr" {group["lr"]}, but the schedule sets it; give "lr_scale", a factor on --lr'
     scale = group.get("lr_scale", 1.0)
     if not 0 <= scale < math.inf:
         return f'a group has "lr_scale" {scale}; it must be a finite number, at least 0'
@@ -147,8 +147,8 @@ def hidden_matrices(task: Task, model: nn.Module) -> set[Tensor]:
     found -= {p for module in outer for p in module.parameters()}
     if not found:
         raise UserError(
-            "--optimizer muon: trains hidden matrices, but this model has none: all of its parameters are vectors, "
-            "tensors of more dimensions, embeddings or the last linear layer; use --optimizer adamw"
+            "--optimizer muon: trains hidden matrices, but this model has none: all its parameters are vectors, "
+            "tensors of more than two dimensions, embeddings or the last linear layer; use --optimizer adamw"
         )
     return found
 
@@ -172,13 +172,12 @@ def _problem_of_own(own: Any, groups: Sequence[ParamGroup], lr: float) -> str | 
     for optimizer in own:
         name = type(optimizer).__name__
         if any("lr" not in group for group in optimizer.param_groups):
-            return f'{name} has a group without "lr", through which the schedule sets the learning rate'
+            return f'{name} has a group without "lr", which the schedule would set; add "lr" to the group'
         rates = [group["lr"] for group in optimizer.param_groups if group["lr"] != lr]
         if rates:
             return (
-                f"{name} has the learning rate {rates[0]}, not the given {lr}, but the schedule sets it; pass the "
-                "given "
-                'one, and add "lr_scale" to the group, a factor on --lr'
+                f"{name} has the learning rate {rates[0]}, but the schedule sets it; pass the given {lr} instead, and "
+                'to scale it add "lr_scale" to the group, a factor on --lr'
             )
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:

@@ -105,10 +105,10 @@ class StepOutcomes(Watch):
         skip = "" if in_vain else ", or skip such steps with --on-nonfinite skip"
         if is_first:
             return UnfitState(
-                f"training diverged: {account}; the weights were the initial ones: check those samples, the flags that "
-                f"scale or augment them, and the model{skip}"
+                f"training diverged: {account}; the weights were still the initial weights; check these samples, the "
+                f"flags that scale or augment them, and the model{skip}"
             )
         return UnfitState(
-            f"training diverged: {account}; {in_vain}it was not applied, and earlier checkpoints are intact; "
-            f"{self._advice}, check those samples{skip}"
+            f"training diverged: {account}; {in_vain}the step was not applied, and earlier checkpoints are intact; "
+            f"{self._advice}, check these samples{skip}"
         )

@@ -77,8 +77,8 @@ class Precision:
         """
         if not loss.requires_grad:
             raise UserError(
-                "Objective.forward: the loss of this batch depends on no parameter; for a batch without anything to "
-                "learn, return a loss that does, such as logits.sum() * 0"
+                "Objective.forward: the loss of this batch depends on no parameter; for a batch without targets, "
+                "return a loss that depends on the model, such as logits.sum() * 0"
             )
         dtype = loss.dtype if loss.dtype.itemsize >= 4 else torch.float32
         if self._knows_at_once:

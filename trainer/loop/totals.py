@@ -118,11 +118,11 @@ def require_sums(sums: object, objective: nn.Module, phase: str | None) -> None:
         if isinstance(value, int | float):
             problem += "; return the tensor itself instead of float(...), or batch['weight'].sum() for a count"
     elif "weight" in sums:
-        problem = "returns 'weight', a name reserved for the number of loss terms"
+        problem = "returns 'weight', a name reserved for the number of loss terms; rename it"
     elif phase is None:
         return
     elif "loss" not in sums:
-        problem = f"returns {', '.join(sums) or 'nothing'} and no 'loss'"
+        problem = f"returns {', '.join(sums) or 'nothing'}, but must return 'loss'"
     elif sums["loss"].dim() > 0:
         shape = tuple(sums["loss"].shape)
         problem = f"returns a loss of shape {shape}: it must be one number, the sum over the samples"

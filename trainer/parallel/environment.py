@@ -95,7 +95,7 @@ def read_rank_environment(
         if name not in numbers or numbers[name] > MOST
     ]
     if flags.local_rank is not None and numbers.setdefault("LOCAL_RANK", flags.local_rank) != flags.local_rank:
-        problems.append(f"--local-rank {flags.local_rank} contradicts LOCAL_RANK={numbers['LOCAL_RANK']}")
+        problems.append(f"--local-rank {flags.local_rank} contradicts LOCAL_RANK={numbers['LOCAL_RANK']}; leave it out")
     if flags.nproc is not None:
         problems.append(f"--nproc {flags.nproc}: RANK and WORLD_SIZE are set already, by a launcher; leave it out")
     problems += [

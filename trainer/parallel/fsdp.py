@@ -224,7 +224,7 @@ def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module])
     for path, module in objective.model.named_modules():
         if isinstance(module, RecursiveScriptModule):
             raise UserError(
-                f"--multi-gpu fsdp: {path or 'the model'} is made by torch.jit.script which does not support fsdp's "
+                f"--multi-gpu fsdp: {path or 'the model'} is made by torch.jit.script, which does not support fsdp's "
                 "hooks; do not script it, or use --multi-gpu ddp"
             )
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

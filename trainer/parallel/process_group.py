@@ -354,7 +354,7 @@ def _rank_device(local_rank: int, gpus: Sequence[int]) -> torch.device:
     index = local_rank if len(gpus) > 1 else 0
     if index >= len(gpus):
         raise UserError(
-            f"local rank {local_rank} has no GPU: this machine has {len(gpus)} to use ({gpus}); start fewer processes "
-            "per machine, or choose others with --gpu-ids or CUDA_VISIBLE_DEVICES"
+            f"local rank {local_rank} has no GPU: this machine has {len(gpus)} usable GPUs ({gpus}); start fewer "
+            "processes per machine, or choose other GPUs with --gpu-ids or CUDA_VISIBLE_DEVICES"
         )
     return torch.device("cuda", gpus[index])

@@ -45,7 +45,7 @@ class BatchSizeFlags(MeasuringFlags):
 
 def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
     """Returns problems with flags of training. argv: shows whether --batch-size was given."""
-    found, advice = [], "leave it out; batch-size varies the batch"
+    found, advice = [], "batch-size varies the batch size; leave this flag out"
     if flags.batch.global_batch_size is not None:
         found.append(f"--global-batch-size {flags.batch.global_batch_size}: {advice}")
     if "--batch-size" in names_given(argv):
@@ -84,7 +84,7 @@ def profile_batch_sizes(flags: Flags, argv: Sequence[str], strategy: Strategy) -
     fitting = [row for row in rows if row["fits"]]
     fastest = max(fitting, key=lambda row: row["samples_per_second"])["batch_size"] if fitting else None
     if largest is None:
-        print(f"Not even a batch of {smallest} fits.")
+        print(f"Not even a batch of {smallest} samples fits into memory.")
     else:
         bound = "all training samples" if largest == available else "the largest tried"
         why = "the largest that fits" if is_limit else f"{bound}; all fit"

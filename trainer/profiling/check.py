@@ -88,7 +88,7 @@ def check(tool: CheckFlags, environment: RankEnvironment | None) -> int:
         return 0
     findings = [Finding(**found)] if found else []
     if status != 0 and (found or {}).get("level") != "BROKEN":
-        advice = "see the message above; NCCL_DEBUG=INFO tells more about GPUs, GLOO_SOCKET_IFNAME chooses a network"
+        advice = "see the message above; NCCL_DEBUG=INFO shows details, GLOO_SOCKET_IFNAME chooses a network interface"
         findings.append(Finding("BROKEN", "exchange", "the processes could not exchange data", advice))
         print(findings[-1], flush=True)
     for finding in of_this_machine(tool.save_dir, gpus):
@@ -122,7 +122,7 @@ def of_exchange(strategy: Strategy) -> Finding:
     """Verifies and times all-reduces over all processes. All processes call it."""
     world_size, devices = strategy.group.world_size, strategy.describe()
     if not sums_are_right(strategy.group):
-        advice = "training here would give wrong results; NCCL_P2P_DISABLE=1 may help, or --backend gloo"
+        advice = "training here would give wrong results; try NCCL_P2P_DISABLE=1 or --backend gloo"
         return Finding("BROKEN", "exchange", f"{devices}: sums are wrong", advice)
     if world_size == 1:
         return Finding("OK", "exchange", f"{devices}: one process, nothing to exchange")

@@ -72,7 +72,7 @@ def of_this_machine(save_dir: Path, gpus: Sequence[int]) -> Iterator[Finding]:
     for i in gpus:
         yield tested(f"GPU {i}", "exclude this GPU with --gpu-ids", gpu, i)
     for i, j in permutations(gpus, 2):
-        yield tested(f"GPU {i} -> {j}", "NCCL_P2P_DISABLE=1 copies through the host", peer_to_peer, i, j)
+        yield tested(f"GPU {i} -> {j}", "set NCCL_P2P_DISABLE=1 to copy through the host", peer_to_peer, i, j)
     yield Finding("OK", "CPU", f"{num_cores()} cores for this process")
     yield tested("disk", "choose another --save-dir", disk, save_dir)
     yield tested("shared memory", "train with --num-workers 0", shared_memory)
@@ -88,7 +88,7 @@ def versions() -> Tested:
     if "gloo" not in backends:
         raise Broken(", ".join([*found, "no gloo"]))
     lacks_nccl = torch.cuda.is_available() and "nccl" not in backends
-    return ", ".join([*found, "gloo"]), "without NCCL give --backend gloo, which is slower" if lacks_nccl else ""
+    return ", ".join([*found, "gloo"]), "without NCCL pass --backend gloo, which is slower" if lacks_nccl else ""
 
 
 def gpu(i: int) -> Tested:

@@ -49,7 +49,7 @@ def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
     """Returns a problem if more GPUs are requested than can be used."""
     wanted, available = max(flags.tool.world_sizes), len(chosen_gpus(flags))
     if 0 < available < wanted:
-        return [f"--world-sizes {wanted}: {available} GPU{'s' * (available > 1)} can be used here; ask for fewer"]
+        return [f"--world-sizes {wanted}: {available} GPU{'s' * (available > 1)} can be used here; pass fewer"]
     return []
 
 
@@ -65,7 +65,7 @@ def profile_scaling(flags: Flags, argv: Sequence[str]) -> None:
         print("DataParallel needs at least two GPUs and found none: skipping it.")
         warn_of_threads(flags)
         if worlds[-1].num_devices > num_cores():
-            print(f"{worlds[-1].num_devices} processes share {num_cores()} cores here, so their speed says little.")
+            print(f"{worlds[-1].num_devices} processes share {num_cores()} cores here, so their speed is unreliable.")
     found: dict[World, list[dict[str, Any]]] = {world: [] for world in worlds}
     for round_ in range(tool.rounds):
         for world in worlds:
