@@ -322,16 +322,14 @@ _POSITION = record(
 class SavedProgress:
     """Progress of a run as stored in checkpoints. Each field declares its entry, kind and default.
 
-    evaluations_since_best: evaluations since the best score, for early stopping.
-    last_report: completed optimizer steps at the last report of metrics, made at every evaluation and end of an epoch.
-    train_seconds: seconds of training, evaluation and saving in all starts, up to the last call of `read_clock`.
-    reported: (loss, weight) by phase: sums over all processes that are already logged.
-    samples: number of samples in the totals of all processes.
-    misses_samples: whether totals since the last report are incomplete, because a process with totals was lost.
-    skipped_steps: optimizer steps skipped because a loss or gradient was not finite.
-    skipped_in_a_row: the last skipped step, and the number of consecutive skipped steps up to it.
-    rate_drops: number of times that `--schedule plateau` has lowered the learning rate.
-    task_state: last result of `Task.after_validation`.
+    evaluations_since_best: evaluations since the best score, for early stopping. last_report: completed optimizer steps
+    at the last report of metrics, made at every evaluation and end of an epoch. train_seconds: seconds of training,
+    evaluation and saving in all starts, up to the last call of `read_clock`. reported: (loss, weight) by phase: sums
+    over all processes that are already logged. samples: number of samples in the totals (sums of metrics since the last
+    report) of all processes. misses_samples: whether totals are incomplete because a process was lost. skipped_steps:
+    optimizer steps skipped because a loss or gradient was not finite. skipped_in_a_row: the last skipped step, and the
+    number of consecutive skipped steps up to it. rate_drops: number of times that `--schedule plateau` has lowered the
+    learning rate. task_state: last result of `Task.after_validation`.
     """
 
     position: Position = saved(_POSITION, Position(), read=lambda value: Position(**value))
