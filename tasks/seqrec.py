@@ -62,16 +62,14 @@ class SeqrecFlags(FlagGroup):
         "folder or zip (default: a generated catalogue; no download)", common=True, local=True,
     )  # fmt: skip
     user_column: str | None = flag(
-        None, "user column, as its name or its number counted from 1 (default: detected by common column names)",
-        metavar="COLUMN",
-    )  # fmt: skip
+        None, "name or number (from 1) of the user column (default: detected by common column names)", metavar="COLUMN"
+    )
     item_column: str | None = flag(
-        None, "item column, as its name or its number counted from 1 (default: detected by common column names)",
-        metavar="COLUMN",
-    )  # fmt: skip
+        None, "name or number (from 1) of the item column (default: detected by common column names)", metavar="COLUMN"
+    )
     time_column: str | None = flag(
-        None, "time column of numbers or dates, as its name or its number counted from 1; 'none': lines are in order "
-        "of time (default: detected by common column names)", metavar="COLUMN",
+        None, "name or number (from 1) of the time column; contains numbers or dates; 'none': lines are in order of "
+        "time (default: detected by common column names)", metavar="COLUMN",
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME")
     on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD)

@@ -106,7 +106,9 @@ class TabularFlags(FlagGroup):
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME", needs=_OF_A_TABLE)
     on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD, needs=_OF_A_TABLE)
-    drop: tuple[str, ...] | None = flag(None, "columns not to use as features", metavar="COLUMN", needs=_OF_A_TABLE)
+    drop: tuple[str, ...] | None = flag(
+        None, "columns to leave out of the features", metavar="COLUMN", needs=_OF_A_TABLE
+    )
     test_share: float = flag(
         0.2, "share of rows held out for testing; 0 with --tune: hold out none, and score the validation rows",
         at_least=0, below=1, needs=_OF_A_TABLE, excludes=("test_data",),

@@ -87,7 +87,7 @@ class RunFlags(FlagGroup):
         None, "also log to wandb, mlflow or your own path/to/file.py:ClassName; accepts several loggers",
         metavar="LOGGER", local=True, from_record="refused",
     )  # fmt: skip
-    no_baselines: bool = flag(False, "do not score the task's simple baseline models for comparison")
+    no_baselines: bool = flag(False, "do not score the task's simple baseline models")
     check_task: bool = flag(
         False, "do not train: check in float64 that loss and metrics do not depend on how batches are split",
         from_record="ignored",
@@ -323,7 +323,7 @@ class CheckpointFlags(FlagGroup):
 
     def problems(self) -> list[str]:
         return [
-            f"{flag_name(name)} {path}: {'is not a file' if path.exists() else 'does not exist'}"
+            f"{flag_name(name)} {path}: {'is not a file' if path.exists() else 'does not exist'}; name a file"
             for name in ("resume_from", "init_from", "init_from_partial")
             if (path := getattr(self, name)) is not None and not path.is_file()
         ]

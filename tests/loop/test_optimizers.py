@@ -245,7 +245,7 @@ def own(make):
         ),
         (
             with_groups(lambda model: [{"params": model.parameters()}]), {"weight_decay": 0.1},
-            'a group with weight decay 0.1 holds parameters of sparse embeddings, with rows that a step may skip; '
+            'a group with weight decay 0.1 contains parameters of sparse embeddings, whose rows a step may skip; '
             'put them into a group with "weight_decay": 0.0, or give --weight-decay 0',
         ),
         (

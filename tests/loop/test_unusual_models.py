@@ -114,7 +114,7 @@ class WithExtraState(nn.Linear):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: nn.LazyLinear(2), "weight has no shape before a first forward; run a forward there"),
+        (lambda: nn.LazyLinear(2), "weight has no shape before a first forward; run one on zeros"),
         (lambda: WithExtraState(4, 2), "_extra_state is a dict, but checkpoints hold only tensors"),
         (lambda: Plus(None, adjacency=torch.eye(3).to_sparse()), "adjacency is a sparse tensor.* persistent=False"),
     ],

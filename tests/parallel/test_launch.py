@@ -148,7 +148,7 @@ def test_dp_without_two_gpus_says_so_and_trains(tmp_path, command, one_device):
     lines = command(*args, **NO_GPU).stdout.splitlines()
     assert_same_run(tmp_path, 1, one_device)
     assert lines[0] == "DataParallel needs at least two GPUs and found none: training on the CPU."
-    assert " Batch: 10 samples per step, from 4 x 3 accumulation steps, the last micro-batches smaller. " in lines[1]
+    assert " Batch: 10 samples per step, from 4 x 3 accumulation steps; the last micro-batches are smal" in lines[1]
 
 
 @pytest.mark.slow

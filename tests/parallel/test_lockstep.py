@@ -108,7 +108,7 @@ def test_copies_of_parts(drifted):
 def test_parts_without_copies_are_told(drifted):
     statuses, output, _ = drifted("forward 1 2", *EVERY, 2, "--max-steps", 4, form="fsdp")
     assert statuses == [0, 0]
-    assert "Every process holds a different shard of the model" in output
+    assert "Every process has a different shard of the model" in output
 
 
 # --- the parts ---------------------------------------------------------------------------------------------------

@@ -305,7 +305,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         places.append(
             f"Batch{f' of phase {phase}' if len(batches) > 1 else ''}: {split.global_batch_size} samples per step"
             f"{f', from {split.batch_size} ' if factors else ''}{' '.join(factors)}"
-            f"{'' if exact else ', the last micro-batches smaller'}."
+            f"{'' if exact else '; the last micro-batches are smaller'}."
         )
     trial = ", used only if the first steps show that they save time" if run.workers.on_trial else ""
     places.append(f"Workers: {num_workers} per rank{trial}. Threads: {torch.get_num_threads()} per rank.")

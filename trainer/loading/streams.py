@@ -190,7 +190,7 @@ class KeyedStream(KeyedItems):
         epoch = reader.epoch if self._by_epoch else number // size
         again = "" if self._by_epoch else ", or let make_iterator take the epoch and restart the stream in each epoch"
         return (
-            f"{self.source}: the stream ended after {number} samples, in epoch {epoch + 1} of {size} samples each; "
+            f"{self.source}: the stream ended after {number} samples, within epoch {epoch + 1} of {size} samples; "
             f"lower samples_per_epoch{again}"
         )
 

@@ -132,7 +132,7 @@ def check_tensors(model: nn.Module, where: str) -> None:
     """Raises UserError if a model has lazy parameters, or state that a checkpoint cannot hold."""
     lazy = [name for name, value in [*model.named_parameters(), *model.named_buffers()] if is_lazy(value)]
     if lazy:
-        raise UserError(f"{where}: {lazy[0]} has no shape before a first forward; run a forward there on zeros")
+        raise UserError(f"{where}: {lazy[0]} has no shape before a first forward; run one on zeros in build_objective")
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise UserError(

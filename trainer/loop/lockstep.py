@@ -106,7 +106,7 @@ class Lockstep(Watch):
     def remarks(self) -> list[str]:
         if self._every == 0 or self._num_copies > 1:
             return []
-        return ["Every process holds a different shard of the model, so --lockstep-every cannot compare ranks."]
+        return ["Every process has a different shard of the model, so --lockstep-every cannot compare ranks."]
 
     def begin(self, progress: Progress) -> None:
         self._is_on = self._every > 0 and self._num_copies > 1

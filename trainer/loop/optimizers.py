@@ -76,8 +76,8 @@ def _problem_of_group(group: ParamGroup, sparse: Collection[Tensor]) -> str | No
         return f'a group has "lr_scale" {scale}; it must be a finite number, at least 0'
     if group["weight_decay"] and any(p in sparse for p in group["params"]):
         return (
-            f"a group with weight decay {group['weight_decay']} holds parameters of sparse embeddings, with rows that "
-            'a step may skip; put them into a group with "weight_decay": 0.0, or give --weight-decay 0'
+            f"a group with weight decay {group['weight_decay']} contains parameters of sparse embeddings, whose "
+            'rows a step may skip; put them into a group with "weight_decay": 0.0, or give --weight-decay 0'
         )
     return None
 

@@ -239,8 +239,8 @@ def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module])
     split = [names for names in found.values() if len(set(names.values())) > 1]
     if split:
         raise UserError(
-            f"--multi-gpu fsdp: {' and '.join(split[0])} are tied, but a block of Task.blocks has only one of "
-            "them; leave that block out of Task.blocks, or do not tie them"
+            f"--multi-gpu fsdp: {' and '.join(split[0])} are tied, but a block of Task.blocks contains only one of "
+            "these parameters; leave the block out of Task.blocks, or do not tie them"
         )
     of_kind: dict[tuple[int, bool], str] = {}  # the first complex and the first real parameter of each unit
     for parameter, names in found.items():

@@ -247,7 +247,7 @@ def _refuse_other_entries(
     if missing:
         raise UserError(
             f"the optimizer {type(optimizer).__name__} of phase {phase!r} keeps {missing[0]!r}, which the checkpoint "
-            f"does not have: undo the change to the optimizers, {advice}"
+            f"does not have; undo the change to the optimizers, {advice}"
         )
     if not isinstance(optimizer, TORCH_OPTIMIZERS):
         return
