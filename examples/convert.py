@@ -13,6 +13,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+QUOTED = r"""'((?:\\.|[^'\\])*)'|"((?:\\.|[^"\\])*)\""""
+ARFF_NAME = re.compile(rf"@attribute\s+(?:{QUOTED}|(\S+))", re.IGNORECASE)
+ARFF_FIELD = re.compile(rf"(?:^|,)\s*(?:{QUOTED}|([^,]*?))\s*(?=,|$)")
+
 
 def write_table(path: Path, names: list[str], rows: Iterable[Iterable[str]]) -> None:
     path.parent.mkdir(exist_ok=True)
@@ -22,8 +26,14 @@ def write_table(path: Path, names: list[str], rows: Iterable[Iterable[str]]) -> 
 
 def fields(path: Path) -> Iterator[list[str]]:
     """Yields the fields of each line that is not blank."""
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         yield from filter(None, map(str.split, file))
+
+
+def files(folder: Path, *patterns: str) -> list[Path]:
+    """Returns the files in a folder with names like any of the patterns. Exits with a message if there are none."""
+    found = sorted(path for pattern in patterns for path in folder.glob(pattern))
+    return found or sys.exit(f"{folder}: contains no {' or '.join(patterns)}; pass the folder that does")
 
 
 def channels(places: Iterable[str], kinds: Iterable[str]) -> list[str]:
@@ -32,26 +42,43 @@ def channels(places: Iterable[str], kinds: Iterable[str]) -> list[str]:
 
 def json_(path: Path) -> None:
     """Writes NAME.jsonl from NAME.json, which contains one array or object over any number of lines."""
-    rows = json.loads(path.read_text(encoding="utf-8"))
+    rows = json.loads(path.read_text(encoding="utf-8-sig"))
     with open(f"{path.stem}.jsonl", "w", encoding="utf-8") as lines:
         for row in rows if isinstance(rows, list) else [rows]:
             print(json.dumps(row, ensure_ascii=False), file=lines)
 
 
 def arff(path: Path) -> None:
-    """Writes NAME.csv from NAME.arff."""
-    text = path.read_text(encoding="utf-8")
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("%")]
-    begin = [line.lower() for line in lines].index("@data")
-    heads = [" ".join(line.split()[1:]) for line in lines[:begin] if line.lower().startswith("@attribute")]
-    names = [next(csv.reader([head], delimiter=" ", quotechar="'"))[0] for head in heads]
-    rows = csv.reader(lines[begin + 1 :], quotechar="'", skipinitialspace=True)
-    write_table(Path(f"{path.stem}.csv"), names, rows)
+    """Writes NAME.csv from NAME.arff. Exits with a message if rows are sparse."""
+    text = path.read_text(encoding="utf-8-sig")
+    lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("%")]
+    head, rows = [], iter(lines)
+    for line in rows:
+        if line.lower() == "@data":
+            break
+        head.append(line)
+    else:
+        sys.exit(f"{path}: has no line @data, so it is not an ARFF file")
+    if sparse := [line for line in lines[len(head) + 1 :] if line.startswith("{")]:
+        sys.exit(f"{path}: {sparse[0][:40]!r} is a sparse row; convert the file with Weka's SparseToNonSparse first")
+    names = [unquoted(match) for match in map(ARFF_NAME.match, head) if match]
+    table = ([unquoted(match) for match in ARFF_FIELD.finditer(row)] for row in rows)
+    write_table(Path(f"{path.stem}.csv"), names, table)
+
+
+def unquoted(match: re.Match[str]) -> str:
+    """Returns the matched text without quotes and backslashes of ARFF."""
+    single, double, plain = match.groups()
+    return plain if plain is not None else re.sub(r"\\(.)", r"\1", single if double is None else double)
 
 
 def libsvm(path: Path) -> None:
-    """Writes NAME.csv from NAME.libsvm. Values that a row does not list are 0."""
-    rows = [(label, dict(pair.split(":") for pair in pairs)) for label, *pairs in fields(path)]
+    """Writes NAME.csv from NAME.libsvm. Values that a row does not list are 0; comments and qid are ignored."""
+    lines = (line.partition("#")[0].split() for line in path.read_text(encoding="utf-8-sig").splitlines())
+    rows = [
+        (label, dict(pair.split(":") for pair in pairs if not pair.startswith("qid:")))
+        for label, *pairs in filter(None, lines)
+    ]
     columns = sorted({int(column) for _, values in rows for column in values})
     table = ([label, *(values.get(str(column), "0") for column in columns)] for label, values in rows)
     write_table(Path(f"{path.stem}.csv"), ["label", *(f"x{column}" for column in columns)], table)
@@ -66,7 +93,7 @@ def users(path: Path) -> None:
 def pamap2(folder: Path) -> None:
     """Writes pamap2/101.csv, ... from subject101.dat, ...: 100 rows per second; activity 0 means none."""
     names = ["subject", "activity", "time", *channels(("hand", "chest", "ankle"), ("acc", "acc6", "gyro", "mag"))]
-    for path in folder.glob("subject*.dat"):
+    for path in files(folder, "subject*.dat"):
         subject = re.findall(r"\d+", path.name)[-1]
         rows = (
             [subject, "" if activity == "0" else activity, time]
@@ -80,7 +107,7 @@ def mhealth(folder: Path) -> None:
     """Writes mhealth/1.csv, ... from mHealth_subject1.log, ...: 50 rows per second; label 0 means none."""
     names = ["subject", "activity", *(f"chest_acc_{axis}" for axis in "xyz"), "ecg_1", "ecg_2"]
     names += channels(("ankle", "arm"), ("acc", "gyro", "mag"))
-    for path in folder.glob("mHealth_subject*.log"):
+    for path in files(folder, "mHealth_subject*.log"):
         subject = re.findall(r"\d+", path.name)[-1]
         rows = ([subject, "" if label == "0" else label, *signals] for *signals, label in fields(path))
         write_table(Path("mhealth", f"{subject}.csv"), names, rows)
@@ -95,7 +122,7 @@ def opportunity(folder: Path) -> None:
     modes = {"1": "stand", "2": "walk", "4": "sit", "5": "lie"}
     places = ("back", "right_upper", "right_lower", "left_upper", "left_lower")
     names = ["subject", "activity", *channels(places, ("acc", "gyro", "mag"))]
-    for path in folder.glob("S?-*.dat"):
+    for path in files(folder, "S?-*.dat"):
         rows = (
             [path.name[:2], modes.get(row[243], "")]
             + [value for place in range(5) for value in row[37 + 13 * place : 46 + 13 * place]]
@@ -105,32 +132,39 @@ def opportunity(folder: Path) -> None:
 
 
 def wisdm(folder: Path) -> None:
-    """Writes wisdm.csv from WISDM_ar_v1.1_raw.txt: 20 rows per second. Ignores lines that lack a value."""
+    """Writes wisdm.csv from WISDM_ar_v1.1_raw.txt, or from data_1600_accel_phone.txt, ...: 20 rows per second.
+
+    Ignores lines that lack a value.
+    """
     number = r"(-?\d+(?:\.\d+)?(?:E-?\d+)?)"
     row = re.compile(rf"(\d+),(\w+),(\d+),{number},{number},{number}\s*,?;")
-    found = row.finditer((folder / "WISDM_ar_v1.1_raw.txt").read_text())
+    paths = files(folder, "WISDM_ar_v1.1_raw.txt", "data_*.txt")
+    found = (match for path in paths for match in row.finditer(path.read_text()))
     names = ["subject", "activity", "time", "acc_x", "acc_y", "acc_z"]
     write_table(Path("wisdm.csv"), names, (match.groups() for match in found if match[3] != "0"))
 
 
 def kgcn(folder: Path) -> None:
     """Writes music/interactions.csv and music/graph.csv. Each item gets the name of its entity."""
-    entity_of = dict(fields(folder / "item_index2entity_id.txt"))
-    listened = ((user, artist) for user, artist, _ in fields(folder / "user_artists.dat"))
+    names = ("item_index2entity_id.txt", "user_artists.dat", "kg.txt")
+    entities, artists, graph = (files(folder, name)[0] for name in names)
+    entity_of = dict(fields(entities))
+    listened = ((user, artist) for user, artist, _ in fields(artists))
     rows = ((user, entity_of[artist]) for user, artist in listened if artist in entity_of)
     write_table(Path("music/interactions.csv"), ["user", "item"], rows)
-    write_table(Path("music/graph.csv"), ["head", "relation", "tail"], fields(folder / "kg.txt"))
+    write_table(Path("music/graph.csv"), ["head", "relation", "tail"], fields(graph))
 
 
 def kaldi(folder: Path) -> None:
-    """Writes train.jsonl, dev.jsonl and test.jsonl, the manifests of the folders train, dev and test."""
-    for part in ("train", "dev", "test"):
-        tables = {}
+    """Writes the manifests train.jsonl, dev.jsonl and test.jsonl of the folders train, dev and test that exist."""
+    for sounds in files(folder, "train/wav.scp", "dev/wav.scp", "test/wav.scp"):
+        part, tables = sounds.parent, {}
+        if (part / "segments").exists():
+            sys.exit(f"{part / 'segments'}: is not supported; cut the recordings into a file for each utterance first")
         for name in ("wav.scp", "text", "utt2spk"):
-            path = folder / part / name
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            lines = (part / name).read_text(encoding="utf-8-sig").splitlines() if (part / name).exists() else []
             tables[name] = dict(line.split(maxsplit=1) for line in lines if len(line.split()) > 1)
-        with open(f"{part}.jsonl", "w", encoding="utf-8") as manifest:
+        with open(f"{part.name}.jsonl", "w", encoding="utf-8") as manifest:
             for name, sound in tables["wav.scp"].items():
                 text, speaker = tables["text"].get(name, ""), tables["utt2spk"].get(name, "")
                 entry = {"audio_path": sound.strip(), "text": text.strip(), "speaker": speaker.strip()}

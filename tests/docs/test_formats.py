@@ -76,6 +76,32 @@ def test_tables(section):
     assert columns_of(result) == {"x": [1.5, 2], "y": ["a", "ä"]}
 
 
+def test_quotes_of_arff():
+    head = '@attribute "my x" string\n@attribute \'it\\\'s\' numeric\n@attribute y {p, "q"}\n@data\n'
+    Path("table.arff").write_text(f'\ufeff{head}"a, b", 1,\'Men\\\'s\'\n,2,""\n', encoding="utf-8")
+    CONVERTERS["arff"](Path("table.arff"))
+    assert Path("table.csv").read_text() == "my x,it's,y\n\"a, b\",1,Men's\n,2,\n"
+
+
+def test_arff_that_cannot_be_converted_writes_nothing():
+    for content, message in {
+        "@data\n{0 1, 2 q}\n": "'{0 1, 2 q}' is a sparse row",
+        "a,b\n1,2\n": "no line @data",
+    }.items():
+        Path("table.arff").write_text(content)
+        with pytest.raises(SystemExit, match=f"table.arff: .*{message}"):
+            CONVERTERS["arff"](Path("table.arff"))
+    assert not Path("table.csv").exists()
+
+
+@pytest.mark.parametrize("name", ["pamap2", "mhealth", "opportunity", "wisdm", "kgcn", "kaldi"])
+def test_a_folder_without_the_published_files_is_refused(name):
+    Path("other").mkdir()
+    with pytest.raises(SystemExit, match=r"other: contains no .*; pass the folder that does"):
+        CONVERTERS[name](Path("other"))
+    assert sorted(map(str, Path().iterdir())) == ["other"]
+
+
 def test_a_table_without_names():
     row = "39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male, 2174, 0, 40, "
     Path("adult.data").write_text(f"{row}United-States, <=50K\n{row}Cuba, >50K\n\n")
@@ -95,7 +121,7 @@ def test_a_sheet_of_excel():
 
 
 def test_rows_of_libsvm():
-    Path("table.libsvm").write_text("+1 1:0.5 3:2\n-1 3:1e-1 \n")
+    Path("table.libsvm").write_text("+1 1:0.5 3:2\n-1 3:1e-1 # 2:5\n")
     with pytest.raises(UserError, match=r"docs/formats.md#other-formats "):
         read_table(Path("table.libsvm"))
     convert("other-formats", "table.libsvm")
@@ -140,9 +166,18 @@ def test_kaldi(tmp_path, monkeypatch):
             file.setparams((1, 2, 8000, 0, "NONE", ""))
             file.writeframes(bytes(range(200)))
     convert("kaldi", "data")
+    assert not Path("dev.jsonl").exists()
     found = load_corpus(tmp_path, tmp_path / "cache")
     assert (found.transcripts, found.speakers) == (("GOOD MORNING",) * 2, ("anna",) * 2)
     assert dict(zip(found.names, found.splits, strict=True)) == {"train.wav": "train", "test.wav": "test"}
+
+
+def test_utterances_cut_by_kaldi_are_refused():
+    Path("data/train").mkdir(parents=True)
+    for name in ("wav.scp", "segments"):
+        Path("data/train", name).write_text("u1 r1 0 1\n")
+    with pytest.raises(SystemExit, match=r"train/segments: is not supported"):
+        CONVERTERS["kaldi"](Path("data"))
 
 
 def number(row: int, column: int) -> str:
@@ -189,6 +224,14 @@ RECORDINGS = {
     wisdm: ("wisdm.csv", 3, {"acc_x": 0, "acc_z": 2}, ("Jogging", "Sitting")),
 }
 """What writes a sample: the result, how many channels, the columns of some from 0, and the classes."""
+
+
+def test_the_newer_data_of_wisdm():
+    Path("accel").mkdir()
+    for subject in (1600, 1601):
+        Path("accel", f"data_{subject}_accel_phone.txt").write_text(f"{subject},A,252207666810782,-0.36,8.79,1.05;\n")
+    CONVERTERS["wisdm"](Path("accel"))
+    assert columns_of("wisdm.csv")["subject"] == [1600, 1601]
 
 
 @pytest.mark.parametrize("write", RECORDINGS)
