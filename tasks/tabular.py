@@ -544,6 +544,8 @@ class TabularTask(Task):
         model = merged(objective.model)
         batch = batch if "context" in batch else self._with_context(batch["row"])
         inputs, table = with_all_counts(batch, self.config.max_classes), (1, 2)
+        if inputs["context"].shape[2] == 1:  # torch.export makes a size of 1 constant, so padding is added
+            inputs |= {name: F.pad(inputs[name], (0, 1)) for name in ("context", "queries")}
         return Exported(model, inputs, model(**inputs), {"context": table, "labels": (1,), "queries": table})
 
     def _with_context(self, rows: Tensor) -> Batch:

@@ -230,6 +230,17 @@ def test_tuning_does_not_go_on_from_other_data(table, run_here, refused, tmp_pat
     refused(["rows of the training data differs from"], *argv, "--data-dir", other, "--save-dir", tmp_path / "tuned")
 
 
+def test_a_table_with_one_column_is_exported_with_padding(make_task, tmp_path):
+    (tmp_path / "one.csv").write_text("x,y\n" + "".join(f"{i / 7:.3f},{i % 3 // 2}\n" for i in range(30)))
+    task = make_task(*TASK[:2], "--data-dir", tmp_path / "one.csv", "--label", "y", *SMALL_MODEL)
+    objective, keys = task.build_objective().eval(), SampleKeys(np.arange(3), epoch=0)
+    batch = task.collate(task.splits()["test"].__getitems__(keys), keys)
+    found = task.exported(objective, batch)
+    assert found.inputs["context"].shape == (3, 24, 2) and found.inputs["queries"].shape == (3, 2, 2)
+    unpadded = [found.inputs[name][..., :1] for name in ("context", "queries")]
+    torch.testing.assert_close(found.expected, objective.model(unpadded[0], found.inputs["labels"], unpadded[1]))
+
+
 def test_a_model_of_ones_own_is_scored_on_a_table(table, run_here, tmp_path):
     run_here(*TASK, *SMALL_PRIOR, *SMALL_MODEL, "--epochs", 1, "--save-dir", tmp_path / "learned")
     argv = [*TASK, *SMALL_MODEL, "--max-classes", 3, "--data-dir", table, "--label", "kind", "--num-estimators", 1]
@@ -275,7 +286,7 @@ def test_one_mistake(args, part, refused, table, tmp_path):
     ("args", "part"),
     [
         ("--tune base --width 32", "the weights that come with this task do not fit the model: "),
-        ("--tune lora --lora-targets no", "LoRA target 'no': matches no linear layer"),
+        ("--tune lora --lora-targets no", "--lora-targets no: matches no linear layer"),
     ],
 )
 def test_models_that_cannot_be_tuned(args, part, refused, table, tmp_path):
