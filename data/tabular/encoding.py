@@ -9,7 +9,7 @@ import numpy as np
 from data.files import shown
 from data.tabular.labels import Labels, named_column
 from data.tabular.spelling import PLAIN, Meaning, Spelling
-from data.tabular.table import Column, Table
+from data.tabular.table import LARGEST_NUMBER, Column, Table
 from trainer.common.errors import UserError
 
 _LARGEST_CODE = 1e9
@@ -73,11 +73,14 @@ class ColumnCode:
                     break
         lost = np.isnan(encoded) & ~column.is_missing
         if lost.any():
-            what = "they are not numbers" if self.categories is None else "no training row has them"
+            example, what = column.take(lost).distinct_texts[0], "no training row has them"
+            if self.categories is None:
+                is_number = not np.isnan(spelling.number(example))
+                what = f"they exceed {LARGEST_NUMBER:g}" if is_number else "they are not numbers"
             unit = " ".join(filter(None, [self.spelling.head, self.spelling.tail]))
             what += f" with the unit {unit}" if unit else ""
             count = f"{lost.sum():,} of {len(lost):,} values count as missing"
-            found.append(f"{self.name}: {count} because {what}, such as {column.take(lost).distinct_texts[0]!r}.")
+            found.append(f"{self.name}: {count} because {what}, such as {example!r}.")
         return found
 
 

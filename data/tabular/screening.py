@@ -10,7 +10,7 @@ import numpy as np
 
 from data.tabular.labels import Labels, class_labels, named_column
 from data.tabular.spelling import is_plain
-from data.tabular.table import Column, Table
+from data.tabular.table import LARGEST_NUMBER, Column, Table
 from trainer.common.errors import UserError
 
 _FEWEST_ROWS = 10
@@ -21,6 +21,7 @@ _ID_NAME = re.compile(r"(?i:(.*[\W_])?(id|uuid|guid))|.*[a-z]I[dD]")
 _MOST_NAMES_SHOWN = 10
 
 EMPTY = "no value in any row"
+TOO_LARGE = f"no finite number up to {LARGEST_NUMBER:g} in any row"
 CONSTANT = "the same value in every row"
 DATES = "ambiguous order of day and month (write 2024-05-31), or all dates equal"
 ID = "identifies rows: nearly every row has a different value"
@@ -114,7 +115,7 @@ def _why_useless(raw: Column, whole: Column, column: Column) -> str | None:
     whole: the typed column. column: the rows of the typed column to learn from.
     """
     if len(column.distinct) == 0:
-        return EMPTY
+        return EMPTY if raw.is_missing.all() or not whole.is_missing.all() else TOO_LARGE
     if len(column.distinct) == 1 and not column.is_missing.any():
         return CONSTANT
     return "; ".join(filter(None, [raw.reading.doubt, ID])) if _is_id(whole) else None

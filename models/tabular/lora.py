@@ -57,7 +57,7 @@ def add_adapters(model: nn.Module, *, targets: Sequence[str] = ("*",), rank: int
     for pattern in targets:
         if not any(fnmatchcase(name, pattern) for name in layers):
             raise UserError(
-                f"LoRA target {pattern!r}: matches no linear layer; the layers include "
+                f"--lora-targets {pattern}: matches no linear layer; the layers include "
                 f"{', '.join(list(layers)[:_MOST_SHOWN])}"
             )
     model.requires_grad_(False)

@@ -49,6 +49,8 @@ def test_what_was_not_learned_from_is_missing_and_told(read, encoding) -> None:
         "t: 1 of 3 values count as missing because no training row has them, such as 'new'.",
     ]
     assert encoding.remarks(read(TRAIN)) == []
+    [remark] = encoding.remarks(read("n,t\n1e300,b\n"))
+    assert remark == "n: 1 of 1 values count as missing because they exceed 1e+100, such as '1e300'."
 
 
 def test_only_the_rows_that_are_learned_from_count(read) -> None:

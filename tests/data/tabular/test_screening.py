@@ -44,6 +44,7 @@ def test_a_plain_table_is_shown_without_notes(screen) -> None:
     ("values", "reason"),
     [
         ([""] * NUM_ROWS, "no value in any row"),
+        ([f"1e{200 + i}" for i in range(NUM_ROWS)], "no finite number up to 1e+100 in any row"),
         (["x"] * NUM_ROWS, "the same value in every row"),
         ([3.5] * NUM_ROWS, "the same value in every row"),
         ([f"0{1 + i % 9}/0{1 + i % 7}/2024" for i in range(NUM_ROWS)], "ambiguous order of day"),

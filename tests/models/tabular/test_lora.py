@@ -99,6 +99,6 @@ def test_autocast() -> None:
 
 def test_a_target_that_fits_nothing_is_named() -> None:
     with pytest.raises(
-        UserError, match=r"^LoRA target '\*\.kv': matches no linear layer; the layers include attention.qkv, .*head"
+        UserError, match=r"^--lora-targets \*\.kv: matches no linear layer; the layers include attention.qkv, .*head"
     ):
         add_adapters(Net(), targets=["*.qkv", "*.kv"])
