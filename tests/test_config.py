@@ -187,7 +187,7 @@ def test_help_says_what_a_task_labels_where_it_is_chosen(task, says, capsys):
         ("nope", "must be one of har"),
         ("no/such/file.py:Task", "there is no file"),
         ("tests/helpers/weighted_task.py:Nothing", "defines no Nothing"),
-        ("tests/helpers/weighted_task.py:Network", "is not a subclass"),
+        ("tests/helpers/weighted_task.py:Network", "must be a subclass"),
     ],
 )
 def test_wrong_task_does_not_hide_other_mistakes(task, message):

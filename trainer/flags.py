@@ -218,7 +218,7 @@ class LearningFlags(FlagGroup):
         if self.betas is not None and len(self.betas) != 2:
             found.append(f"--betas {shown(self.betas)}: must be two values")
         if self.optimizer == "sgd" and self.nesterov and not self.momentum:
-            found.append("--nesterov: needs --momentum above 0")
+            found.append("--nesterov: needs --momentum above 0; add --momentum")
         return found
 
 

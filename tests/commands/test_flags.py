@@ -169,7 +169,7 @@ def test_a_place_that_cannot_be_looked_at(flag, place, refused, tmp_path, monkey
         ("x = 1", "Mine", "defines no Mine"),
         ("raise SystemExit(3)", "Mine", "cannot import"),
         ("raise SystemExit", "Outer.Mine", "must be path/to/file.py:ClassName"),
-        ("class Mine: pass", "Mine", "Mine is not a subclass of trainer.Task"),
+        ("class Mine: pass", "Mine", "Mine must be a subclass of trainer.Task"),
     ],
 )
 def test_wrong_task_file(content, name, part, refused, tmp_path):

@@ -272,7 +272,7 @@ def test_a_process_ends_whatever_a_logger_holds(environment, tmp_path):
         ("comet", "--logger comet: must be path/to/file.py:ClassName"),
         ("no_such.py:Mine", "--logger no_such.py:Mine: there is no file no_such.py"),
         (f"{FILE}:Nothing", f"{FILE} defines no Nothing"),
-        (f"{FILE}:RECORD", "RECORD is not a subclass of trainer.Logger"),
+        (f"{FILE}:RECORD", "RECORD must be a subclass of trainer.Logger"),
         (f"{FILE}:FailsToBegin", "cannot be created: ConnectionError: no server"),
         (f"{FILE}:NeedsMore", "cannot be created: TypeError: "),
     ],

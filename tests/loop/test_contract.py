@@ -106,7 +106,7 @@ BEFORE_TRAINING = {
     "monitor": (broken(monitor="val/loss"), "Broken.monitor val/loss: must be a metric and 'max' or 'min'"),
     "mode": (broken(monitor=("val/loss", "least")), "Broken.monitor ('val/loss', 'least'): must be"),
     "no train": (with_splits(lambda splits: {"test": splits["test"]}), "splits: returns test, but must return 'train'"),
-    "no mapping": (with_splits(lambda splits: [*splits.values()]), "Broken.splits: returns a list, not a mapping"),
+    "no mapping": (with_splits(lambda splits: [*splits.values()]), "Broken.splits: must return a mapping"),
     "an unknown set": (
         with_splits(lambda splits: {**splits, "validation": splits["val"]}),
         "Broken.splits: returns 'validation': must be 'train', 'test', 'val' or 'val/NAME'",

@@ -133,7 +133,7 @@ REFUSED = {
     "a metric": (job(mean_metric), "'accuracy' is", "as if it were a mean"),
     "in evaluation": (job(mean_in_evaluation), "in eval mode: 'loss' is", "as if it were a mean"),
     "logits": (job(logits), "returns 'logits' of shape (4, 2) for 4 samples", "and (2, 2) for half of them"),
-    "a name at times": (job(at_times), "returns 'many' for some batches and not for others", ""),
+    "a name at times": (job(at_times), "returns 'many' only for some batches", ""),
 }
 NAMED = {
     "coupled samples": (job(coupled), "in train mode: 'loss' is", DEPENDS),

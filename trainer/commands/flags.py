@@ -134,7 +134,7 @@ def _contradictions_of_devices(flags: Flags, multi: MultiDeviceFlags) -> list[st
     if multi.backend == "nccl" and not on_gpus:
         found.append("--backend nccl: needs GPUs, but this run is on the CPU; use --backend gloo")
     if multi.sync_bn and not (on_gpus and form is not None and form.takes_sync_bn):
-        found.append("--sync-bn: needs --multi-gpu ddp on GPUs")
+        found.append("--sync-bn: needs --multi-gpu ddp on GPUs; leave it out")
     return found
 
 

@@ -43,7 +43,7 @@ def label_new_data(flags: Flags, strategy: Strategy) -> None:
     dataset = task.new_data(path)
     require_keyed(dataset, f"--predict {path}")
     if len(dataset) == 0:
-        raise UserError(f"--predict {path}: contains no samples to predict")
+        raise UserError(f"--predict {path}: contains no samples to predict; give another file")
     for remark in [*run.remarks, *flags.from_run.remarks, *task.remarks()]:
         to_stderr(remark)
     precision = choose_precision(flags.precision, strategy.device)

@@ -65,9 +65,9 @@ def find_class(value: str, flag: str, base: type, comes_first: bool) -> type[Any
     path, class_name = split_name(value, flag)
     found = getattr(_import_file(path, f"{flag} {value}", comes_first), class_name, None)
     if found is None:
-        raise UserError(f"{flag} {value}: {path} defines no {class_name}")
+        raise UserError(f"{flag} {value}: {path} defines no {class_name}; name a class of this file")
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise UserError(f"{flag} {value}: {class_name} is not a subclass of trainer.{base.__name__}")
+        raise UserError(f"{flag} {value}: {class_name} must be a subclass of trainer.{base.__name__}")
     return found
 
 
@@ -79,7 +79,7 @@ def split_name(value: str, flag: str) -> tuple[Path, str]:
     path = Path(file)
     with refusing_disk_errors(f"{flag} {value}"):
         if not path.is_file():
-            raise UserError(f"{flag} {value}: there is no file {path}")
+            raise UserError(f"{flag} {value}: there is no file {path}; correct the path")
         path.open("rb").close()
     return path, class_name
 

@@ -73,7 +73,7 @@ def require_keyed(dataset: Any, where: str) -> None:
             f"{where}: {type(dataset).__name__} {found}; return trainer.from_dataset({name}, seed=self.seed) instead"
         )
     if not hasattr(dataset, "__len__"):
-        raise UserError(f"{where}: {type(dataset).__name__} has no `__len__`")
+        raise UserError(f"{where}: {type(dataset).__name__} has no `__len__`; define it")
 
 
 def is_keyed(dataset: Any) -> bool:

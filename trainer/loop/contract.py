@@ -76,7 +76,7 @@ def check_task(task: Task) -> None:
         raise UserError(f"{name}.headline {headline!r}: must be metrics without their split, as ('loss', 'accuracy')")
     splits = task.splits()
     if not isinstance(splits, Mapping):
-        raise UserError(f"{name}.splits: returns a {type(splits).__name__}, not a mapping of names to data sets")
+        raise UserError(f"{name}.splits: must return a mapping from names to data sets, not a {type(splits).__name__}")
     if "train" not in splits:
         raise UserError(f"{name}.splits: returns {', '.join(map(str, splits)) or 'nothing'}, but must return 'train'")
     for split in splits:
@@ -121,7 +121,7 @@ def check_blocks(task: Task, model: nn.Module) -> None:
     for block in task.blocks(model):
         kind = type(block).__name__
         if block not in own:
-            raise UserError(f"{name}: returns a {kind} that is not a submodule of the model")
+            raise UserError(f"{name}: returns a {kind} that is not a submodule of the model; return submodules")
         parts: set[nn.Module | Tensor] = {*block.modules(), *block.parameters()}
         if parts & seen:
             raise UserError(f"{name}: returns a {kind} that shares modules or parameters with another block")

@@ -199,7 +199,7 @@ def _require_same_shapes(where: str, whole: Sums, part: Sums, num_samples: int) 
     """Raises UserError if the names or shapes of sums depend on the batch."""
     for name, value in whole.items():
         if name not in part:
-            raise UserError(f"{where}: returns {name!r} for some batches and not for others")
+            raise UserError(f"{where}: returns {name!r} only for some batches; return it for all batches")
         if part[name].shape != value.shape:
             raise UserError(
                 f"{where}: returns {name!r} of shape {tuple(value.shape)} for {num_samples} samples and "
