@@ -131,8 +131,8 @@ def median_ratio(times: list[float], references: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cycles", type=int, default=9, help="number of pairs of blocks, without and with a save")
-    parser.add_argument("--steps", type=int, default=50, help="steps per block")
+    parser.add_argument("--cycles", type=int, default=9, help="number of pairs of blocks, one of them with a save")
+    parser.add_argument("--steps", type=int, default=50, help="number of steps per block")
     arguments = parser.parse_args()
     result = measure(arguments.cycles, arguments.steps)
     print(f"{result['num_parameters'] / 1e6:.0f} M parameters, a state of {result['state_mb']} MB; medians of:")

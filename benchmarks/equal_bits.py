@@ -53,14 +53,14 @@ def trained(num_devices: int, argv: list[str], folder: Path) -> dict[str, str]:
         command = [sys.executable, "main.py", *argv]
     done = subprocess.run([*command, "--save-dir", str(folder)], cwd=ROOT, stdout=subprocess.DEVNULL)
     if done.returncode:
-        sys.exit(f"on {num_devices} device(s) the run ended with status {done.returncode}; its message is above")
+        sys.exit(f"on {num_devices} device(s) the run failed with status {done.returncode}; see its message above")
     return learnt(folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", default="1,2,4", help="numbers of devices, separated by commas")
-    parser.add_argument("--parts", default="8", help="number of parts of each global batch")
+    parser.add_argument("--parts", default="8", help="number of parts into which each global batch is split")
     args, argv = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as name:
         found = {

@@ -183,7 +183,7 @@ def measured(measure: Callable[..., int], description: str | None) -> dict:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if launch(partial(measure, folder=folder, rounds=args.rounds), WORLD_SIZE):
-            sys.exit("a process failed; its message is above")
+            sys.exit("a process failed; see its message above")
         result: dict = json.loads((folder / "result.json").read_text())
     return result
 

@@ -71,20 +71,20 @@ def main() -> int:
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the flags; the result also contains `names`, the parts to run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a test, as with --small")
-    parser.add_argument("--small", action="store_true", help="do little work, to test the script; ignore its speeds")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only test the script")
+    parser.add_argument("--small", action="store_true", help="do little work, only to test the script")
     parser.add_argument("--parts", default=",".join(PARTS), help="parts, separated by commas; default: %(default)s")
-    parser.add_argument("--minutes", type=float, default=25.0, help="time limit of all parts; default: %(default)g")
+    parser.add_argument("--minutes", type=float, default=25.0, help="minutes for all parts; default: %(default)g")
     results = Path("checkpoints/gpu/gpu.json")
-    parser.add_argument("--json", type=Path, default=results, help="file of results; default: %(default)s")
-    parser.add_argument("--logs", type=Path, help="folder for the output of parts (default: logs, beside the results)")
+    parser.add_argument("--json", type=Path, default=results, help="file to write the results to; default: %(default)s")
+    parser.add_argument("--logs", type=Path, help="folder for the parts' output (default: logs, next to the results)")
     parser.add_argument("--of-part", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.small |= args.device == "cpu"
     args.names = list(dict.fromkeys([MACHINE, *args.parts.split(",")]))
     unknown = [name for name in args.names if name not in PARTS]
     if unknown:
-        parser.error(f"--parts {args.parts}: there is no {', '.join(unknown)}; choose from {', '.join(PARTS)}")
+        parser.error(f"--parts {args.parts}: no such part: {', '.join(unknown)}; choose from {', '.join(PARTS)}")
     if not args.minutes > 0:
         parser.error(f"--minutes {args.minutes:g}: must be above 0")
     return args

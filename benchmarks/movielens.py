@@ -50,12 +50,12 @@ COLUMNS = {metric: (metric, "parity") for metric in METRICS} | {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, help="MovieLens-1M (default: a generated catalogue)")
+    parser.add_argument("--data-dir", type=Path, help="MovieLens-1M data set (default: synthetic data)")
     parser.add_argument("--save-dir", type=Path, required=True, help="folder for all runs")
     parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=ROWS, metavar="ROW", help="rows to measure")
     parser.add_argument("--seeds", nargs="*", type=int, default=(0, 1, 2))
-    parser.add_argument("--jobs", type=int, default=1, help="number of parallel runs, of one thread each")
-    parser.add_argument("--epochs", type=int, help="epochs of all runs (default: as published)")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel runs, with one thread each")
+    parser.add_argument("--epochs", type=int, help="number of epochs of each run (default: as published)")
     args = parser.parse_args()
     jobs = [(row, seed) for seed in args.seeds for row in args.rows]
     data = ["--data-dir", str(args.data_dir.resolve())] if args.data_dir else []

@@ -247,7 +247,7 @@ def measure(num_epochs: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=21, help="epochs; the first is a warm-up")
+    parser.add_argument("--epochs", type=int, default=21, help="number of epochs; the first is a warm-up")
     parser.add_argument("--processor-time", action="store_true", help="measure CPU time, for a busy machine")
     args = parser.parse_args()
     num_epochs = args.epochs

@@ -73,9 +73,9 @@ def main() -> None:
     parser.add_argument(
         "--data", nargs="*", default=["default="], metavar="NAME=PATH", help=f"of {', '.join(SETTINGS)}"
     )
-    parser.add_argument("--models", nargs="*", help="only these")
+    parser.add_argument("--models", nargs="*", help="models to run (default: all)")
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
-    parser.add_argument("--jobs", type=int, default=1, help="number of parallel runs, of one thread each")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel runs, with one thread each")
     args = parser.parse_args()
     places = dict(text.split("=", 1) for text in args.data)
     jobs = [

@@ -33,7 +33,7 @@ def measured(command: str) -> dict[str, Any]:
         print(f"  {line}", end="", flush=True)
         lines.append(line)
     if process.wait() != 0:
-        sys.exit(f"python {command} failed; its table stays as it was")
+        sys.exit(f"python {command} failed; its table was not changed")
     return json.loads(lines[-1])
 
 

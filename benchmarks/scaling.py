@@ -41,7 +41,7 @@ def throughput(launchers: list[list[str]], base: Path, epochs: int) -> float:
     ]
     for process in processes:
         if process.wait() != 0:
-            sys.exit("a run failed; its message is above")
+            sys.exit("a run failed; see its message above")
     return sum(samples_per_second(folder) for folder in folders)
 
 

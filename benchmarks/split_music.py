@@ -26,7 +26,7 @@ class Numbers(dict[str, int]):
 def main() -> None:
     """Writes train.txt, valid.txt, test.txt and kg_final.txt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="the folder data/music of KGCN")
+    parser.add_argument("source", type=Path, help="KGCN's folder data/music")
     parser.add_argument("target", type=Path, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()

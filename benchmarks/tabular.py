@@ -323,14 +323,14 @@ def summary(of_tables: dict[str, dict[str, list[float]]]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, help="folder of the tables (default: generated ones)")
+    parser.add_argument("--data-dir", type=Path, help="folder of tables (default: synthetic tables)")
     parser.add_argument("--methods", nargs="*", choices=CLASSICAL, default=list(CLASSICAL), help="methods to run")
     parser.add_argument("--weights", nargs="*", type=Path, default=[SHIPPED], help="checkpoints of --task tabular")
     parser.add_argument("--num-estimators", nargs="*", type=int, default=[1, 8])
-    parser.add_argument("--tune", nargs="*", choices=["base", "lora"], default=[], help="ways of tuning, too")
-    parser.add_argument("--epochs", type=int, default=20, help="epochs of tuning")
+    parser.add_argument("--tune", nargs="*", choices=["base", "lora"], default=[], help="ways of tuning to measure")
+    parser.add_argument("--epochs", type=int, default=20, help="number of epochs of tuning")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds of the splits of each table")
-    parser.add_argument("--record", type=Path, help="file of measured results, to which new ones are added")
+    parser.add_argument("--record", type=Path, help="file of earlier results, to which new results are added")
     args = parser.parse_args()
     torch.set_num_threads(1)
     methods = {name: CLASSICAL[name] for name in args.methods}

@@ -22,7 +22,7 @@ PLACES = ("--save-dir", "--cache-dir", "--logger", "--resume-from", "--init-from
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="its --save-dir")
+    parser.add_argument("run", type=Path, help="--save-dir of the run")
     parser.add_argument("file", type=Path)
     args = parser.parse_args()
     state = load_best_weights(args.run, print)

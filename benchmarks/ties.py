@@ -23,11 +23,11 @@ from data.interactions.table import read_table
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="file of interactions, as --data-dir of --task seqrec")
+    parser.add_argument("source", type=Path, help="file of interactions in a format of --task seqrec")
     parser.add_argument("target", type=Path, help="file to write: user, item and time, sorted by user and time")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--users", type=int, help="number of users to write, the first ones (default: all)")
-    parser.add_argument("--keep", action="store_true", help="keep the order of the file for equal times")
+    parser.add_argument("--users", type=int, help="number of users to write, from the first (default: all)")
+    parser.add_argument("--keep", action="store_true", help="keep the order of interactions with equal times")
     given = parser.parse_args()
     share = write_shuffled(given.source, given.target, None if given.keep else given.seed, given.users)
     print(f"{share:.1%} of a user's neighbouring interactions have the same time")

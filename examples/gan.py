@@ -25,7 +25,7 @@ SPOTS = np.stack([np.cos(ANGLES), np.sin(ANGLES)], axis=1).astype(np.float32)
 class GanFlags(FlagGroup):
     """Task: a GAN on a ring of spots"""
 
-    num_points: int = flag(50_000, "training points per epoch", at_least=1)
+    num_points: int = flag(50_000, "number of training points per epoch", at_least=1)
     blur: float = flag(0.2, "standard deviation of the blur at the start; decreases to 0 at the end", at_least=0)
 
 

@@ -23,7 +23,7 @@ class SpiralFlags(FlagGroup):
 
     num_points: int = flag(3000, "number of training points", at_least=1)
     noise: float = flag(0.1, "standard deviation of the points around their arm", at_least=0)
-    hidden_units: int = flag(64, "units of each hidden layer", at_least=1)
+    hidden_units: int = flag(64, "width of each hidden layer", at_least=1)
 
 
 class SpiralData:

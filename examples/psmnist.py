@@ -31,13 +31,13 @@ class PixelFlags(FlagGroup):
 
     data_dir: Path | None = flag(None, f"folder of MNIST's four files, compressed or not, from {ADDRESS}", local=True)
     num_val: int = flag(10_000, "training images held out for validation, from the end of the set", at_least=1)
-    hidden_size: int = flag(346, "hidden units of the LMU layer", at_least=1)
+    hidden_size: int = flag(346, "width of the LMU layer's hidden state", at_least=1)
     memory_size: int = flag(468, "size of the LMU layer's memory", at_least=1)
-    dropout: float = flag(0.5, "dropout before the classifier", at_least=0, below=1)
+    dropout: float = flag(0.5, "dropout probability before the classifier", at_least=0, below=1)
 
     def problems(self) -> list[str]:
         if self.data_dir is None:
-            return [f"--data-dir: is missing; give a folder of MNIST's four files, from {ADDRESS}"]
+            return [f"--data-dir: give a folder with the four files of MNIST, which are available at {ADDRESS}"]
         return []
 
 
@@ -58,15 +58,17 @@ def read_idx(folder: Path, name: str, num_axes: int) -> np.ndarray:
     """Reads a byte array in MNIST's format: bytes 0, 0, 8 and the number of axes, the size of each axis, the data."""
     found = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
     if not found:
-        raise UserError(f"--data-dir {folder}: has neither {name} nor {name}.gz; download them from {ADDRESS}")
+        raise UserError(f"--data-dir {folder}: has neither {name} nor {name}.gz; download the file from {ADDRESS}")
     try:
         data = gzip.decompress(found[0].read_bytes()) if found[0].suffix == ".gz" else found[0].read_bytes()
         shape = np.frombuffer(data, ">i4", num_axes, offset=4)
     except (OSError, EOFError, ValueError) as error:
-        raise UserError(f"--data-dir: {found[0]} cannot be read: {error}; download it again from {ADDRESS}") from None
+        raise UserError(f"--data-dir: {found[0]} cannot be read ({error}); download it again from {ADDRESS}") from None
     start = 4 + 4 * num_axes
     if data[:4] != bytes([0, 0, 8, num_axes]) or len(data) - start != math.prod(shape.tolist()):
-        raise UserError(f"--data-dir: {found[0]} is not the file of MNIST or is incomplete; download it from {ADDRESS}")
+        raise UserError(
+            f"--data-dir: {found[0]} is not the MNIST file of this name, or is incomplete; download it from {ADDRESS}"
+        )
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
 
 
@@ -105,7 +107,9 @@ class PermutedPixels(Task):
             for part in ("train", "t10k")
         )
         if num_val >= len(train[0]):
-            raise UserError(f"--num-val {num_val}: leaves none of {len(train[0])} pictures to train on; hold out fewer")
+            raise UserError(
+                f"--num-val {num_val}: leaves none of the {len(train[0])} images for training; hold out fewer"
+            )
         return {
             "train": Pixels(train[0][:-num_val], train[1][:-num_val]),
             "val": Pixels(train[0][-num_val:], train[1][-num_val:]),

@@ -48,7 +48,7 @@ class Transcriber:
 def load_transcriber(run: Path) -> Transcriber:
     model: Any = lockstep.load(run)
     if model.front_end.normalise == "utterance":
-        raise lockstep.UserError(f"{run}: the model needs whole utterances; train it with --streaming")
+        raise lockstep.UserError(f"{run}: the model of this run needs whole utterances; train a model with --streaming")
     checkpoint = torch.load(run / "best.pth", weights_only=True)
     separator = " " if checkpoint["config"]["--units"] == "words" else ""
     return Transcriber(model, checkpoint["data_facts"]["alphabet"], separator)
@@ -60,20 +60,24 @@ def read_wav(path: Path, sample_rate: int) -> Tensor:
         with wave.open(str(path)) as file:
             if (file.getsampwidth(), file.getframerate()) != (2, sample_rate):
                 found = f"{8 * file.getsampwidth()} bits at {file.getframerate()} Hz"
-                raise lockstep.UserError(f"{path}: {found}; the run takes 16 bits at {sample_rate} Hz: resample it")
+                raise lockstep.UserError(
+                    f"{path}: has {found}, but the run needs 16 bits at {sample_rate} Hz; convert the file"
+                )
             samples = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, file.getnchannels())
     except (OSError, EOFError, wave.Error) as error:
-        raise lockstep.UserError(f"{path}: {error}; give a wav of 16 bits") from None
+        raise lockstep.UserError(f"{path}: {error}; give a wav file with 16 bits per sample") from None
     if len(samples) == 0:
-        raise lockstep.UserError(f"{path}: contains no sound")
+        raise lockstep.UserError(f"{path}: contains no samples; give another recording")
     return torch.from_numpy(samples.mean(axis=1, dtype=np.float32) / 2**15)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run directory")
-    parser.add_argument("recording", type=Path, help="wav file of 16 bits")
-    parser.add_argument("--chunk-ms", type=int, default=100, help="length of a chunk, at least 1 (default: 100)")
+    parser.add_argument("recording", type=Path, help="wav file with 16 bits per sample")
+    parser.add_argument(
+        "--chunk-ms", type=int, default=100, help="length of a chunk in milliseconds, at least 1 (default: 100)"
+    )
     args = parser.parse_args()
     if args.chunk_ms < 1:
         parser.error(f"--chunk-ms {args.chunk_ms}: must be at least 1")
@@ -91,12 +95,15 @@ def main() -> None:
         times.append(time.perf_counter() - start)
         print(text, end="", flush=True)
     seconds = len(audio) / sample_rate
-    print(f"\n{seconds:.2f} s of audio in {sum(times):.3f} s: real-time factor {sum(times) / seconds:.3f}, one thread")
+    print(
+        f"\nProcessed {seconds:.2f} s of audio in {sum(times):.3f} s on one thread (real-time factor "
+        f"{sum(times) / seconds:.3f})."
+    )
     latency_ms = args.chunk_ms + 1000 * (transcriber.delay_s + float(np.median(times)))
     print(
-        f"A sound is processed within {latency_ms:.0f} ms: {args.chunk_ms} ms for its chunk, "
-        f"{1000 * transcriber.delay_s:.0f} ms for frames, {1000 * np.median(times):.1f} ms to compute; the model may "
-        "output its symbol later"
+        f"The latency is at most {latency_ms:.0f} ms: {args.chunk_ms} ms to fill a chunk, "
+        f"{1000 * transcriber.delay_s:.0f} ms to complete its frames, and {1000 * np.median(times):.1f} ms to "
+        "compute. The model may output a symbol later."
     )
 
 

@@ -86,7 +86,7 @@ def index_of(path: Path) -> dict[str, np.ndarray]:
                     raise tarfile.ReadError(f"{key} has no .{missing[0]}")
                 spans.append([found[field] for field in FIELDS])
     except (OSError, tarfile.TarError) as error:
-        raise UserError(f"--shards: {path} cannot be read or is damaged ({error}); fetch it again") from None
+        raise UserError(f"--shards: {path} cannot be read or is damaged ({error}); download it again") from None
     return {"spans": np.array(spans, dtype=np.int64).reshape(-1, len(FIELDS), 2)}
 
 
@@ -106,7 +106,9 @@ class Shard:
             picture, label = (self._read(*span) for span in self.spans[number].tolist())
             return decoded(picture, label)
         except Exception as error:  # a decoder may raise anything for damaged bytes
-            raise UserError(f"--shards: sample {number} of {self.path} is damaged ({error}); fetch it again") from None
+            raise UserError(
+                f"--shards: sample {number} of {self.path} is damaged ({error}); download the file again"
+            ) from None
 
     def _read(self, start: int, size: int) -> bytes:
         content = os.pread(self._file.fileno(), size, start)
@@ -193,7 +195,10 @@ class TarShards(Task):
         found = {name: sorted(self.config.shards.glob(f"{name}-*.tar")) for name in ("train", "val", "test")}
         for name, paths in found.items():
             if not paths:
-                raise UserError(f"--shards {self.config.shards}: contains no {name}-*.tar")
+                raise UserError(
+                    f"--shards {self.config.shards}: contains no {name}-*.tar; give a folder with train-*.tar, "
+                    "val-*.tar and test-*.tar"
+                )
         return {name: TarSamples(paths, self.cache_dir) for name, paths in found.items()}
 
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray]:

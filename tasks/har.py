@@ -173,7 +173,7 @@ class HarFlags(FlagGroup):
             kind = "is not a file" if self.encoder_path.exists() else "does not exist"
             found.append(f"--encoder-path {self.encoder_path}: {kind}; give the checkpoint of a run, such as best.pth")
         if self.model == "deepconvlstm" and (self.window or _SHORTEST_OF_LSTM) < _SHORTEST_OF_LSTM:
-            found.append(f"--window {self.window}: --model deepconvlstm needs at least {_SHORTEST_OF_LSTM} rows")
+            found.append(f"--window {self.window}: must be at least {_SHORTEST_OF_LSTM} for --model deepconvlstm")
         channels = self.channels or ()
         if twice := {name for name in channels if channels.count(name) > 1}:
             found.append(f"--channels: names {', '.join(sorted(twice))} more than once; name each channel once")
@@ -219,7 +219,7 @@ def _counts(recordings: HarRecordings) -> list[str]:
         "People": [f"{name}: {count:,}" for name, count in zip(recordings.subject_names, subjects, strict=True)],
     }
     return [
-        f"{what} ({len(each)}, windows of each): {', '.join(each[:_MOST_SHOWN])}"
+        f"{what} ({len(each)}, with numbers of windows): {', '.join(each[:_MOST_SHOWN])}"
         + (f", and {len(each) - _MOST_SHOWN} more." if len(each) > _MOST_SHOWN else ".")
         for what, each in counted.items()
     ]
@@ -310,7 +310,7 @@ class HarTask(Task):
         if path is not None and not config.download and not is_uci_har(path):
             refuse_other_data(path)
         if given := given_flags(config, _OF_OWN):
-            advice = "give those with --data-dir" if path is None else f"--data-dir {path} is read as UCI HAR"
+            advice = "give recordings with --data-dir" if path is None else f"--data-dir {path} is read as UCI HAR"
             raise UserError(f"{', '.join(given)}: applies only to your own recordings; {advice}")
         if config.download:
             path = path or self.cache_dir / "uci_har"
@@ -359,14 +359,14 @@ class HarTask(Task):
             return ()
         recordings = self._recordings
         tested = sorted({recordings.name_of(subject) for subject in recordings.subjects[recordings.is_test].tolist()})
-        found = [*self._own.remarks, *_counts(recordings), f"Held out for the test: {', '.join(tested)}."]
+        found = [*self._own.remarks, *_counts(recordings), f"Test subjects: {', '.join(tested)}."]
         found += self._doubts_about_rate()
         shown = set(self._windows["train"].labels.tolist())
         unseen = [name for label, name in enumerate(recordings.classes) if label not in shown]
         if unseen:
             names = ", ".join(unseen)
             advice = "hold out other subjects with --test-subjects or --val-subjects"
-            found.append(f"The training set has no windows of {names}: {advice}.")
+            found.append(f"The training set has no windows of {names}; {advice}.")
         return found
 
     def _doubts_about_rate(self) -> list[str]:
@@ -374,8 +374,8 @@ class HarTask(Task):
         if told_hz is None or is_same_rate(told_hz, rate_hz):
             return []
         return [
-            f"Warning: the clock shows {told_hz:.4g} rows a second, but --rate says {rate_hz:g}: the times that "
-            "--predict writes use --rate; leave --rate out to use the clock."
+            f"Warning: the clock shows {told_hz:.4g} rows per second, but --rate {rate_hz:g} determines the times in "
+            "the output of --predict. Leave out --rate to use the clock."
         ]
 
     def build_objective(self) -> HarObjective:

@@ -95,8 +95,8 @@ def load_encoder(model: Standardised, path: Path) -> None:
     for name, value in found.items():
         if value.shape != expected[name].shape:
             raise UserError(
-                f"{label}: its {name} has shape {tuple(value.shape)}, not {tuple(expected[name].shape)}; give the "
-                "--mode of its training run"
+                f"{label}: {name} has shape {tuple(value.shape)}, but this model has shape "
+                f"{tuple(expected[name].shape)}; give the --mode with which the encoder was trained"
             )
     encoder.load_state_dict(found)
     if "mean" in weights and "std" in weights:
@@ -128,8 +128,8 @@ def refuse_other_encoder(model: Standardised, encoding: Standardised) -> None:
     # statistics computed on another machine may differ in the last digits
     if not all(torch.allclose(value, expected[name], rtol=1e-5, atol=1e-6) for name, value in own.items()):
         raise UserError(
-            "--encoder-path: is not the encoder with which this run began; give that file again, or start over with "
-            "--fresh"
+            "--encoder-path: is not the encoder with which this run started; give the same file as then, or start "
+            "over with --fresh"
         )
 
 

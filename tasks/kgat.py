@@ -219,8 +219,8 @@ class KgatTask(RecommenderTask):
         catalogue = load_catalogue(config.data_dir, self.cache_dir, **split, reading=config.reading)
         if config.model in _WITH_GRAPH and not catalogue.has_graph:
             raise UserError(
-                f"--data-dir {config.data_dir}: has no kg_final.txt, nor a table with head, relation and tail, which "
-                f"--model {config.model} needs as its graph; add one, or use --model lightgcn"
+                f"--data-dir {config.data_dir}: has no graph, which --model {config.model} needs; add kg_final.txt or "
+                "a table with columns head, relation and tail, or use --model lightgcn"
             )
         return catalogue
 
@@ -249,8 +249,8 @@ class KgatTask(RecommenderTask):
             )
         if len(hidden):
             lines.append(
-                f"{len(hidden):,} of the {catalogue.num_items:,} item ids up to the largest one, such as {hidden[0]}, "
-                "occur in no interactions, graph or list of items, so they are never recommended."
+                f"{len(hidden):,} of the {catalogue.num_items:,} item ids, such as {hidden[0]}, are never "
+                "recommended, because they occur in no interaction, graph or list of items."
             )
         return lines + self._of_new_users
 

@@ -168,10 +168,10 @@ class SeqrecFlags(FlagGroup):
         if self.hidden_units % self.num_heads:
             found.append(f"--num-heads {self.num_heads}: must evenly divide --hidden-units {self.hidden_units}")
         if self.mhc and self.norm in ("original", "post"):
-            found.append(f"--norm {self.norm}: --mhc needs --norm pre; leave one of the two out")
+            found.append(f"--norm {self.norm}: --mhc needs --norm pre; leave out --mhc or --norm")
         if self.val_share + self.test_share >= 1:
             shares = f"--val-share {self.val_share:g} and --test-share {self.test_share:g}"
-            found.append(f"{shares}: leave nothing to train on; choose smaller shares")
+            found.append(f"{shares}: leave no interactions for training; choose smaller shares")
         return found
 
     @property
@@ -273,9 +273,9 @@ class SeqrecTask(RecommenderTask):
             return remarks
         return [
             *remarks,
-            f"Warning: {NUM_EVALUATION_NEGATIVES} negatives are drawn from {self.num_items} items with replacement: "
-            f"the true item is among them {draws:.1f} times on average, so sampled_* metrics are unreliable; use the "
-            "metrics over all items, or --eval-negatives unseen.",
+            f"Warning: sampled_* metrics are unreliable, because the {NUM_EVALUATION_NEGATIVES} negatives, drawn with "
+            f"replacement from {self.num_items} items, contain the true item {draws:.1f} times on average. Use the "
+            "metrics over all items, or add --eval-negatives unseen.",
         ]
 
     @cached_property
@@ -295,8 +295,8 @@ class SeqrecTask(RecommenderTask):
         for part, name in (("validation", "val"), ("test", "test")):
             if len(splits[name]) == 0:
                 raise UserError(
-                    f"{config.hold_out.flags}: leaves no interaction for the {part} that follows another of the same "
-                    "user; give more data, or change --split or the shares"
+                    f"{config.hold_out.flags}: leaves no interaction for the {part} that follows an earlier "
+                    "interaction of the same user; give more data, or change --split, --val-share or --test-share"
                 )
         return splits
 

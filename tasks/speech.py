@@ -169,17 +169,19 @@ class SpeechFlags(FlagGroup):
         for name in ("data_dir", "alphabet", "language_model"):
             path = getattr(self, name)
             if path is not None and not path.exists():
-                found.append(f"{flag_name(name)} {path}: no such file or folder")
+                found.append(f"{flag_name(name)} {path}: no such file or folder; check the path")
         if self.strings is not None and self.string_lengths is None:
-            found.append(f"--strings {self.strings}: must be two numbers, the first at least 1, as in 3-7")
+            found.append(
+                f"--strings {self.strings}: must be two numbers, the first of which is at least 1, such as 3-7"
+            )
         if self.hidden_size % self.num_heads:
             found.append(f"--num-heads {self.num_heads}: must evenly divide --hidden-size {self.hidden_size}")
         if self.subsampling not in (1, 2, 4):
             found.append(f"--subsampling {self.subsampling}: must be 1, 2 or 4")
         if self.streaming and self.masking_db != SpeechFlags.masking_db:
             found.append(
-                f"--masking-db {self.masking_db:g}: needs the power of the whole utterance; leave out "
-                "--streaming or --masking-db"
+                f"--masking-db {self.masking_db:g}: needs the power of the whole utterance, which a streaming model "
+                "does not have; leave out --streaming or --masking-db"
             )
         return sorted(found)
 
@@ -292,7 +294,8 @@ class SpeechTask(Task):
             parts["test"] = parts["val"]
         if len(parts["test"]) == 0:
             raise UserError(
-                "--test-share 0 --val-share 0: leave nothing to score; hold out some utterances with one of them"
+                "--test-share 0 --val-share 0: leave no utterances to score; choose a share above 0 for at least "
+                "one of the flags"
             )
         parts["train"] = self._long_enough(parts["train"])
         self._refuse_unusable_language_model()
@@ -340,9 +343,12 @@ class SpeechTask(Task):
             return part
         first = too_short[0]
         example = f"{corpus.names[first]}, {num_frames[first]} frames for {needed[first]} symbols"
-        advice = "lower --subsampling or --hop-ms, or use --units words"
+        advice = "reduce --subsampling or --hop-ms, or use --units words"
         if len(too_short) == len(part):
-            raise UserError(f"--data-dir: all {len(part)} training utterances are too short ({example}); {advice}")
+            raise UserError(
+                f"--data-dir: all {len(part)} training utterances are too short for their transcripts "
+                f"({example}); {advice}"
+            )
         if self.config.on_bad == "refuse":
             raise UserError(
                 f"--data-dir: {len(too_short)} training utterances are too short for their transcripts ({example}); "

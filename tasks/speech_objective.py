@@ -91,7 +91,7 @@ class Decoder:
         """width: beam width; 1 decodes greedily. Raises UserError if the language model is unusable."""
         self._width = width
         if language_model is not None and width == 1:
-            raise UserError(f"--language-model {language_model}: needs a beam search; add --beam 16")
+            raise UserError(f"--language-model {language_model}: requires a beam search; add --beam 16")
         try:
             ngram = None if language_model is None else read_arpa(language_model)
             self._scorer = build_scorer(ngram, ["", *alphabet.symbols], weight, bonus)

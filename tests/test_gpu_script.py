@@ -169,4 +169,4 @@ def test_command_line_is_refused_in_one_sentence():
     command = [sys.executable, "benchmarks/gpu.py", "--parts"]
     done = subprocess.run([*command, "exact,speed"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "there is no speed; choose from machine, exact" in done.stderr
+    assert "no such part: speed; choose from machine, exact" in done.stderr

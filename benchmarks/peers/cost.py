@@ -54,7 +54,7 @@ def measure(side: str) -> dict[str, float]:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each trainer, which alternate")
+    parser.add_argument("--rounds", type=int, default=5, help="number of runs of each trainer; the trainers take turns")
     return parser
 
 

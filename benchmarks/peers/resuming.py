@@ -171,7 +171,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("what", choices=("stop", "worlds", "kills"))
     parser.add_argument("side", choices=SIDES)
     parser.add_argument("--kills", type=int, default=20, help="number of runs to kill")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the moments of the kills")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments at which runs are killed")
     return parser
 
 

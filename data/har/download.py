@@ -55,7 +55,7 @@ def _fetch_from_any(addresses: Sequence[str], file: Path, verify: Verify, progre
             return
         except (OSError, HTTPException, UserError) as error:
             failures.append(f"{address}: {error.reason if type(error) is URLError else error}")
-    advice = "Download the file by other means and give it with --data-dir"
+    advice = "Download the file in another way, and give its path with --data-dir"
     raise UserError(f"--download: cannot download {file.stem} from {'; nor from '.join(failures)}. {advice}")
 
 
@@ -65,7 +65,7 @@ def _receive(address: str, path: Path, progress: Progress) -> None:
         with progress(address, response.length, file) as shown:
             shutil.copyfileobj(response, shown)
         if response.length:
-            raise ConnectionError(f"the connection broke {response.length} bytes before the end")
+            raise ConnectionError(f"the connection ended {response.length} bytes too early")
 
 
 class HttpsOnly(BaseHandler):
@@ -74,7 +74,7 @@ class HttpsOnly(BaseHandler):
     def _require_this_machine(self, request: Request) -> Request:
         hosts = {urlsplit(request.full_url).hostname, request.origin_req_host}
         if request.type != "http" or not hosts <= {"127.0.0.1", "localhost"}:
-            raise URLError(f"leads to {request.full_url!r}, which is not https")
+            raise URLError(f"redirects to {request.full_url!r}, which is not an https address")
         return request
 
     http_request = ftp_request = file_request = data_request = _require_this_machine

@@ -99,12 +99,12 @@ def refuse_other_data(path: Path) -> NoReturn:
     if path.is_file():
         with opened_table(single(path, "--data-dir"), LeftOut()):
             pass  # raises UserError for detected formats
-    found = "is neither UCI HAR (a folder or a zip) nor a table of your own recordings with a name ending in "
+    found = "is neither UCI HAR (a folder or a zip) nor a table of recordings; give a table whose name ends in "
     found += f"{', '.join(_SUFFIXES)}, optionally followed by .gz, .bz2, .xz or .zip"
     if path.is_dir():
-        found += f", or a folder of such tables; it contains {shown(names)}"
+        found += f", or a folder of tables; files found: {shown(names)}"
     if tables := [file.name for file in Folder(path, depth=3).files if _is_table(file)]:
-        found = f"has its tables in folders ({shown(tables)}); put all tables into one folder"
+        found = f"has tables in subfolders ({shown(tables)}); put all tables into one folder"
     raise UserError(f"--data-dir {path}: {found}")
 
 
@@ -165,7 +165,7 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
         })  # fmt: skip
     if not columns.channels:
         reasons = "; ".join(f"{name} {why}" for name, why in columns.left_out.items())
-        raise UserError(f"{where}: has no column to use as a channel ({reasons}); name columns with --channels")
+        raise UserError(f"{where}: has no column to use as a channel ({reasons}); choose columns with --channels")
     channels = triplets_first(columns.channels)[0]
     signals = cut.signals([columns.read.index(name) for name in channels])
     labels = _places([activities[key] for key in cut.labels], classes)
@@ -208,26 +208,29 @@ def _refuse_other_rates(people: Mapping[str, float], usual_hz: float | None, whe
         if usual_hz is not None and not is_same_rate(rate_hz, usual_hz):
             others[f"{rate_hz:.4g}"].append(name)
     if others:
-        told = "; ".join(f"{shown(in_order(names))}: {rate} rows a second" for rate, names in others.items())
+        told = "; ".join(f"{shown(in_order(names))}: {rate} rows per second" for rate, names in others.items())
         raise UserError(
-            f"{where}: by the clock, people were recorded at different rates ({told}; the others: {usual_hz:.4g}), "
-            "but windows have a fixed number of rows: resample to one rate, or remove these people, or a wrong clock "
+            f"{where}: the clock shows different rates for some people ({told}; all other people: {usual_hz:.4g}), "
+            "but windows have a fixed number of rows; resample to one rate, or remove these people or a wrong clock "
             "column"
         )
 
 
 def _why_no_window(cut: Cut, wanted: OwnFormat, where: str, label: str) -> str:
     if cut.longest == 0:
-        return f"{where}: no row has a label (column {label}); fill the column in, or name another with --label-column"
+        return (
+            f"{where}: no row has a label in the column {label}; fill the column in, or choose another with "
+            "--label-column"
+        )
     return (
-        f"{where}: no activity lasts for the {wanted.length} rows of a window: the longest recording has "
-        f"{cut.longest} rows; sort the rows by person and time, or choose a smaller --window"
+        f"{where}: no recording of one activity has the {wanted.length} rows of a window (the longest has "
+        f"{cut.longest} rows); sort the rows by person and time, or choose a smaller --window"
     )
 
 
 def _table(columns: "_Columns", cut: Cut, num_people: int, num_classes: int) -> list[str]:
     """Formats a table with each column's kind, and with its range or the reason for ignoring it."""
-    rate = "" if cut.rate_hz is None else f"{cut.rate_hz:.4g} rows a second, "
+    rate = "" if cut.rate_hz is None else f"{cut.rate_hz:.4g} rows per second, "
     unlabelled = sum(count for text, count in cut.spellings[1].items() if not key_of_name(text))
     rows = [
         (name, "clock", f"cannot be read: {cut.unread[name]!r}" if name in cut.unread else f"{rate}{first} to {last}")
@@ -246,31 +249,31 @@ def _table(columns: "_Columns", cut: Cut, num_people: int, num_classes: int) -> 
 
 def _remarks(cut: Cut, several: Sequence[str]) -> Iterator[str]:
     if several:
-        yield f"Treated as the same name: {'; '.join(several)}."
+        yield f"These spellings count as one name: {'; '.join(several)}."
     for name, cell in cut.unread.items():
         yield (
-            f"Warning: the column {name} has the name of a clock, but its cell {cell!r} cannot be read, so gaps and "
-            "other rates go unnoticed: write seconds, or dates such as 2024-05-31T18:30:00.25."
+            f"Warning: the column {name} has the name of a clock, but its value {cell!r} is not a time, so gaps and "
+            "other rates are not detected. Write seconds, or dates such as 2024-05-31T18:30:00.25."
         )
     if others := cut.windows_at_another_rate():
         yield (
             f"Warning: {len(others):,} windows come from recordings whose clock shows another rate, such as "
-            f"{others[0]:.4g} rows a second instead of {cut.rate_hz:.4g}: resample or remove these recordings."
+            f"{others[0]:.4g} rows per second instead of {cut.rate_hz:.4g}. Resample or remove these recordings."
         )
     if cut.num_gaps:
         yield (
-            f"Divided at {cut.num_gaps:,} places where the clock jumps by more than {GAP} of its usual steps: no "
-            "window spans such a gap."
+            f"Recordings were divided at {cut.num_gaps:,} gaps, where the clock jumps by more than {GAP} of its usual "
+            "intervals. No window spans a gap."
         )
     if cut.num_disorders:
         yield (
-            f"Within recordings, the clock goes backwards {cut.num_disorders:,} times: if the rows are out of order, "
+            f"The clock runs backwards {cut.num_disorders:,} times within recordings. If the rows are out of order, "
             "sort them by time."
         )
     if cut.num_short:
         yield (
-            f"Left out: {cut.num_short:,} recordings of one activity that are shorter than a window, "
-            f"{cut.num_short_rows:,} rows in all."
+            f"Left out: {cut.num_short:,} recordings of one activity, with {cut.num_short_rows:,} rows in total, "
+            "because they are shorter than a window."
         )
 
 
@@ -308,7 +311,7 @@ def _columns(file: DataFile, wanted: OwnFormat) -> _Columns:
         first = list(islice(table.lines, ROWS_AT_ONCE))
     if unknown := [name for name in wanted.channels or () if name not in header]:
         known = ", ".join(header)
-        raise UserError(f"--channels {' '.join(unknown)}: {file.where} has no such columns; there are: {known}")
+        raise UserError(f"--channels {' '.join(unknown)}: {file.where} has no such columns; the columns are {known}")
     roles = roles_of(header, wanted.channels or (), subject, label)
     clocks, trials = [header[i] for i in roles.clocks], [header[i] for i in roles.trials]
     others = [i for i in range(len(header)) if i not in (subject, label, *roles.clocks, *roles.trials)]
@@ -323,7 +326,7 @@ def _columns(file: DataFile, wanted: OwnFormat) -> _Columns:
     channels = wanted.channels or tuple(header[i] for i in others if header[i] not in (*clocks, *left_out))
     if not channels:
         raise UserError(
-            f"{file.where}: has no column to use as a channel, only {', '.join(header)}; name columns with --channels"
+            f"{file.where}: has no column to use as a channel; choose columns with --channels from {', '.join(header)}"
         )
     return _Columns(header[subject], header[label], tuple(clocks), tuple(trials), channels, channels, left_out)
 
@@ -341,7 +344,7 @@ def _opened(file: DataFile, left_out: LeftOut) -> Iterator[CsvTable]:
         if not table.header:
             raise UserError(f"{file.where}: is empty; give a CSV with a line of column names")
         if broken := [name for name in table.header if "\n" in name]:
-            raise UserError(f"{file.where}: the name of the column {broken[0]!r} has a line break; rename it")
+            raise UserError(f"{file.where}: the column name {broken[0]!r} has a line break; rename the column")
         yield table
 
 
@@ -355,18 +358,20 @@ def _subject_and_label(table: CsvTable, wanted: OwnFormat, file: DataFile) -> tu
         else:
             problems.append(f"--{role}-column {chosen}" if chosen else f"the {role} (name it with --{role}-column)")
     if problems:
-        missing = f"has no column known as {' and '.join(problems)}"
-        raise UserError(f"{file.where}, line {table.line}: {missing}; there are: {', '.join(header)}")
+        missing = f"has no column for {' and '.join(problems)}"
+        raise UserError(f"{file.where}, line {table.line}: {missing}; the columns are {', '.join(header)}")
     subject, label = found
     if subject == label:
         raise UserError(
-            f"{file.where}, line {table.line}: {header[label]} is both the subject and the label; name another column "
-            "with --subject-column or --label-column"
+            f"{file.where}, line {table.line}: {header[label]} is both the subject and the label; choose another "
+            "column with --subject-column or --label-column"
         )
     for column in found:
         if header[column] in (wanted.channels or ()):
             role = "subject" if column == subject else "label"
-            raise UserError(f"--channels {header[column]}: is the {role} in {file.where}; leave it out")
+            raise UserError(
+                f"--channels {header[column]}: is the {role} in {file.where}; leave this column out of --channels"
+            )
     return subject, label
 
 
@@ -379,7 +384,7 @@ def _read(file: DataFile, wanted: OwnFormat, columns: _Columns, left_out: LeftOu
             columns.read,
             roles,
             file.where,
-            "fix it, name the channels with --channels, or add --on-bad drop or interpolate",
+            "fix it, choose channels with --channels, or add --on-bad drop or interpolate",
             left_out,
             needs_subject=True,
         )
@@ -387,7 +392,9 @@ def _read(file: DataFile, wanted: OwnFormat, columns: _Columns, left_out: LeftOu
         raise UserError(f"{file.where}: has column names, but no readable rows; give at least one row")
     if "" in rows.subjects:
         place = rows.subjects.index("") + 1
-        raise UserError(f"{file.where}: row {place} below the names has no subject; fix it, or add --on-bad drop")
+        raise UserError(
+            f"{file.where}: row {place} below the column names has no subject; fix it, or add --on-bad drop"
+        )
     return rows
 
 
@@ -395,11 +402,11 @@ def _refuse_names(subjects: Sequence[str], classes: Sequence[str], where: str) -
     """Raises UserError for names that flags or tables cannot contain, and for fewer than two classes."""
     for name in subjects:
         if name.startswith("-") or "," in name:
-            raise UserError(f"{where}: subject {name!r}: must not begin with '-' or contain commas; rename it")
+            raise UserError(f"{where}: subject {name!r}: must not begin with '-' or contain commas; rename the subject")
     for name in classes:
         if name in _OF_TABLE:
             raise UserError(
                 f"{where}: label {name!r}: is also a column name of the output of --predict; rename the label"
             )
     if len(classes) < 2:
-        raise UserError(f"{where}: has windows of {shown(classes)} alone, but at least two classes are needed")
+        raise UserError(f"{where}: has only windows of {shown(classes)}; give recordings of at least two classes")

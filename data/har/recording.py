@@ -81,18 +81,20 @@ def _windows_of(rows: Rows, label: str, wanted: WindowFormat, remarks: Sequence[
     pieces = [(piece, range(piece.start, piece.stop - length + 1, wanted.hop)) for piece in rows.recordings(False)]
     first_rows = np.array([row for _, starts in pieces for row in starts], np.int64)
     if not len(first_rows):
-        found = f"has {len(rows.signals)} rows below its header"
+        found = f"has {len(rows.signals)} rows below its line of column names"
         if len(pieces) > 1:
-            found += f", at most {max(piece.stop - piece.start for piece, _ in pieces)} from one person without a gap"
-        needed = f"a window takes {length} ({length / wanted.rate_hz:g} s at {wanted.rate_hz:g} Hz)"
-        raise UserError(f"{label}: {found}, and {needed}; give a longer recording")
+            found += (
+                f", and at most {max(piece.stop - piece.start for piece, _ in pieces)} rows of one person without a gap"
+            )
+        needed = f"a window has {length} rows ({length / wanted.rate_hz:g} s at {wanted.rate_hz:g} Hz)"
+        raise UserError(f"{label}: {found}, but {needed}; give a longer recording")
     rates = [(piece.rate_hz, len(starts)) for piece, starts in pieces if piece.rate_hz is not None and len(starts)]
     rate_hz = wanted.rate_hz
     if (told_hz := middle_rate_hz(rates)) is not None:
         if not is_same_rate(told_hz, rate_hz):
             raise UserError(
-                f"{label}: the clock ({', '.join(rows.moments)}) shows {told_hz:.4g} rows a second, but the run was "
-                f"trained on {rate_hz:.4g}: resample the recording, or remove a wrong clock column"
+                f"{label}: the clock ({', '.join(rows.moments)}) shows {told_hz:.4g} rows per second, but the run was "
+                f"trained on {rate_hz:.4g}; resample the recording, or remove the clock column if it is wrong"
             )
         rate_hz = usual_rate_hz(told_hz)
     seconds = seconds_of(rows.clocks, rows.in_seconds)
@@ -104,15 +106,15 @@ def _windows_of(rows: Rows, label: str, wanted: WindowFormat, remarks: Sequence[
 
 def _remarks(rows: Rows, label: str, pieces: Sequence[Recording]) -> Iterator[str]:
     if num_gaps := sum(piece.is_behind_gap for piece in pieces):
-        yield f"{label}: the clock jumps at {num_gaps:,} places, and no window spans these gaps."
+        yield f"{label}: the clock has {num_gaps:,} gaps; no window spans a gap."
     if (num_people := len(set(rows.subjects))) > 1:
-        yield f"{label}: has rows of {num_people} people, one after another; no window contains rows of two people."
+        yield f"{label}: has rows of {num_people} people; each window has rows of only one person."
     if any(rows.labels):
-        yield f"{label}: has a label column, which is ignored."
+        yield f"{label}: the label column is ignored."
     for name, cell in rows.unread.items():
         yield (
-            f"Warning: {label}: the column {name} has the name of a clock, but its cell {cell!r} cannot be read, so "
-            "gaps and another rate go unnoticed."
+            f"Warning: {label}: the column {name} has the name of a clock, but its value {cell!r} is not a time, so "
+            "gaps and another rate are not detected."
         )
 
 
@@ -135,7 +137,7 @@ def doubt_about_units(windows: NewWindows, channels: Sequence[str], mean: np.nda
         if factor > _OTHER_SIZE or (factor < 1 / _OTHER_SIZE and min(constants) > _CONSTANT):
             unit = _known_unit(factor)
             told.append(f"{', '.join(channels[sensor])} {factor:.3g} times as large as in training{unit}")
-    return "; ".join(told) and f"{'; '.join(told)}. If their units differ from training, the labels below are wrong"
+    return "; ".join(told) and f"{'; '.join(told)}. If the units differ from training, the predicted labels are wrong"
 
 
 def _known_unit(factor: float) -> str:
@@ -163,16 +165,16 @@ def _read_array(path: Path, label: str, window: WindowFormat) -> np.ndarray:
             reason = "contains Python objects or is not a .npy file; no code in it was run"
         else:
             reason = f"is damaged ({error})"
-        raise UserError(f"{label}: {reason}; give windows of shape {wanted}, saved by numpy.save") from None
+        raise UserError(f"{label}: {reason}; give windows of shape {wanted}, saved with numpy.save") from None
     if not isinstance(array, np.ndarray):
-        raise UserError(f"{label}: is an archive of arrays; give one array of shape {wanted}, saved by numpy.save")
+        raise UserError(f"{label}: contains several arrays; give one array of shape {wanted}, saved with numpy.save")
     if array.dtype.kind not in "fiu":
-        raise UserError(f"{label}: has numbers of type {array.dtype}; give real numbers, such as float32")
+        raise UserError(f"{label}: has the data type {array.dtype}; give real numbers, such as float32")
     if array.ndim != 3 or array.shape[1:] != (len(channels), window.length):
         order = f"the signals in the order {', '.join(channels)}"
-        raise UserError(f"{label}: has shape {array.shape}; windows have shape {wanted}, {order}")
+        raise UserError(f"{label}: has shape {array.shape}; give windows of shape {wanted}, with {order}")
     if len(array) == 0:
-        raise UserError(f"{label}: contains no windows; at least one is required")
+        raise UserError(f"{label}: contains no windows; give at least one window")
     signals = as_float32(array)
     if not np.isfinite(signals).all():
         row, signal, sample = np.argwhere(~np.isfinite(signals))[0].tolist()

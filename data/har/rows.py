@@ -31,7 +31,7 @@ _SLOW_NAMES = {"lat", "lon", "lng", "steps", "step count", "step counter", "step
 ROWS_AT_ONCE = 4096
 _LONGEST_HOLE = 25
 """Largest number of consecutive missing cells to fill in; a longer gap splits a recording."""
-_BAD_ROWS = "rows that cannot be read, at which recordings are divided"
+_BAD_ROWS = "unreadable rows, at which recordings are divided"
 LARGEST = 1e15
 """Largest absolute value of a signal; larger values are invalid."""
 _NUM_SHOWN = 30
@@ -95,9 +95,11 @@ class Rows:
         is_kept = np.isfinite(self.signals).all(axis=1)
         if needs_subject and "" in self.subjects:
             is_kept &= np.array(self.subjects, dtype=str) != ""
-            first = first or f"row {self.places[self.subjects.index('')] + 1} below the names, which has no subject"
+            first = (
+                first or f"row {self.places[self.subjects.index('')] + 1} below the column names, which has no subject"
+            )
         left_out.count(_BAD_ROWS, first, int((~is_kept).sum()))
-        left_out.count("cells without a number", first, num_filled, "Filled in from the numbers before and after")
+        left_out.count("values that were not numbers", first, num_filled, "Interpolated")
         kept, places = np.flatnonzero(is_kept).tolist(), self.places[is_kept]
         stretches = np.cumsum(np.diff(places, prepend=places[:1]) > 1).tolist()
         return replace(
@@ -163,10 +165,10 @@ def usual_column(header: Sequence[str], names: Sequence[str], chosen: str | None
 def why_no_signal(name: str, column: int, lines: Sequence[Line]) -> str:
     """Returns why a column is not a signal, by its name or first rows; "" if it may be a signal."""
     if plain_name(name) in (*SUBJECTS, *LABELS, *_OF_ROWS):
-        return "its name suggests numbers of rows, people or activities"
+        return "its name suggests a row number, a person or an activity"
     words = re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", re.sub(r"[(\[].*", "", name)).lower())
     if _SLOW & set(words) or " ".join(words) in _SLOW_NAMES:
-        return "its name suggests a place or a device, not a motion"
+        return "its name suggests a place or a device, not a motion signal"
     texts = [text for _, fields in lines if len(fields) > column and (text := fields[column].strip()) not in MISSING]
     if texts and not any(re.match(r"[+-]?[.,]?\d", text) or is_number(text) for text in texts):
         return f"text, such as {texts[0][:_NUM_SHOWN]!r}"
@@ -250,13 +252,13 @@ def signal_columns(header: Sequence[str], channels: Sequence[str], where: str) -
     missing = [name for name in channels if name not in header]
     number = "nine" if len(channels) == len(SIGNALS) else str(len(channels))
     if len(missing) == len(channels):
-        advice = f"give a CSV whose first line names them, separated by commas: {','.join(channels)}"
-        raise UserError(f"{where}: names none of the {number} channels; {advice}")
+        advice = f"give a CSV with the line of column names {','.join(channels)}"
+        raise UserError(f"{where}: has none of the {number} channels; {advice}")
     if missing:
-        raise UserError(f"{where}: lacks {', '.join(missing)}; all {number} channels are needed")
+        raise UserError(f"{where}: lacks {', '.join(missing)}; give all {number} channels")
     twice = [name for name in channels if header.count(name) > 1]
     if twice:
-        raise UserError(f"{where}: names {', '.join(twice)} more than once; keep one column for each name")
+        raise UserError(f"{where}: has several columns named {', '.join(twice)}; keep one column per name")
     return [header.index(name) for name in channels]
 
 
@@ -277,7 +279,10 @@ def _what_is_wrong(
     """Describes the error in the first bad line; also returns advice, or "" if the error is in a cell."""
     for number, fields in lines:
         if len(fields) != len(header):
-            return f"line {number}: {len(fields)} columns, but the header has {len(header)}", "fix that line"
+            return (
+                f"line {number}: {len(fields)} columns, but {len(header)} column names",
+                "fix that line",
+            )
         for i in columns:
             if np.isnan(_numbers([(number, fields)], [i], decimal_comma)).any():
                 is_one = is_number(fields[i].replace(",", ".") if decimal_comma else fields[i])

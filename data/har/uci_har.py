@@ -93,7 +93,7 @@ def download_uci_har(
         cached_arrays(cache_dir, key, lambda: _verify(there, sha256))
     except UserError as error:
         raise UserError(
-            f"{error}. Delete it to let --download fetch it again; without --download it is used anyway"
+            f"{error}. Delete it so that --download can replace it, or leave out --download to use it as it is"
         ) from None
 
 
@@ -184,7 +184,7 @@ def _parse(source: _Published) -> Arrays:
     parts = {part: _parse_part(source, part) for part in ("train", "test")}
     for subject in np.intersect1d(parts["train"]["subjects"], parts["test"]["subjects"]):
         where = source.where("test/subject_test.txt")
-        raise UserError(f"{where}: subject {subject} is also in the training part; give the official split")
+        raise UserError(f"{where}: subject {subject} also has training data; use the official split")
     arrays = {name: np.concatenate([part[name] for part in parts.values()]) for name in parts["train"]}
     arrays["is_test"] = np.repeat([False, True], [len(part["labels"]) for part in parts.values()])
     return arrays
@@ -195,7 +195,10 @@ def _parse_part(source: _Published, part: str) -> Arrays:
     labels = _parse_integers(source, label_file, _lines(source, label_file))
     for row in np.flatnonzero((labels < 1) | (labels > len(CLASSES))):
         known = f"the classes are 1 to {len(CLASSES)}"
-        raise UserError(f"{source.where(label_file)}, line {row + 1}: unknown class label {labels[row]}; {known}")
+        raise UserError(
+            f"{source.where(label_file)}, line {row + 1}: unknown class label {labels[row]} ({known}); download "
+            "the data set again"
+        )
     subjects = _parse_integers(source, subject_file, _equally_many_lines(source, subject_file, label_file, labels))
     signals = np.empty((len(labels), len(SIGNALS), WINDOW_LENGTH), np.float32)
     for channel, signal in enumerate(SIGNALS):
@@ -208,7 +211,7 @@ def _parse_part(source: _Published, part: str) -> Arrays:
 def _lines(source: _Published, name: str) -> list[bytes]:
     lines = source.read(name).splitlines()
     if not lines:
-        raise UserError(f"{source.where(name)}: is empty; fetch the data set again")
+        raise UserError(f"{source.where(name)}: is empty; download the data set again")
     return lines
 
 
@@ -216,8 +219,8 @@ def _equally_many_lines(source: _Published, name: str, reference: str, labels: n
     lines = _lines(source, name)
     if len(lines) != len(labels):
         raise UserError(
-            f"{source.where(name)}: has {len(lines)} lines, but {reference} has {len(labels)}; take all files from "
-            "one copy of the data set"
+            f"{source.where(name)}: has {len(lines)} lines, but {reference} has {len(labels)}; use files of one copy "
+            "of the data set"
         )
     return lines
 
@@ -239,7 +242,7 @@ def _parse_windows(source: _Published, name: str, lines: list[bytes], out: np.nd
         values = _parse_line(line)
         if values is None or values.size != out.shape[1] or not np.isfinite(values).all():
             reason = _what_is_wrong(line, out.shape[1])
-            raise UserError(f"{source.where(name)}, line {row + 1}{reason}; fetch the data set again")
+            raise UserError(f"{source.where(name)}, line {row + 1}{reason}; download the data set again")
         out[row] = values
 
 

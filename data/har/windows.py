@@ -172,12 +172,15 @@ def with_test_subjects(recordings: HarRecordings, names: Sequence[str] | None) -
     if names is None:
         names = known[4::5] or known[-1:]
     if strangers := [name for name in names if name not in known]:
-        raise UserError(f"--test-subjects {' '.join(strangers)}: not among the subjects, which are {' '.join(known)}")
+        raise UserError(f"--test-subjects {' '.join(strangers)}: no such subjects; the subjects are {' '.join(known)}")
     if len(known) < 2:
-        raise UserError(f"--data-dir: {known[0]} is the only subject, but the test set needs another")
+        raise UserError(
+            f"--data-dir: {known[0]} is the only subject, but the test set needs another subject; give "
+            "recordings of at least two people"
+        )
     if len(set(names)) >= len(known):
         raise UserError(
-            f"--test-subjects {' '.join(names)}: leaves none of the {len(known)} subjects to train on; hold out fewer"
+            f"--test-subjects {' '.join(names)}: leaves none of the {len(known)} subjects for training; hold out fewer"
         )
     tested = [subject for subject in np.unique(recordings.subjects) if recordings.name_of(subject) in names]
     return replace(recordings, is_test=np.isin(recordings.subjects, tested))
@@ -197,14 +200,14 @@ def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int
     candidates = training_subjects(recordings)
     if len(candidates) == 1:
         raise UserError(
-            f"--data-dir: only subject {recordings.name_of(candidates[0])} is left beside the test set, and nobody "
-            "for validation; hold out fewer with --test-subjects, give recordings of at least three people, or skip "
-            "validation with --refit"
+            f"--data-dir: {recordings.name_of(candidates[0])} is the only subject outside the test set, so none is "
+            "left for validation; hold out fewer with --test-subjects, give recordings of at least three people, or "
+            "skip validation with --refit"
         )
     if not 0 < num_val_subjects < len(candidates):
         raise UserError(
-            f"--num-val-subjects {num_val_subjects}: must be at least 1 and leave one of the "
-            f"{len(candidates)} training subjects to train on"
+            f"--num-val-subjects {num_val_subjects}: must be at least 1 and less than {len(candidates)}, the number "
+            "of training subjects"
         )
     first = seed * num_val_subjects
     return sorted(candidates[(first + i) % len(candidates)] for i in range(num_val_subjects))
@@ -215,13 +218,14 @@ def named_subjects(recordings: HarRecordings, names: Sequence[str]) -> list[int]
     candidates = {recordings.name_of(subject): subject for subject in training_subjects(recordings)}
     if strangers := [name for name in names if name not in candidates]:
         raise UserError(
-            f"--val-subjects {' '.join(strangers)}: not among the training subjects, which are {' '.join(candidates)}"
+            f"--val-subjects {' '.join(strangers)}: no such training subjects; the training subjects are "
+            f"{' '.join(candidates)}"
         )
     held_out = sorted({candidates[name] for name in names})
     if not 0 < len(held_out) < len(candidates):
         raise UserError(
-            f"--val-subjects: {len(held_out)} of {len(candidates)} training subjects are held out; "
-            "hold out at least one and leave one to train on"
+            f"--val-subjects: holds out {len(held_out)} of {len(candidates)} training subjects; hold out at least "
+            "one, and leave one for training"
         )
     return held_out
 

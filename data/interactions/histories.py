@@ -85,7 +85,7 @@ class Histories:
             fewest = min(left.values())
             fewer = f"choose at most {fewest}, or remove" if fewest else "take"
             raise UserError(
-                f"--top-k {self.num_places}: {where}: too few items remain that are not in the history of "
+                f"--top-k {self.num_places}: {where}: fewer items are left to recommend for "
                 f"{shown(f'user {name} ({num})' for name, num in left.items())}; {fewer} these users from the table"
             )
 

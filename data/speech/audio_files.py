@@ -53,11 +53,11 @@ def decode(content: bytes, name: str) -> tuple[np.ndarray, int]:
         raise UnreadableAudio("is damaged: it does not start like a wav file")
     samples, rate = (_decode_wav(content) if is_riff else None) or _decode_by_soundfile(content, name)
     if not MIN_RATE <= rate <= MAX_RATE:
-        raise UnreadableAudio(f"says {rate} samples a second, not {MIN_RATE} to {MAX_RATE}")
+        raise UnreadableAudio(f"has a sample rate of {rate} Hz, but {MIN_RATE} to {MAX_RATE} Hz are supported")
     if not np.isfinite(samples).all():
         raise UnreadableAudio("has samples that are not finite numbers")
     if (peak := float(np.abs(samples).max(initial=0))) > _LOUDEST:
-        raise UnreadableAudio(f"has samples up to {peak:.3g}, but full scale is 1")
+        raise UnreadableAudio(f"has samples up to {peak:.3g}, but full scale is 1.0")
     return samples.mean(axis=1, dtype=np.float32), rate
 
 
@@ -121,12 +121,12 @@ def _decode_wav(content: bytes) -> tuple[np.ndarray, int] | None:
     chunks = _riff_chunks(content)
     header, data = chunks.get(b"fmt ", b""), chunks.get(b"data")
     if len(header) < 16 or data is None:
-        raise UnreadableAudio("is damaged: a wav file without header or samples")
+        raise UnreadableAudio("is damaged: the wav file has no header or no samples")
     codec, num_channels, rate, _, _, bits = struct.unpack("<HHIIHH", header[:16])
     if codec == _EXTENSIBLE and len(header) >= 26:
         codec = int.from_bytes(header[24:26], "little")
     if not num_channels:
-        raise UnreadableAudio("is damaged: a wav file without channels")
+        raise UnreadableAudio("is damaged: the wav file has no channels")
     width = bits // 8
     if (codec, bits) not in [(_PCM, 8), (_PCM, 16), (_PCM, 24), (_PCM, 32), (_FLOAT, 32), (_FLOAT, 64)]:
         return None
@@ -143,7 +143,7 @@ def _riff_chunks(content: bytes) -> dict[bytes, bytes]:
         name, size = struct.unpack_from("<4sI", content, position)
         start = position + 8
         if name == b"data" and len(content) - start < size < _UNKNOWN_SIZE:
-            raise UnreadableAudio("is cut off within its samples")
+            raise UnreadableAudio("ends in the middle of its samples")
         chunks.setdefault(name, content[start : start + size])
         position = start + size + size % 2
     return chunks
@@ -169,8 +169,8 @@ def _decode_by_soundfile(content: bytes, name: str) -> tuple[np.ndarray, int]:
         soundfile = importlib.import_module("soundfile")
     except (ImportError, OSError) as error:  # OSError if libsndfile is missing
         raise UserError(
-            f"{name}: audio other than plain wav needs the package soundfile, which is not installed ({error}); run "
-            "`pip install soundfile`, or convert the files to wav"
+            f"{name}: this audio format requires the package soundfile, which cannot be imported ({error}); run `pip "
+            "install soundfile`, or convert the files to wav"
         ) from None
     try:
         samples, rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)

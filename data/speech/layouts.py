@@ -37,9 +37,9 @@ _UNREAD = {
     r"(.*/)?transcripts\.txt": "Multilingual LibriSpeech",
     r"(.*/)?txt\.done\.data": "CMU ARCTIC",
     rf".*({'|'.join(map(re.escape, _MARKS_OF_TIMIT))})": "TIMIT",
-    r".*\.lab": "labels beside the sound",
+    r".*\.lab": "label files next to the sound files",
     r".*\.(jsonl|json)": "a manifest",
-    r".*\.(csv|tsv)": "a table beside the sound",
+    r".*\.(csv|tsv)": "a table next to the sound files",
 }
 """Maps patterns of lower-case file names to the formats that they indicate."""
 _NUM_FSDD_TEST = 5
@@ -85,13 +85,13 @@ def utterances_of(source: Source) -> tuple[str, list[Utterance]]:
     """
     forms = {
         "lines of manifests": _manifests,
-        "tables of Common Voice": _common_voice,
-        "metadata beside the sound": _metadata,
-        "VCTK's folder txt": _vctk,
-        "the folders, as Speech Commands has them": _speech_commands,
+        "Common Voice tables": _common_voice,
+        "metadata next to the sound files": _metadata,
+        "VCTK's txt folder": _vctk,
+        "folder names, as in Speech Commands": _speech_commands,
         "LibriSpeech's *.trans.txt": _librispeech,
-        "a .txt beside each file": _text_files,
-        "the names of the files": _file_names,
+        "a .txt file next to each sound file": _text_files,
+        "file names": _file_names,
     }
     for what, layout in forms.items():
         utterances = layout(source)
@@ -101,19 +101,19 @@ def utterances_of(source: Source) -> tuple[str, list[Utterance]]:
 
 
 def _why_unknown(source: Source) -> str:
-    advice = "write a manifest train.jsonl: JSON lines with audio_path and text"
+    advice = "write a manifest train.jsonl, with one JSON object per line that has audio_path and text"
     for pattern, what in _UNREAD.items():
         if some := [name for name in source.names if re.fullmatch(pattern, name.lower())]:
             if what == "a manifest":
-                advice = f"give that file with --data-dir {source.path}/{some[0]}, or rename it train.jsonl"
+                advice = f"give this file with --data-dir {source.path}/{some[0]}, or rename it to train.jsonl"
             elif what == "Kaldi's files":
-                advice = "docs/formats.md#kaldi makes a manifest of it"
-            return f"looks like {what} ({some[0]}), which cannot be read directly: {advice}"
+                advice = "docs/formats.md#kaldi shows how to convert it to a manifest"
+            return f"looks like {what} ({some[0]}), which cannot be read directly; {advice}"
     shown = ", ".join(source.names[:_NUM_SHOWN]) + ", ..." * (len(source.names) > _NUM_SHOWN)
     return (
-        "no recordings with transcripts: no manifest, no files of Common Voice or LibriSpeech, and no sound files "
-        "with a .txt of the same name, or with a name of words only, such as yes_no.wav; there are: "
-        f"{shown or 'no files'}. Or {advice}"
+        "has no recordings with transcripts: no manifest, no Common Voice or LibriSpeech files, no .txt file next to "
+        f"a sound file, and no sound file named by its words, such as yes_no.wav; {advice}; files found: "
+        f"{shown or 'no files'}"
     )
 
 
@@ -157,16 +157,18 @@ def _manifest_line(source: Source, name: str, number: int, line: str, split: str
         raise UserError(f"{where}: audio_path and text must be strings and duration a number of seconds; fix the line")
     _refuse_no_text(where, sound, text + speaker)
     if entry.get("offset"):
-        raise UserError(f"{where}: is a part of a recording (offset {entry['offset']}); save that part as a file")
+        raise UserError(
+            f"{where}: is a part of a recording (offset {entry['offset']}); save this part as a separate file"
+        )
     path = posixpath.normpath(posixpath.join(posixpath.dirname(name), sound))
     if not source.reads_outside and (path.startswith(("/", "../"))):
-        raise UserError(f"{where}: {sound!r} points outside the archive; pack the sound with the manifest")
+        raise UserError(f"{where}: {sound!r} points outside the archive; add the sound files to the archive")
     return Utterance(path, text, speaker, split, duration)
 
 
 def _refuse_no_text(where: str, sound: str, text: str) -> None:
     if "\0" in sound or not _can_be_written(sound, "surrogateescape") or not _can_be_written(text):
-        raise UserError(f"{where}: contains a character that is invalid in text and file names; fix the line")
+        raise UserError(f"{where}: contains an invalid character; fix the line")
 
 
 def _is_finite(number: object) -> bool:
@@ -199,7 +201,7 @@ def _common_voice_table(source: Source, name: str) -> Iterator[Utterance]:
     columns = header.split("\t")
     for needed in ("client_id", "path", "sentence"):
         if needed not in columns:
-            raise UserError(f"{source.where(name)}: has no column {needed}, but {', '.join(columns)}")
+            raise UserError(f"{source.where(name)}: has no column {needed}; the columns are {', '.join(columns)}")
     folder, split = PurePosixPath(name).parent, _COMMON_VOICE[PurePosixPath(name).name]
     for number, line in lines:
         fields = dict(zip(columns, line.split("\t"), strict=False))
@@ -291,7 +293,7 @@ def _only_folder(source: Source, names: Iterable[str]) -> None:
     folders = sorted({str(PurePosixPath(name).parent) for name in names})
     if len(folders) > 1:
         raise UserError(
-            f"{source.where()}: {len(folders)} folders may be the data set; give one of {', '.join(folders)}"
+            f"{source.where()}: {len(folders)} folders could be the data set; give one of {', '.join(folders)}"
         )
 
 

@@ -26,7 +26,7 @@ Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 _FORMAT_VERSION = 3
 DROP = Reading(on_bad="drop")
 _DURATION_TOLERANCE = 0.5
-_ADVICE = "fix it, or skip such files with --on-bad drop"
+_ADVICE = "fix it, or skip unusable files with --on-bad drop"
 
 
 def load_corpus(
@@ -67,7 +67,7 @@ def read_recordings(path: Path, sample_rate: int, on_bad: OnBad = "drop") -> Cor
     in Hz to which all files are resampled. on_bad: whether to drop and count unusable files of a folder, or to refuse
     the first. Raises UserError for an unusable single file, and if no file is usable.
     """
-    folder, names, advice = path.parent, [path.name], "give recordings that can be read"
+    folder, names, advice = path.parent, [path.name], "give a readable recording"
     left_out = LeftOut()
     if path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.name.lower().endswith(SUFFIXES))
@@ -181,7 +181,7 @@ def _read(source: Source, cache_dir: Path, sample_rate: int | None, progress: Pr
             skipped=left_out.counts(),
             found={
                 "transcripts": f"{what}, such as {' '.join(kept[0].transcript.split())!r}",
-                "samples a second": ", ".join(f"{hz} ({count} files)" for hz, count in of_files.most_common()),
+                "sample rate": ", ".join(f"{hz} Hz ({count} files)" for hz, count in of_files.most_common()),
                 **_too_loud(loud),
                 **({"encoding": left_out.note} if left_out.note else {}),
             },
@@ -192,13 +192,13 @@ def _refuse_repeated(source: Source, utterances: Sequence[Utterance]) -> None:
     """Raises UserError for a repeated recording, which could be in two splits."""
     for name, count in Counter(utterance.name for utterance in utterances).items():
         if count > 1:
-            raise UserError(f"{source.where(name)}: is listed {count} times; list each recording once")
+            raise UserError(f"{source.where(name)}: occurs {count} times; list each recording once")
 
 
 def _decode(source: Source, utterance: Utterance) -> tuple[np.ndarray, int]:
     """Returns an utterance's samples and sample rate. Raises UnreadableAudio if the utterance is unusable."""
     if utterance.problem:
-        raise UnreadableAudio("has a transcript that cannot be read")
+        raise UnreadableAudio("has an unreadable transcript")
     if not normalise(utterance.transcript):
         raise UnreadableAudio("has no transcript")
     try:
@@ -207,12 +207,12 @@ def _decode(source: Source, utterance: Utterance) -> tuple[np.ndarray, int]:
         raise UnreadableAudio("is not in the archive") from None
     except ARCHIVE_ERRORS as error:
         # archive errors contain the file name, but equal reasons must count as one
-        raise UnreadableAudio(getattr(error, "strerror", None) or "cannot be read from its archive") from None
+        raise UnreadableAudio(getattr(error, "strerror", None) or "cannot be read from the archive") from None
     if not len(samples):
         raise UnreadableAudio("has no samples")
     said = utterance.duration
     if said is not None and abs(len(samples) / rate - said) > _DURATION_TOLERANCE * said:
-        raise UnreadableAudio("does not have the duration in the manifest")
+        raise UnreadableAudio("has another duration than in the manifest")
     return samples, rate
 
 

@@ -19,7 +19,7 @@ from trainer.common.files import DISK_FULL, read_at_most, read_whole, refusing_d
 MOST_SOUND = 4 << 30
 """Largest size of a recording in bytes; a WAV file cannot be larger."""
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
-_ROOM = "choose a folder with room for the unpacked archive"
+_ROOM = "choose a folder with enough space for the unpacked archive"
 MANIFESTS = (".json", ".jsonl")
 
 
@@ -64,7 +64,9 @@ def find(path: Path) -> Path:
         if archives and not any(name.lower().endswith((*SUFFIXES, *MANIFESTS)) for name in _names_in(path)):
             if len(archives) > 1:
                 shown = ", ".join(file.name for file in archives)
-                raise UserError(f"--data-dir {path}: holds {len(archives)} archives ({shown}); give one of them")
+                raise UserError(
+                    f"--data-dir {path}: contains {len(archives)} archives ({shown}); give the path of one archive"
+                )
             return archives[0]
     return path
 
@@ -90,7 +92,7 @@ def opened(path: Path, cache_dir: Path, left_out: LeftOut) -> Iterator[Source]:
                 names, read = stack.enter_context(_zip(path) if is_zip else _tar(path, cache_dir))
             except ARCHIVE_ERRORS as error:
                 raise UserError(
-                    f"--data-dir {path}: is not an archive or is damaged ({error}); download it again"
+                    f"--data-dir {path}: is damaged, or is not an archive ({error}); download it again"
                 ) from None
             yield Source(path, tuple(_visible(path, names)), False, read, left_out)
     elif path.name.lower().endswith(MANIFESTS):
@@ -160,6 +162,7 @@ def _visible(path: Path, names: Iterable[str]) -> list[str]:
     for name in visible:
         if name.startswith("/") or ".." in PurePosixPath(name).parts:
             raise UserError(
-                f"--data-dir {path}: holds the name {name!r}, which points outside the archive; pack the archive again"
+                f"--data-dir {path}: contains the name {name!r}, which points outside the archive; pack the "
+                "archive again"
             )
     return visible

@@ -40,8 +40,8 @@ def hold_out(
     chosen = {part: np.flatnonzero(parts == part).astype(np.int64) for part in ("train", "val", "test")}
     if not len(chosen["train"]):
         raise UserError(
-            f"--split {split}: of {len(corpus)} utterances {len(chosen['val'])} are for validation, "
-            f"{len(chosen['test'])} for testing and none for training; hold out fewer"
+            f"--split {split}: holds out all {len(corpus)} utterances ({len(chosen['val'])} for validation, "
+            f"{len(chosen['test'])} for testing), so none are left for training; hold out fewer"
         )
     return chosen
 
@@ -80,9 +80,11 @@ def _by_speaker(
     named = {"test": test_speakers, "val": val_speakers}
     for part, speakers in named.items():
         for stranger in sorted(set(speakers) - set(known)):
-            raise UserError(f"--{part}-speakers {stranger}: no such speaker; there are {', '.join(known)}")
+            raise UserError(f"--{part}-speakers {stranger}: no such speaker; the speakers are {', '.join(known)}")
     for speaker in sorted(set(test_speakers) & set(val_speakers)):
-        raise UserError(f"--val-speakers {speaker}: is also in --test-speakers; hold out each speaker once")
+        raise UserError(
+            f"--val-speakers {speaker}: is also in --test-speakers; name each speaker in only one of the flags"
+        )
     free = sorted(set(known) - set(test_speakers) - set(val_speakers), key=_hash)
     part_of = dict.fromkeys(known, "train")
     for part, share in {"test": test_share, "val": val_share}.items():

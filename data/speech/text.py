@@ -80,17 +80,19 @@ class Alphabet:
         except OSError as error:
             raise UserError(f"{where}: {error.strerror or error}; give a file with one symbol per line") from None
         except UnicodeDecodeError as error:
-            raise UserError(f"{where}: is not text in UTF-8 ({error.reason}); convert it") from None
+            raise UserError(f"{where}: is not text in UTF-8 ({error.reason}); convert the file to UTF-8") from None
         numbers: dict[str, int] = {}
         for number, line in enumerate(lines, start=1):
             symbol = " " if line in (" ", _SPACE_IN_FILES) else unicodedata.normalize("NFKC", line.strip()).lower()
             if not symbol:
-                raise UserError(f"{where}, line {number}: is empty; give one symbol per line, the space as <space>")
+                raise UserError(
+                    f"{where}, line {number}: is empty; give one symbol per line, and write the space as <space>"
+                )
             if units == "characters" and len(symbol) > 1:
                 raise UserError(f"{where}, line {number}: {symbol!r} is more than one character; use --units words")
             if symbol in numbers:
                 raise UserError(
-                    f"{where}, line {number}: {symbol!r} is already in line {numbers[symbol]}; keep one of them"
+                    f"{where}, line {number}: {symbol!r} is already in line {numbers[symbol]}; keep one of both lines"
                 )
             numbers[symbol] = number
         if not numbers:
@@ -104,8 +106,8 @@ class Alphabet:
             return np.fromiter((self._numbers[symbol] for symbol in symbols), np.int64, len(symbols))
         except KeyError as missing:
             raise UserError(
-                f"--alphabet: {missing.args[0]!r} in the transcript {text!r} is not among its {len(self.symbols)} "
-                "symbols; add the symbol, or remove that utterance"
+                f"--alphabet: {missing.args[0]!r} in the transcript {text!r} is not one of the {len(self.symbols)} "
+                "symbols; add the symbol, or remove the utterance"
             ) from None
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

@@ -105,7 +105,7 @@ class EASE(SimpleRecommender):
         if num_items > MOST_ITEMS_OF_EASE:
             raise UserError(
                 f"--model ease: has a weight for each pair of items, so it supports at most {MOST_ITEMS_OF_EASE:,} "
-                f"items, not {num_items:,}; use --model itemknn"
+                f"items, but the data have {num_items:,}; use --model itemknn"
             )
         super().__init__(num_items, maxlen)
         self.register_buffer("weights", torch.zeros(num_items + 1, num_items + 1))

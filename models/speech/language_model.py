@@ -81,12 +81,12 @@ def read_arpa(path: Path) -> NGram:
         elif order == 0:
             announced = re.fullmatch(r"ngram\s+(\d+)\s*=\s*(\d+)", line)
             if announced is None:
-                raise ValueError(f"{place}: {line!r} is not of the form ngram ORDER=COUNT")
+                raise ValueError(f"{place}: {line!r} does not have the form ngram ORDER=COUNT")
             counts[int(announced[1])] = int(announced[2])
         else:
             _add_entry(entries, line, order, place)
     missing = "\\data\\" if order == -1 else "\\end\\"
-    raise ValueError(f"{path}: line {missing} is missing: not an ARPA file, or truncated")
+    raise ValueError(f"{path}: line {missing} is missing, so this is not an ARPA file, or it is truncated")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -98,20 +98,24 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 if line.strip():
                     yield number, line.strip()
         except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path}: not text in UTF-8, or damaged: {error}") from None
+            raise ValueError(f"{path}: is damaged, or is not text in UTF-8 ({error})") from None
 
 
 def _add_entry(entries: dict[tuple[str, ...], tuple[float, float]], line: str, order: int, place: str) -> None:
     probability, *words = re.split(r"[ \t]+", line)
     backoff = words.pop() if len(words) == order + 1 else "0"
     if len(words) != order:
-        raise ValueError(f"{place}: {line!r} is not a log10-probability, {order} words and at most a backoff weight")
+        raise ValueError(
+            f"{place}: {line!r} does not have a log10 probability, {order} words and at most one backoff weight"
+        )
     try:
         values = max(float(probability), _NEVER), max(float(backoff), _NEVER)
     except ValueError:
         values = math.nan, math.nan
     if not (values[0] <= 0 and values[1] < math.inf):
-        raise ValueError(f"{place}: {probability} or {backoff} is not a log10-probability or log10 backoff weight")
+        raise ValueError(
+            f"{place}: {probability} is not a log10 probability, or {backoff} is not a log10 backoff weight"
+        )
     if tuple(words) in entries:
         raise ValueError(f"{place}: {' '.join(words)!r} occurs twice")
     entries[tuple(words)] = values
@@ -121,8 +125,8 @@ def _check_counts(entries: dict[tuple[str, ...], tuple[float, float]], counts: d
     found = Counter(map(len, entries))
     for order in sorted(counts.keys() | found.keys()):
         if found[order] != counts.get(order, 0):
-            announced = f"but {counts.get(order, 0)} by the section \\data\\"
-            raise ValueError(f"{place}: {found[order]} {order}-grams before it, {announced}")
+            announced = f"but its section \\data\\ announces {counts.get(order, 0)}"
+            raise ValueError(f"{place}: the file has {found[order]} {order}-grams, {announced}")
 
 
 class _Fusion(ABC):
@@ -263,6 +267,6 @@ def build_scorer(
     if not any(set(word) <= known if of_words else word in known for word in predicted):
         strange = min(predicted, default="nothing")
         raise ValueError(
-            f"predicts words such as {strange!r}, which the alphabet cannot spell; the alphabet is in lower case"
+            f"predicts words such as {strange!r}, which the alphabet cannot spell, because it is in lower case"
         )
     return (WordScorer if of_words else SymbolScorer)(ngram, symbols, weight, bonus)

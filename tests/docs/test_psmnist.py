@@ -49,7 +49,7 @@ def test_learns_to_tell_two_kinds_apart(run_here, mnist):
         (lambda path: path.unlink(), "has neither t10k-labels-idx1-ubyte nor"),
         (lambda path: path.write_bytes(path.read_bytes()[:-20]), "cannot be read"),
         (lambda path: path.write_bytes(gzip.compress(b"\0\0")), "cannot be read"),
-        (lambda path: path.write_bytes(gzip.compress(idx(np.zeros((3, 2), np.uint8)))), "is not the file of MNIST"),
+        (lambda path: path.write_bytes(gzip.compress(idx(np.zeros((3, 2), np.uint8)))), "is not the MNIST file of"),
         (lambda path: path.write_bytes(gzip.compress(idx(np.zeros(9, np.uint8))[:-1])), "or is incomplete"),
     ],
 )
@@ -61,12 +61,12 @@ def test_damaged_files_are_named(mnist, break_it, reason):
 
 
 def test_says_where_to_get_the_data(run_here):
-    assert "four files, from https://" in run_here(*TASK, status=2).err
+    assert "four files of MNIST, which are available at https://" in run_here(*TASK, status=2).err
 
 
 def test_keeps_pictures_to_train_on(run_here, mnist):
     printed = run_here(*TASK, "--data-dir", mnist, "--num-val", 240, "--save-dir", mnist / "run", status=2)
-    assert "--num-val 240: leaves none of 240" in printed.err
+    assert "--num-val 240: leaves none of the 240" in printed.err
 
 
 def test_size_of_the_published_model():

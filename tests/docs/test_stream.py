@@ -57,7 +57,7 @@ def test_channels_are_averaged_and_other_rates_refused(tmp_path):
     path = tmp_path / "a.wav"
     write_wav(path, np.array([[16384, 0], [-32768, -32768]]))
     assert read_wav(path, SAMPLE_RATE).tolist() == [0.25, -1]
-    with pytest.raises(UserError, match="16 bits at 8000 Hz; the run takes 16 bits at 16000 Hz"):
+    with pytest.raises(UserError, match="has 16 bits at 8000 Hz, but the run needs 16 bits at 16000 Hz"):
         read_wav(path, 16000)
 
 
@@ -70,4 +70,4 @@ def test_a_trained_run_transcribes_a_recording(run_here, tmp_path):
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "1.00 s of audio in" in said and "a chunk of 100 ms, frames of 55 ms" in said
     mistake = subprocess.run([*command[:-1], tmp_path], capture_output=True, text=True)
-    assert mistake.returncode == 2 and "give a wav of 16 bits" in mistake.stderr
+    assert mistake.returncode == 2 and "give a wav file with 16 bits per sample" in mistake.stderr

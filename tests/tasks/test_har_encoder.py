@@ -109,7 +109,7 @@ def test_a_run_that_goes_on_with_another_encoder_file_is_refused(run_here, train
     init = [*argv[:-1], tmp_path / "other", "--init-from", tmp_path / "run" / "best.pth"]
     for changed in ([*argv, "--epochs", 2], [*argv, "--eval-only"], init):
         said = run_here(*changed, status=2).err
-        assert "--encoder-path: is not the encoder with which this run began" in said
+        assert "--encoder-path: is not the encoder with which this run started" in said
 
 
 def test_features_of_less_precision_are_taken(trained, cache_dir):
@@ -136,7 +136,7 @@ def test_other_files_are_refused(trained, tmp_path, cache_dir):
     plain = {name.removeprefix("network."): value for name, value in weights.items()}
     attempt(plain, mode="first")
     attempt({n.removeprefix("encoder."): v for n, v in plain.items() if n.startswith("encoder.")}, mode="first")
-    with pytest.raises(UserError, match=r"--encoder-path .*weights.pth: its layers.0.weight has shape .* --mode"):
+    with pytest.raises(UserError, match=r"--encoder-path .*weights.pth: layers.0.weight has shape .* --mode"):
         attempt(weights, mode="early")
     with pytest.raises(UserError, match=r"--encoder-path .*: contains no harnet encoder"):
         attempt({"other": torch.zeros(2)}, mode="first")

@@ -57,7 +57,7 @@ def test_what_nobody_shows_is_said(own, recordings, run_here, tmp_path):
     lines = recordings.read_text().splitlines()
     recordings.write_text("\n".join(line for line in lines if ",run" not in line or ",eve," in line or ",fay," in line))
     out, _ = run_here(*own, "--test-subjects", "eve", "fay", "--save-dir", tmp_path / "run")
-    assert "The training set has no windows of run: hold out other subjects with --test-subjects or --val-subj" in out
+    assert "The training set has no windows of run; hold out other subjects with --test-subjects or --val-subj" in out
 
 
 @pytest.mark.parametrize("more", [["--epochs", 3], ["--eval-only"]], ids=lambda more: more[0])
@@ -76,7 +76,7 @@ def test_a_run_learns_and_labels_a_new_recording(model, own, recordings, run_her
     out, _ = run_here(*own, *model, "--save-dir", run)
     for row in ("person subject 6 people", "heart channel 62 to 100", "when left out not among --channels"):
         assert row in {" ".join(line.split()) for line in out.splitlines()}, out
-    assert "Classes (2, windows of each): rest: 30, run: 60." in out and "Held out for the test: eve." in out
+    assert "Classes (2, with numbers of windows): rest: 30, run: 60." in out and "Test subjects: eve." in out
     results = json.loads((run / "results.json").read_text())
     assert results["classes"] == ["rest", "run"] and results["metrics"]["test/accuracy"] > 0.9
     assert load(run / "best.pth")["data_facts"]["channels"] == ["acc_x", "acc_y", "acc_z", "heart"]
@@ -106,9 +106,9 @@ def test_a_clock_that_speaks_for_another_rate_is_said(step, says, recordings, ma
     ]
     recordings.write_text("\n".join(clocked))
     task = make_task("--data-dir", recordings, "--rate", 25, "--window", WINDOW, "--label-column", "label")
-    found = [remark for remark in task.remarks() if "--rate says" in remark]
+    found = [remark for remark in task.remarks() if "but --rate" in remark]
     assert len(found) == bool(says)
-    assert not found or f"the clock shows {says} rows a second, but --rate says 25" in found[0]
+    assert not found or f"the clock shows {says} rows per second, but --rate 25" in found[0]
 
 
 def test_without_a_rate_the_clock_counts(recordings, run_here, tmp_path):
@@ -118,7 +118,7 @@ def test_without_a_rate_the_clock_counts(recordings, run_here, tmp_path):
     recordings.write_text("\n".join([",".join(["time", *header[2:]]), *clocked]))
     argv = ["--window", WINDOW, *SHORT, "--save-dir", tmp_path / "run"]
     out, _ = run_here("--data-dir", recordings, *argv)
-    assert "99.98 rows a second" in out and "Warning" not in out
+    assert "99.98 rows per second" in out and "Warning" not in out
     run_here("--data-dir", recordings, *argv, "--epochs", 3)
     new = tmp_path / "new.csv"
     new.write_text("\n".join([",".join(header[2:5]), *(",".join(line[2:5]) for line in lines[:100])]))
@@ -138,9 +138,9 @@ def test_without_a_rate_the_clock_counts(recordings, run_here, tmp_path):
         (["Protocol/subject101.dat"], "is PAMAP2 (Protocol/subject101.dat), which cannot be read directly"),
         (["mHealth_subject1.log"], "is MHEALTH"),
         (["dataset/S1-ADL1.dat", "doc/notes.txt"], "is OPPORTUNITY"),
-        (["walk/ann.csv", "rest/ann.csv"], "has its tables in folders (rest/ann.csv, walk/ann.csv); put all"),
-        (["notes.txt"], "is neither UCI HAR (a folder or a zip) nor a table of your own recordings"),
-        ([], "it contains no files"),
+        (["walk/ann.csv", "rest/ann.csv"], "has tables in subfolders (rest/ann.csv, walk/ann.csv); put all"),
+        (["notes.txt"], "is neither UCI HAR (a folder or a zip) nor a table of recordings; give a table"),
+        ([], "files found: no files"),
     ],
 )
 def test_what_other_data_are_is_said(files, says, make_task, tmp_path):
@@ -167,14 +167,14 @@ def test_folds_are_made_of_people(own, run_here, tmp_path):
 def test_mistakes(own, run_here, recordings, tmp_path):
     save = ["--save-dir", tmp_path / "run"]
     for argv, part in (
-        (["--window", 40, *SHORT], "--window 40: applies only to your own recordings; give those with --data-dir"),
+        (["--window", 40, *SHORT], "--window 40: applies only to your own recordings; give recordings with --data-dir"),
         (
             [*own, "--val-subjects", "zoe"],
-            "--val-subjects zoe: not among the training subjects, which are ann bob cat dan fay",
+            "--val-subjects zoe: no such training subjects; the training subjects are ann bob cat dan fay",
         ),
-        ([*own, "--subject-column", "who"], "has no column known as --subject-column who; there are: when, heart"),
+        ([*own, "--subject-column", "who"], "has no column for --subject-column who; the columns are when, h"),
         ([*own[:2], "--channels", "heart,acc_x,heart", *own[4:]], "--channels: names heart more than once"),
-        ([*own, "--model", "deepconvlstm", "--window", 9], "--window 9: --model deepconvlstm needs at least 17 rows"),
+        ([*own, "--model", "deepconvlstm", "--window", 9], "--window 9: must be at least 17 for --model deepconvlstm"),
         (
             ["--data-dir", tmp_path / "notes.pdf", "--rate", 50],
             "notes.pdf: is neither UCI HAR (a folder or a zip) nor a table",

@@ -84,8 +84,8 @@ def test_columns_are_those_of_the_new_file_and_strangers_are_said(trained, predi
     flags = ["--user-column", "user", "--time-column", "time", "--top-k", 1]
     table, err = predict(plain, *flags)
     assert [row["user"] for row in table] == ["mia"]
-    assert "2 of 3 interactions have items that the run was not trained on" in err and "item-777, item-888" in err
-    assert "users without a known item: tom" in err
+    assert "2 of 3 interactions are left out, because the run was not trained on" in err and "item-777, item-888" in err
+    assert "users without a known item get no recommendations: tom" in err
     _, err = predict(plain, status=2)
     assert "--user-column buyer: " in err and "the columns are user, item, time" in err and err.count("error: ") == 1
 
@@ -110,7 +110,7 @@ def test_a_file_that_cannot_be_used_is_refused_by_its_flag(text, more, part, pre
     [
         ("run/best.pth", "could overwrite a file of the run"),
         ("run/logs/table.json", "could overwrite a file of the run"),
-        ("log.csv", "would overwrite --data-dir"),
+        ("log.csv", "would overwrite the run's --data-dir"),
     ],
 )
 def test_a_table_replaces_nothing_of_the_run(output, part, trained, predict, tmp_path):

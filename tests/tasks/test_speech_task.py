@@ -307,7 +307,7 @@ def test_unreadable_recordings_of_a_folder_are_left_out_or_refused(run_here, spo
 def test_a_run_begins_with_a_table_of_what_was_found(digits, make_task):
     rows = {" ".join(line.split()) for line in make_task("--task", "speech", "--data-dir", digits).remarks()}
     for row in (
-        "recordings found", "transcripts the names of the files, such as '0'", "samples a second 8000 (72 files)",
+        "recordings found", "transcripts file names, such as '0'", "sample rate 8000 Hz (72 files)",
         "speakers 3", "alphabet 4 characters: 0 1 2 3",
     ):  # fmt: skip
         assert row in rows
@@ -467,7 +467,7 @@ def test_a_corpus_of_transcripts_that_are_all_too_long_is_refused(refused, cache
 @pytest.mark.parametrize(
     ("args", "part"),
     [
-        ("--strings 3", "--strings 3: must be two numbers, the first at least 1, as in 3-7"),
+        ("--strings 3", "--strings 3: must be two numbers, the first of which is at least 1, such as 3-7"),
         ("--strings 0-3", "--strings 0-3: must be two numbers"),
         ("--strings 4-3", "--strings 4-3: must be two numbers"),
         ("--model lmu --num-heads 3", "--num-heads 3: must evenly divide --hidden-size 512"),
@@ -475,7 +475,7 @@ def test_a_corpus_of_transcripts_that_are_all_too_long_is_refused(refused, cache
         ("--subsampling 8", "--subsampling 8: must be 1, 2 or 4"),
         ("--model lmu --width 9", "--width 9: --model lmu does not use it; leave it out"),
         ("--model lmu --streaming", "error: --streaming: --model lmu does not use it; leave it out"),
-        ("--streaming --masking-db 20", "--masking-db 20: needs the power of the whole utterance; leave out --stream"),
+        ("--streaming --masking-db 20", "--masking-db 20: needs the power of the whole utterance, which a stream"),
         ("--hidden-size 8", "--hidden-size 8: --model plmu does not use it; leave it out"),
         (
             "--val-speakers anna",
@@ -508,11 +508,11 @@ def test_mistakes_are_shown_together(refused, tmp_path):
     ("args", "parts"),
     [
         (["--split", "speaker", "--val-speakers", "dora"], ["--val-speakers dora: no such speaker", "anna, ben, cleo"]),
-        (["--split", "speaker", "--val-speakers", *SPEAKERS], ["--split speaker: ", "none for training"]),
+        (["--split", "speaker", "--val-speakers", *SPEAKERS], ["--split speaker: ", "none are left for training"]),
         (["--folds", 4], ["--folds 4: must be 2 to 3, the number of speakers"]),
         (["--num-mels", 200], ["--num-mels 200", "too many"]),
-        (["--alphabet", "FILE"], ["--alphabet: '3' in the transcript '3' is not among its 3 symbols"]),
-        (["--beam", 2, "--language-model", "FILE"], ["--language-model ", "not an ARPA file, or truncated"]),
+        (["--alphabet", "FILE"], ["--alphabet: '3' in the transcript '3' is not one of the 3 symbols"]),
+        (["--beam", 2, "--language-model", "FILE"], ["--language-model ", "this is not an ARPA file"]),
         (["--data-dir", "EMPTY"], ["--data-dir ", "no recordings with transcripts"]),
     ],
     ids=lambda value: None if isinstance(value[0], str) and " " in value[0] else value[0],

@@ -95,7 +95,7 @@ def test_classes_to_score_are_one_for_each_row(fitted):
     with pytest.warns(UserWarning, match="column-vector"):
         assert fitted.score(x, y[:, None]) == fitted.score(x, y)
     for score in (fitted.score, fitted.evaluate):
-        with pytest.raises(ValueError, match="X has 40 rows, but y 1"):
+        with pytest.raises(ValueError, match="X has 40 rows, but y has 1"):
             score(x, y[:1])
 
 
@@ -167,9 +167,9 @@ def test_tuned_classifiers(strategy, tmp_path, capsys):
     ("x", "y", "message"),
     [
         (np.zeros(5), np.zeros(5), "Expected 2D array, got 1D array"),
-        (np.zeros((4, 2)), np.zeros(3), "X has 4 rows, but y 3"),
+        (np.zeros((4, 2)), np.zeros(3), "X has 4 rows, but y has 3"),
         (Frame(), np.zeros(3), "0 feature"),
-        (Frame({f"x{i}": np.zeros(3) for i in range(1001)}), np.zeros(3), "X has 1,001 columns, more than 1,000"),
+        (Frame({f"x{i}": np.zeros(3) for i in range(1001)}), np.zeros(3), "X has 1,001 columns, but at most 1,000"),
         (np.random.default_rng(0).normal(size=(9, 2)), np.zeros(9), "all rows have the class"),
         (np.random.default_rng(0).normal(size=(9, 2)), np.linspace(0, 1, 9), "Unknown label type: continuous"),
     ],

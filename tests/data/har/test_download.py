@@ -92,7 +92,7 @@ def test_what_a_killed_download_left_is_replaced(server, target) -> None:
 
 @pytest.mark.parametrize(
     ("chunked", "reason"),
-    [(False, f"the connection broke {len(CONTENT) - HALF} bytes before the end"), (True, "IncompleteRead")],
+    [(False, f"the connection ended {len(CONTENT) - HALF} bytes too early"), (True, "IncompleteRead")],
 )
 def test_a_broken_download_leaves_nothing(server, target, chunked, reason) -> None:
     server.chunked, server.cut_after = chunked, [HALF]
@@ -133,7 +133,7 @@ def test_every_address_that_fails_is_named_with_its_reason(server, target, nobod
         f"--download: cannot download file.zip from {server.address('a.zip')}: HTTP Error 404: Not Found; "
         f"nor from {server.address('b.zip')}: HTTP Error 500: Internal Server Error; "
         f"nor from {nobody_listens}: [Errno 111] Connection refused. "
-        "Download the file by other means and give it with --data-dir"
+        "Download the file in another way, and give its path with --data-dir"
     )
     assert_nothing_left(target)
 
@@ -156,8 +156,8 @@ def test_a_redirect_on_this_machine_is_followed(server, target) -> None:
 @pytest.mark.parametrize(
     ("address", "reason"),
     [
-        ("http://example.com/x", "leads to 'http://example.com/x', which is not https"),
-        ("ftp://127.0.0.1/x", "leads to 'ftp://127.0.0.1/x', which is not https"),
+        ("http://example.com/x", "redirects to 'http://example.com/x', which is not an https"),
+        ("ftp://127.0.0.1/x", "redirects to 'ftp://127.0.0.1/x', which is not an https"),
         ("file:///etc/hostname", "HTTP Error 302"),
     ],
 )
@@ -176,13 +176,13 @@ def test_a_redirect_to_https_is_followed(server, target, nobody_listens) -> None
 
 @pytest.mark.parametrize("address", ["http://example.com/x", "ftp://127.0.0.1/x", "file:///etc/hostname", "data:,x"])
 def test_an_address_that_is_not_https_is_refused(target, address) -> None:
-    with pytest.raises(UserError, match="which is not https"):
+    with pytest.raises(UserError, match="which is not an https"):
         get(target, address)
 
 
 def test_https_does_not_lead_back_to_http_on_this_machine() -> None:
     request = Request("http://127.0.0.1/x", origin_req_host="example.com")
-    with pytest.raises(URLError, match="which is not https"):
+    with pytest.raises(URLError, match="which is not an https"):
         build_opener(HttpsOnly).open(request)
 
 
@@ -236,7 +236,7 @@ def test_two_processes_at_once_fetch_once(server, target) -> None:
 def test_of_two_processes_one_fetches_when_the_other_has_failed(server, target) -> None:
     server.delay_s, server.cut_after = 0.4, [HALF]
     failed, done = sorted(fetch_in_two_processes(target, server.address()))
-    assert done == "done\n" and "the connection broke" in failed
+    assert done == "done\n" and "the connection ended" in failed
     assert_only(target)
     assert len(server.requests) == 2
 

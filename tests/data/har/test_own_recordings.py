@@ -70,8 +70,8 @@ def test_windows_are_those_of_a_slow_loop(load, tmp_path, delimiter):
     assert has_row(loaded, "subject", "subject", "2 people")
     assert has_row(loaded, "activity", "label", "2 classes; 30 rows without a label")
     assert has_row(loaded, "time", "clock", "0 to 100") and has_row(loaded, "acc_x", "channel", r"-\d.* to \d.*")
-    assert "the clock goes back" not in text
-    assert "1 recordings of one activity that are shorter than a window, 9 rows in all" in text
+    assert "clock runs back" not in text
+    assert "1 recordings of one activity, with 9 rows in total, because they are shorter" in text
 
 
 def test_a_folder_of_files_in_which_no_window_reaches_from_one_to_the_next(load, tmp_path):
@@ -108,7 +108,7 @@ def test_clocks_and_second_names_of_the_answer_are_no_channels(load, tmp_path):
     assert loaded.recordings.channels == ("acc", "light")
     for name in (r"Time \(s\)", "seconds_elapsed", "timestamp_ms"):
         assert has_row(loaded, name, "clock", "0 to 23")
-    assert has_row(loaded, "activity_id", "left out", "its name suggests numbers of rows, people or activities")
+    assert has_row(loaded, "activity_id", "left out", "its name suggests a row number, a person or an activity")
     assert load(path, channels=("acc", "seconds_elapsed")).recordings.channels == ("acc", "seconds_elapsed")
 
 
@@ -131,7 +131,7 @@ def test_a_column_that_no_motion_makes_is_no_channel(load, tmp_path, values, why
     assert loaded.recordings.channels == ("acc",)
     assert has_row(loaded, "level", "left out", why)
     assert load(path, channels=("level",)).recordings.channels == ("level",)
-    with pytest.raises(UserError, match=rf"has no column to use as a channel \(level {why}\); name columns with --ch"):
+    with pytest.raises(UserError, match=rf"has no column to use as a channel \(level {why}\); choose columns"):
         load(write(tmp_path / "levels.csv", [[row[0], *row[2:]] for row in rows], [names[0], *names[2:]]))
 
 
@@ -149,7 +149,7 @@ def test_columns_of_a_place_or_a_device_are_no_channels_by_their_names(load, tmp
             for i in range(24)]  # fmt: skip
     loaded = load(write(tmp_path / "mine.csv", rows, names))
     assert loaded.recordings.channels == tuple(kept)
-    assert has_row(loaded, "Battery", "left out", "its name suggests a place or a device, not a motion")
+    assert has_row(loaded, "Battery", "left out", "its name suggests a place or a device, not a motion signal")
     assert has_row(loaded, "device", "left out", "text, such as 'Pixel 7'")
 
 
@@ -168,7 +168,7 @@ def test_spellings_of_one_name_are_one_class_and_one_person(load, tmp_path):
     found = loaded.recordings
     assert (found.classes, found.subject_names) == (("1", "2", "3", "W", "w", "yes"), ("1", "2"))
     assert np.bincount(found.labels).tolist() == [2, 1, 1, 1, 1, 2]
-    assert "Treated as the same name: 1 and 1.0; 02 and 2 and 2.0; 1 and 1.0; YES and yes." in loaded.remarks
+    assert "These spellings count as one name: 1 and 1.0; 02 and 2 and 2.0; 1 and 1.0; YES and yes." in loaded.remarks
     assert has_row(loaded, "activity", "label", "6 classes; 36 rows without a label")
     alone = load(write(tmp_path / "alone.csv", rows_of([("a", "1.0", 12), ("a", "2.0", 12)])))
     assert alone.recordings.classes == ("1.0", "2.0") and "Taken" not in " ".join(alone.remarks)
@@ -238,11 +238,11 @@ def timed(people, length=30):
 def test_people_at_different_rates_are_refused_by_name(load, tmp_path):
     names = ["time", "acc", "subject", "activity"]
     path = write(tmp_path / "mine.csv", timed([("a", 50), ("b", 50), ("c", 52), ("d", 25), ("e", 25)]), names)
-    with pytest.raises(UserError, match=r"different rates \(d, e: 25 rows a second; the others: 50\)") as refused:
+    with pytest.raises(UserError, match=r"\(d, e: 25 rows per second; all other people: 50\)") as refused:
         load(path)
     assert "resample to one rate" in str(refused.value)
     halves = timed([("a", 50), ("b", 25)], length=31)
-    with pytest.raises(UserError, match=r"\(a: 50 rows a second; the others: 25\)"):
+    with pytest.raises(UserError, match=r"\(a: 50 rows per second; all other people: 25\)"):
         load(write(path, halves, names))
     write(path, [[index, *rest] for index, (_, *rest) in enumerate(halves)], names)
     assert load(path).rate_hz is None  # numbers of rows tell no rate
@@ -254,7 +254,7 @@ def test_recordings_of_a_person_at_another_rate_are_said(load, tmp_path):
     rows += [[f"{k / 25:.4f}", k % 7, "b", "run"] for k in range(30)]
     loaded = load(write(tmp_path / "mine.csv", rows, names))
     assert loaded.rate_hz == pytest.approx(50)
-    assert "6 windows come from recordings whose clock shows another rate, such as 25 rows a second instead of 50" in (
+    assert "6 windows come from recordings whose clock shows another rate, such as 25 rows per second instead" in (
         " ".join(loaded.remarks)
     )
 
@@ -283,7 +283,7 @@ def test_clocks_of_other_dates_show_gaps_and_the_rate(load, tmp_path, style, nam
     """Also where day and month cannot be told apart, as long as that makes no difference."""
     for day in (31, 4):
         loaded = load(write(tmp_path / "mine.csv", dated(style, day), [name, "acc", "subject", "activity"]))
-        assert "Divided at 1 places" in " ".join(loaded.remarks)
+        assert "divided at 1 gaps" in " ".join(loaded.remarks)
         assert loaded.rate_hz == pytest.approx(50) and loaded.recordings.channels == ("acc",)
         assert len(loaded.recordings.signals) == 1 + 1 + 3
 
@@ -293,7 +293,7 @@ def test_a_clock_that_cannot_be_read_is_said(load, tmp_path):
     rows = dated("31/05/24 18h30m{second:06.3f}")
     loaded = load(write(tmp_path / "mine.csv", rows, names))
     assert has_row(loaded, "time", "clock", "cannot be read: '31/05/24 18h30m00.000'")
-    assert "the column time has the name of a clock, but its cell '31/05/24 18h30m00.000' cannot be read" in (
+    assert "the column time has the name of a clock, but its value '31/05/24 18h30m00.000' is not a time" in (
         " ".join(loaded.remarks)
     )
     some = dated("18:30:{second:06.3f}")
@@ -312,7 +312,7 @@ def test_rows_in_another_order_than_that_of_the_clock(load, tmp_path):
     names = ["time", "acc", "subject", "activity"]
     rows = [[i, i % 3, "p", "ab"[i // 12]] for i in range(24)]
     rows[3:6], rows[15:17] = rows[5:2:-1], rows[16:14:-1]
-    said = "Within recordings, the clock goes backwards"
+    said = "The clock runs backwards"
     assert f"{said} 3 times" in " ".join(load(write(tmp_path / "mine.csv", rows, names)).remarks)
     fine = {
         "anew.csv": [[row % 6, *rest] for row, (_, *rest) in enumerate(rows)],
@@ -334,7 +334,7 @@ def test_no_window_reaches_over_a_gap_or_from_one_trial_to_the_next(load, tmp_pa
     loaded = load(write(tmp_path / "mine.csv", rows, names), channels=("acc",))
     first = loaded.recordings.signals[:, 0, 0].astype(int).tolist()
     assert first == [0, 4, 17, 21, 25, 29, 100, 104, 115, 119]
-    assert "Divided at 1 places where the clock jumps by more than 10 of its usual steps" in " ".join(loaded.remarks)
+    assert "divided at 1 gaps, where the clock jumps by more than 10 of its usual intervals" in " ".join(loaded.remarks)
     assert loaded.rate_hz == pytest.approx(50, abs=2)
 
 
@@ -343,7 +343,7 @@ def test_a_clock_of_dates_is_one(load, tmp_path):
     instants = [f"2024-05-{31 if i < 17 else 30} 18:30:{i // 50:02}.{i % 50 * 2:02}" for i in range(40)]
     rows = [[instant, i, "p", "walk" if i < 29 else "sit"] for i, instant in enumerate(sorted(instants))]
     loaded = load(write(tmp_path / "mine.csv", rows, names), channels=("acc",))
-    assert "Divided at 1 places" in " ".join(loaded.remarks)
+    assert "divided at 1 gaps" in " ".join(loaded.remarks)
     assert loaded.rate_hz == pytest.approx(50, rel=1e-3)
 
 
@@ -356,7 +356,7 @@ def test_a_clock_of_whole_seconds_tells_the_rate(load, tmp_path):
 
 def test_channels_that_are_not_there_are_named_with_the_flag(load, tmp_path):
     path = write(tmp_path / "mine.csv", rows_of(BOUTS))
-    with pytest.raises(UserError, match=r"^--channels nope: .*mine.csv has no such columns; there are: time, heart"):
+    with pytest.raises(UserError, match=r"^--channels nope: .*mine.csv has no such columns; the columns are time, h"):
         load(path, channels=("acc_x", "nope"))
 
 
@@ -365,7 +365,7 @@ def test_the_finest_clock_tells_gaps(load, tmp_path):
     names = ["date", "time", "acc", "subject", "activity"]
     rows = [[20240531 + (i >= 20), i // 5 / 10 + 500 * (i >= 20), i, "pq"[i >= 40], "ab"[i >= 40]] for i in range(80)]
     loaded = load(write(tmp_path / "mine.csv", rows, names), channels=("acc",))
-    assert "Divided at 1 places" in " ".join(loaded.remarks)
+    assert "divided at 1 gaps" in " ".join(loaded.remarks)
     assert loaded.rate_hz == pytest.approx(50, rel=0.2)
 
 
@@ -373,8 +373,8 @@ def test_why_there_is_no_window_is_said(load, tmp_path):
     names = ["acc", "subject", "activity"]
     apart = [[i, "pq"[i % 2], "walk"] for i in range(40)]
     for rows, said in (
-        ([[i, "p", ""] for i in range(40)], r"no row has a label \(column activity\); .* with --label-column"),
-        (apart, r"the longest recording has 1 rows; sort the rows by person and time, or choose a smaller --window"),
+        ([[i, "p", ""] for i in range(40)], r"no row has a label in the column activity; .* with --label-column"),
+        (apart, r"the longest has 1 rows.; sort the rows by person and time, or choose a smaller --window"),
     ):
         with pytest.raises(UserError, match=said):
             load(write(tmp_path / "mine.csv", rows, names), channels=("acc",))
@@ -389,9 +389,9 @@ def test_the_label_is_the_column_that_is_called_so_to_the_letter(load, tmp_path)
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        ({"channels": ("acc_x", "activity")}, r"^--channels activity: is the label in .*mine.csv; leave it out"),
+        ({"channels": ("acc_x", "activity")}, r"^--channels activity: is the label in .*mine.csv; leave this column"),
         ({"channels": ("subject",)}, r"^--channels subject: is the subject in "),
-        ({"subject_column": "activity"}, r"line 1: activity is both the subject and the label; name another column "),
+        ({"subject_column": "activity"}, r"line 1: activity is both the subject and the label; choose another column "),
     ],
 )
 def test_a_column_has_one_role(load, tmp_path, chosen, message):
@@ -437,7 +437,7 @@ def test_people_of_the_test_are_those_named_or_every_fifth(load, tmp_path):
     assert tested(None) == {"p4"} and tested(["p1", "p6"]) == {"p1", "p6"}
     splits = split_by_subject(with_test_subjects(recordings, None), 0, [0])
     assert {name: len(part) for name, part in splits.items()} == {"train": 10, "val": 2, "test": 2}
-    with pytest.raises(UserError, match=r"^--test-subjects eve zoe: not among the subjects, which are p0 p1"):
+    with pytest.raises(UserError, match=r"^--test-subjects eve zoe: no such subjects; the subjects are p0 p1"):
         tested(["eve", "p1", "zoe"])
     with pytest.raises(UserError, match=r"^--test-subjects p0 .*: leaves none of the 7 subjects"):
         tested([f"p{i}" for i in range(7)])
@@ -446,16 +446,16 @@ def test_people_of_the_test_are_those_named_or_every_fifth(load, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda lines: ["a,b,c", "1,2,3"], "has no column known as the subject (name it with --subject-column) and the "
-         "label (name it with --label-column); there are: a, b, c"),
+        (lambda lines: ["a,b,c", "1,2,3"], "has no column for the subject (name it with --subject-column) and the "
+         "label (name it with --label-column); the columns are a, b, c"),
         (lambda lines: [*lines[:3], "2,oops,1,1,1,p,walk"], "line 4, column 2 (heart_rate): 'oops' is not a number; "
-         "fix it, name the channels with --channels, or add --on-bad drop"),
-        (lambda lines: [*lines[:3], "2,1,1"], "line 4: 3 columns, but the header has 7"),
-        (lambda lines: [*lines[:3], "2,1,1,1,1,,walk"], "row 3 below the names has no subject"),
-        (lambda lines: lines[:9], "no activity lasts for the 10 rows of a window"),
-        (lambda lines: lines[:12], "has windows of walk alone, but at least two classes are needed"),
+         "fix it, choose channels with --channels, or add --on-bad drop"),
+        (lambda lines: [*lines[:3], "2,1,1"], "line 4: 3 columns, but 7 column names"),
+        (lambda lines: [*lines[:3], "2,1,1,1,1,,walk"], "row 3 below the column names has no subject"),
+        (lambda lines: lines[:9], "no recording of one activity has the 10 rows of a window"),
+        (lambda lines: lines[:12], "has only windows of walk; give recordings of at least two"),
         (lambda lines: lines[:1], "has column names, but no readable rows"),
-        (lambda lines: [lines[0].replace("acc_x", '"acc\nx"'), *lines[1:]], "the column 'acc\\nx' has a line break"),
+        (lambda lines: [lines[0].replace("acc_x", '"acc\nx"'), *lines[1:]], "the column name 'acc\\nx' has a line"),
         (lambda lines: [], "is empty"),
         (lambda lines: [line.replace("walk", "confidence") for line in lines], "label 'confidence': is also a column"),
         (lambda lines: [line.replace(",p,", ',"p,q",') for line in lines], "subject 'p,q': must not begin with '-'"),
@@ -501,14 +501,14 @@ def test_rows_with_empty_cells(load, tmp_path, on_bad):
     filled = 3 if on_bad == "interpolate" else 0
     such_as = f", such as --data-dir {path}, line 12, column 3 (wave): '' is not a number."
     told = {text.removesuffix(such_as) for text in loaded.remarks if text.endswith(such_as)}
-    expected = {f"Left out: {len(dropped)} rows that cannot be read, at which recordings are divided"}
-    expected |= {f"Filled in from the numbers before and after: {filled} cells without a number"} if filled else set()
+    expected = {f"Left out: {len(dropped)} unreadable rows, at which recordings are divided"}
+    expected |= {f"Interpolated: {filled} values that were not numbers"} if filled else set()
     assert told == expected
 
 
 def test_a_row_without_a_subject_is_told(load, tmp_path):
     loaded = load(with_holes(tmp_path, [(60, 3)]), reading=Reading(on_bad="drop"))
-    told = "Left out: 1 rows that cannot be read, .* such as row 61 below the names, which has no subject."
+    told = "Left out: 1 unreadable rows, .* such as row 61 below the column names, which has no subject."
     assert any(re.match(told, text) for text in loaded.remarks)
 
 
@@ -519,7 +519,7 @@ def test_lines_of_another_width_divide_recordings(load, tmp_path):
     path.write_text("\n".join(lines) + "\n")
     loaded = load(path, channels=("ramp", "wave"), reading=Reading(on_bad="interpolate"))
     assert not any(19 - 9 < window[0, 0] * 4 <= 20 for window in loaded.recordings.signals)
-    assert any("line 22: 6 columns, but the header has 5" in text for text in loaded.remarks)
+    assert any("line 22: 6 columns, but 5 column names" in text for text in loaded.remarks)
 
 
 def test_new_recordings_with_holes_keep_their_times(tmp_path):
@@ -529,4 +529,4 @@ def test_new_recordings_with_holes_keep_their_times(tmp_path):
         read_new_windows(path, wanted)
     found = read_new_windows(path, wanted, reading=Reading(on_bad="drop"))
     assert found.start_s.tolist()[:2] == [20.0, 25.0] and found.signals[0, 0, 0] == 10
-    assert found.remarks[0].startswith("Left out: 40 rows that cannot be read")
+    assert found.remarks[0].startswith("Left out: 40 unreadable rows")

@@ -87,7 +87,7 @@ def test_windows_keep_to_one_person_and_one_side_of_a_gap(tmp_path):
     starts = [0, 5, 15, 20, 30, 42, 44 - 2]
     assert windows.signals[:, 0, 0].tolist() == [row % 7 if row < 30 else (row - 30) % 7 for row in starts[:6]]
     text = " ".join(windows.remarks)
-    assert "the clock jumps at 2 places" in text and "has rows of 2 people" in text
+    assert "the clock has 2 gaps" in text and "has rows of 2 people" in text
 
 
 def test_times_are_those_of_the_clock(tmp_path):
@@ -112,7 +112,7 @@ def test_times_are_those_of_the_clock(tmp_path):
 )
 def test_another_rate_by_the_clock_is_refused(clock, tmp_path):
     path = recorded(tmp_path / "new.csv", [("p", 100)], rate=25.0, names=("time", "subject"), clock=clock)
-    with pytest.raises(UserError, match=r"^--predict .*the clock \(time\) shows 25 rows a second, but .* on 50"):
+    with pytest.raises(UserError, match=r"^--predict .*the clock \(time\) shows 25 rows per second, but .* on 50"):
         read_new_windows(path, ONE)
     path = recorded(path, [("p", 100)], names=("time", "subject"), clock=clock)
     assert len(read_new_windows(path, ONE)) == 19
@@ -124,8 +124,8 @@ def test_labels_are_not_looked_at_and_a_clock_that_cannot_be_read_is_said(tmp_pa
     )
     windows = read_new_windows(path, ONE)
     assert len(windows) == 7
-    assert "has a label column, which is ignored" in windows.remarks[0]
-    assert "the column time has the name of a clock, but its cell 'noon' cannot be read" in windows.remarks[1]
+    assert "the label column is ignored" in windows.remarks[0]
+    assert "the column time has the name of a clock, but its value 'noon' is not a time" in windows.remarks[1]
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------
@@ -147,11 +147,11 @@ def refuse_file(path, message):
         (5, 4, "-inf", "line 5, column 4 (body_gyro_x): '-inf' is not a finite number"),
         (7, 7, "1e39", "line 7, column 7 (total_acc_x): '1e39' is not a finite number"),
         (7, 7, "1e30", "line 7, column 7 (total_acc_x): '1e30' is not a finite number below 1e+15"),
-        (7, 7, "1,5", "line 7: 10 columns, but the header has 9"),
+        (7, 7, "1,5", "line 7: 10 columns, but 9 column names"),
         (7, 7, '"1', "line 7: a quotation mark opens but never closes"),
-        (1, 2, "acc_y", "line 1: lacks body_acc_y; all nine channels are needed"),
+        (1, 2, "acc_y", "line 1: lacks body_acc_y; give all nine channels"),
         (1, 2, "body_acc_x", "line 1: lacks body_acc_y"),
-        (1, 9, "total_acc_z,total_acc_z", "line 1: names total_acc_z more than once"),
+        (1, 9, "total_acc_z,total_acc_z", "line 1: has several columns named total_acc_z"),
     ],
 )
 def test_mistake_in_a_recording_is_named(line, column, field, message, windows, tmp_path):
@@ -179,9 +179,9 @@ def test_mistake_far_below_is_named_by_its_line(tmp_path):
         (b"\n\n", "is empty"),
         (
             b"1;2;3\n4;5;6\n",
-            "line 1: names none of the nine channels; give a CSV whose first line names them, separated",
+            "line 1: has none of the nine channels; give a CSV with the line of column names body_acc_x",
         ),
-        (",".join(SIGNALS).encode(), "has 0 rows below its header, and a window takes 128 (2.56 s at 50 Hz)"),
+        (",".join(SIGNALS).encode(), "column names, but a window has 128 rows (2.56 s at 50 Hz)"),
         (b"\x93NUMPY\x01\x00", "is a NumPy array, which cannot be read directly"),
         (b"\x00\x01\x02" * 100, "line 1"),
         (b"x" * 200_000, "line 1"),
@@ -195,19 +195,19 @@ def test_file_that_is_no_recording(content, message, tmp_path):
 
 def test_recording_that_is_too_short(windows, tmp_path):
     path = save_recording(tmp_path / "walk.csv", joined(windows)[:127])
-    refuse_file(path, "has 127 rows below its header")
+    refuse_file(path, "has 127 rows below its line of column")
 
 
 def test_array_that_holds_no_windows(windows, tmp_path):
     path = tmp_path / "walk.npy"
     wrong = {
-        "has shape (14, 128, 9); windows have shape (N, 9, 128)": windows.swapaxes(1, 2),
-        "has shape (9, 128); windows": windows[0],
-        "has shape (14, 9, 64); windows": windows[..., :64],
+        "has shape (14, 128, 9); give windows of shape (N, 9, 128)": windows.swapaxes(1, 2),
+        "has shape (9, 128); give windows": windows[0],
+        "has shape (14, 9, 64); give windows": windows[..., :64],
         "contains no windows": windows[:0],
-        "has numbers of type complex64": windows.astype(np.complex64),
-        "has numbers of type <U3": np.full((1, 9, 128), "1.0"),
-        "has numbers of type bool": np.ones((1, 9, 128), bool),
+        "has the data type complex64": windows.astype(np.complex64),
+        "has the data type <U3": np.full((1, 9, 128), "1.0"),
+        "has the data type bool": np.ones((1, 9, 128), bool),
     }
     for message, array in wrong.items():
         refuse_file(save_windows(path, array), message)
@@ -235,7 +235,7 @@ def test_file_that_is_no_array(windows, tmp_path):
         b"plain text": "contains Python objects or is not a .npy file; no code in it was run",
         pickle.dumps(Malicious(created)): "contains Python objects",
         pickled.getvalue(): "contains Python objects",
-        (tmp_path / "archive.npz").read_bytes(): "is an archive of arrays; give one array of shape (N, 9, 128)",
+        (tmp_path / "archive.npz").read_bytes(): "contains several arrays; give one array of shape (N, 9, 128)",
     }.items():
         path.write_bytes(content)
         refuse_file(path, message)

@@ -86,15 +86,15 @@ def test_nobody_held_out_trains_on_all(recordings) -> None:
 
 def test_subjects_that_cannot_be_held_out_are_named(recordings) -> None:
     for val_subjects, message in {
-        ("99",): "--val-subjects 99: not among the training subjects, which are 1 3 5 6",
-        ("2",): "--val-subjects 2: not among the training subjects",
-        ("1", "3", "5", "6"): "--val-subjects: 4 of 4 training subjects",
-        (): "--val-subjects: 0 of 4 training subjects",
+        ("99",): "--val-subjects 99: no such training subjects; the training subjects are 1 3 5 6",
+        ("2",): "--val-subjects 2: no such training subjects",
+        ("1", "3", "5", "6"): "--val-subjects: holds out 4 of 4 training subjects",
+        (): "--val-subjects: holds out 0 of 4 training subjects",
     }.items():
         with pytest.raises(UserError, match=message):
             named_subjects(recordings, val_subjects)
     for num_val_subjects in (0, 4, 5):
-        with pytest.raises(UserError, match=f"--num-val-subjects {num_val_subjects}: .*4 training subjects"):
+        with pytest.raises(UserError, match=f"--num-val-subjects {num_val_subjects}: .*less than 4, the number of"):
             rotated_subjects(recordings, 0, num_val_subjects)
     for num_folds in (1, 5):
         with pytest.raises(UserError, match=f"--folds {num_folds}: must be 2 to 4"):

@@ -434,15 +434,15 @@ def test_every_set_of_distinct_numbers_is_equally_probable() -> None:
 
 def test_too_few_items_for_negatives_are_said(make) -> None:
     all_in_training = from_lists([[1, 2, 3, 1, 1], [1, 2, 3]], None, 3, "all")
-    with pytest.raises(UserError, match=r"^--data-dir: .* leaves 0 of the 3 items, and 1 is needed"):
+    with pytest.raises(UserError, match=r"^--data-dir: 1 of the 3 items must be new .* leaves only 0"):
         make(all_in_training)
-    with pytest.raises(UserError, match=r"^--data-dir: .* leaves 0 of the 3 items, and 1 is needed"):
+    with pytest.raises(UserError, match=r"^--data-dir: 1 of the 3 items must be new .* leaves only 0"):
         make(all_in_training, negatives=None)
-    with pytest.raises(UserError, match=r"^--data-dir: .* leaves 0 of the 2 items"):
+    with pytest.raises(UserError, match=r"^--data-dir: 1 of the 2 items must be new .* leaves only 0"):
         make(from_lists([[1, 2]], None, 2, "no evaluation"))
-    with pytest.raises(UserError, match=r"^--eval-negatives clean: .* leaves 99 of the 103 items, and 100 are needed"):
+    with pytest.raises(UserError, match=r"^--eval-negatives clean: 100 of the 103 items must be new .* only 99"):
         make(from_lists([[1, 2, 3, 4], [1, 2, 3]], None, 103, "few"), eval_negatives="clean")
-    with pytest.raises(UserError, match=r"^--eval-negatives unseen: .* leaves 0 of the 4 items, and 1 is needed"):
+    with pytest.raises(UserError, match=r"^--eval-negatives unseen: 1 of the 4 items must be new .* leaves only 0"):
         make(from_lists([[1, 2, 3, 4], [1, 2, 3]], None, 4, "all seen"), eval_negatives="unseen")
     assert len(make(from_lists([[1, 2]], None, 2, "no negatives"), negatives=None)["train"]) == 1
 

@@ -106,8 +106,8 @@ def test_a_transcript_in_another_encoding_is_left_out_or_read(tmp_path, noise):
     (tmp_path / "a.txt").write_bytes(b"Ja")
     (tmp_path / "b.txt").write_bytes("Łódź".encode("cp1250"))
     found = load_corpus(tmp_path, tmp_path)
-    assert found.transcripts == ("Ja",) and found.skipped == {"has a transcript that cannot be read, such as b.wav": 1}
-    with pytest.raises(UserError, match=r"b.wav: has a transcript that cannot be read; .*--on-bad drop"):
+    assert found.transcripts == ("Ja",) and found.skipped == {"has an unreadable transcript, such as b.wav": 1}
+    with pytest.raises(UserError, match=r"b.wav: has an unreadable transcript; .*--on-bad drop"):
         load_corpus(tmp_path, tmp_path, reading=Reading())
     assert load_corpus(tmp_path, tmp_path, reading=Reading("cp1250", "drop")).transcripts == ("Ja", "Łódź")
     (tmp_path / "b.txt").write_bytes("Grüße".encode("cp1252"))
@@ -118,7 +118,7 @@ def test_a_transcript_in_another_encoding_is_left_out_or_read(tmp_path, noise):
 def test_kaldi_is_pointed_to_the_page(tmp_path):
     for name in ("wav.scp", "text", "utt2spk"):
         (tmp_path / name).write_text("a a.wav\n")
-    with pytest.raises(UserError, match=r"looks like Kaldi's files .*docs/formats.md#kaldi makes a manifest"):
+    with pytest.raises(UserError, match=r"looks like Kaldi's files .*docs/formats.md#kaldi shows"):
         load_corpus(tmp_path, tmp_path)
 
 

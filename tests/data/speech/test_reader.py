@@ -273,17 +273,17 @@ def test_unusable_utterances_are_counted(load, noise, form):
     assert corpus.names == ("0.wav", "7.wav") and len(corpus.offsets) == 3
     missing = "No such file or directory" if form is as_folder else "is not in the archive"
     assert corpus.skipped == {
-        "is cut off within its samples, such as 1.wav": 2,
+        "ends in the middle of its samples, such as 1.wav": 2,
         "is damaged: it does not start like a wav file, such as 3.wav": 1,
         "has no samples, such as 4.wav": 1,
         f"{missing}, such as 5.wav": 1,
         "has no transcript, such as 6.wav": 1,
-        "does not have the duration in the manifest, such as 8.wav": 1,
+        "has another duration than in the manifest, such as 8.wav": 1,
     }
 
 
 def test_unusable_utterance_is_refused(load, noise):
-    with pytest.raises(UserError, match=r"corpus, 1.wav: is cut off within its samples; .* --on-bad drop"):
+    with pytest.raises(UserError, match=r"corpus, 1.wav: ends in the middle of its samples; .* --on-bad drop"):
         load(damaged(noise), reading=Reading(on_bad="refuse"))
 
 
@@ -302,9 +302,9 @@ def test_nothing_usable_is_refused(load):
         ('{"audio_path": "1.wav", "text": "a", "duration": "1 s"}', "a number of seconds"),
         ('{"audio_path": "1.wav", "text": "a", "duration": 1%s}' % ("0" * 400), "a number of seconds"),
         ('{"audio_path": "1.wav", "text": "a", "duration": NaN}', "a number of seconds"),
-        ('{"audio_path": "1.wav\\u0000", "text": "a"}', "a character that is invalid"),
-        ('{"audio_path": "\\ud800.wav", "text": "a"}', "a character that is invalid"),
-        ('{"audio_path": "1.wav", "text": "\\udcff"}', "a character that is invalid"),
+        ('{"audio_path": "1.wav\\u0000", "text": "a"}', "an invalid character"),
+        ('{"audio_path": "\\ud800.wav", "text": "a"}', "an invalid character"),
+        ('{"audio_path": "1.wav", "text": "\\udcff"}', "an invalid character"),
         ('{"audio_path": "1.wav", "text": "a", "offset": 2.5}', "a part of a recording .offset 2.5."),
     ],
 )
@@ -316,18 +316,18 @@ def test_bad_line_of_a_manifest_is_named(load, noise, line, says):
 def test_bad_line_of_common_voice_is_named(load, noise):
     with pytest.raises(UserError, match=r"corpus, cv/en/train.tsv, line 2: 2 columns instead of 5"):
         load(common_voice(noise, "e7\tc.wav"))
-    with pytest.raises(UserError, match=r"train.tsv: has no column client_id, but path, sentence"):
+    with pytest.raises(UserError, match=r"train.tsv: has no column client_id; the columns are path, sentence"):
         load({"train.tsv": "path\tsentence\n"}, as_zip)
 
 
 def test_recording_listed_twice_is_refused(load, noise):
     files = {"train.jsonl": manifest(entry("1.wav")), "test.jsonl": manifest(entry("./1.wav")), "1.wav": wav(noise())}
-    with pytest.raises(UserError, match=r"corpus, 1.wav: is listed 2 times"):
+    with pytest.raises(UserError, match=r"corpus, 1.wav: occurs 2 times"):
         load(files)
 
 
 def test_several_corpora_are_refused(load, noise):
-    with pytest.raises(UserError, match="2 folders may be the data set; give one of de, en"):
+    with pytest.raises(UserError, match="2 folders could be the data set; give one of de, en"):
         load({"de/train.jsonl": manifest(entry("1.wav")), "en/train.jsonl": manifest(entry("1.wav"))})
 
 
@@ -356,8 +356,8 @@ def test_names_beside_other_texts_are_no_transcripts(load, noise, beside):
     with pytest.raises(UserError, match=r"looks like|no recordings with transcripts"):
         load(files | {beside: "1"})
     corpus = load(files | {"README.txt": "1", "docs/LICENSE.txt": "1"}, as_zip)
-    assert corpus.found["transcripts"] == "the names of the files, such as '0 1'"
-    assert corpus.found["samples a second"] == "8000 (2 files)"
+    assert corpus.found["transcripts"] == "file names, such as '0 1'"
+    assert corpus.found["sample rate"] == "8000 Hz (2 files)"
 
 
 @pytest.mark.parametrize(
@@ -369,10 +369,10 @@ def test_names_beside_other_texts_are_no_transcripts(load, noise, beside):
         (["wav/arctic_a0001.wav", "etc/txt.done.data"], "CMU ARCTIC"),
         (["DR1/SA1.WAV", "DR1/SA1.PHN", "DR1/SA1.TXT"], "TIMIT"),
         (["dr1/sa1.wav", "dr1/sa1.wrd", "dr1/sa1.txt"], "TIMIT"),
-        (["wavs/a.wav", "names.tsv"], r"a table beside the sound \(names.tsv\)"),
+        (["wavs/a.wav", "names.tsv"], r"a table next to the sound files \(names.tsv\)"),
         (
             ["a.wav", "data.jsonl"],
-            r"a manifest \(data.jsonl\).* give that file with --data-dir .*/data.jsonl, or rename it",
+            r"a manifest \(data.jsonl\).* give this file with --data-dir .*/data.jsonl, or rename it",
         ),
     ],
 )
@@ -384,9 +384,9 @@ def test_forms_that_are_not_read_are_named(load, files, says):
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({"a.wav": b"", "b.wav": b""}, "there are: a.wav, b.wav"),
-        ({"a_b_1.wav": b"", "names": "a_b_1\tHello"}, "there are: a_b_1.wav, names"),
-        ({"README": ""}, "there are: README"),
+        ({"a.wav": b"", "b.wav": b""}, "files found: a.wav, b.wav"),
+        ({"a_b_1.wav": b"", "names": "a_b_1\tHello"}, "files found: a_b_1.wav, names"),
+        ({"README": ""}, "files found: README"),
     ],
 )
 def test_folder_without_transcripts_is_refused(load, files, says):
@@ -397,7 +397,7 @@ def test_folder_without_transcripts_is_refused(load, files, says):
 @pytest.mark.parametrize("form", [as_zip, as_tar, as_tar_gz])
 @pytest.mark.parametrize("name", ["../1_0.wav", "/1_0.wav", "a/../../1_0.wav"])
 def test_name_that_leads_out_of_an_archive_is_refused(load, noise, form, name):
-    with pytest.raises(UserError, match=f"holds the name '{name}', which points outside the archive"):
+    with pytest.raises(UserError, match=f"contains the name '{name}', which points outside the archive"):
         load({name: wav(noise())}, form)
 
 
@@ -416,7 +416,7 @@ def test_utterances_that_an_archive_lost_are_counted(tmp_path, noise):
     path.write_bytes(content)
     corpus = load_corpus(path, tmp_path / "cache")
     assert corpus.names == ("0_0.wav",)
-    assert corpus.skipped == {"cannot be read from its archive, such as 1_0.wav": 2}
+    assert corpus.skipped == {"cannot be read from the archive, such as 1_0.wav": 2}
 
 
 def test_links_in_archives_are_not_followed(tmp_path, noise):
@@ -434,7 +434,7 @@ def test_links_in_archives_are_not_followed(tmp_path, noise):
 def test_damaged_archive_is_refused(tmp_path, noise, form):
     path = form(tmp_path / "corpus", {"0_0.wav": wav(noise(5_000)), "1_0.wav": wav(noise(5_000))})
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 3])
-    with pytest.raises(UserError, match=r"is not an archive or is damaged|none of its"):
+    with pytest.raises(UserError, match=r"is damaged, or is not an archive|none of its"):
         load_corpus(path, tmp_path / "cache", reading=Reading(on_bad="drop"))
 
 
@@ -448,7 +448,7 @@ def test_paths_that_cannot_be_meant_are_refused(tmp_path, noise):
     for name, message in told.items():
         with pytest.raises(UserError, match=f"{name}: .*{message}"):
             load_corpus(tmp_path / "x" / name, tmp_path / "cache")
-    with pytest.raises(UserError, match=r"holds 2 archives .a.zip, b.tar.; give one"):
+    with pytest.raises(UserError, match=r"contains 2 archives .a.zip, b.tar.; give the path"):
         load_corpus(tmp_path / "x/two", tmp_path / "cache")
 
 
@@ -504,7 +504,7 @@ def test_new_recording_of_a_file(tmp_path, noise):
 
 
 def test_bad_new_recordings_are_named(tmp_path, noise):
-    with pytest.raises(UserError, match=f"--predict {tmp_path}: contains no sound"):
+    with pytest.raises(UserError, match=f"--predict {tmp_path}: contains no sound files"):
         read_recordings(tmp_path, 8_000)
     with pytest.raises(UserError, match=f"--predict {tmp_path}/none.wav: No such file"):
         read_recordings(tmp_path / "none.wav", 8_000)
@@ -522,9 +522,9 @@ def test_unreadable_recordings_of_a_folder_are_left_out_or_refused(tmp_path, noi
     corpus = read_recordings(tmp_path, 8_000)
     assert corpus.names == ("in/b.wav",)
     assert corpus.skipped == {
-        "is cut off within its samples, such as a.wav": 1, "is an empty file, such as c.wav": 1
+        "ends in the middle of its samples, such as a.wav": 1, "is an empty file, such as c.wav": 1
     }  # fmt: skip
-    with pytest.raises(UserError, match=f"--predict {tmp_path}/a.wav: is cut off .* --on-bad drop"):
+    with pytest.raises(UserError, match=f"--predict {tmp_path}/a.wav: ends in the middle .* --on-bad drop"):
         read_recordings(tmp_path, 8_000, "refuse")
 
 

@@ -92,9 +92,9 @@ def test_named_speakers_are_held_out():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"test_speakers": ["eve"]}, "--test-speakers eve: no such speaker; there are s0, s1"),
+        ({"test_speakers": ["eve"]}, "--test-speakers eve: no such speaker; the speakers are s0, s1"),
         ({"test_speakers": ["s1"], "val_speakers": ["s1"]}, "--val-speakers s1: is also in --test-speakers"),
-        ({"test_speakers": ["s1"], "val_speakers": ["s0"]}, "none for training"),
+        ({"test_speakers": ["s1"], "val_speakers": ["s0"]}, "none are left for training"),
     ],
 )
 def test_impossible_choice_of_speakers_is_refused(options, says):
@@ -108,5 +108,5 @@ def test_unknown_speakers_cannot_be_held_out():
 
 
 def test_nothing_to_train_on_is_refused():
-    with pytest.raises(UserError, match="none for training"):
+    with pytest.raises(UserError, match="none are left for training"):
         by_utterance(corpus_of(["a", "b"]))

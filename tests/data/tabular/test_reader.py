@@ -254,7 +254,7 @@ def test_damaged_gzip_and_files_of_another_kind(read) -> None:
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("sheet.xml", bytes(range(256)) * 9)
     for content, name in [(packed[:500], "t.csv.gz"), (b"a,b\n", "t.csv.gz"), (archive.getvalue(), "t.csv")]:
-        with pytest.raises(UserError, match=rf"^--data-dir .*{name}: (cannot be read or is damaged|0 files in it)"):
+        with pytest.raises(UserError, match=rf"^--data-dir .*{name}: (cannot be read or is damaged|0 of its files)"):
             read(content, name)
 
 

@@ -83,15 +83,15 @@ def test_compressed_files(tmp_path, written):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("\\data\\", "\\date\\", r"model.arpa: line \data\ is missing: not an ARPA file, or truncated"),
-        ("\\end\\", "", r"model.arpa: line \end\ is missing: not an ARPA file, or truncated"),
-        ("1=4", "1=5", r"model.arpa:17: 4 1-grams before it, but 5 by the section \data\ "),
-        ("ngram 2=2", "", r"model.arpa:17: 2 2-grams before it, but 0 by the section \data\ "),
-        ("ngram 2=2", "2 bigrams", "model.arpa:5: '2 bigrams' is not of the form ngram ORDER=COUNT"),
-        ("-0.25 a", "-0,25 a", "model.arpa:9: -0,25 or -0.125 is not a log10-probability or log10 backoff weight"),
-        ("-0.25 a", "0.25 a", "model.arpa:9: 0.25 or -0.125 is not a log10-probability or log10 backoff weight"),
-        ("-0.25 a -0.125", "-0.25 a nan", "model.arpa:9: -0.25 or nan is not a log10-probability"),
-        ("\ta b\n", "\ta b c d\n", "is not a log10-probability, 2 words and at most a backoff weight"),
+        ("\\data\\", "\\date\\", r"model.arpa: line \data\ is missing, so this is not an ARPA file, or it"),
+        ("\\end\\", "", r"model.arpa: line \end\ is missing, so this is not an ARPA file, or it"),
+        ("1=4", "1=5", r"model.arpa:17: the file has 4 1-grams, but its section \data\ announces 5"),
+        ("ngram 2=2", "", r"model.arpa:17: the file has 2 2-grams, but its section \data\ announces 0"),
+        ("ngram 2=2", "2 bigrams", "model.arpa:5: '2 bigrams' does not have the form ngram ORDER=COUNT"),
+        ("-0.25 a", "-0,25 a", "model.arpa:9: -0,25 is not a log10 probability, or -0.125 is not a log10 backoff"),
+        ("-0.25 a", "0.25 a", "model.arpa:9: 0.25 is not a log10 probability, or -0.125 is not a log10 backoff"),
+        ("-0.25 a -0.125", "-0.25 a nan", "model.arpa:9: -0.25 is not a log10 probability, or nan is"),
+        ("\ta b\n", "\ta b c d\n", "does not have a log10 probability, 2 words and at most one back"),
         ("-0.75\tb", "-0.75\ta", "model.arpa:10: 'a' occurs twice"),
     ],
 )
@@ -106,7 +106,7 @@ def test_what_is_wrong_with_a_file_is_said(written, old, new, said):
 def test_a_damaged_file_is_named(tmp_path, content):
     path = tmp_path / ("model.arpa" if content[:1] == b"\\" else "model.arpa.gz")
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"{path}: not text in UTF-8, or damaged"):
+    with pytest.raises(ValueError, match=f"{path}: is damaged, or is not text in UTF-8"):
         read_arpa(path)
 
 
@@ -119,7 +119,7 @@ def test_whether_words_or_symbols_are_scored_is_seen_from_the_vocabulary(written
     words = NGram(1, {("THE",): (-1.0, 0.0)})
     for symbols in (["", "t", "h", "e", " "], ["", "the"]):
         with pytest.raises(
-            ValueError, match="words such as 'THE', which the alphabet cannot spell; the alphabet is in lower case"
+            ValueError, match="words such as 'THE', which the alphabet cannot spell, because it is in lower case"
         ):
             build_scorer(words, symbols)
 
