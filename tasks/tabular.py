@@ -297,7 +297,9 @@ class TabularTask(Task):
         config: TabularFlags = self.config
         assert config.data_dir is not None
         table = read_table(config.data_dir, reading=config.reading)
-        dropped = [*(config.drop or ()), *([config.id] if config.id in table.names else [])]
+        dropped = dict.fromkeys(config.drop or (), "--drop")
+        if config.id is not None and config.id in table.names:
+            dropped[config.id] = "--id"
         found = labelled_table(table, config.label or "y", dropped)
         if self.data_facts:  # models tuned by older versions do not use dates
             known = {*self.data_facts["columns"], *table.names}

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ _MOST_DISTINCT = 0.95
 """Share of distinct values above which a column of strings counts as row names."""
 _ID_NAME = re.compile(r"(?i:(.*[\W_])?(id|uuid|guid))|.*[a-z]I[dD]")
 _MOST_NAMES_SHOWN = 10
+_NOTHING: Mapping[str, str] = {}
 
 EMPTY = "no value in any row"
 TOO_LARGE = f"no finite number up to {LARGEST_NUMBER:g} in any row"
@@ -58,24 +59,22 @@ class LabelledTable:
     warnings: tuple[str, ...]
 
 
-def labelled_table(table: Table, label: str, drop: Sequence[str] = ()) -> LabelledTable:
+def labelled_table(table: Table, label: str, drop: Mapping[str, str] = _NOTHING) -> LabelledTable:
     """Splits a table, as read, into features and labels.
 
-    label: name of the column to predict. drop: names of columns to exclude.
+    label: name of the column to predict. drop: names of columns to exclude, each with the flag that names it.
 
     Raises UserError if a column does not exist, there are fewer than two classes, or no feature remains.
     """
     labels = class_labels(table, label)
-    for name in drop:
-        named_column(table, name, "--drop")
+    left_out = [_left_out(named_column(table, name, flag), flag) for name, flag in drop.items()]
     if label in drop:
-        raise UserError(f"{table.where}: --drop {label}: is the column of --label; drop another column")
+        raise UserError(f"{table.where}: {drop[label]} {label}: is the column of --label; name another column")
     rows = labels.values >= 0
     labels = replace(labels, values=labels.values[rows])
     features, reports, warnings = screened(table.without([label, *drop]), labels, rows)
-    dropped = [_left_out(named_column(table, name, "--drop"), "--drop") for name in drop]
     return LabelledTable(
-        features, labels, (_report_of(labels, int((~rows).sum())), *dropped, *reports), tuple(warnings)
+        features, labels, (_report_of(labels, int((~rows).sum())), *left_out, *reports), tuple(warnings)
     )
 
 

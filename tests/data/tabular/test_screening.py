@@ -15,11 +15,11 @@ LABELS = ["yes" if i % 3 else "no" for i in range(NUM_ROWS)]
 def screen(read):
     """A table with the column `useful`, the label `y` and others."""
 
-    def run(drop=(), label="y", **columns) -> LabelledTable:
+    def run(drop=(), label="y", flag="--drop", **columns) -> LabelledTable:
         columns = {"useful": USEFUL, **columns, **({} if "y" in columns else {"y": LABELS})}
         lines = zip(*columns.values(), strict=True)
         content = ",".join(columns) + "\n" + "".join(",".join(map(str, line)) + "\n" for line in lines)
-        return labelled_table(read(content), label, drop)
+        return labelled_table(read(content), label, dict.fromkeys(drop, flag))
 
     return run
 
@@ -38,6 +38,10 @@ def test_a_plain_table_is_shown_without_notes(screen) -> None:
     ]
     assert table.labels.classes == ("no", "yes")
     assert table.labels.values.tolist() == [int(label == "yes") for label in LABELS]
+
+
+def test_a_column_left_out_is_noted_with_its_flag(screen) -> None:
+    assert noted(screen(other=range(NUM_ROWS), drop=["other"], flag="--id"))["other"] == "left out: --id"
 
 
 @pytest.mark.parametrize(
@@ -144,6 +148,7 @@ def test_the_label_of_arrays(read_arrays) -> None:
         ({"label": "zzz"}, r"--label zzz: no such column; the columns are useful, y$"),
         ({"drop": ["usefool"]}, r"--drop usefool: no such column; did you mean 'useful'\?$"),
         ({"drop": ["y"]}, r"--drop y: is the column of --label"),
+        ({"drop": ["y"], "flag": "--id"}, r"--id y: is the column of --label"),
         ({"drop": ["useful"], "a": [""] * NUM_ROWS}, r"has no column to learn from \(a: no value in any row\)"),
         ({"drop": ["useful"]}, r"has no column to learn from \(only the label\)"),
         ({"y": ["a"] * NUM_ROWS}, r"--label y: all rows have the class 'a'"),
