@@ -350,11 +350,11 @@ def test_facts_without_an_end_or_a_name_are_refused():
     for _ in range(3000):
         deep = [deep]
     for told, problem in [
-        ({"m": deep}, "nested too deeply"),
-        ([1], "must be a mapping"),
-        ({1: 2}, "must be a mapping"),
+        ({"m": deep}, "returned lists nested too deeply"),
+        ([1], "must return a mapping"),
+        ({1: 2}, "must return a mapping"),
     ]:
-        with pytest.raises(UserError, match=rf"^Mine.describe_data: returned .*{problem}"):
+        with pytest.raises(UserError, match=rf"^Mine.describe_data: {problem}"):
             facts_of_data(type("Mine", (), {"describe_data": lambda self, told=told: told})())
 
 
@@ -363,7 +363,7 @@ def test_a_digest_is_a_text():
         return digest_of_data(type("Mine", (), {"data_digest": lambda self: value})())
 
     assert [digest(value) for value in (None, "x", 5, b"\x00")] == [None, "x", "5", "00"]
-    with pytest.raises(UserError, match=r"^Mine.data_digest: returned \[1\]"):
+    with pytest.raises(UserError, match=r"^Mine.data_digest: must return a string or None, not \[1\]"):
         digest([1])
 
 

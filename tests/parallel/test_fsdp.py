@@ -233,7 +233,7 @@ def test_a_compiled_run_that_goes_on_is_identical(more, start):
     ("more", "message"),
     [
         ({"sparse": True}, "does not support sparse gradients"),
-        ({"ties": True}, "blocks.0.up.weight and outer.weight are tied, but a block of Task.blocks has only one"),
+        ({"ties": True}, "blocks.0.up.weight and outer.weight are tied, but a block of Task.blocks contains only one"),
         ({"scalar": True}, "offset is a scalar"),
     ],
 )

@@ -50,7 +50,7 @@ def test_world_gets_the_first_of_the_chosen_gpus(world, device, mode, gpus, monk
     flags, problems = parse(["--gpu-ids", "3,1,2", *FOR_SEVERAL_DEVICES], True, scaling.ScalingFlags)
     assert not problems
     flags.tool.world_sizes = (1, 4)
-    assert scaling.problems(flags, []) == ["--world-sizes 4: 3 GPUs can be used here; ask for fewer"]
+    assert scaling.problems(flags, []) == ["--world-sizes 4: 3 GPUs can be used here; pass fewer"]
     placed_flags = placed(flags, world)
     assert placed_flags.devices.device == device
     multi = placed_flags.multi
@@ -82,7 +82,7 @@ def test_scaling_warns_of_one_process_on_all_cores(argv, num_threads, warns, sca
     """OMP_NUM_THREADS=1 is as good as --num-threads 1."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     out = scaling_of({1: measured(100), 2: measured(150)}, *argv).out
-    assert ("Without --num-threads 1" in out) == warns
+    assert ("add --num-threads 1 to compare" in out) == warns
 
 
 @pytest.mark.slow
