@@ -176,7 +176,7 @@ class HarFlags(FlagGroup):
             found.append(f"--window {self.window}: must be at least {_SHORTEST_OF_LSTM} for --model deepconvlstm")
         channels = self.channels or ()
         if twice := {name for name in channels if channels.count(name) > 1}:
-            found.append(f"--channels: names {', '.join(sorted(twice))} more than once; name each channel once")
+            found.append(f"--channels: contains {', '.join(sorted(twice))} more than once; name each channel once")
         return found
 
     @property

@@ -43,9 +43,7 @@ def in_seconds(times: np.ndarray) -> tuple[np.ndarray, str]:
     if times.ndim == 2:
         found = settled(times[:, None])[:, 0]
         if np.isnan(found).any():
-            raise ValueError(
-                "the dates do not show whether the day or the month comes first, or they contradict each other"
-            )
+            raise ValueError("it is unclear whether the day or the month comes first in the dates")
         return _whole_if_all_are(found), f"dates whose {'day' if (found == times[:, 0]).all() else 'month'} comes first"
     is_known = times > 0
     known = times[is_known]

@@ -154,7 +154,9 @@ def _manifest_line(source: Source, name: str, number: int, line: str, split: str
         raise UserError(f"{where}: {reason}; give one object per line") from None
     speaker = str(entry.get("speaker") or "")
     if not (isinstance(sound, str) and isinstance(text, str) and (duration is None or _is_finite(duration))):
-        raise UserError(f"{where}: audio_path and text must be strings and duration a number of seconds; fix the line")
+        raise UserError(
+            f"{where}: audio_path and text must be strings, and duration must be a number of seconds; fix the line"
+        )
     _refuse_no_text(where, sound, text + speaker)
     if entry.get("offset"):
         raise UserError(

@@ -173,7 +173,7 @@ def test_mistakes(own, run_here, recordings, tmp_path):
             "--val-subjects zoe: no such training subjects; the training subjects are ann bob cat dan fay",
         ),
         ([*own, "--subject-column", "who"], "has no column for --subject-column who; the columns are when, h"),
-        ([*own[:2], "--channels", "heart,acc_x,heart", *own[4:]], "--channels: names heart more than once"),
+        ([*own[:2], "--channels", "heart,acc_x,heart", *own[4:]], "--channels: contains heart more than once"),
         ([*own, "--model", "deepconvlstm", "--window", 9], "--window 9: must be at least 17 for --model deepconvlstm"),
         (
             ["--data-dir", tmp_path / "notes.pdf", "--rate", 50],

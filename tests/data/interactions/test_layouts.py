@@ -123,6 +123,6 @@ def test_dates_that_do_not_tell_the_day_are_refused(load, tmp_path):
     for texts in (["01/02/2024", "03/05/2024"], ["13/02/2024", "02/13/2024"]):
         (tmp_path / "t.csv").write_text("user,item,time\n" + "".join(f"a,{k},{text}\n" for k, text in enumerate(texts)))
         with pytest.raises(
-            UserError, match=r"t.csv: the dates do not show whether the day or the month .*write dates as 2024-05"
+            UserError, match=r"t.csv: it is unclear whether the day or the month .*write dates as 2024-05"
         ):
             load(tmp_path / "t.csv")
