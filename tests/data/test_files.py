@@ -76,7 +76,7 @@ def test_files_are_the_same_by_whatever_they_are_held(source) -> None:
         assert text.read() == "four" * 1000
 
 
-def test_contents_are_those_that_are_wanted(source) -> None:
+def test_contents_are_the_wanted_files(source) -> None:
     found = {file: content for file, content in source.contents(lambda name: name.endswith(".wav"))}
     assert {file.name: content for file, content in found.items()} == {
         name: content for name, content in VISIBLE.items() if name.endswith(".wav")

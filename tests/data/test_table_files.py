@@ -183,7 +183,7 @@ class _Parquet:
             yield types.SimpleNamespace(columns=[types.SimpleNamespace(to_pylist=lambda c=c: c) for c in columns])
 
 
-def test_parquet_is_read_by_pyarrow_alone(tmp_path, monkeypatch):
+def test_parquet_needs_only_pyarrow(tmp_path, monkeypatch):
     path = tmp_path / "t.parquet"
     try:
         import pyarrow

@@ -60,7 +60,7 @@ def test_damaged_files_are_named(mnist, break_it, reason):
     assert "https://" in str(caught.value)
 
 
-def test_says_where_to_get_the_data(run_here):
+def test_missing_data_is_refused_with_its_address(run_here):
     assert "four files of MNIST, which are available at https://" in run_here(*TASK, status=2).err
 
 

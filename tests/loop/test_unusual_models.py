@@ -72,7 +72,7 @@ def bare_loop(build, dtype, num_epochs=2):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_run_learns_what_a_bare_loop_learns(name, dtype, run_here, tmp_path, monkeypatch):
+def test_a_run_learns_like_a_bare_loop(name, dtype, run_here, tmp_path, monkeypatch):
     monkeypatch.setitem(TASKS, "shaped", type("Built", (Shaped,), {"build": lambda self: MODELS[name]()}))
     argv = [*RUN, tmp_path / "run", "--dtype", dtype, "--optimizer", "adamw", "--epochs"]
     run_here(*argv, 1)

@@ -94,7 +94,7 @@ def test_features_do_not_depend_on_how_they_are_batched(trained, cache_dir, monk
     np.testing.assert_allclose(features_of(objective.model, signals), whole[:5], rtol=1e-4, atol=1e-5)
 
 
-def test_a_run_that_goes_on_with_another_encoder_file_is_refused(run_here, trained, tmp_path):
+def test_resuming_with_another_encoder_file_is_refused(run_here, trained, tmp_path):
     encoder = tmp_path / "encoder.pth"
     encoder.write_bytes(trained.read_bytes())
     argv = [

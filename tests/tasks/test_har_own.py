@@ -53,7 +53,7 @@ def own(recordings):
     ]
 
 
-def test_what_nobody_shows_is_said(own, recordings, run_here, tmp_path):
+def test_classes_without_training_windows_are_reported(own, recordings, run_here, tmp_path):
     lines = recordings.read_text().splitlines()
     recordings.write_text("\n".join(line for line in lines if ",run" not in line or ",eve," in line or ",fay," in line))
     out, _ = run_here(*own, "--test-subjects", "eve", "fay", "--save-dir", tmp_path / "run")
@@ -61,7 +61,7 @@ def test_what_nobody_shows_is_said(own, recordings, run_here, tmp_path):
 
 
 @pytest.mark.parametrize("more", [["--epochs", 3], ["--eval-only"]], ids=lambda more: more[0])
-def test_other_people_held_out_than_at_the_checkpoint_are_said(more, own, run_here, tmp_path):
+def test_other_held_out_people_than_at_the_checkpoint_are_reported(more, own, run_here, tmp_path):
     argv = [*own, "--save-dir", tmp_path / "run"]
     run_here(*argv)
     out, _ = run_here(*argv, *more)
@@ -143,7 +143,7 @@ def test_without_a_rate_the_clock_counts(recordings, run_here, tmp_path):
         ([], "files found: no files"),
     ],
 )
-def test_what_other_data_are_is_said(files, says, make_task, tmp_path):
+def test_other_data_are_recognised(files, says, make_task, tmp_path):
     """Whether there is a flag for recordings of one's own or not."""
     (tmp_path / "data").mkdir()
     for name in files:

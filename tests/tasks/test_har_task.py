@@ -212,6 +212,6 @@ def test_the_default_settings_reach_97_percent(command, tmp_path):
 
 
 @pytest.mark.parametrize("other", [["--refit"], ["--val-subjects", 1]])
-def test_how_many_are_held_out_goes_with_nothing_that_says_who(other, refused, tmp_path):
+def test_numbers_and_names_of_held_out_people_exclude_each_other(other, refused, tmp_path):
     part = f"--num-val-subjects 2 and {' '.join(map(str, other))}: exclude each other"
     refused([part], *other, "--num-val-subjects", 2, "--save-dir", tmp_path / "run")

@@ -62,7 +62,7 @@ def test_any_number_of_processes_learns_the_same(nproc, data, run_here, command,
     assert_close(tmp_path / "one", tmp_path / "several")
 
 
-def test_other_interactions_than_at_the_checkpoint_are_said(run_here, tmp_path):
+def test_other_interactions_than_at_the_checkpoint_are_reported(run_here, tmp_path):
     data, said = write_catalogue(tmp_path / "data"), "The split into training and held-out data differs from the"
     argv = [*RUN, "--data-dir", data, "--model", "bprmf", "--embed-dim", 4, "--save-dir", tmp_path / "run"]
     assert said not in run_here(*argv)[0]
@@ -73,7 +73,7 @@ def test_other_interactions_than_at_the_checkpoint_are_said(run_here, tmp_path):
         assert said in run_here(*argv, *more)[0]
 
 
-def test_goes_on_to_the_bit_from_any_step_of_either_phase(data, run_here, tmp_path):
+def test_resumes_with_equal_bits_from_any_step_of_either_phase(data, run_here, tmp_path):
     argv = [*RUN, "--data-dir", data, *SMALL, "--batch-size", 16, "--save-every-steps", 3, "--keep-checkpoints", 0]
     run_here(*argv, "--save-dir", tmp_path / "whole")
     entries = json.loads((tmp_path / "whole" / "manifest.json").read_text())["checkpoints"]
@@ -86,7 +86,7 @@ def test_goes_on_to_the_bit_from_any_step_of_either_phase(data, run_here, tmp_pa
         assert metrics(directory) == metrics(tmp_path / "whole")
 
 
-def test_goes_on_to_the_bit_after_a_kill_in_the_refresh(command, tmp_path):
+def test_resumes_with_equal_bits_after_a_kill_in_the_refresh(command, tmp_path):
     task = ["--task", "tests/helpers/small_catalogue.py:KilledInRefresh", *RUN[2:]]
     argv = [*task, "--data-dir", write_catalogue(tmp_path / "data"), *SMALL, "--batch-size", 16]
     command("main.py", *argv, "--save-dir", tmp_path / "killed", status=-9)

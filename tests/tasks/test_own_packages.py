@@ -61,7 +61,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", ["alone", pytest.param(SEVERAL, marks=pytest.mark.slow)])
-def test_packages_beside_a_task_go_before_those_of_the_trainer(launcher, own_task, command, tmp_path):
+def test_packages_next_to_a_task_precede_the_trainer_s(launcher, own_task, command, tmp_path):
     flags = ("--task", own_task, "--epochs", 1, "--device", "cpu", "--save-dir", tmp_path / "run")
     # On the path already, but behind the trainer's own folder.
     command(*LAUNCHERS[launcher], *flags, launched=True, PYTHONPATH=str(Path(own_task).parent))

@@ -79,7 +79,7 @@ def test_recommends_what_the_model_ranks_first_of_what_a_user_has_not_had(traine
         assert [float(row["score"]) for row in rows] == pytest.approx(expected.values.tolist(), rel=1e-4)
 
 
-def test_columns_are_those_of_the_new_file_and_strangers_are_said(trained, predict):
+def test_columns_of_the_new_file_are_used_and_strangers_reported(trained, predict):
     plain = "user,item,time\nmia,item-004,7\nmia,item-777,8\ntom,item-888,9\n"
     flags = ["--user-column", "user", "--time-column", "time", "--top-k", 1]
     table, err = predict(plain, *flags)

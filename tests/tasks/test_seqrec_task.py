@@ -120,7 +120,7 @@ def test_optimizer_has_the_published_memory_and_no_decay(argv):
     [MHC, ["--loss", "bce", "--no-time"], ["--loss", "sampled", "--num-negatives", "5", "--last-items-only"]],
     ids=["TiSASRec, mHC", "SASRec, bce", "TiSASRec, whole histories"],
 )
-def test_goes_on_with_the_same_bits(more, argv, tmp_path, signals_restored):
+def test_resumes_with_the_same_bits(more, argv, tmp_path, signals_restored):
     """With dropout and drawn negatives, from the middle of the second epoch."""
     argv = [*argv, *more, "--epochs", "3", "--save-every-steps", "2", "--keep-checkpoints", "0"]
     whole, again = tmp_path / "whole", tmp_path / "again"
@@ -144,7 +144,7 @@ def write_small(path, item_of=lambda number: number):
     path.write_text("".join(f"{user} {item} {time}\n" for user, item, time in rows))
 
 
-def test_other_interactions_than_at_the_checkpoint_are_said(run_here, tmp_path):
+def test_other_interactions_than_at_the_checkpoint_are_reported(run_here, tmp_path):
     """Of the same items, and as many; and the same ones split in another way."""
     data, said = tmp_path / "data.txt", "The split into training and held-out data differs from the checkpoint"
     argv = ["--task", "seqrec", "--data-dir", data, "--hidden-units", 8, "--k-core", 0, "--num-threads", 1]
@@ -158,7 +158,7 @@ def test_other_interactions_than_at_the_checkpoint_are_said(run_here, tmp_path):
         assert said in run_here(*argv, *more)[0]
 
 
-def test_a_hundred_negatives_of_few_items_are_doubted(make_task, tmp_path):
+def test_a_hundred_negatives_from_few_items_cause_a_warning(make_task, tmp_path):
     data = tmp_path / "data.txt"
     write_small(data)
     argv = ["--task", "seqrec", "--data-dir", data, "--k-core", 0]

@@ -51,7 +51,7 @@ def weights(directory):
 ERROR_RATES = ("test/wer", "test/cer", "test/string_error_rate")
 
 
-def test_recordings_that_change_places_after_the_checkpoint_are_said(run_here, tmp_path):
+def test_recordings_that_change_places_after_the_checkpoint_are_reported(run_here, tmp_path):
     """One that was trained on is of the test then."""
     data, said = write_digits(tmp_path / "digits"), "The split into training and held-out data differs from the"
     write_wav(data / "0_anna_7.wav", tone(0, "anna", 7)[:-400])
@@ -103,7 +103,7 @@ def test_any_number_of_processes_learns_the_same(nproc, digits, run_here, comman
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nproc", [2, 3])
-def test_another_number_of_processes_goes_on(nproc, digits, run_here, command, tmp_path):
+def test_another_number_of_processes_can_resume(nproc, digits, run_here, command, tmp_path):
     argv = [*RUN, *EXACT, "--data-dir", digits, *STRINGS, "--save-every-steps", 3, "--keep-checkpoints", 0]
     run_here(*argv, "--batch-size", 20, "--save-dir", tmp_path / "one")
     entries = json.loads((tmp_path / "one" / "manifest.json").read_text())["checkpoints"]
@@ -129,7 +129,7 @@ def test_replicas_equal_one_device(more, digits, cache_dir, tmp_path):
 @pytest.mark.parametrize(
     "more", [STRINGS, ["--batch-by", "seconds", "--streaming"]], ids=["growing strings", "running statistics"]
 )
-def test_goes_on_to_the_bit(more, digits, run_here, tmp_path):
+def test_resumes_with_equal_bits(more, digits, run_here, tmp_path):
     """With dropout and augmentation, from the middle of each epoch."""
     argv = [*RUN, "--data-dir", digits, *more, "--batch-size", 8, "--save-every-steps", 3, "--keep-checkpoints", 0]
     argv += ["--eval-every", 2]
@@ -304,7 +304,7 @@ def test_unreadable_recordings_of_a_folder_are_left_out_or_refused(run_here, spo
     refused([f"--predict {tmp_path}/b.wav: "], *argv, "--on-bad", "refuse")
 
 
-def test_a_run_begins_with_a_table_of_what_was_found(digits, make_task):
+def test_a_run_first_prints_a_table_of_the_data(digits, make_task):
     rows = {" ".join(line.split()) for line in make_task("--task", "speech", "--data-dir", digits).remarks()}
     for row in (
         "recordings found", "transcripts file names, such as '0'", "sample rate 8000 Hz (72 files)",

@@ -55,7 +55,7 @@ def run_and_task(run_here, make_task, tmp_path):
     return load(tmp_path / "run" / "final.pth")["model"], make_task(*argv)
 
 
-def test_a_run_learns_what_a_bare_loop_learns(run_and_task):
+def test_a_run_learns_like_a_bare_loop(run_and_task):
     found, task = run_and_task
     assert difference(found, bare_loop(task)) < 1e-10
 

@@ -53,7 +53,7 @@ def test_replicas_equal_one_device(cache_dir, tmp_path):
     assert test_many == pytest.approx(test_one, rel=1e-9)
 
 
-def test_goes_on_to_the_bit(run_here, tmp_path):
+def test_resumes_with_equal_bits(run_here, tmp_path):
     argv = [*PRIOR, "--batch-size", 16, "--save-every-steps", 1, "--keep-checkpoints", 0]
     run_here(*argv, "--save-dir", tmp_path / "whole")
     entries = json.loads((tmp_path / "whole" / "manifest.json").read_text())["checkpoints"]
@@ -174,7 +174,7 @@ def test_weights_that_tuning_spoils_are_not_used(table, run_here, tmp_path):
     assert results_of(tmp_path / "run")["best"]["step"] == 0
 
 
-def test_a_run_begins_with_what_was_understood_of_the_table(new_rows, run_here, tmp_path):
+def test_a_run_first_prints_how_it_read_the_table(new_rows, run_here, tmp_path):
     path = write_table(tmp_path / "train.csv")
     lines = path.read_text().splitlines()
     named = [f"{line},{'id' if i == 0 else f'row {i}'}" for i, line in enumerate(lines)]

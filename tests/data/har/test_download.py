@@ -233,7 +233,7 @@ def test_two_processes_at_once_fetch_once(server, target) -> None:
     assert len(server.requests) == 1
 
 
-def test_of_two_processes_one_fetches_when_the_other_has_failed(server, target) -> None:
+def test_one_process_downloads_when_the_other_has_failed(server, target) -> None:
     server.delay_s, server.cut_after = 0.4, [HALF]
     failed, done = sorted(fetch_in_two_processes(target, server.address()))
     assert done == "done\n" and "the connection ended" in failed

@@ -87,7 +87,7 @@ def test_a_folder_of_files_in_which_no_window_reaches_from_one_to_the_next(load,
     assert found.signals[2, 2, 0] == np.float32(float(rows_of([("a", "sit", 1)], 2)[0][2]))  # acc_z, wherever it stands
 
 
-def test_a_folder_with_nothing_but_hidden_tables_holds_none(tmp_path):
+def test_a_folder_with_only_hidden_tables_contains_no_table(tmp_path):
     write(tmp_path / "._mine.csv", rows_of(BOUTS))
     assert not are_own(tmp_path)
 
@@ -248,7 +248,7 @@ def test_people_at_different_rates_are_refused_by_name(load, tmp_path):
     assert load(path).rate_hz is None  # numbers of rows tell no rate
 
 
-def test_recordings_of_a_person_at_another_rate_are_said(load, tmp_path):
+def test_recordings_of_a_person_at_another_rate_are_reported(load, tmp_path):
     names = ["time", "acc", "subject", "activity"]
     rows = timed([("a", 50), ("b", 50)])
     rows += [[f"{k / 25:.4f}", k % 7, "b", "run"] for k in range(30)]
@@ -288,7 +288,7 @@ def test_clocks_of_other_dates_show_gaps_and_the_rate(load, tmp_path, style, nam
         assert len(loaded.recordings.signals) == 1 + 1 + 3
 
 
-def test_a_clock_that_cannot_be_read_is_said(load, tmp_path):
+def test_an_unreadable_clock_is_reported(load, tmp_path):
     names = ["time", "acc", "subject", "activity"]
     rows = dated("31/05/24 18h30m{second:06.3f}")
     loaded = load(write(tmp_path / "mine.csv", rows, names))
@@ -325,7 +325,7 @@ def test_rows_in_another_order_than_that_of_the_clock(load, tmp_path):
     assert said not in " ".join(load(write(tmp_path / "two.csv", two, ["millis", "second", *names[1:]])).remarks)
 
 
-def test_no_window_reaches_over_a_gap_or_from_one_trial_to_the_next(load, tmp_path):
+def test_no_window_spans_a_gap_or_two_trials(load, tmp_path):
     """A clock with jitter, and one that starts anew with each trial."""
     names = ["time_ms", "acc", "trial", "subject", "activity"]
     rng = np.random.default_rng(0)
@@ -354,7 +354,7 @@ def test_a_clock_of_whole_seconds_tells_the_rate(load, tmp_path):
     assert load(write(tmp_path / "mine.csv", rows, names), channels=("acc",)).rate_hz == 50
 
 
-def test_channels_that_are_not_there_are_named_with_the_flag(load, tmp_path):
+def test_missing_channels_are_named_with_the_flag(load, tmp_path):
     path = write(tmp_path / "mine.csv", rows_of(BOUTS))
     with pytest.raises(UserError, match=r"^--channels nope: .*mine.csv has no such columns; the columns are time, h"):
         load(path, channels=("acc_x", "nope"))
@@ -369,7 +369,7 @@ def test_the_finest_clock_tells_gaps(load, tmp_path):
     assert loaded.rate_hz == pytest.approx(50, rel=0.2)
 
 
-def test_why_there_is_no_window_is_said(load, tmp_path):
+def test_the_reason_for_no_window_is_reported(load, tmp_path):
     names = ["acc", "subject", "activity"]
     apart = [[i, "pq"[i % 2], "walk"] for i in range(40)]
     for rows, said in (
@@ -399,7 +399,7 @@ def test_a_column_has_one_role(load, tmp_path, chosen, message):
         load(write(tmp_path / "mine.csv", rows_of(BOUTS)), **chosen)
 
 
-def test_channels_without_triplets_are_scaled_alone():
+def test_channels_without_triplets_are_scaled_one_by_one():
     signals = np.random.default_rng(0).normal(size=(5, 2, 20)).astype(np.float32)
     changed = WindowAugmenter(Augmentation(45.0, 0.3, 0.0, 0.0), np.ones(2), seed=0, num_triplets=0)(
         signals, 0, np.arange(5)
@@ -426,7 +426,7 @@ def test_triplets_come_first_and_are_turned_together_while_others_are_scaled_alo
     assert factors[:, :, 0].std() > 0.1
 
 
-def test_people_of_the_test_are_those_named_or_every_fifth(load, tmp_path):
+def test_test_subjects_are_the_named_people_or_every_fifth(load, tmp_path):
     bouts = [(f"p{i}", activity, 10) for i in range(7) for activity in ("sit", "walk")]
     recordings = load(write(tmp_path / "mine.csv", rows_of(bouts))).recordings
 
@@ -461,7 +461,7 @@ def test_people_of_the_test_are_those_named_or_every_fifth(load, tmp_path):
         (lambda lines: [line.replace(",p,", ',"p,q",') for line in lines], "subject 'p,q': must not begin with '-'"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_used_is_named(load, tmp_path, change, message):
+def test_unusable_tables_are_refused(load, tmp_path, change, message):
     path = write(tmp_path / "mine.csv", rows_of([("p", "walk", 12), ("p", "sit", 12)]))
     path.write_text("\n".join(change(path.read_text().splitlines())))
     with pytest.raises(UserError) as refused:
@@ -506,7 +506,7 @@ def test_rows_with_empty_cells(load, tmp_path, on_bad):
     assert told == expected
 
 
-def test_a_row_without_a_subject_is_told(load, tmp_path):
+def test_a_row_without_a_subject_is_reported(load, tmp_path):
     loaded = load(with_holes(tmp_path, [(60, 3)]), reading=Reading(on_bad="drop"))
     told = "Left out: 1 unreadable rows, .* such as row 61 below the column names, which has no subject."
     assert any(re.match(told, text) for text in loaded.remarks)

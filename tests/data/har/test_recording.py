@@ -118,7 +118,7 @@ def test_another_rate_by_the_clock_is_refused(clock, tmp_path):
     assert len(read_new_windows(path, ONE)) == 19
 
 
-def test_labels_are_not_looked_at_and_a_clock_that_cannot_be_read_is_said(tmp_path):
+def test_labels_are_ignored_and_an_unreadable_clock_is_reported(tmp_path):
     path = recorded(
         tmp_path / "new.csv", [("sit", 20), ("walk", 20)], names=("time", "activity"), clock=lambda _: "noon"
     )
@@ -187,7 +187,7 @@ def test_mistake_far_below_is_named_by_its_line(tmp_path):
         (b"x" * 200_000, "line 1"),
     ],
 )
-def test_file_that_is_no_recording(content, message, tmp_path):
+def test_files_without_a_recording_are_refused(content, message, tmp_path):
     path = tmp_path / "walk.csv"
     path.write_bytes(content)
     refuse_file(path, message)
@@ -198,7 +198,7 @@ def test_recording_that_is_too_short(windows, tmp_path):
     refuse_file(path, "has 127 rows below its line of column")
 
 
-def test_array_that_holds_no_windows(windows, tmp_path):
+def test_arrays_without_windows_are_refused(windows, tmp_path):
     path = tmp_path / "walk.npy"
     wrong = {
         "has shape (14, 128, 9); give windows of shape (N, 9, 128)": windows.swapaxes(1, 2),
@@ -218,7 +218,7 @@ def test_array_that_holds_no_windows(windows, tmp_path):
         refuse_file(save_windows(path, array), number)
 
 
-def test_file_that_is_no_array(windows, tmp_path):
+def test_files_without_an_array_are_refused(windows, tmp_path):
     path, created = tmp_path / "walk.npy", tmp_path / "created"
     whole = save_windows(path, windows).read_bytes()
     np.savez(tmp_path / "archive.npz", windows)

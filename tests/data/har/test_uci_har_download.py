@@ -50,7 +50,7 @@ def test_a_page_instead_of_har_is_named_and_removed(server, layout, tmp_path) ->
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_har_that_is_there_is_verified_and_kept(layout, tmp_path, nobody_listens, zipped) -> None:
+def test_present_uci_har_is_verified_and_kept(layout, tmp_path, nobody_listens, zipped) -> None:
     path, file = layout, layout / "train" / "y_train.txt"
     if zipped:
         path = file = tmp_path / "har.zip"

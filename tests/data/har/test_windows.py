@@ -84,7 +84,7 @@ def test_nobody_held_out_trains_on_all(recordings) -> None:
     assert splits.keys() == {"train", "test"} and len(splits["train"]) == 6
 
 
-def test_subjects_that_cannot_be_held_out_are_named(recordings) -> None:
+def test_impossible_choices_of_subjects_are_refused(recordings) -> None:
     for val_subjects, message in {
         ("99",): "--val-subjects 99: no such training subjects; the training subjects are 1 3 5 6",
         ("2",): "--val-subjects 2: no such training subjects",

@@ -97,7 +97,7 @@ def test_bad_lines_are_refused_or_left_out_and_counted(content, load, tmp_path):
     assert remark.startswith(f"Left out: {num_bad} lines that cannot be read, such as --data-dir {path}, line ")
 
 
-def test_a_file_of_bad_lines_alone_is_refused(load, tmp_path):
+def test_a_file_with_only_bad_lines_is_refused(load, tmp_path):
     (tmp_path / "t.csv").write_text("user,item,time\n,,\n")
     with pytest.raises(UserError, match="has only a line of column names"):
         load(tmp_path / "t.csv")

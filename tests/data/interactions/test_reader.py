@@ -351,7 +351,7 @@ def test_columns_are_found_by_name_and_without_names_by_what_they_hold(load, con
         ("u,2,978300020,game\nu,3,978300030,book\n", {"user": "1", "item": "2", "time": "none"}),
     ],
 )
-def test_columns_are_those_that_are_named(load, content, chosen) -> None:
+def test_columns_are_the_named_columns(load, content, chosen) -> None:
     interactions = load(content, **chosen)
     in_time = chosen.get("time") == "none"
     assert interactions.items.tolist() == ([1, 2] if in_time else [2, 1])
@@ -385,7 +385,7 @@ def test_columns_that_are_not_known_are_refused_with_the_flags(load, content, ch
         load(content, **chosen)
 
 
-def test_it_is_said_which_columns_are_read_and_that_few_times_are_doubted(load) -> None:
+def test_read_columns_and_doubts_about_few_times_are_reported(load) -> None:
     lines = "".join(f"{i % 9},{i % 7},{i % 5},{i}\n" for i in range(60))
     doubted = load("user,item,time,price\n" + lines)
     table = [

@@ -253,7 +253,7 @@ def test_shares_that_are_held_out_equal_a_slow_reference(make, kind) -> None:
         assert len(np.unique(of_one_user, axis=0)) == len(of_one_user) > 1  # each has a draw of its own
 
 
-def test_nothing_that_is_trained_on_is_later_than_what_is_held_out_by_time(make) -> None:
+def test_training_precedes_what_is_held_out_by_time(make) -> None:
     bounds = HoldOut("time", 0.2, 0.3).bounds(from_lists(ITEMS, TIMES, 130, "bounds"))
     train, val, test = ([t for row, a, b in zip(TIMES, *bounds, strict=True) for t in row[part(a, b)]] for part in (
         lambda a, b: slice(0, a), lambda a, b: slice(a, b), lambda a, b: slice(b, None)))  # fmt: skip
@@ -432,7 +432,7 @@ def test_every_set_of_distinct_numbers_is_equally_probable() -> None:
     assert set.union(*map(set, counts)) == set(range(6))
 
 
-def test_too_few_items_for_negatives_are_said(make) -> None:
+def test_too_few_items_for_negatives_are_refused(make) -> None:
     all_in_training = from_lists([[1, 2, 3, 1, 1], [1, 2, 3]], None, 3, "all")
     with pytest.raises(UserError, match=r"^--data-dir: 1 of the 3 items must be new .* leaves only 0"):
         make(all_in_training)
@@ -447,7 +447,7 @@ def test_too_few_items_for_negatives_are_said(make) -> None:
     assert len(make(from_lists([[1, 2]], None, 2, "no negatives"), negatives=None)["train"]) == 1
 
 
-def test_nothing_to_train_on_is_said(make) -> None:
+def test_no_training_data_is_reported(make) -> None:
     with pytest.raises(UserError, match=r"^--split leave-one-out: leaves no user with two interactions for"):
         make(from_lists([[1, 2, 3], [1]], None, 130, "three"))
 

@@ -317,7 +317,7 @@ def test_damaged_files_are_named(load) -> None:
             load(changed(train=None) | {"train.txt.gz": content}, kind)
 
 
-def test_nothing_to_validate_on(load) -> None:
+def test_no_validation_data_is_refused(load) -> None:
     with pytest.raises(UserError, match=r"^--val-share 0.0: leaves no user with an item for validation; choose"):
         load(changed(valid=None), val_share=0.0)
 

@@ -78,6 +78,6 @@ def test_tastes_follow_the_graph_but_for_what_distracts(load) -> None:
     assert 0.9 < gain["published_in"] < 1.1 and 0.9 < gain["printed_by"] < 1.1
 
 
-def test_interactions_alone_are_few(load) -> None:
+def test_items_have_few_interactions(load) -> None:
     num_users = np.bincount(load().train.items, minlength=NUM_ITEMS)
     assert 4 <= np.median(num_users) <= 8 and (num_users <= 3).mean() > 0.1

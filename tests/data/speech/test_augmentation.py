@@ -118,7 +118,7 @@ def test_masks_and_warps_fill_their_ranges() -> None:
     assert share.min() >= 0 and 0.099 < share.max() <= 0.1 and 0.99 < (start + share).max() <= 1
 
 
-def test_changes_depend_on_seed_epoch_and_sample_alone() -> None:
+def test_changes_depend_only_on_seed_epoch_and_sample() -> None:
     def changed(index: list[int], epoch: int = 1, seed: int = 0) -> list:
         augmenter = Augmenter(Augmentation(), 40, seed)
         audio = augmenter.audio([tone(100 * (i + 1), 2000) for i in index], epoch, np.array(index))

@@ -351,7 +351,7 @@ def test_names_that_are_no_words_are_no_transcripts(load, names):
 @pytest.mark.parametrize(
     "beside", ["a.txt", "txt/a.TXT", "text", "data/wav.scp", "lab/a.lab", "a.Lab", "all.json", "names.tsv", "list.CSV"]
 )
-def test_names_beside_other_texts_are_no_transcripts(load, noise, beside):
+def test_names_next_to_other_texts_are_no_transcripts(load, noise, beside):
     files = {"0_1.wav": wav(noise()), "1_0.wav": wav(noise())}
     with pytest.raises(UserError, match=r"looks like|no recordings with transcripts"):
         load(files | {beside: "1"})

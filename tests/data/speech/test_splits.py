@@ -45,7 +45,7 @@ def test_every_utterance_is_in_one_part(num, num_val, num_test):
     assert all((np.diff(indices) > 0).all() and indices.dtype == np.int64 for indices in chosen.values())
 
 
-def test_choice_depends_on_names_alone():
+def test_choice_depends_only_on_names():
     names = [f"{i}.wav" for i in range(50)]
     corpus, turned = corpus_of(names), corpus_of(names[::-1])
     assert names_of(corpus, by_utterance(corpus)) == names_of(turned, by_utterance(turned))
@@ -107,6 +107,6 @@ def test_unknown_speakers_cannot_be_held_out():
         by_speaker(corpus_of(["a", "b"], ["s0", ""]), 0.5)
 
 
-def test_nothing_to_train_on_is_refused():
+def test_no_training_data_is_refused():
     with pytest.raises(UserError, match="none are left for training"):
         by_utterance(corpus_of(["a", "b"]))

@@ -177,7 +177,7 @@ def test_recordings_of_a_string_are_played_at_speeds_of_their_own_in_training(co
     assert 88 < min(changed) < 92 and 108 < max(changed) < 112 and np.std(changed) > 5
 
 
-def test_a_room_is_heard_within_recordings_alone(corpus, alphabet) -> None:
+def test_room_noise_stays_within_recordings(corpus, alphabet) -> None:
     quiet = Augmentation().times(0.0)
     index = SampleKeys(np.arange(300), 0)
     plain, noisy = (

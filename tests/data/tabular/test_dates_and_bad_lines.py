@@ -58,7 +58,7 @@ def test_parts_that_do_not_vary_are_left_out(table):
 
 
 @pytest.mark.parametrize("texts", [["01/02/2024", "03/05/2024"], ["1/2/24", "13/2/24"]])
-def test_dates_of_which_the_day_is_not_clear_are_left_out(texts, table):
+def test_dates_with_an_unclear_day_are_left_out(texts, table):
     with pytest.raises(UserError, match=r"has no column to learn .*when: ambiguous order of day"):
         labelled_table(table(texts * 10), "y")
 

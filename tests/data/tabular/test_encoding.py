@@ -41,7 +41,7 @@ def test_a_new_table_has_its_columns_in_any_order_and_perhaps_others(read, encod
         encoding.encode(read("t\nc\n"))
 
 
-def test_what_was_not_learned_from_is_missing_and_told(read, encoding) -> None:
+def test_unknown_values_count_as_missing_and_are_reported(read, encoding) -> None:
     table = read("n,t\n1,new\nmany,b\n,c\n")
     assert_rows(encoding.encode(table), (standardised(1), np.nan), (np.nan, 0), (np.nan, 1))
     assert encoding.remarks(table) == [

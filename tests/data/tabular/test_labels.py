@@ -57,7 +57,7 @@ def test_a_mark_among_numbers_is_no_class(labels) -> None:
     ],
     ids=["decimals", "currency", "decimal commas", "whole numbers", "with a word", "all different"],
 )
-def test_a_quantity_is_refused_and_said(labels, texts) -> None:
+def test_a_quantity_is_refused(labels, texts) -> None:
     with pytest.raises(UserError, match=r"--label y: has .* different numbers .*; group the numbers .*as text"):
         labels(*texts)
 

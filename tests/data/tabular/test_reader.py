@@ -109,7 +109,7 @@ def test_what_python_or_a_person_may_take_for_a_number_and_is_none(read, text) -
 
 
 @pytest.mark.parametrize("text", ["inf", "-Infinity", "1e999", "2e100"])
-def test_infinite_numbers_are_missing_ones_among_numbers(read, text) -> None:
+def test_infinite_numbers_count_as_missing(read, text) -> None:
     column = read(f"x,y\n1.5,a\n{text},b\n{text},c\n").column("x").typed()
     assert column.texts is None
     np.testing.assert_array_equal(column.values, [1.5, np.nan, np.nan])

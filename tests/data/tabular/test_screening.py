@@ -57,7 +57,7 @@ def test_a_column_left_out_is_noted_with_its_flag(screen) -> None:
         ([100 + i * 3 % NUM_ROWS for i in range(NUM_ROWS)], "identifies rows"),
     ],
 )
-def test_columns_that_are_left_out_and_why(screen, values, reason) -> None:
+def test_columns_are_left_out_with_a_reason(screen, values, reason) -> None:
     table = screen(other=values)
     assert table.features.names == ("useful",)
     assert list(noted(table)) == ["other"] and noted(table)["other"].startswith(f"left out: {reason}")
@@ -94,7 +94,7 @@ def test_ids_are_told_from_all_rows_and_constants_from_those_with_a_label(screen
     assert table.features.names == ("useful",) and list(noted(table)) == ["y", "id", "other"]
 
 
-def test_a_copy_of_the_label_is_pointed_out_loudly_and_kept(screen) -> None:
+def test_a_copy_of_the_label_is_kept_with_a_warning(screen) -> None:
     copies = {"text": ["alive" if label == "yes" else "dead" for label in LABELS], "number": [len(x) for x in LABELS]}
     table = screen(**copies)
     assert table.features.names == ("useful", "text", "number")
@@ -125,7 +125,7 @@ def test_rows_without_a_label_are_left_out_and_counted(screen) -> None:
     assert noted(table) == {"y": "label: rows without a label are left out"} and table.reports[0].num_missing == 2
 
 
-def test_a_class_with_one_row_is_told(screen) -> None:
+def test_a_class_with_one_row_is_noted(screen) -> None:
     table = screen(y=["maybe", *LABELS[1:]])
     assert noted(table) == {"y": "label: only one row, so never held out: maybe"}
 
@@ -160,7 +160,7 @@ def test_the_label_of_arrays(read_arrays) -> None:
         ({"y": [f"row {i}" for i in range(NUM_ROWS)]}, r"--label y: has 40 different values in 40 rows, too many for"),
     ],
 )
-def test_what_cannot_be_learned_from_is_named_in_one_sentence(screen, settings, message) -> None:
+def test_tables_that_cannot_be_used_are_refused_in_one_sentence(screen, settings, message) -> None:
     with pytest.raises(UserError, match=r"^--data-dir .*t.csv: " + message) as caught:
         screen(**settings)
     assert "\n" not in str(caught.value)
@@ -183,7 +183,7 @@ def test_how_a_column_was_read_is_noted(screen, values, kind, note) -> None:
     assert report.kind == kind and report.note.startswith(note or "") and bool(report.note) == bool(note)
 
 
-def test_what_may_be_wrong_with_the_classes_is_noted(screen) -> None:
+def test_suspicious_classes_are_noted(screen) -> None:
     assert noted(screen(y=["yes", "Yes", "NO", "no"] * 10)) == {}
     assert noted(screen(y=["good", "Good"] * 20)) == {"y": "label: 'Good' and 'good' are different categories"}
     rings = screen(useful=[i % 11 for i in range(210)], y=[i % 21 for i in range(210)])

@@ -47,7 +47,7 @@ def test_every_spelling_that_a_cell_proves(texts, numbers) -> None:
     assert read_as(*texts) == pytest.approx(numbers, rel=1e-15)
 
 
-def test_beside_semicolons_a_comma_is_that_of_decimals_unless_cells_show_thousands() -> None:
+def test_between_semicolons_a_comma_is_decimal_unless_cells_show_thousands() -> None:
     assert read_as("1,234", "12,500", likely=Likely(",")) == [1.234, 12.5]
     assert read_as("1,234", "1,234,567", likely=Likely(",")) == [1234, 1234567]
     assert read_as("1.234", "12.5", likely=Likely(",")) == [1.234, 12.5]
@@ -57,7 +57,7 @@ def test_beside_semicolons_a_comma_is_that_of_decimals_unless_cells_show_thousan
     assert read_as(*grouped, "0.123", likely=Likely(","))[0] == 1.234
 
 
-def test_numbers_that_show_nothing_are_written_as_others_of_the_file(read) -> None:
+def test_ambiguous_numbers_are_read_like_other_columns(read) -> None:
     def numbers(content: str) -> list[float]:
         return read(content).column("x").typed().values.tolist()
 
@@ -90,7 +90,7 @@ def test_numbers_that_show_nothing_are_written_as_others_of_the_file(read) -> No
         (["48.1,11.5", "49.2,12.0"], ""),
     ],
 )
-def test_categories_and_why_they_are_no_numbers(texts, reason) -> None:
+def test_categories_have_a_reason_why_they_are_not_numbers(texts, reason) -> None:
     assert read_as(*texts) is None and doubt(*texts) == reason
 
 
@@ -109,7 +109,7 @@ def test_marks_of_missing_values_among_numbers_however_many(read, mark) -> None:
     assert column.texts is None and column.is_missing.sum() == 98
 
 
-def test_a_mark_that_nobody_knows_is_one_beside_many_different_numbers() -> None:
+def test_one_unknown_word_among_many_numbers_marks_missing_values() -> None:
     numbers = [str(i) for i in range(11)]
     counts = [1] * 11 + [9]
     assert np.isnan(read_as(*numbers, "withheld", counts=counts)[-1])
@@ -142,7 +142,7 @@ def test_new_rows_are_read_as_those_of_training_unless_they_show_otherwise(read)
     assert encoded("x\n5.5\n") == [5.5] and encoding.remarks(read('x\n"1,5"\n')) == []
 
 
-def test_a_unit_is_that_of_training(read) -> None:
+def test_new_rows_need_the_unit_of_training(read) -> None:
     table = labelled_table(read("x,y\n70 kg,a\n80 kg,b\n75 kg,a\n71 kg,b\n"), "y")
     encoding = Encoding.fit(table.features, table.labels)
     assert np.isnan(encoding.encode(read("x\n154 lb\n70\n70 kg\n"))).tolist() == [[True], [True], [False]]

@@ -73,7 +73,7 @@ def test_a_batch_without_histories_has_gradients_of_zero(monkeypatch):
 
 
 @pytest.mark.usefixtures("form")
-def test_a_block_with_them_can_be_computed_anew_in_the_backward():
+def test_a_block_with_intervals_supports_recomputation():
     pairs, query, weight, table = make(2)
     calls = []
 

@@ -142,7 +142,7 @@ def test_a_language_model_adds_its_weighted_score_and_the_bonus_of_each_unit(tmp
         assert as_dict(hypotheses) == pytest.approx(expected, rel=0, abs=1e-9)
 
 
-def test_a_bonus_alone_counts_symbols():
+def test_a_bonus_without_a_language_model_counts_symbols():
     frames, lengths = make_frames(2, 5), np.array([5, 3])
     plain = beam_search(frames, lengths, 1000)
     longer = beam_search(frames, lengths, 1000, scorer=build_scorer(None, SYMBOLS, bonus=0.5))

@@ -37,7 +37,7 @@ def pairs():
     return made
 
 
-def test_counts_equal_those_of_a_recursion(pairs):
+def test_counts_equal_the_counts_of_a_recursion(pairs):
     counts = count_edits(*zip(*pairs, strict=True))
     found = np.stack(counts).T
     for pair, row in zip(pairs, found.tolist(), strict=True):

@@ -97,7 +97,7 @@ def test_autocast() -> None:
     assert all(p.grad.dtype == torch.float32 for p in net.parameters() if p.requires_grad)
 
 
-def test_a_target_that_fits_nothing_is_named() -> None:
+def test_a_target_that_matches_no_layer_is_named() -> None:
     with pytest.raises(
         UserError, match=r"^--lora-targets \*\.kv: matches no linear layer; the layers include attention.qkv, .*head"
     ):

@@ -99,7 +99,7 @@ def test_equals_one_sequence_at_a_time_with_gradients():
         )
 
 
-def test_rotated_products_depend_on_the_distance_alone():
+def test_rotated_products_depend_only_on_the_distance():
     rows = tabicl().rows
     query, key = torch.randn(1, 1, 1, 4), torch.randn(1, 1, 1, 4)
     rotation = rows.rotation(9)
