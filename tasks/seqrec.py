@@ -295,7 +295,7 @@ class SeqrecTask(RecommenderTask):
         for part, name in (("validation", "val"), ("test", "test")):
             if len(splits[name]) == 0:
                 raise UserError(
-                    f"{config.hold_out.flags}: leaves no interaction for the {part} that follows an earlier "
+                    f"{config.hold_out.flags}: no held-out interaction of the {part} follows an earlier "
                     "interaction of the same user; give more data, or change --split, --val-share or --test-share"
                 )
         return splits

@@ -110,7 +110,7 @@ class TabularFlags(FlagGroup):
         None, "columns to leave out of the features", metavar="COLUMN", needs=_OF_A_TABLE
     )
     test_share: float = flag(
-        0.2, "share of rows held out for testing; 0 with --tune: hold out none, and score the validation rows",
+        0.2, "share of rows held out for testing; 0 (only with --tune): hold out none, and score the validation rows",
         at_least=0, below=1, needs=_OF_A_TABLE, excludes=("test_data",),
     )  # fmt: skip
     tune: Literal["none", "base", "lora"] = flag(

@@ -298,7 +298,7 @@ class _Columns:
     left_out: Mapping[str, str]
 
     def without(self, left_out: Mapping[str, str]) -> "_Columns":
-        """Returns a copy without some channels, which `left_out` maps to reasons."""
+        """Returns a copy without the channels that are keys of `left_out`; the values are reasons."""
         kept = tuple(name for name in self.channels if name not in left_out)
         return replace(self, channels=kept, left_out={**self.left_out, **left_out})
 

@@ -21,10 +21,10 @@ from trainer.task import At, Objective, Outputs, Sums
 
 @dataclass
 class Learner:
-    """Runs forwards, backwards and updates of an objective.
+    """Runs forward passes, backward passes and optimizer updates of an objective.
 
     objective: as built by the task. net: the objective in the run's precision. device: device of objective and net.
-    max_grad_norm: 0 disables clipping. where: the run's position, for the objective.
+    max_grad_norm: 0 disables clipping. where: the run's step, epoch and progress, which the objective can read.
 
     nets: for each phase in training, the net wrapped for the run's devices. params, optimizers: each phase's trained
     parameters and optimizers.

@@ -253,8 +253,8 @@ def in_order(shares: Sequence[tuple[Tensor, dict[str, Tensor]]], num_samples: in
     samples, first = np.unique(torch.cat([index for index, _ in shares]).numpy(), return_index=True)
     if len(samples) != num_samples:
         raise UserError(
-            f"PerSample: batch['index'] has {len(samples)} of the {num_samples} samples of the data set; set it to the "
-            "`keys.index` passed to `collate`"
+            f"PerSample: batch['index'] of all batches covered only {len(samples)} of {num_samples} samples; return "
+            "the `keys.index` that `collate` receives as batch['index']"
         )
     outputs = joined([share for _, share in shares])
     return {name: values[torch.from_numpy(first)] for name, values in outputs.items()}
