@@ -1,4 +1,4 @@
-"""Copies, restores and compares buffers and plain attributes of modules."""
+"""Copies, restores and compares the buffers and ordinary Python attributes of modules."""
 
 import copy
 import pickle
@@ -34,7 +34,7 @@ ABSENT: Any = type("Absent", (), {"__slots__": ()})()
 Entry = tuple[dict[str, Any], str]
 """A dictionary, such as a module's attributes or buffers, and one of its keys."""
 Copies = dict[int, tuple[Any, Any]]
-"""Maps the id of an object to the pair of the object and its copy."""
+"""Maps the id of each object to the tuple (object, copy)."""
 
 
 def is_plain(value: Any) -> bool:
@@ -45,9 +45,9 @@ def is_plain(value: Any) -> bool:
 def copied(value: Any, copies: Copies) -> Any:
     """Copies a tensor, an array, or a container with its items; returns other values unchanged.
 
-    copies: earlier copies, to which new copies are added. Tensors that require a gradient are not copied, because they
-    belong to one forward. Lists of parameters (as in LSTMs) are not copied either, because code that replaces
-    parameters, such as fsdp, also updates the lists.
+    copies: earlier copies, to which this function adds new copies. Does not copy tensors that require a gradient,
+    because they belong to the autograd graph of one forward. Does not copy lists of parameters, such as
+    `nn.LSTM._flat_weights`, because assigning a parameter also updates the list.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -78,7 +78,7 @@ def copied(value: Any, copies: Copies) -> Any:
 
 
 def contents(values: Iterable[Any]) -> Iterator[Any]:
-    """Yields each object among values and inside their containers once, except numbers, strings and None."""
+    """Yields each object in `values` and in nested containers once, except numbers, strings and None."""
     waiting, seen = [*values], set[int]()
     while waiting:
         value = waiting.pop()
@@ -91,9 +91,9 @@ def contents(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def outline(module: nn.Module) -> dict[str, Any]:
-    """Summarises a module and its submodules: addresses of tensors, `requires_grad` of parameters, plain attributes.
+    """Summarises a module and its submodules: tensors' addresses, parameters' `requires_grad`, attributes' values.
 
-    Equal outlines mean that no tensor and no attribute was replaced. In-place changes of tensors leave outlines equal.
+    If two outlines are equal, no tensor or attribute was replaced between them; tensors may have changed in place.
     """
     found: dict[str, Any] = {name: (p.data_ptr(), p.requires_grad) for name, p in module.named_parameters()}
     found |= {name: outline_of(buffer) for name, buffer in module.named_buffers()}
@@ -103,9 +103,9 @@ def outline(module: nn.Module) -> dict[str, Any]:
 
 
 def outline_of(value: Any, most: int = _LARGEST_OUTLINED) -> Any:
-    """Summarises one value for `outline`; an object of unknown type is summarised by its id and plain attributes.
+    """Summarises one value for `outline`. For an object of unknown type, returns its id and plain attributes.
 
-    most: maximum number of items of a container, and of bytes of an array, whose content is summarised.
+    most: maximum number of items in a container, or bytes in an array; larger values are summarised by their id.
     """
     if is_plain(value):
         return value
@@ -123,13 +123,13 @@ def outline_of(value: Any, most: int = _LARGEST_OUTLINED) -> Any:
 
 
 class References:
-    """Values of dictionary entries at one moment, by reference."""
+    """References to the values of dictionary entries at construction."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self.entries = [(owner, name, owner.get(name, ABSENT)) for owner, name in entries]
 
     def write(self, instead: Callable[[Any], Any] = lambda value: value) -> None:
-        """Writes the values back to the entries. instead: maps each value to the value to write."""
+        """Writes the values back to the entries. instead: function from a stored value to the value to write."""
         for owner, name, value in self.entries:
             if value is ABSENT:
                 owner.pop(name, None)
@@ -138,7 +138,7 @@ class References:
 
 
 class State(References):
-    """Values of dictionary entries at one moment, with copies of all tensors, arrays and containers."""
+    """Values of dictionary entries at construction, with copies of all tensors, arrays and containers in them."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         super().__init__(entries)
@@ -168,7 +168,7 @@ class State(References):
 
 
 class WholeState(State):
-    """Buffers and attributes of a module and its submodules; writing back also removes entries added since."""
+    """State of a module's and its submodules' buffers and attributes. `write` also removes entries added since."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = [
@@ -183,17 +183,17 @@ class WholeState(State):
         for _, each, attributes, _ in self.modules:
             for name in own_attributes(each).keys() - attributes.keys():
                 del vars(each)[name]
-            own_buffers(each).clear()  # so that writing restores their order
+            own_buffers(each).clear()  # so that `super().write` restores the order of buffers
         super().write(instead)
 
 
 def named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns (path, module) for a module and its submodules, except TorchScript modules, whose state is in C++."""
+    """Returns (path, module) of a module and its submodules, except TorchScript modules, whose state is in C++."""
     return [each for each in module.named_modules() if not isinstance(each[1], ScriptModule)]
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Returns a module's attributes without those of `nn.Module` (parameters, buffers, submodules, hooks)."""
+    """Returns a module's attributes, except the internal dictionaries of `nn.Module` (parameters, buffers, hooks)."""
     return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
 
 
@@ -204,7 +204,7 @@ class Change(NamedTuple):
     """A buffer or plain attribute that a forward replaced or changed.
 
     path: name within the whole module. before, now: old and new value, or ABSENT. in_place: whether the forward changed
-    the old tensor. is_seen: whether the change can be undone, unlike a change inside an object of unknown type.
+    the old value in place. is_seen: whether the change can be undone; False inside an object of unknown type.
     """
 
     module: nn.Module
@@ -226,7 +226,8 @@ class Change(NamedTuple):
 def leaving_no_trace(module: nn.Module) -> Iterator[Callable[[], list[Change]]]:
     """Context in which forwards work on copies of a module's buffers and attributes; restores the originals on exit.
 
-    Yields a function that returns the changes so far. TorchScript buffers are restored in place.
+    Yields a function that returns the changes so far. Forwards change TorchScript buffers in place; the exit restores
+    their values.
     """
     scripted = _Scripted(module)
     state = WholeState(module)
@@ -240,7 +241,7 @@ def leaving_no_trace(module: nn.Module) -> Iterator[Callable[[], list[Change]]]:
 
 
 class _Scripted:
-    """Buffers of TorchScript modules, which forwards change in place, and copies to restore them from."""
+    """Buffers of TorchScript modules, which forwards change in place, and copies from which they are restored."""
 
     def __init__(self, module: nn.Module) -> None:
         self._found = [
@@ -276,7 +277,7 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
 
 
 class _Comparison:
-    """Finds what forwards have changed in modules that work on copies of their state."""
+    """Finds the buffers and attributes that forwards have changed since construction. state: their original values."""
 
     def __init__(self, state: WholeState) -> None:
         self._state = state
@@ -336,7 +337,7 @@ class _Comparison:
 
 
 def _is_same_content(original: Any, copy_: Any) -> bool:
-    """Returns whether a copy and its original have the same bits, or cannot be compared."""
+    """Returns whether a copy and its original have equal bits; True for sparse, quantized, meta and nested tensors."""
     if not isinstance(copy_, Tensor):
         return bool(original.tobytes() == copy_.tobytes())
     both = original.detach(), copy_.detach()
@@ -348,12 +349,12 @@ def _is_same_content(original: Any, copy_: Any) -> bool:
 
 
 def version_of(value: Any) -> int:
-    """Returns a tensor's version counter; 0 for other values."""
+    """Returns a tensor's version counter, or 0 for a value without a counter."""
     return num_writes(value) if type(value) is Tensor and not value.is_inference() else 0
 
 
 def _view(value: Any) -> Any:
-    """Returns the comparable state of an object: its attributes, or the position of a random number generator."""
+    """Returns the state of an object for a comparison: its attributes, or the state of a random number generator."""
     if isinstance(value, torch.Generator):
         return bytes(value.get_state().numpy())
     if isinstance(value, _GENERATORS):
@@ -376,7 +377,7 @@ def _is_same_value(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the buffers that checkpoints hold, by name; a buffer with several names appears once."""
+    """Returns the buffers that checkpoints contain, by name; a buffer with several names appears once."""
     names = {
         f"{path}.{name}" if path else name
         for path, each in module.named_modules()

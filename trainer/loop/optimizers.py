@@ -1,4 +1,4 @@
-"""Builds optimizers, from the flags or by the task, and counts the tensors in their states."""
+"""Builds optimizers from the flags or with `Task.build_optimizers`, and counts the tensors in their states."""
 
 import inspect
 import math
@@ -24,9 +24,9 @@ OF_EVERY_GROUP = {"params", "weight_decay", "lr_scale"}
 def build_optimizers(
     learning: LearningFlags, task: Task, objective: Objective, phase: str, groups: Sequence[ParamGroup]
 ) -> list[Optimizer]:
-    """Builds a phase's optimizers, by `Task.build_optimizers` or from the flags.
+    """Builds a training phase's optimizers with `Task.build_optimizers`, or from the flags if it returns None.
 
-    groups: the phase's `completed_groups`. Raises UserError if the task returns invalid optimizers or groups.
+    groups: result of `completed_groups`. Raises UserError if the task returns invalid optimizers or groups.
     """
     own = task.build_optimizers(phase, [dict(group) for group in groups], learning.lr)
     if own is not None:
@@ -51,9 +51,10 @@ def _refuse(task: Task, method: str, phase: str, problem: str | None) -> None:
 
 
 def completed_groups(task: Task, objective: Objective, phase: str, weight_decay: float) -> list[ParamGroup]:
-    """Returns the task's parameter groups with their weight decay, without frozen parameters and empty groups.
+    """Returns the task's parameter groups without frozen parameters and empty groups, each with a weight decay.
 
-    Call this function before `requires_grad` is switched by phase. Raises UserError for an invalid parameter group.
+    weight_decay: value for groups that set none. Call this function before `Learner.set_trained`, which freezes all
+    parameters outside the current phase. Raises UserError for an invalid parameter group.
     """
     sparse = set(sparse_parameters(objective))
     groups = [
@@ -83,7 +84,7 @@ def _problem_of_group(group: ParamGroup, sparse: Collection[Tensor]) -> str | No
 
 
 def _divided(groups: Sequence[ParamGroup], chosen: Collection[Tensor]) -> tuple[list[ParamGroup], list[ParamGroup]]:
-    """Splits parameter groups into groups of chosen parameters and groups of the others, without empty groups."""
+    """Splits parameter groups into groups of chosen and groups of other parameters; drops empty groups."""
 
     def part(of_chosen: bool) -> list[ParamGroup]:
         parts = [group | {"params": [p for p in group["params"] if (p in chosen) == of_chosen]} for group in groups]
@@ -98,7 +99,7 @@ def _divided(groups: Sequence[ParamGroup], chosen: Collection[Tensor]) -> tuple[
 def by_flags(
     learning: LearningFlags, groups: Sequence[ParamGroup], sparse: Collection[Tensor], hidden: Collection[Tensor]
 ) -> list[Optimizer]:
-    """Builds the optimizers of `--optimizer`, with SparseAdam for the parameters in `sparse`.
+    """Builds the optimizers that `--optimizer` selects, and a SparseAdam for the parameters in `sparse`.
 
     hidden: parameters that `--optimizer muon` trains with Muon, while AdamW trains the other dense parameters.
     """
@@ -133,10 +134,10 @@ def _given(learning: LearningFlags, *names: str) -> dict[str, Any]:
 
 
 def hidden_matrices(task: Task, model: nn.Module) -> set[Tensor]:
-    """Returns the parameters for Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon).
+    """Returns the parameters that Muon trains (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon).
 
-    Muon trains the matrices in the task's blocks; without blocks, all matrices except embeddings and the last linear
-    layer. Raises UserError if there are no matrices for Muon.
+    Muon trains the matrices in `Task.blocks`, or, if the task has no blocks, all matrices except embeddings and the
+    last linear layer. Raises UserError if there are no matrices for Muon.
     """
     blocks = list(task.blocks(model))
     outer: list[nn.Module] = []
@@ -154,7 +155,7 @@ def hidden_matrices(task: Task, model: nn.Module) -> set[Tensor]:
 
 
 def _unknown_setting(learning: LearningFlags, optimizers: Sequence[Optimizer]) -> str | None:
-    """Returns an error message if PyTorch would silently ignore an entry of a parameter group, or else None."""
+    """Returns an error message if a parameter group has an entry that PyTorch would silently ignore, or else None."""
     known = OF_EVERY_GROUP.union(*(optimizer.defaults for optimizer in optimizers))
     unknown = [name for optimizer in optimizers for group in optimizer.param_groups for name in group.keys() - known]
     if unknown:
@@ -166,7 +167,7 @@ def _unknown_setting(learning: LearningFlags, optimizers: Sequence[Optimizer]) -
 
 
 def _problem_of_own(own: Any, groups: Sequence[ParamGroup], lr: float) -> str | None:
-    """Returns an error message if a result of `Task.build_optimizers` does not fit groups and `lr`, or else None."""
+    """Returns an error message if `own`, from `Task.build_optimizers`, does not fit `groups` and `lr`, or else None."""
     if not isinstance(own, Sequence) or not all(isinstance(optimizer, Optimizer) for optimizer in own):
         return f"must return a list of torch.optim.Optimizer, or None to use --optimizer, not {type(own).__name__}"
     for optimizer in own:
@@ -198,8 +199,8 @@ def _problem_of_own(own: Any, groups: Sequence[ParamGroup], lr: float) -> str | 
 def without_compiler(optimizer_type: type[torch.optim.Optimizer]) -> Any:
     """Returns a subclass of an optimizer class, without the wrappers that hide its methods from torch.compile.
 
-    The wrappers import torch.compile, the slowest part of a run's start. PyTorch's other wrappers remain, so hooks and
-    profilers work. A pickled optimizer refers to PyTorch's class.
+    The wrappers import torch.compile, which would be the slowest part of a run's start. PyTorch's other wrappers
+    remain, so hooks and profilers work. A pickled optimizer refers to PyTorch's class.
     """
     names = ("add_param_group", "load_state_dict", "state_dict", "step", "zero_grad")
     members: dict[str, Any] = {name: inspect.unwrap(getattr(optimizer_type, name)) for name in names}
@@ -212,8 +213,8 @@ def without_compiler(optimizer_type: type[torch.optim.Optimizer]) -> Any:
 class ZeroStartSGD(torch.optim.SGD):
     """SGD with momentum buffers initialised to zero.
 
-    PyTorch's fused kernels write the first gradient to an uninitialised buffer. If a non-finite gradient skips the
-    first step, the second step would read uninitialised memory as momentum.
+    PyTorch's fused kernels write the first gradient to an uninitialised buffer. If the first step is skipped because
+    its gradient is not finite, PyTorch's second step would read uninitialised memory as momentum.
     """
 
     @torch.no_grad()
@@ -229,15 +230,15 @@ _RECORDED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, ZeroStartSGD)
 
 
 def can_be_recorded(optimizer: Optimizer) -> bool:
-    """Returns whether a CUDA graph can capture a step, because it reads learning rate and `found_inf` from memory."""
+    """Returns whether a CUDA graph can capture a step whose replays read current learning rates and `found_inf`."""
     is_known = getattr(type(optimizer), "plain", type(optimizer)) in _RECORDED
     return is_known and reads_found_inf(optimizer) and not has_step_hooks(optimizer)
 
 
 def moments_of(optimizers: Sequence[Optimizer], only_to_come: bool = False) -> list[Tensor]:
-    """Returns each parameter once for every tensor of its size that the optimizer states hold.
+    """Lists each parameter once for every tensor of its size in the optimizer state, such as twice for Adam.
 
-    An unknown optimizer is assumed to hold two tensors per parameter. only_to_come: skips parameters with a state.
+    Assumes two tensors for optimizers of unknown type. only_to_come: whether to skip parameters that have a state.
     """
     return [
         p

@@ -1,6 +1,6 @@
-"""Stops the run or skips the step when a loss or gradient is not finite (`--on-nonfinite`).
+"""Stops the run, or reports a skipped step, when a loss or gradient is not finite (`--on-nonfinite`).
 
-No process applies a step that is not finite (see `precision.py`).
+`Precision.step` ensures that no process updates weights in such a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,10 @@ NUM_SAMPLES_SHOWN = 8
 class StepOutcomes(Watch):
     """Detects non-finite steps, and raises UnfitState or counts the step as skipped.
 
-    phases: the task's phases. advice: flags that reduce divergence, for messages.
+    phases: the task's phases. advice: part of error messages that names flags against divergence.
 
-    On the CPU each result is checked at once. On a GPU results are copied in groups of `GROUP_SIZE` steps, and a group
-    is read when the next group is full, so that all processes see a result at the same step.
+    On the CPU, each step is checked at once. On a GPU, results are copied to the host in groups of `GROUP_SIZE` steps.
+    A group is read when the next group is full, so that all processes handle a result at the same step.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StepOutcomes(Watch):
         """Describes a non-finite step: its cause, rank and samples. All processes must call this method."""
         step, world_size = record.planned, self._strategy.group.world_size
         own_loss_is_bad = torch.zeros(world_size, dtype=torch.float64)
-        loss = record.result.sums.get("loss", torch.zeros(()))  # a process may have no part with samples
+        loss = record.result.sums.get("loss", torch.zeros(()))  # with --parts, a process may have no samples
         own_loss_is_bad[self._strategy.group.rank] = not bool(torch.isfinite(loss).all())
         ranks = self._strategy.group.sum(own_loss_is_bad).nonzero().flatten().tolist()
         if ranks:

@@ -1,8 +1,8 @@
-"""Runs steps that are bit-identical on any number of devices, by cutting the global batch into parts (`--parts`).
+"""Makes steps bit-identical on any number of devices, by cutting each global batch into `--parts` parts.
 
-Gradients and sums of the parts are added in one binary tree: part 0 to part 1, part 2 to part 3, then pairs to pairs.
-A process runs consecutive parts, which form a subtree, so the number of devices only decides where an addition happens.
-`Group.sum_in_tree` adds between processes.
+Gradients and sums of the parts are added in a fixed binary tree: parts 0 and 1, parts 2 and 3, then neighbouring pairs.
+Each process runs consecutive parts that form a subtree, so the number of devices decides only which process performs an
+addition. `Group.sum_in_tree` adds the sums of processes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ class TreeSum:
         self.waiting.append((level, value))
 
     def total(self) -> Any | None:
-        """Returns the sum of all values, or None without any value."""
+        """Returns the sum of all values, or None if no value was added."""
         values = [value for _, value in self.waiting]
         while len(values) > 1:
             last = values.pop()
@@ -55,7 +55,7 @@ class TreeSum:
 
 
 class PartsLearner(Learner):
-    """Learner for `--parts`: each micro-batch is a part with gradients of its own. Skips parts without samples."""
+    """Learner for `--parts`: keeps the gradients of each micro-batch, a part, separate. Skips parts without samples."""
 
     buffers: "PartBuffers"
 
@@ -66,13 +66,13 @@ class PartsLearner(Learner):
     def accumulate(
         self, strategy: Strategy, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool
     ) -> Sums:
-        """Works like `Learner.accumulate`, but returns {} until the last part, and then the sums of all parts."""
+        """Works like `Learner.accumulate`, but returns the sums of all parts at the last part, and {} before."""
         if is_first:
             self._rows: list[Sums] = []
             self._grads = TreeSum(add_grads)
         params, sums = self.params[phase], Sums()
         if micro_batch.num_samples > 0:
-            # is_first and is_last as for a part that starts without gradients and does not exchange them
+            # Every part starts without gradients (is_first) and exchanges none with other processes (not is_last).
             with self.buffers.of_part(micro_batch.num_samples) if self.buffers.is_active else nullcontext():
                 sums = super().accumulate(strategy, phase, micro_batch, factor, is_first=True, is_last=False)
             self._grads.add(take_grads(params))
@@ -99,7 +99,7 @@ def take_grads(params: Sequence[Tensor]) -> Grads:
 
 @torch.no_grad()
 def add_grads(own: Grads, its: Grads) -> Grads:
-    """Adds two lists of gradients in place; where a list has None, the other list's gradient is returned."""
+    """Adds the gradients `its` to the gradients `own` in place and returns the sums; None counts as zero."""
     both = [(one, other) for one, other in zip(own, its, strict=True) if one is not None and other is not None]
     if both:
         foreach_add_(*map(list, zip(*both, strict=True)))
@@ -119,10 +119,10 @@ def as_rows(parts: Sequence[Mapping[str, Tensor]]) -> Sums:
 
 
 class PartBuffers(Buffers):
-    """Buffers for `--parts`: every part starts from the state before the step.
+    """Updates buffers with `--parts`: the forward of every part starts from the state before the step.
 
-    Running statistics change by the mean over all parts, weighted by samples; their counters increase by the number of
-    parts with samples. All other state that forwards change is taken from part 0.
+    A step changes running statistics by the mean of the parts' changes, weighted by their numbers of samples. It adds
+    the number of parts with samples to the counters, and takes all other state that forwards change from part 0.
     """
 
     def keep(self) -> None:
@@ -131,7 +131,7 @@ class PartBuffers(Buffers):
 
     @contextmanager
     def of_part(self, num_samples: int) -> Iterator[None]:
-        """Context for forward and backward of a part. num_samples: samples of the part, at least 1."""
+        """Context for the forward and backward of a part. num_samples: number of samples in the part, at least 1."""
         is_further = self._num_parts > 0 and self.forward_state.is_active
         self._num_parts += 1
         with self.forward_state.once_more() if is_further else nullcontext():
@@ -161,7 +161,7 @@ class PartBuffers(Buffers):
 class PartTotals(Totals):
     """Totals of each part on this process, as (parts, ...) tensors that are summed when read.
 
-    own: indices of this process's parts. rows: initial totals.
+    own: indices of this process's parts. rows: initial totals, (parts, ...) by name.
     """
 
     def __init__(self, own: Sequence[int], rows: Mapping[str, Tensor]) -> None:
@@ -170,7 +170,7 @@ class PartTotals(Totals):
         self._waiting: list[tuple[Sums, float]] = []
 
     def add(self, sums: Sums, weight: Any, applied: bool | Tensor = True) -> None:
-        """Adds a step's sums from `as_rows` with the list of all parts' weights, or one part's sums and weight."""
+        """Adds sums. weight: a list of all parts' weights for sums from `as_rows`, or a number for one part's sums."""
         if isinstance(weight, list):
             weights = [weight[part] for part in self._own]
         else:
@@ -184,7 +184,7 @@ class PartTotals(Totals):
         super().add(sums, weights, applied if isinstance(applied, Tensor) else True)
 
     def _added(self, before: Tensor | None, parts: Tensor) -> Tensor:
-        """Adds values one by one, so that reading the totals in between, as a save does, changes no bit."""
+        """Adds values one by one, so that a save, which reads the totals between steps, does not change their bits."""
         return sum(parts, torch.zeros_like(parts[0]) if before is None else before)
 
     def unreduced(self) -> dict[str, Tensor]:
@@ -199,12 +199,12 @@ class PartTotals(Totals):
 
 
 def totals_maker(strategy: Strategy) -> Callable[[], Totals]:
-    """Returns a factory of empty totals that add values in the order of this strategy."""
+    """Returns a function that creates empty totals: `PartTotals` with `--parts`, or else `Totals`."""
     return partial(restored_totals, strategy, {}, {}) if strategy.num_parts else Totals
 
 
 def restored_totals(strategy: Strategy, total: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> Totals:
-    """Restores totals from a checkpoint; if the number of parts has changed, part 0 gets the whole total."""
+    """Restores totals from a checkpoint. total: sums over all parts, which part 0 gets if `rows` has another number."""
     if {len(value) for value in rows.values()} != {strategy.num_parts}:
         others = strategy.num_parts - 1
         rows = {name: torch.stack([value, *[torch.zeros_like(value)] * others]) for name, value in total.items()}

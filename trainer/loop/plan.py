@@ -1,4 +1,4 @@
-"""Plans the steps of a run: maps positions to (epoch, phase, global batch) and back. Does not import torch."""
+"""Plans the optimizer steps of a run: their epochs, phases and global batches. Does not import torch."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ EPOCHS_KEPT = 2
 class ShuffledOrder:
     """Sample order with a new permutation of all samples in each epoch, cut into global batches.
 
-    num_samples: size of the data set. global_batch_size: samples per step. size: samples per epoch, <= num_samples.
+    num_samples: size of the data set. global_batch_size: samples per step. size: samples used per epoch.
     """
 
     seed: int
@@ -54,7 +54,7 @@ class ShuffledOrder:
 
 
 class StreamOrder(ShuffledOrder):
-    """Sample order of a stream: samples in the order in which the stream yields them."""
+    """Sample order of a stream: the order in which the stream yields samples."""
 
     def samples(self, epoch: int, start: int, end: int) -> np.ndarray:
         return np.arange(start, end)
@@ -62,11 +62,11 @@ class StreamOrder(ShuffledOrder):
 
 @dataclass
 class TaskOrder:
-    """Sample order of a task (`Task.order`), with the interface of `ShuffledOrder`.
+    """Sample order defined by a task (`Task.order`), with the interface of `ShuffledOrder`.
 
-    source: name of the order in messages. batches: maps an epoch to its global batches. size: samples per epoch, equal
-    for all epochs. global_batch_size: the size requested on the command line. Methods raise UserError if an epoch lacks
-    samples or has an empty batch.
+    source: name of the order in messages. batches: returns an epoch's global batches of sample indices. size: samples
+    per epoch, equal for all epochs. global_batch_size: the size requested on the command line. Methods raise UserError
+    if an epoch has too few samples or an empty batch.
     """
 
     source: str
@@ -103,9 +103,9 @@ class TaskOrder:
         return batches[number][start - offset : end - offset]
 
     def _checked(self, epoch: int) -> tuple[Sequence[np.ndarray], Sequence[int]]:
-        """Returns an epoch's global batches and the cumulative sums of their sizes. Raises UserError."""
+        """Returns an epoch's global batches and the cumulative sums of their sizes."""
         batches = self.batches(epoch) or []
-        size = getattr(batches, "batch_size", None)  # size of all batches but the last; avoids building them
+        size = getattr(batches, "batch_size", None)  # of all batches except the last; known without building them
         sizes = [] if size else [len(batch) for batch in batches]
         ends = range(size, size * len(batches) + 1, size) if size else list(accumulate(sizes))
         if not ends or ends[-1] < self.size or 0 in sizes:
@@ -117,15 +117,15 @@ class TaskOrder:
 
 
 SampleOrder = ShuffledOrder | TaskOrder
-"""Type of the objects that select the samples of each global batch of a phase."""
+"""Type of an object that selects the samples of each global batch in a training phase."""
 
 
 class PlannedStep(NamedTuple):
-    """An optimizer step that is not done yet.
+    """Plan of one optimizer step.
 
     phase: the phase's index. epoch: pass over the phase's data, from 0. start, end: range of the global batch within
-    the epoch's samples. after: the run's position after the step. progress: argument of the learning rate schedule, in
-    units of `Plan.total`; the middle of the step, where the schedule equals its mean over the step up to curvature.
+    the epoch's samples. after: the run's position after the step. progress: training progress at the middle of the
+    step, in units of `Plan.total`; the learning rate schedule is evaluated there.
     """
 
     phase: int
@@ -140,9 +140,10 @@ class PlannedStep(NamedTuple):
 class Plan:
     """Schedule of a run's steps, reports and validations.
 
-    epochs, max_steps: length of the run; one is None. A model that is fitted without steps has 0 epochs. orders: sample
-    order of each phase. turns: optimizer steps of each phase before the next phase's turn; empty if phases follow one
-    another. eval_every, eval_every_steps: interval between validations; both None without a validation set.
+    epochs, max_steps: length of the run in epochs or in optimizer steps; the other value is None. A model that is
+    fitted without steps has 0 epochs. orders: sample order of each phase. turns: optimizer steps that each phase takes
+    before the next phase; empty if each phase runs once per epoch. eval_every, eval_every_steps: epochs or optimizer
+    steps between validations; both None without a validation set.
     """
 
     epochs: int | None
@@ -172,7 +173,7 @@ class Plan:
 
     @cached_property
     def samples_per_epoch(self) -> int:
-        """Number of samples per epoch, in all phases; with turns only in the first phase, which defines the epoch."""
+        """Number of samples per epoch in all phases. If phases take turns, only the first phase defines the epoch."""
         return self.phase_sizes[0] if self.turns else sum(self.phase_sizes)
 
     @cached_property
@@ -187,7 +188,7 @@ class Plan:
         return (num_epochs if self.max_steps is None else num_steps) >= self.total
 
     def validates_after(self, num_epochs: int, num_steps: int) -> bool:
-        """Returns whether a report after `num_epochs` or `num_steps` validates: at each interval and at the end."""
+        """Returns whether to validate after `num_epochs` or `num_steps`: at each interval and at the run's end."""
         if not self.has_validation:
             return False
         if self.is_through(num_epochs, num_steps):
@@ -201,12 +202,12 @@ class Plan:
         return self.eval_every_steps is not None and num_steps % self.eval_every_steps == 0
 
     def logs_after(self, num_steps: int, step: PlannedStep, interval: int) -> bool:
-        """Returns whether to log optimizer step `num_steps`: one step per `interval`; with turns, one of each phase."""
+        """Returns whether to log step `num_steps`: one step per `interval`; if phases take turns, one of each phase."""
         is_last_of_turn = step.after.turn == 0
         return num_steps >= interval and num_steps % interval < (sum(self.turns) or 1) and is_last_of_turn
 
     def consumed(self, position: Position) -> int:
-        """Returns how many of the epoch's `samples_per_epoch` samples have been used at a position."""
+        """Returns how many samples of the epoch have been used at a position, up to `samples_per_epoch`."""
         before = [] if self.turns else self.phase_sizes[: position.phase]
         return sum(before) + position.samples
 
@@ -226,9 +227,9 @@ class Plan:
         return steps + num_rounds * sum(self.turns[1:]) + in_this_round
 
     def rest_of_epoch(self, position: Position, num_done: int = 0) -> Iterator[PlannedStep]:
-        """Yields the remaining steps of the current epoch; stops earlier where the run ends.
+        """Yields the remaining steps of the current epoch, up to the end of the run.
 
-        num_done: optimizer steps done so far; only used if the run's length is given in steps.
+        num_done: optimizer steps done so far; used only if the run's length is given in steps.
         """
         steps = self._steps_from(position)
         if self.max_steps is None:
@@ -252,9 +253,9 @@ class Plan:
             consumed = 0
 
     def _in_turns(self, position: Position) -> Iterator[PlannedStep]:
-        """Yields steps of alternating phases until the first phase's data are used up and the others' turns are done.
+        """Yields steps of alternating phases until the first phase has used its data and the others end their turns.
 
-        All phases but the first cycle through their own data, and use the learning rate of the first phase's last step.
+        The other phases cycle through their own data, and use the learning rate of the first phase's latest step.
         """
         first, phase, turn = self.orders[0], position.phase, position.turn
         others = position.others or ((0, 0),) * (len(self.orders) - 1)
@@ -300,8 +301,8 @@ def split_batch(
 ) -> BatchSplit:
     """Computes the split of a global batch from the batch flags. num_parts: value of `--parts`, or 0.
 
-    If `global_batch_size` is given, `batch_size` is a maximum per device, which determines the number of accumulation
-    steps. Gradients are exact even if devices get different numbers of samples.
+    If `global_batch_size` is given, uses the fewest accumulation steps with which no device gets more than `batch_size`
+    samples per forward. Gradients are exact even if devices get different numbers of samples.
     """
     if num_parts:
         global_batch_size = global_batch_size or batch_size * num_parts

@@ -32,7 +32,7 @@ _OF_PARTS = ("DTensor", "Sharding propagation", "placement")
 
 
 class StepOutcome(NamedTuple):
-    """Result of an update: the fields of `StepResult` after `sums`."""
+    """Result of an optimizer update. The fields mean the same as in `StepResult`."""
 
     grad_norm: Tensor
     applied: bool | Tensor
@@ -66,7 +66,7 @@ class Precision:
 
         factor: a number, or a scalar tensor on the loss's device. Raises UserError if loss does not require a gradient.
         """
-        # The factor is the initial gradient; multiplying the loss by it would take a hundredth of a 2 ms step.
+        # Passes the factor as initial gradient, because multiplying the loss would add 1% to a step of 2 ms.
         run_backward((loss,), (self.start(loss, factor),))
 
     def start(self, loss: Tensor, factor: float | Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class Precision:
         return coefficient if dtype == loss.dtype else coefficient.to(loss.dtype)
 
     def forget_unscaling(self) -> None:
-        """Marks gradients as still scaled, after an update that failed before it changed anything."""
+        """Makes the gradient scaler treat gradients as still scaled, after an update that failed before any change."""
         if self.scaler.is_enabled():
             self.scaler.update(self.scaler.get_scale())
 
@@ -106,8 +106,8 @@ class Precision:
         params: all parameters that the step trains, over which the norm is taken. max_grad_norm: 0 disables clipping.
         global_norm: see `Strategy.global_norm`. shards: returns this process's shards of gradients.
 
-        A skipped step sets `alarm`, unless the gradient scale was lowered instead. Fused optimizers read `found_inf`
-        and skip the step on the GPU; the host waits for the norm only with other optimizers or sparse gradients.
+        A skipped step sets `alarm`, unless the gradient scaler responded by lowering its scale. Fused optimizers read
+        `found_inf` and skip the step on the GPU. With other optimizers or sparse gradients, the host waits for the GPU.
         """
         is_scaled = self.scaler.is_enabled() and any(parameter.grad is not None for parameter in params)
         if is_scaled:
@@ -128,7 +128,7 @@ class Precision:
         return StepOutcome(grad_norm, applied, alarm)
 
     def _update_scale(self, grad_norm: Tensor) -> Tensor:
-        """Updates the gradient scale; returns whether it decreased, which it does not if only the norm overflowed."""
+        """Updates the gradient scale and returns whether it decreased; only non-finite gradients decrease it."""
         one = torch.ones_like(grad_norm)
         before = self.scaler.scale(one)
         self.scaler.update()
@@ -137,7 +137,7 @@ class Precision:
 
 
 def gradient_norm(grads: list[Tensor]) -> Tensor:
-    """Returns the global norm, bit-equal to `nn.utils.get_total_norm`, which also groups by device and dtype."""
+    """Returns the global norm, bit-equal to `nn.utils.get_total_norm`. Does not group by device and dtype."""
     return torch.linalg.vector_norm(torch.stack(foreach_norm(grads)))
 
 
@@ -159,7 +159,7 @@ def _coalesced_values(params: Sequence[Tensor]) -> list[Tensor]:
 def _step_on_host(
     optimizers: Sequence[torch.optim.Optimizer], grads: list[Tensor], grad_norm: Tensor, max_grad_norm: float
 ) -> tuple[bool, bool]:
-    """Clips gradients and steps the optimizers; returns whether the step was applied and whether it was skipped."""
+    """Clips gradients and steps the optimizers unless the norm is not finite; returns (applied, skipped)."""
     norm = grad_norm.numpy()[()]  # keeps the dtype of the gradient
     if not math.isfinite(norm):
         return False, True
@@ -174,7 +174,7 @@ def _step_on_host(
 def _step_on_device(
     optimizers: Sequence[torch.optim.Optimizer], grads: list[Tensor], grad_norm: Tensor, max_grad_norm: float
 ) -> tuple[Tensor, Tensor]:
-    """Clips and steps without waiting for the norm, unless an optimizer does not support `found_inf`."""
+    """Works like `_step_on_host`, but waits for the norm only if an optimizer does not support `found_inf`."""
     if max_grad_norm:
         foreach_mul_(grads, (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0))
     applied = grad_norm < torch.inf  # torch.isfinite of a norm, in one kernel instead of four
@@ -219,7 +219,7 @@ def choose_precision(flags: PrecisionFlags, device: torch.device) -> Precision:
 
 
 def of_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
-    """Converts a batch's floating-point tensors to a dtype, and complex tensors to the complex counterpart."""
+    """Converts a batch's floating-point tensors to a dtype, and complex tensors to the corresponding complex dtype."""
     return {name: _in_dtype(tensor, dtype) for name, tensor in batch.items()}
 
 
@@ -247,7 +247,7 @@ def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_precision(objective: nn.Module, precision: Precision) -> nn.Module:
-    """Wraps an objective in the run's precision; returns it unchanged for float32 without autocast."""
+    """Wraps an objective in `PrecisionForward`, or returns it unchanged for float32 without autocast."""
     if precision.dtype == torch.float32 and precision.autocast_dtype is None:
         return objective
     return PrecisionForward(objective, precision)
@@ -256,7 +256,7 @@ def in_precision(objective: nn.Module, precision: Precision) -> nn.Module:
 class PrecisionForward(nn.Module):
     """Converts batches to the objective's dtype, and runs the objective in autocast.
 
-    The forward itself enters autocast, because DataParallel's threads do not inherit it.
+    The forward itself enters autocast, because DataParallel's threads do not inherit autocast.
     """
 
     def __init__(self, objective: nn.Module, precision: Precision) -> None:

@@ -1,4 +1,4 @@
-"""The progress of a run: everything that changes in training apart from weights and optimizer states."""
+"""Progress of a run: all state that changes in training except the model's and the optimizers' states."""
 
 import math
 import time
@@ -15,10 +15,10 @@ from trainer.task import At
 
 @dataclass
 class Progress(SavedProgress):
-    """A run's progress in this process: fields that checkpoints hold (`SavedProgress`), and further fields.
+    """A run's progress in this process: the fields of `SavedProgress`, which checkpoints contain, and local fields.
 
     last_save: optimizer steps done at the last checkpoint. totals: sums by phase over this process's samples since the
-    last report. own_samples: how many of `samples` the totals cover. new_totals: creates empty totals. clock: value of
+    last report. own_samples: number of samples in `totals`. new_totals: creates empty totals. clock: value of
     `time.monotonic()` at the last update of `train_seconds`, or None before training.
     """
 
@@ -29,7 +29,7 @@ class Progress(SavedProgress):
     clock: float | None = None
 
     def copied(self) -> "Progress":
-        """Returns a shallow copy, three times as fast as `copy.copy`, because every step needs one."""
+        """Returns a shallow copy. Takes a third of the time of `copy.copy`, because every step makes a copy."""
         twin = object.__new__(Progress)
         vars(twin).update(vars(self))
         return twin

@@ -19,7 +19,7 @@ SENT = (*OWN, EXCHANGE)
 REPORT_EVERY = 100
 """Number of optimizer steps in an interval over which times are compared."""
 NUM_REPORTS = 5
-"""Number of consecutive slow intervals before a rank is reported, so that a brief disturbance is ignored."""
+"""Number of consecutive intervals in which a rank must be slow to be reported; ignores brief disturbances."""
 SLOW_FACTOR = 1.3
 """A rank is slow if its time exceeds this multiple of the median over all ranks."""
 
@@ -28,7 +28,7 @@ class RankTimes(Watch):
     """Exchanges the times of all ranks every REPORT_EVERY steps, without waiting for the exchange.
 
     On the CPU, the training thread is timed. On a GPU, times are measured between CUDA events and read many steps
-    later; time in which the GPU waits for data counts as data loading. Evaluations between steps do not count.
+    later; time in which the GPU waits for data counts as data loading. Times of evaluations are left out.
     """
 
     def __init__(self, group: Group) -> None:
@@ -70,7 +70,7 @@ class RankTimes(Watch):
         self._borders.append((name, self._queue.instant()))
 
     def _seconds(self, borders: Sequence[tuple[str, Any]]) -> list[float]:
-        """Returns a flattened table (ranks, activities): this rank's row holds its seconds, other rows hold zeros."""
+        """Returns a flattened table (ranks, activities): this rank's row contains its seconds, other rows are zero."""
         seconds = defaultdict[str, float](float)
         for (name, begin), (_, end) in pairwise(borders):
             seconds[name] += self._queue.seconds(begin, end)

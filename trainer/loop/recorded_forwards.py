@@ -1,4 +1,4 @@
-"""Captures evaluation forwards as CUDA graphs, one per signature of the batch."""
+"""Captures evaluation forwards as CUDA graphs, one for each `signature` of a batch."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -28,7 +28,7 @@ MOST_FORWARDS = 32
 class RecordedForward(NamedTuple):
     """CUDA graph of a forward. inputs: tensors to fill before a replay. results: tensors that the graph writes.
 
-    per_sample: names of `PerSample` outputs. reads: other tensors that the graph reads, kept alive.
+    per_sample: names of `PerSample` outputs. reads: other tensors that the graph reads, which must stay alive.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -39,9 +39,9 @@ class RecordedForward(NamedTuple):
 
 
 class RecordedForwards:
-    """Runs forwards eagerly at a signature's first occurrence, captures a graph at the second, and then replays it.
+    """Runs the first forward of each batch signature eagerly, captures the second as a graph, and then replays it.
 
-    problem: why all forwards run eagerly from now on, or None.
+    problem: after a failed capture, the reason; all later forwards run eagerly. None otherwise.
     """
 
     def __init__(self, objective: Objective, strategy: Strategy, recorder: Recorder) -> None:
@@ -53,7 +53,7 @@ class RecordedForwards:
         self._recordings.clear()
 
     def __call__(self, net: nn.Module, batch: Batch, account_of: Callable[[Exception], str]) -> Outputs:
-        """Evaluates a batch that is in host memory. account_of: turns the error of a failed capture into a reason."""
+        """Runs the forward of a batch in host memory. account_of: returns the reason why a capture raised an error."""
         key = signature(batch)
         recording = self._recordings.used(key)
         if recording is not None:

@@ -20,11 +20,11 @@ R = TypeVar("R")
 SUMMATIONS = 8
 """Tolerance of a comparison, as a multiple of the difference between replays of the same graph."""
 REPLAYS = 3
-"""Number of replays that measure the difference between replays."""
+"""Number of replays from which the difference between replays is measured."""
 
 
 class CannotBeRecorded(RuntimeError):
-    """Raised if a function cannot be captured, with the reason as its message."""
+    """Raised if a function cannot be captured; the message is the reason."""
 
 
 class Recorder:
@@ -44,7 +44,7 @@ class Recorder:
         """Captures a call of the function without computing anything; returns the graph and the call's result.
 
         Raises the function's exceptions, and RuntimeError for operations that cannot be captured. After an exception,
-        earlier graphs no longer draw from the device's random number generator.
+        replays of earlier graphs no longer draw from the device's random number generator.
         """
         graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self._device.index]
         before = generator.clone_state()
@@ -62,7 +62,7 @@ class Recorder:
                 graph.capture_end()
         except BaseException:
             generator.graphsafe_set_state(before)  # the state used in a failed capture stays in capture mode
-            # PyTorch's allocators may treat the pool as still in use, and may query the graph.
+            # Replaces the pool and keeps the graph, because PyTorch may treat the pool as in use and query the graph.
             end_allocating(self._device, self._pool)
             self._broken.append(graph)
             self._pool = torch.cuda.graph_pool_handle()
@@ -86,10 +86,10 @@ class Recorder:
 
 
 def dry_run(function: Callable[[], T]) -> tuple[T, list[Tensor]]:
-    """Runs a function; returns its result and the existing tensors that it reads, which a graph needs to stay alive.
+    """Runs a function; returns its result and the tensors it reads but does not create, which a graph needs alive.
 
-    Raises the function's exceptions. Raises RuntimeError if the host waits for a GPU, as far as PyTorch detects that,
-    or if a tensor that every call creates is still referenced after the call.
+    Raises the function's exceptions. Raises RuntimeError if PyTorch detects that the host waits for a GPU, or if every
+    call creates a tensor that stays referenced after the call and is not in the result.
     """
     result, reads, keeps = _rehearse_once(function)
     if keeps:  # perhaps a tensor that only the first call creates
@@ -108,7 +108,7 @@ def _rehearse_once(function: Callable[[], T]) -> tuple[T, list[Tensor], list[tup
     if keeps:
         gc.collect()
         keeps = reads.kept(result)
-    # Compiled code also shows its temporaries, which are freed once `found` no longer refers to them.
+    # `reads.found` also contains temporaries of compiled code, which are freed as soon as it is cleared.
     found = [ref(tensor) for tensor in reads.found.values()]
     reads.found.clear()
     return result, [tensor for each in found if (tensor := each()) is not None], keeps
@@ -180,9 +180,9 @@ def _without_collecting() -> Iterator[None]:
 
 
 class Recordings(OrderedDict[Any, R]):
-    """Graphs by signature; above `most` graphs, the least recently used graph is dropped.
+    """Graphs by signature, at most `most`; the least recently used graph is dropped.
 
-    left_out: signatures that get no graph any more, because memory was short or because their graph was dropped.
+    left_out: signatures that are not captured again, because memory was short or because their graph was dropped.
     """
 
     def __init__(self, most: int) -> None:
@@ -254,9 +254,9 @@ def difference(
 ) -> str | None:
     """Returns the name of a value that differs from the expected value beyond rounding, or None.
 
-    replayed: recomputes the values with the same kernels. Differences between replays come from nondeterministic sums,
-    and are tolerated; values that the host passes to kernels differ between launches but not between replays. rounding:
-    maximum tolerance, relative to a tensor's largest absolute value.
+    replayed: replays the graph and returns the values. The tolerance grows with the difference between replays, which
+    comes from nondeterministic sums. A number that the host passes to a kernel does not differ between replays, so its
+    change is found. rounding: maximum tolerance, relative to a tensor's largest absolute value.
     """
     if expected.keys() != found.keys():
         return min(expected.keys() ^ found.keys())

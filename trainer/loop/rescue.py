@@ -1,8 +1,8 @@
 """Saves the state after the last finished step when a run fails or loses a process.
 
 The rescue runs no collectives, because other processes may be gone. Rank 0 saves; if rank 0 is gone, a process on the
-same machine takes over the lock of the run directory and saves. A process that loses the others in the middle of a step
-still holds the state after the previous step (Gupta et al., Just-In-Time Checkpointing, EuroSys 2024).
+same machine takes over the lock of the run directory and saves. If other processes die in the middle of a step, this
+process still has the state after the previous step (Gupta et al., Just-In-Time Checkpointing, EuroSys 2024).
 """
 
 import threading
@@ -32,7 +32,7 @@ from trainer.parallel.devices import DeviceQueue
 from trainer.parallel.strategy import Strategy
 
 COPY_WITHIN_S = 15.0
-"""Seconds for copying the state, out of the 30 s for which a launcher waits after a process has died."""
+"""Maximum seconds for copying the state; a launcher such as torchrun kills processes 30 s after one has died."""
 LOCK_WITHIN_S = 20.0
 DRAINS_WITHIN_S = 2.0
 """Seconds for which a rescue waits for the device to finish work that does not depend on other processes."""
@@ -44,7 +44,7 @@ Mark = Callable[[], bool]
 
 @dataclass(eq=False)
 class AppliedStep:
-    """A step that the host has submitted. progress: progress after the step. applied: marks its end on the device.
+    """A step that the host has submitted to the device. progress: progress after the step. applied: marks its end.
 
     forward: marks the start of the next step. changes: marks where the next step's optimizer starts to change weights.
     """
@@ -58,8 +58,8 @@ class AppliedStep:
 class LastStep(Watch):
     """Finds the last optimizer step that the device has finished. Any thread may call `find`.
 
-    On a GPU the host runs ahead, and submitted steps may wait for a collective that never ends. Every step therefore
-    marks its position in the device's queue. first: optimizer steps done when training began.
+    On a GPU, the host runs ahead, and submitted steps may wait for a collective that never ends. Every step therefore
+    adds marks to the device's queue of work. first: optimizer steps done when training began.
     """
 
     def __init__(self, queue: DeviceQueue) -> None:
@@ -109,13 +109,13 @@ def _has_come(mark: Mark | None) -> bool:
 
 
 def rescue(run: Run, last: LastStep, end: Failure | UserError) -> None:
-    """Saves the state after the last finished step, if no checkpoint holds the state and this process may save.
+    """Saves the state after the last finished step, if no checkpoint contains it and this process may save.
 
-    The failure's exit status becomes EXIT_RESTART if other processes were lost and this start has saved a newer
-    checkpoint than it resumed from. Requiring a newer checkpoint keeps a recurring failure from restarting forever.
+    Sets the failure's exit status to EXIT_RESTART if other processes were lost and the run has saved a checkpoint since
+    it was started or resumed. Without a new checkpoint, a failure that recurs would restart the run forever.
     """
     if isinstance(end, Failure):
-        # After bad input rank 0 saves, because of its own UserError. A user who exits at once does not wait for a save.
+        # After bad input, only rank 0 saves; it gets a UserError. A user who exits at once (no message) needs no save.
         is_left = end.status == EXIT_BAD_INPUT or not str(end)
     else:
         is_left = isinstance(end, DiskError | LockTaken | UnfitState)
@@ -137,7 +137,7 @@ def rescue(run: Run, last: LastStep, end: Failure | UserError) -> None:
 
 
 def _save_last_step(run: Run, last: LastStep) -> bool:
-    """Saves the last finished step; returns whether this start saved a newer checkpoint than it resumed from."""
+    """Saves the last finished step; returns whether the run has saved a checkpoint since it was started or resumed."""
     run.saver.end()  # completes a pending write
     directory, say = run.directory, run.log.say if run.group.is_main else to_stdout
     if not directory.is_held:
@@ -158,7 +158,7 @@ def _save_last_step(run: Run, last: LastStep) -> bool:
 
 
 def _take_over(directory: RunDirectory) -> None:
-    """Locks the run directory. Raises UserError if another process holds it too long, or if it is gone."""
+    """Locks the run directory. Raises UserError if it is gone, or locked for longer than `LOCK_WITHIN_S`."""
     deadline = time.monotonic() + LOCK_WITHIN_S
     while True:
         try:
@@ -194,13 +194,13 @@ def _copied(
 ) -> dict[str, Any] | None:
     """Copies the state after the last finished step; returns None if it is saved already or changes during the copy.
 
-    num_saved: steps of the newest checkpoint. outline, facts: see `Run.model_outline` and `Run.facts`.
+    num_saved: optimizer step of the newest checkpoint. outline, facts: see `Run.model_outline` and `Run.facts`.
     """
     before = last.find()
     if before is None or before[0].progress.step <= num_saved or learner.ema.is_applied:
         return None
     step, is_in_next = before
-    # Work that remains on the training stream waits for the lost process, and is discarded.
+    # The training stream may wait for a lost process forever, so copies on another stream.
     with torch.no_grad(), last.queue.aside():
         if is_in_next:
             learner.buffers.undo()
@@ -221,7 +221,8 @@ def _copied(
 def _own(progress: Progress, lacks_totals: bool) -> tuple[Progress, dict[str, dict[str, Tensor]]]:
     """Returns the progress and the totals, both restricted to the samples of this process.
 
-    lacks_totals: whether to drop the totals, as on a GPU, which lags behind the host, or for parts of several ranks.
+    lacks_totals: whether to drop the totals: on a GPU, they include steps that it has not finished; with `--parts` on
+    several ranks, they lack the parts of other ranks.
     """
     totals = {phase: {} if lacks_totals else own.unreduced() for phase, own in progress.totals.items()}
     samples = 0 if lacks_totals else progress.own_samples

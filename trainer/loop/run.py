@@ -34,11 +34,11 @@ class Run:
     directory, saver: used on rank 0 only.
     facts: checkpoint entries for the next start (flags, versions, batch sizes).
     model_outline: dtype and shape of each saved weight and buffer of the newly built model.
-    prepared: batches that idle workers prefetch, by validation set; "train" holds the next epoch's windows.
+    prepared: iterators of prefetched evaluation batches, by validation set, and of the next epoch's windows ("train").
     tried_saving: phases whose state has been checked by `try_saving`.
     patience: evaluations without improvement after which training stops; 0 disables early stopping.
     eval_batch_size: samples per device per forward in evaluations.
-    scores: metrics of the best report since this start; without validation, of the last report.
+    scores: metrics of the best report since this process started; without validation, of the last report.
     """
 
     task: Task
@@ -90,7 +90,7 @@ class Run:
         return training_windows(self.plan, progress, sizes, self.loaders["train"], self.strategy, self.log, ahead)
 
     def prepare_next_epoch(self) -> None:
-        """Lets idle workers prefetch the next epoch, unless the task's `on_epoch_start` may change the data."""
+        """Lets idle workers prefetch the next epoch, unless the task has an `on_epoch_start`, which may change data."""
         start = Position(self.progress.position.epoch + 1, others=self.progress.position.others)
         if self.plan.is_through(start.epoch, self.progress.step):
             return

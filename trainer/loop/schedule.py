@@ -19,10 +19,10 @@ def lr_factor(progress: float, warmup: float, total: float, floor: float, schedu
     ignores. "plateau" equals "constant" in this function, because only `LearningRate` reduces the rate.
 
     "cosine" follows Loshchilov and Hutter, 2017, eq. 5. "wsd" (warm-up, stable, decay: Hu et al., 2024,
-    arXiv:2404.06395) decays as 1 - sqrt, which ends better than a linear decay (Hägele et al., 2024, section 3).
+    arXiv:2404.06395) decays as 1 - sqrt, which reaches a lower loss than a linear decay (Hägele et al., 2024, sec. 3).
 
-    The trainer evaluates the schedule at the middle of each global batch, where it equals its mean over the batch up to
-    curvature. The first factor is thus above 0, the last one above the floor, and all batch sizes follow one curve.
+    The trainer evaluates the factor at the middle of each global batch, which approximates its mean over the batch. The
+    first factor is thus above 0, the last factor is above the floor, and all batch sizes follow the same curve.
     """
     if progress < warmup:
         return progress / warmup
@@ -40,8 +40,8 @@ def lr_factor(progress: float, warmup: float, total: float, floor: float, schedu
 class LearningRate:
     """Learning rate of a run. peak, floor: highest and final rate. warmup, total: lengths in units of `Plan.total`.
 
-    factor_of_step: see `Task.lr_factor`, which replaces the schedule. num_steps: optimizer steps of the run. drop,
-    patience: for "plateau", the factor of a reduction, and the evaluations without improvement before it.
+    factor_of_step: `Task.lr_factor`, which replaces the schedule. num_steps: optimizer steps of the run. drop: factor
+    by which "plateau" reduces the rate. patience: evaluations without improvement before each reduction.
     """
 
     peak: float
@@ -58,7 +58,7 @@ class LearningRate:
         """Returns the learning rate of the next step. num_done: optimizer steps done. num_drops: see `at`."""
         if self.factor_of_step is None:
             return self.at(step.progress, num_drops=num_drops)
-        # if the run's length is in epochs, counts steps as if batch sizes had not changed
+        # If the run's length is in epochs, counts steps as if all steps had used the current batch size.
         return self.at(step.progress, plan.steps_done(position) if plan.max_steps is None else num_done, num_drops)
 
     def drops_after(self, num_evaluations: int) -> bool:
@@ -66,7 +66,7 @@ class LearningRate:
         return self.schedule == "plateau" and num_evaluations > 0 and num_evaluations % self.patience == 0
 
     def at(self, progress: float, step: int = 0, num_drops: int = 0) -> float:
-        """Returns the learning rate at a point of training. progress: training progress in units of `Plan.total`.
+        """Returns the learning rate. progress: training progress in units of `Plan.total`.
 
         step: optimizer steps done, for `Task.lr_factor`. num_drops: reductions by "plateau" so far. Raises UserError if
         `Task.lr_factor` returns an invalid factor.

@@ -1,4 +1,4 @@
-"""Collects sums on the device, and per-sample outputs in the order of the data set."""
+"""Adds up sums on the device, and gathers per-sample outputs in the order of the data set."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ from trainer.task import Objective, Outputs, PerSample, Sums
 
 HOST = torch.device("cpu")
 FOLD_EVERY = 64
-"""Calls of `add` after which stored tensors are summed: rare enough to be fast, often enough to save memory."""
+"""Number of `add` calls after which stored tensors are summed: large enough for speed, small enough for memory."""
 
 
 class Totals:
-    """Sums over this process's samples, by name, and their weight, the number of loss terms.
+    """Sums over this process's samples by name; the sum "weight" is the number of loss terms.
 
-    A sum that a batch or a process lacks counts as zero. `add` only stores tensors, so most steps spend no time on
-    sums, and none waits for the device.
+    A sum that a batch or a process lacks counts as zero. `add` stores tensors and sums them only every `FOLD_EVERY`
+    calls, without waiting for the device.
     """
 
     def __init__(self, sums: Mapping[str, Tensor] | None = None) -> None:
@@ -85,7 +85,7 @@ class Totals:
     def reduced(self, group: Group) -> dict[str, Tensor]:
         """Returns the sums over all processes, including "weight", in float64 on the CPU; {} if nothing was added.
 
-        Waits for the device. All processes must call this method, and raise UserError if the shapes of a sum differ.
+        Waits for the device. All processes must call this method. Raises UserError if a sum's shapes differ.
         """
         parts = self.unreduced()
         shapes = _common_shapes({name: tuple(parts[name].shape) for name in sorted(parts)}, group)
@@ -98,7 +98,7 @@ class Totals:
 
 
 def _common_shapes(own: dict[str, tuple[int, ...]], group: Group) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of all processes' sums, in the same order on each. own: this process's shapes, by name."""
+    """Returns the shapes of all processes' sums in the same order on each process. own: this process's shapes."""
     if group.agrees(own):
         return own
     shapes: dict[str, tuple[int, ...]] = {}
@@ -132,7 +132,7 @@ def require_sums(sums: object, objective: nn.Module, phase: str | None) -> None:
 
 
 def forward_name(objective: nn.Module, phase: str | None) -> str:
-    """Returns how messages name an objective's forward in a training phase, or in eval mode if phase is None."""
+    """Returns the name of an objective's forward for messages. phase: training phase, or None in eval mode."""
     name = type(objective).__name__
     if phase is None:
         return f"{name}.forward(batch) in eval mode"
@@ -152,7 +152,7 @@ def add_sums(sums: Sums, part: Mapping[str, Tensor]) -> None:
 
 
 def share_of(reduced: Mapping[str, Tensor], group: Group) -> Totals:
-    """Returns totals that add up over processes to the reduced sums: rank 0 gets the sums, other ranks get zeros."""
+    """Returns totals whose sum over all processes equals the reduced sums: zeros on all ranks except rank 0."""
     share = 1 if group.is_main else 0
     return Totals({name: (value * share).to(group.device) for name, value in reduced.items()})
 
@@ -160,13 +160,13 @@ def share_of(reduced: Mapping[str, Tensor], group: Group) -> Totals:
 def without_counting(sums: Sums) -> Sums:
     """Replaces the sums of a placeholder batch with zeros.
 
-    Multiplying the sums by zero would turn an infinite loss into NaN on all ranks.
+    Does not multiply them by zero, which would turn an infinite loss into NaN on all ranks.
     """
     return {name: torch.where(torch.zeros_like(value, dtype=torch.bool), value, 0) for name, value in sums.items()}
 
 
 MOST_IN_FLIGHT = 32
-"""Maximum number of batches in transfer from a GPU to the host, at which the host waits for the older half."""
+"""Number of batches in transfer from a GPU to the host at which the host waits for the older half."""
 
 
 class PerSampleOutputs:
@@ -206,9 +206,9 @@ class PerSampleOutputs:
         del self._arrived[:num]
 
     def gathered(self, group: Group, num_samples: int) -> dict[str, Tensor]:
-        """Gathers each output for the whole data set on rank 0, (num_samples, ...) by name; {} on other ranks.
+        """Returns each output for the whole data set on rank 0, (num_samples, ...) by name, and {} on other ranks.
 
-        All processes must call this method. All processes raise UserError if outputs are inconsistent.
+        All processes must call this method. Raises UserError on all processes if outputs are inconsistent.
         """
         names = {"PerSample outputs": sorted(self._names or ())}
         group.require_same(names, "the objective must return the same sums for all batches and ranks")
@@ -246,9 +246,9 @@ def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def in_order(shares: Sequence[tuple[Tensor, dict[str, Tensor]]], num_samples: int) -> dict[str, Tensor]:
-    """Sorts outputs by sample index, each sample once. shares: (index, outputs) of each process. Raises UserError.
+    """Sorts outputs by sample index. shares: (index, outputs) of each process. Raises UserError if a sample is missing.
 
-    Only the first output of a sample counts, because placeholder batches, which come later, repeat samples.
+    Uses only the first output of each sample, because placeholder batches, which come later, repeat samples.
     """
     samples, first = np.unique(torch.cat([index for index, _ in shares]).numpy(), return_index=True)
     if len(samples) != num_samples:

@@ -37,7 +37,7 @@ from trainer.parallel.strategy import Strategy
 def train(run: Run) -> None:
     """Trains from the run's position to the run's end. All checkpoints are on disk when this function returns.
 
-    Raises StopRequested, after saving, if asked to stop or if time is up, and UserError if training diverges.
+    Raises StopRequested, after saving, if a user or `--max-minutes` stops the run. Raises UserError if it diverges.
     """
     progress = run.progress
     progress.read_clock()
@@ -66,7 +66,7 @@ def train(run: Run) -> None:
 def train_epoch(run: Run) -> None:
     """Trains to the end of the current epoch or of the run, with one optimizer step per global batch.
 
-    A report due within the epoch precedes the next step; a run that stops in between makes the report when it resumes.
+    Reports within the epoch just before the next step, so that a run that stops in between reports when it resumes.
     """
     progress, plan = run.progress, run.plan
     if progress.position.at_epoch_start:
@@ -77,7 +77,7 @@ def train_epoch(run: Run) -> None:
     def clock() -> tuple[bool, bool]:
         """Returns whether the time of `--max-minutes` is up, and whether a checkpoint is due."""
         since_save, lock = progress.seconds_since_reading, run.directory.lock
-        is_lost = lock is not None and lock.is_lost  # another process has it; the next save ends this run
+        is_lost = lock is not None and lock.is_lost  # another process has the lock; the next save raises
         saves = is_lost or 0 < 60 * run.saving.save_every_minutes <= since_save
         return 0 < 60 * run.settings.max_minutes <= progress.train_seconds + since_save, saves
 
@@ -97,7 +97,7 @@ def train_epoch(run: Run) -> None:
 
 
 def start_segment(learner: Learner, watches: Sequence[Watch], log: Log, plan: Plan, position: Position) -> None:
-    """Prepares for training until the next report."""
+    """Prepares the log, the learner and the watches for training until the next report."""
     log.start_segment(position, plan.epochs, plan.samples_per_epoch, plan.consumed(position))
     learner.train()
     for watch in watches:
@@ -134,7 +134,7 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
                 break
             except RuntimeError as error:
                 run.memory.require_hope(error)
-            # Frees memory outside the handler, because the exception's frames hold some of it.
+            # Frees memory outside the handler, because the exception's frames refer to tensors.
             run.memory.make_room(step.phase, run.log.say)
         progress.totals[phase].add(result.sums, window.weight, result.applied)
         progress.advance(step.after, num_samples, window.num_samples)
@@ -144,7 +144,7 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
         progress.advance(step.after)
     for watch in run.watches:
         watch.after_step(progress, record, run.log)
-    run.log.advance(0 if plan.turns and step.phase > 0 else num_samples)  # with turns the first phase defines the epoch
+    run.log.advance(0 if plan.turns and step.phase > 0 else num_samples)  # in turns, phase 0 defines the epoch
     saves = saves_after_step(progress, plan, run.saving.save_every_steps, agreed.save > 0)
     if logs or saves:
         settle(run.watches, run.log)
@@ -159,10 +159,10 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
 
 
 def saves_after_step(progress: Progress, plan: Plan, interval: int, clock_asks: bool) -> bool:
-    """Returns whether a checkpoint is due after the last step and no report within the epoch is about to save one.
+    """Returns whether to save a checkpoint after the last step; False if a report within the epoch is about to save.
 
-    At an epoch's end a run may save twice: before a long validation, and with its score. interval: steps between saves,
-    or 0. clock_asks: whether rank 0's clock requests a save, ignored for two steps after a save.
+    At an epoch's end a run may save twice: before a validation, which may take long, and then with its score. interval:
+    steps between saves, or 0. clock_asks: whether rank 0's clock requests a save, ignored for two steps after a save.
     """
     num_steps = progress.step
     is_due = (clock_asks and num_steps > progress.last_save + 2) or (interval > 0 and num_steps % interval == 0)
@@ -210,7 +210,7 @@ def log_step(
     group: Group,
     log: Log,
 ) -> None:
-    """Logs the mean loss since the last call. No other function of a step waits for the device."""
+    """Logs the mean loss since the last call, the learning rate and the gradient norm. Waits for the device."""
     totals = progress.totals[phase].reduced(group)
     loss, weight = float(totals["loss"]), float(totals["weight"])
     old_loss, old_weight = progress.reported[phase]
@@ -222,10 +222,10 @@ def log_step(
 
 
 def report(run: Run, at_start: bool = False) -> None:
-    """Ends an epoch, or a segment between two reports: validates if due, judges the score, logs and saves.
+    """Reports at an epoch's end or between steps: validates if due, compares the score with the best, logs and saves.
 
-    A report within an epoch does not otherwise affect training. at_start: whether this report precedes the first step,
-    so that its score counts as the best until training improves it.
+    A report within an epoch has no other effect on training. at_start: whether this report precedes the first step;
+    its score is then the best score until training improves it.
     """
     task, group, plan, progress = run.task, run.group, run.plan, run.progress
     if at_start:

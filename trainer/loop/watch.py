@@ -21,9 +21,9 @@ class StepResult(NamedTuple):
     """Result of an optimizer step; tensors are on the device.
 
     sums: sums over this process's samples; (parts, ...) with `--parts`. grad_norm: global gradient norm before
-    clipping. applied: whether the step changed anything, as it does if the norm is finite. alarm: whether to report a
-    skipped step. On the CPU `applied` and `alarm` are bools, because the host need not wait for them. All fields but
-    sums are equal on all processes.
+    clipping. applied: whether the step changed the weights, which it does if the norm is finite. alarm: whether to
+    report a skipped step. On the CPU, `applied` and `alarm` are bools, because the host need not wait for them. All
+    fields except `sums` are equal on all processes.
     """
 
     sums: Sums
@@ -65,7 +65,7 @@ class Watch:
         """Called at a point of a step, and again if the step is retried after an out-of-memory error."""
 
     def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
-        """Called after a step. progress: progress after the step. record: the step, or None if its weight is 0."""
+        """Called after a step. progress: progress after the step. record: None if the step has no loss terms."""
 
     def settle(self, log: Log) -> None:
         """Waits for the device, and reports on all finished steps."""

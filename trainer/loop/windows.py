@@ -19,18 +19,18 @@ from trainer.parallel.strategy import Strategy
 
 
 class StopRequested(Exception):
-    """Raised on all processes at the same step after one of them was asked to stop."""
+    """Raised on all processes at the same step after a process was asked to stop."""
 
 
 class TimeIsUp(StopRequested):
-    """Raised when the run has used up `--max-minutes` by rank 0's clock."""
+    """Raised when the run has trained for `--max-minutes` by rank 0's clock."""
 
 
 class Window(NamedTuple):
     """Accumulation window: the micro-batches of one optimizer step on this process.
 
-    weight: number of loss terms in this process's share of the global batch; with `--parts` a list over all parts, 0
-    for parts of other processes. num_samples: samples of this process's share, without placeholders.
+    weight: number of loss terms in this process's share of the global batch; with `--parts`, a list with the number of
+    each part, 0 for parts of other processes. num_samples: samples in this process's share, without placeholders.
     """
 
     step: PlannedStep
@@ -150,7 +150,8 @@ def agree_ahead(
     clock: returns, on rank 0, whether time is up and whether a checkpoint is due. Raises StopRequested once any process
     was asked to stop, and TimeIsUp once time is up.
 
-    The all-reduce starts a window ahead, so that processes need not wait. Stop requests take effect within two windows.
+    Starts the all-reduce of each window one window ahead, so that processes need not wait. A stop request takes effect
+    within two windows.
     """
     waiting: tuple[T, Callable[[], Sequence[float]]] | None = None
     for piece in chain(work, (None,)):
