@@ -32,7 +32,7 @@ Outputs = Callable[[nn.Module, Batch], Tensor]
 class ScriptFlags(FlagGroup):
     """Task: a script"""
 
-    loss: str = flag("", "name of the loss, and the first digits of the sha256 of its source", local=True)
+    loss: str = flag("", "name of the loss function and a checksum of its source code; set by fit", local=True)
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,8 @@ def predict(
     context: (N, m), queries: (Q, m); missing values are NaN. labels: (N,) int64, from 0 to num_classes - 1.
     num_estimators: number of members. seed: determines orders and samples.
     temperature: divisor of the logits.
-    max_cells: maximum number of rows times columns in one forward, to limit memory. A forward can exceed it, since it
-        contains at least the context of one member, and a quarter as many query rows (at least 64). Results for
+    max_cells: maximum number of rows times columns in one forward pass, to limit memory. A pass can exceed this, since
+        it has at least the context of one member and a quarter as many query rows (at least 64). Results for
         different max_cells differ only by rounding.
     progress: called after each forward with the number of completed forwards and the total number of forwards.
     """

@@ -175,7 +175,8 @@ def test_a_group_starts_itself_again(small, command, tmp_path):
     """Rank 1 runs out of memory in its fifth step. `--fresh` holds for the first start."""
     directory = tmp_path / "run"
     (directory / "logs").mkdir(parents=True)
-    done = command(*launcher(2), *TINY, *IN_A_GROUP, "--fresh", "--save-dir", directory, CUDA_VISIBLE_DEVICES="")
+    argv = [*launcher(2), *TINY, *IN_A_GROUP, "--fresh", "--save-dir", directory]
+    done = command(*argv, launched=True, CUDA_VISIBLE_DEVICES="")
     assert [line for line in done.stderr.splitlines() if line.startswith("error")] == [
         "error: rank 1 of 2 is out of memory in forward at optimizer step 5 with 6 samples per forward: the same "
         "command resumes from the last checkpoint with 3, and 2 accumulation steps instead of 1 for the same global "

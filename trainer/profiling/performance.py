@@ -292,7 +292,7 @@ def _training_loss(model: nn.Module, batch: Any, loss: LossFunction | None) -> T
     found = found[0] if isinstance(found, list | tuple) else found
     if not isinstance(found, Tensor) or not found.requires_grad:
         raise TypeError(
-            f'cannot run backward from the model\'s {type(output).__name__}: let it return its "loss", or pass a loss '
+            f'cannot run backward from the model\'s {type(output).__name__}: return a "loss" entry, or pass a loss '
             "function with batches of (inputs, targets)"
         )
     return found.float().sum()
