@@ -26,7 +26,7 @@ _LARGEST_OUTLINED = 2**12
 _PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _HOLDS_NOTHING = (type, FunctionType, ModuleType, nn.Module, Tensor)
-"""Types whose state a forward is not expected to change, or whose state is compared elsewhere."""
+"""Types of objects that forwards do not normally change, or whose state other code compares."""
 
 ABSENT: Any = type("Absent", (), {"__slots__": ()})()
 """Stands for the value of a missing entry."""
@@ -91,7 +91,7 @@ def contents(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def outline(module: nn.Module) -> dict[str, Any]:
-    """Summarises a module and its submodules: tensors' addresses, parameters' `requires_grad`, attributes' values.
+    """Summarises a module with its submodules: tensor addresses, `requires_grad` of parameters, attribute values.
 
     If two outlines are equal, no tensor or attribute was replaced between them; tensors may have changed in place.
     """
@@ -103,7 +103,7 @@ def outline(module: nn.Module) -> dict[str, Any]:
 
 
 def outline_of(value: Any, most: int = _LARGEST_OUTLINED) -> Any:
-    """Summarises one value for `outline`. For an object of unknown type, returns its id and plain attributes.
+    """Summarises one value for `outline`. Of an object of unknown type, keeps the id and the `is_plain` attributes.
 
     most: maximum number of items in a container, or bytes in an array; larger values are summarised by their id.
     """
@@ -168,7 +168,7 @@ class State(References):
 
 
 class WholeState(State):
-    """State of a module's and its submodules' buffers and attributes. `write` also removes entries added since."""
+    """State of the buffers and attributes of a module and its submodules. `write` also removes later additions."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = [
@@ -201,7 +201,7 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 class Change(NamedTuple):
-    """A buffer or plain attribute that a forward replaced or changed.
+    """A buffer or attribute that a forward replaced or changed in place.
 
     path: name within the whole module. before, now: old and new value, or ABSENT. in_place: whether the forward changed
     the old value in place. is_seen: whether the change can be undone; False inside an object of unknown type.

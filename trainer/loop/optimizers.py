@@ -84,7 +84,7 @@ def _problem_of_group(group: ParamGroup, sparse: Collection[Tensor]) -> str | No
 
 
 def _divided(groups: Sequence[ParamGroup], chosen: Collection[Tensor]) -> tuple[list[ParamGroup], list[ParamGroup]]:
-    """Splits parameter groups into groups of chosen and groups of other parameters; drops empty groups."""
+    """Returns the groups of the parameters in `chosen`, and the groups of all other parameters; drops empty groups."""
 
     def part(of_chosen: bool) -> list[ParamGroup]:
         parts = [group | {"params": [p for p in group["params"] if (p in chosen) == of_chosen]} for group in groups]
@@ -200,7 +200,7 @@ def without_compiler(optimizer_type: type[torch.optim.Optimizer]) -> Any:
     """Returns a subclass of an optimizer class, without the wrappers that hide its methods from torch.compile.
 
     The wrappers import torch.compile, which would be the slowest part of a run's start. PyTorch's other wrappers
-    remain, so hooks and profilers work. A pickled optimizer refers to PyTorch's class.
+    remain, so hooks and profilers work. Pickling an optimizer stores PyTorch's class instead of the subclass.
     """
     names = ("add_param_group", "load_state_dict", "state_dict", "step", "zero_grad")
     members: dict[str, Any] = {name: inspect.unwrap(getattr(optimizer_type, name)) for name in names}
@@ -230,7 +230,7 @@ _RECORDED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, ZeroStartSGD)
 
 
 def can_be_recorded(optimizer: Optimizer) -> bool:
-    """Returns whether a CUDA graph can capture a step whose replays read current learning rates and `found_inf`."""
+    """Returns whether a CUDA graph can capture a step: its replays must read the learning rate and `found_inf`."""
     is_known = getattr(type(optimizer), "plain", type(optimizer)) in _RECORDED
     return is_known and reads_found_inf(optimizer) and not has_step_hooks(optimizer)
 

@@ -21,7 +21,7 @@ NUM_SAMPLES_SHOWN = 8
 class StepOutcomes(Watch):
     """Detects non-finite steps, and raises UnfitState or counts the step as skipped.
 
-    phases: the task's phases. advice: part of error messages that names flags against divergence.
+    phases: the task's phases. advice: text for error messages that names flags which reduce divergence.
 
     On the CPU, each step is checked at once. On a GPU, results are copied to the host in groups of `GROUP_SIZE` steps.
     A group is read when the next group is full, so that all processes handle a result at the same step.
@@ -101,7 +101,7 @@ class StepOutcomes(Watch):
         )
 
     def _divergence(self, account: str, in_vain: str = "", is_first: bool = False) -> UnfitState:
-        """Returns the error that ends the run. in_vain: text on skipped steps. is_first: whether the step is step 1."""
+        """Returns the error that ends the run. in_vain: text on skipped steps. is_first: whether step 1 failed."""
         skip = "" if in_vain else ", or skip such steps with --on-nonfinite skip"
         if is_first:
             return UnfitState(

@@ -55,7 +55,7 @@ class TreeSum:
 
 
 class PartsLearner(Learner):
-    """Learner for `--parts`: keeps the gradients of each micro-batch, a part, separate. Skips parts without samples."""
+    """Learner for `--parts`. Every micro-batch is one part with separate gradients. Skips parts without samples."""
 
     buffers: "PartBuffers"
 
@@ -204,7 +204,7 @@ def totals_maker(strategy: Strategy) -> Callable[[], Totals]:
 
 
 def restored_totals(strategy: Strategy, total: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> Totals:
-    """Restores totals from a checkpoint. total: sums over all parts, which part 0 gets if `rows` has another number."""
+    """Restores the totals of parts, `rows`, from a checkpoint. If `--parts` has changed, part 0 gets all of `total`."""
     if {len(value) for value in rows.values()} != {strategy.num_parts}:
         others = strategy.num_parts - 1
         rows = {name: torch.stack([value, *[torch.zeros_like(value)] * others]) for name, value in total.items()}

@@ -138,7 +138,7 @@ class PlannedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Schedule of a run's steps, reports and validations.
+    """Schedule of a run's steps, metric reports and validations.
 
     epochs, max_steps: length of the run in epochs or in optimizer steps; the other value is None. A model that is
     fitted without steps has 0 epochs. orders: sample order of each phase. turns: optimizer steps that each phase takes
@@ -173,7 +173,7 @@ class Plan:
 
     @cached_property
     def samples_per_epoch(self) -> int:
-        """Number of samples per epoch in all phases. If phases take turns, only the first phase defines the epoch."""
+        """Number of samples per epoch: of all phases, or, if phases take turns, of the first, which defines epochs."""
         return self.phase_sizes[0] if self.turns else sum(self.phase_sizes)
 
     @cached_property
@@ -196,7 +196,7 @@ class Plan:
         return num_epochs % self.eval_every == 0 if self.eval_every is not None else self.reports_after(num_steps)
 
     def reports_after(self, num_steps: int) -> bool:
-        """Returns whether a report is due after `num_steps` optimizer steps, possibly in the middle of an epoch."""
+        """Returns whether to report metrics after `num_steps` optimizer steps, possibly in the middle of an epoch."""
         if self.max_steps is not None and num_steps >= self.max_steps:
             return True
         return self.eval_every_steps is not None and num_steps % self.eval_every_steps == 0

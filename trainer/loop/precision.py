@@ -89,7 +89,7 @@ class Precision:
         return coefficient if dtype == loss.dtype else coefficient.to(loss.dtype)
 
     def forget_unscaling(self) -> None:
-        """Makes the gradient scaler treat gradients as still scaled, after an update that failed before any change."""
+        """Lets the scaler unscale gradients again, after an update that failed before it changed the gradients."""
         if self.scaler.is_enabled():
             self.scaler.update(self.scaler.get_scale())
 
@@ -137,7 +137,7 @@ class Precision:
 
 
 def gradient_norm(grads: list[Tensor]) -> Tensor:
-    """Returns the global norm, bit-equal to `nn.utils.get_total_norm`. Does not group by device and dtype."""
+    """Returns the global norm, bit-equal to `nn.utils.get_total_norm`, without grouping by device and dtype."""
     return torch.linalg.vector_norm(torch.stack(foreach_norm(grads)))
 
 

@@ -61,7 +61,7 @@ class Recorder:
                     raise
                 graph.capture_end()
         except BaseException:
-            generator.graphsafe_set_state(before)  # the state used in a failed capture stays in capture mode
+            generator.graphsafe_set_state(before)  # a generator state used in a failed capture stays in capture mode
             # Replaces the pool and keeps the graph, because PyTorch may treat the pool as in use and query the graph.
             end_allocating(self._device, self._pool)
             self._broken.append(graph)
@@ -86,7 +86,7 @@ class Recorder:
 
 
 def dry_run(function: Callable[[], T]) -> tuple[T, list[Tensor]]:
-    """Runs a function; returns its result and the tensors it reads but does not create, which a graph needs alive.
+    """Runs a function; returns its result and the existing tensors that it reads, which must outlive the graph.
 
     Raises the function's exceptions. Raises RuntimeError if PyTorch detects that the host waits for a GPU, or if every
     call creates a tensor that stays referenced after the call and is not in the result.
@@ -180,7 +180,7 @@ def _without_collecting() -> Iterator[None]:
 
 
 class Recordings(OrderedDict[Any, R]):
-    """Graphs by signature, at most `most`; the least recently used graph is dropped.
+    """Maps signatures to graphs, at most `most`; drops the least recently used graph.
 
     left_out: signatures that are not captured again, because memory was short or because their graph was dropped.
     """

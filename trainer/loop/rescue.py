@@ -44,9 +44,10 @@ Mark = Callable[[], bool]
 
 @dataclass(eq=False)
 class AppliedStep:
-    """A step that the host has submitted to the device. progress: progress after the step. applied: marks its end.
+    """A step that the host has submitted to the device. progress: progress after the step.
 
-    forward: marks the start of the next step. changes: marks where the next step's optimizer starts to change weights.
+    applied: marks the end of the step on the device. forward: marks the start of the next step. changes: marks where
+    the next step's optimizer starts to change weights.
     """
 
     progress: Progress
@@ -158,7 +159,7 @@ def _save_last_step(run: Run, last: LastStep) -> bool:
 
 
 def _take_over(directory: RunDirectory) -> None:
-    """Locks the run directory. Raises UserError if it is gone, or locked for longer than `LOCK_WITHIN_S`."""
+    """Locks the run directory. Raises UserError if the directory is gone, or locked longer than `LOCK_WITHIN_S`."""
     deadline = time.monotonic() + LOCK_WITHIN_S
     while True:
         try:
@@ -192,7 +193,7 @@ def _in_time(copied: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | No
 def _copied(
     learner: Learner, strategy: Strategy, last: LastStep, num_saved: int, outline: Outline, facts: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Copies the state after the last finished step; returns None if it is saved already or changes during the copy.
+    """Copies the state after the last finished step; returns None if the state is saved already or changes meanwhile.
 
     num_saved: optimizer step of the newest checkpoint. outline, facts: see `Run.model_outline` and `Run.facts`.
     """
@@ -221,8 +222,8 @@ def _copied(
 def _own(progress: Progress, lacks_totals: bool) -> tuple[Progress, dict[str, dict[str, Tensor]]]:
     """Returns the progress and the totals, both restricted to the samples of this process.
 
-    lacks_totals: whether to drop the totals: on a GPU, they include steps that it has not finished; with `--parts` on
-    several ranks, they lack the parts of other ranks.
+    lacks_totals: whether to drop the totals. On a GPU, they include unfinished steps. With `--parts` on several ranks,
+    they lack the parts of other ranks.
     """
     totals = {phase: {} if lacks_totals else own.unreduced() for phase, own in progress.totals.items()}
     samples = 0 if lacks_totals else progress.own_samples

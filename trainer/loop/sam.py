@@ -26,7 +26,7 @@ LEAST_NORM = 1e-12
 
 
 def refuse_sam(rho: float, objective: Objective, strategy: Strategy) -> None:
-    """Raises UserError for options that do not support two gradients per step. rho: value of `--sam-rho`, or 0."""
+    """Raises UserError if another option does not support SAM's two gradients per step. rho: `--sam-rho`, or 0."""
     others = {
         f"--parts {strategy.num_parts}": strategy.num_parts > 0,
         "--multi-gpu fsdp": strategy.exchanges_in_forward,

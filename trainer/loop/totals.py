@@ -21,8 +21,8 @@ FOLD_EVERY = 64
 class Totals:
     """Sums over this process's samples by name; the sum "weight" is the number of loss terms.
 
-    A sum that a batch or a process lacks counts as zero. `add` stores tensors and sums them only every `FOLD_EVERY`
-    calls, without waiting for the device.
+    A sum that a batch or a process lacks counts as zero. `add` stores tensors, and sums them only every `FOLD_EVERY`
+    calls. It never waits for the device.
     """
 
     def __init__(self, sums: Mapping[str, Tensor] | None = None) -> None:
@@ -85,7 +85,7 @@ class Totals:
     def reduced(self, group: Group) -> dict[str, Tensor]:
         """Returns the sums over all processes, including "weight", in float64 on the CPU; {} if nothing was added.
 
-        Waits for the device. All processes must call this method. Raises UserError if a sum's shapes differ.
+        Waits for the device. All processes must call this method. Raises UserError if they have different shapes.
         """
         parts = self.unreduced()
         shapes = _common_shapes({name: tuple(parts[name].shape) for name in sorted(parts)}, group)

@@ -66,7 +66,8 @@ def train(run: Run) -> None:
 def train_epoch(run: Run) -> None:
     """Trains to the end of the current epoch or of the run, with one optimizer step per global batch.
 
-    Reports within the epoch just before the next step, so that a run that stops in between reports when it resumes.
+    Reports due within the epoch are made just before the next step. A run that stops in between makes its report when
+    it resumes.
     """
     progress, plan = run.progress, run.plan
     if progress.position.at_epoch_start:
@@ -181,9 +182,9 @@ def train_step(
 ) -> StepResult:
     """Runs one optimizer step over this process's micro-batches; the gradient is exact for any split of the samples.
 
-    window: micro-batches with their weights (numbers of loss terms); a placeholder has weight 0. total_weight: number
-    of loss terms in the step over all processes, above 0. Each micro-batch's summed loss is divided by total_weight, so
-    gradients add up to the gradient of the mean over all loss terms.
+    window: micro-batches, each with its number of loss terms, 0 for a placeholder. total_weight: number of loss terms
+    in the step over all processes, above 0. Each micro-batch's summed loss is divided by total_weight, so gradients add
+    up to the gradient of the mean over all loss terms.
     """
     buffers = learner.buffers if learner.buffers.is_active else None
     if buffers is not None:

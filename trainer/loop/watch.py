@@ -18,7 +18,7 @@ Place = Literal["forward", "update"]
 
 
 class StepResult(NamedTuple):
-    """Result of an optimizer step; tensors are on the device.
+    """Result of an optimizer step. All tensors are on the device.
 
     sums: sums over this process's samples; (parts, ...) with `--parts`. grad_norm: global gradient norm before
     clipping. applied: whether the step changed the weights, which it does if the norm is finite. alarm: whether to
@@ -75,7 +75,7 @@ class Watch:
 
 
 class Remarks(Watch):
-    """Watch that logs the messages of another object. take: returns the object's new messages."""
+    """Watch that logs another object's messages. take: returns the messages added since its last call."""
 
     def __init__(self, take: Callable[[], Sequence[str]]) -> None:
         self._take = take
