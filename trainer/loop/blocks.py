@@ -34,7 +34,7 @@ BACKEND = "inductor"
 _NO_GRADIENT_OF_GRADIENTS = ("donated buffer", "does not currently support double backward")
 """Fragments of PyTorch's error messages about second derivatives of compiled code."""
 _MOST_VERSIONS = 64
-"""Recompilation limit beyond which PyTorch runs a function eagerly; all blocks count as one function."""
+"""Maximum number of compiled versions of a function, shared by all blocks; PyTorch runs further versions eagerly."""
 
 
 def prepare_blocks(flags: BlockFlags, task: Task, objective: Objective) -> None:
@@ -69,7 +69,7 @@ def recompute(blocks: Sequence[nn.Module]) -> None:
 def settle_recomputed(objective: nn.Module, changes: Iterable[Change]) -> None:
     """Makes each recomputed block copy only the buffers and attributes that its forward changes.
 
-    changes: found by trial forwards in the whole objective. Raises UserError if a change cannot be undone.
+    changes: changes that trial forwards of the objective made. Raises UserError if a change cannot be undone.
     """
     changes = list(changes)
     for prefix, block in objective.named_modules():
@@ -92,16 +92,16 @@ def _not_alike(what: str, why: str) -> UserError:
 
 
 class _Recomputed(nn.Module):
-    """Additional first base class of recomputed blocks; each block gets a subclass of its own.
+    """Mixin that wraps calls of a block in `checkpoint`; `recompute` derives a class from it for each block.
 
-    The class overrides `__call__`, so that recomputation includes hooks and compiled code. Setting `forward` on the
-    instance instead would fail in DataParallel, whose replicas would call the original block's method.
+    The mixin overrides `__call__`, so that recomputation includes hooks and compiled code. A `forward` set on the
+    instance would fail in DataParallel, because its replicas would call the method of the original block.
     """
 
     path: ClassVar[str] = ""
     """The block's name in the objective's `named_modules()`."""
     changing: ClassVar[set[tuple[str, str]] | None]
-    """Buffers and attributes that the block's forward changes, as (submodule path, name), or None if unknown."""
+    """(submodule path, name) of each buffer and attribute that the block's forward changes; None if unknown."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -116,10 +116,10 @@ def _contexts(block: _Recomputed) -> tuple[AbstractContextManager[None], Abstrac
 
 
 class _AsFound(AbstractContextManager[None]):
-    """Context in which a block has the buffers and attributes that it had when the context manager was created.
+    """Context in which a block has copies of the buffers and attributes that it had when the object was created.
 
     The block works on copies, so that the backward can still read the original tensors. The context can be entered
-    repeatedly, because second derivatives recompute a block in every backward.
+    several times, because with second derivatives each backward recomputes the block.
     """
 
     def __init__(self, block: _Recomputed) -> None:
@@ -132,7 +132,7 @@ class _AsFound(AbstractContextManager[None]):
             modules = dict(block.named_modules()) if changing else {}
             entries = [(modules[path], name) for path, name in changing]
             self._found = State((m._buffers if name in m._buffers else m.__dict__, name) for m, name in entries)
-            # Detects changes of other entries too: a replaced value stays in the copy, a write raises the version.
+            # Also detects changes of other entries: the copy keeps a replaced value, a write raises the version.
             owners = [owner for _, each in named_modules(block) for owner in (vars(each), each._buffers) if owner]
             self._held = [(owner, owner.copy()) for owner in owners]
         self._versions = [
@@ -178,10 +178,10 @@ class _AsFound(AbstractContextManager[None]):
 
 
 def compile_units(units: Sequence[nn.Module]) -> None:
-    """Marks modules for compilation with dynamic shapes at their next call.
+    """Marks modules for compilation at their next call, with dynamic shapes.
 
-    All sizes are symbolic, so the compiled code depends only on the first call. A resumed run makes the same first call
-    as an uninterrupted run, and so computes the same results.
+    With dynamic shapes the compiled code depends only on the first call. A resumed run makes the same first call as an
+    uninterrupted run, and therefore computes the same results.
     """
     set_up_compiler(_MOST_VERSIONS)
     for unit in units:

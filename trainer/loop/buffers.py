@@ -1,4 +1,4 @@
-"""Synchronises module state that forwards change, such as batch norm statistics, over processes, or rolls it back."""
+"""Synchronises state that forwards change, such as batch norm statistics, and restores it after skipped steps."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,18 +25,18 @@ from trainer.parallel.strategy import Strategy
 
 
 class Buffers:
-    """Running statistics of batch norms, synchronised over processes after each step and restored after skipped steps.
+    """Synchronises state that forwards change, such as running statistics, after each step, or restores it.
 
     A forward updates running statistics before the gradients are known to be finite, and a NaN in the statistics would
     be permanent. After each step the statistics are equal on all processes, so a checkpoint can follow any step.
 
-    forward_state: other state that forwards change. is_active: whether the model has statistics or such state.
+    forward_state: state other than running statistics. is_active: whether the model has state that forwards change.
     """
 
     def __init__(self, model: nn.Module) -> None:
         norms = [module for module in model.modules() if getattr(module, "track_running_stats", False)]
         buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
-        # Copied as one flat tensor of each kind, because every copy of a small tensor on a GPU costs a kernel launch.
+        # One flat tensor for each kind, because on a GPU every copy of a small tensor costs a kernel launch.
         self._statistics = FlatTensors([buffer for buffer in buffers if buffer.is_floating_point()])
         counters = FlatTensors([buffer for buffer in buffers if not buffer.is_floating_point()])
         self._kinds = [kind for kind in (self._statistics, counters) if kind]
@@ -47,7 +47,7 @@ class Buffers:
         self._pending: tuple[Tensor, Callable[[], None]] | None = None
 
     def learn(self, changes: Iterable[Change], model: nn.Module, group: Group) -> None:
-        """Registers changes that a trial forward made. All processes must call this method. Raises UserError."""
+        """Registers a trial forward's changes. All processes must call it. Raises UserError for a reshaped buffer."""
         self.forward_state.learn(changes)
         self.forward_state.settle(model, group)
         self.is_active = self.is_active or self.forward_state.is_active
@@ -59,9 +59,9 @@ class Buffers:
         self.forward_state.keep()
 
     def of_samples(self, num_samples: int) -> AbstractContextManager[None]:
-        """Returns a context for forward and backward of a micro-batch; restores running statistics if num_samples is 0.
+        """Returns a context for a micro-batch's forward and backward; without samples it undoes changes of statistics.
 
-        Counters such as `num_batches_tracked` advance in any case, so that they agree on all processes.
+        Counters such as `num_batches_tracked` always advance, so that they are equal on all processes.
         """
         self._num_samples += num_samples
         return nullcontext() if num_samples > 0 else self._unchanged()
@@ -76,20 +76,20 @@ class Buffers:
             self._statistics.set(before)
 
     def start_agreement(self, group: Group) -> None:
-        """Starts the all-reduce of the statistics' changes after a step's last forward, for which `agree` waits.
+        """After a step's last forward, starts the all-reduce of changes of running statistics; `agree` waits for it.
 
         The all-reduce overlaps with the backward, which does not read running statistics in train mode. All processes
-        must call this method, at least one of them with samples.
+        must call this method, and at least one process must have samples.
         """
         if group.world_size == 1 or not self._statistics:
             return
-        before = self._before_placeholder  # not None if the last micro-batch is a placeholder
+        before = self._before_placeholder  # not None if the last micro-batch has no samples
         changes = (self._statistics.flattened() if before is None else before) - self._statistics.kept
         flat = torch.cat([changes, torch.ones_like(changes[:1])]) * self._num_samples
         self._pending = flat, group.start_sum_in_place(flat)
 
     def agree(self, strategy: Strategy) -> None:
-        """Applies the statistics' mean change over all processes, weighted by samples, after the last backward.
+        """After a step's last backward, applies all processes' mean change of statistics, weighted by samples.
 
         All processes must call this method. Raises UserError if a persistent buffer changed its shape.
         """
@@ -103,7 +103,7 @@ class Buffers:
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
-        """Context for further forwards of a step after `agree`; undoes their changes of state on exit.
+        """Context for additional forwards of a step after `agree`; undoes their changes of state on exit.
 
         All processes must enter this context.
         """
@@ -122,7 +122,7 @@ class Buffers:
         self.forward_state.undo()
 
     def undo_unless(self, applied: bool | Tensor) -> None:
-        """Restores buffers and attributes as they were before a step, unless `applied`. applied: see `StepResult`."""
+        """Restores buffers and attributes to their values before a step, unless `applied`; see `StepResult`."""
         if isinstance(applied, Tensor):
             for kind in self._kinds:
                 kind.set(torch.where(applied, kind.flattened(), kind.kept))
@@ -132,7 +132,7 @@ class Buffers:
 
 
 class FlatTensors:
-    """Reads and writes several tensors as one flat tensor. kept: their values at the last `keep`."""
+    """Reads and writes several tensors as one flat tensor. kept: the flat tensor at the last call of `keep`."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._flat = [tensor.detach().view(-1) for tensor in tensors]
@@ -150,12 +150,12 @@ class FlatTensors:
 
     def set(self, values: Tensor) -> None:
         """Writes a result of `flattened` to the tensors."""
-        # .data hides the writes from autograd, because the backward does not read the statistics
+        # `.data` hides the writes from autograd, which is safe because the backward does not read the statistics
         foreach_copy_([flat.data for flat in self._flat], values.split(self._sizes))
 
 
 Kind = tuple[torch.Size, torch.dtype]
-"""Shape and dtype; tensors of equal kind can be copied into each other."""
+"""Shape and dtype of a tensor."""
 
 
 class ForwardState:
@@ -163,13 +163,13 @@ class ForwardState:
 
     `learn` registers three kinds of state that a trial forward has changed.
 
-    Shared buffers are persistent or changed in place. Each process updates its shared buffers with its own samples;
-    after the step all processes copy rank 0's buffers, as in DistributedDataParallel. Saving and evaluating also
-    synchronise buffers, and therefore do not change shared buffers.
+    Shared buffers are persistent or changed in place. Each process updates its shared buffers with its own samples.
+    After the step all processes copy rank 0's buffers, as in DistributedDataParallel. Saving and evaluating copy them
+    too, which then changes nothing.
 
-    Local buffers are non-persistent and replaced by forwards, such as masks; each process has its own buffers.
+    Local buffers, such as masks, are non-persistent, and forwards replace them. They may differ between processes.
 
-    Attributes may differ between processes, and are not saved in checkpoints.
+    Attributes may differ between processes, and checkpoints do not contain them.
     """
 
     def __init__(self, model: nn.Module, without: Iterable[nn.Module]) -> None:
@@ -185,7 +185,7 @@ class ForwardState:
             if name not in names_not_persistent(module)
         ]
         self.changes: dict[tuple[int, str], Change] = {}
-        """Changes that trial forwards made, by (module id, name), with each value's type in place of the value."""
+        """Changes by trial forwards, by (module id, name); `before` is None, and `now` is the type of the value."""
         self._shared: dict[str, Entry] = {}
         self._kinds: dict[str, Kind] = {}
         self._local: dict[str, Entry] = {}
@@ -221,9 +221,9 @@ class ForwardState:
                 self._local[change.path] = entry
 
     def settle(self, model: nn.Module, group: Group) -> None:
-        """Makes the shared buffers, and their order, the same on all processes, which must all call this method.
+        """Makes all processes share the same buffers in the same order. All processes must call this method.
 
-        Forwards that skip layers at random may change different buffers on different processes.
+        Without this call they may differ, because forwards may skip layers at random.
         """
         kinds = {path: kind for own in group.gather(self._kinds) for path, kind in own.items()}
         for path in kinds.keys() - self._shared.keys():
@@ -272,10 +272,10 @@ class ForwardState:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Context in which a placeholder batch runs forward and backward on copies of the state.
+        """Context in which forward and backward change copies of the state, for batches that do not count.
 
-        Numbers and strings keep their new values, so that counters agree across processes. Local buffers keep their
-        new values, because they may depend on a counter.
+        Numbers and strings keep their new values, so that counters are equal on all processes. Local buffers keep
+        their new values, because they may depend on a counter.
         """
         state = State([*self._shared.values(), *self._attributes])
         state.write(instead=state.copy_of)
@@ -292,7 +292,7 @@ class ForwardState:
                 owner[name] = value
 
     def agree(self, strategy: Strategy) -> None:
-        """Copies rank 0's shared buffers to all processes, after the last backward, which may read their old values.
+        """After a step's last backward, which may read old values, copies rank 0's shared buffers to all processes.
 
         All processes must call this method. Raises UserError if a persistent buffer changed its shape.
         """
@@ -306,7 +306,7 @@ class ForwardState:
             return
         own: list[Any] = [owner.get(name) for owner, name in self._shared.values()]
         kinds = self._kinds.values()
-        # a forward may have changed the size of a non-persistent buffer, perhaps on some processes only
+        # a forward may have resized a non-persistent buffer, perhaps only on some processes
         fits = [_kind(tensor) == kind for tensor, kind in zip(own, kinds, strict=True)]
         device = strategy.device
         on_main = strategy.from_main(torch.stack([torch.full((), fit, device=device) for fit in fits])).unbind()
@@ -321,7 +321,7 @@ class ForwardState:
 
     @contextmanager
     def once_more(self) -> Iterator[None]:
-        """Context in which another part of a step starts from the state before the step; undoes the part's changes."""
+        """Context in which more forwards of a step start from the state before the step; undoes their changes."""
         state, local = State([*self._shared.values(), *self._attributes]), References(self._local.values())
         self.undo()
         try:
@@ -333,7 +333,7 @@ class ForwardState:
     def undo_unless(self, applied: Tensor) -> None:
         """Restores tensors to their values before a step, unless applied. applied: a bool tensor on the device.
 
-        The host does not know `applied`, so it keeps numbers, strings, and local buffers, which may depend on numbers.
+        The host does not know `applied`. Numbers, strings and local buffers therefore keep their new values.
         """
         for owner, name, before in self._before.entries:
             now, copy = owner.get(name), self._before.copy_of(before)
@@ -346,7 +346,7 @@ class ForwardState:
     # --- saving and restoring ----------------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Tensor]:
-        """Returns, for a checkpoint, the non-persistent buffers that forwards change but do not resize."""
+        """Returns the non-persistent buffers to save: forwards change their values, but do not resize them."""
         return {
             path: owner[name].detach()
             for path, (owner, name) in self._saved.items()
@@ -354,7 +354,7 @@ class ForwardState:
         }
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Loads a result of `saved`; skips buffers whose shape has changed, for example because of a flag."""
+        """Loads a result of `saved`; skips buffers of another shape, for example after a change of a flag."""
         own = self.saved()
         for path, value in saved.items():
             if path in own and own[path].shape == value.shape:

@@ -30,11 +30,11 @@ Outline = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
-    """Copies the run's state and starts to write the copy in the background (see `finish_saving`).
+    """Copies the run's state and writes the copy in the background; `finish_saving` waits for it.
 
-    value: the monitored metric, or None without validation. All processes must call this function. Raises UserError if
-    the model differs between processes, or if the previous checkpoint could not be written. A full disk is only
-    reported, and the next save retries.
+    value: value of the monitored metric, or None without validation. All processes must call this function. Raises
+    UserError if the model differs between processes, or if the previous checkpoint could not be written. If the
+    disk was full, logs a message instead.
     """
     strategy, learner, progress = run.strategy, run.learner, run.progress
     for watch in run.watches:
@@ -45,7 +45,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     totals = {phase: own.reduced(strategy.group) for phase, own in progress.totals.items()}
     rows = {phase: own.rows(strategy.group) for phase, own in progress.totals.items() if isinstance(own, PartTotals)}
     if not rows:
-        # as after a resume, so that an uninterrupted run adds sums in the same order
+        # A resume starts from these totals too, so that resumed and uninterrupted runs add sums in the same order.
         _share(strategy.group, progress, totals)
     strategy.group.activity.enter("saving")
     state = strategy.full_state(learner.objective, learner.optimizers)
@@ -59,7 +59,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
         refuse_another_model(weights, run.model_outline, progress.step)
         run.saver.wait()
         report_saving(run.saver, run.log)
-        # Log records reach the operating system before their checkpoint does; a resume drops later records.
+        # Log records must reach the operating system before the checkpoint; a resume drops later records.
         run.log.flush()
         run.saver.start(state_of(learner, state, progress, totals) | run.facts | verdict)
 
@@ -69,7 +69,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
 def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progress, learning_rate: float) -> None:
     """Raises UnfitState if the state after a phase's first step cannot be saved; writes nothing.
 
-    outline: tensors of the newly built model. learning_rate: value of `--lr`. All processes must call this function.
+    outline: outline of the newly built model. learning_rate: value of `--lr`. All processes must call this function.
     """
     group.activity.enter("saving")
 
@@ -101,7 +101,7 @@ def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progr
 def refuse_another_model(weights: Mapping[str, Tensor], outline: Outline, step: int) -> None:
     """Raises UnfitState if tensors have been added, removed or reshaped since the model was built.
 
-    A resume could not load the changed model. outline: tensors of the newly built model. step: optimizer steps done.
+    A resume could not load the changed model. outline: outline of the newly built model. step: optimizer steps done.
     """
     now = {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}
     name = next((name for name in {**outline, **now} if outline.get(name) != now.get(name)), None)
@@ -121,7 +121,7 @@ def _share(group: Group, progress: Progress, totals: Mapping[str, Mapping[str, T
 
 
 def report_saving(saver: BackgroundSaver, log: RunLog | SilentLog) -> None:
-    """Logs a message if the last save failed because the disk is full."""
+    """Logs a message if the last save failed because the disk was full."""
     refusal = saver.take_refusal()
     if refusal is not None:
         log.say(refusal)
@@ -135,7 +135,7 @@ def finish_saving(group: Group, saver: BackgroundSaver) -> None:
 def state_of(
     learner: Learner, state: dict[str, Any], progress: Progress, totals: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Any]:
-    """Returns a checkpoint's training state. state: weights and optimizer states. totals: sums over all processes."""
+    """Returns a checkpoint's training state. state: weights and optimizer states. totals: global sums by phase."""
     buffers = learner.buffers.forward_state.saved()
     return state | {
         **({"other_buffers": buffers} if buffers else {}),
@@ -146,7 +146,7 @@ def state_of(
 
 
 def places_of_streams(task: Task, plan: Plan, progress: Progress) -> dict[str, Any]:
-    """Returns the checkpoint entry "streams": the position of each stateful training stream, by phase."""
+    """Returns {"streams": positions of stateful training streams by phase}, or {} without such streams."""
     found = {}
     for phase, dataset in training_streams(task).items():
         index = task.phases.index(phase)
@@ -157,7 +157,7 @@ def places_of_streams(task: Task, plan: Plan, progress: Progress) -> dict[str, A
 
 
 def restore_streams(task: Task, state: Mapping[str, Any]) -> None:
-    """Moves training streams to the positions that a checkpoint holds."""
+    """Moves training streams to the positions that a checkpoint contains."""
     places = state.get("streams", {})
     for phase, dataset in training_streams(task).items():
         if phase in places:
@@ -165,7 +165,7 @@ def restore_streams(task: Task, state: Mapping[str, Any]) -> None:
 
 
 def diverged(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
-    """Returns the names of tensors with non-finite values; infinities are allowed in buffers, such as masks."""
+    """Returns the names of parameters with non-finite values and of buffers with NaN; masks may contain infinities."""
     return not_finite(weights, may_be_infinite=dict(model.named_buffers()))
 
 
@@ -195,7 +195,7 @@ def refuse_non_finite(
 def restore_progress(learner: Learner, strategy: Strategy, state: Mapping[str, Any]) -> Progress:
     """Restores progress, optimizer states and buffers from a checkpoint whose weights are already loaded.
 
-    All processes must call this function. Raises UserError if states do not fit the optimizers.
+    All processes must call this function. Raises UserError if the optimizer states do not fit the optimizers.
     """
     learner.buffers.forward_state.restore(state.get("other_buffers", {}))
     dtype = getattr(torch, state["config"]["--dtype"])

@@ -1,4 +1,4 @@
-"""Checks that a task fulfils the contract of `Task`, mostly before training; errors name the offending method."""
+"""Checks that a task fulfils the contract of `Task`; error messages name the offending method."""
 
 import inspect
 import re
@@ -56,9 +56,9 @@ def check_signatures(own: object, base: type) -> None:
 
 
 def check_task(task: Task) -> None:
-    """Checks a task's attributes and data sets, before a model is built. Raises UserError.
+    """Checks a task's attributes and data sets before a model is built. Raises UserError if one is invalid.
 
-    `monitored` checks after the first validation that the metric of `monitor` exists.
+    The function `monitored` checks after a validation whether the metric that `Task.monitor` names exists.
     """
     check_signatures(task, Task)
     name, phases, turns = type(task).__name__, task.phases, task.turns
@@ -90,7 +90,7 @@ def check_task(task: Task) -> None:
 
 
 def check_batch(task: Task, batch: object, size: int) -> None:
-    """Checks the batch that `Task.collate` returns for `size` samples. Raises UserError.
+    """Checks the batch that `Task.collate` returns for `size` samples. Raises UserError if it is invalid.
 
     All tensors need the same length, because DataParallel splits them along dim 0 and silently drops unmatched chunks.
     """
@@ -129,7 +129,7 @@ def check_blocks(task: Task, model: nn.Module) -> None:
 
 
 def check_tensors(model: nn.Module, where: str) -> None:
-    """Raises UserError if a model has lazy parameters, or state that a checkpoint cannot hold."""
+    """Raises UserError if a model has lazy parameters, or state that a checkpoint cannot store."""
     lazy = [name for name, value in [*model.named_parameters(), *model.named_buffers()] if is_lazy(value)]
     if lazy:
         raise UserError(f"{where}: {lazy[0]} has no shape before a first forward; run one on zeros in build_objective")
@@ -138,7 +138,7 @@ def check_tensors(model: nn.Module, where: str) -> None:
             raise UserError(
                 f"{where}: {name} is a {type(value).__name__}, but checkpoints hold only tensors; make it a tensor"
             )
-    is_outline = torch.empty(0).is_meta  # fsdp builds a model on the meta device for its shapes
+    is_outline = torch.empty(0).is_meta  # fsdp first builds the model on the meta device
     wrong = None if is_outline else error_of_model(model.state_dict())
     if wrong is not None:
         raise UserError(
@@ -148,7 +148,7 @@ def check_tensors(model: nn.Module, where: str) -> None:
 
 
 def check_helpers(objective: Objective, where: str, num_replicas: int) -> None:
-    """Raises UserError if a helper shares parameters with the model, or if DataParallel would have to copy a helper."""
+    """Raises UserError if `Objective.helpers` share parameters with the model, or if DataParallel would copy them."""
     own = {*objective.model.parameters()}
     for name, helper in objective.helpers.items():
         if own.intersection(helper.parameters()):
@@ -161,7 +161,7 @@ def check_helpers(objective: Objective, where: str, num_replicas: int) -> None:
 
 
 def check_same_parameters(objective: nn.Module, group: Group, where: str) -> None:
-    """Raises UserError if parameters or their order, in which gradients are exchanged, differ between processes."""
+    """Raises UserError if parameters or their order differ between processes; gradients are summed in this order."""
     own = [(name, tuple(p.shape)) for name, p in objective.named_parameters()]
     if group.agrees(own):
         return
@@ -183,7 +183,7 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
     weights of 0. Raises UserError if the objective breaks the contract of `Objective`.
 
     DistributedDataParallel rebuilds its buckets after its first backward, which changes the order of summation. Without
-    a trial, the first step after a resume would add gradients in another order than an uninterrupted run.
+    a trial, the first step after a resume would add gradients in another order than the same step without a resume.
     """
     net, objective = learner.enter(phase), learner.objective
     with _leaving_no_trace(learner, net, strategy) as changes:
@@ -219,7 +219,7 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
 
 
 def check_exchanges(learner: Learner, strategy: Strategy, phase: str, order: SampleOrder, example: Batch) -> None:
-    """Raises UserError if a forward's collectives depend on the number of samples, which differs between processes.
+    """Raises UserError if a forward's collectives depend on the number of samples, which may differ by process.
 
     All processes must call this function.
     """
@@ -236,7 +236,7 @@ def check_exchanges(learner: Learner, strategy: Strategy, phase: str, order: Sam
 def check_single_samples(
     learner: Learner, strategy: Strategy, phase: str, order: SampleOrder, split: BatchSplit, example: Batch
 ) -> None:
-    """Raises UserError if a training forward would get a single sample, which a batch norm of the model refuses.
+    """Raises UserError if a training forward would get a single sample and a batch norm of the model rejects it.
 
     BatchNorm2d accepts a single sample with several pixels. All processes must call this function.
     """
@@ -264,7 +264,7 @@ def check_single_samples(
 
 
 def leaves_a_single_sample(strategy: Strategy, global_batch_size: int, micro_batch_size: int) -> bool:
-    """Returns whether a forward of a global batch gets a single sample on a device of the first or the last rank."""
+    """Returns whether a step of `global_batch_size` samples has a forward with one sample on the first or last rank."""
     num_shards, samples = strategy.num_parts or strategy.group.world_size, np.arange(global_batch_size)
     shares = [split_global_batch(samples, (shard, num_shards), micro_batch_size, 0) for shard in (0, num_shards - 1)]
     trained = [keys for share in shares for keys in share if not (strategy.num_parts and keys.placeholder)]
@@ -282,7 +282,7 @@ def _leaving_no_trace(learner: Learner, net: nn.Module, strategy: Strategy) -> I
 
 
 def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float]:
-    """Checks that a task's method returned a dict of numbers, and returns them as Python numbers. Raises UserError."""
+    """Returns the metrics of a task's method as Python numbers. Raises UserError if they are not a dict of numbers."""
     name = f"{type(task).__name__}.{method}"
     if not isinstance(metrics, dict):
         raise UserError(f"{name}: must return a dict of numbers, not a {type(metrics).__name__}")

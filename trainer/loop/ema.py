@@ -1,4 +1,4 @@
-"""Averages weights for evaluation and deployment; checkpoints hold the averaged and the raw weights."""
+"""Averages weights for evaluation and deployment; checkpoints contain the averaged and the raw weights."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,10 +18,10 @@ class ExponentialMovingAverage:
     """Exponential moving average of a model's parameters; with decay 0, nothing is averaged or stored.
 
     Each step updates the average of its phase's parameters. After n updates of the phase the decay is min(decay,
-    (1 + n) / (10 + n)), so that short runs do not evaluate their initial weights (the `num_updates` rule of
+    (1 + n) / (10 + n)), so that the average of a short run is not mostly the initial weights (the `num_updates` rule of
     TensorFlow's ExponentialMovingAverage).
 
-    If an optimizer keeps an average itself, as schedule-free optimizers do (Defazio et al., 2024, arXiv:2405.15682),
+    If an optimizer averages weights itself, as schedule-free optimizers do (Defazio et al., 2024, arXiv:2405.15682),
     this class uses the optimizer's average, computed on demand from its state.
     """
 
@@ -32,7 +32,7 @@ class ExponentialMovingAverage:
         self._updates: dict[str, int | Tensor] = {}
         self._average: dict[Tensor, Tensor] = {}
         self.is_applied = False
-        """Whether the model's parameters hold the average, or are being swapped with it."""
+        """Whether the model's parameters contain the average, or a swap with the average is in progress."""
         self.restart()
 
     @property
@@ -46,7 +46,7 @@ class ExponentialMovingAverage:
         self._averaging = []
 
     def leave_to(self, optimizers: Sequence[Optimizer]) -> None:
-        """Adopts averages that optimizers keep. Raises UserError if decay > 0 or two average one parameter."""
+        """Uses averages of optimizers, if any. Then raises UserError if decay > 0 or two average one parameter."""
         self._averaging = [optimizer for optimizer in optimizers if keeps_average(optimizer)]
         params = _params_of(self._averaging)
         if self._averaging and self.decay > 0:
@@ -73,8 +73,8 @@ class ExponentialMovingAverage:
                 get_ema_multi_avg_fn(min(self.decay, (1 + updates) / (10 + updates)))(average, own, updates)
                 self._updates[phase] = updates + 1
             return
-        # The host does not know `applied`, so the number of updates is a device tensor. It changes in place, so that a
-        # rescue reads the number after the last finished step.
+        # The host does not know `applied`, so the number of updates is a device tensor. Each step updates it in place,
+        # so that a rescue (a save after a failure) reads the number after the last finished step.
         if not isinstance(updates, Tensor):
             updates = self._updates[phase] = torch.full((), updates, dtype=torch.float64, device=applied.device)
         weight = applied * (1 - ((1 + updates) / (10 + updates)).clamp(max=self.decay))
@@ -85,7 +85,7 @@ class ExponentialMovingAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Context in which the model's parameters hold the average."""
+        """Context in which the model's parameters contain the average."""
         self.is_applied = self.enabled
         average = self._evaluated()
         _exchange(average)
@@ -113,9 +113,9 @@ class ExponentialMovingAverage:
     def put_into(
         self, state: dict[str, Any], full_weights: Callable[[nn.Module, Mapping[Tensor, Tensor]], dict[str, Any]]
     ) -> None:
-        """Stores the averaged weights as `model` (to deploy) and the raw weights as `training_model` (to resume).
+        """Stores averaged weights as state["model"] (to deploy), raw weights as state["training_model"] (to resume).
 
-        full_weights: see `Strategy.full_weights`, which all processes must call.
+        full_weights: see `Strategy.full_weights`. All processes must call this method.
         """
         if self.enabled:
             state["training_model"] = state["model"]
@@ -123,7 +123,7 @@ class ExponentialMovingAverage:
             state["average_updates"] = {phase: int(updates) for phase, updates in self._updates.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restarts the average from a checkpoint's averaged weights, which have just been loaded into the model."""
+        """Restores the average from a checkpoint, whose averaged weights the model must contain at this call."""
         if self.enabled:
             self.restart()
             self._updates = dict(state.get("average_updates", {}))

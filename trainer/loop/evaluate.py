@@ -1,4 +1,4 @@
-"""Uses the whole model outside of training steps: evaluates, draws pictures, and starts epochs."""
+"""Evaluates the model, draws pictures and starts epochs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,17 +32,17 @@ NUM_EXAMPLES = 6
 
 
 def validate(run: Run) -> dict[str, Sums]:
-    """Evaluates every validation set; returns each set's sums by the name of the set."""
+    """Evaluates every validation set; returns the sums of each set by its name."""
     return {name: evaluate(run, name) for name in validation_sets(run.task.splits())}
 
 
 @torch.no_grad()
 def evaluate(run: Run, split: str) -> Sums:
-    """Evaluates a data set on all processes, each sample once; returns float64 sums on the CPU.
+    """Evaluates each sample of a data set once; returns float64 sums over all processes, on the CPU.
 
     On rank 0 the result includes the `PerSample` outputs, (num_samples, ...) in the order of the data set.
 
-    Raises StopRequested if the run is asked to stop, and UserError if outputs are inconsistent.
+    Raises StopRequested if any process was asked to stop, and UserError if outputs differ in names or shapes.
     """
     learner, totals, per_sample = run.learner, run.progress.new_totals(), PerSampleOutputs()
     run.strategy.sync_tensors(persistent_buffers(learner.objective))
@@ -70,7 +70,7 @@ def evaluate(run: Run, split: str) -> Sums:
 def prepare_validation(
     prepared: dict[str, Iterator[Any]], task: Task, loaders: Mapping[str, BatchLoader], size: int, strategy: Strategy
 ) -> None:
-    """Lets idle workers prefetch the validation sets into `Run.prepared`. size: samples per device per forward."""
+    """Lets idle workers prefetch validation sets. prepared: `Run.prepared`. size: samples per device per forward."""
     splits = task.splits()
     for name in validation_sets(splits):
         own = loaders[name], len(splits[name]), size * strategy.num_replicas, strategy
@@ -94,7 +94,7 @@ def _summarised(task: Task, split: str, sums: Sums) -> dict[str, float]:
 def after_validation(
     task: Task, group: Group, metrics: Mapping[str, float], state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Calls `Task.after_validation` on rank 0. Raises UserError if a checkpoint cannot hold the result."""
+    """Returns rank 0's result of `Task.after_validation`. Raises UserError if a checkpoint cannot store the result."""
 
     def told() -> dict[str, Any]:
         name, found = f"{type(task).__name__}.after_validation", task.after_validation(dict(metrics), dict(state))
@@ -109,9 +109,9 @@ def after_validation(
 
 
 def training_metrics(task: Task, group: Group, totals: Mapping[str, Totals]) -> dict[str, float]:
-    """Computes metrics such as "train/loss" over the steps since the last report.
+    """Returns metrics such as "train/loss", computed on rank 0.
 
-    totals: sums by phase. All processes must call this function.
+    totals: each phase's sums since the last report. All processes must call this function.
     """
     reduced = {phase: totals[phase].reduced(group) for phase in task.phases}
     is_own = type(task).summarise_training is not Task.summarise_training
@@ -147,7 +147,7 @@ def start_evaluation(objective: Objective, precision: Precision, strategy: Strat
 
 
 def log_pictures(run: Run, sums: Mapping[str, Sums]) -> None:
-    """Logs the task's pictures of finished evaluations, which rank 0 draws.
+    """Draws the task's pictures of finished evaluations on rank 0, and logs them.
 
     sums: results of `evaluate` by data set. All processes must call this function.
     """

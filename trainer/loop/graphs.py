@@ -1,9 +1,9 @@
 """Captures training steps as CUDA graphs, each replayed by a single launch.
 
-With a small model a GPU waits for the host, which launches hundreds of kernels per step. One graph runs forward and
-backward of a micro-batch, another graph the weight update; gradients are exchanged in between. Each signature (names,
-shapes and dtypes of the inputs) has its own graph. A graph computes the same bits as kernels launched one by one.
-Whatever cannot be captured runs eagerly.
+With a small model a GPU waits for the host, which launches hundreds of kernels per step. One graph runs the forward and
+backward of a micro-batch. Another graph runs the weight update, after processes have summed their gradients. Each input
+signature (names, shapes, strides and dtypes) has its own graph. A graph computes the same bits as eager kernels. Work
+that cannot be captured runs eagerly.
 """
 
 import gc
@@ -42,7 +42,7 @@ Key = tuple[Any, ...]
 T = TypeVar("T")
 
 MOST_GRAPHS = 64
-"""Maximum number of graphs kept for training."""
+"""Maximum number of training graphs kept in memory."""
 LEAST_FREE = 1 / 16
 """Fraction of the GPU's memory that must be free to capture further graphs."""
 ROUNDING, ROUNDING_OF_HALVES = 1e-4, 2e-2
@@ -50,17 +50,17 @@ ROUNDING, ROUNDING_OF_HALVES = 1e-4, 2e-2
 _LACK = "no memory for a graph"
 _SPARSE = "gradients of sparse embeddings change size in every step"
 REHEARSING = "__torch_dispatch__"
-"""Name of the dispatch function of dry runs, which tracebacks show below the user's line of code."""
+"""Name of a function of dry runs, whose traceback frames error messages skip to show the user's line of code."""
 _OF_STEP = {"params", "lr"}
-"""Entries of parameter groups whose changes do not invalidate a graph."""
+"""Parameter group entries that may change without making a graph invalid."""
 LEAST_GAIN = 1.1
 """Speed-up below which `--cuda-graphs auto` drops a graph."""
 
 
 class Recording(NamedTuple):
-    """CUDA graph of a piece of a step. inputs: tensors to fill before a replay. results: tensors that the graph writes.
+    """Captured CUDA graph. inputs: tensors to fill before a replay. results: tensors that the graph writes.
 
-    present: which parameters have a gradient after a replay. reads: other tensors that the graph reads, kept alive.
+    present: which parameters have a gradient after a replay. reads: other tensors that the graph reads, to keep alive.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -70,7 +70,7 @@ class Recording(NamedTuple):
     reads: Sequence[Tensor] = ()
 
     def replayed(self) -> dict[str, Tensor]:
-        """Replays the graph; returns copies of its results. Can raise torch.OutOfMemoryError before the replay."""
+        """Replays the graph; returns copies of its results. Any torch.OutOfMemoryError is raised before the replay."""
         return self.results.after(self.graph.replay)
 
 
@@ -86,7 +86,7 @@ class Gradients:
         self.present, self.is_attached = self._none, True
 
     def begin(self) -> None:
-        """Clears the gradients. Called before a step's first micro-batch and after its update."""
+        """Clears the gradients, before a step's first micro-batch and after its update."""
         if self.is_attached and any(self.present):
             self.flat.attach(self._none)
         self.present, self.is_attached = self._none, True
@@ -117,7 +117,7 @@ class Gradients:
 class Moment:
     """Snapshot of the state that forward and backward change.
 
-    A snapshot holds gradients, buffers, module attributes and the positions of the random number generators.
+    It contains gradients, buffers, module attributes and the states of random number generators.
     """
 
     def __init__(self, gradients: Gradients, objective: Objective, generators: Sequence[torch.Generator]) -> None:
@@ -138,11 +138,11 @@ class Moment:
 
 @dataclass
 class GraphedLearner(Learner, Watch):
-    """Learner that captures a graph when a signature occurs for the second time, and replays it from then on.
+    """Learner that captures a graph at the second occurrence of an input signature, and replays it from then on.
 
-    strategy: the run's strategy. only_if_faster: whether to drop graphs whose speed-up is below `LEAST_GAIN`.
+    only_if_faster: whether to drop graphs whose speed-up is below `LEAST_GAIN`.
 
-    _untried: signatures captured in this epoch. _due: signatures and phases to verify at their next step.
+    _untried: signatures captured in this epoch. _due: signatures and phases whose next graph must be verified.
     """
 
     strategy: Strategy = field(kw_only=True)
@@ -181,19 +181,19 @@ class GraphedLearner(Learner, Watch):
         self._progress = progress
 
     def resume(self) -> None:
-        """Drops all graphs if a tensor of the model moved or a constant changed.
+        """Drops all graphs if the address of a model tensor, an attribute or an optimizer setting has changed.
 
         At an epoch's start, also marks each phase's next graph, and graphs of the previous epoch, for verification.
         """
         if self._progress.position.at_epoch_start:
             self._due |= {*self.params, *self._untried}
             self._untried.clear()
-        self.enter(next(iter(self.params)))  # so that every outline shows the same parameters with requires_grad
+        self.enter(next(iter(self.params)))  # every outline must show the same `requires_grad`
         held = outline(self.objective)
         for phase in self.params:
             for number, group in enumerate(self._groups(phase)):
                 held |= {f"{phase} {number} {name}": outline_of(group[name]) for name in group.keys() - _OF_STEP}
-        problem = self._obstacle_of_forwards()  # a task may have added hooks meanwhile
+        problem = self._obstacle_of_forwards()  # a task may have added hooks since the last call
         if problem is not None:
             for phase in self.params:
                 self._give_up(phase, problem)
@@ -206,7 +206,7 @@ class GraphedLearner(Learner, Watch):
             self.settle(log)
 
     def settle(self, log: Log) -> None:
-        """Logs each new message once, with its ranks unless all ranks sent it. All processes must call this method."""
+        """Logs each new message once, and names its ranks unless all have it. All processes must call this method."""
         group = self.strategy.group
         of_ranks = [self._lines] if group.agrees(self._lines) else group.gather(self._lines)
         for line in dict.fromkeys(chain(*of_ranks)):
@@ -257,7 +257,7 @@ class GraphedLearner(Learner, Watch):
         else:
             strategy.group.activity.enter("forward")
             present = recording.present
-            del recording  # a reference would keep its memory from being freed
+            del recording  # a reference would keep its memory allocated
             found = self._attempt(lambda: self._replayed(self._recordings[key], micro_batch, factor))
             if found is not None:
                 self.buffers.of_samples(micro_batch.num_samples)
@@ -285,7 +285,7 @@ class GraphedLearner(Learner, Watch):
         factor: float,
         launch: Callable[[], Sums],
     ) -> Sums:
-        """Runs a micro-batch eagerly, and then replays its graph from the same state; only the eager results count.
+        """Runs a micro-batch eagerly, then replays its graph from the same state; returns the eager results.
 
         Captures a graph if the signature has none. If eager and replayed results differ, the phase stops using graphs.
         """
@@ -342,7 +342,7 @@ class GraphedLearner(Learner, Watch):
         return Moment(gradients, self.objective, generators)
 
     def _recorded(self, phase: str, gradients: Gradients, micro_batch: WeightedBatch, before: Moment) -> Recording:
-        """Captures forward and backward after a dry run; a host wait during capture would break PyTorch's allocator."""
+        """Captures forward and backward, after a dry run to find host waits, which break the allocator in a capture."""
         inputs = {name: tensor.to(self.device, copy=True) for name, tensor in micro_batch.batch.items()}
 
         def work() -> Packed:
@@ -416,7 +416,7 @@ class GraphedLearner(Learner, Watch):
         gradients = self._gradients.get(phase)
         if gradients is None:
             return super().update(phase, learning_rate, global_norm)
-        # The sum of gradients over --parts is stored elsewhere, and an exchange may have added or removed gradients.
+        # With --parts, summed gradients are outside the flat buffers. A sum over processes may add or remove gradients.
         if self.strategy.num_parts or self.strategy.group.world_size > 1:
             gradients.collect()
         key = "update", phase, gradients.present
@@ -478,7 +478,7 @@ class GraphedLearner(Learner, Watch):
         return [group for optimizer in self.optimizers[phase] for group in optimizer.param_groups]
 
     def _may_replace(self, key: Key, phase: str) -> bool:
-        """Returns whether an update may replace tensors of modules; optimizers do so in their first steps or never."""
+        """Returns whether an update may replace module tensors; optimizers do so in their first steps or never."""
         self._num_looks[key] += 1
         is_own = type(self.objective).after_step is not Objective.after_step
         return is_own or (self._obstacle_of_update(phase) is not None and self._num_looks[key] < 5)
@@ -513,7 +513,7 @@ class GraphedLearner(Learner, Watch):
         except RuntimeError as error:
             if not lacks_memory(error):
                 raise
-        # Frees memory outside the handler, because the exception's frames hold some of it.
+        # Frees memory outside the handler, because the exception's frames keep tensors alive.
         self._forwards.problem = _LACK
         self.release()
         free_memory()
@@ -525,7 +525,7 @@ class GraphedLearner(Learner, Watch):
         return f"CUDA graphs: {which} run without a graph: {problem}."
 
     def _account_of(self, error: Exception) -> str:
-        """Returns why a capture failed, with the user's line of code."""
+        """Returns a description of why a capture failed, with the user's line of code."""
         if isinstance(error, CannotBeRecorded):
             return str(error)
         if isinstance(error, RuntimeError) and lacks_memory(error):
@@ -536,7 +536,7 @@ class GraphedLearner(Learner, Watch):
         return f"{reason(error)} ({Path(own[-1].filename).name}, line {own[-1].lineno})"
 
     def _obstacle(self, phase: str) -> str | None:
-        """Returns why a phase cannot be captured, if a reason is known before its first step; else None."""
+        """Returns a reason, known before the first step, why a phase cannot be captured; None without a reason."""
         strategy, state = self.strategy, self.buffers.forward_state
         of_forwards = self._obstacle_of_forwards()
         if of_forwards is not None:
@@ -555,7 +555,7 @@ class GraphedLearner(Learner, Watch):
         return f"forwards change {changed[0]}, which a graph would not" if changed else None
 
     def _obstacle_of_update(self, phase: str) -> str | None:
-        """Returns why a weight update cannot be captured, or None; forward and backward may be captured anyway."""
+        """Returns why a weight update cannot be captured, or None. Forward and backward may still be captured."""
         if type(self.objective).after_step is not Objective.after_step:
             return f"{type(self.objective).__name__} has its own after_step"
         for optimizer in self.optimizers[phase]:
@@ -576,10 +576,10 @@ class GraphedLearner(Learner, Watch):
 
 
 class GraphedInParts(PartsLearner, GraphedLearner):
-    """Learner for `--parts` that replays forward and backward of each part, and adds gradients between replays."""
+    """Learner for `--parts` that replays a graph for each part of a batch, and adds gradients between replays."""
 
 
 def _first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    # compares lists, in which an object equals itself even if it is NaN
+    # compares lists, because list comparison treats an object as equal to itself even if it is NaN
     names = (name for name in [*now, *before] if [before.get(name, ABSENT)] != [now.get(name, ABSENT)])
     return next(names, None)

@@ -1,8 +1,8 @@
-"""Computes a loss over the outputs of all samples of a step, on all devices (`Objective.joint_loss`).
+"""Trains with a loss over the outputs of all samples of a step, across devices (`Objective.joint_loss`).
 
 Uses gradient caching (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", RepL4NLP
-2021). First, forwards under `no_grad` compute the outputs. The gradients of the joint loss with respect to the outputs
-are then backpropagated to the parameters by second forwards with the same random numbers, so that memory holds the
+2021). First, forwards under `no_grad` compute the outputs, and the joint loss gives their gradients. Then forwards with
+the same random numbers run again, and backpropagate these gradients to the parameters. Memory therefore holds the
 autograd graph of only one micro-batch at a time. With one micro-batch per device, a step runs each forward only once.
 """
 
@@ -41,7 +41,7 @@ def refuse_joint(objective: Objective, strategy: Strategy, compiles: bool) -> No
 class JointForward(nn.Module):
     """Wraps an objective with a joint loss for training.
 
-    use: maps the outputs of a training forward to its result, or None to compute the joint loss of the outputs alone.
+    use: function from a training forward's outputs to its result; None computes the joint loss of these outputs alone.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -68,7 +68,7 @@ class JointLearner(Learner, Watch):
     """Learner for an objective with a joint loss."""
 
     _found: list[Rows] | None = None
-    """Outputs of each micro-batch, while they are computed under `no_grad`."""
+    """Outputs of each micro-batch while forwards run under `no_grad`; otherwise None."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,7 +87,7 @@ class JointLearner(Learner, Watch):
     def accumulate_window(
         self, strategy: Strategy, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]
     ) -> Sums:
-        """Runs a step's forwards and backwards. Rank 0 returns the sums of the whole step, other ranks return zeros."""
+        """Runs a step's forwards and backwards. Rank 0 returns the sums over all ranks; other ranks return zeros."""
         num_samples = [micro_batch.num_samples for micro_batch in window]
         handing_on = partial(self._handing_on, strategy, phase, num_samples, factor, key)
         try:
@@ -126,10 +126,10 @@ class JointLearner(Learner, Watch):
         key: tuple[int, ...],
         parts: Sequence[Rows],
     ) -> Callable[[Rows], Sums]:
-        """Returns a function that maps each forward's outputs, in order, to a loss with the joint loss's gradients.
+        """Returns a function to call with each forward's outputs in order; its loss has the joint loss's gradients.
 
-        parts: outputs of each micro-batch. num_samples: samples of each micro-batch that count. The last loss also has
-        the gradients of parameters that the joint loss uses directly; only the last result holds the step's sums.
+        parts: outputs of each micro-batch. num_samples: number of samples that count in each micro-batch. The last loss
+        also has gradients of parameters that the joint loss uses directly. Only the last result has nonzero sums.
         """
         counted = [part for part, num in zip(parts, num_samples, strict=True) if num] or parts[:1]
         kinds = [kinds_of(part) for part in counted]
@@ -142,7 +142,7 @@ class JointLearner(Learner, Watch):
         group.activity.enter("forward")
         sums, of_rows, of_params = self._gradients(phase, rows, factor)
         zeros = without_counting(sums)
-        if not group.is_main:  # every rank computed the sums of the whole step
+        if not group.is_main:  # every rank computed the sums over all ranks
             sums, of_params = zeros, [(parameter, torch.zeros_like(value)) for parameter, value in of_params]
         sizes, left = [num for num in num_samples if num], list(num_samples)
         by_name = {name: iter(g[group.rank :: group.world_size].split(sizes)) for name, g in of_rows.items()}
@@ -167,7 +167,7 @@ class JointLearner(Learner, Watch):
             sums = self.objective.joint_loss(rows, phase)
         require_sums(sums, self.objective, phase)
         start = self.precision.start(sums["loss"], factor)
-        with torch.autocast(device, enabled=False):  # a backward runs in the dtypes of its forward
+        with torch.autocast(device, enabled=False):  # a backward uses its forward's dtypes without autocast
             found = torch.autograd.grad(sums["loss"], [*leaves.values(), *params], start, allow_unused=True)
         of_rows = {name: value for name, value in zip(leaves, found, strict=False) if value is not None}
         of_params = [(p, value) for p, value in zip(params, found[len(leaves) :], strict=True) if value is not None]

@@ -1,7 +1,7 @@
 """Checks that an objective's sums over the parts of a batch add up to its sums over the whole batch.
 
-The check finds losses that are means instead of sums, and losses that couple samples. Results of both kinds of losses
-would depend on the number of devices and of samples per forward.
+The check finds losses that are means instead of sums, and losses that couple samples. With either kind, results would
+depend on the number of devices and on the number of samples per forward.
 """
 
 import time
@@ -25,12 +25,12 @@ from trainer.task import Task, validation_sets
 
 NUM_SAMPLES, NUM_PARTS = 4, 2
 SHARE_OF_START, LEAST_S = 0.04, 0.07
-"""Limit of the check's CPU time: a fraction of the CPU time that the process has used, and a minimum in seconds."""
+"""Limit of the check's CPU time: a fraction of the process's CPU time before the check, and a minimum in seconds."""
 MEAN, PERHAPS = (0.85, 1.15), (0.6, 1.9)
-"""Ranges of (parts' sum) / (`NUM_PARTS` * batch's sum) that show a mean, or that may hide a mean in random forwards."""
+"""Ranges of (parts' sum) / (`NUM_PARTS` * batch's sum) of a mean, and of a possible mean in random forwards."""
 NUM_SEEDS, MOST_S = 16, 0.5
 SEEDS = range(2, 2 + NUM_SEEDS), range(2 + NUM_SEEDS, 2 + 2 * NUM_SEEDS)
-"""Random seeds over which sums are averaged, for the whole batch and for its parts, if MOST_S seconds suffice."""
+"""Seeds over which random sums are added, for the whole batch and for its parts, if MOST_S seconds suffice."""
 CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3}
 CLOSE_IN_HALVES = 5e-2
 """Tolerances of sums, relative to their largest value: by parameter dtype, and for autocast and half precision."""
@@ -40,8 +40,8 @@ ADVICE = (
 )
 
 NUM_ROWS, MORE_IN_HALVES, LESS_TWICE = 16, 1.25, 1.6
-"""Number of samples and two factors for the check of a joint loss. A joint loss looks like a mean if its halves add up
-to more than the first factor times the loss, and if it grows by less than the second factor for doubled samples."""
+"""Number of samples and two factors for the check of a joint loss. The loss looks like a mean if its halves add up to
+more than the first factor times the loss, and if duplicating all samples raises it by less than the second factor."""
 
 Sums = Mapping[str, Tensor]
 
@@ -52,7 +52,7 @@ def check_sums(
     """Returns messages about sums that depend on how a batch is split. Raises UserError if a sum is a mean.
 
     Runs a few samples of each phase and of an evaluated data set through the objective, as a whole and in halves,
-    without side effects. no_limit: whether to check slow forwards as well. first_s: seconds of the slowest first
+    without side effects. no_limit: whether to check slow forwards too. first_s: CPU seconds of the slowest first
     forward of a phase. All processes must call this function.
     """
     objective, remarks = learner.objective, list[str]()
@@ -76,20 +76,20 @@ def check_sums(
 class _Clock:
     """Limits the check's CPU time, which does not depend on other load on the machine.
 
-    first_s: seconds of a first forward. All processes must call `allows`; rank 0 decides for all of them.
+    first_s: CPU seconds of a first forward. All processes must call `allows`, and rank 0 decides.
     """
 
     def __init__(self, group: Group, has_limit: bool, first_s: float) -> None:
         self._group, self._has_limit, self._started = group, has_limit, time.process_time()
         self._limit_s = max(LEAST_S, SHARE_OF_START * self._started)
-        self.of_forward = first_s / 2 if group.device.type == "cpu" else 0.0  # a GPU measures its own first forward
+        self.of_forward = first_s / 2 if group.device.type == "cpu" else 0.0  # on a GPU the check times a forward
 
     def spent(self) -> float:
         """Returns the CPU seconds that this process has used since the check began."""
         return time.process_time() - self._started
 
     def allows(self, num_forwards: int, limit_s: float = 0.0) -> bool:
-        """Returns whether there is time for `num_forwards` forwards. limit_s: limit of the check, 0 for the default."""
+        """Returns whether `num_forwards` forwards fit into the limit. limit_s: limit of the check; 0: the default."""
         most = limit_s or self._limit_s
         return self._group.on_main(lambda: not self._has_limit or self.spent() + num_forwards * self.of_forward < most)
 
@@ -97,7 +97,7 @@ class _Clock:
 def _batches(
     dataset: KeyedDataset, collate: Collate, num_samples: int, phase: int, strategy: Strategy
 ) -> Iterator[Batch]:
-    """Yields batches of a data set's first samples on the device: their first half, all of them, their second half."""
+    """Yields batches on the device: the first half of `num_samples` samples, all samples, and the second half."""
     device, half = strategy.device, num_samples // NUM_PARTS
     for start, end in ((0, half), (0, 2 * half), (half, 2 * half)) if half else ():
         keys = SampleKeys(np.arange(start, end), 0, phase, few_lengths=device.type == "cuda")
@@ -132,7 +132,7 @@ def _of_mode(
             before = clock.spent()
             parts = [sums(first, 0)]
             clock.of_forward = clock.spent() - before
-            if not clock.allows(2 * NUM_PARTS - 1):  # forwards of half the samples
+            if not clock.allows(2 * NUM_PARTS - 1):  # counted in forwards of half the samples
                 return []
             whole, other = batches
             total = sums(whole, 0)
@@ -147,7 +147,7 @@ def _of_mode(
 
 
 def _joint_mean(where: str, num_samples: int, whole: Sums, parts: Sequence[Sums], twice: Sums) -> list[str]:
-    """Returns a message if a joint loss looks like a mean over samples; only its author can be sure."""
+    """Returns a message if a joint loss looks like a mean over samples; raises no error, because it may be a sum."""
     loss, double, in_halves = (float(sums["loss"]) for sums in (whole, twice, _added(parts)))
     if not (0 < MORE_IN_HALVES * loss < in_halves and double < LESS_TWICE * loss):
         return []
@@ -167,7 +167,7 @@ def _compared(
     sums: Callable[[Batch, int], Sums],
     clock: _Clock,
 ) -> list[str]:
-    """Returns a message if parts do not add up to the whole. batches: whole and parts, to repeat random forwards."""
+    """Returns a message if parts do not add up to the whole. Raises UserError for a mean. batches: whole and parts."""
     num_samples = len(batches[0]["weight"])
     for part in parts:
         _require_same_shapes(where, whole, part, num_samples)
@@ -196,7 +196,7 @@ def _compared(
 
 
 def _require_same_shapes(where: str, whole: Sums, part: Sums, num_samples: int) -> None:
-    """Raises UserError if the names or shapes of sums depend on the batch."""
+    """Raises UserError if the names or shapes of sums differ between a batch and its half."""
     for name, value in whole.items():
         if name not in part:
             raise UserError(f"{where}: returns {name!r} only for some batches; return it for all batches")

@@ -1,4 +1,4 @@
-"""Runs the model with its loss, and holds everything that an optimizer step reads or changes."""
+"""Runs forwards, backwards and updates of the model, and holds all state that an optimizer step reads or changes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,11 +23,11 @@ from trainer.task import At, Objective, Outputs, Sums
 class Learner:
     """Runs forward passes, backward passes and optimizer updates of an objective.
 
-    objective: as built by the task. net: the objective in the run's precision. device: device of objective and net.
+    objective: the task's objective. net: the objective in the run's precision. device: device of objective and net.
     max_grad_norm: 0 disables clipping. where: the run's step, epoch and progress, which the objective can read.
 
-    nets: for each phase in training, the net wrapped for the run's devices. params, optimizers: each phase's trained
-    parameters and optimizers.
+    nets: for training, `net` wrapped for the run's devices, by phase. params, optimizers: trained parameters and
+    optimizers, by phase.
     """
 
     objective: Objective
@@ -91,7 +91,7 @@ class Learner:
     ) -> Sums:
         """Accumulates the gradient of loss * factor over a step's micro-batches; returns the sums over their samples.
 
-        key: the step's dropout key, for `Strategy.seed_dropout`.
+        key: first four numbers of the key for `Strategy.seed_dropout`.
         """
         sums: Sums = {}
         same_masks = self.objective.same_masks
@@ -137,9 +137,9 @@ class Learner:
     def update(self, phase: str, learning_rate: float, global_norm: Callable[[Tensor], Tensor]) -> StepOutcome:
         """Sets the learning rate and steps the phase's optimizers.
 
-        learning_rate: rate to multiply by each group's `lr_scale`. global_norm: see `Strategy.global_norm`.
+        learning_rate: base rate; each group multiplies it by its `lr_scale`. global_norm: see `Strategy.global_norm`.
         """
-        # set just before the step, because a rescue before the step saves the rates with the previous step's weights
+        # Set just before the step: a rescue (a save after a failure) before the step must save the previous rates.
         for optimizer in self.optimizers[phase]:
             for group in optimizer.param_groups:
                 group["lr"] = self.precision.rate(learning_rate * group.get("lr_scale", 1.0))

@@ -1,4 +1,4 @@
-"""Checks that all processes hold the same model during training, by comparing fingerprints."""
+"""Checks during training that all processes have the same model, by comparing hashes (fingerprints)."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,16 +18,16 @@ from trainer.parallel.devices import arithmetic_of, numbers_at_once, queue_of
 from trainer.parallel.strategy import Strategy
 
 MOST_NAMED = 4
-"""Maximum number of ranks with equal values that a message lists; of a larger group it states only the size."""
+"""Maximum number of ranks that a message lists by name; if more ranks have equal values, it states their number."""
 _BLOCK_FACTOR = 0x5851F42D4C957F2D
-"""Multiplier between blocks of words. Knuth's multiplier modulo 2^64 is used, but any odd number works."""
+"""Multiplier of the hash before each block is added; any odd number works. This number is Knuth's, modulo 2^64."""
 
 
 class Fingerprint:
     """Multilinear hash of Lemire and Kaser ("Strongly universal string hashing is fast", 2014), computed on a device.
 
     The hash is the sum modulo 2^64 of the tensors' 32-bit words, each multiplied by a random odd number for its
-    position. Because of the odd factors, a single changed word always changes the hash; other changes escape with
+    position. Because the factors are odd, a change of one word always changes the hash. Other changes are missed with
     probability 2^-32. Integer sums do not depend on their order, so all devices compute the same hash.
     """
 
@@ -74,10 +74,10 @@ def _blocks(tensors: Iterable[Tensor], most: int) -> Iterator[Tensor]:
 
 
 class Account(NamedTuple):
-    """Description of one process's model, gathered if fingerprints differ.
+    """Description of one process's model; all descriptions are gathered if fingerprints differ.
 
     member: name of the process. kind: kind of device; equal kinds compute equal bits. hashes: hash of each tensor.
-    changed: names of buffers replaced or written to since training began.
+    changed: names of buffers that were replaced or written to since training began.
     """
 
     member: str
@@ -89,9 +89,9 @@ class Account(NamedTuple):
 class Lockstep(Watch):
     """Compares parameters and persistent buffers of all processes at intervals and before every save.
 
-    every: optimizer steps between comparisons; 0 disables them. A GPU's fingerprint is compared some steps later, so
-    that the host need not wait. If fingerprints differ, all processes raise UnfitState with the tensors and ranks that
-    differ; on devices of different kinds, they log a message instead.
+    every: optimizer steps between comparisons; 0 disables them. On a GPU a fingerprint is compared some steps later, so
+    that the host need not wait. If fingerprints differ, all processes raise UnfitState, which names the tensors and
+    ranks. If the kinds of devices differ, the processes log a message instead.
     """
 
     def __init__(self, objective: nn.Module, strategy: Strategy, every: int) -> None:
@@ -140,7 +140,7 @@ class Lockstep(Watch):
             log.say_of_ranks(now, note)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors to compare by name; of a sharded tensor, this process's shard."""
+        """Returns the tensors to compare, by name; for a sharded tensor, returns this process's shard."""
         named = {**dict(self._objective.named_parameters()), **persistent_buffers(self._objective)}
         kept = {
             name: tensor
@@ -174,7 +174,7 @@ class Lockstep(Watch):
         return notes
 
     def _changed(self) -> set[str]:
-        """Returns the names of buffers replaced or written to since training began."""
+        """Returns the names of buffers that were replaced or written to since training began."""
         return {
             name
             for name, buffer in persistent_buffers(self._objective).items()
@@ -183,7 +183,7 @@ class Lockstep(Watch):
         }  # fmt: skip
 
     def _sides(self, hashes: Sequence[int]) -> list[list[int]]:
-        """Returns the ranks of a shard grouped by hash, smallest group first, or an empty list if all hashes agree."""
+        """Groups the ranks of the first shard with unequal hashes by hash, smallest group first; [] without one."""
         for part in range(self._strategy.shard_size):
             ranks = range(part, len(hashes), self._strategy.shard_size)
             if len({hashes[rank] for rank in ranks}) > 1:

@@ -32,7 +32,7 @@ from trainer.task import Task, training_streams
 T = TypeVar("T")
 
 OPTIMIZER = "the optimizer"
-"""Name of the optimizer-step activity, in which smaller micro-batches do not help: their memory is already freed."""
+"""Name of the update activity. Smaller micro-batches do not help there, because activations are already freed."""
 MEMORY = "memory.json"
 _SIZE = integer(at_least=1)
 FORMAT = record({"device": text(), "asked_batch_size": _SIZE}, {"batch_size": optional(_SIZE)})
@@ -55,7 +55,7 @@ def free_memory() -> None:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Limit on samples per forward, found by out-of-memory errors, for one kind of device and one `--batch-size`.
+    """Limit on samples per forward after out-of-memory errors, for one kind of device and one `--batch-size`.
 
     asked_batch_size: value of `--batch-size`. batch_size: most samples per forward on a device, or None if unlimited.
     """
@@ -79,7 +79,7 @@ class MemoryLimit:
         return replace(self, batch_size=written.get("batch_size")) if is_same else self
 
     def note(self) -> list[str]:
-        """Returns a message about a limit from an earlier start, in a list; without a limit, an empty list."""
+        """Returns a list with a message about the limit, if any, that an earlier start of the run found."""
         if self.batch_size is None:
             return []
         return [
@@ -91,8 +91,8 @@ class MemoryLimit:
 class MemoryGuard:
     """Keeps a run within device memory by splitting batches into smaller micro-batches.
 
-    splits: current split of each phase's global batches. limit: limit found so far. directory: records the limit for
-    the next start.
+    splits: current split of each phase's global batches. limit: limit found so far. directory: run directory, which
+    keeps the limit for the next start.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class MemoryGuard:
             raise self._hopeless("for the moments of the optimizer") from None
 
     def make_room(self, phase: int, say: Callable[[str], None]) -> None:
-        """Undoes a step that ran out of memory and halves the micro-batches.
+        """Undoes a step that ran out of memory; frees CUDA graphs, or without graphs halves the micro-batches.
 
-        Raises RestartNeeded if other processes take part in the step, and UserError if a single sample does not fit.
+        Raises RestartNeeded if all processes must restart together, and UserError if a single sample does not fit.
         """
         self._learner.objective.zero_grad(set_to_none=True)
         self._learner.buffers.undo()
@@ -150,7 +150,7 @@ class MemoryGuard:
     def _halve(self, phase: int) -> str:
         """Halves samples per forward in all phases; returns a description of the change to `phase`.
 
-        Raises UserError if a single sample did not fit into memory.
+        Raises UserError with `--parts`, or if a single sample did not fit into memory.
         """
         before, num_parts = self.splits[phase], self._strategy.num_parts
         if num_parts:
@@ -174,7 +174,7 @@ class MemoryGuard:
             self._directory.write_json(MEMORY, asdict(self.limit))
 
     def _hopeless(self, what: str, advice: str = "a smaller --batch-size cannot help") -> UserError:
-        """Returns the error for a model that is too large; states the model's memory without activations."""
+        """Returns the error for a model that is too large. Its message states the model's size without activations."""
         rank, world_size = self._strategy.group.rank, self._strategy.group.world_size
         where = f"rank {rank} of {world_size} is " if world_size > 1 else ""
         trained = {p for params in self._learner.params.values() for p in params}
@@ -194,7 +194,7 @@ class MemoryGuard:
 
     @contextmanager
     def refusing_lack(self, samples_per_forward: int, advice: str) -> Iterator[None]:
-        """Converts out-of-memory errors to UserError. advice: which flag reduces the samples per forward."""
+        """Converts out-of-memory errors to UserError. advice: flag that reduces the samples per forward."""
         try:
             yield
         except RuntimeError as error:
@@ -210,7 +210,7 @@ class MemoryGuard:
         """Tries each phase's largest micro-batch before training, and halves it until it fits on all processes.
 
         All processes must call this method. Raises UserError if a single sample does not fit. Skips models whose
-        forward runs collectives, because a process that runs out of memory would block the others.
+        forward runs collectives, because other processes would wait for a process that runs out of memory.
         """
         modules = self._learner.net.modules()
         if self._strategy.exchanges_in_forward or any(isinstance(module, nn.SyncBatchNorm) for module in modules):
@@ -242,7 +242,7 @@ class MemoryGuard:
         return fits
 
     def _forward_and_backward(self, task: Task, plan: Plan, phase: int) -> None:
-        """Runs forward and backward of a phase while gradients and optimizer states occupy memory."""
+        """Runs a phase's forward and backward twice, with memory for optimizer states and then gradients in use."""
         name, learner = task.phases[phase], self._learner
         held = [torch.empty_like(p) for p in moments_of(learner.optimizers[name], only_to_come=True)]
         last_epoch = max(0, plan.num_steps - 1) // plan.steps_per_epoch  # if samples grow, they are largest at the end
