@@ -29,7 +29,7 @@ _HOLDS_NOTHING = (type, FunctionType, ModuleType, nn.Module, Tensor)
 """Types of objects that forwards do not normally change, or whose state other code compares."""
 
 ABSENT: Any = type("Absent", (), {"__slots__": ()})()
-"""Stands for the value of a missing entry."""
+"""Marks a dictionary entry as missing."""
 
 Entry = tuple[dict[str, Any], str]
 """A dictionary, such as a module's attributes or buffers, and one of its keys."""

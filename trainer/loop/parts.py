@@ -159,7 +159,7 @@ class PartBuffers(Buffers):
 
 
 class PartTotals(Totals):
-    """Totals of each part on this process, as (parts, ...) tensors that are summed when read.
+    """Totals of this process's parts as (parts, ...) tensors, which are summed over parts when read.
 
     own: indices of this process's parts. rows: initial totals, (parts, ...) by name.
     """

@@ -105,7 +105,7 @@ class TaskOrder:
     def _checked(self, epoch: int) -> tuple[Sequence[np.ndarray], Sequence[int]]:
         """Returns an epoch's global batches and the cumulative sums of their sizes."""
         batches = self.batches(epoch) or []
-        size = getattr(batches, "batch_size", None)  # of all batches except the last; known without building them
+        size = getattr(batches, "batch_size", None)  # size of all batches but the last; avoids building them
         sizes = [] if size else [len(batch) for batch in batches]
         ends = range(size, size * len(batches) + 1, size) if size else list(accumulate(sizes))
         if not ends or ends[-1] < self.size or 0 in sizes:

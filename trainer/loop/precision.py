@@ -66,7 +66,7 @@ class Precision:
 
         factor: a number, or a scalar tensor on the loss's device. Raises UserError if loss does not require a gradient.
         """
-        # Passes the factor as initial gradient, because multiplying the loss would add 1% to a step of 2 ms.
+        # Passes the factor as initial gradient, because multiplying the loss by it would add 1% to a step of 2 ms.
         run_backward((loss,), (self.start(loss, factor),))
 
     def start(self, loss: Tensor, factor: float | Tensor) -> Tensor:

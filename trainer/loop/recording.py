@@ -48,7 +48,7 @@ class Recorder:
         """
         graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self._device.index]
         before = generator.clone_state()
-        if not self._graphs:  # torch refuses a pool whose graphs are all gone
+        if not self._graphs:  # PyTorch rejects a pool whose graphs have all been freed
             self._pool = torch.cuda.graph_pool_handle()
         try:
             with torch.cuda.device(self._device), self.launching(), _without_collecting():

@@ -101,7 +101,7 @@ class LastStep(Watch):
 
 
 def _it_has_come() -> bool:
-    """Mark of a synchronous device, which has finished all work that was submitted."""
+    """Mark of a synchronous device, which finishes work before the host continues."""
     return True
 
 

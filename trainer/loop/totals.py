@@ -158,9 +158,9 @@ def share_of(reduced: Mapping[str, Tensor], group: Group) -> Totals:
 
 
 def without_counting(sums: Sums) -> Sums:
-    """Replaces the sums of a placeholder batch with zeros.
+    """Replaces the sums of a placeholder batch, whose samples do not count, with zeros.
 
-    Does not multiply them by zero, which would turn an infinite loss into NaN on all ranks.
+    Does not multiply the sums by zero, which would turn an infinite loss into NaN on all ranks.
     """
     return {name: torch.where(torch.zeros_like(value, dtype=torch.bool), value, 0) for name, value in sums.items()}
 

@@ -37,7 +37,7 @@ from trainer.parallel.strategy import Strategy
 def train(run: Run) -> None:
     """Trains from the run's position to the run's end. All checkpoints are on disk when this function returns.
 
-    Raises StopRequested, after saving, if a user or `--max-minutes` stops the run. Raises UserError if it diverges.
+    Raises StopRequested, after saving, if a user or `--max-minutes` stops the run, and UserError if training diverges.
     """
     progress = run.progress
     progress.read_clock()

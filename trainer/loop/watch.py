@@ -65,7 +65,7 @@ class Watch:
         """Called at a point of a step, and again if the step is retried after an out-of-memory error."""
 
     def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
-        """Called after a step. progress: progress after the step. record: None if the step has no loss terms."""
+        """Called after a step. progress: progress after the step. record: the step, or None without loss terms."""
 
     def settle(self, log: Log) -> None:
         """Waits for the device, and reports on all finished steps."""

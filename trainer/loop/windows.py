@@ -1,4 +1,4 @@
-"""Prefetches the micro-batches of steps and evaluations, and sums their weights over all processes."""
+"""Prefetches micro-batches for training and evaluation, and sums their loss-term counts over all processes."""
 
 import math
 import time
