@@ -1,4 +1,4 @@
-"""Trains with `nn.DataParallel`: one process for several GPUs (`--multi-gpu dp`)."""
+"""Trains in one process on several GPUs with `nn.DataParallel` (`--multi-gpu dp`)."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,9 +17,9 @@ from trainer.task import Outputs, PerSample
 
 
 class SummedReplicas(nn.DataParallel):
-    """`nn.DataParallel` that adds the sums of its replicas and concatenates their `PerSample` outputs.
+    """`nn.DataParallel` that adds its replicas' tensor outputs and concatenates their `PerSample` outputs.
 
-    A replica's exception is raised unchanged, without the traceback that `nn.DataParallel` would add to its text.
+    Raises a replica's exception unchanged; `nn.DataParallel` would add a traceback to its message.
     """
 
     def parallel_apply(
@@ -69,13 +69,13 @@ class DataParallel(Strategy):
         return SummedReplicas(net, device_ids=[device.index for device in self.devices])
 
     def to_device(self, batch: Batch) -> Batch:
-        return batch  # `nn.DataParallel` scatters it to the devices
+        return batch  # `nn.DataParallel` scatters the batch to the devices
 
     upload = to_device
 
 
 def start_data_parallel(devices: DeviceFlags, flags: MultiDeviceFlags) -> Strategy:
-    """Returns the strategy of `--multi-gpu dp`; with fewer than two GPUs, falls back to a single device."""
+    """Returns the strategy for `--multi-gpu dp`, or for a single device if fewer than two GPUs are usable."""
     ids = usable_gpus(devices.device, flags.gpu_ids)
     if not ids:
         to_stdout("DataParallel needs at least two GPUs and found none: training on the CPU.")

@@ -1,4 +1,4 @@
-"""Strategies with one process per device: their base class, and full replicas (`--multi-gpu ddp`)."""
+"""Base class of strategies with one process per device, and the strategy for `--multi-gpu ddp`."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,13 +26,13 @@ from trainer.task import Objective, sparse_parameters
 T = TypeVar("T")
 
 OVERLAP_BYTES = 4 * 2**20
-"""Bytes of parameters above which DistributedDataParallel overlaps exchange and backward; see docs/design.md."""
+"""Size of parameters in bytes above which gradients are exchanged during the backward; see docs/design.md."""
 
 
 class OverlappingExchange(WithoutCompiler, nn.parallel.DistributedDataParallel):
     """DistributedDataParallel that reports when a step's last backward starts to wait for other processes.
 
-    before_exchange: function to call. The class does not import torch.compile, the slowest part of a run's start.
+    before_exchange: callback for the report. The class does not import torch.compile, because the import is slow.
     """
 
     before_exchange: Callable[[], None]
@@ -40,7 +40,7 @@ class OverlappingExchange(WithoutCompiler, nn.parallel.DistributedDataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().forward(*args, **kwargs)
         if self.require_backward_grad_sync and outputs["loss"].requires_grad:
-            # Queued before PyTorch's own callback, which waits for the last gradients, so that it runs first.
+            # Queue the report before PyTorch's own callback, which waits for the last gradients.
             outputs["loss"].register_hook(lambda _: after_first_gradients(self.before_exchange))
         return outputs
 
@@ -74,7 +74,7 @@ class Distributed(Strategy):
                 tensor.copy_(whole)
 
     def _refuse_others(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises UserError on all processes if names, shapes or dtypes differ between ranks; gloo would crash."""
+        """Raises UserError on all processes if names, shapes or dtypes differ between ranks; else gloo would crash."""
         own = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
         every = self.group.gather(own)
         for rank, others in enumerate(every):
@@ -111,7 +111,7 @@ class Distributed(Strategy):
         model.load_state_dict(own)  # runs hooks that derive other state from the loaded state
 
     def _own_part(self, whole: Tensor, own: Tensor) -> Tensor:
-        """Returns this process's shard of a full tensor, laid out like `own`."""
+        """Returns this process's shard of a full tensor. own: current shard, with the same placement."""
         return whole
 
     def own_moments(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -122,14 +122,14 @@ class Distributed(Strategy):
 class Replicated(Distributed):
     """Strategy that keeps the whole model in every process and sums gradients over processes.
 
-    The gradients of a small model are summed in one all-reduce after the last backward (`FlatGradients`). For a larger
-    model, DistributedDataParallel overlaps the exchange with the backward, divides by the number of processes, and
-    waits for every parameter unless `finds_unused`. Sparse gradients are always summed after the backward, because
-    during the backward they may share memory with a gradient that is still in use.
+    The gradients of a small model are summed in one exchange per dtype after the last backward (`FlatGradients`). For a
+    larger model, DistributedDataParallel exchanges gradients during the backward, and divides them by the number of
+    processes. Sparse gradients are always summed after the backward, because during the backward they may share memory
+    with a gradient that is still in use. With `--parts`, all gradients are summed after the last backward, in a binary
+    tree.
 
-    With `--parts`, gradients are always summed together after the last backward, in a binary tree.
-
-    sync_bn: whether batch norms use the samples of all processes.
+    sync_bn: whether batch norms use the samples of all processes. finds_unused: whether forwards may leave parameters
+    unused; otherwise DistributedDataParallel waits for the gradients of all parameters.
     """
 
     name = "DistributedDataParallel"
@@ -176,14 +176,14 @@ class Replicated(Distributed):
             find_unused_parameters=self._finds_unused,
             init_sync=False,
         )
-        wrapped.broadcast_buffers = False  # it fails for some dtypes; evaluating and saving synchronise buffers
+        wrapped.broadcast_buffers = False  # fails for some dtypes; buffers are broadcast before evaluating and saving
         for parameter in sparse:
             parameter.requires_grad_(True)
         wrapped.before_exchange = self.group.activity.wait_for_others
         return wrapped
 
     def build_buckets(self, net: nn.Module) -> None:
-        # Otherwise the next forward rebuilds the buckets, which may wait for a rank that has run out of memory.
+        # Otherwise the next forward would rebuild the buckets, and might wait for a rank that has run out of memory.
         if isinstance(net, OverlappingExchange):
             with _naming_left_out():
                 rebuild_buckets(net)
@@ -223,7 +223,7 @@ def _described(kind: tuple[tuple[int, ...], str] | None) -> str:
 
 @contextmanager
 def _naming_left_out() -> Iterator[None]:
-    """Raises UserError in place of DistributedDataParallel's error about parameters unused in the previous forward."""
+    """Context that converts DistributedDataParallel's error about unused parameters to UserError."""
     try:
         yield
     except RuntimeError as error:

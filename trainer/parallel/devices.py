@@ -26,7 +26,7 @@ def usable_gpus(device: str, gpu_ids: Sequence[int] | None) -> list[int]:
 
 
 def pick_device(name: str) -> torch.device:
-    """Converts the value of `--device` to a `torch.device`, a GPU with its index."""
+    """Converts the value of `--device` to a `torch.device`; a GPU always has an index."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     _, _, index = name.partition(":")
@@ -38,8 +38,8 @@ def set_num_threads(
 ) -> None:
     """Sets the number of this process's CPU threads. takes_one: whether the default is one thread, as with a GPU.
 
-    With a GPU the host only launches kernels and makes batches, and several threads would synchronise at every small
-    operation. On the CPU the default replaces torchrun's OMP_NUM_THREADS=1, which would leave cores idle.
+    With a GPU, the host only launches kernels and prepares batches, and more threads would synchronise at every small
+    operation. On the CPU, the default replaces torchrun's OMP_NUM_THREADS=1, which would leave cores idle.
     """
     launcher_chose = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     user_chose = "OMP_NUM_THREADS" in os.environ and not launcher_chose
@@ -53,8 +53,8 @@ def set_num_threads(
 def keep_freed_memory() -> None:
     """Makes glibc keep freed memory for reuse; returning it to the kernel would cause page faults in every step.
 
-    Blocks over 32 MiB are still returned to the kernel. Call this function only in processes that just train, because
-    the old setting cannot be read and restored.
+    Blocks over 32 MiB are still returned to the kernel. Call this function only in processes that do nothing but
+    train, because the previous setting cannot be restored.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -68,7 +68,7 @@ def num_cores() -> int:
 
 
 def half_precision(device: torch.device) -> str:
-    """Returns the half precision in which a device is fast: "bf16", "fp16", or "off" for none.
+    """Returns the half-precision type that is fast on a device: "bf16", "fp16", or "off" for none.
 
     GPUs are fast in bf16 from compute capability 8.0, and in fp16 below 8.0. A CPU without bf16 instructions is about
     ten times slower in bf16 than in float32.
@@ -79,12 +79,12 @@ def half_precision(device: torch.device) -> str:
 
 
 def numbers_at_once(device: torch.device) -> int:
-    """Returns a number of elements per operation: few enough for a CPU's cache, enough to hide a GPU's launch cost."""
+    """Returns how many elements to process per operation: they fit in a CPU's cache, or hide a GPU's launch latency."""
     return 2**15 if device.type == "cpu" else 2**20
 
 
 def arithmetic_of(device: torch.device) -> str:
-    """Returns a name for a device's arithmetic, so that devices with equal names compute equal bits."""
+    """Returns a name for a device's arithmetic; devices with the same name compute bitwise equal results."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU with {torch.backends.cpu.get_cpu_capability()} and {torch.get_num_threads()} thread(s)"
@@ -115,7 +115,7 @@ class DeviceQueue:
         return lambda: True
 
     def fetch(self, value: Tensor) -> Callable[[], Any]:
-        """Starts a copy to the host; returns a function that waits for the copy and returns it as `Tensor.tolist()`."""
+        """Starts a copy to the host; returns a function that waits for the copy and returns its `tolist()`."""
         return value.tolist
 
     def instant(self) -> Any:
@@ -123,7 +123,7 @@ class DeviceQueue:
         return time.perf_counter()
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Returns the seconds between two results of `instant`; waits until the device has reached the later one."""
+        """Returns the seconds between two results of `instant`; waits until the device has reached the later point."""
         return float(end - start)
 
     def drain(self, within_s: float) -> None:

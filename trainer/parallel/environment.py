@@ -28,9 +28,9 @@ NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"
 class RankEnvironment:
     """Rank of this process, and rendezvous of the run's processes.
 
-    local_rank, local_world_size: rank and number of the run's processes on this machine, or None. init_method:
-    "env://", an address or a file, as for `init_process_group`. attempt: number of restarts by the same launcher, whose
-    store may still hold entries of earlier attempts.
+    local_rank: rank of this process among the run's processes on this machine. local_world_size: number of these
+    processes. Both are None if unknown. init_method: URL for `init_process_group`. attempt: number of earlier attempts
+    whose entries may still be in the launcher's store.
     """
 
     rank: int
@@ -109,7 +109,7 @@ def read_rank_environment(
         problems.append(f"MASTER_PORT={numbers['MASTER_PORT']}: must be between 1 and 65535")
     if problems:
         return None, problems
-    # Several torchrun agents create a new store for each attempt, and may count restarts differently.
+    # With several torchrun agents, each attempt has a new store, and agents may count restarts differently.
     is_one_agent = numbers.get("LOCAL_WORLD_SIZE") == numbers["WORLD_SIZE"]
     attempt = numbers.get(RESTARTS, 0) if is_one_agent else 0
     local = numbers.get("LOCAL_RANK"), numbers.get("LOCAL_WORLD_SIZE")
@@ -120,7 +120,7 @@ def read_rank_environment(
 def torchrun_agent() -> str | None:
     """Returns a unique name of the torchrun agent that started this process, or None without torchrun or Linux.
 
-    torchrun's run id is not unique: it is "none" by default, and may be used again.
+    torchrun's run id is not unique: the default is "none", and users may reuse an id.
     """
     agent = os.getppid()
     try:
@@ -151,8 +151,8 @@ def one_process_problems(environ: Mapping[str, str]) -> list[str]:
 def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Returns RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of srun or mpirun.
 
-    Returns no variables for a single process, or if a rank is set already. Also returns a list with an error message if
-    the launcher's variables do not suffice. Existing values of MASTER_ADDR and MASTER_PORT take precedence.
+    Returns (variables by name, error messages). There are no variables for a single process, and if RANK, WORLD_SIZE or
+    LOCAL_RANK is set already. Existing values of MASTER_ADDR and MASTER_PORT take precedence.
     """
     if any(name in environ for name in RANK_NAMES):
         return {}, []
@@ -182,7 +182,7 @@ def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str
 
 
 def _of_srun(environ: Mapping[str, str]) -> dict[str, str]:
-    """Reads srun's variables. Rank 0 runs on the first node, and a job's steps are numbered from 0."""
+    """Reads srun's variables. The address is the first node, where rank 0 runs; the port depends on job and step."""
     found = {
         "RANK": environ.get("SLURM_PROCID", ""),
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
@@ -194,7 +194,7 @@ def _of_srun(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
-    """Reads Open MPI's variables, which include no address; the address is 127.0.0.1 on a single machine."""
+    """Reads Open MPI's variables. They include no address; on a single machine, the address is 127.0.0.1."""
     found = {
         "RANK": environ.get("OMPI_COMM_WORLD_RANK", ""),
         "WORLD_SIZE": environ["OMPI_COMM_WORLD_SIZE"],
@@ -214,5 +214,5 @@ def first_host(nodes: str) -> str:
 
 
 def _port(job: str) -> str:
-    """Returns a port from 20000 to 29999, derived from the job, so that jobs most likely use different ports."""
+    """Hashes a job's name to a port from 20000 to 29999, so that two jobs rarely use the same port."""
     return str(20000 + zlib.crc32(job.encode()) % 10000)

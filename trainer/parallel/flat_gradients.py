@@ -1,4 +1,4 @@
-"""Sums gradients over processes after the backward: dense ones in flat buffers per dtype, sparse ones by rows."""
+"""Sums gradients over processes after the backward: dense gradients in a flat buffer per dtype, sparse by rows."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,10 +14,10 @@ NOTHING = -0.0
 class FlatGradients:
     """Gradients of parameters in flat buffers, one buffer per dtype.
 
-    A process may lack some gradients. The buffer also holds, for each gradient, the number of processes that have it.
-    Only a process that lacks a gradient reads the numbers, and so waits for its device.
+    A process may lack some gradients. A buffer also counts, for each gradient, the processes that have this gradient.
+    Only a process that lacks a gradient reads the counts, and therefore waits for its device.
 
-    params: the same parameters in the same order on all processes. flat: the buffers, of one dimension each.
+    params: the same parameters in the same order on all processes. flat: the one-dimensional buffers.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -38,7 +38,7 @@ class FlatGradients:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Copies gradients into the buffers, unless they are there, and sets each `grad` to a view of its buffer."""
+        """Copies each gradient into its buffer, unless it is already there, and sets `grad` to a view of the buffer."""
         copied = [
             (parameter, view)
             for parameter, view in zip(self._params, self.views, strict=True)
@@ -78,7 +78,7 @@ class FlatGradients:
 def sum_sparse(parameter: Tensor, sum_in_place: Callable[[Tensor], None], divisor: int) -> None:
     """Sums a sparse gradient over processes and divides it by divisor. All processes must call this function.
 
-    The sum has the rows that any process has, and becomes None if no process has a row. parameter: (rows, ...).
+    The sum contains every process's rows; without any row, `grad` becomes None. parameter: (rows, ...).
     sum_in_place: sums a sparse tensor over processes.
     """
     if parameter.grad is None:
@@ -118,7 +118,7 @@ class _Buffer:
 
 
 def _laid_out_as(flat: Tensor, parameter: Tensor) -> Tensor:
-    """Returns a view of a flat tensor in the parameter's shape, and with its strides if the parameter is dense.
+    """Returns a view of a flat tensor in the parameter's shape, and in its strides if its memory has no gaps.
 
     Fused optimizers traverse a parameter and its gradient in memory order, so their strides must agree.
     """

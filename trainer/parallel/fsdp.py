@@ -1,8 +1,8 @@
 """Trains with `torch.distributed.fsdp.fully_shard`, which shards parameters, gradients and optimizer states.
 
-Each block of the model is a unit, and the rest of the model is one more unit. A unit's parameters are gathered for its
-forward and backward, and its gradients are reduce-scattered, so a process holds at most one or two unsharded units.
-This module is imported lazily, because the import takes seconds.
+Each block in `Task.blocks` is a unit; the other parameters form the root unit. A unit's parameters are gathered for its
+forward and backward, and its gradients are reduce-scattered, so a process holds only a few unsharded units at a time.
+Other modules import this module lazily, because the import takes seconds.
 """
 
 import weakref
@@ -35,11 +35,11 @@ T = TypeVar("T")
 class Sharded(Distributed):
     """Strategy that shards every parameter along its first dimension, with one process per device.
 
-    Optimizers train DTensors. Autocast and parameter dtypes are the same as in other strategies, so collectives use the
-    dtype of the parameters.
+    Optimizers train DTensors. Collectives use the dtype of the parameters, because mixed precision is left to autocast,
+    as in other strategies.
 
-    shard_size: number of processes that share one copy of the model, a divisor of the number of processes; by default
-    all. reshards: whether to free a block's gathered parameters between its forward and its backward.
+    shard_size: number of processes that share one copy of the model; must divide the number of processes, which is the
+    default. reshards: whether to free a block's gathered parameters between its forward and its backward.
     """
 
     name = "Fully sharded"
@@ -54,7 +54,7 @@ class Sharded(Distributed):
         shape = (self.shard_size,) if num_copies == 1 else (num_copies, self.shard_size)
         names = ("replicate", "shard")[-len(shape) :]
         self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-        for each in self._mesh.get_all_groups():  # which do not take over the timeout of the default group
+        for each in self._mesh.get_all_groups():  # they do not inherit the default group's timeout
             set_timeout(each, self.device, timedelta(seconds=group.device_timeout_s))
         self._is_whole, self._reshards = False, reshards
 
@@ -71,13 +71,13 @@ class Sharded(Distributed):
         blocks: Callable[[nn.Module], Sequence[nn.Module]],
         complete: Callable[[Objective], None],
     ) -> Objective:
-        """Builds the model in rank 0's host memory, and on other ranks on the meta device if the task allows that.
+        """Builds the model in rank 0's host memory, and on other ranks on the meta device if possible.
 
-        Units are broadcast and sharded one by one, so no device, and no process except rank 0, holds the full model.
+        Broadcasts and shards the units one by one, so that no device holds the full model.
         """
         objective = self._built(build, complete)
         its_blocks = list(blocks(objective.model))
-        # Not in `_built`, where only rank 0 completes the model.
+        # Check here, because `_built` completes the model only on rank 0.
         self.group.together(lambda: refuse_what_cannot_be_cut(objective, its_blocks))
         objective.call_equally()
         for helper in objective.helpers.values():  # helpers are replicated, not sharded
@@ -124,11 +124,11 @@ class Sharded(Distributed):
                 setattr(module, name, sent[own])
 
     def build_buckets(self, net: nn.Module) -> None:
-        """Forgets which parameters the trial backward used; a sharded model has no buckets to arrange."""
+        """Forgets which parameters the trial backward used; a sharded model has no buckets to rebuild."""
         self._left_out.forget()
 
     def _free_after_evaluation(self, objective: nn.Module, *_: object) -> None:
-        """Reshards after a forward without gradients; else the root would stay unsharded and miss weight updates."""
+        """Reshards after a forward without gradients; an unsharded root would miss the next weight updates."""
         if not torch.is_grad_enabled() and not self._is_whole:
             for unit in _units(objective):
                 unit.reshard()
@@ -152,7 +152,7 @@ class Sharded(Distributed):
     # --- what a step needs -------------------------------------------------------------------------------------------
 
     def exchange(self, params: Sequence[Tensor]) -> None:
-        """Removes gradients that no process has; all others have been reduced after each backward."""
+        """Removes gradients of parameters that no process used. The backwards have already reduced all gradients."""
         self._left_out.agree(params, self.group)
 
     def global_norm(self, own: Tensor) -> Tensor:
@@ -269,24 +269,24 @@ def meta_state_of(objective: nn.Module) -> list[tuple[str, torch.Size, torch.dty
 
 
 def built_as_outline(build: Callable[[], Objective], outline: object) -> Objective:
-    """Builds an objective on the meta device, or on the CPU if the task needs the content of tensors.
+    """Builds an objective on the meta device, or on the CPU if the task reads values of tensors.
 
     outline: result of `meta_state_of` for rank 0's objective.
     """
     try:
         with torch.device("meta"), _Made() as made:
             objective = build()
-        # Only parameters and buffers are broadcast.
+        # Other tensors must not be on the meta device, because only parameters and buffers are broadcast.
         sent = {*map(id, objective.parameters()), *map(id, objective.buffers())}
         if meta_state_of(objective) == outline and all(id(value) in sent for value in made.without_content()):
             return objective
-    except Exception:  # the task needs content; any operation on meta tensors may fail
+    except Exception:  # the task reads values, which meta tensors do not have
         pass
     return build()
 
 
 class _Made(TorchDispatchMode):
-    """Tracks every tensor created in this mode, whether a module, an object or a closure holds it."""
+    """Tracks every tensor created in this mode, including tensors that no module contains."""
 
     def __init__(self) -> None:
         super().__init__()

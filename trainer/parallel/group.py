@@ -25,16 +25,16 @@ _FOUR_LIMBS = struct.Struct("<4H")
 
 
 class Group:
-    """The processes of a run, as one of them sees the others. This class is for a single process, without exchanges.
+    """Connects this process with all processes of the run. This class is for a single process, and exchanges nothing.
 
-    All processes must call the exchanging methods in the same order. Most of these methods exchange numbers and small
-    objects in host memory, while `Strategy.exchange` exchanges gradients.
+    All processes must call the methods that exchange values in the same order. Most of these methods exchange numbers
+    and small objects in host memory, while `Strategy.exchange` exchanges gradients.
 
     devices: devices of this process; the first one is PyTorch's current GPU. rank, world_size: as in torch.distributed.
-    local_world_size: number of the run's processes on this machine. is_launched: whether a launcher restarts this
-    process together with the others, so that a process cannot retry a step alone. exits_with_signal: whether the
-    launcher is the trainer's own, which does not count a signal in the exit status as a failure. activity: what this
-    process is doing. diagnosis: explains failures once for all processes.
+    local_world_size: number of the run's processes on this machine. is_launched: whether a launcher restarts all
+    processes together, so that no process can retry a step alone. exits_with_signal: whether the launcher is the
+    trainer's own, which does not treat an exit after a stop signal as a failure. activity: records what this process is
+    doing. diagnosis: explains failures once for all processes.
     """
 
     rank: int = 0
@@ -74,7 +74,7 @@ class Group:
     # --- exchanges ---------------------------------------------------------------------------------------------------
 
     def sum(self, values: Tensor) -> Tensor:
-        """Returns the sum of a CPU tensor over processes, with the same bits on each."""
+        """Returns the sum of a CPU tensor over processes, bitwise equal on every process."""
         return values
 
     def start_sum(self, values: Sequence[float]) -> Callable[[], Sequence[float]]:
@@ -82,14 +82,14 @@ class Group:
         return lambda: values
 
     def start_sum_in_place(self, values: Tensor) -> Callable[[], None]:
-        """Starts to sum a device tensor over processes in place, with the backend of gradients.
+        """Starts to sum a device tensor over processes in place, with the backend that exchanges gradients.
 
         Returns a function that waits for the sum.
         """
         return lambda: None
 
     def stack(self, values: Tensor) -> Tensor:
-        """Gathers a device tensor from all processes, (world_size, ...) by rank; shapes must be equal."""
+        """Gathers device tensors of equal shape from all processes; returns (world_size, ...), ordered by rank."""
         return values[None]
 
     def sum_in_tree(self, values: Tensor) -> None:
@@ -99,7 +99,7 @@ class Group:
         """
 
     def barrier(self) -> None:
-        """Waits on the host until all processes call this method, because devices could not report a timeout."""
+        """Makes the host wait until all processes call this method; a wait on the device could not report a timeout."""
 
     def gather(self, value: T) -> list[T]:
         """Returns the values of all processes, by rank, on every process."""
@@ -147,7 +147,7 @@ class Group:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def can_replace_rank0(self, lost: Sequence[int], has_state: bool) -> bool:
-        """Returns, after a failure, whether this process is rank 0, or can save in place of rank 0, which has exited.
+        """Returns whether this process can save after a failure: as rank 0, or in place of rank 0 once that has exited.
 
         lost: ranks that have exited or do not respond; lost ranks on this machine are killed, because a stopped process
         would keep its locks. has_state: whether this process holds the full state. May wait until rank 0 exits.
@@ -158,7 +158,7 @@ class Group:
     def in_use(self) -> Iterator[None]:
         """Context for all use of the devices: one process prints an error, and all processes raise Failure.
 
-        The error is printed before this process closes, because closing may take time and other processes wait.
+        Prints the error before `close`, which may wait for other processes.
         """
         try:
             with self.diagnosis.explaining():

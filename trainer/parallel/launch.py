@@ -1,6 +1,6 @@
 """Starts and supervises processes: the ranks of a run that is started without a launcher, and the runs of `--seeds`.
 
-Ranks meet through a file and use the loopback interface, so they need no port and accept no public connections.
+Ranks meet through a file and use the loopback interface, so they need no MASTER_PORT and accept no remote connections.
 """
 
 import fcntl
@@ -33,9 +33,9 @@ GRACE_PERIOD_S = 10
 SAVES_WITHIN_S = 30
 """Seconds for which surviving ranks may save and exit after another rank has failed, as under torchrun."""
 MOST_STARTS = 32
-"""Maximum number of starts: more than log2 of any batch size, which each out-of-memory error halves."""
+"""Maximum number of starts; each out-of-memory error halves the batch size, so log2 of the size would suffice."""
 EXIT_UNGUARDED = 64
-"""Exit status (EX_USAGE) of a script without a main guard, whose import would start its own run again."""
+"""Exit status (EX_USAGE) of a script without a main guard, whose import would start the run again."""
 PROCESS_NAME = "Lockstep"
 NEW_FOR_S = 10
 """Minimum age in seconds of a folder to remove; its launcher may not have locked a younger folder yet."""

@@ -30,7 +30,7 @@ class LeftOut:
     """Makes every process gather the blocks in the same order and reduce a gradient for every trained parameter.
 
     blocks: in execution order. If a forward skips blocks, the input of the next block first passes through the hooks of
-    the skipped blocks, which do not change the input. The hooks gather, free and reduce the skipped blocks as on other
+    the skipped blocks, which do not change the input. The hooks then run the same collectives as on other
     processes. A parameter without a gradient is reduced as zeros, which `agree` removes if no process had a gradient.
     """
 
@@ -59,7 +59,7 @@ class LeftOut:
     def agree(self, params: Sequence[Tensor], group: Group) -> None:
         """Removes, after a step's last backward, gradients of parameters that no process used.
 
-        Every process sends which parameters it used; only a process that left one unused waits for the result.
+        Every process sends which parameters it used; only a process with an unused parameter waits for the result.
 
         params: parameters trained in the step.
         """
@@ -170,7 +170,7 @@ def _passed_through(blocks: Sequence[Any], values: Any) -> Any:
 
 
 def _replaced(values: Any, function: Callable[[Tensor], Tensor]) -> Any | None:
-    """Applies function to the first tensor that requires a gradient, else to a floating-point tensor, else to none."""
+    """Applies a function to the first floating-point tensor that requires a gradient, or else to the first, if any."""
     leaves, structure = tree_flatten(values)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     if not places:

@@ -20,7 +20,7 @@ OF_A_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
 """State entries of TORCH_OPTIMIZERS that have the shape of their parameter."""
 
 CHANGED = "changed"
-"""Key in a saved parameter group: names of the settings that the optimizer itself has changed during training."""
+"""Key in a saved parameter group; the value lists the names of the settings that changed during training."""
 
 _initial: "WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]]" = WeakKeyDictionary()
 
@@ -31,9 +31,9 @@ def remember_settings(optimizer: torch.optim.Optimizer) -> None:
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns the optimizer's `state_dict()`, `encoded`, with `CHANGED` in groups whose settings have changed.
+    """Returns the optimizer's `encoded` `state_dict()`, and lists changed settings of a group under `CHANGED`.
 
-    Omits unchanged settings that no file can hold; a resume takes them from the command line.
+    Omits unchanged settings that a checkpoint cannot store; a resumed run takes them from its new optimizer.
     """
     state = dict(optimizer.state_dict())
     if "param_groups" in state:
@@ -95,7 +95,7 @@ def load_states(
 
 
 def _with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a saved state with the current settings, such as weight decay, unless the optimizer changed them."""
+    """Returns a saved state with the current settings, except the learning rate and settings listed under `CHANGED`."""
     kept = (
         {name: group[name] for name in ("params", "lr", *group.get(CHANGED, ()))} for group in saved["param_groups"]
     )
@@ -106,8 +106,8 @@ def _with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[
 def _load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], dtype: torch.dtype) -> None:
     """Loads a result of `state_of`. dtype: dtype of the parameters when the state was saved.
 
-    `Optimizer.load_state_dict` moves a parameter's tensors and numbers to its device, but corrupts other values: a
-    string becomes a generator, a deque loses its length. This function therefore restores values of other types itself.
+    `Optimizer.load_state_dict` loads tensors and numbers, but corrupts other values of a parameter's state: a string
+    becomes a generator, and a deque loses its maximum length. This function therefore restores other values itself.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     loaded: dict[str, Any] = {name: decoded(value) for name, value in state.items() if name != "state"}
@@ -153,7 +153,7 @@ _LEAVES = (bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.d
 def encoded(value: Any) -> Any:
     """Encodes containers and NumPy values as mappings, lists and tensors, which load without executing code.
 
-    `decoded` reverses the encoding. Values of other types are returned unchanged; saving a checkpoint refuses them.
+    `decoded` reverses the encoding. Returns other values unchanged; saving refuses unsupported types.
     """
     kind = type(value)
     if kind in (list, tuple):
@@ -166,7 +166,7 @@ def encoded(value: Any) -> Any:
         factory = next(name for name, made in _FACTORIES.items() if made is value.default_factory)
         return {_TYPE: "defaultdict", "items": encoded(dict(value)), "factory": factory}
     if kind in _SETS.values():
-        return {_TYPE: kind.__name__, "items": encoded(sorted(value, key=repr))}  # a set's order differs between starts
+        return {_TYPE: kind.__name__, "items": encoded(sorted(value, key=repr))}  # order differs between processes
     if kind is deque:
         return {_TYPE: "deque", "items": encoded(list(value)), "maxlen": value.maxlen}
     if kind is np.ndarray or isinstance(value, np.generic):
@@ -199,7 +199,7 @@ def decoded(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Returns whether a checkpoint can hold the value."""
+    """Returns whether a checkpoint can store the value."""
     value = encoded(value)
     if isinstance(value, dict):
         return all(map(_is_plain, [*value, *value.values()]))
@@ -239,8 +239,8 @@ def _refuse_other_entries(
 ) -> None:
     """Raises UserError if a saved state does not fit an optimizer.
 
-    own: the optimizer's current `state_dict()`. State tensors of PyTorch's optimizers must have the shape of their
-    parameter, and equal names within a parameter group; otherwise the first step after the resume would fail.
+    own: the optimizer's current `state_dict()`. For PyTorch's optimizers, state tensors must have the shape of their
+    parameter, and all parameters of a group the same entries; otherwise the first resumed step would fail.
     """
     advice = "start over with --fresh, or start from its weights with --init-from in another --save-dir"
     missing = [name for name in own if name not in saved]

@@ -1,4 +1,4 @@
-"""Group of several processes with one device each, on torch.distributed."""
+"""Implements `Group` with torch.distributed for several processes with one device each."""
 
 import faulthandler
 import os
@@ -33,16 +33,16 @@ MAIN_LEAVES_WITHIN_S = 20.0
 """Seconds for which other ranks wait for rank 0 to exit after a failure, less than torchrun's timeout of 30 s."""
 
 MEETING_MARGIN_S = 3.0
-"""Seconds added to a timeout, so that PyTorch's own timeouts, whose errors name the cause, come first."""
+"""Seconds to wait beyond PyTorch's own timeouts, whose errors name the cause."""
 
 NCCL_PATIENCE, NCCL_MARGIN_S = 2, 60.0
-"""Timeout of NCCL's kernels: a multiple of `--dist-timeout-s`, and seconds to add."""
+"""Factor and addend that convert `--dist-timeout-s` to the timeout of NCCL's collectives."""
 
 Member = tuple[str, int, str]
-"""A process: its host name, its process id, and the namespace of the process id."""
+"""Host name, process id, and PID namespace of a process."""
 
 DIRECT_BYTES = 3 * 2**18
-"""Maximum number of bytes that a process sends directly to the others, not in a ring; see benchmarks/exchange.py."""
+"""Maximum number of bytes that a process sends directly to all other processes; see benchmarks/exchange.py."""
 
 
 class ProcessGroup(Group):
@@ -64,7 +64,7 @@ class ProcessGroup(Group):
         """Joins the other processes and selects this process's device.
 
         facts: plain values by name, such as flags, that must be equal on all processes. Raises UserError on all
-        processes if some of them do not join, or if facts differ.
+        processes if a process does not join, or if facts differ.
         """
         super().__init__()
         self.rank, self.world_size = environment.rank, environment.world_size
@@ -113,7 +113,7 @@ class ProcessGroup(Group):
 
     @contextmanager
     def _told_once(self) -> Iterator[None]:
-        """Context that turns a UserError of all processes into Failure, except on the process that prints the error."""
+        """Context that converts a UserError of all processes to Failure, except on a process that prints the error."""
         try:
             yield
         except UserError as error:
@@ -220,10 +220,10 @@ class ProcessGroup(Group):
         return wait
 
     def sum_gradients(self, values: Tensor) -> None:
-        """Sums a device tensor over processes in place, with the same bits on each.
+        """Sums a device tensor over processes in place, bitwise equal on every process.
 
         On a GPU the host does not wait for the sum, unless the tensor is sparse. A process sends a small CPU tensor
-        directly to all others, with the latency of one message; a ring all-reduce takes 2 (world_size - 1) messages.
+        directly to all other processes: one message's latency instead of a ring's 2 (world_size - 1) messages.
         """
         if values.is_cpu and not values.is_sparse and self._is_small(values):
             values.copy_(reduce(torch.add, self._swapped([values] * self.world_size)))
@@ -242,7 +242,7 @@ class ProcessGroup(Group):
             sum_of_neighbours(self.stack(values), out=values)
         elif self._is_small(values):
             sum_of_neighbours(self._swapped([values] * self.world_size), out=values)
-        else:  # each process sums a slice, which sends as many bytes as a ring
+        else:  # each process sums one slice, and sends no more bytes than in a ring
             slices = values.tensor_split(self.world_size)
             own = slices[self.rank]
             sum_of_neighbours(self._swapped(slices), out=own)
@@ -252,9 +252,9 @@ class ProcessGroup(Group):
         return values.nbytes * (self.world_size - 1) <= DIRECT_BYTES
 
     def _swapped(self, sent: Sequence[Tensor], into: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Sends a tensor to each rank; returns the tensors that each rank, including this one, sent to this rank.
+        """Sends one tensor to each rank; returns the tensors that this rank received, ordered by sender.
 
-        sent: one tensor for each rank. into: receive buffers; by default new tensors like this rank's own.
+        sent: one tensor for each rank. into: receive buffers; by default new tensors.
         """
         own = sent[self.rank]
         found = [*into] or [torch.empty_like(own) for _ in sent]
@@ -295,7 +295,7 @@ class ProcessGroup(Group):
     def can_replace_rank0(self, lost: Sequence[int], has_state: bool) -> bool:
         for rank in lost:
             self._neighbours.end(rank)
-        # The process that failed first must not wait: rank 0 may be waiting for it to close its connections.
+        # The process that failed first must not wait: rank 0 may wait until it closes its connections.
         may_wait = has_state and not self.diagnosis.failed_itself
         return self.is_main or (may_wait and self._neighbours.await_end(0, MAIN_LEAVES_WITHIN_S))
 
@@ -323,7 +323,7 @@ class ProcessGroup(Group):
 def sum_of_neighbours(values: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
     """Sums tensors in a binary tree: neighbours, then neighbouring pairs, and so on.
 
-    values: a power of two of tensors. out: receives the sum, and may be one of the values; ignored for one value.
+    values: a power-of-two number of tensors. out: takes the sum, and may be one of the values; ignored for one value.
     """
     while len(values) > 2:
         values = [one + other for one, other in zip(values[::2], values[1::2], strict=True)]
@@ -331,7 +331,7 @@ def sum_of_neighbours(values: Sequence[Tensor] | Tensor, out: Tensor | None = No
 
 
 def first_sharing_ranks(gpus: Sequence[tuple[str, str]]) -> list[int]:
-    """Returns the ranks that use the first GPU with several ranks; empty without one. gpus: (host, GPU id) by rank."""
+    """Returns the ranks that share the first shared GPU, or [] if no GPU is shared. gpus: (host, GPU id) by rank."""
     ranks = [[rank for rank, other in enumerate(gpus) if other == gpu] for gpu in gpus]
     return next((sharing for sharing in ranks if len(sharing) > 1), [])
 
@@ -348,7 +348,7 @@ def available_backends() -> list[str]:
 
 
 def _rank_device(local_rank: int, gpus: Sequence[int]) -> torch.device:
-    """Returns this process's GPU: the one at index local_rank, or the only GPU that the launcher shows the process."""
+    """Returns GPU gpus[local_rank], the only GPU if just one is visible to this process, or the CPU without GPUs."""
     if not gpus:
         return torch.device("cpu")
     index = local_rank if len(gpus) > 1 else 0

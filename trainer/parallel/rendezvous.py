@@ -67,14 +67,14 @@ def _claim_rank(store: dist.Store, environment: RankEnvironment, deadline: float
 
 
 def _until(deadline: float) -> timedelta:
-    """Returns the time until the deadline, at least one second, in which existing entries can be read."""
+    """Returns the time until the deadline, but at least one second, so that existing entries can still be read."""
     return timedelta(seconds=max(1.0, deadline - time.monotonic()))
 
 
 def within(limit_s: float, function: Callable[[], T]) -> T:
     """Returns a function's result or raises its exception, or raises RuntimeError after `limit_s` seconds.
 
-    Runs the function in a daemon thread, which survives the timeout: some waits of PyTorch ignore their own timeouts.
+    Runs the function in a daemon thread, because some PyTorch calls ignore their timeout; the thread is not stopped.
     """
     done: list[tuple[T | None, BaseException | None]] = []
 

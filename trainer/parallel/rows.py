@@ -35,7 +35,7 @@ FORWARD = _Forward()
 
 
 def gather(rows: Tensor) -> Gathered:
-    """Gathers the rows of all samples of an optimizer step in a training forward, for a loss that couples samples.
+    """Gathers rows of all samples of an optimizer step. Call it in a training forward whose loss couples samples.
 
     rows: (B, ...), one row per sample of the batch. All processes must call this function the same number of
     times. Each row receives gradients from the losses of all processes. A process without samples adds no rows, and its
@@ -60,13 +60,13 @@ def gather(rows: Tensor) -> Gathered:
         return Gathered(rows, own)
     if rows.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("trainer.gather runs a collective, which a captured CUDA graph would not repeat")
-    # A placeholder batch repeats the first samples of the global batch.
+    # A process without samples gets a placeholder batch: the first samples of the global batch.
     own = own if num_samples == 0 else own * group.world_size + group.rank
     return Gathered(_Gather.apply(rows, num_samples, group), own)
 
 
 def refuse_coupling(what: str, strategy: Strategy) -> None:
-    """Raises UserError if a strategy does not support results that depend on several samples. what: names their use."""
+    """Raises UserError if a strategy does not support results that depend on several samples. what: its name."""
     if strategy.num_parts:
         raise UserError(f"--parts {strategy.num_parts}: {what} couples samples of different parts; leave --parts out")
     if strategy.num_replicas > 1:
@@ -130,7 +130,7 @@ END, FAILED = "nothing more", "an error"
 def require_equal_exchanges(where: str, group: Group, forward: Callable[[], object]) -> None:
     """Raises UserError on all processes if their forwards run different collectives, which would make PyTorch abort.
 
-    where: the forward's name in messages. All processes must call this function. A forward that fails is ignored.
+    where: the forward's name in messages. All processes must call this function. Ignores exceptions of the forward.
     """
     compared = _Compared(group)
     try:
@@ -157,7 +157,7 @@ class _Differ(Exception):
 
 
 class _Compared(TorchDispatchMode):
-    """Compares each collective across processes before it runs. told: description of the collective by rank."""
+    """Compares each collective across processes before it runs. told: next collective of each rank."""
 
     told: Sequence[str] = ()
 

@@ -24,18 +24,18 @@ T = TypeVar("T")
 SMALLEST_UPLOAD, LARGEST_UPLOAD = 2**18, 2**26
 """Range of batch sizes in bytes for which copying to a GPU ahead of use is worthwhile."""
 COUNTED = ("index", "weight")
-"""Entries of a batch that the host reads, and which therefore stay in host memory."""
+"""Entries of a batch that stay in host memory, because the host reads them."""
 _SIX_NUMBERS = struct.Struct("<6q")
 
 
 class Strategy:
     """Places the model, exchanges its gradients, and assembles its state for checkpoints.
 
-    This class is for one process, whose devices each hold the whole model, and exchanges nothing. In a step the loop
+    This class is for a single process; each device holds the whole model, and nothing is exchanged. The training loop
     calls `seed_dropout`, `to_device` and the wrapped module for each micro-batch, runs backwards within
     `gradient_sync`, and calls `exchange` once after the last backward. Before `exchange`, a gradient covers this
     process's samples, or has been reduced during the backward. After `exchange`, a gradient covers the global batch,
-    with the same bits on every process that has a gradient.
+    and is bitwise equal on every process that has the gradient.
 
     group: the processes of the run.
     num_parts: value of `--parts`, a multiple of the number of processes; both are powers of two. 0 without `--parts`.
@@ -43,7 +43,7 @@ class Strategy:
     overlaps: whether gradients are exchanged during a step's last backward.
     exchanges_in_forward: whether forwards run collectives, so that all processes must run the same number of forwards.
     shard_size: number of consecutive ranks that share one copy of the parameters.
-    has_full_state: whether this process holds the full state of a checkpoint, and can save after others fail.
+    has_full_state: whether this process holds the full state of a checkpoint, and can save after other processes fail.
     draws_on_host: whether forwards draw from host generators (Python's, NumPy's, or PyTorch's with the model on a GPU).
     """
 
@@ -85,9 +85,9 @@ class Strategy:
 
     @property
     def shards(self) -> Sequence[tuple[int, int]]:
-        """Returns this process's shares of each global batch and data set, as (share, number of shares) pairs.
+        """Returns this process's shares of each global batch and data set, as (index, number of shares) pairs.
 
-        With `--parts` the shares are consecutive, so that a process sums a subtree of the parts.
+        With `--parts`, the indices are consecutive, so that each process sums one subtree of the binary tree.
         """
         num_shards = self.num_parts or self.group.world_size
         num_own = num_shards // self.group.world_size
@@ -115,7 +115,7 @@ class Strategy:
         return objective
 
     def wrap(self, net: nn.Module) -> nn.Module:
-        """Wraps the module for a phase; at the call, only parameters that the phase trains may require gradients."""
+        """Wraps the module for a training phase. Before the call, freeze parameters that the phase does not train."""
         return net
 
     def evaluation_module(self, net: nn.Module) -> nn.Module:
@@ -166,8 +166,8 @@ class Strategy:
 
         Python's and NumPy's generators are only seeded if `draws_on_host`, because seeding them is slow.
 
-        key: five numbers, of which the last is the micro-batch's number. With `--parts`, the last number becomes the
-        part's global number, and rank and device are left out. same_everywhere: leaves out rank and device.
+        key: five numbers; the last number is the index of the micro-batch. With `--parts`, the index of the part in the
+        global batch replaces the last number, and the hash omits rank and device. same_everywhere: omits them too.
         """
         if self.num_parts and not same_everywhere:
             key, same_everywhere = (*key[:-1], self.shards[key[-1]][0]), True
