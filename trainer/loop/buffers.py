@@ -47,7 +47,7 @@ class Buffers:
         self._pending: tuple[Tensor, Callable[[], None]] | None = None
 
     def learn(self, changes: Iterable[Change], model: nn.Module, group: Group) -> None:
-        """Registers a trial forward's changes. All processes must call it. Raises UserError for a reshaped buffer."""
+        """Registers a trial forward's changes on all processes. Raises UserError if it reshaped a persistent buffer."""
         self.forward_state.learn(changes)
         self.forward_state.settle(model, group)
         self.is_active = self.is_active or self.forward_state.is_active
@@ -59,7 +59,7 @@ class Buffers:
         self.forward_state.keep()
 
     def of_samples(self, num_samples: int) -> AbstractContextManager[None]:
-        """Returns a context for a micro-batch's forward and backward; without samples it undoes changes of statistics.
+        """Returns a context for forward and backward; if num_samples is 0, it restores running statistics on exit.
 
         Counters such as `num_batches_tracked` always advance, so that they are equal on all processes.
         """
@@ -89,7 +89,7 @@ class Buffers:
         self._pending = flat, group.start_sum_in_place(flat)
 
     def agree(self, strategy: Strategy) -> None:
-        """After a step's last backward, applies all processes' mean change of statistics, weighted by samples.
+        """After a step's last backward, applies the mean change of statistics over processes, weighted by samples.
 
         All processes must call this method. Raises UserError if a persistent buffer changed its shape.
         """
@@ -149,7 +149,7 @@ class FlatTensors:
         torch.cat(self._flat, out=self.kept)
 
     def set(self, values: Tensor) -> None:
-        """Writes a result of `flattened` to the tensors."""
+        """Copies the values of a flat tensor to the tensors."""
         # `.data` hides the writes from autograd, which is safe because the backward does not read the statistics
         foreach_copy_([flat.data for flat in self._flat], values.split(self._sizes))
 
@@ -354,7 +354,7 @@ class ForwardState:
         }
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Loads a result of `saved`; skips buffers of another shape, for example after a change of a flag."""
+        """Loads a result of `saved`; skips buffers whose shape differs, for example because a flag changed."""
         own = self.saved()
         for path, value in saved.items():
             if path in own and own[path].shape == value.shape:

@@ -69,7 +69,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
 def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progress, learning_rate: float) -> None:
     """Raises UnfitState if the state after a phase's first step cannot be saved; writes nothing.
 
-    outline: outline of the newly built model. learning_rate: value of `--lr`. All processes must call this function.
+    outline: tensors when the model was built. learning_rate: value of `--lr`. All processes must call this function.
     """
     group.activity.enter("saving")
 
@@ -101,7 +101,7 @@ def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progr
 def refuse_another_model(weights: Mapping[str, Tensor], outline: Outline, step: int) -> None:
     """Raises UnfitState if tensors have been added, removed or reshaped since the model was built.
 
-    A resume could not load the changed model. outline: outline of the newly built model. step: optimizer steps done.
+    A resume could not load the changed model. outline: tensors when the model was built. step: optimizer steps done.
     """
     now = {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}
     name = next((name for name in {**outline, **now} if outline.get(name) != now.get(name)), None)

@@ -115,7 +115,7 @@ def check_batch(task: Task, batch: object, size: int) -> None:
 
 
 def check_blocks(task: Task, model: nn.Module) -> None:
-    """Raises UserError if `Task.blocks` returns modules outside the model, or modules that share parameters."""
+    """Raises UserError if blocks of `Task.blocks` are outside the model, or share modules or parameters."""
     name, own = f"{type(task).__name__}.blocks", set(model.modules())
     seen: set[nn.Module | Tensor] = set()
     for block in task.blocks(model):

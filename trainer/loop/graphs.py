@@ -183,7 +183,7 @@ class GraphedLearner(Learner, Watch):
     def resume(self) -> None:
         """Drops all graphs if the address of a model tensor, an attribute or an optimizer setting has changed.
 
-        At an epoch's start, also marks each phase's next graph, and graphs of the previous epoch, for verification.
+        At an epoch's start, marks for verification each phase's next graph and all graphs captured in the last epoch.
         """
         if self._progress.position.at_epoch_start:
             self._due |= {*self.params, *self._untried}

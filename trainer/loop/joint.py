@@ -126,7 +126,7 @@ class JointLearner(Learner, Watch):
         key: tuple[int, ...],
         parts: Sequence[Rows],
     ) -> Callable[[Rows], Sums]:
-        """Returns a function to call with each forward's outputs in order; its loss has the joint loss's gradients.
+        """Returns a function from each forward's outputs, in order, to sums whose loss has the joint loss's gradients.
 
         parts: outputs of each micro-batch. num_samples: number of samples that count in each micro-batch. The last loss
         also has gradients of parameters that the joint loss uses directly. Only the last result has nonzero sums.

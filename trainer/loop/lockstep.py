@@ -183,7 +183,7 @@ class Lockstep(Watch):
         }  # fmt: skip
 
     def _sides(self, hashes: Sequence[int]) -> list[list[int]]:
-        """Groups the ranks of the first shard with unequal hashes by hash, smallest group first; [] without one."""
+        """Returns the ranks of the first shard with unequal hashes, grouped by hash, smallest group first; else []."""
         for part in range(self._strategy.shard_size):
             ranks = range(part, len(hashes), self._strategy.shard_size)
             if len({hashes[rank] for rank in ranks}) > 1:

@@ -79,7 +79,7 @@ class MemoryLimit:
         return replace(self, batch_size=written.get("batch_size")) if is_same else self
 
     def note(self) -> list[str]:
-        """Returns a list with a message about the limit, if any, that an earlier start of the run found."""
+        """Returns a message, in a list, about a limit that an earlier start found; [] without a limit."""
         if self.batch_size is None:
             return []
         return [
@@ -126,7 +126,7 @@ class MemoryGuard:
             raise self._hopeless("for the moments of the optimizer") from None
 
     def make_room(self, phase: int, say: Callable[[str], None]) -> None:
-        """Undoes a step that ran out of memory; frees CUDA graphs, or without graphs halves the micro-batches.
+        """Undoes a step that ran out of memory, and frees CUDA graphs or, without graphs, halves the micro-batches.
 
         Raises RestartNeeded if all processes must restart together, and UserError if a single sample does not fit.
         """
