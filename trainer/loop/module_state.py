@@ -226,8 +226,7 @@ class Change(NamedTuple):
 def leaving_no_trace(module: nn.Module) -> Iterator[Callable[[], list[Change]]]:
     """Context in which forwards work on copies of a module's buffers and attributes; restores the originals on exit.
 
-    Yields a function that returns the changes so far. Forwards change TorchScript buffers in place; the exit restores
-    their values.
+    Yields a function that returns the changes so far. Restores TorchScript buffers, which forwards change in place.
     """
     scripted = _Scripted(module)
     state = WholeState(module)

@@ -44,10 +44,9 @@ Mark = Callable[[], bool]
 
 @dataclass(eq=False)
 class AppliedStep:
-    """A step that the host has submitted to the device. progress: progress after the step.
+    """A step that the host has submitted. progress: progress after the step. applied: mark at the end of the step.
 
-    applied: marks the end of the step on the device. forward: marks the start of the next step. changes: marks where
-    the next step's optimizer starts to change weights.
+    forward: mark at the start of the next step. changes: mark where the next step's optimizer starts to change weights.
     """
 
     progress: Progress
@@ -222,8 +221,7 @@ def _copied(
 def _own(progress: Progress, lacks_totals: bool) -> tuple[Progress, dict[str, dict[str, Tensor]]]:
     """Returns the progress and the totals, both restricted to the samples of this process.
 
-    lacks_totals: whether to drop the totals. On a GPU, they include unfinished steps. With `--parts` on several ranks,
-    they lack the parts of other ranks.
+    lacks_totals: whether to drop totals that may include unfinished steps (GPU) or lack other ranks' parts (`--parts`).
     """
     totals = {phase: {} if lacks_totals else own.unreduced() for phase, own in progress.totals.items()}
     samples = 0 if lacks_totals else progress.own_samples

@@ -66,8 +66,7 @@ def train(run: Run) -> None:
 def train_epoch(run: Run) -> None:
     """Trains to the end of the current epoch or of the run, with one optimizer step per global batch.
 
-    Reports due within the epoch are made just before the next step. A run that stops in between makes its report when
-    it resumes.
+    Makes reports within the epoch just before the next step. A run that stops in between reports when it resumes.
     """
     progress, plan = run.progress, run.plan
     if progress.position.at_epoch_start:

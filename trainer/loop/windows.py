@@ -150,8 +150,7 @@ def agree_ahead(
     clock: returns, on rank 0, whether time is up and whether a checkpoint is due. Raises StopRequested once any process
     was asked to stop, and TimeIsUp once time is up.
 
-    Starts the all-reduce of each window one window ahead, so that processes need not wait. A stop request takes effect
-    within two windows.
+    Starts each all-reduce one window ahead, so that processes need not wait. Stops within two windows of a request.
     """
     waiting: tuple[T, Callable[[], Sequence[float]]] | None = None
     for piece in chain(work, (None,)):
