@@ -409,7 +409,7 @@ except trainer.UserError as error:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     first, *_, found, last = done.stdout.splitlines()
     assert (first, found, done.stdout.count("script\n"), done.stderr) == ("script", "Network", 1, "")
-    assert "are not executed" in last and last.endswith("give the class, as task=")
+    assert "does not execute" in last and last.endswith("pass the task class as task=")
 
 
 def test_load_says_what_is_missing(train, tmp_path):
@@ -422,7 +422,7 @@ def test_load_says_what_is_missing(train, tmp_path):
     train(tmp_path / "run", "--task", f"{tmp_path / 'gone.py'}:Gone")
     (tmp_path / "gone.py").unlink()
     sys.modules.pop("gone")
-    with pytest.raises(trainer.UserError, match=r"gone\.py:Gone: .* give the class, as task="):
+    with pytest.raises(trainer.UserError, match=r"gone\.py:Gone: .* pass the task class as task="):
         trainer.load(tmp_path / "run")
     assert isinstance(trainer.load(tmp_path / "run", Weighted), Network)
     with pytest.raises(trainer.UserError, match="does not fit the model"):

@@ -76,7 +76,7 @@ def test_a_script_has_those_beside_the_trainer_unless_a_package_of_its_own_has_t
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "__init__.py").write_text("raise SystemExit('is never imported')")
     told = outside(LOADING, tmp_path / "run")
-    assert told.startswith("--task har: ") and "give the class, as task=" in told
+    assert told.startswith("--task har: ") and "pass the task class as task=" in told
 
 
 def test_names_and_classes_are_those_of_the_registry(monkeypatch):

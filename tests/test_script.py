@@ -223,7 +223,7 @@ def loader(**settings):
 REFUSED = {
     "a mean": (
         {"loss": lambda model, batch: nll(model, batch).mean()},
-        "fit: the loss returned shape () for 'loss': must be one number for each of the 2 samples",
+        "fit: the loss returned shape () for 'loss', but must return one number for each of the 2 samples",
     ),
     "rows of several terms": (
         {"loss": lambda model, batch: nll(model, batch)[:, None].expand(-1, 3)},
@@ -273,7 +273,7 @@ REFUSED = {
     ),
     "an optimizer of the loss": (
         {"optimizer": torch.optim.LBFGS},
-        "fit: optimizer LBFGS evaluates the loss several times",
+        "fit: optimizer LBFGS needs a closure that evaluates the loss again",
     ),
     "no optimizer": ({"optimizer": 3}, "fit: optimizer 3: must be a name, such as 'adamw', a class"),
     "a flag that is none": ({"learning_rate": 0.1}, "learning_rate: no such"),

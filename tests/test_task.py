@@ -119,7 +119,7 @@ def test_another_optimizer_displaces_the_settings_of_the_task_s(monkeypatch):
         ({"width": 4}, "width is not a flag of the trainer"),
         ({"deterministic": 1}, "--deterministic 1: must be true or false"),
         ({"lr": "0.1"}, "--lr 0.1: must be a number"),
-        ({"task": "har"}, "task must not be among them"),
+        ({"task": "har"}, "must not contain 'task'"),
         ({"lr": -1}, "--lr -1: must be above 0"),
         ({"epochs": 2.5}, "--epochs 2.5: must be a whole number"),
         ({"amp": "half"}, "--amp half: must be one of"),

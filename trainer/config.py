@@ -145,7 +145,7 @@ class Option:
         if "help" not in field.metadata:
             raise TypeError(f"{field.name}: must be defined with flag()")
         if self.type not in (int, float, str, bool, Path) and typing.get_origin(self.type) is not typing.Literal:
-            raise TypeError(f"{field.name}: {hint}: no flag has this type; for several values use tuple[int, ...]")
+            raise TypeError(f"{field.name}: a flag cannot have the type {hint}; for several values use tuple[int, ...]")
         vars(self).update(field.metadata)
 
     @property

@@ -102,9 +102,9 @@ class Rows(Objective):
             return row.sum()
         what = f"shape {tuple(row.shape)}" if isinstance(row, Tensor) else f"a {type(row).__name__}"
         raise UserError(
-            f"fit: the loss returned {what} for {name!r}: must be one number for each of the {num_samples} samples of "
-            "the batch, so that the total does not depend on how the batch is split; use reduction='none'; if a "
-            "sample has several terms, return their mean, or their sum and their number as its 'weight'"
+            f"fit: the loss returned {what} for {name!r}, but must return one number for each of the {num_samples} "
+            "samples of the batch, so that the total does not depend on how the batch is split; use reduction='none'; "
+            "if a sample has several terms, return their mean, or their sum and their number as its 'weight'"
         )
 
 
@@ -225,9 +225,9 @@ def _builder(optimizer: Any, settings: dict[str, Any]) -> Callable[..., torch.op
             f"give the class {name}, or a functools.partial of it with its settings"
         )
     elif not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        problem = f"optimizer {optimizer!r}: must be a name, such as 'adamw', a class, or a partial of one"
+        problem = f"optimizer {optimizer!r}: must be a name, such as 'adamw', a class, or a functools.partial of one"
     elif issubclass(kind, torch.optim.LBFGS):
-        problem = "optimizer LBFGS evaluates the loss several times a step, which is not supported; use another one"
+        problem = "optimizer LBFGS needs a closure that evaluates the loss again, which is not supported; use another"
     elif isinstance(optimizer, partial) and ("lr" in optimizer.keywords or optimizer.args):
         problem = f"the partial of {kind.__name__} has its own lr; leave it out, and give fit lr=..."
     if problem is not None:

@@ -155,7 +155,7 @@ def test_a_newer_format_is_refused_and_nothing_is_touched(train, refused, tmp_pa
     rewritten = json.loads(manifest.read_text())
     rewritten["checkpoints"][-1] |= size_and_sum(path)
     manifest.write_text(json.dumps(rewritten))
-    message = f"{path}: has checkpoint format {FORMAT_VERSION + 1}, but this trainer reads up to"
+    message = f"{path}: has checkpoint format {FORMAT_VERSION + 1}, but this trainer reads only formats up to"
     for _ in range(2):
         before = contents(run, ("lock", "state.json"))
         refused([message], *TINY, "--epochs", 2, "--save-dir", run)

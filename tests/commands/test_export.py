@@ -95,7 +95,7 @@ def test_the_page(on_cpu, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("Wrong", "not written: outputs of the exported program and the model differ by"),
+        ("Wrong", "not written, because outputs of the exported program and the model differ by"),
         ("Parts", "Hidden.forward does not call its `model` as a whole; define Parts.exported"),
         ("Looped", "torch cannot export Loop: "),
     ],

@@ -261,6 +261,6 @@ def test_a_task_whose_flags_are_none_or_the_trainers_own_is_refused(refused, tmp
     refused(["Odd.Config must be a dataclass of its flags"], "--task", f"{tmp_path}/odd.py:Odd")
     refused(["its flags --epochs are flags of the trainer; rename those fields"], "--task", f"{tmp_path}/odd.py:Taking")
     refused(["odd.py:Plain: Config.size: must be defined with flag()"], "--task", f"{tmp_path}/odd.py:Plain")
-    refused(["Config.sizes: list[int]: no flag has this type"], "--task", f"{tmp_path}/odd.py:Listing")
+    refused(["Config.sizes: a flag cannot have the type list[int]"], "--task", f"{tmp_path}/odd.py:Listing")
     refused(["Empty must define build_objective, splits"], "--task", f"{tmp_path}/odd.py:Empty")
     refused(["Config.problems: must return a list of sentences"], "--task", f"{tmp_path}/odd.py:Whole")

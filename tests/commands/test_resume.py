@@ -84,7 +84,7 @@ def test_an_epoch_goes_on_with_the_samples_that_it_began_with(train, cli, refuse
     assert cli(*tiny, "--max-steps", 1)[0] == 0
     before = contents(tmp_path, REFUSAL)
     epochs = "an epoch has [20] samples, but the checkpoint's unfinished epoch has [16]; "
-    with_batches = "with --drop-last, a global batch of 5 drops other samples than 8; use --global-batch-size 8"
+    with_batches = "with --drop-last, a global batch of 5 samples drops other samples than one of 8; use --global-"
     refused([epochs + with_batches], *tiny, "--max-steps", 4, "--batch-size", 5)
     refused([f"{epochs}undo the change to --drop-last (was True)"], *tiny, "--max-steps", 4, "--drop-last=false")
     assert contents(tmp_path, REFUSAL) == before

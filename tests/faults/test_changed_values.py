@@ -133,7 +133,7 @@ def test_the_originals_go_on(originals, run_in, tmp_path):
         status, out, err = run_in(tmp_path / name / "copy")
         assert (status, err) == (0, [])
         assert "is damaged" not in out
-        assert "At most 6 samples per forward" in out
+        assert "At most 6 samples per forward pass, because" in out
         assert ("Resuming after optimizer step 4" in out) == (name == "killed")
 
 
@@ -197,7 +197,7 @@ def test_moments_are_numbered(state):
     assert schema_error_of_checkpoint(state, resumable=True) is None
     own["state"][2] = {}
     own["state"][40] = {}
-    assert "optimizers.train[0].state.40: is not one of its" in schema_error_of_checkpoint(state, resumable=True)
+    assert "optimizers.train[0].state.40: is not one of the" in schema_error_of_checkpoint(state, resumable=True)
     own["param_groups"][0]["params"].reverse()
     assert "must number its parameters from 0" in schema_error_of_checkpoint(state, resumable=True)
 

@@ -136,7 +136,7 @@ def test_a_task_that_comes_with_the_run(place, trained, run_here, tmp_path):
     for path in trained.glob("*.pth"):
         torch.save(load(path) | {"task": f"{file}:Weighted"}, path)
     tell_the_manifest(trained, "made to fit")
-    with pytest.raises(UserError, match=r"files named by a run are not executed; .* as task="):
+    with pytest.raises(UserError, match=r"loading a run does not execute the file of its task; .* as task="):
         trainer.load(trained)
     assert isinstance(trainer.load(trained, Weighted), Network)
     for more in (["--predict", trained / "metrics.jsonl"], ["--export", tmp_path / "x.pt2"], ["--eval-only"], []):

@@ -54,7 +54,7 @@ def test_outputs_per_sample(tmp_path, cache_dir):
 def test_memory_of_one_is_too_small(tmp_path, cache_dir):
     GPUS.limit_memory(ROOM // 3, device=2)
     tiny(cache_dir, tmp_path / "dp", *DP, *WIDE, "--batch-size", 16, several=True)
-    assert "16 samples per forward do not fit into memory: training with " in GPUS.printed()
+    assert "16 samples per forward pass do not fit into memory: training with " in GPUS.printed()
     tiny(cache_dir, tmp_path / "cpu", *WIDE, "--device", "cpu")
     assert_same(tmp_path / "dp", tmp_path / "cpu")
 

@@ -80,13 +80,13 @@ def test_an_optimizer_of_the_task_is_launched(tmp_path, cache_dir):
 
 
 OBSTACLES = {
-    "DrawingTask": "forwards draw from the host's random generators",
-    "DrawingByTorchTask": "forwards draw from the host's random generators",
-    "CountingTask": "forwards change model.calls",
+    "DrawingTask": "forward passes draw from the host's random generators",
+    "DrawingByTorchTask": "forward passes draw from the host's random generators",
+    "CountingTask": "forward passes change model.calls",
     "HookedTask": "hooks of model.first would not be called",
     "HookedLater": "hooks of model.first would not be called",
     "WaitingTask": "called a synchronizing CUDA operation (recorded_task.py, line",
-    "KeepingTask": "forwards change model.kept",
+    "KeepingTask": "forward passes change model.kept",
     "Annealed": "a step replaces factor, which a graph would not notice",
     "RefusingTask": "nobody looks on (recorded_task.py, line",
     "OwnRows": "gradients of sparse embeddings change size in every step",

@@ -93,7 +93,7 @@ def test_batch_norm_over_all_ranks_is_launched(tmp_path, cache_dir):
     """Its own kernels are a GPU's alone, so here each rank takes its own statistics."""
     nn.SyncBatchNorm.forward = nn.BatchNorm1d.forward
     run_on_ranks(tmp_path, cache_dir, *TINY, *POISONED, "--on-nonfinite", "skip", "--batch-norm", "--sync-bn", *GRAPHS)
-    assert told() == ["CUDA graphs: steps run without a graph: --sync-bn exchanges statistics in the forward."]
+    assert told() == ["CUDA graphs: steps run without a graph: --sync-bn exchanges statistics in the forward pass."]
 
 
 @on_imagined_gpus()

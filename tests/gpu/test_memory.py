@@ -19,7 +19,7 @@ def test_the_dry_run_finds_what_fits(tmp_path, cache_dir):
     tiny(cache_dir, tmp_path / "tight", *WIDE, "--device", "cuda", "--eval-batch-size", 8)
     GPUS.limit_memory(2**30)
     tiny(cache_dir, tmp_path / "roomy", *WIDE, "--device", "cuda", "--eval-batch-size", 8)
-    assert "48 samples per forward do not fit into memory: training with 24" in GPUS.printed()
+    assert "48 samples per forward pass do not fit into memory: training with 24" in GPUS.printed()
     assert_same(tmp_path / "tight", tmp_path / "roomy")
 
 
@@ -37,7 +37,7 @@ def test_a_step_that_finds_no_room_is_tried_again(tmp_path, cache_dir):
     MemoryGuard.dry_run = dry_run
     GPUS.limit_memory(2**30)
     tiny(cache_dir, tmp_path / "roomy", *WIDE, "--device", "cuda", "--eval-batch-size", 8)
-    assert "Out of memory in backward at optimizer step 1 with 48 samples per forward" in GPUS.printed()
+    assert "Out of memory in backward at optimizer step 1 with 48 samples per forward pass" in GPUS.printed()
     assert_same(tmp_path / "tight", tmp_path / "roomy")
 
 
@@ -52,7 +52,7 @@ def test_too_little_for_a_single_sample_is_refused(tmp_path, cache_dir):
 
     MemoryGuard.dry_run = without_memory
     run(cache_dir, "--task", WEIGHTED, *WIDE, "--device", "cuda", "--save-dir", tmp_path, status=2)
-    assert "with a single sample per forward" in GPUS.printed()
+    assert "with a single sample per forward pass" in GPUS.printed()
 
 
 @on_imagined_gpus()
@@ -61,7 +61,7 @@ def test_no_room_for_the_first_samples_is_refused(tmp_path, cache_dir):
     width = 4000
     GPUS.limit_memory(25 * width * 8)  # weights: 11; what five positions of two samples give: 10 a layer
     run(cache_dir, *TINY, "--width", width, *EXACT, "--device", "cuda", "--save-dir", tmp_path, status=2)
-    assert "with 2 samples per forward: try --batch-size 1" in GPUS.printed()
+    assert "with 2 samples per forward pass: try --batch-size 1" in GPUS.printed()
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def test_one_rank_lacks_memory_in_the_dry_run(tmp_path, cache_dir):
     GPUS.limit_memory(ROOM, device=1)
     argv = [*TINY, *WIDE, "--global-batch-size", 96, "--batch-size", 48, "--eval-batch-size", 8]
     run_on_ranks(tmp_path, cache_dir, *argv)
-    assert "48 samples per forward do not fit into memory: training with 24" in GPUS.printed()
+    assert "48 samples per forward pass do not fit into memory: training with 24" in GPUS.printed()
     tiny(cache_dir, tmp_path / "cpu", *WIDE, "--global-batch-size", 96, "--device", "cpu", "--eval-batch-size", 8)
     assert_same(tmp_path / "ranks", tmp_path / "cpu")
 

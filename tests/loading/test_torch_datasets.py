@@ -308,5 +308,5 @@ def test_a_dictionary_of_arrays_is_a_data_set():
 
 @pytest.mark.parametrize("arrays", [{"x": np.zeros(3), "y": np.zeros(4)}, {"x": np.zeros(3), "n": 3}, {}, {"x": [{}]}])
 def test_what_is_no_arrays_of_one_length_is_refused(arrays):
-    with pytest.raises(UserError, match="from_dataset: all values of a dictionary must be arrays of one length; found"):
+    with pytest.raises(UserError, match="from_dataset: all values of a dictionary must be arrays of equal length"):
         from_dataset(arrays, seed=0)

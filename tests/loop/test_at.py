@@ -113,7 +113,7 @@ def test_a_plateau_does_not_go_below_the_least_rate(run_here, tmp_path):
         ((*FALLING, "--plateau-patience", 3), "--plateau-patience 3: --schedule constant does not use it"),
         (
             (*TOLD[2:], "--task", f"{FILE}:Forgetful"),
-            "Forgetful.after_validation: model is a Forgetful: must be a number, a string, None",
+            "Forgetful.after_validation: model is a Forgetful, but must be a number, a string, None",
         ),
     ],
 )

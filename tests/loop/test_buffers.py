@@ -130,10 +130,10 @@ def test_a_placeholder_leaves_no_trace():
             ["--batch-size", "6", "--grad-accum-steps", "2"],
             ["the last step of an epoch, with 1 sample(s),", "--drop-last"],
         ),
-        (["--batch-size", "1"], ["--batch-size 1: a step of an epoch, with 1 sample(s),", "use another one"]),
+        (["--batch-size", "1"], ["--batch-size 1: a step of an epoch, with 1 sample(s),", "use another size"]),
         (
             ["--batch-size", "2", "--global-batch-size", "5"],
-            ["a step of an epoch, with 5 sample(s),", "use another one"],
+            ["a step of an epoch, with 5 sample(s),", "use another size"],
         ),
     ],
 )

@@ -78,7 +78,7 @@ BEFORE_TRAINING = {
     "phases that are numbers": (broken(phases=(1, 2)), "Broken.phases (1, 2): must be distinct names"),
     "a headline of a split": (
         broken(headline=("train/loss", "val/accuracy")),
-        "Broken.headline ('train/loss', 'val/accuracy'): must be metrics without their split",
+        "Broken.headline ('train/loss', 'val/accuracy'): must be metrics without a split",
     ),
     "a headline that is text": (broken(headline="loss"), "Broken.headline 'loss': must be metrics"),
     "a model and no objective": (
@@ -109,19 +109,19 @@ BEFORE_TRAINING = {
     "no mapping": (with_splits(lambda splits: [*splits.values()]), "Broken.splits: must return a mapping"),
     "an unknown set": (
         with_splits(lambda splits: {**splits, "validation": splits["val"]}),
-        "Broken.splits: returns 'validation': must be 'train', 'test', 'val' or 'val/NAME'",
+        "Broken.splits: the name 'validation' must be 'train', 'test', 'val' or 'val/NAME'",
     ),
     "a set without a name": (
         with_splits(lambda splits: {**splits, "val/": splits["val"]}),
-        "Broken.splits: returns 'val/': must be",
+        "Broken.splits: the name 'val/' must be",
     ),
     "a set of two names": (
         with_splits(lambda splits: {**splits, "val/a/b": splits["val"]}),
-        "Broken.splits: returns 'val/a/b': must be",
+        "Broken.splits: the name 'val/a/b' must be",
     ),
     "a set that is no text": (
         with_splits(lambda splits: {**splits, 7: splits["val"]}),
-        "Broken.splits: returns 7: must be",
+        "Broken.splits: the name 7 must be",
     ),
     "an empty set": (
         with_splits(lambda splits: {**splits, "val/far": Sequences(0, 0, False)}),
@@ -129,7 +129,7 @@ BEFORE_TRAINING = {
     ),
     "a metric of another set": (
         with_splits(lambda splits: {**{k: splits[k] for k in ("train", "test")}, "val/far": splits["val"]}),
-        "Broken.monitor 'val/accuracy': must be a metric of a validation set: val/far",
+        "Broken.monitor 'val/accuracy': must be a metric of a validation set (val/far",
     ),
     "no length": (
         with_splits(lambda splits: {**splits, "val": Unsized()}),
@@ -160,7 +160,7 @@ BEFORE_TRAINING = {
     "no sums": (with_sums(lambda loss: loss), "forward(batch, 'train') in train mode must return a dict of tensors"),
     "a number among the sums": (
         with_sums(lambda loss: {"loss": loss, "n": 2}),
-        "in train mode returns a int for 'n': it must be a tensor, a sum over the samples; return the tensor itself",
+        "in train mode must return a tensor for 'n', a sum over the samples, not a int; return the tensor itself",
     ),
     "no loss": (with_sums(lambda loss: {"cost": loss}), "in train mode returns cost, but must return 'loss'"),
     "losses": (with_sums(lambda loss: {"loss": loss.repeat(2)}), "in train mode returns a loss of shape (2,)"),
@@ -223,19 +223,19 @@ AFTER_AN_EPOCH = {
         broken(monitor=("val/acuracy", "max")),
         "Broken.monitor: 'val/acuracy' must be one of the metrics train/loss, train/accuracy",
     ),
-    "tensors": (broken(summarise=lambda self, sums: sums), "Broken.summarise: returns a Tensor for 'loss': must be"),
+    "tensors": (broken(summarise=lambda self, sums: sums), "Broken.summarise: must return a number for 'loss'"),
     "a number of numpy": (
         broken(summarise=lambda self, sums: {"loss": np.float32(1)}),
-        "Broken.summarise: returns a float32 for 'loss'",
+        "Broken.summarise: must return a number for 'loss', not a float32",
     ),
     "no dict": (broken(summarise=lambda self, sums: 1.0), "Broken.summarise: must return a dict of numbers, not a flo"),
     "tensors of training": (
         broken(summarise_training=lambda self, sums, phase: sums),
-        "Broken.summarise_training: returns a Tensor for 'loss'",
+        "Broken.summarise_training: must return a number for 'loss', not a Tensor",
     ),
     "tensors of evaluation": (
         broken(summarise=lambda self, sums: sums, summarise_training=lambda self, sums, phase: {"loss": 1.0}),
-        "Broken.summarise: returns a Tensor for 'loss'",
+        "Broken.summarise: must return a number for 'loss', not a Tensor",
     ),
 }
 

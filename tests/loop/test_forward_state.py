@@ -113,7 +113,7 @@ def test_two_processes_learn_what_a_bare_loop_learns(form, kind, train_two, tmp_
 
 def test_attributes_of_the_objective_begin_with_the_first_step(run_here, tmp_path):
     out = run_here("--task", f"{FILE}:Counted", *RUN, "--batch-size", 3, "--save-dir", tmp_path).out
-    assert "Forwards change plain attributes: calls. Checkpoints lack these attributes" in out
+    assert "Forward passes change plain attributes: calls. Checkpoints lack these attributes" in out
     assert float(load(tmp_path / "final.pth")["model"]["calls_of_objective"]) == 2 * 8  # 3 + 3 + 2 micro-batches
 
 
@@ -146,7 +146,7 @@ def test_recomputing_changes_no_bit_on_two_processes(kind, train_two, tmp_path):
 
 
 def test_a_change_that_the_first_forward_did_not_show_is_refused(refused, tmp_path):
-    part = "--grad-checkpointing: forwards change model.0.1.scale, which the first forward did not change"
+    part = "--grad-checkpointing: forward passes change model.0.1.scale, which the first forward pass did not change"
     refused([part], *of("LateScaled"), "--grad-checkpointing", "--save-dir", tmp_path)
 
 
@@ -227,8 +227,8 @@ def test_one_that_is_larger_on_another_rank_is_refused_before_it_is_sent(train_t
 def test_what_checkpoints_do_not_hold_is_told_by_name(run_here, tmp_path):
     out = run_here(*of("Counting"), "--save-dir", tmp_path / "run").out
     names = ", ".join(f"model.0.1.{name}" for name in ("calls", "last", "names", "mean", "history", "by_size", "pair"))
-    assert f"Forwards change plain attributes: {names}. Checkpoints lack these attributes" in out
+    assert f"Forward passes change plain attributes: {names}. Checkpoints lack these attributes" in out
     scaled = run_here(*of("Scaled"), "--save-dir", tmp_path / "Scaled").out
-    assert "Forwards change the buffers model.0.1.scale. Of several devices rank 0's values" in scaled
+    assert "Forward passes change the buffers model.0.1.scale. Each step keeps only rank 0's values" in scaled
     for kind in ("OldWeightNorm", "Masked", "BatchNorm"):
-        assert "Forwards change" not in run_here(*of(kind), "--save-dir", tmp_path / kind).out
+        assert "Forward passes change" not in run_here(*of(kind), "--save-dir", tmp_path / kind).out

@@ -218,7 +218,7 @@ def test_what_several_processes_cannot_do_is_refused(name, world):
     ("task", "more", "message"),
     [
         ("Joint", ["--parts", 4], "--parts 4: SimClr.joint_loss couples samples of different parts"),
-        ("Joint", ["--compile"], "--compile: SimClr.joint_loss runs forwards twice"),
+        ("Joint", ["--compile"], "--compile: SimClr.joint_loss runs each forward pass twice"),
         ("Gathers", ["--parts", 4], "--parts 4: trainer.gather couples samples of different parts"),
         (
             "Gathers",
@@ -244,7 +244,7 @@ def test_data_parallel_is_refused(task, tmp_path):
 
 def test_batch_norms_are_named_and_nothing_else(cli, tmp_path):
     _, out, _ = cli(*Case("Joint", 4, 30, norm=True).flags, "--save-dir", tmp_path / "norm")
-    assert "joint_loss gets all rows of a step, but batch norms (model.norm) see the samples of one forward" in out
+    assert "joint_loss gets all rows of a step, but batch norms (model.norm) see only the samples of one" in out
     _, out, _ = cli(*Case("Joint", 4).flags, "--save-dir", tmp_path / "none")
     assert "joint_loss" not in out
     assert "halves" not in out

@@ -72,9 +72,9 @@ def test_a_step_is_redone_in_smaller_parts(where, num_workers, small, run_here, 
     out, _ = run_here(*TINY, "--batch-size", 6, "--save-dir", directory, *tight)
     (line,) = [line for line in out.splitlines() if "emory" in line]
     assert line == (
-        f"Out of memory in {where} at optimizer step 3 with 6 samples per forward: retrying with 3, and 4 accumulation "
-        "steps instead of 2 for the same global batch of 12; --batch-size 3 --global-batch-size 12 avoids the "
-        "failed attempt."
+        f"Out of memory in {where} at optimizer step 3 with 6 samples per forward pass: retrying with 3, and 4 "
+        "accumulation steps instead of 2 for the same global batch of 12; --batch-size 3 --global-batch-size 12 avoids "
+        "the failed attempt."
     )
     assert_same_learning(directory, small)
     assert memory_of(directory)["batch_size"] == 3
@@ -89,7 +89,7 @@ def test_a_step_is_redone_in_smaller_parts(where, num_workers, small, run_here, 
 def test_halved_until_it_fits_in_uneven_parts(small, run_here, tmp_path):
     """12 -> 6 -> 3 -> 2 -> 1."""
     out, _ = run_here(*TINY, "--batch-size", 12, "--fit", 1, "--save-dir", tmp_path)
-    assert re.findall(r"with (\d+) samples per forward: retrying with (\d+)", out) == [
+    assert re.findall(r"with (\d+) samples per forward pass: retrying with (\d+)", out) == [
         ("12", "6"), ("6", "3"), ("3", "2"), ("2", "1")
     ]  # fmt: skip
     assert_same_learning(tmp_path, small)
@@ -111,7 +111,7 @@ def test_what_was_learnt_is_remembered(run_here, tmp_path):
     run_here(*args, "--fit", 3)
     out, _ = run_here(*args, "--fit", 3, "--epochs", 3)
     assert "Out of memory" not in out
-    assert "At most 3 samples per forward: more did not fit into the memory of cpu earlier." in out
+    assert "At most 3 samples per forward pass, because more did not fit into the memory of cpu earlier." in out
     assert "from 3 x 4 accumulation" in out
     out, _ = run_here(*args, "--fit", 6, "--batch-size", 6, "--epochs", 4)
     assert "Out of memory" not in out
@@ -126,16 +126,16 @@ def test_a_single_sample_that_does_not_fit_is_refused(run_here, tmp_path):
         "them, --grad-checkpointing stores fewer activations"
     )
     assert err.splitlines()[-1] == (
-        "error: out of memory in forward at optimizer step 1 with a single sample per forward: a smaller --batch-size "
-        f"cannot help; {account}; or use a smaller model, --amp bf16, or a device with more memory; earlier "
-        "checkpoints are intact"
+        "error: out of memory in forward at optimizer step 1 with a single sample per forward pass: a smaller "
+        f"--batch-size cannot help; {account}; or use a smaller model, --amp bf16, or a device with more memory; "
+        "earlier checkpoints are intact"
     )
 
 
 def test_an_evaluation_that_finds_no_room_says_what_to_take(run_here, tmp_path):
     args = [*TINY, "--batch-size", 3, "--fit-eval", 2, "--save-dir", tmp_path]
     _, err = run_here(*args, "--eval-batch-size", 7, status=2)
-    assert "out of memory in evaluation" in err and "with 7 samples per forward: use --eval-batch-size 4" in err
+    assert "out of memory in evaluation" in err and "with 7 samples per forward pass: use --eval-batch-size 4" in err
     out, _ = run_here(*args, "--eval-batch-size", 2)
     assert "Resuming after optimizer step" in out
 
@@ -178,7 +178,7 @@ def test_a_group_starts_itself_again(small, command, tmp_path):
     argv = [*launcher(2), *TINY, *IN_A_GROUP, "--fresh", "--save-dir", directory]
     done = command(*argv, launched=True, CUDA_VISIBLE_DEVICES="")
     assert [line for line in done.stderr.splitlines() if line.startswith("error")] == [
-        "error: rank 1 of 2 is out of memory in forward at optimizer step 5 with 6 samples per forward: the same "
+        "error: rank 1 of 2 is out of memory in forward at optimizer step 5 with 6 samples per forward pass: the same "
         "command resumes from the last checkpoint with 3, and 2 accumulation steps instead of 1 for the same global "
         "batch of 12"
     ]

@@ -173,7 +173,7 @@ def test_what_cannot_be_put_back_is_told(name, change):
     state = ForwardState(module, without=[])
     state.learn([found])
     (line,) = state.remarks(world_size=1)
-    assert f"Forwards change objects that cannot be restored: {name} ({type(getattr(module, name)).__name__})." in line
+    assert f"objects that cannot be restored: {name} ({type(getattr(module, name)).__name__})." in line
 
 
 def test_caches_of_other_objects_and_equal_values_are_no_change():
@@ -260,7 +260,7 @@ def test_torchscript_changes_its_buffers_in_place(compiled):
     assert not model[1].mean.any()
     state.agree(SingleDevice(torch.device("cpu")))
     (remark,) = state.remarks(2)
-    assert "Forwards change the buffers 1.mean. Of several devices" in remark
+    assert "Forward passes change the buffers 1.mean. Each step keeps only" in remark
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

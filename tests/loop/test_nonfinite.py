@@ -168,7 +168,7 @@ def test_stops_and_starts_do_not_keep_it_from_giving_up(trained, tmp_path):
     cut_back(directory, entries[: known + 1], tmp_path / "killed")
     _, output, error = trained("killed", *ALL_BAD, "--on-nonfinite", "skip", status=2)
     assert output.count("Skipped: ") == 100 - entries[known]["step"]
-    assert "so were the 100 steps before it" in error
+    assert "the 100 steps before it were not finite either" in error
 
 
 def test_a_resumed_run_counts_on(trained, without_the_batch, tmp_path):

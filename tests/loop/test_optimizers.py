@@ -276,7 +276,7 @@ def own(make):
         ),
         (
             own(lambda groups, lr: [torch.optim.LBFGS(groups[0]["params"] + groups[1]["params"], lr=lr)]), {},
-            "LBFGS evaluates the loss several times a step",
+            "LBFGS needs a closure that evaluates the loss again",
         ),
         (own(lambda groups, lr: [WithoutRate(groups, {})]), {}, 'WithoutRate has a group without "lr"'),
     ],

@@ -175,7 +175,7 @@ def test_all_batches_must_have_the_same_ones():
     for first, second in ((rows, nothing), (nothing, rows), (rows, rows | {"y": PerSample(torch.zeros(2))})):
         outputs = PerSampleOutputs()
         outputs.add(torch.arange(2), first)
-        with pytest.raises(UserError, match=r"PerSample '[xy]': the objective returned it only for some batches"):
+        with pytest.raises(UserError, match=r"PerSample '[xy]': the objective must return it for all batches"):
             outputs.add(torch.arange(2), second)
 
 
@@ -190,7 +190,7 @@ def test_the_name_of_the_number_of_loss_terms_is_taken():
 
 def test_index_must_name_every_sample():
     share = torch.tensor([0, 0, 2]), {"x": torch.zeros(3)}
-    with pytest.raises(UserError, match=r"has 2 of the 3 samples"):
+    with pytest.raises(UserError, match=r"covered only 2 of 3 samples"):
         in_order([share], 3)
 
 
@@ -203,5 +203,5 @@ def test_training_takes_sums_alone(refused, monkeypatch, tmp_path):
             return objective
 
     monkeypatch.setitem(TASKS, "always", AlwaysPerSample)
-    message = "in train mode returns a PerSample for 'x': it must be a tensor, a sum over the samples"
+    message = "in train mode must return a tensor for 'x', a sum over the samples, not a PerSample"
     refused([message], "--task", "always", "--save-dir", tmp_path)

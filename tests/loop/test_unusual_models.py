@@ -114,7 +114,7 @@ class WithExtraState(nn.Linear):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: nn.LazyLinear(2), "weight has no shape before a first forward; run one on zeros"),
+        (lambda: nn.LazyLinear(2), "weight has no shape yet; run a forward pass on zeros"),
         (lambda: WithExtraState(4, 2), "_extra_state is a dict, but checkpoints hold only tensors"),
         (lambda: Plus(None, adjacency=torch.eye(3).to_sparse()), "adjacency is a sparse tensor.* persistent=False"),
     ],
@@ -216,7 +216,7 @@ class Evaluated(Shaped):
     ("outputs", "message"),
     [
         ("None", "must return a dict of tensors (sums), not a NoneType"),
-        ('sums | {"n": len(batch["x"])}', "returns a int for 'n': it must be a tensor, a sum"),
+        ('sums | {"n": len(batch["x"])}', "must return a tensor for 'n', a sum over the samples, not a int"),
     ],
 )
 def test_outputs_of_an_evaluation_that_are_no_tensors_are_refused(outputs, message, refused, tmp_path):

@@ -322,9 +322,9 @@ def test_flags_that_do_not_go_together_are_refused(words):
         (
             "--parts 4 --global-batch-size 3",
             1,
-            "--global-batch-size 3: must be 4 to 128, because --parts 4 have",
+            "--global-batch-size 3: must be from 4 to 128, because each of 4 parts",
         ),
-        ("--parts 2 --global-batch-size 65", 1, "--global-batch-size 65: must be 2 to 64, because --parts 2 have"),
+        ("--parts 2 --global-batch-size 65", 1, "--global-batch-size 65: must be from 2 to 64, because each of 2"),
     ],
 )
 def test_parts_that_cannot_be_cut_are_refused(words, num_devices, message):

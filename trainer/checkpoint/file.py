@@ -59,8 +59,8 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
     version = state.get("format_version")
     if type(version) is int and version > FORMAT_VERSION:
         raise NewerFormat(
-            f"{label}: has checkpoint format {brief(version)}, but this trainer reads up to "
-            f"{FORMAT_VERSION}; use the trainer version that wrote it, or a newer one"
+            f"{label}: has checkpoint format {brief(version)}, but this trainer reads only formats up to "
+            f"{FORMAT_VERSION}; use the trainer version that wrote the file, or a newer version"
         )
     if not _are_weights(state.get("model")):
         also = ", and is not a state dict either" if only_weights else ""
@@ -142,7 +142,7 @@ def _refuse_more_than_its_file(state: Any, num_bytes: int) -> None:
             num_beyond -= 0 if id(value) in seen else len(value)
             seen.add(id(value))
         if num_parts < 0 or num_beyond < 0:
-            raise ValueError("it contains more than its file size allows, such as a tensor that repeats one value")
+            raise ValueError("it would take far more memory than its file, for example if a tensor repeats one value")
 
 
 def _dense_parts(value: Tensor) -> list[Tensor]:

@@ -372,7 +372,7 @@ def _optimizer(name: str, value: Any) -> None:
         if isinstance(parameter, str):
             continue
         if type(parameter) is not int or not 0 <= parameter < len(numbers):
-            raise ValueError(f"{its}: is not one of its {len(numbers)} parameters")
+            raise ValueError(f"{its}: is not one of the optimizer's {len(numbers)} parameters")
         record({})(its, kept)
 
 

@@ -62,8 +62,8 @@ def export_model(flags: Flags, strategy: Strategy) -> None:
         difference = max(largest_difference(call, answer(call)) for call in calls)
     if not difference <= _TOLERANCE[dtype]:
         raise UserError(
-            f"--export {path}: not written: outputs of the exported program and the model differ by {difference:.1e} "
-            "of the largest output"
+            f"--export {path}: not written, because outputs of the exported program and the model differ by "
+            f"{difference:.1e} of the largest output"
         )
     write_output(path, content, "--export")
     say(f"Exported {run.label} to {path}. Inputs: {', '.join(f'{name} {shape}' for name, shape in inputs.items())}")

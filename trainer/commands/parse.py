@@ -193,9 +193,9 @@ def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[ty
     folder = CheckpointFlags.save_dir / (task_name if task_name in workloads() else own_name)
     try:
         if not isinstance(task_type.defaults, Mapping):
-            raise TypeError("must be a mapping of fields to values")
+            raise TypeError("must be a mapping from field names to values")
         if "task" in task_type.defaults:
-            raise TypeError("task must not be among them")
+            raise TypeError("must not contain 'task'")
         settable = [group for group in TRAINER_GROUPS if group is not ConfigFlags]
         return {"save_dir": folder, **checked_defaults(settable, task_type.defaults)}
     except (TypeError, ValueError) as error:

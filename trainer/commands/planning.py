@@ -38,8 +38,8 @@ def arrange_batches(
             raise flags.refusal(f"--parts {least}: must be a multiple of the {strategy.num_devices} devices")
         if asked is not None and not least <= asked <= least * size:
             raise flags.refusal(
-                f"--global-batch-size {asked}: must be {least} to {least * size}, because --parts {least} have 1 to "
-                f"{size} samples (--batch-size) each; change one of the three flags"
+                f"--global-batch-size {asked}: must be from {least} to {least * size}, because each of {least} parts "
+                f"(--parts) contains 1 to {size} samples (--batch-size); change one of the three flags"
             )
     if (
         before is not None

@@ -164,8 +164,8 @@ class Changes:
         before, threads = then.get("num_threads_per_rank"), now["num_threads_per_rank"]
         if self._in_parts and now["device_type"] == then.get("device_type") == "cpu" and before != threads:
             raise UserError(
-                f"--num-threads {threads}: the checkpoint was trained with {before}, and bit-identical results with "
-                f"--parts depend on it; use --num-threads {before}"
+                f"--num-threads {threads}: the checkpoint was trained with {before} CPU thread(s), and with --parts "
+                f"results depend on this number; use --num-threads {before}"
             )
 
     def refuse_reordered(self, names: Iterable[str]) -> None:
@@ -203,8 +203,8 @@ class Changes:
             advice = f"undo the change to {before} until the epoch ends, or start over with --fresh"
         elif self.now["config"]["--drop-last"] and wholes[0] != wholes[1]:
             advice = (
-                f"with --drop-last, a global batch of {wholes[1]} drops other samples than {wholes[0]}; use "
-                f"--global-batch-size {wholes[0]}, or start over with --fresh"
+                f"with --drop-last, a global batch of {wholes[1]} samples drops other samples than one of {wholes[0]}; "
+                f"use --global-batch-size {wholes[0]}, or start over with --fresh"
             )
         else:
             advice = self._advice_on_data()

@@ -116,7 +116,7 @@ def _start_with_shipped(model: nn.Module, shipped: Path, strategy: Strategy) -> 
         )
     strategy.load_weights(comparison.fitting, model)
     others = f"; newly initialised: {_first(comparison.missing)}" if comparison.missing else "."
-    return [f"Starting with {label}, {len(comparison.fitting)} of the model's {len(model.state_dict())}{others}"]
+    return [f"Starting with {label}: {len(comparison.fitting)} of the model's {len(model.state_dict())}{others}"]
 
 
 def _read(strategy: Strategy, path: Path, label: str) -> dict[str, Tensor]:
@@ -264,8 +264,8 @@ def trained_model(folder: Path, task_type: type[Task] | None) -> nn.Module:
     task_type = task_type or known_task(run.state["task"])
     if task_type is None:
         raise UserError(
-            f"--task {run.state['task']}: {run.label} were trained with this task, but files named by a run "
-            "are not executed; give the class, as task="
+            f"--task {run.state['task']}: {run.label} were trained with this task, but loading a run "
+            "does not execute the file of its task; pass the task class as task="
         )
     return model_of(run, task_type)
 

@@ -226,13 +226,13 @@ def plain(value: Any, name: str = "it") -> Any:
         items = [plain(item, f"{name}[{index}]") for index, item in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
     kind = "a whole number of more than 64 bits" if isinstance(value, int) else f"a {type(value).__name__}"
-    raise ValueError(f"{name} is {kind}: must be a number, a string, None, or lists and dicts of these")
+    raise ValueError(f"{name} is {kind}, but must be a number, a string, None, or a list or dict of these")
 
 
 def _key(key: Any, name: str) -> Any:
     key = plain(key, f"a key of {name}")
     if type(key) not in (int, str):
-        raise ValueError(f"{name} has the key {key!r}: must be a string or an integer")
+        raise ValueError(f"{name} has the key {key!r}, but keys must be strings or integers")
     return key
 
 

@@ -184,7 +184,7 @@ def _of_arrays(arrays: Mapping[str, Any]) -> _KeyedTensors:
     except (RuntimeError, TypeError, ValueError):
         found = ", ".join(f"{name} {getattr(array, 'shape', type(array).__name__)}" for name, array in arrays.items())
         raise UserError(
-            f"from_dataset: all values of a dictionary must be arrays of one length; found {found or 'nothing'}"
+            f"from_dataset: all values of a dictionary must be arrays of equal length; found {found or 'nothing'}"
         ) from None
     return _KeyedTensors(tensors, length)
 

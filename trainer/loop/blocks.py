@@ -44,7 +44,7 @@ def prepare_blocks(flags: BlockFlags, task: Task, objective: Objective) -> None:
         if not blocks:
             raise UserError(
                 f"--grad-checkpointing: {type(task).__name__} names no blocks for this model; leave the flag out, or "
-                "return the modules to recompute from Task.blocks"
+                "let Task.blocks return the modules to recompute"
             )
         recompute(blocks)
     if flags.compile:
@@ -86,8 +86,8 @@ def settle_recomputed(objective: nn.Module, changes: Iterable[Change]) -> None:
 
 def _not_alike(what: str, why: str) -> UserError:
     return UserError(
-        f"--grad-checkpointing: forwards change {what}, {why}, so the backward cannot recompute the block; leave out "
-        "the flag, or remove the block from Task.blocks"
+        f"--grad-checkpointing: forward passes change {what}, {why}, so the backward pass cannot recompute the block; "
+        "leave out the flag, or remove the block from Task.blocks"
     )
 
 
@@ -144,7 +144,7 @@ class _AsFound(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         if any(version_of(tensor) != version for tensor, version in self._versions):
-            raise _not_alike(self._first_changed(), "which the first forward did not change")
+            raise _not_alike(self._first_changed(), "which the first forward pass did not change")
         replaced = [
             (owner, name, held.get(name, ABSENT))
             for owner, held in self._held

@@ -243,18 +243,18 @@ class ForwardState:
         ]
         if attributes:
             lines.append(
-                f"Forwards change plain attributes: {', '.join(attributes)}. Checkpoints lack these attributes, so a "
-                "resumed run may differ from an uninterrupted run; store them in buffers."
+                f"Forward passes change plain attributes: {', '.join(attributes)}. Checkpoints lack these attributes, "
+                "so a resumed run may differ from an uninterrupted run; store them in buffers."
             )
         if self._shared:
             lines.append(
-                f"Forwards change the buffers {', '.join(self._shared)}. Of several devices rank 0's values are kept, "
-                "of several forwards per step the last values, so results may depend on how a batch is split."
+                f"Forward passes change the buffers {', '.join(self._shared)}. Each step keeps only rank 0's values "
+                "after its last forward pass, so results may depend on how a batch is split."
             )
         if unseen:
             lines.append(
-                f"Forwards change objects that cannot be restored: {', '.join(unseen)}. The trial forward before "
-                "training changed them too, and checkpoints lack them; keep their data in buffers."
+                f"Forward passes change objects that cannot be restored: {', '.join(unseen)}. The trial forward pass "
+                "before training changed them too, and checkpoints lack them; keep their data in buffers."
             )
         if self._local and world_size > 1:
             lines.append(

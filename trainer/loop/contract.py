@@ -70,10 +70,10 @@ def check_task(task: Task) -> None:
     monitor: Any = getattr(task, "monitor", None)
     is_pair = isinstance(monitor, tuple | list) and len(monitor) == 2
     if not (is_pair and isinstance(monitor[0], str) and monitor[1] in ("max", "min")):
-        raise UserError(f"{name}.monitor {monitor}: must be a metric and 'max' or 'min', as ('val/accuracy', 'max')")
+        raise UserError(f"{name}.monitor {monitor}: must be a metric and 'max' or 'min': ('val/accuracy', 'max')")
     headline: Any = task.headline
     if not isinstance(headline, tuple | list) or any(re.match("(train|val|test)/", str(each)) for each in headline):
-        raise UserError(f"{name}.headline {headline!r}: must be metrics without their split, as ('loss', 'accuracy')")
+        raise UserError(f"{name}.headline {headline!r}: must be metrics without a split, such as ('loss', 'accuracy')")
     splits = task.splits()
     if not isinstance(splits, Mapping):
         raise UserError(f"{name}.splits: must return a mapping from names to data sets, not a {type(splits).__name__}")
@@ -82,11 +82,11 @@ def check_task(task: Task) -> None:
     for split in splits:
         if not (isinstance(split, str) and re.fullmatch("train|test|val(/[^/]+)?", split)):
             raise UserError(
-                f"{name}.splits: returns {split!r}: must be 'train', 'test', 'val' or 'val/NAME', without another slash"
+                f"{name}.splits: the name {split!r} must be 'train', 'test', 'val' or 'val/NAME', without another slash"
             )
     validated, metric = validation_sets(splits), monitor[0]
     if validated and metric.startswith("val/") and not any(metric.startswith(f"{split}/") for split in validated):
-        raise UserError(f"{name}.monitor {metric!r}: must be a metric of a validation set: {', '.join(validated)}")
+        raise UserError(f"{name}.monitor {metric!r}: must be a metric of a validation set ({', '.join(validated)})")
 
 
 def check_batch(task: Task, batch: object, size: int) -> None:
@@ -132,7 +132,7 @@ def check_tensors(model: nn.Module, where: str) -> None:
     """Raises UserError if a model has lazy parameters, or state that a checkpoint cannot store."""
     lazy = [name for name, value in [*model.named_parameters(), *model.named_buffers()] if is_lazy(value)]
     if lazy:
-        raise UserError(f"{where}: {lazy[0]} has no shape before a first forward; run one on zeros in build_objective")
+        raise UserError(f"{where}: {lazy[0]} has no shape yet; run a forward pass on zeros in build_objective")
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise UserError(
@@ -256,10 +256,10 @@ def check_single_samples(
             raise
         only_the_rest = isinstance(order, ShuffledOrder) and refused[-1] < order.global_batch_size
         step = "the last step" if only_the_rest else "a step"
-        advice = "drop this step with --drop-last, or use another --batch-size" if only_the_rest else "use another one"
+        advice = "drop this step with --drop-last, or use another --batch-size" if only_the_rest else "use another size"
         raise UserError(
-            f"--batch-size {split.batch_size}: {step} of an epoch, with {refused[-1]} sample(s), has a forward with a "
-            f"single sample, but a batch norm of the model needs at least two; {advice}"
+            f"--batch-size {split.batch_size}: {step} of an epoch, with {refused[-1]} sample(s), runs a forward on "
+            f"a single sample, but a batch norm of the model needs at least two; {advice}"
         ) from None
 
 
@@ -288,7 +288,7 @@ def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float
         raise UserError(f"{name}: must return a dict of numbers, not a {type(metrics).__name__}")
     for metric, value in metrics.items():
         if not isinstance(value, int | float):
-            raise UserError(f"{name}: returns a {type(value).__name__} for {metric!r}: must be a number, as float(...)")
+            raise UserError(f"{name}: must return a number for {metric!r}, not a {type(value).__name__}; use float()")
         if isinstance(value, int) and abs(value) > sys.float_info.max:
             raise UserError(f"{name}: returns a whole number for {metric!r} that is too large for a float")
     return {

@@ -100,7 +100,7 @@ def after_validation(
         name, found = f"{type(task).__name__}.after_validation", task.after_validation(dict(metrics), dict(state))
         try:
             if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
-                raise ValueError(f"returns {brief(found)}: must be a mapping from names to plain values")
+                raise ValueError(f"must return a mapping with strings as keys, not {brief(found)}")
             return {key: plain(value, key) for key, value in found.items()}
         except ValueError as error:
             raise UserError(f"{name}: {error}") from None

@@ -305,7 +305,7 @@ class GraphedLearner(Learner, Watch):
             with self.strategy.keeping_generators():
                 after, expected = self._moment(gradients), self._named(phase, gradients, sums)
                 if (changed := _first_difference(held, outline(self.objective))) is not None:
-                    raise CannotBeRecorded(f"forwards change {changed}, which a graph would not change")
+                    raise CannotBeRecorded(f"forward passes change {changed}, which a graph would not change")
                 if recording is None:
                     recording = self._recorded(phase, gradients, micro_batch, before)
 
@@ -542,17 +542,17 @@ class GraphedLearner(Learner, Watch):
         if of_forwards is not None:
             return of_forwards
         if any(isinstance(module, nn.SyncBatchNorm) for module in self.objective.modules()):
-            return "--sync-bn exchanges statistics in the forward"
+            return "--sync-bn exchanges statistics in the forward pass"
         if strategy.overlaps:
-            return "a model this large exchanges gradients during the backward"
+            return "a model this large exchanges gradients during the backward pass"
         if self.precision.dtype == torch.float64:
             return "fused optimizers cannot read a float64 learning rate from memory"
         if strategy.draws_on_host:
-            return "forwards draw from the host's random generators"
+            return "forward passes draw from the host's random generators"
         if sparse_parameters(self.objective):
             return _SPARSE
         changed = [change.path for change in state.changes.values() if not (change.is_buffer and change.in_place)]
-        return f"forwards change {changed[0]}, which a graph would not" if changed else None
+        return f"forward passes change {changed[0]}, which a graph would not" if changed else None
 
     def _obstacle_of_update(self, phase: str) -> str | None:
         """Returns why a weight update cannot be captured, or None. Forward and backward may still be captured."""
@@ -562,7 +562,7 @@ class GraphedLearner(Learner, Watch):
             if not can_be_recorded(optimizer):
                 return f"{type(optimizer).__name__} is not a fused Adam, AdamW or SGD without hooks"
         if self.buffers.forward_state.is_active:
-            return "each step copies buffers that forwards change to new memory"
+            return "each step copies buffers that forward passes change to new memory"
         return self._problems_of_updates.get(phase)
 
     def _obstacle_of_forwards(self) -> str | None:

@@ -35,7 +35,7 @@ def refuse_joint(objective: Objective, strategy: Strategy, compiles: bool) -> No
     if strategy.exchanges_in_forward:
         raise UserError(f"--multi-gpu fsdp: {name} may use parameters outside of blocks; use --multi-gpu ddp")
     if compiles:
-        raise UserError(f"--compile: {name} runs forwards twice, but compiled forwards may differ; leave --compile out")
+        raise UserError(f"--compile: {name} runs each forward pass twice, and compiled passes may differ; leave it out")
 
 
 class JointForward(nn.Module):
@@ -79,8 +79,8 @@ class JointLearner(Learner, Watch):
         norms = [path for path, module in self.objective.named_modules() if isinstance(module, BATCH_NORMS)]
         line = (
             f"{type(self.objective).__name__}.joint_loss gets all rows of a step, but batch norms "
-            f"({', '.join(norms)}) see the samples of one forward: results depend on --batch-size and the number of "
-            "devices."
+            f"({', '.join(norms)}) see only the samples of one forward pass, so results depend on --batch-size and "
+            "the number of devices."
         )
         return [line] if norms else []
 

@@ -152,9 +152,9 @@ def _joint_mean(where: str, num_samples: int, whole: Sums, parts: Sequence[Sums]
     if not (0 < MORE_IN_HALVES * loss < in_halves and double < LESS_TWICE * loss):
         return []
     return [
-        f"{where}: 'loss' is {loss:.5g} for {num_samples} samples, {double:.5g} with each of them twice, and "
-        f"{in_halves:.5g} in {NUM_PARTS} halves, as if it were a mean. It must be a sum over the rows, because the "
-        "trainer divides it by their weight: use reduction='sum', or multiply the mean by the row count."
+        f"{where}: 'loss' is {loss:.5g} for {num_samples} samples, {double:.5g} if each sample occurs twice, and "
+        f"{in_halves:.5g} as the sum of {NUM_PARTS} halves, as if it were a mean. It must be a sum over the rows, "
+        "because the trainer divides it by their weight: use reduction='sum', or multiply the mean by the row count."
     ]
 
 
@@ -203,7 +203,7 @@ def _require_same_shapes(where: str, whole: Sums, part: Sums, num_samples: int) 
         if part[name].shape != value.shape:
             raise UserError(
                 f"{where}: returns {name!r} of shape {tuple(value.shape)} for {num_samples} samples and "
-                f"{tuple(part[name].shape)} for half of them: a sum over samples has no sample dimension"
+                f"{tuple(part[name].shape)} for half of them, but a sum over samples has no sample dimension"
             )
 
 

@@ -37,7 +37,7 @@ MEMORY = "memory.json"
 _SIZE = integer(at_least=1)
 FORMAT = record({"device": text(), "asked_batch_size": _SIZE}, {"batch_size": optional(_SIZE)})
 OUT_OF_MEMORY = "Out of memory: continuing without CUDA graphs."
-_SINGLE = "with a single sample per forward"
+_SINGLE = "with a single sample per forward pass"
 _OTHER_LACKS = re.compile(r"_STATUS_\w*ALLOC\w*_FAILED|CUDA (driver )?error: out of memory|Cuda failure.*out of memory")
 """Matches out-of-memory messages of cuBLAS, cuDNN, the driver and NCCL, which have no exception type of their own."""
 
@@ -83,8 +83,8 @@ class MemoryLimit:
         if self.batch_size is None:
             return []
         return [
-            f"At most {self.batch_size} samples per forward: more did not fit into the memory of {self.device} "
-            f"earlier. To retry, change --batch-size or delete {MEMORY}."
+            f"At most {self.batch_size} samples per forward pass, because more did not fit into the memory of "
+            f"{self.device} earlier. To retry, change --batch-size or delete {MEMORY}."
         ]
 
 
@@ -138,7 +138,7 @@ class MemoryGuard:
             return
         free_memory()
         group, before = self._strategy.group, self.splits[phase].batch_size
-        account = f"out of memory in {group.activity} with {before} samples per forward"
+        account = f"out of memory in {group.activity} with {before} samples per forward pass"
         change = self._halve(phase)
         if group.is_launched:
             again = f"{account}: the same command resumes from the last checkpoint with {change}"
@@ -202,7 +202,7 @@ class MemoryGuard:
                 raise
             if samples_per_forward == 1:
                 raise self._hopeless(_SINGLE) from None
-            raise self._hopeless(f"with {samples_per_forward} samples per forward", advice) from None
+            raise self._hopeless(f"with {samples_per_forward} samples per forward pass", advice) from None
 
     # --- before the first step -----------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class MemoryGuard:
             before = self.splits[phase].batch_size
             change = self._halve(phase)
             self._strategy.group.on_main(self._remember)
-            say(f"{before} samples per forward do not fit into memory: training with {change}.")
+            say(f"{before} samples per forward pass do not fit into memory: training with {change}.")
 
     def _first_too_large(self, task: Task, plan: Plan) -> int | None:
         """Returns the first phase whose largest micro-batch does not fit on some process, or None."""

@@ -182,7 +182,7 @@ def _problem_of_own(own: Any, groups: Sequence[ParamGroup], lr: float) -> str | 
             )
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            return f"{name} evaluates the loss several times a step by a closure, which this trainer does not support"
+            return f"{name} needs a closure that evaluates the loss again, which this trainer does not support"
     trained = [p for optimizer in own for group in optimizer.param_groups for p in group["params"]]
     expected = {p for group in groups for p in group["params"]}
     if set(trained) != expected or len(trained) > len(expected):

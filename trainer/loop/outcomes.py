@@ -77,7 +77,7 @@ class StepOutcomes(Watch):
         last, in_a_row = progress.skipped_in_a_row
         progress.skipped_in_a_row = (record.number, in_a_row + 1 if record.number == last + 1 else 1)
         if progress.skipped_in_a_row[1] > MOST_SKIPPED_IN_A_ROW:
-            raise self._divergence(account, f"so were the {MOST_SKIPPED_IN_A_ROW} steps before it; ")
+            raise self._divergence(account, f"the {MOST_SKIPPED_IN_A_ROW} steps before it were not finite either; ")
         log.say(f"Skipped: {account}. Steps skipped so far: {progress.skipped_steps}.")
 
     def _describe(self, record: StepRecord) -> str:

@@ -111,7 +111,7 @@ class TaskOrder:
         if not ends or ends[-1] < self.size or 0 in sizes:
             raise UserError(
                 f"{self.source} gives {ends[-1] if ends else 0} samples in epoch {epoch + 1}, or an empty batch; every "
-                f"epoch must have {self.size} (num_samples)"
+                f"epoch must have {self.size} samples (num_samples) and no empty batch"
             )
         return batches, ends
 

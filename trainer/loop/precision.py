@@ -198,7 +198,7 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
         name, told = type(optimizer).__name__, str(error)
         if "closure" in told.lower() or told == "'NoneType' object is not callable":
             raise UserError(
-                f"Task.build_optimizers: {name} evaluates the loss several times a step by a closure, which this "
+                f"Task.build_optimizers: {name} needs a closure that evaluates the loss again, which this "
                 f"trainer does not support ({reason(error)}); use another optimizer, or for SAM its base optimizer "
                 "with --sam-rho"
             ) from error

@@ -76,9 +76,9 @@ class RecordedForwards:
         with self._strategy.keeping_generators(), leaving_no_trace(self._objective) as changes:
             net(self._uploaded(batch))
             if self._strategy.places_in_generators() != drawn:
-                raise CannotBeRecorded("forwards draw from the host's random generators")
+                raise CannotBeRecorded("forward passes draw from the host's random generators")
             for change in changes():
-                raise CannotBeRecorded(f"forwards change {change.path}, which a graph would not change")
+                raise CannotBeRecorded(f"forward passes change {change.path}, which a graph would not change")
         inputs = self._uploaded(batch)
         with self._strategy.keeping_generators():
             expected, reads = dry_run(lambda: _tensors(net({**inputs})))

@@ -114,7 +114,7 @@ def require_sums(sums: object, objective: nn.Module, phase: str | None) -> None:
         problem = f"must return a dict of tensors (sums), not a {type(sums).__name__}"
     elif other := [each for each in sums.items() if not isinstance(each[1], Tensor if phase else Tensor | PerSample)]:
         name, value = other[0]
-        problem = f"returns a {type(value).__name__} for {name!r}: it must be a tensor, a sum over the samples"
+        problem = f"must return a tensor for {name!r}, a sum over the samples, not a {type(value).__name__}"
         if isinstance(value, int | float):
             problem += "; return the tensor itself instead of float(...), or batch['weight'].sum() for a count"
     elif "weight" in sums:
@@ -125,7 +125,7 @@ def require_sums(sums: object, objective: nn.Module, phase: str | None) -> None:
         problem = f"returns {', '.join(sums) or 'nothing'}, but must return 'loss'"
     elif sums["loss"].dim() > 0:
         shape = tuple(sums["loss"].shape)
-        problem = f"returns a loss of shape {shape}: it must be one number, the sum over the samples"
+        problem = f"returns a loss of shape {shape}, but must return one number, the sum over the samples"
     else:
         return
     raise UserError(f"{forward_name(objective, phase)} {problem}; see Objective in trainer/task.py")
@@ -187,7 +187,7 @@ class PerSampleOutputs:
         self._names = set(found) if self._names is None else self._names
         if found.keys() != self._names:
             name = min(found.keys() ^ self._names)
-            raise UserError(f"PerSample {name!r}: the objective returned it only for some batches; return it for all")
+            raise UserError(f"PerSample {name!r}: the objective must return it for all batches, not only for some")
         if found:
             self._index.append(index)
             # Copies, because a slice would keep a whole tensor alive; copies from a GPU are asynchronous.
@@ -239,8 +239,8 @@ def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         if len(kinds) > 1:
             (one, _), (other, _) = sorted(kinds, key=str)[:2]
             raise UserError(
-                f"PerSample {name!r}: the objective returned rows of shape {one} and of {other}, or of two types; they "
-                "must be the same in all batches: pad them to a fixed length"
+                f"PerSample {name!r}: the objective returned rows of shape {one} and of {other}, or of two types; all "
+                "rows must have the same shape and type; pad them to a fixed length"
             )
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
