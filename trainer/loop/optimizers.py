@@ -53,8 +53,8 @@ def _refuse(task: Task, method: str, phase: str, problem: str | None) -> None:
 def completed_groups(task: Task, objective: Objective, phase: str, weight_decay: float) -> list[ParamGroup]:
     """Returns the task's parameter groups without frozen parameters and empty groups, each with a weight decay.
 
-    weight_decay: default. Call this function before `Learner.set_trained`, which freezes parameters.
-    Raises UserError for an invalid parameter group.
+    weight_decay: value for groups without one. Call this function before `Learner.set_trained`, which sets
+    `requires_grad` by phase. Raises UserError for an invalid parameter group.
     """
     sparse = set(sparse_parameters(objective))
     groups = [
