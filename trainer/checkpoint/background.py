@@ -21,8 +21,8 @@ def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None, pinn
     unintentionally, since `np.float64` is a subclass of float.
 
     reusable: an older snapshot whose memory the copy overwrites, which is several times faster than allocating. pinned:
-    copy from a GPU to pinned memory, with one wait for all tensors. Pageable memory, which is slower, is used otherwise
-    and if the system lacks pinned memory.
+    whether to copy from a GPU to pinned memory, with one wait for all tensors. If False, or if the system lacks pinned
+    memory, copies use pageable memory, which is slower.
     """
     buffers = defaultdict(list)
     for buffer in tensors_of(reusable):
@@ -124,7 +124,7 @@ class BackgroundSaver:
         self._write()
 
     def end(self) -> str | None:
-        """Completes the current write at the end of a run or after its failure. Returns an error message, or None."""
+        """Waits for the current write when a run ends or fails. Returns an error message, or None."""
         try:
             self.wait()
         except Exception as error:

@@ -206,7 +206,7 @@ class RunDirectory:
             self._flush_metrics()
 
     def forget_values(self) -> None:
-        """Clears the scores and best marks of all checkpoints, for another run that continues in this directory."""
+        """Clears the scores and best marks of all checkpoints, before another run continues in this directory."""
         for entry in self.entries:
             entry.value, entry.best = None, False
 
@@ -256,10 +256,10 @@ class RunDirectory:
         try:
             try:
                 self._update_links()
-            finally:  # eviction frees space, which copies in place of links may need
+            finally:  # eviction frees disk space, which the next update of links may need
                 self.entries = evict(self.path, self.entries, self._retention, self._reader.is_intact, self.writer)
         except OSError as error:
-            # without space for copies, the next save or start updates the links
+            # if the disk is full, the next save or start updates the links
             if error.errno not in DISK_FULL:
                 raise DiskError(f"--save-dir {self.path}: cannot delete old files: {error.strerror}") from None
 
@@ -308,7 +308,7 @@ def find_checkpoints(folder: Path, say: Callable[[str], None]) -> tuple[list[Ent
 
 
 def put_in_place(folder: Path, entries: Sequence[Entry], say: Callable[[str], None], writer: Writer) -> None:
-    """Gives checkpoints found under other names their proper names. Raises OSError."""
+    """Links checkpoints found under other names to standard names, and updates the entries. Raises OSError."""
     for entry in entries:
         if re.fullmatch(CHECKPOINT_NAME, entry.file):
             continue
@@ -343,7 +343,7 @@ def _entries_from_files(folder: Path, say: Callable[[str], None]) -> tuple[list[
     files: dict[int, Path] = {}
     for path in [*sorted(folder.glob("checkpoint_*.pth")), *(folder / name for name in LINKS)]:
         if path.is_file():
-            files.setdefault(path.stat().st_ino, path)  # keeps the first of several names of a file
+            files.setdefault(path.stat().st_ino, path)  # keeps one name of a file with several links
     entries: dict[str, Entry] = {}
     lost: list[str] = []
     for path in files.values():

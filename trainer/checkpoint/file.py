@@ -35,7 +35,7 @@ from trainer.common.torch_private import sparse_parts
 FOLDER_ATTRIBUTE = 0x10
 """Bit in a zip member's `external_attr` that marks a folder."""
 MOST_BEYOND = 16 << 20
-"""Bytes by which the tensors loaded from a file may exceed twice the file's size, since they may share memory."""
+"""Margin in bytes: loaded tensors may share memory, and so take up to twice their file's size plus this number."""
 
 
 class NewerFormat(UserError):

@@ -226,11 +226,11 @@ def wrong(name: str, value: Any, what: str) -> ValueError:
 
 
 def brief(value: Any) -> str:
-    """Describes a value in about MOST_SHOWN characters at most."""
+    """Returns a description of a value, shortened to about MOST_SHOWN characters."""
     if isinstance(value, Tensor):
         return f"of {value.dtype} {tuple(value.shape)}"
     if isinstance(value, str | bytes | bytearray):
-        value = value[: MOST_SHOWN + 1]  # no more is shown
+        value = value[: MOST_SHOWN + 1]  # the rest would be cut off
     try:
         shown = repr(value)
     except (ValueError, RecursionError):  # huge integers, recursive lists

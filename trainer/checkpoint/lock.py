@@ -8,8 +8,8 @@ timestamp does not change for `STALE_S` seconds.
 A suspended old holder may wake up later, and must not write while the new holder does (fencing). Files are written
 under temporary names with the holder's token, and a holder reads `lock` again before it renames a file. A new holder
 first writes its name into `lock`, then renames or deletes temporary files, so an old holder suspended between reading
-and renaming finds no file to rename. A holder also reads `lock` before it deletes a file. Suspended in between, it
-deletes at most this file.
+and renaming finds no file to rename. A holder also reads `lock` before it deletes a file. If it is suspended after
+reading, it deletes at most this file.
 """
 
 import fcntl

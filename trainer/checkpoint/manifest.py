@@ -161,7 +161,7 @@ def write_manifest(path: Path, entries: Sequence[Entry], writer: Writer) -> None
 
 
 def best_first(entries: Sequence[Entry], mode: Literal["max", "min"]) -> list[Entry]:
-    """Returns entries with a value, best first, equal values oldest first; the entry of best.pth always comes first.
+    """Sorts the entries that have a value: best first, equal values oldest first, and always best.pth's entry first.
 
     entries: oldest first. mode: whether the largest ("max") or smallest ("min") value is best.
     """

@@ -129,7 +129,7 @@ class GroupDiagnosis(Diagnosis):
     """Explains the failures of a run with several processes: one process reports a failure, and all processes then end.
 
     members: a description of each rank's process. limit_s: `--dist-timeout-s`, seconds to wait for another rank.
-    reports_lost_store: whether this process prints if the ranks cannot agree on a reporter, because the store is lost.
+    reports_lost_store: whether this process prints the failure if the store, which selects the reporter, is lost.
     failed_itself: whether the failure began in this process.
     """
 
@@ -196,7 +196,7 @@ class GroupDiagnosis(Diagnosis):
 
         if not self._has_missed:
             self._has_missed = True
-            # In its own thread, because the monitor's thread must answer pings.
+            # Report in another thread, because the monitor's thread must answer pings.
             threading.Thread(target=report, name="missed", daemon=True).start()
 
     @property
@@ -241,7 +241,7 @@ class GroupDiagnosis(Diagnosis):
         return "; ".join([*accounts, f"rank {self.rank} waited {waited_s:.0f} s for it in {self.activity}{limit}"])
 
     def diagnose_lost_store(self, waited_s: float | None) -> str:
-        """Returns a sentence about the lost rendezvous store, which rank 0's process hosts without a launcher."""
+        """Returns a sentence about the lost rendezvous store, which rank 0 hosts if there is no launcher."""
         lost = f"{self._account_of_silent(0, waited_s)}, so the other ranks' heartbeats are unknown"
         return "; ".join([lost, f"rank {self.rank} was in {self.activity}", *[RESUMES] * self.has_checkpoints])
 

@@ -22,7 +22,7 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 class Failure(Exception):
-    """Raised when a run ends because of a defect or another process. The message has already been printed.
+    """Raised to end a run after an error in this or another process. The message has already been printed.
 
     status: the exit status. memory_limit: after an out-of-memory error, batch limits for the next start, as plain
     values. lost: ranks that exited or do not respond; None if the failure began in this process.
@@ -42,7 +42,7 @@ class Failure(Exception):
 
 
 class RestartNeeded(Exception):
-    """Raised after an out-of-memory error in a step that other processes take part in. memory_limit: see `Failure`."""
+    """Raised after an out-of-memory error in a step of several processes. memory_limit: see `Failure`."""
 
     def __init__(self, message: str, memory_limit: Mapping[str, Any]) -> None:
         super().__init__(message)

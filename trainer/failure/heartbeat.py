@@ -101,7 +101,7 @@ class HeartbeatMonitor:
         self.on_beat: Callable[[float], None] = lambda silent_s: None
         """Called at each heartbeat with the seconds since the last heartbeat of the next rank."""
         self.on_loss: Callable[[], None] = lambda: None
-        """Called while no rank reports that a process of this machine has exited, for example if all wait for a GPU."""
+        """Called if a process on this machine exited and no rank reports it, for example because all wait for a GPU."""
         self._send_heartbeat(is_pinged=False)  # at once, so that other ranks also notice an early exit
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
@@ -111,9 +111,9 @@ class HeartbeatMonitor:
         self._thread.join(ANSWER_WITHIN_S)
 
     def report_end(self, compose: Callable[[], Failure]) -> tuple[Failure, bool] | None:
-        """Agrees with all ranks on a report of why the run ends; returns the report, and whether it is this process's.
+        """Agrees with all ranks on a report of why the run ends; returns the report, and whether this process built it.
 
-        compose: builds the report, if this process is the first. Returns None if the store does not respond.
+        compose: called to build the report if no other rank has reported. Returns None if the store does not respond.
         """
         reports: list[tuple[Failure, bool]] = []
         # a store whose host process is suspended never responds, so the wait needs a limit

@@ -61,7 +61,7 @@ class RankEnvironment:
 
 
 def is_launched(environ: Mapping[str, str]) -> bool:
-    """Returns whether environment variables give this process a rank, set by a launcher or by the user."""
+    """Returns whether a launcher or the user set environment variables that give this process a rank."""
     return any(name in environ for name in RANK_NAMES) or any(rank_variables(environ))
 
 

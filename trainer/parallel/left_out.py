@@ -143,9 +143,9 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _needing_gradient(values: Any) -> Any:
-    """Makes one of the values require a gradient, so that the backward reaches a block's input and reduces the block.
+    """Makes one value require a gradient, so that the backward reduces a block's gradients when it reaches this value.
 
-    Without a gradient for its input, PyTorch would reduce the block at the end of the backward, with the root unit.
+    Otherwise PyTorch would reduce the block's gradients at the end of the backward, with the root unit.
     """
     return _replaced(values, lambda value: value.detach().requires_grad_()) or values
 

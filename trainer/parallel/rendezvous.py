@@ -16,7 +16,7 @@ from trainer.parallel.environment import RankEnvironment, is_under_torchrun
 T = TypeVar("T")
 
 MOST_NAMED = 8
-"""Maximum number of differing values or of ranks that one message names."""
+"""Maximum number of differing values, or of ranks, that a message lists."""
 ALIKE = "start all ranks with the same command, and each job with its own MASTER_PORT"
 SIZE = "WORLD_SIZE of rank 0"
 

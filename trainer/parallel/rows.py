@@ -66,7 +66,7 @@ def gather(rows: Tensor) -> Gathered:
 
 
 def refuse_coupling(what: str, strategy: Strategy) -> None:
-    """Raises UserError if a strategy does not support results that depend on several samples. what: its name."""
+    """Raises UserError if the strategy does not support coupled samples. what: name of the feature."""
     if strategy.num_parts:
         raise UserError(f"--parts {strategy.num_parts}: {what} couples samples of different parts; leave --parts out")
     if strategy.num_replicas > 1:
@@ -128,7 +128,7 @@ END, FAILED = "nothing more", "an error"
 
 
 def require_equal_exchanges(where: str, group: Group, forward: Callable[[], object]) -> None:
-    """Raises UserError on all processes if their forwards run different collectives, which would make PyTorch abort.
+    """Raises UserError on all processes if their forwards run different collectives, which would abort the run.
 
     where: the forward's name in messages. All processes must call this function. Ignores exceptions of the forward.
     """
