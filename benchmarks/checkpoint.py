@@ -131,7 +131,7 @@ def median_ratio(times: list[float], references: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cycles", type=int, default=9, help="number of pairs of blocks, one of them with a save")
+    parser.add_argument("--cycles", type=int, default=9, help="number of pairs of blocks; one block of a pair saves")
     parser.add_argument("--steps", type=int, default=50, help="number of steps per block")
     arguments = parser.parse_args()
     result = measure(arguments.cycles, arguments.steps)

@@ -146,7 +146,7 @@ def run_parts(
         for part, command in commands.items():
             started, log = time.monotonic(), logs / f"{part}.txt"
             if started >= deadline:
-                results.end(part, "left out, as the time was up", 0.0)
+                results.end(part, "left out, because the time was up", 0.0)
                 continue
             results.begin(part)
             limit = min(limits_s[part], deadline - started)

@@ -71,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save-dir", type=Path, required=True, help="folder for all runs")
     parser.add_argument(
-        "--data", nargs="*", default=["default="], metavar="NAME=PATH", help=f"of {', '.join(SETTINGS)}"
+        "--data", nargs="*", default=["default="], metavar="NAME=PATH", help=f"NAME is one of {', '.join(SETTINGS)}"
     )
     parser.add_argument("--models", nargs="*", help="models to run (default: all)")
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)

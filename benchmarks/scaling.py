@@ -65,8 +65,8 @@ def main() -> None:
         "rounds": args.rounds,
     }
     print(
-        f"2 ranks: {result['speedup_over_one_process']} times one process, "
-        f"{result['efficiency_relative_to_two_independent']} of two independent processes"
+        f"2 ranks train {result['speedup_over_one_process']} times as fast as one process, and at "
+        f"{result['efficiency_relative_to_two_independent']} of the speed of two independent processes"
     )
     print(json.dumps(result))
 

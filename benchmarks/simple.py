@@ -49,7 +49,7 @@ CATALOGUES = {"music": MUSIC, "book": "mcclk_book", "lfm1m": "kgat/lfm1m.zip"}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--folder", type=Path, default=os.environ.get("LOCKSTEP_DATA"), help="data sets (default: $LOCKSTEP_DATA)"
+        "--folder", type=Path, default=os.environ.get("LOCKSTEP_DATA"), help="data folder (default: $LOCKSTEP_DATA)"
     )
     parser.add_argument("--only", nargs="*", help="names of the data sets to score")
     parser.add_argument("--cache-dir", type=Path, default="~/.cache/lockstep")

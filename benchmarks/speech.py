@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--save-dir", type=Path, required=True, help="folder for all runs")
     parser.add_argument("--fsdd", help="folder, zip or tar of the Free Spoken Digit Dataset")
     parser.add_argument("--yesno", help="folder or tar of waves_yesno")
-    parser.add_argument("--only", nargs="*", help="run only runs whose names start with one of these texts")
+    parser.add_argument("--only", nargs="*", help="measure only runs whose names start with one of these prefixes")
     parser.add_argument("--jobs", type=int, default=1, help="number of parallel runs")
     args = parser.parse_args()
     commands = runs(args.fsdd, args.yesno)

@@ -33,7 +33,7 @@ def fields(path: Path) -> Iterator[list[str]]:
 def files(folder: Path, *patterns: str) -> list[Path]:
     """Returns the files in a folder with names like any of the patterns. Exits with a message if there are none."""
     found = sorted(path for pattern in patterns for path in folder.glob(pattern))
-    return found or sys.exit(f"{folder}: contains no {' or '.join(patterns)}; pass the folder that does")
+    return found or sys.exit(f"{folder}: contains no {' or '.join(patterns)}; pass the folder with these files")
 
 
 def channels(places: Iterable[str], kinds: Iterable[str]) -> list[str]:

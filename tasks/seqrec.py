@@ -68,8 +68,8 @@ class SeqrecFlags(FlagGroup):
         None, "name or number (from 1) of the item column (default: detected by common column names)", metavar="COLUMN"
     )
     time_column: str | None = flag(
-        None, "name or number (from 1) of the time column; contains numbers or dates; 'none': lines are in order of "
-        "time (default: detected by common column names)", metavar="COLUMN",
+        None, "name or number (from 1) of the column with times, as numbers or dates; 'none': lines are in order "
+        "of time (default: detected by common column names)", metavar="COLUMN",
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME")
     on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD)

@@ -72,19 +72,19 @@ class SpeechFlags(FlagGroup):
     encoding: str | None = flag(None, ENCODING, metavar="NAME", needs={"data_dir": None})
     on_bad: Literal["drop", "refuse"] = flag(
         "drop", "what to do with recordings that are unreadable, empty or too short for their transcript; drop: skip "
-        "and count them, also in results.json; refuse: stop with an error; applies to folders of --predict too",
+        "and count them, also in results.json; refuse: stop with an error; also applies to a --predict folder",
     )  # fmt: skip
     split: Split = flag(
         "utterance", "what to hold out; utterance: single recordings, unless the data define a split; speaker: all "
         "recordings of some speakers, even if the data define a split",
     )  # fmt: skip
     val_share: float = flag(
-        0.1, "share held out for validation (see --split); 0: no validation, the last weights are used", at_least=0,
-        below=1,
+        0.1, "share of utterances or speakers (see --split) held out for validation; 0: use the last weights, without "
+        "validation", at_least=0, below=1,
     )  # fmt: skip
     test_share: float = flag(
-        0.1, "share held out for testing (see --split); 0: no test set, the validation set is scored", at_least=0,
-        below=1,
+        0.1, "share of utterances or speakers (see --split) held out for testing; 0: score the validation set instead",
+        at_least=0, below=1,
     )  # fmt: skip
     val_speakers: tuple[str, ...] | None = flag(
         None, "--split speaker: speakers held out for validation", metavar="NAME", needs=_OF_SPEAKERS
@@ -105,7 +105,7 @@ class SpeechFlags(FlagGroup):
     )  # fmt: skip
     units: Units = flag("characters", "output symbols of the network", common=True)
     alphabet: Path | None = flag(
-        None, "file of output symbols, one character or word per line (default: those in the transcripts)"
+        None, "file of output symbols, one character or word per line (default: the symbols of the transcripts)"
     )
     batch_by: Literal["utterances", "seconds"] = flag(
         "utterances", "quantity that is similar in all optimizer steps; utterances: the number of utterances; seconds: "

@@ -139,7 +139,7 @@ def test_what_does_not_hold_and_what_fails_is_told(tmp_path, capsys):
 
 def test_no_part_begins_when_the_time_is_up_or_the_machine_is_not_known(tmp_path):
     parts, status = outcome(tmp_path, 60.0, 0.0, short=TELL % True)
-    assert parts["short"]["status"] == "left out, as the time was up"
+    assert parts["short"]["status"] == "left out, because the time was up"
     parts, status = outcome(tmp_path, 60.0, **{MACHINE: "raise SystemExit(1)", "other": TELL % True})
     assert list(parts) == [MACHINE]
     assert status == 1

@@ -24,11 +24,11 @@ MOST_PROCESSES = 1024
 LOGGERS = ("wandb", "mlflow")
 """Names that `--logger` accepts, in addition to FILE:CLASS."""
 RETIRED = {
-    "--hang-timeout-s": "was removed: --dist-timeout-s is the only time limit; leave it out",
-    "--straggler-factor": "was removed: a rank slower than 1.3 times the median is always reported; leave it out",
-    "--take-over-lock": "was removed: a lock that is not renewed is taken over automatically; leave it out",
-    "--whole-histories": "was removed: training uses whole histories unless --last-items-only is given; leave it out",
-    "--job-id": "was removed: a lock that is not renewed is taken over automatically; leave it out",
+    "--hang-timeout-s": "was removed: --dist-timeout-s is the only time limit; leave this flag out",
+    "--straggler-factor": "was removed: ranks slower than 1.3 times the median are reported; leave this flag out",
+    "--take-over-lock": "was removed: a lock that is not renewed is taken over automatically; leave this flag out",
+    "--whole-histories": "was removed: whole histories are used unless --last-items-only is given; leave this flag out",
+    "--job-id": "was removed: a lock that is not renewed is taken over automatically; leave this flag out",
     "--unreadable": "was renamed; use --on-bad, with drop instead of skip",
 }
 """Messages for retired flags. The trainer ignores retired flags in config files and checkpoints."""
@@ -56,7 +56,7 @@ class RunFlags(FlagGroup):
         None, "stop after STEPS optimizer steps, even within an epoch; replaces --epochs", at_least=1
     )
     max_minutes: float = flag(
-        0.0, "save and exit after MINUTES of training; summed over resumes; 0: no limit", common=True, at_least=0
+        0.0, "save and exit after MINUTES of training, resumed runs included; 0: no limit", common=True, at_least=0
     )
     eval_every: int | None = flag(
         None, "validate every EPOCHS epochs and after the last epoch (default: 1)", metavar="EPOCHS",
@@ -157,7 +157,7 @@ class LearningFlags(FlagGroup):
     )  # fmt: skip
     lr: float = flag(1e-3, "learning rate after warm-up", common=True, above=0)
     min_lr: float = flag(
-        0.0, "final learning rate; lower bound of --schedule plateau; not allowed with --schedule constant", at_least=0
+        0.0, "final learning rate, or lower bound of --schedule plateau; must be 0 with --schedule constant", at_least=0
     )
     schedule: Schedule = flag(
         "cosine", "learning-rate schedule after warm-up; wsd: constant, then a 1 - sqrt decay over the last fifth of "
@@ -177,7 +177,7 @@ class LearningFlags(FlagGroup):
     )  # fmt: skip
     warmup_steps: int | None = flag(None, "optimizer steps of linear warm-up, instead of --warmup-epochs", at_least=0)
     scale_lr: Literal["none", "linear", "sqrt"] = flag(
-        "none", "scale --lr; linear: by global / one-device batch size; sqrt: by the square root of this ratio"
+        "none", "scale --lr; linear: by global batch size / one device's batch size; sqrt: by the square root of this"
     )
     weight_decay: float = flag(
         0.01, "weight decay; not applied to norm layers and biases; adamw and muon: decoupled; adam and sgd: added to "
@@ -214,7 +214,7 @@ class LearningFlags(FlagGroup):
         if self.min_lr > self.lr:
             found.append(f"--min-lr {self.min_lr}: must not be above --lr {self.lr}")
         if self.min_lr > 0 and self.schedule == "constant":
-            found.append(f"--min-lr {self.min_lr}: --schedule constant never decays; leave one of them out")
+            found.append(f"--min-lr {self.min_lr}: --schedule constant never decays; leave out one of the two flags")
         if self.betas is not None and len(self.betas) != 2:
             found.append(f"--betas {shown(self.betas)}: must be two values")
         if self.optimizer == "sgd" and self.nesterov and not self.momentum:
@@ -241,7 +241,7 @@ class PrecisionFlags(FlagGroup):
 
     def problems(self) -> list[str]:
         if self.dtype == "float64" and self.amp in ("bf16", "fp16"):
-            return [f"--amp {self.amp}: needs --dtype float32; leave it out with float64"]
+            return [f"--amp {self.amp}: needs --dtype float32; leave out --amp or --dtype"]
         return []
 
 

@@ -211,8 +211,8 @@ def _refuse_other_rates(people: Mapping[str, float], usual_hz: float | None, whe
         told = "; ".join(f"{shown(in_order(names))}: {rate} rows per second" for rate, names in others.items())
         raise UserError(
             f"{where}: the clock shows different rates for some people ({told}; all other people: {usual_hz:.4g}), "
-            "but windows have a fixed number of rows; resample to one rate, or remove these people or a wrong clock "
-            "column"
+            "but windows have a fixed number of rows; resample to one rate, remove these people, or remove the clock "
+            "column if it is wrong"
         )
 
 
@@ -223,8 +223,8 @@ def _why_no_window(cut: Cut, wanted: OwnFormat, where: str, label: str) -> str:
             "--label-column"
         )
     return (
-        f"{where}: no recording of one activity has the {wanted.length} rows of a window (the longest has "
-        f"{cut.longest} rows); sort the rows by person and time, or choose a smaller --window"
+        f"{where}: a window has {wanted.length} rows, but the longest stretch of one person's activity "
+        f"without a gap has {cut.longest}; sort the rows by person and time, or choose a smaller --window"
     )
 
 
@@ -253,7 +253,7 @@ def _remarks(cut: Cut, several: Sequence[str]) -> Iterator[str]:
     for name, cell in cut.unread.items():
         yield (
             f"Warning: the column {name} has the name of a clock, but its value {cell!r} is not a time, so gaps and "
-            "other rates are not detected. Write seconds, or dates such as 2024-05-31T18:30:00.25."
+            "differing sampling rates are not detected. Write seconds, or dates such as 2024-05-31T18:30:00.25."
         )
     if others := cut.windows_at_another_rate():
         yield (
@@ -272,8 +272,8 @@ def _remarks(cut: Cut, several: Sequence[str]) -> Iterator[str]:
         )
     if cut.num_short:
         yield (
-            f"Left out: {cut.num_short:,} recordings of one activity, with {cut.num_short_rows:,} rows in total, "
-            "because they are shorter than a window."
+            f"Left out: {cut.num_short:,} stretches of the same activity that are shorter than a window, with "
+            f"{cut.num_short_rows:,} rows in total."
         )
 
 

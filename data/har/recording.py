@@ -114,7 +114,7 @@ def _remarks(rows: Rows, label: str, pieces: Sequence[Recording]) -> Iterator[st
     for name, cell in rows.unread.items():
         yield (
             f"Warning: {label}: the column {name} has the name of a clock, but its value {cell!r} is not a time, so "
-            "gaps and another rate are not detected."
+            "gaps and a different sampling rate are not detected."
         )
 
 
@@ -136,7 +136,7 @@ def doubt_about_units(windows: NewWindows, channels: Sequence[str], mean: np.nda
         factor = float(now / then)
         if factor > _OTHER_SIZE or (factor < 1 / _OTHER_SIZE and min(constants) > _CONSTANT):
             unit = _known_unit(factor)
-            told.append(f"{', '.join(channels[sensor])} {factor:.3g} times as large as in training{unit}")
+            told.append(f"values of {', '.join(channels[sensor])} are {factor:.3g} times as large as in training{unit}")
     return "; ".join(told) and f"{'; '.join(told)}. If the units differ from training, the predicted labels are wrong"
 
 

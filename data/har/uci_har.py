@@ -93,7 +93,7 @@ def download_uci_har(
         cached_arrays(cache_dir, key, lambda: _verify(there, sha256))
     except UserError as error:
         raise UserError(
-            f"{error}. Delete it so that --download can replace it, or leave out --download to use it as it is"
+            f"{error}. Delete this file so that --download can replace it, or leave out --download to use it anyway"
         ) from None
 
 

@@ -200,9 +200,9 @@ def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int
     candidates = training_subjects(recordings)
     if len(candidates) == 1:
         raise UserError(
-            f"--data-dir: {recordings.name_of(candidates[0])} is the only subject outside the test set, so none is "
-            "left for validation; hold out fewer with --test-subjects, give recordings of at least three people, or "
-            "skip validation with --refit"
+            f"--data-dir: {recordings.name_of(candidates[0])} is the only subject outside the test set, but training "
+            "and validation need a subject each; hold out fewer with --test-subjects, give recordings of at least "
+            "three people, or skip validation with --refit"
         )
     if not 0 < num_val_subjects < len(candidates):
         raise UserError(

@@ -147,7 +147,7 @@ def _refuse_time_of_day(names: Sequence[str], second: Sequence[str], time: int, 
 def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice, where: str) -> dict[str, int | None]:
     columns = f"{len(first)} column{'s' * (len(first) != 1)}"
     if second and len(second) != len(first) and all(map(str.isdecimal, (*first, *second))):
-        what = f"one line per user ({columns}, but {len(second)} in the next line: a user and all items of this user)"
+        what = f"a line with a user and all items of this user ({columns}, but {len(second)} in the next line)"
         raise not_read(where, what, "one-user-a-line")
     if not 2 <= len(first) <= 4 and any(choice.of(role) is None for role in ROLES):
         if len(first) == 1:
@@ -177,7 +177,7 @@ def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice,
         which = "several columns begin" if times else "no column after the item begins"
         raise UserError(
             f"{where}: {' '.join(first)[:80]!r}: has no column names, and {which} with a date or seconds since 1970; "
-            f"specify the time column with --time-column, counted from 1, or use --time-column {NO_TIMES} if there "
+            f"give the time column's number, from 1, with --time-column, or use --time-column {NO_TIMES} if there "
             "are no times"
         )
     found["time"] = times[0] if times else None

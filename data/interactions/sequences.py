@@ -290,7 +290,7 @@ def _check_enough_others(sets: ItemSets, interactions: Interactions, users: np.n
         length = interactions.offsets[user + 1] - interactions.offsets[user]
         raise UserError(
             f"{flag}: {wanted} of the {sets.num_items} items must be new to each user to serve as negatives, but a "
-            f"user with {length:,} interactions leaves only {fewest}; remove this user, or give data with more items"
+            f"user with {length:,} interactions leaves only {fewest}; remove such users, or give data with more items"
         )
 
 

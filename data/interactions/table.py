@@ -122,7 +122,7 @@ class _Parser:
     def add(self, lines: Iterable[Line], layout: Layout, where: str) -> None:
         """Adds the lines of a file. where: name of the file in messages."""
         if layout.names != self._layout.names:
-            raise UserError(f"{where}: has other columns than {self._wheres[0]}; give files with equal columns")
+            raise UserError(f"{where}: has other columns than {self._wheres[0]}; give files with the same columns")
         self._wheres.append(where)
         lines, num_before = iter(lines), len(self._blocks)
         while some := list(islice(lines, _ROWS_AT_ONCE)):

@@ -45,7 +45,7 @@ def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> t
         line_shown = f"{label}, line {number}: {text_of_line[:80]!r}"
         unknown.add(
             line_shown,
-            f"{line_shown}: give the id of a user with training items{ids}, or skip other lines with --on-bad drop",
+            f"{line_shown}: give the id of a user with training items{ids}, or skip invalid lines with --on-bad drop",
             "lines without the id of a user with training items",
         )
     return np.array(users, dtype=np.int64), unknown.remarks()

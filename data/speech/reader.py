@@ -212,7 +212,7 @@ def _decode(source: Source, utterance: Utterance) -> tuple[np.ndarray, int]:
         raise UnreadableAudio("has no samples")
     said = utterance.duration
     if said is not None and abs(len(samples) / rate - said) > _DURATION_TOLERANCE * said:
-        raise UnreadableAudio("has another duration than in the manifest")
+        raise UnreadableAudio("does not have the duration given in the manifest")
     return samples, rate
 
 

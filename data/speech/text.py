@@ -92,7 +92,7 @@ class Alphabet:
                 raise UserError(f"{where}, line {number}: {symbol!r} is more than one character; use --units words")
             if symbol in numbers:
                 raise UserError(
-                    f"{where}, line {number}: {symbol!r} is already in line {numbers[symbol]}; keep one of both lines"
+                    f"{where}, line {number}: {symbol!r} is already in line {numbers[symbol]}; keep only one line"
                 )
             numbers[symbol] = number
         if not numbers:

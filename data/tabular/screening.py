@@ -69,7 +69,7 @@ def labelled_table(table: Table, label: str, drop: Mapping[str, str] = _NOTHING)
     labels = class_labels(table, label)
     left_out = [_left_out(named_column(table, name, flag), flag) for name, flag in drop.items()]
     if label in drop:
-        raise UserError(f"{table.where}: {drop[label]} {label}: is the column of --label; name another column")
+        raise UserError(f"{table.where}: {drop[label]} {label}: is the --label column; name another column")
     rows = labels.values >= 0
     labels = replace(labels, values=labels.values[rows])
     features, reports, warnings = screened(table.without([label, *drop]), labels, rows)
@@ -169,7 +169,7 @@ def _report(raw: Column, typed: Column) -> ColumnReport:
     if len(lost.distinct) == 1:
         notes.append(f"{lost.distinct_texts[0]!r} counts as missing")
     elif len(lost.distinct) > 1:
-        notes.append(f"not numbers, so they count as missing: {_shown(list(map(repr, lost.distinct_texts)))}")
+        notes.append(f"count as missing, because they are not numbers: {_shown(list(map(repr, lost.distinct_texts)))}")
     return ColumnReport(raw.name, "number", num_missing, _values(typed), "; ".join(notes))
 
 
@@ -185,7 +185,7 @@ def _report_of(labels: Labels, num_missing: int) -> ColumnReport:
         _differ_by_case(labels.classes),
         "possibly a quantity, but each number counts as a class" if labels.may_be_quantity else "",
         "rows without a label are left out" if num_missing else "",
-        f"only one row, so never held out: {_shown(lonely)}" if lonely else "",
+        f"classes with one row, which is never held out: {_shown(lonely)}" if lonely else "",
     ]
     shown = [f"{name} ({count:,})" for name, count in zip(labels.classes, counts, strict=True)]
     values = f"{len(shown)} classes: {_shown(shown)}"

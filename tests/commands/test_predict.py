@@ -154,8 +154,8 @@ def test_numbers_in_other_units_get_a_warning(trained, windows, on_cpu, tmp_path
     path = save_windows(tmp_path / "walk.npy", windows * np.float32(9.80665))
     out, err = on_cpu("--predict", path, "--save-dir", trained, "--num-threads", 1)
     assert len(read_table(out)) == 14
-    assert len(err) == 2 and err[1].startswith(f"Warning: --predict {path}: body_acc_x, body_acc_y, body_acc_z ")
-    assert "total_acc_z 9.76 times as large as in training (as m/s² instead of g)" in err[1]
+    assert len(err) == 2 and err[1].startswith(f"Warning: --predict {path}: values of body_acc_x, body_acc_y, ")
+    assert "total_acc_z are 9.76 times as large as in training (as m/s² instead of g)" in err[1]
 
 
 # --- which run, and what it needs --------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def test_arff_that_cannot_be_converted_writes_nothing():
 @pytest.mark.parametrize("name", ["pamap2", "mhealth", "opportunity", "wisdm", "kgcn", "kaldi"])
 def test_a_folder_without_the_published_files_is_refused(name):
     Path("other").mkdir()
-    with pytest.raises(SystemExit, match=r"other: contains no .*; pass the folder that does"):
+    with pytest.raises(SystemExit, match=r"other: contains no .*; pass the folder with these files"):
         CONVERTERS[name](Path("other"))
     assert sorted(map(str, Path().iterdir())) == ["other"]
 
@@ -130,7 +130,9 @@ def test_rows_of_libsvm():
 
 def test_one_user_a_line():
     Path("users.txt").write_text("0 7 8 9\n3 8\n")
-    with pytest.raises(UserError, match=r"is one line per user .4 columns, .*docs/formats.md#one-user-a-line "):
+    with pytest.raises(
+        UserError, match=r"is a line with a user and all .*4 columns, .*docs/formats.md#one-user-a-line "
+    ):
         load_interactions(Path("users.txt"), 1, Path("cache"))
     convert("one-user-a-line", "users.txt")
     found = load_interactions(Path("interactions.csv"), 1, Path("cache"))

@@ -71,7 +71,7 @@ def test_windows_are_those_of_a_slow_loop(load, tmp_path, delimiter):
     assert has_row(loaded, "activity", "label", "2 classes; 30 rows without a label")
     assert has_row(loaded, "time", "clock", "0 to 100") and has_row(loaded, "acc_x", "channel", r"-\d.* to \d.*")
     assert "clock runs back" not in text
-    assert "1 recordings of one activity, with 9 rows in total, because they are shorter" in text
+    assert "1 stretches of the same activity that are shorter than a window, with 9 rows in total" in text
 
 
 def test_a_folder_of_files_in_which_no_window_reaches_from_one_to_the_next(load, tmp_path):
@@ -374,7 +374,7 @@ def test_the_reason_for_no_window_is_reported(load, tmp_path):
     apart = [[i, "pq"[i % 2], "walk"] for i in range(40)]
     for rows, said in (
         ([[i, "p", ""] for i in range(40)], r"no row has a label in the column activity; .* with --label-column"),
-        (apart, r"the longest has 1 rows.; sort the rows by person and time, or choose a smaller --window"),
+        (apart, r"without a gap has 1; sort the rows by person and time, or choose a smaller --window"),
     ):
         with pytest.raises(UserError, match=said):
             load(write(tmp_path / "mine.csv", rows, names), channels=("acc",))
@@ -452,7 +452,7 @@ def test_test_subjects_are_the_named_people_or_every_fifth(load, tmp_path):
          "fix it, choose channels with --channels, or add --on-bad drop"),
         (lambda lines: [*lines[:3], "2,1,1"], "line 4: 3 columns, but 7 column names"),
         (lambda lines: [*lines[:3], "2,1,1,1,1,,walk"], "row 3 below the column names has no subject"),
-        (lambda lines: lines[:9], "no recording of one activity has the 10 rows of a window"),
+        (lambda lines: lines[:9], "a window has 10 rows, but the longest stretch of one person's activity without a"),
         (lambda lines: lines[:12], "has only windows of walk; give recordings of at least two"),
         (lambda lines: lines[:1], "has column names, but no readable rows"),
         (lambda lines: [lines[0].replace("acc_x", '"acc\nx"'), *lines[1:]], "the column name 'acc\\nx' has a line"),

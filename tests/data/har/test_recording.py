@@ -51,7 +51,7 @@ def test_recording_longer_than_what_is_parsed_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("sensor", "factor", "says"),
     [
-        (0, 9.80665, "body_acc_x, body_acc_y, body_acc_z 9.81 times as large as in training"),
+        (0, 9.80665, "values of body_acc_x, body_acc_y, body_acc_z are 9.81 times as large as in training"),
         (2, 9.80665, "as m/s² instead of g"),
         (2, 1 / 9.80665, "as g instead of m/s²"),
         (1, 57.3, "as degrees instead of radians"),

@@ -366,7 +366,7 @@ def test_columns_are_the_named_columns(load, content, chosen) -> None:
          "the user or the item; name it with --user-column and --item-column; .* abonnent, title, timestamp$"),
         ("user,item,price\n1,2,3\n", {}, "no column is recognised as the time; .*; use --time-column none"),
         ("1,2,3\n1,3,5\n", {}, r"line 1: '1 2 3': has no column names, and no column after the item begins "
-         "with a date or .*specify the time column with --time-column, counted from 1, or use --time-column none"),
+         "with a date or .*give the time column's number, from 1, with --time-column, or use --time-column none"),
         ("1,2,3.5,99.9\n", {}, "no column after the item begins with a date"),
         ("1,2,978300030,978300040\n", {}, "several columns begin with a date"),
         ("1 2 2023-11-20 05:05:46\n", {}, "has date and time of day in separate columns; join them"),
@@ -419,7 +419,7 @@ HEAD = "user item time\n"
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("0 1 2 3 4 5 6\n1 2 3\n", "is one line per user .7 columns, but 3 in the next line: .*#one-user-a-line"),
+        ("0 1 2 3 4 5 6\n1 2 3\n", "is a line with a user and all items .*7 columns, but 3 in .*#one-user-a-line"),
         ("", r"file.txt: is empty"),
         ("\n  \n", r"file.txt: is empty"),
         ("user item time\n", r"file.txt: has only a line of column names"),

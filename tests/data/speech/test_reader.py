@@ -278,7 +278,7 @@ def test_unusable_utterances_are_counted(load, noise, form):
         "has no samples, such as 4.wav": 1,
         f"{missing}, such as 5.wav": 1,
         "has no transcript, such as 6.wav": 1,
-        "has another duration than in the manifest, such as 8.wav": 1,
+        "does not have the duration given in the manifest, such as 8.wav": 1,
     }
 
 

@@ -114,7 +114,7 @@ def test_texts_in_a_column_of_numbers_are_counted(screen) -> None:
     table = screen(other=["many", *range(5, NUM_ROWS + 4)])
     assert noted(table) == {"other": "number: 'many' counts as missing"} and table.reports[1].num_missing == 1
     table = screen(other=["many", "few", *range(5, NUM_ROWS + 3)])
-    assert noted(table) == {"other": "number: not numbers, so they count as missing: 'few', 'many'"}
+    assert noted(table) == {"other": "number: count as missing, because they are not numbers: 'few', 'many'"}
     assert table.features.column("other").is_missing.sum() == table.reports[1].num_missing == 2
 
 
@@ -127,7 +127,7 @@ def test_rows_without_a_label_are_left_out_and_counted(screen) -> None:
 
 def test_a_class_with_one_row_is_noted(screen) -> None:
     table = screen(y=["maybe", *LABELS[1:]])
-    assert noted(table) == {"y": "label: only one row, so never held out: maybe"}
+    assert noted(table) == {"y": "label: classes with one row, which is never held out: maybe"}
 
 
 def test_classes_are_in_order_of_numbers_or_texts(screen) -> None:
@@ -147,8 +147,8 @@ def test_the_label_of_arrays(read_arrays) -> None:
         ({"label": "Usefull"}, r"--label Usefull: no such column; did you mean 'useful'\?$"),
         ({"label": "zzz"}, r"--label zzz: no such column; the columns are useful, y$"),
         ({"drop": ["usefool"]}, r"--drop usefool: no such column; did you mean 'useful'\?$"),
-        ({"drop": ["y"]}, r"--drop y: is the column of --label"),
-        ({"drop": ["y"], "flag": "--id"}, r"--id y: is the column of --label"),
+        ({"drop": ["y"]}, r"--drop y: is the --label column"),
+        ({"drop": ["y"], "flag": "--id"}, r"--id y: is the --label column"),
         ({"drop": ["useful"], "a": [""] * NUM_ROWS}, r"has no column to learn from \(a: no value in any row\)"),
         ({"drop": ["useful"]}, r"has no column to learn from \(only the label\)"),
         ({"y": ["a"] * NUM_ROWS}, r"--label y: all rows have the class 'a'"),
