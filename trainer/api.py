@@ -297,7 +297,7 @@ def _run_as_rank(
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(file, run_name="__main__")
-    to_stderr(f"{file}: rank {environment.rank} did not reach call {number + 1} of fit; make all ranks call fit alike")
+    to_stderr(f"{file}: rank {environment.rank} did not reach call {number + 1} of fit; run equal calls on all ranks")
     return EXIT_BAD_INPUT
 
 

@@ -226,7 +226,7 @@ def test_what_several_processes_cannot_do_is_refused(name, world):
             "trainer.gather: gathers the rows of one forward pass, but this step has 3",
         ),
         ("NoLoss", [], "OnlyRows: must have forward(batch, phase), which returns sums, or both `outputs` and `joint_"),
-        ("NoRows", [], "Summed.outputs: 'e' must have a row for each of 2 samples, and is ()"),
+        ("NoRows", [], "Summed.outputs: 'e' must have one row per sample (2), but is ()"),
     ],
 )
 def test_what_it_cannot_be_combined_with_is_refused(task, more, message, cli, tmp_path):

@@ -552,7 +552,7 @@ class GraphedLearner(Learner, Watch):
         if sparse_parameters(self.objective):
             return _SPARSE
         changed = [change.path for change in state.changes.values() if not (change.is_buffer and change.in_place)]
-        return f"forward passes change {changed[0]}, which a graph would not" if changed else None
+        return f"forward passes change {changed[0]}, which a graph would not change" if changed else None
 
     def _obstacle_of_update(self, phase: str) -> str | None:
         """Returns why a weight update cannot be captured, or None. Forward and backward may still be captured."""

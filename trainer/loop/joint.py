@@ -60,7 +60,7 @@ class JointForward(nn.Module):
         for name, value in rows.items():
             if not isinstance(value, Tensor) or value.shape[:1] != (size,):
                 found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise UserError(f"{where}: {name!r} must have a row for each of {size} samples, and is {found}")
+                raise UserError(f"{where}: {name!r} must have one row per sample ({size}), but is {found}")
         return objective.joint_loss(rows, *phase) if self.use is None else self.use(rows)
 
 
