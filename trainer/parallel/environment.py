@@ -136,7 +136,7 @@ def is_under_torchrun() -> bool:
 
 
 def one_process_problems(environ: Mapping[str, str]) -> list[str]:
-    """Returns a list with an error message if a launcher started several processes for a single-process run."""
+    """Returns [error message] if a launcher started several processes for a single-process run; otherwise []."""
     if "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1":
         return [
             f"WORLD_SIZE={environ['WORLD_SIZE']} is set, so a launcher started several processes, but this run uses "

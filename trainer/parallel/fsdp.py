@@ -87,7 +87,7 @@ class Sharded(Distributed):
             self._send(unit, nn.Module.named_parameters)
             fully_shard(unit, mesh=self._mesh, reshard_after_forward=self._frees(unit, objective))
         self._send(objective, nn.Module.named_buffers)
-        # Otherwise the first unit to run would become the root, for example in `Objective.start_evaluation`.
+        # Otherwise the unit that runs first would become the root, for example in `Objective.start_evaluation`.
         make_outermost(objective)
         objective.register_forward_hook(self._free_after_evaluation)
         self._left_out = LeftOut(objective, its_blocks)

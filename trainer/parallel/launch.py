@@ -100,7 +100,7 @@ class Launcher:
         return process
 
     def wait(self, timeout_s: float | None = None) -> dict[SpawnProcess, int]:
-        """Waits up to `timeout_s` for a process to exit; returns exit codes of exited processes, -n after signal n."""
+        """Waits up to `timeout_s` for a process to exit; returns the exit codes by process (-n: killed by signal n)."""
         wait([process.sentinel for process in self.running], timeout_s)
         ended = {process: process.exitcode for process in self.running if process.exitcode is not None}
         self.running = [process for process in self.running if process not in ended]
@@ -176,7 +176,7 @@ def launch(
 
     run: picklable; returns an exit status. again: called in place of `run` in restarts, to resume from checkpoints, or
     None without checkpoints. Returns the first nonzero exit status, or 0; 128 + n for a process killed by signal n.
-    Forwards stop signals; after signal n, returns 128 + n if all processes succeed or there are no checkpoints.
+    Forwards stop signal n; then returns 128 + n if all succeed, a restart is due, or there are no checkpoints.
     """
     for start in range(MOST_STARTS):
         status = _launch_once(again if start > 0 and again else run, world_size, again is not None)
