@@ -70,7 +70,7 @@ def check_task(task: Task) -> None:
     monitor: Any = getattr(task, "monitor", None)
     is_pair = isinstance(monitor, tuple | list) and len(monitor) == 2
     if not (is_pair and isinstance(monitor[0], str) and monitor[1] in ("max", "min")):
-        raise UserError(f"{name}.monitor {monitor}: must be a metric and 'max' or 'min': ('val/accuracy', 'max')")
+        raise UserError(f"{name}.monitor {monitor}: must be a metric and 'max' or 'min', like ('val/accuracy', 'max')")
     headline: Any = task.headline
     if not isinstance(headline, tuple | list) or any(re.match("(train|val|test)/", str(each)) for each in headline):
         raise UserError(f"{name}.headline {headline!r}: must be metrics without a split, such as ('loss', 'accuracy')")

@@ -34,7 +34,7 @@ def refuse_sam(rho: float, objective: Objective, strategy: Strategy) -> None:
     }
     found = next((other for other, is_there in others.items() if is_there), None)
     if rho > 0 and found is not None:
-        raise UserError(f"--sam-rho {rho:g}: a step needs two gradients, but {found} supports one; omit one of the two")
+        raise UserError(f"--sam-rho {rho:g}: a step needs two gradients, but {found} supports only one; omit --sam-rho")
 
 
 @dataclass
