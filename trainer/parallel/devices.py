@@ -127,7 +127,7 @@ class DeviceQueue:
         return float(end - start)
 
     def drain(self, within_s: float) -> None:
-        """Waits up to `within_s` for the device to finish work that does not depend on other processes."""
+        """Waits until the device completes its work, at most `within_s` seconds, as a collective may never complete."""
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -49,7 +49,7 @@ class RankEnvironment:
     def tells_user(self) -> bool:
         """Returns whether this process prints errors that all processes raise.
 
-        With a launcher, ranks share a console, so one rank per machine prints. Ranks started by hand print all errors.
+        Ranks of a launcher share a console, so only one rank per machine prints. A rank started by hand always prints.
         """
         return self.local_rank in (None, 0)
 

@@ -151,7 +151,7 @@ def _needing_gradient(values: Any) -> Any:
 
 
 def _passed_through(blocks: Sequence[Any], values: Any) -> Any:
-    """Passes one of the values through the blocks' hooks. Raises UserError if no value can have a gradient."""
+    """Passes one value through the blocks' hooks. Raises UserError if no value can have a gradient."""
 
     def passed(value: Tensor) -> Tensor:
         for block in blocks:
