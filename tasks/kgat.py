@@ -56,8 +56,8 @@ class KgatFlags(FlagGroup):
     """
 
     data_dir: Path | None = flag(
-        None, "interactions and a graph; a folder, zip or tables; KGAT's train.txt, test.txt, kg_final.txt and "
-        "optional valid.txt; or KGCN's ratings_final and kg_final; or one table of user, item, time and one table of "
+        None, "interactions and a graph, in a folder or zip; either KGAT's train.txt, test.txt, kg_final.txt and "
+        "optional valid.txt; or KGCN's ratings_final and kg_final; or a table of user, item, time and a table of "
         "head, relation, tail (default: a generated catalogue; no download)", common=True, local=True,
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME")
@@ -128,8 +128,8 @@ class KgatFlags(FlagGroup):
         "ignores valid.txt",
     )  # fmt: skip
     ks: tuple[int, ...] = flag(
-        (10, 20, 50), "cut-offs of the metrics; the best epoch is chosen by recall@20, or at the first cut-off if 20 "
-        "is not listed", at_least=1,
+        (10, 20, 50), "cut-offs of the metrics; the best epoch is chosen by recall@20, or by recall at the first "
+        "cut-off if 20 is not listed", at_least=1,
     )  # fmt: skip
     top_k: int = flag(10, "--predict: number of items per user", common=True, at_least=1)
 

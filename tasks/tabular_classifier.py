@@ -222,7 +222,7 @@ class TabularClassifier:
         """Loads a classifier from a file that `save` wrote. Raises UserError if the file is unusable."""
         state = read_checkpoint(Path(path), str(path), only_weights=True)
         if not {"params", "encoding", "context"} <= state.keys():
-            raise UserError(f"{path}: was not written by TabularClassifier.save; give a file that it wrote")
+            raise UserError(f"{path}: was not written by TabularClassifier.save; give a file that this method wrote")
         loaded = cls(**state["params"])
         class_type = np.dtype(state["class_type"])
         loaded.classes_ = np.array(state["classes"], np.int64 if class_type.kind in _TIMES else None).astype(class_type)

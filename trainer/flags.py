@@ -56,7 +56,7 @@ class RunFlags(FlagGroup):
         None, "stop after STEPS optimizer steps, even within an epoch; replaces --epochs", at_least=1
     )
     max_minutes: float = flag(
-        0.0, "save and exit after MINUTES of training, resumed runs included; 0: no limit", common=True, at_least=0
+        0.0, "save and exit after MINUTES of training; time before resumes counts; 0: no limit", common=True, at_least=0
     )
     eval_every: int | None = flag(
         None, "validate every EPOCHS epochs and after the last epoch (default: 1)", metavar="EPOCHS",
@@ -177,7 +177,7 @@ class LearningFlags(FlagGroup):
     )  # fmt: skip
     warmup_steps: int | None = flag(None, "optimizer steps of linear warm-up, instead of --warmup-epochs", at_least=0)
     scale_lr: Literal["none", "linear", "sqrt"] = flag(
-        "none", "scale --lr; linear: by global batch size / one device's batch size; sqrt: by the square root of this"
+        "none", "scale --lr; linear: by the ratio of global to one-device batch size; sqrt: by this ratio's square root"
     )
     weight_decay: float = flag(
         0.01, "weight decay; not applied to norm layers and biases; adamw and muon: decoupled; adam and sgd: added to "
@@ -232,7 +232,7 @@ class PrecisionFlags(FlagGroup):
     no_amp: bool = flag(False, "the same as --amp off", hidden=True, excludes=("amp",))
     dtype: Literal["float32", "float64"] = flag("float32", "data type of the parameters")
     deterministic: bool = flag(
-        False, "use only deterministic algorithms on GPUs; slower; an operator without one raises an error"
+        False, "use only deterministic algorithms on GPUs; slower; operators that have none raise an error"
     )
 
     def __post_init__(self) -> None:
@@ -258,7 +258,7 @@ class BlockFlags(FlagGroup):
         "measured to be faster", common=True, local=True,
     )  # fmt: skip
     grad_checkpointing: bool = flag(
-        False, "recompute block activations in the backward pass; saves memory, slows steps, bit-identical results"
+        False, "recompute block activations in the backward pass; saves memory, slows steps; results are bit-identical"
     )
 
 

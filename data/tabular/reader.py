@@ -179,7 +179,7 @@ def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
                 if part.file_size > MOST_WHOLE:
                     raise UserError(
                         f"{where}: {part.filename} has {part.file_size:,} bytes, but at most {MOST_WHOLE:,} are "
-                        "supported"
+                        "supported; keep fewer rows or columns"
                     )
             if "X" not in archive:
                 raise UserError(f"{where}: has no array X (arrays: {', '.join(archive) or 'none'}); {_ADVICE}")

@@ -90,7 +90,7 @@ class LogMel(nn.Module):
         self.register_buffer("bin_hz", bin_hz.to(dtype), persistent=False)
         self.register_buffer("filters", self._triangles(bin_hz).to(dtype), persistent=False)
         if bool((self.filters.sum(dim=0) == 0).any()):
-            raise ValueError(f"num_mels {num_mels}: too many for windows of {self.window_length} samples")
+            raise ValueError(f"num_mels {num_mels}: too many for windows of {self.window_length} samples; choose fewer")
         has_statistics = normalise != "utterance"
         self.register_buffer("mean", torch.zeros(num_mels), persistent=has_statistics)
         self.register_buffer("std", torch.ones(1), persistent=has_statistics)
