@@ -67,7 +67,7 @@ def test_present_uci_har_is_verified_and_kept(layout, tmp_path, nobody_listens, 
         os.utime(file, ns=(changed, changed))
         download_uci_har(*arguments)  # not read again, since size and time are those that were verified
     os.utime(file, ns=(changed + 1, changed + 1))
-    with pytest.raises(UserError, match=r"^--data-dir .*y_train.txt: is not the published file .* Delete it"):
+    with pytest.raises(UserError, match=r"^--data-dir .*y_train.txt: is not the published file .* Delete this file"):
         download_uci_har(*arguments)
     assert file.read_bytes() == content
 
