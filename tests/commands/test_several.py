@@ -146,7 +146,7 @@ def test_folds_hold_everyone_out_once_and_leave_the_test_set_alone(command, har,
 def test_folds_of_seeds_on_several_processes(command, har, tmp_path):
     """Each run is one of two processes, one run after the other."""
     launch = ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu"]
-    out = command(*launch, *har, "--folds", 2, "--seeds", 2, "--save-dir", tmp_path).stdout
+    out = command(*launch, *har, "--folds", 2, "--seeds", 2, "--save-dir", tmp_path, launched=True).stdout
     assert "4 runs" in out and "one after the other" in out
     runs = read(tmp_path / "summary.json")["runs"]
     assert [run["directory"] for run in runs] == ["fold-1/seed-0", "fold-1/seed-1", "fold-2/seed-0", "fold-2/seed-1"]
