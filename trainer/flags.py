@@ -56,10 +56,7 @@ class RunFlags(FlagGroup):
         None, "stop after STEPS optimizer steps, even within an epoch; replaces --epochs", at_least=1
     )
     max_minutes: float = flag(
-        0.0,
-        "save and exit after MINUTES of training; time before a resume counts too; 0: no limit",
-        common=True,
-        at_least=0,
+        0.0, "save and exit after MINUTES of training; earlier starts count too; 0: no limit", common=True, at_least=0
     )
     eval_every: int | None = flag(
         None, "validate every EPOCHS epochs and after the last epoch (default: 1)", metavar="EPOCHS",
