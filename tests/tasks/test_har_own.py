@@ -129,7 +129,7 @@ def test_without_a_rate_the_clock_counts(recordings, run_here, tmp_path):
                                                        for line in lines[:100])]))  # fmt: skip
     _, err = run_here("--predict", new, "--save-dir", tmp_path / "run", "--num-threads", 1)
     _, warning = err.splitlines()
-    assert warning.startswith(f"Warning: --predict {new}: acc_x, acc_y, acc_z ")
+    assert warning.startswith(f"Warning: --predict {new}: values of acc_x, acc_y, acc_z ")
 
 
 @pytest.mark.parametrize(
