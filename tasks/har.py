@@ -89,7 +89,7 @@ class HarFlags(FlagGroup):
     )  # fmt: skip
     encoding: str | None = flag(None, f"own recordings: {ENCODING}", metavar="NAME")
     on_bad: OnBad = flag(
-        "refuse", "own recordings and --predict: what to do with a row in which a channel has no number; refuse: stop "
+        "refuse", "own recordings and --predict: what to do with a row that lacks a channel's value; refuse: stop "
         "with an error; drop: drop the row and split the recording there; interpolate: fill gaps of up to 25 rows, "
         "drop longer gaps",
     )  # fmt: skip
@@ -106,8 +106,8 @@ class HarFlags(FlagGroup):
         None, "own recordings: subjects of the test set (default: every fifth subject)", metavar="ID"
     )
     num_val_subjects: int | None = flag(
-        None, "number of training subjects to hold out for validation; --seed chooses them (default: 4; for own "
-        "recordings a fifth of the training subjects, at most 4)", metavar="N", at_least=1,
+        None, "number of training subjects to hold out for validation; --seed chooses them (default: 4; for your "
+        "own recordings, a fifth of the training subjects, but at most 4)", metavar="N", at_least=1,
         excludes=("refit", "val_subjects"),
     )  # fmt: skip
     val_subjects: tuple[str, ...] | None = flag(
