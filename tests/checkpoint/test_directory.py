@@ -170,7 +170,7 @@ def test_a_disk_that_refuses_leaves_what_was_there(opened, disk_operations):
         operations.clear()
         failures[n] = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with pytest.raises(
-            UserError, match=r"--save-dir .* No space left on device: .* earlier checkpoints are intact"
+            UserError, match=r"--save-dir .* No space left on device; .* earlier checkpoints are intact"
         ):
             save(directory, 2, best_epoch=2)
         failures.clear()

@@ -355,7 +355,7 @@ def test_the_rank_that_waited_is_not_late_itself(diagnosis):
 
 
 def test_without_the_store_its_keeper_is_missing(diagnosis):
-    assert diagnosis.diagnose_lost_store(BROKEN).startswith("rank 0 of 3 is gone (process 10 on host), and with it")
+    assert diagnosis.diagnose_lost_store(BROKEN).startswith("rank 0 of 3 is gone (process 10 on host), so the ")
     assert "does not respond" in diagnosis.diagnose_lost_store(WAITED_S)
 
 

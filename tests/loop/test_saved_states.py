@@ -331,7 +331,7 @@ def test_facts_of_many_types_are_those_of_the_next_start(shaped, tmp_path):
 @pytest.mark.parametrize(
     ("fact", "problem"),
     [
-        (b"x", "m is a bytes: must be a number"),
+        (b"x", "m is a bytes, but must be a number"),
         ({"deep": [decimal.Decimal(1)]}, r"m.deep\[0\] is a Decimal"),
         (pathlib.Path("x"), "m is a PosixPath"),
         (2**63, "m is a whole number of more than 64 bits"),

@@ -246,7 +246,7 @@ def test_mistakes_of_the_caller_are_named():
         quick(nn.Linear(3, 2), []).profile_forward_pass()
     with pytest.raises(TypeError, match="pass a loss function"):
         quick(Detached(3, 2), loader("tensor")).profile_backward_pass()
-    with pytest.raises(TypeError, match=r"model's dict: let it return its \"loss\", or pass a loss function with bat"):
+    with pytest.raises(TypeError, match=r"model's dict: return a \"loss\" entry, or pass a loss function with bat"):
         quick(Named(3, 2), loader("tensor")).profile_backward_pass()
     with pytest.raises(TypeError, match=r"\(inputs, targets\), not a dict"):
         quick(Sums(), loader("mapping"), loss=F.cross_entropy).profile_backward_pass()

@@ -112,7 +112,7 @@ WALKS = [
     "--task", "seqrec", "--no-time", "--k-core", 0, "--hidden-units", 16, "--maxlen", 8, "--dropout", 0,
     "--num-threads", 1, "--ks", 1, 10, "--batch-size", 64,
 ]  # fmt: skip
-USE_RULES = "On the validation data this run is not better than rules, val/ndcg@10 1.0000; to use it: python main.py "
+USE_RULES = "On the validation data this run is not better than rules (val/ndcg@10 1.0000); to use it: python main.py "
 
 
 def test_a_run_that_rules_beat_says_so_and_shows_their_scores(run_here, tmp_path):
