@@ -28,7 +28,7 @@ ARCHIVE_ERRORS = (
 )
 """Exceptions from reading a damaged archive; RuntimeError is raised for encrypted members of a zip."""
 _PACKED: dict[bytes, Callable[[Any], Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
-"""Functions that open a compressed file, by the file's first bytes."""
+"""Maps a compressed file's first bytes to the function that opens the file."""
 _OF_PACKED = (".gz", ".bz2", ".xz")
 _READ_BYTES = 1 << 16
 _MOST_NAMES_SHOWN = 12
@@ -36,7 +36,7 @@ _MOST_OF_A_REASON = 200
 
 
 class ZipArchive(zipfile.ZipFile):
-    """Zip archive that raises BadZipFile for a damaged directory, even where zipfile raises ValueError."""
+    """Zip archive that raises BadZipFile for damage, even where zipfile raises ValueError."""
 
     def __init__(self, file: Path | IO[bytes]) -> None:
         with _damage_of_zip():
@@ -56,7 +56,7 @@ def _damage_of_zip() -> Iterator[None]:
 
 
 class Source(ABC):
-    """Folder or archive of files. Names of files contain "/" after folders. where: name of the source in messages."""
+    """Folder or archive of files. File names are relative paths with "/". where: name of the source in messages."""
 
     def __init__(self, path: Path, where: str | None = None) -> None:
         self.path = path
@@ -69,7 +69,7 @@ class Source(ABC):
             return [DataFile(self, name) for name in sorted(self.names()) if is_visible(name)]
 
     def contents(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple["DataFile", bytes]]:
-        """Yields wanted files of `files` with their contents, in the order that reads fastest. Raises UserError."""
+        """Yields the wanted `files` with their contents, in the order that is fastest to read. Raises UserError."""
         return ((file, file.read()) for file in self.files if is_wanted(file.name))
 
     def where_of(self, name: str) -> str:
@@ -149,7 +149,7 @@ class Folder(Source):
 
 
 class _Single(Folder):
-    """Folder from which only the file that a flag gives is read."""
+    """Folder from which only one file, given by a flag, is read."""
 
     def where_of(self, name: str) -> str:
         return self.where
@@ -265,7 +265,7 @@ def reading_errors(where: str) -> Iterator[None]:
 
 
 def shown(names: Iterable[str]) -> str:
-    """Formats the first few names of a list for a message."""
+    """Formats the first few names, sorted, for a message."""
     names = sorted(names)
     return ", ".join(names[:_MOST_NAMES_SHOWN]) + ", ..." * (len(names) > _MOST_NAMES_SHOWN) or "no files"
 

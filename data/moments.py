@@ -16,7 +16,7 @@ _MOST_CHARACTERS = 64
 
 
 def moments_of(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
-    """Parses cells as times: (lines, columns, 2) float64, in seconds for dates and times of day; NaN for other text.
+    """Parses cells as times, in seconds for dates and times of day: (lines, columns, 2) float64, NaN for other text.
 
     A date such as 31/05/2024 has two values, one with the day first and one with the month first; see `settled`. The
     two values of any other time are equal.
@@ -42,7 +42,7 @@ def settled(moments: np.ndarray) -> np.ndarray:
 
 
 def moment_of(text: str, decimal_comma: bool = False) -> tuple[float, float]:
-    """Parses a cell to seconds; see `moments_of`."""
+    """Returns the two values of a cell; see `moments_of`."""
     number = text.replace(",", ".") if decimal_comma else text
     if is_number(number):
         return float(number), float(number)
@@ -57,7 +57,7 @@ def moment_of(text: str, decimal_comma: bool = False) -> tuple[float, float]:
 
 
 def day_and_month(text: str) -> tuple[float, float]:
-    """Parses a date such as 31/05/2024 18:30 to Unix times with day first and with month first; NaN if invalid."""
+    """Parses a date such as 31/05/2024 18:30 to two Unix times, day first and month first; NaN if invalid."""
     if (of_date := _DATE.fullmatch(text.strip()[:_MOST_CHARACTERS])) is None:
         return np.nan, np.nan
     of_day = _seconds_of_day(of_date[5] or "0:00")

@@ -1,4 +1,4 @@
-"""Formats the table, printed at the start of a run, that shows how each column of the user's data was read."""
+"""Formats the table that a run first prints: how each column of the user's data was read."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ def overview(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]
     """Formats a heading and rows as lines with aligned columns.
 
     heading: such as ("column", "kind", "values"). rows: each as long as the heading; if there are more than
-    `MOST_ROWS`, the last line counts the omitted rows. Long cells are cut, and control characters are escaped.
+    `MOST_ROWS` + 1, the last line counts the omitted rows. Long cells are cut, and control characters are escaped.
     """
     num_shown = MOST_ROWS if len(rows) > MOST_ROWS + 1 else len(rows)
     table = [[_cell(text) for text in row] for row in (heading, *rows[:num_shown])]

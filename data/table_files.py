@@ -77,7 +77,7 @@ STRICT = Reading()
 class LeftOut:
     """Counts input that is dropped or filled in, and notes a detected encoding.
 
-    found: count and first example by (action, kind). note: a sentence about the encoding, or "".
+    found: maps (action, kind) to count and first example. note: a sentence about the encoding, or "".
     """
 
     reading: Reading = STRICT
@@ -85,7 +85,7 @@ class LeftOut:
     note: str = ""
 
     def add(self, first: str, refusal: str, kind: str = "lines that cannot be read") -> None:
-        """Counts unreadable input; if `on_bad` is "refuse", raises UserError(refusal). first: place and error."""
+        """Counts unreadable input or, if `on_bad` is "refuse", raises UserError(refusal). first: example to show."""
         if self.reading.on_bad == "refuse":
             raise UserError(refusal)
         self.count(kind, first)
@@ -151,7 +151,7 @@ Split = Callable[[str, Iterator[str], str], Iterator[Line]]
 
 @contextmanager
 def opened_lines(file: DataFile, left_out: LeftOut, split: Split) -> Iterator[Iterator[Line]]:
-    """Opens a file as lines of fields; JSON lines and parquet begin with a line of column names. Raises UserError.
+    """Opens a file as lines of fields; for JSON lines and parquet, the first has the column names. Raises UserError.
 
     left_out: provides the reading options, and receives a note on a detected encoding.
     """
@@ -173,7 +173,7 @@ def opened_lines(file: DataFile, left_out: LeftOut, split: Split) -> Iterator[It
 
 @contextmanager
 def opened_table(file: DataFile, left_out: LeftOut) -> Iterator[CsvTable]:
-    """Opens a table with named columns. If semicolons separate them, numbers may have decimal commas. Raises UserError.
+    """Opens a table with column names. Between semicolons, numbers may have decimal commas. Raises UserError.
 
     left_out: see `opened_lines`.
     """
@@ -231,7 +231,7 @@ def _word_at(content: bytes, place: int, encoding: str) -> str:
 
 
 def _recognised(content: IO[bytes], where: str, left_out: LeftOut) -> str:
-    """Detects the encoding of a file, reading up to its end; adds a note to `left_out` if it is cp1252.
+    """Detects the encoding of a file, reading up to its end; notes the encoding cp1252 in `left_out`.
 
     UTF-16 begins with a byte order mark, or has zeros in most even or most odd bytes. A file that is not UTF-8 is read
     as cp1252 if all its words look Western European, which words in other encodings rarely do.

@@ -83,7 +83,7 @@ def rotation_matrices(axis: Array, angle: Array) -> Array:
 
 
 def at_tempo(signals: Array, factor: Array) -> Array:
-    """Speeds windows (n, C, T) up about their middles by factors (n,), with linear interpolation."""
+    """Speeds up windows (n, C, T) by factors (n,) about their middles, with linear interpolation."""
     xp = namespace(signals)
     last = signals.shape[-1] - 1
     middle = np.float32(last / 2)

@@ -8,13 +8,13 @@ from data.csv_lines import plain_name
 
 _CLOCKS = ("t", "ts", "utc", "unix", "clock")
 _OF_CLOCKS = ("time", "date", "second", "elapsed", "epoch", "millis", "nanos")
-"""Usual names of clocks, and words that names of clocks contain."""
+"""Usual names of clocks, and words that occur in such names."""
 GAP = 10
 """A clock step larger than this multiple of the clock's median step is a gap between recordings."""
 _UNITS = (1, 1e3, 1e6, 1e9)
-"""Possible numbers of a clock's units per second."""
+"""Possible numbers of clock units per second."""
 _SLOWEST_HZ = 3.0
-"""Lowest plausible rate; the highest plausible rate is a thousand times higher, so at most one unit of a clock fits."""
+"""Lowest plausible rate; the highest plausible rate is a thousand times higher, so at most one of `_UNITS` fits."""
 _SAME_RATE = (0.8, 1.25)
 """Limits of the ratio of two rates that count as equal."""
 
@@ -26,13 +26,13 @@ def is_clock(name: str) -> bool:
 
 
 def num_disorders(clocks: np.ndarray) -> int:
-    """Counts how often the steadiest clock of a recording goes back, except to its start. clocks: (n, K)."""
+    """Counts how often a recording's clock goes back, except to the start: the lowest count among clocks (n, K)."""
     goes_back = (clocks[1:] < clocks[:-1]) & (clocks[1:] > clocks[0])
     return int(goes_back.sum(axis=0).min(initial=len(clocks))) if clocks.shape[1] else 0
 
 
 def rate_and_gaps(clocks: np.ndarray, in_seconds: np.ndarray) -> tuple[float | None, np.ndarray]:
-    """Returns rows per second by the finest clock of a recording, and the rows, int64, that follow a gap.
+    """Returns rows per second by the finest clock of a recording, and indices (int64) of rows that follow a gap.
 
     clocks: (n, K). in_seconds: (K,) bool, whether clocks are in seconds. The rate is None if no clock rises twice, if
     the finest clock counts rows, or if no unit gives a plausible rate.
@@ -42,7 +42,7 @@ def rate_and_gaps(clocks: np.ndarray, in_seconds: np.ndarray) -> tuple[float | N
         rising = steps[steps > 0]
         if len(rising):
             is_gap = steps > GAP * np.median(rising)
-            # a clock coarser than the rows counts only from its first rise to its last rise
+            # a coarse clock, equal in several rows, is measured from its first to its last rise
             rises = np.flatnonzero((steps > 0) & ~is_gap)
             counts = (steps >= 0) & ~is_gap
             counts[: rises[0] + 1] = counts[rises[-1] + 1 :] = False
@@ -67,7 +67,7 @@ def is_same_rate(one_hz: float, other_hz: float) -> bool:
 
 
 def usual_rate_hz(told_hz: float) -> float:
-    """Rounds a measured rate to a whole number if it changes by less than 0.5 %, else to three digits: 99.97 -> 100."""
+    """Rounds a measured rate to a whole number less than 0.5 % away, or else to three digits: 99.97 -> 100."""
     whole = round(told_hz)
     return float(whole) if abs(told_hz - whole) < 0.005 * whole else float(f"{told_hz:.3g}")
 
@@ -83,7 +83,7 @@ def middle_rate_hz(rates: Sequence[tuple[float, int]]) -> float | None:
 
 
 def seconds_of(clocks: np.ndarray, in_seconds: np.ndarray) -> np.ndarray | None:
-    """Returns the rows' times, (n,) float64 seconds since the first row, by the first usable clock; or None.
+    """Returns seconds since the first row, (n,) float64, by the first usable clock; None without a usable clock.
 
     A usable clock never falls, rises in more than 90 % of the rows, and has a known unit.
     """

@@ -14,7 +14,7 @@ _HARDLY = 1e-3
 
 
 class Cut:
-    """Windows cut from recordings, (n, C, T) per recording, with subjects, labels and statistics.
+    """Windows cut from recordings (one array (n, C, T) per recording), with subjects, labels and statistics.
 
     subjects, labels: one key per window (see `key_of_name`). spellings: counts of subjects' and labels' spellings.
     """

@@ -51,7 +51,7 @@ _OF_TABLE = ("window", "start_s", "end_s", "activity", "confidence")
 
 @dataclass(frozen=True)
 class OwnFormat:
-    """Format of the user's recordings. A column None is found by usual names; channels None are all other columns."""
+    """Format of the user's recordings. None: a column is found by its usual names; channels are all other columns."""
 
     subject_column: str | None
     label_column: str | None

@@ -48,7 +48,7 @@ class Roles:
 
 
 class Recording(NamedTuple):
-    """Rows start to stop - 1 of a file. rate_hz: rows per second; None without a usable clock.
+    """Rows `start` to `stop - 1` of a file. rate_hz: rows per second; None without a usable clock.
 
     is_behind_gap: whether the clock jumps just before the first row.
     """
@@ -66,7 +66,7 @@ class Rows:
     subjects, labels: one per row, "" if missing. spellings: counts of subjects' and of labels' spellings.
     trials: cells of the columns that separate recordings.
     clocks: (n, K) float64; NaN if a cell is not a time. in_seconds: (K,) bool, whether a clock is in seconds.
-    moments: first and last cell of each clock, by name. unread: an unreadable cell of each clock that has one, by name.
+    moments: first and last cell of each clock, by name. unread: maps clocks with unreadable cells to one such cell.
     places: (n,) int64, row numbers in the file.
     """
 
@@ -152,7 +152,7 @@ def roles_of(
 
 
 def usual_column(header: Sequence[str], names: Sequence[str], chosen: str | None = None) -> int | None:
-    """Returns the index of the chosen column, by default of a usual name, preferably spelt exactly; None if missing."""
+    """Returns the index of column `chosen` or, if None, of a usual name (exact spellings first); None if missing."""
     if chosen is not None:
         return header.index(chosen) if chosen in header else None
     for written in ([name.lower() for name in header], [plain_name(name) for name in header]):

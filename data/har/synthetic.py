@@ -6,7 +6,7 @@ sensors add noise and a bias. The walks of two people differ more than one perso
 model must learn features that generalise to other people: amplitudes and phases of harmonics, which are nonlinear
 functions of a window.
 
-The body frame is x up, y left, z forward; a phone that hangs straight measures in this frame.
+In the body frame, x is up, y left, z forward; a phone that hangs straight measures in this frame.
 """
 
 from dataclasses import dataclass
@@ -46,8 +46,8 @@ class _Gait:
 class _Posture:
     """Direction of gravity and sway of the body in an activity.
 
-    pitch_deg, pitch_spread_deg: mean and standard deviation of the backward lean over bouts. sway_g: standard deviation
-    of the sway.
+    pitch_deg, pitch_spread_deg: mean and standard deviation, over bouts, of the backward lean. sway_g: standard
+    deviation of the sway.
     """
 
     pitch_deg: float
@@ -59,7 +59,7 @@ def _polar(amplitudes: list[list[float]], phases: list[list[float]]) -> np.ndarr
     return np.array(amplitudes) * np.exp(1j * np.array(phases))
 
 
-# A step is half a stride, so even harmonics move up and forward, and odd harmonics sideways. Going down lands hard
+# A step is half a stride, so even harmonics move the body up and forward, odd ones sideways. Steps down land hard
 _GAITS = {
     "WALKING": _Gait(
         0.95,

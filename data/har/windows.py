@@ -121,7 +121,7 @@ class HarDataset(Movable):
         """Mean and standard deviation of each channel over the windows without augmentation, (C,) float64 each."""
         signals = self.recorded
         std = signals.std(axis=(0, 2), dtype=np.float64)
-        std[std == 0] = 1.0  # a constant channel becomes zero
+        std[std == 0] = 1.0  # normalising makes a constant channel zero
         return signals.mean(axis=(0, 2), dtype=np.float64), std
 
 
@@ -214,7 +214,7 @@ def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int
 
 
 def named_subjects(recordings: HarRecordings, names: Sequence[str]) -> list[int]:
-    """Returns the people of `--val-subjects`, sorted. Raises UserError for unknown names, or if nobody remains."""
+    """Returns the `--val-subjects`, sorted. Raises UserError for unknown names, or if nobody is left to train on."""
     candidates = {recordings.name_of(subject): subject for subject in training_subjects(recordings)}
     if strangers := [name for name in names if name not in candidates]:
         raise UserError(

@@ -94,7 +94,7 @@ def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoic
 
 
 def _are_names(first: Sequence[str], choice: ColumnChoice) -> bool:
-    """Returns whether a line is a header: has a chosen or usual name, or at least three columns and no number or date.
+    """Returns whether a line is a header, with a chosen or usual name, or at least three columns and no number or date.
 
     A word such as "book" can be a column name or an item; in a line with a date or Unix time it is an item.
     """

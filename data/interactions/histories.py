@@ -18,7 +18,7 @@ from trainer.loading.order import SampleKeys
 
 
 class Histories:
-    """Data set with a sample per recommendation: sample i asks for place i % num_places of user i // num_places.
+    """Data set of recommendations to make: sample i is place i % num_places in the list of user i // num_places.
 
     user_ids: names of the users, in the order of `Table.user_ids`. remarks: lines for the user.
     """
@@ -30,7 +30,7 @@ class Histories:
         """Reads a file of interactions like `load_interactions`, but with the items of a trained model.
 
         item_ids: names of the model's items 1, 2, ...; other items are dropped with a remark. maxlen: see
-        `split_interactions`. with_times: whether the model needs times. mask_seen: recommend no item of the history.
+        `split_interactions`. with_times: whether the model needs times. mask_seen: exclude items of the history.
 
         Raises UserError if the file cannot be read, if no user remains, or if fewer than num_places items can be
         recommended to a user.
@@ -95,8 +95,8 @@ class Histories:
     def __getitems__(self, keys: SampleKeys) -> Arrays:
         """Returns the last maxlen items of each history, in time order.
 
-        {"items": (B, T) int64, "length": (B,) int64, "times": (B, T) int32, scaled times from 1, if the model needs
-        them, "seen": (B, S) int64, the whole history, if mask_seen, "user", "place": (B,) int64}.
+        {"items": (B, T) int64; "length": (B,) int64; "times": (B, T) int32, scaled times from 1, if the model needs
+        them; "seen": (B, S) int64, the whole history, if mask_seen; "user", "place": (B,) int64}.
         """
         users, place = np.divmod(keys.index, self.num_places)
         start, end = self._interactions.offsets[users], self._interactions.offsets[users + 1]

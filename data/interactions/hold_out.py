@@ -13,7 +13,7 @@ SplitKind = Literal["leave-one-out", "ratio", "time"]
 
 @dataclass(frozen=True)
 class HoldOut:
-    """Rule to split interactions into each user's training, validation and test interactions, in this order of time.
+    """Rule that splits each user's interactions, in time order, into training, validation and test interactions.
 
     kind: "leave-one-out": each user's last interaction is for the test and the second to last for validation. "ratio":
     each user's last test_share of interactions is for the test and the val_share before it for validation, at least one

@@ -12,7 +12,7 @@ from trainer.loading.on_device import Movable
 
 @dataclass(frozen=True)
 class ItemSets(Movable):
-    """Distinct items of each user, with a function that numbers all other items.
+    """Distinct items of each user, and a numbering of all other items.
 
     For a user's items s_0 < s_1 < ..., the r-th other item (r from 0, items from 1) is r + 1 + j, where j is the number
     of k with s_k - 1 - k <= r, since s_k - 1 - k other items are smaller than s_k. A binary search finds j for many
@@ -93,15 +93,15 @@ def sorted_distinct(values: np.ndarray) -> np.ndarray:
 
 
 def distinct_below(bits: Array, limit: Array) -> Array:
-    """Maps uniform 64-bit words (B, n) to n distinct numbers 0 <= r < limit (B,), int64; all sets are equally probable.
+    """Maps uniform 64-bit words (B, n) to int64 numbers below limit (B,), distinct per row; all sets equally probable.
 
     Uses Floyd's algorithm (Bentley and Floyd, "A sample of brilliance", Communications of the ACM 30(9), 1987). Round i
     draws from the first limit - n + i + 1 numbers. If the draw was chosen before, the last of these numbers, which no
     earlier round could draw, replaces the draw.
 
-    All rounds run at once. A draw was chosen before if it equals an earlier draw, which sorting shows, or if it equals
-    the last number of an earlier round that chose this number. So each round points to the round whose last number it
-    drew, and each iteration of the loop doubles the length of the chains of pointers that are followed.
+    All rounds run at once. A draw was chosen before if it equals an earlier draw (sorting shows this) or the last
+    number of an earlier round that chose this number. So each round points to the round whose last number it drew; the
+    loop follows chains of these pointers, and each iteration doubles their length.
     """
     num, least = bits.shape[1], (limit - bits.shape[1])[:, None]
     round_ = arange_like(num, bits)

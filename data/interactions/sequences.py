@@ -103,7 +103,7 @@ class TrainSequences(Movable):
         return np.bincount(self._sets.items, minlength=self._sets.num_items + 1) / self._num_users
 
     def num_terms(self, index: np.ndarray) -> np.ndarray:
-        """Returns the number of targets of each sample of `index`, (B,): (B,) int64."""
+        """Returns the number of targets of each sample, (B,) int64. index: (B,), sample indices."""
         return self._lengths[index]
 
     def weights(self, keys: SampleKeys) -> np.ndarray:
@@ -112,9 +112,9 @@ class TrainSequences(Movable):
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
         """Returns training items as inputs, and the items one position later as targets.
 
-        {"items": (B, T) int64, "targets": (B, T) int64, "length": (B,) int64, "times": (B, T) int32, scaled times from
-        1, unless there are no times, "negatives": (B, T, num) int64, 0 where padded, or (B, num), if requested}.
-        Negatives are uniform among the items that the user's training does not contain.
+        {"items": (B, T) int64; "targets": (B, T) int64; "length": (B,) int64; "times": (B, T) int32, scaled times from
+        1, if there are times; "negatives", if requested: (B, T, num) int64, 0 where padded, or (B, num) int64}.
+        Negatives are uniform among the items outside the user's training set.
         """
         index, lengths = self.here(keys.index), self._lengths[keys.index]
         width = min(keys.padded_length(lengths.max(initial=0), _TRAIN_STEP), self._maxlen)
@@ -163,7 +163,7 @@ class _Candidates(Movable):
 
 
 class EvaluationSequences(Movable):
-    """Data set of held-out items, each with negatives and with the user's earlier items, at least one.
+    """Data set of held-out items, each with negatives and a history: the user's earlier items, at least one.
 
     Samples are sorted by history length, so that batches need little padding.
 
@@ -202,9 +202,9 @@ class EvaluationSequences(Movable):
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
         """Returns the last maxlen items of each history, in time order, and the next item as target.
 
-        {"items": (B, T) int64, "length": (B,) int64, "times": (B, T) int32, scaled times from 1, unless there are no
-        times, "target": (B,) int64, "candidates": (B, 100) int64, the negatives, "seen": (B, S) int64, the whole
-        history with 0 in place of the target, if requested}.
+        {"items": (B, T) int64; "length": (B,) int64; "times": (B, T) int32, scaled times from 1, if there are times;
+        "target": (B,) int64; "candidates": (B, 100) int64, the negatives; "seen", if requested: (B, S) int64, the whole
+        history with 0 in place of the target}.
         """
         positions = self._position[keys.index]
         longest = positions.max(initial=0)
@@ -249,11 +249,10 @@ def split_interactions(
     maxlen: number of last items of a history that are used, at least 1.
     whole_histories: train on whole histories, in samples of maxlen items.
     negatives: number of negatives of training samples; None: no negatives.
-    eval_negatives: how evaluation negatives are drawn. "parity": with replacement, from items that the user's training
-        does not contain, so they may include the validation item and the target, as in the published code of SASRec.
-        "unseen": with replacement, from items that are not in the user's training or evaluated set or, for the test,
-        validation set, as in the published code of TiSASRec. "clean": 100 distinct items with which the user never
-        interacts.
+    eval_negatives: how evaluation negatives are drawn. "parity": with replacement, from items outside the user's
+        training set, so negatives may include the validation item and the target, as in the published code of SASRec.
+        "unseen": with replacement, from items outside the user's training, validation and (for the test) test sets, as
+        in the published code of TiSASRec. "clean": 100 distinct items with which the user never interacts.
     mask_seen: whether evaluation batches contain "seen".
 
     Raises UserError if no history is left to train on, or if too few items are left as negatives for a user.
@@ -336,9 +335,9 @@ def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def scaled_times(interactions: Interactions, times: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
     """Returns times since each user's first time, divided by the user's smallest gap and rounded, plus 1: (n,) int32.
 
-    times: (n,). counts: (n,) bool, interactions whose nonzero gaps count; None: all. Without a gap, the divisor is 1 s.
-    Counting only training interactions avoids leaking the future. See Li, Wang and McAuley, "Time interval aware
-    self-attention for sequential recommendation", WSDM 2020.
+    times: (n,). counts: (n,) bool, whether the nonzero gap before an interaction counts; None: all. Without a gap,
+    the divisor is 1 s. Counting only training interactions avoids leaking the future. See Li, Wang and McAuley,
+    "Time interval aware self-attention for sequential recommendation", WSDM 2020.
     """
     users, _ = _numbered(np.diff(interactions.offsets))
     gaps = np.diff(times)

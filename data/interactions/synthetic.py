@@ -39,11 +39,11 @@ LONG_GAPS = (25, 60)
 
 _VISIT_ENDS = {"after a leap": 0.07, "after a sequel": 0.28}
 _THREAD_CHANGES = {"after a leap": 0.05, "after a sequel": 0.18}
-"""Probabilities that a user starts another thread before an interaction."""
+"""Probabilities, before each interaction, that a visit ends or another thread begins."""
 _SEQUEL_SKIPPED = 0.1
 _FIRST_INTERESTS = (1.0, 0.6, 0.4)
 _INTEREST_KEPT = 0.9
-"""Factor on all interests of a user in each visit."""
+"""Factor on all of a user's interests per visit."""
 _NEW_INTEREST = 0.2
 """Probability that a new interest, of strength 1, appears in a visit."""
 _CURIOSITY = 0.002
@@ -113,7 +113,7 @@ class _Viewers:
         return _pick(weights.reshape(len(users), NUM_ITEMS), draws)
 
     def sequel(self, users: np.ndarray, draws: np.ndarray) -> np.ndarray:
-        """Returns the next new item of each user's thread, sometimes the second next; -1 at its end."""
+        """Returns the next new item of each user's thread, sometimes the second next; -1 at the thread's end."""
         topic, position = np.divmod(self.thread[users], ITEMS_PER_TOPIC)
         ahead = self.unseen[users, topic] & (np.arange(ITEMS_PER_TOPIC) > position[:, None])
         count = np.cumsum(ahead, axis=1)
@@ -123,7 +123,7 @@ class _Viewers:
 
 
 def _watch(viewers: _Viewers, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns items (U, num_steps) int64, from 1, and whether each item opens a visit, (U, num_steps) bool."""
+    """Returns items, from 1, and whether each opens a visit: (U, num_steps) int64 and bool."""
     users = np.arange(len(viewers.thread))
     items = np.zeros((len(users), num_steps), dtype=np.int64)
     is_opener = np.zeros((len(users), num_steps), dtype=bool)
@@ -146,7 +146,7 @@ def _watch(viewers: _Viewers, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _times(is_opener: np.ndarray, pace_s: np.ndarray, joined_s: np.ndarray) -> np.ndarray:
-    """Returns times of all steps, (U, num_steps) int64, in seconds. pace_s, joined_s: (U,), in seconds."""
+    """Returns times of all steps in seconds: (U, num_steps) int64. pace_s, joined_s: (U,), in seconds."""
     num_users, num_steps = is_opener.shape
     draws = uniform(_SEED, 0, np.arange(num_users), (num_steps,), _GAP_STREAM).astype(np.float64)
     # squared, so that short gaps are more frequent than long ones

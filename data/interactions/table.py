@@ -21,7 +21,7 @@ _MARKS = (",", ";", "|")
 _SHOWN_WIDTH = 80
 _NO_NAMES = ("na", "n/a", "#n/a", "nan", "none", "null", "-")
 _FEW_TIMES, _MANY_INTERACTIONS = 100, 10
-"""Fewer distinct times than _FEW_TIMES with more than _MANY_INTERACTIONS interactions each cause a warning."""
+"""Fewer than _FEW_TIMES distinct times, with more than _MANY_INTERACTIONS interactions per time, cause a warning."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ def _is_no_name(text: str) -> bool:
 
 
 def _first_of_equal(users: np.ndarray, items: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Returns the indices of interactions, except repetitions of an earlier user, item and time."""
+    """Returns the indices of interactions that do not repeat an earlier interaction's user, item and time."""
     order = np.lexsort((times, items, users))  # a stable sort
     is_again = np.zeros(len(order), bool)
     is_again[order[1:]] = np.all([np.diff(column[order]) == 0 for column in (users, items, times)], axis=0)

@@ -17,10 +17,10 @@ EXPECTED = "a time: a number, or a date such as 2024-05-31, 2024-05-31T18:30:00+
 
 
 def parse_times(texts: Sequence[str]) -> np.ndarray | None:
-    """Parses times to (n,) int64, or float64 unless all are whole; None if a string is no time or formats differ.
+    """Parses times to (n,) int64 if all are whole, else float64; None if a string is no time or formats differ.
 
-    Dates become seconds since 1970, in UTC unless they have a time zone. For dates such as 31/05/2024 both
-    interpretations are returned, (n, 2) float64: day first and month first, NaN if impossible.
+    Dates become seconds since 1970, in UTC unless they have a time zone. For dates such as 31/05/2024, returns
+    both readings, day first and month first: (n, 2) float64, NaN if impossible.
     """
     for read in (_whole_numbers, _numbers, _dates, _days_and_months):
         try:
@@ -37,8 +37,8 @@ def in_seconds(times: np.ndarray) -> tuple[np.ndarray, str]:
 
     times: all times of a file from `parse_times`, (n,) with n >= 1, or (n, 2) for ambiguous dates. Detects milli-,
     micro- and nanoseconds of the years 1973 to 2099, and days of these years as numbers such as 20240531, optionally
-    with hours, minutes and seconds. Numbers up to 0 mark unknown times and are ignored; beside numbers such as 20240531
-    they become 0. Raises ValueError if it is unclear whether the day or the month comes first.
+    with hours, minutes and seconds. Numbers up to 0 mark unknown times; beside numbers such as 20240531 they are
+    ignored and become 0. Raises ValueError if it is unclear whether the day or the month comes first.
     """
     if times.ndim == 2:
         found = settled(times[:, None])[:, 0]

@@ -28,7 +28,7 @@ _UNKNOWN_SIZE = 0x7FFFF000
 _NUM_LOBES = 24
 """Number of zeros of the sinc on each side of the resampling filter."""
 _ROLL_OFF = 0.96
-"""Frequency at which the filter halves the amplitude, as a share of the lower of both Nyquist frequencies."""
+"""Frequency at which the filter halves the amplitude, as a share of the lower Nyquist frequency."""
 _KAISER_BETA = 9.0
 """Parameter of the Kaiser window, for about 90 dB between passband and stopband."""
 
@@ -91,7 +91,7 @@ def resample(samples: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
     reach = kernels.shape[1] // 2
     padded = np.pad(samples.astype(np.float32), reach)
     result = np.empty(length, np.float32)
-    # results with indices `up` apart are `down` samples apart and share a kernel
+    # output samples `up` apart are `down` input samples apart and share a kernel
     for phase in range(min(up, length)):
         windows = sliding_window_view(padded[phase * down // up :], kernels.shape[1])[::down]
         result[phase::up] = windows[: len(range(phase, length, up))] @ kernels[phase]
@@ -100,13 +100,13 @@ def resample(samples: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def _kernels(up: int, down: int) -> np.ndarray:
-    """Returns the filters of results 0 to up - 1, centred on the sample at or before each result: (up, odd) float32.
+    """Returns filters for output samples 0 to up - 1, centred on the input sample at or before each: (up, odd) float32.
 
     A filter is a Kaiser-windowed sinc whose weights add up to 1, so a constant signal is unchanged.
     """
     cutoff = _ROLL_OFF * min(1.0, up / down)  # as a share of the source's Nyquist frequency
     reach = math.ceil(_NUM_LOBES / cutoff)
-    after = np.arange(up)[:, None] * down % up / up  # offset of a result from the last sample before it
+    after = np.arange(up)[:, None] * down % up / up  # offset from the input sample at or before each output sample
     lobes = (np.arange(-reach, reach + 1) - after) * cutoff
     inside = np.clip(1 - (lobes / _NUM_LOBES) ** 2, 0, None)
     weights = np.sinc(lobes) * np.i0(_KAISER_BETA * np.sqrt(inside)) * (inside > 0)

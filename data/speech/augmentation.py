@@ -30,9 +30,9 @@ class Augmentation:
         for speech recognition", Interspeech 2015.
     word_speed_percent: additional change of playing speed for each recording of a string (concatenated recordings).
     gain_db: change of loudness in dB, uniform in [-gain_db, gain_db].
-    tilt: change of high frequencies, as by another microphone: x_t - a x_(t-1) with a uniform in [-tilt, tilt].
+    tilt: change of high frequencies, as by another microphone: x_t - k x_(t-1) with k uniform in [-tilt, tilt].
     noise_snr_db: limits of the signal-to-noise ratio, in dB, of white or low-frequency noise.
-    room_share: share of strings with room noise in their recordings, but not in the gaps between recordings.
+    room_share: share of strings with room noise, which fills recordings but not the gaps between them.
     room_snr_db: limits of the signal-to-noise ratio, in dB, of room noise; the ratio is constant within a string.
     warp: change of the features' frequencies by a factor uniform in [1 - warp, 1 + warp]. Jaitly and Hinton, "Vocal
         tract length perturbation improves speech recognition", 2013.
@@ -57,7 +57,7 @@ class Augmentation:
     time_mask: float = 0.06
 
     def times(self, factor: float) -> "Augmentation":
-        """Returns a copy with strengths multiplied by a factor of at least 0, which scales the amplitude of noise."""
+        """Returns a copy with strengths multiplied by a factor of at least 0; for noise, it scales the amplitude."""
         return replace(
             self,
             speed_percent=min(round(factor * self.speed_percent), 90),
@@ -113,7 +113,7 @@ class Augmenter:
         self._num_views = num_views
 
     def lengths(self, lengths: np.ndarray, epoch: int, index: np.ndarray) -> np.ndarray:
-        """Returns the lengths of augmented utterances, (n,) int64. lengths: (n,), old. index: (n,), sample indices."""
+        """Returns lengths after augmentation, (n,) int64. lengths: (n,), before it. index: (n,), sample indices."""
         return length_at(lengths, self.changes(epoch, index)[0])
 
     def word_percent(self, epoch: int, index: np.ndarray, num_words: int) -> np.ndarray:
@@ -152,7 +152,7 @@ class Augmenter:
     def for_front_end(self, epoch: int, index: np.ndarray) -> Arrays:
         """Returns the changes that the model's front end applies.
 
-        {"warp", "masking_db": (n,) float32, "freq_masks": (n, num_freq_masks, 2) int64, start and width in mel bins,
+        {"warp", "masking_db": (n,) float32; "freq_masks": (n, num_freq_masks, 2) int64, start and width in mel bins;
         "time_masks": (n, num_time_masks, 2) float32, start and width as shares of the utterance}. With several views,
         the masks of each view follow the masks of the previous view.
         """

@@ -64,24 +64,24 @@ class Utterance:
 
 
 def utterances_of(source: Source) -> tuple[str, list[Utterance]]:
-    """Returns a description of where the transcripts are, and the utterances, by the first matching layout.
+    """Returns a description of where transcripts are, and the utterances, by the first layout below that fits.
 
     Manifest: .json or .jsonl files `train*`, `dev*` or `val*`, `test*`, or a single file, with one JSON object per
-        line: `audio_path` (or NeMo's `audio_filepath`), relative to the manifest's folder, `text`, and optionally
+        line: `audio_path` (or NeMo's `audio_filepath`), relative to the manifest's folder; `text`; and optionally
         `duration` in seconds and `speaker`.
     Common Voice: `train.tsv`, `dev.tsv`, `test.tsv` and a folder `clips`.
-    Metadata: `metadata.csv` or `metadata.jsonl` with `file_name` and `transcription`, as in audio folders of Hugging
-        Face, also one per split; `train.csv` and so on with such columns; and LJSpeech's `metadata.csv`.
+    Metadata: `metadata.csv` or `metadata.jsonl`, a single one or one per split, with `file_name` and `transcription`,
+        as in Hugging Face's audio folders; `train.csv` and so on with such columns; or LJSpeech's `metadata.csv`.
     VCTK: `txt/p225/p225_001.txt` and a folder with sound files.
     Speech Commands: the name of a file's folder is the word.
     LibriSpeech: `{split}/{speaker}/{chapter}/{speaker}-{chapter}.trans.txt` in the folders of the sound files.
     Text files: `x.txt` in the folder of `x.wav`; with several folders, the folder's name is the speaker.
     Names: `{digit}_{speaker}_{index}.wav` (Free Spoken Digit Dataset, in which indices below 5 are the test set), or
-        words joined by `_` (yesno). File names count as words if no file contains text, if all names consist of letters
-        or all of single digits, and if most words occur in several names.
+        words joined by `_` (yesno). File names count as words if no file contains text, each name has words of letters
+        or single digits, and words occur at least twice on average.
 
-    In all layouts but the first two, folders `train*`, `dev*`, `val*` and `test*` are splits. Raises UserError, with
-    file and line, for an unreadable table, and if no layout matches.
+    Folders `train*`, `dev*`, `val*` and `test*` are splits for LibriSpeech, text files, words as names, and metadata
+    other than LJSpeech's. Raises UserError, with file and line, for an unreadable table, and if no layout matches.
     """
     forms = {
         "lines of manifests": _manifests,
@@ -397,6 +397,6 @@ def _split_of_folders(name: str) -> str:
 
 
 def _split_of(name: str) -> str:
-    """Returns the split with which a file's or folder's name begins, as in train-clean-100 (not in valerie), or ""."""
+    """Returns the split with which a file's or folder's name begins: "train" for train-clean-100, "" for valerie."""
     match = _SPLIT.match(name.lower())
     return _SPLITS[match[1]] if match else ""

@@ -43,8 +43,8 @@ def load_corpus(
         contains one archive and no sound files.
     sample_rate: rate in Hz to which all files are resampled; None: the files' most frequent rate or, among equally
         frequent rates, the highest.
-    reading: `on_bad` says whether to drop and count unusable utterances, or to refuse the first. An utterance is
-        unusable without sound, samples or transcript, or if its duration differs from the manifest by more than half.
+    reading: `on_bad` says whether to refuse the first unusable utterance, or to drop and count all. These lack a
+        readable file, samples or a transcript, or their duration differs from the manifest's by more than half.
     progress: shows the progress of decoding.
 
     Raises UserError, with file, line and value, for an invalid corpus, for a recording that is listed twice, and if no
@@ -101,7 +101,7 @@ def read_recordings(path: Path, sample_rate: int, on_bad: OnBad = "drop") -> Cor
 
 
 def _too_loud(names: Sequence[str]) -> dict[str, str]:
-    """Returns a table row about recordings that were scaled down; a run prints the table at its start."""
+    """Returns a row about scaled-down recordings for the table that a run first prints."""
     return (
         {"beyond full scale": f"{len(names)} file{'s' * (len(names) > 1)}, scaled down, such as {names[0]}"}
         if names
@@ -110,7 +110,7 @@ def _too_loud(names: Sequence[str]) -> dict[str, str]:
 
 
 def _read_recording(file: Path, sample_rate: int) -> tuple[np.ndarray, bool]:
-    """Returns a recording, (length,) int16 and not empty, and whether it was scaled down. Raises UnreadableAudio."""
+    """Returns a nonempty recording, (length,) int16, and whether it was scaled down. Raises UnreadableAudio."""
     try:
         samples, rate = decode(read_whole(file, MOST_SOUND), file.name)
     except OSError as error:

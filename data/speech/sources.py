@@ -27,7 +27,7 @@ MANIFESTS = (".json", ".jsonl")
 class Source:
     """Files of a corpus.
 
-    path: the folder or archive. names: sorted names of files that are not hidden, relative to `path`, with "/".
+    path: the folder or archive. names: sorted paths of visible files, relative to `path`, with "/".
     reads_outside: whether `read` accepts files outside `path`, as in folders. left_out: see `opened_lines`. read:
     returns the content of a file by name; raises KeyError for a file that an archive lacks, or one of ARCHIVE_ERRORS.
     """
@@ -51,7 +51,7 @@ class Source:
 
 
 def find(path: Path) -> Path:
-    """Returns the path; for a folder without sound files and manifests, returns the only archive in the folder.
+    """Returns the path or, for a folder with one archive and no sound files or manifests, the archive's path.
 
     Raises UserError if the path does not exist, or if there are several archives.
     """
@@ -108,7 +108,7 @@ def opened(path: Path, cache_dir: Path, left_out: LeftOut) -> Iterator[Source]:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """Returns the names of a folder's files at any depth that are not hidden, including linked files."""
+    """Returns the names of all visible files in a folder, at any depth, including linked files."""
     names = []
     # strings use less memory than Path for many utterances
     for parent, folders, files in os.walk(folder, followlinks=True):

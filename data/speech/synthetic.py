@@ -3,7 +3,7 @@
 A sentence has up to five words in order: a size, a colour, an animal, an action, and a place or time; animal and action
 are always present. A word is a sequence of phones, and a phone is one or two sounds, each with target frequencies of
 three formants and amplitudes of voice and noise. Formants glide between targets, so a sound depends on its neighbours.
-A sawtooth at the pitch of the voice and white noise pass through four resonances (source-filter model: Fant, "Acoustic
+A sawtooth (at the voice's pitch) and white noise pass through four resonances (source-filter model: Fant, "Acoustic
 theory of speech production", 1960). Formants of vowels are the means of male speakers in Peterson and Barney, "Control
 methods used in a study of the vowels", JASA 1952.
 
@@ -55,7 +55,7 @@ def _fricative(f1: float, f2: float, f3: float, noise: float, voice: float = 0.0
 
 
 def _stop(f1: float, f2: float, f3: float, is_voiced: bool) -> tuple[_Sound, ...]:
-    """Returns the sounds of a stop consonant: a closure, with voice or silent, and a burst, stronger if unvoiced."""
+    """Returns the sounds of a stop consonant: a closure (voiced or silent) and a burst (stronger if unvoiced)."""
     if is_voiced:
         return _Sound(f1, f2, f3, 0.15, 0.0, 60), _Sound(f1, f2, f3, 0.3, 0.4, 20)
     return _Sound(f1, f2, f3, 0.0, 0.0, 60), _Sound(f1, f2, f3, 0.0, 0.8, 40)
@@ -196,12 +196,12 @@ def _speak(words: list[str], speaker: _Speaker, rng: np.random.Generator) -> np.
 
 
 def _between(time: np.ndarray, start: np.ndarray, end: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Interpolates at times: value k is constant from start[k] to end[k], then linear: (len(time),) float32."""
+    """Interpolates at times; values[k] holds from start[k] to end[k], then changes linearly: (len(time),) float32."""
     return np.interp(time, np.stack([start, end], axis=1).ravel(), np.repeat(values, 2)).astype(np.float32)
 
 
 def _sawtooth(pitch: float, num_samples: int, rng: np.random.Generator) -> np.ndarray:
-    """Generates the glottal source, (num_samples,), with a pitch that falls by a fifth and varies at random."""
+    """Generates the glottal source, (num_samples,), with a pitch that falls by 18 % and varies at random."""
     knots = np.linspace(1.1, 0.9, 8) + 0.04 * rng.standard_normal(8)
     relative = np.interp(np.arange(num_samples), np.linspace(0, num_samples, len(knots)), knots)
     cycles = np.cumsum(relative) * (pitch / SAMPLE_RATE)

@@ -27,9 +27,9 @@ from trainer.loading.on_device import Movable
 from trainer.loading.order import SampleKeys
 
 MOST_GAP_S = 0.4
-"""Largest silence, in seconds, before, between and after the recordings of a string; drawn uniformly from 0."""
+"""Largest silence, in seconds, before, between and after a string's recordings; each silence is uniform from 0."""
 LEVEL_DB = 3.0
-"""Largest increase or decrease of the loudness of each recording of a string, in dB; drawn uniformly."""
+"""Largest change, up or down, of the loudness of a string's recordings, in dB; each change is uniform."""
 STRING_SNR_DB = (25.0, 40.0)
 """Limits of the signal-to-noise ratio, in dB, of white noise in a string."""
 
@@ -53,7 +53,7 @@ class _OfCorpus(Movable):
         self._noise_tables: Array = noise_tables()
 
     def _recordings(self, which: np.ndarray, factors: np.ndarray) -> Array:
-        """Multiplies recordings `which`, (m,), by factors (m,) on the device: (m, longest) float32, zero-padded."""
+        """Returns recordings `which`, (m,), times factors (m,), on the device: (m, longest) float32, zero-padded."""
         start, length = self.here(np.stack([self.corpus.offsets[which], self._durations[which]]))
         rows = Ragged(start, length, int(self._durations[which].max()))
         return cast(rows.of(self._audio), "float32") * self.here(factors * _FULL_SCALE)[:, None]

@@ -1,6 +1,6 @@
 """Augments the audio of a whole batch on a device; the module `augmentation` augments single recordings on the CPU.
 
-Audio is (B, S) float32, padded with zeros, with an error below -100 dB relative to the CPU. Lengths and other numbers
+Audio is (B, S) float32, padded with zeros; it differs from the CPU's by less than -100 dB. Lengths and other numbers
 per row are arrays (B,) on the CPU, which `here` (`Movable.here`) copies to the device.
 """
 
@@ -75,7 +75,7 @@ def changed(
 def joined(words: Tensor, length: np.ndarray, begin: np.ndarray, shape: tuple[int, int], here: Here) -> Tensor:
     """Joins recordings `words` (m, T) into strings (B, width).
 
-    length: (m,). begin: (m,) int64, ascending, start of each recording in the concatenated strings. shape: (B, width).
+    length: (m,). begin: (m,) int64, ascending, start of each recording in the flattened result. shape: (B, width).
     """
     first, num = here(np.stack([begin, length]))
     position = torch.arange(shape[0] * shape[1], device=words.device)
