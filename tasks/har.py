@@ -233,7 +233,7 @@ _MOST_WINDOWS_OF_RIDGE, _RIDGE_VERSION = 20_000, 1
 
 
 class HarTask(Task):
-    """Task that recognises human activities; each person belongs to only one of training, validation and test set."""
+    """Task that recognises human activities; each person is in only one of the training, validation and test sets."""
 
     Config = HarFlags
     monitor = ("val/accuracy", "max")

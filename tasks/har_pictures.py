@@ -80,7 +80,7 @@ def draw_windows(
 def _draw_verdict(
     draw: ImageDraw.ImageDraw, corner: tuple[float, float], predicted: str, confidence: float, true: str
 ) -> None:
-    """Draws a prediction as two lines of text. The meaning does not depend on colour. corner: upper left corner."""
+    """Draws a prediction as two lines of text. corner: upper left corner."""
     x, y = corner
     is_right = predicted == true
     draw.text((x, y), drawable(predicted), BLUE if is_right else VERMILION, font(MEDIUM))

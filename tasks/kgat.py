@@ -145,7 +145,7 @@ class KgatFlags(FlagGroup):
 
 
 class Explanations:
-    """Finds the graph paths with the highest attention from users to items. attention: (E,), one value per edge."""
+    """Finds paths of highest attention from users to items in the graph. attention: (E,), one value per edge."""
 
     def __init__(self, catalogue: Catalogue, edges: Edges, attention: Tensor) -> None:
         self._catalogue = catalogue
@@ -427,7 +427,7 @@ class KgatTask(RecommenderTask):
     def exported(self, objective: Objective, batch: Batch) -> Exported:
         """Exports a module that maps users to scores of all items; it contains final embeddings, but no graph.
 
-        A simple model is exported as it is: it maps histories of items, numbered from 1, to scores (column 0: padding).
+        A simple model is exported as is; it maps histories of items, numbered from 1, to scores (column 0: padding).
         """
         if isinstance(objective, SimpleObjective):
             inputs = objective.histories(batch["user"])

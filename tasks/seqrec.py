@@ -365,7 +365,7 @@ class SeqrecTask(RecommenderTask):
 
         hr, ndcg and mrr rank the true item among all items; sampled_hr, sampled_ndcg and sampled_mrr rank the true item
         among 100 random items. Tied items share their mean rank. coverage is the share of items that are recommended to
-        at least one user. popularity is the mean share of users with a recommended item in their training history.
+        at least one user. popularity is the mean over recommendations of the share of users with the item in training.
         """
         weight, cutoffs = sums["weight"], self.config.ks
         if "loss" in sums:

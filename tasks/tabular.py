@@ -323,7 +323,7 @@ class TabularTask(Task):
         return tables
 
     def _labelled(self, table: Table) -> Known:
-        """Encodes the rows of a held-out table whose class occurs in --data-dir, and adds notes on other rows."""
+        """Encodes a held-out table's rows with classes that occur in --data-dir, and adds notes on other rows."""
         labels = self._table.labels
         column = named_column(table, labels.name, "--label").with_one_text_a_category()
         values = class_numbers(column, labels.classes)
@@ -428,14 +428,14 @@ class TabularTask(Task):
         return ConsecutiveBatches(self.num_samples(phase), global_batch_size)
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """Returns consecutive synthetic tables with the most cells; all problems from a user's table have one size."""
+        """Returns indices of the largest consecutive synthetic tables; problems from a user's table have one size."""
         tables = self.splits()["train"]
         if isinstance(tables, PriorTables):
             return tables.largest(epoch, count)
         return super().largest_samples(phase, epoch, count)
 
     def collate(self, samples: Any, keys: SampleKeys) -> Batch:
-        """Builds a batch in which the "weight" of a table is its number of query rows, each of which has a loss.
+        """Builds a batch; the "weight" of a table is its number of query rows, over which losses are averaged.
 
         Omits the numbers of valid rows and columns if no table is padded, unless `keys.few_lengths` is set.
         """

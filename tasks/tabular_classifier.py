@@ -54,7 +54,7 @@ class TabularClassifier:
     """Classifies rows of a table by in-context learning, with a network that was trained on synthetic tables.
 
     X: an array (n, m) or a data frame of numbers, strings and booleans; NaN and None are missing values. Strings are
-    treated as categories. y: (n,), classes that can be sorted.
+    categories, except numbers and dates. y: (n,), classes that can be sorted.
 
     Example:
         classifier = TabularClassifier().fit(X, y)
@@ -81,7 +81,7 @@ class TabularClassifier:
     ) -> None:
         """strategy: what `fit` trains: nothing ("none"), all weights ("base") or low-rank adapters ("lora"). Tuned
             weights are kept only if they outperform the initial weights on held-out rows.
-        num_estimators: number of predictions to average. max_context: maximum number of known rows per prediction.
+        num_estimators: number of predictions to average. max_context: maximum number of labelled rows per prediction.
         temperature: divisor of the logits.
         epochs, learning_rate, num_devices: settings of tuning, which starts one process per device if num_devices > 1.
         device: "auto", "cpu" or "cuda". weights: a checkpoint of --task tabular (default: the built-in weights).
@@ -325,7 +325,7 @@ class TabularClassifier:
     def _checked(self, X: Any) -> Table:  # noqa: N803
         """Converts X to a table. Raises ValueError if its number of columns differs from the number in `fit`.
 
-        If only one of both tables has column names, columns are matched by position, as in scikit-learn.
+        If only one of the two tables has column names, columns are matched by position, as in scikit-learn.
         """
         self._require_fitted()
         table = _table(X)
@@ -347,7 +347,7 @@ def _of_sklearn(name: str, otherwise: type[Any]) -> type[Any]:
 
 
 def _table(X: Any) -> Table:  # noqa: N803
-    """Converts X to a table. Raises ValueError or TypeError unless X is a dense, real, two-dimensional array."""
+    """Converts X to a table. Raises ValueError or TypeError unless X is a data frame or a dense, real 2D array."""
     if hasattr(X, "columns"):
         columns = [Column.of_values(str(name), np.asarray(X[name])) for name in X.columns]
         _refuse_shape(len(columns[0].values) if columns else 0, len(columns))

@@ -69,7 +69,7 @@ class ItemLists(Movable):
         return np.append(own, -1)[position] == pairs
 
     def where(self, chosen: np.ndarray) -> "ItemLists":
-        """Returns the lists of all users with only the chosen pairs. chosen: (n,) bool."""
+        """Returns the chosen pairs as lists of all users. chosen: (n,) bool."""
         return ItemLists(np.concatenate([[0], np.cumsum(chosen)])[self.offsets], self.items[chosen])
 
     def joined_with(self, other: "ItemLists") -> "ItemLists":
@@ -87,7 +87,7 @@ class Catalogue:
     relation_names: names of all relations; () if unknown.
     unknown_items: (k,) int64, item ids below num_items that no file contains.
     notes: lines for the user.
-    names: three tuples, with the names of users, items and other entities, or empty if the files contain numbers.
+    names: three tuples with the names of users, items and other entities, empty if the files contain numbers.
     """
 
     num_users: int

@@ -18,7 +18,7 @@ _MOST_DIGITS = 18
 
 
 def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> tuple[np.ndarray, list[str]]:
-    """Reads users in the order of the file, with repetitions, (n,) int64; also returns lines to print.
+    """Returns users in the order of the file, with repetitions, as (n,) int64, and lines to print.
 
     path: text file with one user id per line, as in the training data, optionally below a header such as `user_id`.
     Raises UserError, with file, line and value, for users without training items, unless such users are dropped.

@@ -48,8 +48,8 @@ def load_catalogue(
         compressed; archives are not unpacked to disk. The graph is optional. Repeated entries of a file count once.
     val_share: share of each user's training items to hold out for validation, 0 <= val_share < 1, if there is no
         `valid.txt`. Every user keeps at least one training item.
-    seed: determines, with user and item, the validation items and, without a test file, 20 % of each user's items for
-        the test.
+    seed: determines the validation items and, without a test file, the test items, which are 20 % of each user's
+        items.
     selects_on_test: use the test set for validation too, as in the published code of KGAT; no training item is held
         out, and `valid.txt` is ignored.
     reading: encoding and treatment of bad lines, for tables.
@@ -194,7 +194,7 @@ def _read_kgcn(files: DataFiles, file: DataFile, seed: int) -> Catalogue:
 
 
 def _read_graph(files: DataFiles, num_items: int) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Reads the distinct triples (m, 3) int32, m = 0 without a graph, and the relations' names, () if not listed."""
+    """Reads the distinct triples (m, 3) int32, none without a graph, and the relations' names, none if not listed."""
     file, names = files.find(*_GRAPH_FILES), _read_relation_names(files)
     if file is None:
         return NO_TRIPLES, names

@@ -15,7 +15,7 @@ VAL_STREAM, TEST_STREAM = 0, 2
 def hold_out(
     lists: ItemLists, share: float, seed: int, stream: int, times: np.ndarray | None = None
 ) -> tuple[ItemLists, ItemLists]:
-    """Splits lists into kept items and held-out items, a share 0 <= share < 1 of each user's items.
+    """Splits lists into kept and held-out items. share: fraction of each user's items to hold out, 0 <= share < 1.
 
     The held-out items have the smallest hashes or, given times (n,), are the latest. A fractional number of items is
     rounded up with a probability equal to its fraction, so that users with few items contribute their share. Every user

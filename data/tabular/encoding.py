@@ -50,7 +50,7 @@ class ColumnCode:
         return cls(**values | {"categories": _if_any(tuple, categories), "spelling": spelling})
 
     def encode(self, column: Column) -> np.ndarray:
-        """Encodes a column, (n,) float64, with NaN for missing values, text among numbers and unknown categories."""
+        """Encodes a column as (n,) float64, with NaN for missing values, text among numbers and unknown categories."""
         if self.categories is None:
             numbers = column.as_numbers(column.spelling_like(self.spelling))
             return np.clip((numbers - self.mean) / self.std, -_LARGEST_CODE, _LARGEST_CODE)
@@ -86,7 +86,7 @@ class ColumnCode:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Encoding of a table, which `to_dict` converts to plain values for JSON and checkpoints.
+    """Encoding of a table; `to_dict` converts the encoding to plain values for JSON and checkpoints.
 
     label: name of the column to predict. classes: values of the label column, in the order of class numbers.
     """
@@ -101,7 +101,7 @@ class Encoding:
         return cls(tuple(map(ColumnCode.of, features.columns)), labels.name, labels.classes)
 
     def encode(self, table: Table) -> np.ndarray:
-        """Encodes a table's features, (n, m) float32, NaN where missing.
+        """Encodes a table's features as (n, m) float32, NaN where missing.
 
         table: a table with all columns of the training table, before or after `Column.typed`; their order does not
             matter, and other columns are ignored. Raises UserError if a column is missing.
@@ -112,7 +112,7 @@ class Encoding:
         return np.stack(columns, axis=1).astype(np.float32)
 
     def refuse_label(self, table: Table) -> None:
-        """Raises UserError if a table whose labels are to be predicted has the label column."""
+        """Raises UserError if a table to classify has the label column."""
         if self.label in table.names:
             raise UserError(
                 f"{table.where}: has the column {self.label!r}, which is the label to predict; remove the column"

@@ -19,7 +19,7 @@ _FEWEST_ROWS_PER_CLASS = 2
 _FEWEST_ROWS_PER_NUMBER = 5
 """Minimum average number of rows per distinct number for a column of many whole numbers to count as classes."""
 _MOST_NUMBERS, _MOST_FRACTIONS = 20, 10
-"""A column with at most this number of distinct whole numbers, or numbers with decimals, is never a quantity."""
+"""Largest numbers of distinct whole values, and of other values, with which a column is never a quantity."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Synthetic problems that differ from the pre-training prior, to test how a model generalises.
+"""Synthetic classification problems that differ from the pre-training tables, to test how a model generalises.
 
-The problems are classic toy data with noise columns. Batches have the format of `prior.tables.PriorTables`.
+The problems are classic toy data with noise columns.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ _MOST_FEATURES = 12
 _NOISE = 0.15
 
 Problem = tuple[np.ndarray, np.ndarray]
-"""Relevant columns, (T, d), and labels, (T,)."""
+"""Columns of shape (T, d) and labels of shape (T,), for T rows."""
 
 
 def _blobs(random: Generator, num_rows: int) -> Problem:
-    """Draws a normal cloud of random width around the centre of each class."""
+    """Draws each class from a normal distribution with a random centre and width."""
     num_classes, num_features = random.integers(2, _MOST_CLASSES + 1), random.integers(2, 6)
     labels = random.integers(num_classes, size=num_rows)
     centres = 2 * random.normal(size=(num_classes, num_features))
@@ -45,7 +45,7 @@ def _circles(random: Generator, num_rows: int) -> Problem:
 
 
 def _spirals(random: Generator, num_rows: int) -> Problem:
-    """Draws spiral arms that wind once around the centre, one per class."""
+    """Draws one spiral arm per class, which winds once around the centre."""
     num_classes = random.integers(2, 5)
     labels = random.integers(num_classes, size=num_rows)
     radius = random.uniform(0.2, 2.0, num_rows)
@@ -55,14 +55,14 @@ def _spirals(random: Generator, num_rows: int) -> Problem:
 
 
 def _linear(random: Generator, num_rows: int) -> Problem:
-    """Labels a row by the largest of several noisy linear functions."""
+    """Labels each row with the index of the largest of several noisy linear functions."""
     x = random.normal(size=(num_rows, random.integers(2, 9)))
     scores = x @ random.normal(size=(x.shape[1], random.integers(2, _MOST_CLASSES + 1)))
     return x, (scores + random.uniform(0, 1.5) * random.normal(size=scores.shape)).argmax(axis=1)
 
 
 def _neighbours(random: Generator, num_rows: int) -> Problem:
-    """Labels a row by the nearest of some random points."""
+    """Labels each row with the class of the nearest of several random points."""
     num_classes = random.integers(2, 7)
     x = random.uniform(size=(num_rows, random.integers(2, 5)))
     points = random.uniform(size=(3 * num_classes, x.shape[1]))
@@ -71,7 +71,7 @@ def _neighbours(random: Generator, num_rows: int) -> Problem:
 
 
 def _rules(random: Generator, num_rows: int) -> Problem:
-    """Labels rows of categories by rules on two columns: the first class whose rule is true, else the last class."""
+    """Labels rows of categories with the first class whose rule holds, or the last class. A rule tests two columns."""
     num_classes, num_levels = random.integers(2, 6), random.integers(2, 6, size=6)
     x = random.integers(num_levels, size=(num_rows, 6))
     labels = np.full(num_rows, num_classes - 1)
@@ -83,14 +83,14 @@ def _rules(random: Generator, num_rows: int) -> Problem:
 
 
 def _checkers(random: Generator, num_rows: int) -> Problem:
-    """Labels a point by the colour of its field on a checkerboard."""
+    """Labels each point by the colour of its checkerboard square."""
     x = random.uniform(-1, 1, size=(num_rows, 2))
     fields = np.floor(x * random.uniform(1.0, 1.5)).sum(axis=1)
     return x, fields.astype(np.int64) % 2
 
 
 def _by_shares(random: Generator, scores: np.ndarray) -> np.ndarray:
-    """Splits scores, (T,), into two to four classes of random sizes."""
+    """Divides the range of scores into two to four classes of random sizes; returns labels of shape (T,)."""
     shares = np.cumsum(random.dirichlet(np.full(random.integers(2, 5), 3.0)))[:-1]
     return np.searchsorted(np.quantile(scores, shares), scores)
 
@@ -112,7 +112,7 @@ def _hills(random: Generator, num_rows: int) -> Problem:
 
 
 def _factors(random: Generator, num_rows: int) -> Problem:
-    """Labels rows by three hidden factors; the columns, exponentials of mixtures of the factors, are skewed."""
+    """Labels rows by three hidden factors. The columns are skewed: they are exponentials of mixtures of the factors."""
     factors = random.normal(size=(num_rows, 3))
     noise = 0.3 * random.normal(size=(num_rows, 9))
     x = np.exp((factors @ random.normal(size=(3, 9)) + noise) * random.uniform(0.2, 1.0, 9))
@@ -130,7 +130,7 @@ def _shapes(random: Generator, num_rows: int) -> Problem:
 
 
 def _survey(random: Generator, num_rows: int) -> Problem:
-    """Draws numbers with saturating effects and categories of many levels, whose sum gives the odds of two classes."""
+    """Labels rows with two classes, whose log-odds add up saturating effects of numbers and effects of categories."""
     numbers = np.exp(random.normal(size=(num_rows, 4)))
     levels = random.integers(2, 30, size=4)
     categories = np.floor(levels * random.uniform(size=(num_rows, 4)) ** 2).astype(int)
@@ -159,9 +159,9 @@ FAMILIES: tuple[Callable[[Generator, int], Problem], ...] = (
 
 
 class OtherTables:
-    """Data set of synthetic tables, each a function of (seed, index); the families of problems alternate.
+    """Data set of synthetic tables. Table i is a function of (seed, i), and belongs to family i % len(FAMILIES).
 
-    num_context, num_queries: numbers of rows per table. most_classes: largest number of classes per table; further
+    num_context, num_queries: numbers of rows per table. most_classes: largest number of classes per table; excess
     classes are merged. Batches have the format of `PriorTables`. The context contains every class of the queries.
     """
 
@@ -198,7 +198,7 @@ class OtherTables:
         }
 
     def _table(self, index: int) -> Problem:
-        """Returns columns, (T, m), in random order and scale, and labels, (T,); up to half of the columns are noise."""
+        """Returns shuffled, randomly scaled columns (T, m), of which at most half are noise, and labels (T,)."""
         random = np.random.default_rng([self._seed, index])
         num_rows = self._num_context + self._num_queries
         x, labels = FAMILIES[index % len(FAMILIES)](random, num_rows)

@@ -12,8 +12,8 @@ _STREAM = 7
 class Rows:
     """Data set of rows to classify.
 
-    A batch is {"row": (B, m) float32, "num_context": (B,) int64, the number of context rows that the model uses,
-    "label": (B,) int64, if labels are known}.
+    A batch contains "row", (B, m) float32; "num_context", (B,) int64, the number of context rows that the model uses;
+    and, if labels are known, "label", (B,) int64.
     """
 
     def __init__(self, features: np.ndarray, labels: np.ndarray | None, num_context: int) -> None:
@@ -33,8 +33,8 @@ class Rows:
 class Episodes:
     """Data set of problems whose context and query rows are sampled from one table.
 
-    Each problem permutes columns and classes, because a model must not learn their order. If the table has more than
-    max_classes classes, classes are merged at random.
+    In each problem, columns and classes are permuted, so that a model cannot learn their order. If the table has more
+    than max_classes classes, classes are merged at random.
 
     A batch is {"context": (B, N, m) float32, "queries": (B, Q, m) float32, "labels": (B, N) int64, "targets": (B, Q)
     int64, -1 for a class that is absent from the context, "num_classes": (B,) int64}.

@@ -31,10 +31,10 @@ def read_table(path: Path, flag: str = "--data-dir", reading: Reading = STRICT) 
         A CSV with a header, JSON lines, or parquet: plain, compressed, or as the only file of an archive. A CSV has
         columns separated by commas, semicolons (then 1,234 has a decimal comma), tabs, | or blanks. Quotes and spaces
         around a value are removed.
-        A .npz file with X, (n, m), numbers or strings, and optionally with y, (n,), which becomes the column y, and
-        with names, (m,), the names of the columns of X.
-        A folder or archive with tables for training, test and perhaps validation: with flag --data-dir the training
-        table is read, with another flag the test table.
+        A .npz file with X of shape (n, m), numbers or strings; optionally y of shape (n,), which becomes the column y;
+        and optionally names of shape (m,), the names of the columns of X.
+        A folder or archive with tables for training, test and perhaps validation. The flag --data-dir reads the
+        training table, another flag the test table.
     flag: the flag that gave the path, for messages. reading: how to read lines.
 
     Raises UserError, with file and line, for unreadable contents.
@@ -83,7 +83,7 @@ def _read_csv(file: DataFile, reading: Reading) -> Table:
 
 
 def _as_the_file_shows(columns: Sequence[Column], decimal_comma: bool) -> tuple[Column, ...]:
-    """Sets the likely decimal sign of columns that show no sign to the sign that the file's other columns show."""
+    """Copies the decimal sign that some columns show to `likely` of the columns that show none."""
     readings = [column.reading.spelling for column in columns]
     shown = [
         bool(spelling and spelling.is_shown_by(c.distinct_texts)) for c, spelling in zip(columns, readings, strict=True)

@@ -1,6 +1,6 @@
 """Scores of predicted class probabilities.
 
-All functions take labels, (n,) int64 with n >= 1, and probabilities, (n, C), with rows that sum to 1.
+All functions take int64 labels of shape (n,), n >= 1, and probabilities of shape (n, C), with rows that sum to 1.
 """
 
 import numpy as np

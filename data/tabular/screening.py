@@ -14,7 +14,7 @@ from data.tabular.table import LARGEST_NUMBER, Column, Table
 from trainer.common.errors import UserError
 
 _FEWEST_ROWS = 10
-"""Minimum number of rows for detecting ids and leaks; in fewer rows they may be chance."""
+"""Minimum number of rows for detecting ids and leaks; in fewer rows they may arise by chance."""
 _MOST_DISTINCT = 0.95
 """Share of distinct values above which a column of strings counts as row names."""
 _ID_NAME = re.compile(r"(?i:(.*[\W_])?(id|uuid|guid))|.*[a-z]I[dD]")
@@ -60,9 +60,9 @@ class LabelledTable:
 
 
 def labelled_table(table: Table, label: str, drop: Mapping[str, str] = _NOTHING) -> LabelledTable:
-    """Splits a table, as read, into features and labels.
+    """Splits a table into features and labels.
 
-    label: name of the column to predict. drop: names of columns to exclude, each with the flag that names it.
+    label: name of the column to predict. drop: maps each column to exclude to the flag that names it.
 
     Raises UserError if a column does not exist, there are fewer than two classes, or no feature remains.
     """
@@ -111,7 +111,7 @@ def screened(table: Table, labels: Labels, rows: np.ndarray) -> tuple[Table, lis
 def _why_useless(raw: Column, whole: Column, column: Column) -> str | None:
     """Explains why a column cannot be used; returns None if it can.
 
-    whole: the typed column. column: the rows of the typed column to learn from.
+    whole: the typed column. column: its rows to learn from.
     """
     if len(column.distinct) == 0:
         return EMPTY if raw.is_missing.all() or not whole.is_missing.all() else TOO_LARGE

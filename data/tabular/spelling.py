@@ -26,7 +26,7 @@ _MARKS = frozenset(text.lower() for text in MISSING) | frozenset(
 )
 """Lower-case strings that mark a missing value among numbers; in other columns, most of them are categories."""
 _MOST_CATEGORIES = 10
-"""A single word beside at most this number of distinct numbers is a category; otherwise it marks missing values."""
+"""In a column with at most this number of distinct numbers, a single word is a category, not a missing value."""
 _LONGEST_NUMBER = 64
 """Maximum number of characters of a number; limits the time of matching, which may grow quadratically."""
 _FEWEST_GROUPED = 5
@@ -69,7 +69,7 @@ class Spelling:
     """Format of a column's numbers.
 
     decimal: the decimal sign, "." or ","; the other sign, blanks and apostrophes may separate thousands.
-    head, tail: unit before or after every number. k or K, M and B are no units: they multiply by 1e3, 1e6 and 1e9.
+    head, tail: unit before or after every number. k, K, M and B are not units, but factors of 1e3, 1e3, 1e6 and 1e9.
     """
 
     decimal: str = "."
@@ -77,7 +77,7 @@ class Spelling:
     tail: str = ""
 
     def number(self, text: str) -> float:
-        """Parses a string; returns NaN if it is no number in this format, and infinity if float64 overflows."""
+        """Parses a string; returns NaN if it is not a number in this format, and infinity if float64 overflows."""
         if self == PLAIN and is_plain(text):
             return float(text)
         cell = _cell(text)
@@ -103,7 +103,7 @@ UNKNOWN = Likely()
 
 
 class Reading(NamedTuple):
-    """Result of `reading_of`: the format of a column's numbers, None for categories, and a doubt.
+    """Result of `reading_of`. spelling: format of a column's numbers, or None for categories.
 
     doubt: the reason why a column is not numeric although most of its cells look like numbers.
     """
@@ -115,8 +115,8 @@ class Reading(NamedTuple):
 def reading_of(texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOWN) -> Reading:
     """Detects whether a column contains numbers, and their format.
 
-    The decimal sign is a point or a comma, whichever makes more rows numbers. A column is numeric if nearly all rows
-    are numbers, or if all other rows mark missing values, for example by a single word beside many numbers.
+    The decimal sign is the one (point or comma) with which more rows are numbers. A column is numeric if nearly all
+    rows are numbers, or if all other rows mark missing values, for example by a single word among many numbers.
 
     texts: distinct strings of the column, none in `MISSING`. counts: (len(texts),), number of rows with each string.
     likely: the decimal sign to assume if no row shows it.
@@ -151,7 +151,7 @@ def reading_of(texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOW
 
 
 def spelling_like(trained: Spelling, texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOWN) -> Spelling:
-    """Detects the number format of new rows: training's unit, and training's decimal sign unless rows show another.
+    """Detects the number format of new rows: as in training, unless the rows show another decimal sign.
 
     texts, counts, likely: as for `reading_of`.
     """
@@ -176,7 +176,7 @@ def is_plain(text: str) -> bool:
 class Meaning:
     """Equivalence of a category's spellings, such as yes and YES, or 1 and 1.0 if all numbers are whole.
 
-    Case matters for other words, and for single letters except in a column of only Y and N, or T and F.
+    Case matters for other words, including single letters unless a column has only Y and N, or only T and F.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -239,7 +239,7 @@ def _signs(cells: Sequence[_Cell | None], likely: Likely) -> tuple[str, str]:
 
 
 def _is_of_thousands(sign: str, digits: Sequence[str]) -> bool:
-    """Returns whether a sign groups the digits of all numbers above 999 by thousands, and of enough such numbers."""
+    """Returns whether enough numbers exceed 999, and the sign groups the digits of all of them by thousands."""
     small = [text for text in digits if text.isdigit() and len(text) <= 3]
     grouped = [text for text in digits if _GROUPED[sign].fullmatch(text)]
     return len(grouped) >= _FEWEST_GROUPED and bool(small) and len(small) + len(grouped) == len(digits)
@@ -248,13 +248,13 @@ def _is_of_thousands(sign: str, digits: Sequence[str]) -> bool:
 def _most_read(
     cells: Sequence[_Cell | None], unit: tuple[str, str], counts: np.ndarray, signs: tuple[str, str]
 ) -> tuple[str, str]:
-    """Returns both decimal signs, first the sign with which more rows are numbers; ties keep their order."""
+    """Returns both decimal signs, first the sign with which more rows are numbers; a tie keeps the order of `signs`."""
     first, second = (counts[~np.isnan(_numbers(cells, unit, sign))].sum() for sign in signs)
     return signs if first >= second else signs[::-1]
 
 
 def _numbers(cells: Sequence[_Cell | None], unit: tuple[str, str], decimal: str) -> np.ndarray:
-    """Returns the numbers of cells, (len(cells),), and NaN for cells that do not have this unit and decimal sign."""
+    """Returns the number in each cell, NaN if the cell is no number with this unit and decimal sign: (len(cells),)."""
     return np.array([cell.numbers[decimal] if cell and cell.unit == unit else np.nan for cell in cells])
 
 
@@ -265,9 +265,9 @@ def _are_nearly_all(fits: np.ndarray, counts: np.ndarray) -> bool:
 def _doubt(texts: Sequence[str], counts: np.ndarray, numbers: np.ndarray, rival: np.ndarray, likely: Likely) -> str:
     """Explains why the chosen decimal sign may be wrong; returns "" if the sign is not in doubt.
 
-    The decimal sign matters if the other sign (rival) gives different numbers. The sign is in doubt unless nearly all
-    rows that allow only one sign allow the chosen sign. If every row allows both signs, the sign is in doubt only for
-    numbers such as 1500 beside 1,234 in a file that does not show the sign elsewhere.
+    numbers, rival: values with the chosen and with the other sign; if they never differ, there is no doubt. If some
+    rows are numbers with only one sign, nearly all of them must be numbers with the chosen sign. Otherwise the sign is
+    in doubt only if, for example, 1500 occurs beside 1,234, and the file does not show the sign elsewhere.
     """
     is_read, is_rival = ~np.isnan(numbers), ~np.isnan(rival)
     is_other, is_shown = is_read & is_rival & (numbers != rival), is_read != is_rival

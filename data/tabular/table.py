@@ -58,7 +58,7 @@ class Column:
 
     @classmethod
     def of_codes(cls, name: str, codes: np.ndarray, texts: Iterable[str]) -> "Column":
-        """Builds a column from indices, (n,) integers, into texts, which may contain duplicates."""
+        """Builds a column from integer indices (n,) into texts, which may contain duplicates."""
         stripped = [text.strip() for text in texts]
         present = tuple(sorted(set(stripped) - MISSING))
         place = {text: float(i) for i, text in enumerate(present)}
@@ -66,7 +66,7 @@ class Column:
 
     @classmethod
     def of_values(cls, name: str, values: np.ndarray) -> "Column":
-        """Builds a column from an array, (n,), of numbers or of other values; other values are converted to strings.
+        """Builds a column from an array of shape (n,); values other than numbers are converted to strings.
 
         Booleans give the same column in a boolean array and in an object array with missing values.
         """
@@ -90,7 +90,7 @@ class Column:
 
     @property
     def distinct_texts(self) -> list[str]:
-        """Returns the distinct values as strings, with whole numbers as 3, not 3.0."""
+        """Returns the distinct values as strings, with whole numbers written as 3, not 3.0."""
         if self.texts is None:
             return [number_text(value) for value in self.distinct.tolist()]
         return [self.texts[int(code)] for code in self.distinct]
@@ -192,7 +192,7 @@ class Table:
         return len(self.columns[0].values)
 
     def column(self, name: str) -> Column | None:
-        """Returns the column, or the feature of a date column, with this name; None if there is none."""
+        """Returns the column or date feature with this name; None if neither exists."""
         base, _, part = name.rpartition(" (")
         for column in self.columns:
             if column.name == name:
@@ -211,7 +211,7 @@ class Table:
 
 
 def table_of_array(values: np.ndarray, names: Sequence[str], where: str) -> Table:
-    """Builds a table from values, (n, m), of any type, with a column for each name."""
+    """Builds a table from values of shape (n, m) and any type, with one name per column."""
     return Table(where, tuple(Column.of_values(name, values[:, i]) for i, name in enumerate(names)))
 
 
@@ -221,7 +221,7 @@ def number_text(value: float) -> str:
 
 
 def _text(value: object) -> str:
-    """Formats an element of an array as a string, which is equal for 1 and 1.0."""
+    """Formats an element of an array as a string; 1 and 1.0 give equal strings."""
     if isinstance(value, float):
         return number_text(float(value))
     return "" if value is None else str(value)

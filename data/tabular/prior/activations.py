@@ -53,7 +53,7 @@ FUNCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
 _STEEPNESS = 0.7
 """Standard deviation of the logarithm of a function's input scale; small, because several steep layers yield noise."""
 _NUM_FOURIER = 10
-"""How many times as probable a random Fourier series is as any other function (TabICL, arXiv 2502.05564)."""
+"""Probability of a random Fourier series relative to any other function (TabICL, arXiv 2502.05564)."""
 
 
 def draw_activations(random: TableRandom, num_layers: int) -> Tensor:

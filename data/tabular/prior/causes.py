@@ -12,11 +12,11 @@ _NUM_FACTORS = 4
 def draw_causes(random: TableRandom, num_causes: int, num_rows: int) -> tuple[Tensor, Tensor]:
     """Returns inputs of the causal model, and the columns that a table can show, (G, num_causes, num_rows) each.
 
-    For a category, the column contains codes, and the input of the causal model is an effect drawn for each code.
+    For a category, the column contains codes, and the input of the causal model is a number that depends on the code.
     """
     z = _correlated(random, random.normal(num_causes, num_rows))
     uniform = torch.special.ndtr(z)
-    # Below 1/4 the column is normal, below 1/2 uniform, and else categorical. Some tables have numeric columns only.
+    # Below 1/4 the column is normal, below 1/2 uniform, else categorical. Some tables have numeric columns only.
     column = torch.where(random.chance(0.4, 1), random.between(0, 0.35, 1), random.uniform(num_causes))[..., None]
     levels = random.integer(2, _MOST_LEVELS, num_causes, 1)
     # With skew, the distribution of categories is not uniform.
@@ -33,7 +33,7 @@ def draw_causes(random: TableRandom, num_causes: int, num_rows: int) -> tuple[Te
 
 
 def _correlated(random: TableRandom, z: Tensor) -> Tensor:
-    """Correlates the columns of half of the tables by a few hidden factors; each column remains standard normal."""
+    """Correlates causes in half of the tables through a few hidden factors; each cause remains standard normal."""
     num_causes, num_rows = z.shape[1:]
     loadings = random.normal(num_causes, _NUM_FACTORS) * random.chance(0.5, 1, 1)
     total = (1 + loadings.square().sum(2, keepdim=True)).rsqrt()

@@ -16,10 +16,10 @@ _MOST_DEVIATIONS = 4.0
 
 
 def draw_columns(random: TableRandom, settings: PriorSettings, units: Tensor) -> Tensor:
-    """Converts units, (G, m, T), to columns, (G, m, T), with NaN for missing values.
+    """Converts units to columns, both of shape (G, m, T), with NaN for missing values.
 
-    A random share of a table's columns is heavy-tailed, clipped from below, rounded, categorical, unrelated to the
-    other columns, constant, or has missing values.
+    Random shares of a table's columns are heavy-tailed, clipped from below, rounded, categorical, unrelated to the
+    other columns, constant, or have missing values.
     """
     num_features = units.shape[1]
     shares = torch.tensor([0.25, 0.15, 0.25, settings.categorical_share, 0.25, 0.03, settings.missing_share])
@@ -82,7 +82,7 @@ def _rolled(random: TableRandom, x: Tensor) -> Tensor:
 
 
 def _missing(random: TableRandom, x: Tensor, may: Tensor, version: int) -> Tensor:
-    """Chooses missing cells, (G, m, T) bool, at random or only in rows where the value exceeds a random value.
+    """Chooses missing cells, (G, m, T) bool, at random, or only where the value exceeds the value in a random row.
 
     In version 2 of the prior, the deciding value may be from another column. may: columns that may have missing cells.
     """

@@ -28,7 +28,7 @@ _TINY = 1e-6
 
 
 class _Habits:
-    """Random choices for one table, in which repeated choices of one kind resemble each other."""
+    """Random choices for one table; repeated choices of the same kind resemble each other."""
 
     def __init__(self, random: Generator) -> None:
         self.random = random
@@ -36,7 +36,7 @@ class _Habits:
         self._functions = random.dirichlet(np.full(len(_FUNCTIONS), 0.4))
 
     def share(self, kind: str) -> float:
-        """Draws a number from 0 to 1 from a beta distribution, which is itself drawn once for each kind of choice."""
+        """Draws a number in [0, 1] from a beta distribution, whose parameters are drawn once per kind of choice."""
         if kind not in self._means:
             mean, strength = self.random.uniform(0.05, 0.95), math.exp(self.random.uniform(math.log(0.5), math.log(50)))
             self._means[kind] = strength * mean, strength * (1 - mean)
@@ -69,7 +69,7 @@ class _Habits:
 
 
 _Function = Callable[[_Habits, np.ndarray, int], np.ndarray]
-"""Function that maps (habits, inputs, width) to values, (T, width), for inputs, (T, d)."""
+"""Function that maps (habits, inputs (T, d), width) to values (T, width)."""
 
 
 def draw_graph(seed: int, number: int, attempt: int, num_columns: int, num_classes: int, num_rows: int) -> np.ndarray:
@@ -106,7 +106,7 @@ def _edges(random: Generator, num_nodes: int) -> list[np.ndarray]:
 
 
 def _node(habits: _Habits, parents: list[np.ndarray], width: int, num_rows: int) -> np.ndarray:
-    """Computes a node: random causes without parents, else a function of all parents or a combination of functions."""
+    """Computes a node from its parents by one function or a combination of functions; without parents, draws causes."""
     if not parents:
         return _root(habits, width, num_rows)
     if len(parents) == 1 or habits.share("together") < 0.5:

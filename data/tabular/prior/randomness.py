@@ -11,7 +11,7 @@ from trainer.loading.counter_random import random_bits, uniform
 SHAPE_STREAM, KIND_STREAM, _SEED_STREAM, _FIRST_STREAM = range(4)
 """Streams of `counter_random` for different purposes; streams from _FIRST_STREAM on are for uniform numbers."""
 _CHUNK = 1024
-"""How many numbers are drawn at a time for small requests, because a call takes as long as hundreds of numbers."""
+"""Number of values drawn at a time for small requests, because a call takes as long as hundreds of values."""
 _MOST_POOLS = 16
 _GRANULE = 16
 
@@ -21,7 +21,7 @@ Bound = float | Tensor
 class TableRandom:
     """Random numbers for a batch of tables.
 
-    Row i of a result depends only on (seed, numbers[i], attempt) and on all earlier draws. Uniform numbers
+    Row i of a result depends only on (seed, numbers[i], attempt) and on the preceding calls. Uniform numbers
     are hashed counters. Normal numbers come from a generator that is reseeded for each table.
 
     numbers: (G,) int64, identifies the tables. attempt: changes all random numbers.

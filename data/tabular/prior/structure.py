@@ -34,7 +34,7 @@ def most_causes(num_features: int) -> int:
 
 @dataclass(frozen=True)
 class Structure:
-    """Structures of G tables, sorted: networks before trees, and within both kinds deeper models first.
+    """Structures of G tables, sorted: networks before trees, and within each kind deeper models first.
 
     num_causes: (G, 1), number of causes. num_units: (G, 1), number of units per layer. depth: (G, 1), number of layers.
     is_tree: (G, 1), whether units are sums of trees rather than weighted sums of a network.
@@ -57,7 +57,7 @@ class Structure:
 
 
 def draw_kinds(seed: int, numbers: np.ndarray, attempt: int, tree_share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Draws is_tree, (G,) bool, and depth, (G,) int64, for tables in the order of numbers, (G,).
+    """Draws is_tree (bool) and depth (int64) of the tables with the given numbers; all have shape (G,).
 
     Half of the networks have one layer, because targets after many random layers are rarely predictable.
     """
@@ -67,7 +67,7 @@ def draw_kinds(seed: int, numbers: np.ndarray, attempt: int, tree_share: float) 
 
 
 def draw_structure(random: TableRandom, is_tree: Tensor, depth: Tensor, num_features: int) -> Structure:
-    """Draws the structures of tables with given is_tree and depth, (G, 1) each, sorted as in `Structure`."""
+    """Draws structures, given is_tree and depth of shape (G, 1), which must be sorted as in `Structure`."""
     width = width_of(num_features)
     is_causal = random.chance(0.5, 1)
     fewest = torch.where(is_causal, -(-(num_features + NUM_CLASS_UNITS) // depth), 4).clamp(min=4)

@@ -1,4 +1,4 @@
-"""Data set of synthetic classification tables, each a function of the settings, a seed and a number."""
+"""Data set of synthetic classification tables, each determined by the settings, a seed and its number."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ class PriorTables:
         return parts[0] if len(parts) == 1 else _padded(parts, places)
 
     def largest(self, epoch: int, count: int) -> np.ndarray:
-        """Returns the indices, (count,), of consecutive samples of an epoch whose padded batch has the most cells."""
+        """Returns the indices (count,) of those consecutive samples of an epoch that form the largest padded batch."""
         shapes, shape_of_table = self._shapes(self._numbers(np.arange(self._num_tables), epoch))
         count = min(count, self._num_tables)
         windows = sliding_window_view(np.array(shapes)[shape_of_table], count, axis=0)
@@ -117,7 +117,7 @@ def _attempt(
 
 
 _Units = tuple[np.ndarray, TableRandom, torch.Tensor, torch.Tensor]
-"""Order of tables, (G,), their random numbers, units of columns, (G, m, T), and units of classes, (G, U, T)."""
+"""Order of tables (G,); their random numbers; units of columns (G, m, T); and units of classes (G, U, T)."""
 
 
 def _draw_layers(

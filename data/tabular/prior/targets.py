@@ -14,9 +14,9 @@ _MOST_PROTOTYPES = 32
 
 
 def draw_labels(random: TableRandom, units: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Returns labels, (G, T) int64, and numbers of classes, (G,), derived from units, (G, U, T).
+    """Derives labels of shape (G, T) and numbers of classes of shape (G,) from units of shape (G, U, T).
 
-    A class is an interval of the first unit, the index of the largest unit, or the region around one to three rows.
+    Classes are intervals of the first unit, indices of the largest unit, or regions around one to three rows each.
     Class numbers are shuffled, except in some tables. Some tables have wrong labels. A table may have a single class.
     """
     num_classes = torch.where(random.chance(0.5, 1), 2, random.integer(2, most, 1))
@@ -85,13 +85,13 @@ def _quantiles(random: TableRandom, in_order: Tensor, num_classes: Tensor, most:
 
 
 def _largest(units: Tensor, offsets: Tensor, num_classes: Tensor) -> Tensor:
-    """Returns the index of the largest of the first num_classes units, (G, U, T), plus offsets, (G, U): (G, T)."""
+    """Returns the index of the largest sum of the first num_classes units, (G, U, T), and offsets, (G, U): (G, T)."""
     offsets = offsets.masked_fill(torch.arange(units.shape[1]) >= num_classes, float("-inf"))
     return (units + offsets[..., None]).argmax(1)
 
 
 def _nearest(units: Tensor, rows: Tensor, num_prototypes: Tensor) -> Tensor:
-    """Returns the index of the nearest of the first num_prototypes, (G, 1), of rows, (G, _MOST_PROTOTYPES): (G, T)."""
+    """Returns the index of each row's nearest prototype: (G, T). The first num_prototypes `rows` are prototypes."""
     prototypes = units.gather(2, rows[:, None, :].expand(-1, units.shape[1], -1)).transpose(1, 2).contiguous()
     closeness = products(prototypes, units) - prototypes.square().sum(2, keepdim=True) / 2
     is_used = torch.arange(_MOST_PROTOTYPES)[:, None] < num_prototypes[..., None]
@@ -107,7 +107,7 @@ def _with_errors(random: TableRandom, labels: Tensor) -> Tensor:
 
 
 def _dense(labels: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Renumbers the classes that occur, in order; returns labels, (G, T), and numbers of classes, (G,)."""
+    """Renumbers the classes that occur, in order; returns labels (G, T) and numbers of classes (G,)."""
     occurs = torch.zeros(len(labels), most, dtype=torch.int64).scatter_(1, labels, 1)
     return (occurs.cumsum(1) - 1).gather(1, labels), occurs.sum(1)
 

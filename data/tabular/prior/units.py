@@ -28,7 +28,7 @@ def standardise(x: Tensor) -> Tensor:
 
 
 def taken(x: Tensor, numbers: Tensor) -> Tensor:
-    """Selects units of x, (G, U, T), by numbers, (G, n): (G, n, T)."""
+    """Selects units of x (G, U, T) by their numbers (G, n), and returns (G, n, T)."""
     first = torch.arange(0, x.shape[0] * x.shape[1], x.shape[1])[:, None]
     return x.reshape(-1, x.shape[2]).index_select(0, (numbers + first).flatten()).view(*numbers.shape, x.shape[2])
 
@@ -52,7 +52,7 @@ def draw_units(random: TableRandom, structure: Structure, causes: Tensor, width:
 def _noise(random: TableRandom, width: int, num_rows: int) -> Tensor:
     """Draws noise for the units of all layers: (G, NUM_LAYERS, width, T).
 
-    The noise of each unit is a different slice of one random sequence. Noise is independent within a row. Rows reuse
+    The noise of each unit is a different slice of one random sequence. Noise is independent within a row. Rows share
     numbers, which cannot be detected because the order of rows is random.
     """
     num_windows = NUM_LAYERS * width
@@ -61,7 +61,7 @@ def _noise(random: TableRandom, width: int, num_rows: int) -> Tensor:
 
 
 def _add_network(random: TableRandom, structure: Structure, blocks: Tensor, noise: Tensor) -> None:
-    """Fills the blocks, (G, NUM_LAYERS + 1, width, T), of a network's layers: activations, weighted sums, noise."""
+    """Fills blocks (G, NUM_LAYERS + 1, width, T) with network layers: activation, weighted sum and noise."""
     weights = _weights(random, structure, blocks.shape[2])
     functions = draw_activations(random, NUM_LAYERS - 1)
     x = blocks[:, 0]
@@ -75,7 +75,7 @@ def _add_network(random: TableRandom, structure: Structure, blocks: Tensor, nois
 
 
 def _weights(random: TableRandom, structure: Structure, width: int) -> Tensor:
-    """Draws weights, (G, NUM_LAYERS, width, width); the last dimension is the input.
+    """Draws weights (G, NUM_LAYERS, width, width); the last dimension indexes inputs.
 
     In half of the tables, weights between different groups of units are 0; in the other half, small weights are 0. A
     unit's weight vector has norm 1, so the unit's values, without noise, have a variance of about 1.
