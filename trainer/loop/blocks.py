@@ -34,7 +34,7 @@ BACKEND = "inductor"
 _NO_GRADIENT_OF_GRADIENTS = ("donated buffer", "does not currently support double backward")
 """Fragments of PyTorch's error messages about second derivatives of compiled code."""
 _MOST_VERSIONS = 64
-"""Maximum number of compiled versions of a function, shared by all blocks; PyTorch runs further versions eagerly."""
+"""Maximum number of compiled versions per function, counted over all blocks; PyTorch runs further versions eagerly."""
 
 
 def prepare_blocks(flags: BlockFlags, task: Task, objective: Objective) -> None:
@@ -51,7 +51,7 @@ def prepare_blocks(flags: BlockFlags, task: Task, objective: Objective) -> None:
         compile_units(blocks or [objective])
 
 
-# --- activation checkpointing-------------------------------------------------------------------------------------
+# --- activation checkpointing -------------------------------------------------------------------------------------
 
 
 def recompute(blocks: Sequence[nn.Module]) -> None:
@@ -69,7 +69,7 @@ def recompute(blocks: Sequence[nn.Module]) -> None:
 def settle_recomputed(objective: nn.Module, changes: Iterable[Change]) -> None:
     """Makes each recomputed block copy only the buffers and attributes that its forward changes.
 
-    changes: changes that trial forwards of the objective made. Raises UserError if a change cannot be undone.
+    changes: made by trial forwards of the objective. Raises UserError if a block's change cannot be undone.
     """
     changes = list(changes)
     for prefix, block in objective.named_modules():
@@ -116,7 +116,7 @@ def _contexts(block: _Recomputed) -> tuple[AbstractContextManager[None], Abstrac
 
 
 class _AsFound(AbstractContextManager[None]):
-    """Context in which a block has copies of the buffers and attributes that it had when the object was created.
+    """Context that gives a block copies of the buffers and attributes it had at the context's creation.
 
     The block works on copies, so that the backward can still read the original tensors. The context can be entered
     several times, because with second derivatives each backward recomputes the block.
@@ -132,7 +132,7 @@ class _AsFound(AbstractContextManager[None]):
             modules = dict(block.named_modules()) if changing else {}
             entries = [(modules[path], name) for path, name in changing]
             self._found = State((m._buffers if name in m._buffers else m.__dict__, name) for m, name in entries)
-            # Also detects changes of other entries: the copy keeps a replaced value, a write raises the version.
+            # Reveals changes of other entries: copies keep replaced values, and writes to a tensor raise its version.
             owners = [owner for _, each in named_modules(block) for owner in (vars(each), each._buffers) if owner]
             self._held = [(owner, owner.copy()) for owner in owners]
         self._versions = [
@@ -195,7 +195,7 @@ def compile_units(units: Sequence[nn.Module]) -> None:
 
 @contextmanager
 def refusing_compilation() -> Iterator[None]:
-    """Converts errors of `torch.compile` in the first calls of compiled modules to UserError."""
+    """Context that raises UserError for compilation errors and for second derivatives of compiled code."""
     compiler_error = set_up_compiler(_MOST_VERSIONS)
     try:
         yield

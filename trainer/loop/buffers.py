@@ -25,7 +25,7 @@ from trainer.parallel.strategy import Strategy
 
 
 class Buffers:
-    """Synchronises state that forwards change, such as running statistics, after each step, or restores it.
+    """Synchronises running statistics and other state that forwards change; undoes the changes of skipped steps.
 
     A forward updates running statistics before the gradients are known to be finite, and a NaN in the statistics would
     be permanent. After each step the statistics are equal on all processes, so a checkpoint can follow any step.
@@ -36,7 +36,7 @@ class Buffers:
     def __init__(self, model: nn.Module) -> None:
         norms = [module for module in model.modules() if getattr(module, "track_running_stats", False)]
         buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
-        # One flat tensor for each kind, because on a GPU every copy of a small tensor costs a kernel launch.
+        # One flat tensor each for statistics and counters, because on a GPU every copy costs a kernel launch.
         self._statistics = FlatTensors([buffer for buffer in buffers if buffer.is_floating_point()])
         counters = FlatTensors([buffer for buffer in buffers if not buffer.is_floating_point()])
         self._kinds = [kind for kind in (self._statistics, counters) if kind]
@@ -59,7 +59,7 @@ class Buffers:
         self.forward_state.keep()
 
     def of_samples(self, num_samples: int) -> AbstractContextManager[None]:
-        """Returns a context for forward and backward; if num_samples is 0, it restores running statistics on exit.
+        """Returns a context for forward and backward that restores running statistics on exit if num_samples is 0.
 
         Counters such as `num_batches_tracked` always advance, so that they are equal on all processes.
         """
@@ -83,7 +83,7 @@ class Buffers:
         """
         if group.world_size == 1 or not self._statistics:
             return
-        before = self._before_placeholder  # not None if the last micro-batch has no samples
+        before = self._before_placeholder  # set if the last micro-batch has no samples
         changes = (self._statistics.flattened() if before is None else before) - self._statistics.kept
         flat = torch.cat([changes, torch.ones_like(changes[:1])]) * self._num_samples
         self._pending = flat, group.start_sum_in_place(flat)
@@ -149,7 +149,7 @@ class FlatTensors:
         torch.cat(self._flat, out=self.kept)
 
     def set(self, values: Tensor) -> None:
-        """Copies the values of a flat tensor to the tensors."""
+        """Copies a flat tensor's values to the individual tensors."""
         # `.data` hides the writes from autograd, which is safe because the backward does not read the statistics
         foreach_copy_([flat.data for flat in self._flat], values.split(self._sizes))
 
@@ -164,8 +164,8 @@ class ForwardState:
     `learn` registers three kinds of state that a trial forward has changed.
 
     Shared buffers are persistent or changed in place. Each process updates its shared buffers with its own samples.
-    After the step all processes copy rank 0's buffers, as in DistributedDataParallel. Saving and evaluating copy them
-    too, which then changes nothing.
+    After the step all processes copy rank 0's buffers, as in DistributedDataParallel. Saving and evaluation repeat
+    the copy, without effect.
 
     Local buffers, such as masks, are non-persistent, and forwards replace them. They may differ between processes.
 
@@ -185,7 +185,7 @@ class ForwardState:
             if name not in names_not_persistent(module)
         ]
         self.changes: dict[tuple[int, str], Change] = {}
-        """Changes by trial forwards, by (module id, name); `before` is None, and `now` is the type of the value."""
+        """Trial forwards' changes by (module id, name); `before` is None, and `now` is the new value's type."""
         self._shared: dict[str, Entry] = {}
         self._kinds: dict[str, Kind] = {}
         self._local: dict[str, Entry] = {}
@@ -223,7 +223,7 @@ class ForwardState:
     def settle(self, model: nn.Module, group: Group) -> None:
         """Makes all processes share the same buffers in the same order. All processes must call this method.
 
-        Without this call they may differ, because forwards may skip layers at random.
+        Processes may have registered different buffers, because forwards may skip layers at random.
         """
         kinds = {path: kind for own in group.gather(self._kinds) for path, kind in own.items()}
         for path in kinds.keys() - self._shared.keys():
@@ -321,7 +321,7 @@ class ForwardState:
 
     @contextmanager
     def once_more(self) -> Iterator[None]:
-        """Context in which more forwards of a step start from the state before the step; undoes their changes."""
+        """Context in which additional forwards of a step start from the state before the step; undoes their changes."""
         state, local = State([*self._shared.values(), *self._attributes]), References(self._local.values())
         self.undo()
         try:
@@ -331,7 +331,7 @@ class ForwardState:
             local.write()
 
     def undo_unless(self, applied: Tensor) -> None:
-        """Restores tensors to their values before a step, unless applied. applied: a bool tensor on the device.
+        """Restores tensors to their values before a step if `applied`, a bool tensor on the device, is False.
 
         The host does not know `applied`. Numbers, strings and local buffers therefore keep their new values.
         """
@@ -346,7 +346,7 @@ class ForwardState:
     # --- saving and restoring ----------------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Tensor]:
-        """Returns the non-persistent buffers to save: forwards change their values, but do not resize them."""
+        """Returns the non-persistent buffers that forwards change but do not resize, to be saved in checkpoints."""
         return {
             path: owner[name].detach()
             for path, (owner, name) in self._saved.items()

@@ -45,7 +45,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     totals = {phase: own.reduced(strategy.group) for phase, own in progress.totals.items()}
     rows = {phase: own.rows(strategy.group) for phase, own in progress.totals.items() if isinstance(own, PartTotals)}
     if not rows:
-        # A resume starts from these totals too, so that resumed and uninterrupted runs add sums in the same order.
+        # This run continues from the saved totals, as a resume does, so that both add sums in the same order.
         _share(strategy.group, progress, totals)
     strategy.group.activity.enter("saving")
     state = strategy.full_state(learner.objective, learner.optimizers)
@@ -69,7 +69,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
 def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progress, learning_rate: float) -> None:
     """Raises UnfitState if the state after a phase's first step cannot be saved; writes nothing.
 
-    outline: tensors when the model was built. learning_rate: value of `--lr`. All processes must call this function.
+    outline: tensors of the model as built. learning_rate: value of `--lr`. All processes must call this function.
     """
     group.activity.enter("saving")
 
@@ -101,7 +101,7 @@ def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progr
 def refuse_another_model(weights: Mapping[str, Tensor], outline: Outline, step: int) -> None:
     """Raises UnfitState if tensors have been added, removed or reshaped since the model was built.
 
-    A resume could not load the changed model. outline: tensors when the model was built. step: optimizer steps done.
+    A resume could not load the changed model. outline: tensors of the model as built. step: completed optimizer steps.
     """
     now = {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}
     name = next((name for name in {**outline, **now} if outline.get(name) != now.get(name)), None)
@@ -165,7 +165,7 @@ def restore_streams(task: Task, state: Mapping[str, Any]) -> None:
 
 
 def diverged(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
-    """Returns the names of parameters with non-finite values and of buffers with NaN; masks may contain infinities."""
+    """Returns names of non-finite parameters and of buffers with NaN; buffers such as masks may contain infinities."""
     return not_finite(weights, may_be_infinite=dict(model.named_buffers()))
 
 

@@ -282,7 +282,7 @@ def _leaving_no_trace(learner: Learner, net: nn.Module, strategy: Strategy) -> I
 
 
 def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float]:
-    """Returns the metrics of a task's method as Python numbers. Raises UserError if they are not a dict of numbers."""
+    """Converts a task's metrics to Python numbers. Raises UserError if the method did not return a dict of numbers."""
     name = f"{type(task).__name__}.{method}"
     if not isinstance(metrics, dict):
         raise UserError(f"{name}: must return a dict of numbers, not a {type(metrics).__name__}")

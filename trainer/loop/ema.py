@@ -46,7 +46,7 @@ class ExponentialMovingAverage:
         self._averaging = []
 
     def leave_to(self, optimizers: Sequence[Optimizer]) -> None:
-        """Uses averages of optimizers, if any. Then raises UserError if decay > 0 or two average one parameter."""
+        """Uses averages kept by optimizers. Raises UserError if one exists and decay > 0, or two share a parameter."""
         self._averaging = [optimizer for optimizer in optimizers if keeps_average(optimizer)]
         params = _params_of(self._averaging)
         if self._averaging and self.decay > 0:
@@ -123,7 +123,7 @@ class ExponentialMovingAverage:
             state["average_updates"] = {phase: int(updates) for phase, updates in self._updates.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the average from a checkpoint, whose averaged weights the model must contain at this call."""
+        """Restores the average from a checkpoint whose averaged weights are already in the model."""
         if self.enabled:
             self.restart()
             self._updates = dict(state.get("average_updates", {}))

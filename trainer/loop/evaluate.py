@@ -40,7 +40,7 @@ def validate(run: Run) -> dict[str, Sums]:
 def evaluate(run: Run, split: str) -> Sums:
     """Evaluates each sample of a data set once; returns float64 sums over all processes, on the CPU.
 
-    On rank 0 the result includes the `PerSample` outputs, (num_samples, ...) in the order of the data set.
+    On rank 0 the result includes `PerSample` outputs of shape (num_samples, ...), in the order of the data set.
 
     Raises StopRequested if any process was asked to stop, and UserError if outputs differ in names or shapes.
     """

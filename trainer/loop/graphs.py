@@ -50,7 +50,7 @@ ROUNDING, ROUNDING_OF_HALVES = 1e-4, 2e-2
 _LACK = "no memory for a graph"
 _SPARSE = "gradients of sparse embeddings change size in every step"
 REHEARSING = "__torch_dispatch__"
-"""Name of a function of dry runs, whose traceback frames error messages skip to show the user's line of code."""
+"""Name of a dry-run function; error messages skip its traceback frames to show the user's line of code."""
 _OF_STEP = {"params", "lr"}
 """Parameter group entries that may change without making a graph invalid."""
 LEAST_GAIN = 1.1
@@ -60,7 +60,7 @@ LEAST_GAIN = 1.1
 class Recording(NamedTuple):
     """Captured CUDA graph. inputs: tensors to fill before a replay. results: tensors that the graph writes.
 
-    present: which parameters have a gradient after a replay. reads: other tensors that the graph reads, to keep alive.
+    present: which parameters have gradients after a replay. reads: other tensors that the graph reads, kept alive here.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -142,7 +142,7 @@ class GraphedLearner(Learner, Watch):
 
     only_if_faster: whether to drop graphs whose speed-up is below `LEAST_GAIN`.
 
-    _untried: signatures captured in this epoch. _due: signatures and phases whose next graph must be verified.
+    _untried: signatures captured in this epoch. _due: signatures and phases whose next replay must be verified.
     """
 
     strategy: Strategy = field(kw_only=True)
@@ -181,7 +181,7 @@ class GraphedLearner(Learner, Watch):
         self._progress = progress
 
     def resume(self) -> None:
-        """Drops all graphs if the address of a model tensor, an attribute or an optimizer setting has changed.
+        """Drops all graphs if an attribute, an optimizer setting or the address of a model tensor has changed.
 
         At an epoch's start, marks for verification each phase's next graph and all graphs captured in the last epoch.
         """
@@ -206,7 +206,7 @@ class GraphedLearner(Learner, Watch):
             self.settle(log)
 
     def settle(self, log: Log) -> None:
-        """Logs each new message once, and names its ranks unless all have it. All processes must call this method."""
+        """Logs each new message once; if only some ranks have it, names them. All processes must call this method."""
         group = self.strategy.group
         of_ranks = [self._lines] if group.agrees(self._lines) else group.gather(self._lines)
         for line in dict.fromkeys(chain(*of_ranks)):
@@ -257,7 +257,7 @@ class GraphedLearner(Learner, Watch):
         else:
             strategy.group.activity.enter("forward")
             present = recording.present
-            del recording  # a reference would keep its memory allocated
+            del recording  # a reference would keep the graph's memory allocated
             found = self._attempt(lambda: self._replayed(self._recordings[key], micro_batch, factor))
             if found is not None:
                 self.buffers.of_samples(micro_batch.num_samples)
@@ -342,7 +342,7 @@ class GraphedLearner(Learner, Watch):
         return Moment(gradients, self.objective, generators)
 
     def _recorded(self, phase: str, gradients: Gradients, micro_batch: WeightedBatch, before: Moment) -> Recording:
-        """Captures forward and backward, after a dry run to find host waits, which break the allocator in a capture."""
+        """Captures forward and backward after a dry run; a wait for the GPU in a capture would break the allocator."""
         inputs = {name: tensor.to(self.device, copy=True) for name, tensor in micro_batch.batch.items()}
 
         def work() -> Packed:
@@ -536,7 +536,7 @@ class GraphedLearner(Learner, Watch):
         return f"{reason(error)} ({Path(own[-1].filename).name}, line {own[-1].lineno})"
 
     def _obstacle(self, phase: str) -> str | None:
-        """Returns a reason, known before the first step, why a phase cannot be captured; None without a reason."""
+        """Returns why a phase cannot be captured, as far as known before the first step, or None."""
         strategy, state = self.strategy, self.buffers.forward_state
         of_forwards = self._obstacle_of_forwards()
         if of_forwards is not None:

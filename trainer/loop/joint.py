@@ -1,9 +1,9 @@
 """Trains with a loss over the outputs of all samples of a step, across devices (`Objective.joint_loss`).
 
 Uses gradient caching (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", RepL4NLP
-2021). First, forwards under `no_grad` compute the outputs, and the joint loss gives their gradients. Then forwards with
-the same random numbers run again, and backpropagate these gradients to the parameters. Memory therefore holds the
-autograd graph of only one micro-batch at a time. With one micro-batch per device, a step runs each forward only once.
+2021). First, forwards under `no_grad` compute the outputs, and the joint loss gives their gradients. Then the forwards
+run again with the same random numbers, and these gradients are backpropagated to the parameters. Memory therefore
+holds the autograd graph of one micro-batch at a time. With one micro-batch per device, a step runs each forward once.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ def refuse_joint(objective: Objective, strategy: Strategy, compiles: bool) -> No
 class JointForward(nn.Module):
     """Wraps an objective with a joint loss for training.
 
-    use: function from a training forward's outputs to its result; None computes the joint loss of these outputs alone.
+    use: computes a training forward's result from its outputs; if None, the result is their joint loss.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -126,10 +126,10 @@ class JointLearner(Learner, Watch):
         key: tuple[int, ...],
         parts: Sequence[Rows],
     ) -> Callable[[Rows], Sums]:
-        """Returns a function from each forward's outputs, in order, to sums whose loss has the joint loss's gradients.
+        """Returns a function to call on forwards' outputs in turn; the returned loss has the joint loss's gradients.
 
-        parts: outputs of each micro-batch. num_samples: number of samples that count in each micro-batch. The last loss
-        also has gradients of parameters that the joint loss uses directly. Only the last result has nonzero sums.
+        parts: outputs of each micro-batch. num_samples: samples that count in each micro-batch. The last call's loss
+        also backpropagates to parameters that the joint loss uses directly. Only the last call returns nonzero sums.
         """
         counted = [part for part, num in zip(parts, num_samples, strict=True) if num] or parts[:1]
         kinds = [kinds_of(part) for part in counted]
@@ -167,7 +167,7 @@ class JointLearner(Learner, Watch):
             sums = self.objective.joint_loss(rows, phase)
         require_sums(sums, self.objective, phase)
         start = self.precision.start(sums["loss"], factor)
-        with torch.autocast(device, enabled=False):  # a backward uses its forward's dtypes without autocast
+        with torch.autocast(device, enabled=False):  # a backward runs without autocast, in its forward's dtypes
             found = torch.autograd.grad(sums["loss"], [*leaves.values(), *params], start, allow_unused=True)
         of_rows = {name: value for name, value in zip(leaves, found, strict=False) if value is not None}
         of_params = [(p, value) for p, value in zip(params, found[len(leaves) :], strict=True) if value is not None]

@@ -27,7 +27,7 @@ NUM_SAMPLES, NUM_PARTS = 4, 2
 SHARE_OF_START, LEAST_S = 0.04, 0.07
 """Limit of the check's CPU time: a fraction of the process's CPU time before the check, and a minimum in seconds."""
 MEAN, PERHAPS = (0.85, 1.15), (0.6, 1.9)
-"""Ranges of (parts' sum) / (`NUM_PARTS` * batch's sum) of a mean, and of a possible mean in random forwards."""
+"""Ranges of (parts' sum) / (`NUM_PARTS` * batch's sum) that indicate a mean, or perhaps a mean in random forwards."""
 NUM_SEEDS, MOST_S = 16, 0.5
 SEEDS = range(2, 2 + NUM_SEEDS), range(2 + NUM_SEEDS, 2 + 2 * NUM_SEEDS)
 """Seeds over which random sums are added, for the whole batch and for its parts, if MOST_S seconds suffice."""
@@ -40,8 +40,8 @@ ADVICE = (
 )
 
 NUM_ROWS, MORE_IN_HALVES, LESS_TWICE = 16, 1.25, 1.6
-"""Number of samples and two factors for the check of a joint loss. The loss looks like a mean if its halves add up to
-more than the first factor times the loss, and if duplicating all samples raises it by less than the second factor."""
+"""Number of samples and two factors for checking a joint loss. The loss looks like a mean if the losses of two halves
+together exceed the first factor times the loss, and duplicating all samples multiplies it by less than the second."""
 
 Sums = Mapping[str, Tensor]
 
@@ -89,7 +89,7 @@ class _Clock:
         return time.process_time() - self._started
 
     def allows(self, num_forwards: int, limit_s: float = 0.0) -> bool:
-        """Returns whether `num_forwards` forwards fit into the limit. limit_s: limit of the check; 0: the default."""
+        """Returns whether `num_forwards` forwards fit into the limit. limit_s: in seconds, or 0 for the default."""
         most = limit_s or self._limit_s
         return self._group.on_main(lambda: not self._has_limit or self.spent() + num_forwards * self.of_forward < most)
 

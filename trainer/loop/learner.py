@@ -26,7 +26,7 @@ class Learner:
     objective: the task's objective. net: the objective in the run's precision. device: device of objective and net.
     max_grad_norm: 0 disables clipping. where: the run's step, epoch and progress, which the objective can read.
 
-    nets: for training, `net` wrapped for the run's devices, by phase. params, optimizers: trained parameters and
+    nets: `net` wrapped for training on the run's devices, by phase. params, optimizers: trained parameters and
     optimizers, by phase.
     """
 
@@ -137,7 +137,7 @@ class Learner:
     def update(self, phase: str, learning_rate: float, global_norm: Callable[[Tensor], Tensor]) -> StepOutcome:
         """Sets the learning rate and steps the phase's optimizers.
 
-        learning_rate: base rate; each group multiplies it by its `lr_scale`. global_norm: see `Strategy.global_norm`.
+        learning_rate: base rate, multiplied by each group's `lr_scale`. global_norm: see `Strategy.global_norm`.
         """
         # Set just before the step: a rescue (a save after a failure) before the step must save the previous rates.
         for optimizer in self.optimizers[phase]:

@@ -20,7 +20,7 @@ from trainer.parallel.strategy import Strategy
 MOST_NAMED = 4
 """Maximum number of ranks that a message lists by name; if more ranks have equal values, it states their number."""
 _BLOCK_FACTOR = 0x5851F42D4C957F2D
-"""Multiplier of the hash before each block is added; any odd number works. This number is Knuth's, modulo 2^64."""
+"""Multiplier of the hash before each block is added; any odd number works. This one is from Knuth's MMIX generator."""
 
 
 class Fingerprint:
@@ -32,7 +32,7 @@ class Fingerprint:
     """
 
     def __init__(self, num_words: int, device: torch.device) -> None:
-        """num_words: 32-bit words of the tensors to hash; see the function `num_words`."""
+        """num_words: number of 32-bit words to hash; see the function `num_words`."""
         size = min(num_words, numbers_at_once(device))
         generator = torch.Generator().manual_seed(0)
         self._factors = (torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator) | 1).to(device)
@@ -183,7 +183,7 @@ class Lockstep(Watch):
         }  # fmt: skip
 
     def _sides(self, hashes: Sequence[int]) -> list[list[int]]:
-        """Returns the ranks of the first shard with unequal hashes, grouped by hash, smallest group first; else []."""
+        """Returns the ranks of the first shard whose hashes differ, grouped by hash, smallest group first, or []."""
         for part in range(self._strategy.shard_size):
             ranks = range(part, len(hashes), self._strategy.shard_size)
             if len({hashes[rank] for rank in ranks}) > 1:

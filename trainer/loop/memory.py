@@ -32,7 +32,7 @@ from trainer.task import Task, training_streams
 T = TypeVar("T")
 
 OPTIMIZER = "the optimizer"
-"""Name of the update activity. Smaller micro-batches do not help there, because activations are already freed."""
+"""Name of the activity during an update, when smaller micro-batches cannot help: activations are already freed."""
 MEMORY = "memory.json"
 _SIZE = integer(at_least=1)
 FORMAT = record({"device": text(), "asked_batch_size": _SIZE}, {"batch_size": optional(_SIZE)})
@@ -57,7 +57,7 @@ def free_memory() -> None:
 class MemoryLimit:
     """Limit on samples per forward after out-of-memory errors, for one kind of device and one `--batch-size`.
 
-    asked_batch_size: value of `--batch-size`. batch_size: most samples per forward on a device, or None if unlimited.
+    asked_batch_size: value of `--batch-size`. batch_size: maximum samples per forward on a device; None if unlimited.
     """
 
     device: str
@@ -79,7 +79,7 @@ class MemoryLimit:
         return replace(self, batch_size=written.get("batch_size")) if is_same else self
 
     def note(self) -> list[str]:
-        """Returns a message, in a list, about a limit that an earlier start found; [] without a limit."""
+        """Returns a list with a message about an earlier start's limit, or [] without a limit."""
         if self.batch_size is None:
             return []
         return [
@@ -194,7 +194,7 @@ class MemoryGuard:
 
     @contextmanager
     def refusing_lack(self, samples_per_forward: int, advice: str) -> Iterator[None]:
-        """Converts out-of-memory errors to UserError. advice: flag that reduces the samples per forward."""
+        """Context that converts out-of-memory errors to UserError. advice: flag that reduces samples per forward."""
         try:
             yield
         except RuntimeError as error:
@@ -242,7 +242,7 @@ class MemoryGuard:
         return fits
 
     def _forward_and_backward(self, task: Task, plan: Plan, phase: int) -> None:
-        """Runs a phase's forward and backward twice, with memory for optimizer states and then gradients in use."""
+        """Runs a phase's forward and backward twice with optimizer states and, the second time, gradients in memory."""
         name, learner = task.phases[phase], self._learner
         held = [torch.empty_like(p) for p in moments_of(learner.optimizers[name], only_to_come=True)]
         last_epoch = max(0, plan.num_steps - 1) // plan.steps_per_epoch  # if samples grow, they are largest at the end
