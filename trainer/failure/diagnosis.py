@@ -34,7 +34,7 @@ _WORKER_ENDS_S = 1.0
 
 
 def _killed_worker(error: BaseException) -> re.Match[str] | None:
-    """Matches the process id and the signal of a killed DataLoader worker; None if `error` has another cause.
+    """Matches the process id and signal of a killed DataLoader worker; returns None if `error` has another cause.
 
     The connection to a worker breaks shortly before torch notices that the worker died. Asking torch here also prevents
     torch's SIGCHLD handler from raising while the failure is reported.
@@ -121,7 +121,7 @@ class Diagnosis:
         print_error(str(failure), error if is_defect else None)
 
     def before_forced_end(self, record: Callable[[Failure], None]) -> None:
-        """Sets a function that is called before this process is killed, if it hangs after another process failed."""
+        """Sets a function to call before this process is killed for hanging after another process's failure."""
 
 
 @dataclass

@@ -79,7 +79,7 @@ class BackgroundLogger(Logger):
             self._changed.notify()
 
     def await_end(self, deadline: float) -> bool:
-        """Waits for the logger's `end` until `deadline`, by time.monotonic(); returns whether the thread has ended."""
+        """Waits until `deadline` (time.monotonic()) for the thread to end; returns whether it has ended."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 

@@ -63,7 +63,7 @@ class ProgressBar:
         self._last_line, self._last_time = "", time.monotonic()
 
     def report(self, state: str, line: str) -> None:
-        """Updates the progress. state: suffix of the bar from its next update on. line: printed if there is no bar."""
+        """Updates the progress. state: the bar's suffix, shown at its next update. line: printed if there is no bar."""
         self.bar.set_postfix_str(state, refresh=False)
         is_due = time.monotonic() - self._last_time >= PLAIN_LINE_INTERVAL_S
         if self.bar.disable and is_due and line != self._last_line:

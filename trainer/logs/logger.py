@@ -61,7 +61,7 @@ class Logger:
         """Logs metrics; several records may have the same step."""
 
     def pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
-        """Logs images (height, width, 3) uint8 after an evaluation, by name, such as "val/confusion_matrix"."""
+        """Logs an evaluation's images by name, such as "val/confusion_matrix"; each is (height, width, 3) uint8."""
 
     def end(self, state: str) -> None:
         """Called at the end of a run. state: the state in state.json, such as "finished" or "preempted"."""

@@ -92,7 +92,7 @@ class RunDirectoryLogger(Logger):
             self._board.close()
 
     def _final_scores(self, record: Record) -> None:
-        """Logs a finished run's scores as text, and together with all flags in TensorBoard's table of hyperparameters.
+        """Logs a finished run's scores as text and, with all flags, in TensorBoard's table of hyperparameters.
 
         As scalars, scores would become plots with a single point.
         """
@@ -102,7 +102,7 @@ class RunDirectoryLogger(Logger):
         shown_flags = {name: value if type(value) in (int, float) else shown(value) for name, value in flags.items()}
         scores = {f"best/{name}": value for name, value in record.values.items() if isfinite(value)}
         _, start, end = hparams({**scores, **shown_flags}, {})
-        # A separate file can be replaced when a run continues with other flags, since TensorBoard keeps the first flags
+        # Uses a separate file, to be replaced when a run continues with other flags: TensorBoard keeps the first flags
         # that it reads.
         board = FileWriter(self._board.get_logdir(), filename_suffix=HYPERPARAMETERS_SUFFIX)
         board.add_summary(Summary(value=[*start.value, *end.value]), record.step)
@@ -145,7 +145,7 @@ def _scalars(values: Mapping[str, float]) -> list[Any]:
 
 
 def _image(name: str, picture: Picture) -> Any:
-    # twice as fast as `add_image`, which converts to float32 and compresses more, while training waits
+    # training waits, and `add_image`, which converts to float32 and compresses more, takes twice as long
     png = io.BytesIO()
     Image.fromarray(picture).save(png, "PNG", compress_level=1)
     height, width, channels = picture.shape

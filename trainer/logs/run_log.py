@@ -67,7 +67,7 @@ class RunLog:
         self._directory.text("ranks", note, step)
 
     def level(self, name: str, metric: str, value: float, num_steps: int) -> None:
-        """Draws a simple method's score as a line in TensorBoard's plot of the metric. num_steps: steps of the run."""
+        """Draws a baseline's score as a line in TensorBoard's plot of the metric. num_steps: steps of the run."""
         self._directory.level(name, metric, value, num_steps)
 
     def progress(self, items: Iterable[T], description: str) -> Iterable[T]:

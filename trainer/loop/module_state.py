@@ -26,7 +26,7 @@ _LARGEST_OUTLINED = 2**12
 _PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _HOLDS_NOTHING = (type, FunctionType, ModuleType, nn.Module, Tensor)
-"""Types of objects that forwards do not normally change, or whose state other code compares."""
+"""Types whose attributes are ignored, because forwards rarely change them or other code compares them."""
 
 ABSENT: Any = type("Absent", (), {"__slots__": ()})()
 """Marks a dictionary entry as missing."""
@@ -103,7 +103,7 @@ def outline(module: nn.Module) -> dict[str, Any]:
 
 
 def outline_of(value: Any, most: int = _LARGEST_OUTLINED) -> Any:
-    """Summarises one value for `outline`. Of an object of unknown type, keeps the id and the `is_plain` attributes.
+    """Summarises one value for `outline`. For an object of unknown type, keeps the id and the `is_plain` attributes.
 
     most: maximum number of items in a container, or bytes in an array; larger values are summarised by their id.
     """
@@ -123,13 +123,13 @@ def outline_of(value: Any, most: int = _LARGEST_OUTLINED) -> Any:
 
 
 class References:
-    """References to the values of dictionary entries at construction."""
+    """References to dictionary entries' values, taken at construction."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self.entries = [(owner, name, owner.get(name, ABSENT)) for owner, name in entries]
 
     def write(self, instead: Callable[[Any], Any] = lambda value: value) -> None:
-        """Writes the values back to the entries. instead: function from a stored value to the value to write."""
+        """Writes the values back to the entries. instead: maps each stored value to the value to write."""
         for owner, name, value in self.entries:
             if value is ABSENT:
                 owner.pop(name, None)
@@ -138,7 +138,7 @@ class References:
 
 
 class State(References):
-    """Values of dictionary entries at construction, with copies of all tensors, arrays and containers in them."""
+    """Values of dictionary entries, taken at construction, with copies of their tensors, arrays and containers."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         super().__init__(entries)
@@ -188,7 +188,7 @@ class WholeState(State):
 
 
 def named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns (path, module) of a module and its submodules, except TorchScript modules, whose state is in C++."""
+    """Returns (path, module) for a module and its submodules, except TorchScript modules, whose state is in C++."""
     return [each for each in module.named_modules() if not isinstance(each[1], ScriptModule)]
 
 
@@ -226,7 +226,7 @@ class Change(NamedTuple):
 def leaving_no_trace(module: nn.Module) -> Iterator[Callable[[], list[Change]]]:
     """Context in which forwards work on copies of a module's buffers and attributes; restores the originals on exit.
 
-    Yields a function that returns the changes so far. Restores TorchScript buffers, which forwards change in place.
+    Yields a function that returns the changes so far. Also restores TorchScript buffers, which forwards still change.
     """
     scripted = _Scripted(module)
     state = WholeState(module)
@@ -240,7 +240,7 @@ def leaving_no_trace(module: nn.Module) -> Iterator[Callable[[], list[Change]]]:
 
 
 class _Scripted:
-    """Buffers of TorchScript modules, which forwards change in place, and copies from which they are restored."""
+    """TorchScript modules' buffers, which forwards change in place, and copies for restoring them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._found = [
@@ -353,7 +353,7 @@ def version_of(value: Any) -> int:
 
 
 def _view(value: Any) -> Any:
-    """Returns the state of an object for a comparison: its attributes, or the state of a random number generator."""
+    """Returns an object's state for comparisons: its attributes, or a random number generator's internal state."""
     if isinstance(value, torch.Generator):
         return bytes(value.get_state().numpy())
     if isinstance(value, _GENERATORS):

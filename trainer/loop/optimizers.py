@@ -199,8 +199,8 @@ def _problem_of_own(own: Any, groups: Sequence[ParamGroup], lr: float) -> str | 
 def without_compiler(optimizer_type: type[torch.optim.Optimizer]) -> Any:
     """Returns a subclass of an optimizer class, without the wrappers that hide its methods from torch.compile.
 
-    The wrappers import torch.compile, which would be the slowest part of a run's start. PyTorch's other wrappers
-    remain, so hooks and profilers work. Pickling an optimizer stores PyTorch's class instead of the subclass.
+    The wrappers import torch.compile, which would dominate a run's start-up time. PyTorch's other wrappers remain, so
+    hooks and profilers work. Pickling an optimizer stores PyTorch's class instead of the subclass.
     """
     names = ("add_param_group", "load_state_dict", "state_dict", "step", "zero_grad")
     members: dict[str, Any] = {name: inspect.unwrap(getattr(optimizer_type, name)) for name in names}
@@ -230,13 +230,13 @@ _RECORDED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, ZeroStartSGD)
 
 
 def can_be_recorded(optimizer: Optimizer) -> bool:
-    """Returns whether a CUDA graph can capture a step: its replays must read the learning rate and `found_inf`."""
+    """Returns whether a CUDA graph can capture a step; replays must read the current learning rate and `found_inf`."""
     is_known = getattr(type(optimizer), "plain", type(optimizer)) in _RECORDED
     return is_known and reads_found_inf(optimizer) and not has_step_hooks(optimizer)
 
 
 def moments_of(optimizers: Sequence[Optimizer], only_to_come: bool = False) -> list[Tensor]:
-    """Lists each parameter once for every tensor of its size in the optimizer state, such as twice for Adam.
+    """Lists each parameter once per optimizer-state tensor of its size, for example twice for Adam.
 
     Assumes two tensors for optimizers of unknown type. only_to_come: whether to skip parameters that have a state.
     """

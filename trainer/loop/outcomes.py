@@ -21,7 +21,7 @@ NUM_SAMPLES_SHOWN = 8
 class StepOutcomes(Watch):
     """Detects non-finite steps, and raises UnfitState or counts the step as skipped.
 
-    phases: the task's phases. advice: text for error messages that names flags which reduce divergence.
+    phases: the task's phases. advice: text for error messages, naming flags that can prevent divergence.
 
     On the CPU, each step is checked at once. On a GPU, results are copied to the host in groups of `GROUP_SIZE` steps.
     A group is read when the next group is full, so that all processes handle a result at the same step.

@@ -122,7 +122,7 @@ class PartBuffers(Buffers):
     """Updates buffers with `--parts`: the forward of every part starts from the state before the step.
 
     A step changes running statistics by the mean of the parts' changes, weighted by their numbers of samples. It adds
-    the number of parts with samples to the counters, and takes all other state that forwards change from part 0.
+    the number of parts with samples to the counters, and takes from part 0 all other state that forwards change.
     """
 
     def keep(self) -> None:
@@ -184,7 +184,7 @@ class PartTotals(Totals):
         super().add(sums, weights, applied if isinstance(applied, Tensor) else True)
 
     def _added(self, before: Tensor | None, parts: Tensor) -> Tensor:
-        """Adds values one by one, so that a save, which reads the totals between steps, does not change their bits."""
+        """Adds values one by one, so that the sums' bits do not depend on saves, which read totals between steps."""
         return sum(parts, torch.zeros_like(parts[0]) if before is None else before)
 
     def unreduced(self) -> dict[str, Tensor]:
@@ -204,7 +204,7 @@ def totals_maker(strategy: Strategy) -> Callable[[], Totals]:
 
 
 def restored_totals(strategy: Strategy, total: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> Totals:
-    """Restores the totals of parts, `rows`, from a checkpoint. If `--parts` has changed, part 0 gets all of `total`."""
+    """Restores `rows`, the totals of parts, from a checkpoint. If `--parts` has changed, part 0 gets all of `total`."""
     if {len(value) for value in rows.values()} != {strategy.num_parts}:
         others = strategy.num_parts - 1
         rows = {name: torch.stack([value, *[torch.zeros_like(value)] * others]) for name, value in total.items()}

@@ -13,7 +13,7 @@ from trainer.common.errors import UserError
 from trainer.loading.order import EpochOrder, Position
 
 EPOCHS_KEPT = 2
-"""Number of epochs whose sample order is kept in memory, because prefetching may reach into the next epoch."""
+"""Number of epochs whose sample order is kept in memory: prefetching may reach into the next epoch."""
 
 
 @dataclass
@@ -173,7 +173,7 @@ class Plan:
 
     @cached_property
     def samples_per_epoch(self) -> int:
-        """Number of samples per epoch: of all phases, or, if phases take turns, of the first, which defines epochs."""
+        """Number of samples of all phases per epoch; if phases take turns, of the first phase, which defines epochs."""
         return self.phase_sizes[0] if self.turns else sum(self.phase_sizes)
 
     @cached_property

@@ -159,7 +159,7 @@ def _coalesced_values(params: Sequence[Tensor]) -> list[Tensor]:
 def _step_on_host(
     optimizers: Sequence[torch.optim.Optimizer], grads: list[Tensor], grad_norm: Tensor, max_grad_norm: float
 ) -> tuple[bool, bool]:
-    """Clips gradients and steps the optimizers unless the norm is not finite; returns (applied, skipped)."""
+    """Clips gradients and steps the optimizers if the norm is finite; returns (applied, skipped)."""
     norm = grad_norm.numpy()[()]  # keeps the dtype of the gradient
     if not math.isfinite(norm):
         return False, True
@@ -230,7 +230,7 @@ def module_in_dtype(module: M, dtype: torch.dtype) -> M:
 
 
 def with_dense_tensors(module: M) -> M:
-    """Copies parameters and buffers that are not dense in memory, such as `weight[:, :4]` or an expanded tensor.
+    """Copies non-dense parameters and buffers, such as `weight[:, :4]` or an expanded tensor, to dense memory.
 
     Fused optimizers would ignore gaps in memory, and an expanded tensor cannot be loaded from a checkpoint.
     """

@@ -29,7 +29,7 @@ class Progress(SavedProgress):
     clock: float | None = None
 
     def copied(self) -> "Progress":
-        """Returns a shallow copy. Takes a third of the time of `copy.copy`, because every step makes a copy."""
+        """Returns a shallow copy, three times as fast as `copy.copy`; every step makes one."""
         twin = object.__new__(Progress)
         vars(twin).update(vars(self))
         return twin

@@ -19,7 +19,7 @@ SENT = (*OWN, EXCHANGE)
 REPORT_EVERY = 100
 """Number of optimizer steps in an interval over which times are compared."""
 NUM_REPORTS = 5
-"""Number of consecutive intervals in which a rank must be slow to be reported; ignores brief disturbances."""
+"""Number of consecutive slow intervals after which a rank is reported; fewer could be brief disturbances."""
 SLOW_FACTOR = 1.3
 """A rank is slow if its time exceeds this multiple of the median over all ranks."""
 
@@ -103,7 +103,7 @@ class RankTimes(Watch):
 
 
 def slow_ranks(own: np.ndarray, factor: float) -> list[int]:
-    """Returns the ranks whose total time exceeds factor times the median over ranks in every report.
+    """Returns the ranks whose total time exceeds `factor` times the median over ranks in every report.
 
     own: (reports, ranks, activities) seconds. For an even number of ranks, the median is the smaller of the two middle
     values, so that the slower of two ranks is found.

@@ -41,7 +41,7 @@ class RecordedForward(NamedTuple):
 class RecordedForwards:
     """Runs the first forward of each batch signature eagerly, captures the second as a graph, and then replays it.
 
-    problem: reason for which a capture failed and all later forwards run eagerly, or None.
+    problem: reason why a capture failed, after which all forwards run eagerly, or None.
     """
 
     def __init__(self, objective: Objective, strategy: Strategy, recorder: Recorder) -> None:
@@ -53,7 +53,7 @@ class RecordedForwards:
         self._recordings.clear()
 
     def __call__(self, net: nn.Module, batch: Batch, account_of: Callable[[Exception], str]) -> Outputs:
-        """Runs the forward of a batch in host memory. account_of: explains the exception of a failed capture."""
+        """Runs the forward. batch: input, in host memory. account_of: explains the exception of a failed capture."""
         key = signature(batch)
         recording = self._recordings.used(key)
         if recording is not None:

@@ -108,7 +108,7 @@ def _rehearse_once(function: Callable[[], T]) -> tuple[T, list[Tensor], list[tup
     if keeps:
         gc.collect()
         keeps = reads.kept(result)
-    # `reads.found` also contains temporaries of compiled code, which are freed as soon as it is cleared.
+    # `reads.found` also contains temporaries of compiled code; clearing it frees them at once.
     found = [ref(tensor) for tensor in reads.found.values()]
     reads.found.clear()
     return result, [tensor for each in found if (tensor := each()) is not None], keeps
@@ -180,7 +180,7 @@ def _without_collecting() -> Iterator[None]:
 
 
 class Recordings(OrderedDict[Any, R]):
-    """Maps signatures to graphs, at most `most`; drops the least recently used graph.
+    """Maps signatures to at most `most` graphs; drops the least recently used graph.
 
     left_out: signatures that are not captured again, because memory was short or because their graph was dropped.
     """
@@ -210,7 +210,7 @@ class Recordings(OrderedDict[Any, R]):
 
 
 def signature(batch: Batch) -> tuple[Any, ...]:
-    """Returns a batch's names, shapes, strides and dtypes, which are the same in all replays of a graph."""
+    """Returns a batch's names, shapes, strides and dtypes, which are equal in all replays of a graph."""
     return tuple((name, tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in batch.items())
 
 
@@ -255,8 +255,8 @@ def difference(
     """Returns the name of a value that differs from the expected value beyond rounding, or None.
 
     replayed: replays the graph and returns the values. The tolerance grows with the difference between replays, which
-    comes from nondeterministic sums. A number that the host passes to a kernel does not differ between replays, so its
-    change is found. rounding: maximum tolerance, relative to a tensor's largest absolute value.
+    comes from nondeterministic sums. Numbers that the host passes to kernels are equal in all replays, so outdated ones
+    are found. rounding: maximum tolerance, relative to a tensor's largest absolute value.
     """
     if expected.keys() != found.keys():
         return min(expected.keys() ^ found.keys())

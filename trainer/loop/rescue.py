@@ -111,8 +111,8 @@ def _has_come(mark: Mark | None) -> bool:
 def rescue(run: Run, last: LastStep, end: Failure | UserError) -> None:
     """Saves the state after the last finished step, if no checkpoint contains it and this process may save.
 
-    Sets the failure's exit status to EXIT_RESTART if other processes were lost and the run has saved a checkpoint since
-    it was started or resumed. Without a new checkpoint, a failure that recurs would restart the run forever.
+    Sets the failure's exit status to EXIT_RESTART if other processes were lost and this launch saved a newer checkpoint
+    than it resumed from. Requiring that progress keeps a recurring failure from restarting the run forever.
     """
     if isinstance(end, Failure):
         # After bad input, only rank 0 saves; it gets a UserError. A user who exits at once (no message) needs no save.
@@ -137,7 +137,7 @@ def rescue(run: Run, last: LastStep, end: Failure | UserError) -> None:
 
 
 def _save_last_step(run: Run, last: LastStep) -> bool:
-    """Saves the last finished step; returns whether the run has saved a checkpoint since it was started or resumed."""
+    """Saves the last finished step; returns whether this launch has saved a newer checkpoint than it resumed from."""
     run.saver.end()  # completes a pending write
     directory, say = run.directory, run.log.say if run.group.is_main else to_stdout
     if not directory.is_held:
@@ -200,7 +200,7 @@ def _copied(
     if before is None or before[0].progress.step <= num_saved or learner.ema.is_applied:
         return None
     step, is_in_next = before
-    # The training stream may wait for a lost process forever, so copies on another stream.
+    # The training stream may wait for a lost process forever, so another stream copies.
     with torch.no_grad(), last.queue.aside():
         if is_in_next:
             learner.buffers.undo()

@@ -166,7 +166,7 @@ def without_counting(sums: Sums) -> Sums:
 
 
 MOST_IN_FLIGHT = 32
-"""Number of batches in transfer from a GPU to the host at which the host waits for the older half."""
+"""The host waits for the older half when this many batches are in transfer from a GPU."""
 
 
 class PerSampleOutputs:
@@ -179,7 +179,7 @@ class PerSampleOutputs:
         self._names: set[str] | None = None
 
     def add(self, index: Tensor, outputs: Outputs) -> None:
-        """Adds the `PerSample` outputs of a batch. index: (B,) int64 in host memory, the samples of the batch.
+        """Adds the `PerSample` outputs of a batch. index: the batch's sample indices, (B,) int64 in host memory.
 
         Raises UserError if the names differ from the names in earlier batches.
         """
@@ -206,7 +206,7 @@ class PerSampleOutputs:
         del self._arrived[:num]
 
     def gathered(self, group: Group, num_samples: int) -> dict[str, Tensor]:
-        """Returns each output for the whole data set on rank 0, (num_samples, ...) by name, and {} on other ranks.
+        """On rank 0, returns the outputs for the whole data set by name, (num_samples, ...); on other ranks, {}.
 
         All processes must call this method. Raises UserError on all processes if outputs are inconsistent.
         """

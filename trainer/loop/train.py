@@ -66,7 +66,7 @@ def train(run: Run) -> None:
 def train_epoch(run: Run) -> None:
     """Trains to the end of the current epoch or of the run, with one optimizer step per global batch.
 
-    Makes reports within the epoch just before the next step. A run that stops in between reports when it resumes.
+    A report within the epoch happens just before the next step or, if the run stops first, when it resumes.
     """
     progress, plan = run.progress, run.plan
     if progress.position.at_epoch_start:
@@ -159,7 +159,7 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
 
 
 def saves_after_step(progress: Progress, plan: Plan, interval: int, clock_asks: bool) -> bool:
-    """Returns whether to save a checkpoint after the last step; False if a report within the epoch is about to save.
+    """Returns whether to save a checkpoint after the latest step; False if a report within the epoch is about to save.
 
     At an epoch's end a run may save twice: before a validation, which may take long, and then with its score. interval:
     steps between saves, or 0. clock_asks: whether rank 0's clock requests a save, ignored for two steps after a save.

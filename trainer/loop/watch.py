@@ -14,7 +14,7 @@ Log = RunLog | SilentLog
 
 
 Place = Literal["forward", "update"]
-"""Points of a step: "forward", before the first forward; "update", after all gradients and before the update."""
+"""Points of a step: "forward", before the first forward; "update", before the update, with all gradients exchanged."""
 
 
 class StepResult(NamedTuple):
@@ -65,7 +65,7 @@ class Watch:
         """Called at a point of a step, and again if the step is retried after an out-of-memory error."""
 
     def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
-        """Called after a step. progress: progress after the step. record: the step, or None without loss terms."""
+        """Called after a step, which `progress` includes. record: the step; None if it had no loss terms."""
 
     def settle(self, log: Log) -> None:
         """Waits for the device, and reports on all finished steps."""

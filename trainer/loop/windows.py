@@ -29,8 +29,8 @@ class TimeIsUp(StopRequested):
 class Window(NamedTuple):
     """Accumulation window: the micro-batches of one optimizer step on this process.
 
-    weight: number of loss terms in this process's share of the global batch; with `--parts`, a list with the number of
-    each part, 0 for parts of other processes. num_samples: samples in this process's share, without placeholders.
+    weight: number of loss terms in this process's share of the global batch; with `--parts`, a list of one number per
+    part, 0 for parts of other processes. num_samples: samples in this process's share, without placeholders.
     """
 
     step: PlannedStep
@@ -43,7 +43,7 @@ class Agreed(NamedTuple):
     """Values summed over all processes for one accumulation window or evaluation batch.
 
     weight: number of loss terms. num_stop_requests: number of processes asked to stop. time_is_up, save: 1 if rank 0's
-    clock ends the run or requests a checkpoint, else 0.
+    clock asks to stop or to save, else 0.
     """
 
     weight: float
