@@ -15,9 +15,9 @@ from trainer.task import Baseline, Task
 def find_baselines(
     task: Task, group: Group, given: RunFlags, log: RunLog | SilentLog, num_steps: int
 ) -> dict[str, Baseline]:
-    """Scores simple methods and logs the scores; returns the scores to show, best method on validation first.
+    """Scores simple methods and logs the scores; returns the scores to show, best monitored value first.
 
-    All processes call it; rank 0 computes the scores. num_steps: optimizer steps of the run.
+    All processes must call this function; rank 0 computes the scores. num_steps: optimizer steps of the run.
     """
     if given.no_baselines or task.fitted or type(task).baselines is Task.baselines:
         return {}

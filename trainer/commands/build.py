@@ -1,4 +1,4 @@
-"""Builds a run from a command line, new or resumed."""
+"""Builds a new or resumed run from a command line."""
 
 import os
 import random
@@ -151,7 +151,7 @@ def set_up_torch(flags: Flags, group: Group) -> None:
 def build_task(flags: Flags) -> Task:
     """Creates the task with its data. Raises UserError."""
     assert flags.task_type is not None
-    # a task that splits its data with a global generator then makes the same split in all processes and runs
+    # so a task that splits its data with a global generator makes the same split in each process and restart
     random.seed(flags.run.seed)
     np.random.seed(flags.run.seed % 2**32)
     torch.manual_seed(flags.run.seed)
@@ -204,9 +204,9 @@ def refusing_sizes(what: str, advice: str) -> Iterator[None]:
 def build_run(
     flags: Flags, task: Task, strategy: Strategy, directory: RunDirectory, loading: Loading | None = None
 ) -> tuple[Run, list[str]]:
-    """Builds a run, new or resumed; returns the run and notes for the user. Writes no files.
+    """Builds a new or resumed run; returns the run and notes for the user. Writes no files.
 
-    loading: from `start_loading`. All processes call it, and all processes raise UserError if one process does.
+    loading: from `start_loading`. All processes must call this function, and all raise UserError if one does.
     """
     given = flags.checkpoint
     state = strategy.load_on_main(lambda: choose_start(directory, given), LARGE)
@@ -343,7 +343,7 @@ def prepare_training(
 ) -> float:
     """Wraps the model for the run's devices and builds the optimizers, for each phase.
 
-    All processes call it with identical weights. orders: sample order of each phase. Returns the CPU time of the
+    All processes must call it with identical weights. orders: sample order of each phase. Returns the CPU time of the
     slowest first forward, in seconds. Raises UserError if a method of the task returns an invalid result.
     """
     check_same_parameters(learner.objective, strategy.group, f"--task {flags.run.task}")
@@ -389,7 +389,7 @@ def assemble_run(
     """Assembles a run with newly initialised weights and no log; writes no files. loading: from `start_loading`.
 
     directory: run directory, if the run trains. before: facts in the checkpoint to resume, or in the config.json of an
-    earlier attempt without a checkpoint. is_new: whether the task initialises the model, because no checkpoint is
+    earlier attempt without a checkpoint. is_new: whether to call `Task.initialise`, because no checkpoint is
     resumed.
     """
     workers, loaders = loading or start_loading(flags, task, strategy, trains=False)
@@ -436,7 +436,7 @@ def assemble_run(
 
 
 def start_facts(flags: Flags, task: Task, strategy: Strategy) -> dict[str, Any]:
-    """Collects facts about this start for checkpoints. Raises UserError if processes have different data."""
+    """Collects facts about this start that checkpoints record. Raises UserError if processes have different data."""
     data_facts, digest = strategy.group.together(lambda: (facts_of_data(task), digest_of_data(task)))
     sizes = {f"data set {name!r}": len(dataset) for name, dataset in task.splits().items()}
     sizes |= {f"training data of phase {phase!r}": len(task.training_data(phase)) for phase in task.phases}
@@ -464,7 +464,7 @@ def build_watches(flags: Flags, task: Task, learner: Learner, strategy: Strategy
 
 
 def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) -> Learner:
-    """Builds the model with its loss on this process's device, with equal initial weights on every process."""
+    """Builds the `Learner` on this process's device, with equal initial weights on every process."""
     precision, rho = choose_precision(flags.precision, strategy.device), flags.learning.sam_rho
 
     def build() -> Objective:

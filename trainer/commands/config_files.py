@@ -119,7 +119,7 @@ def _by_flag(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_origins(problem: str, origins: Mapping[str, ConfigFile]) -> str:
-    """Appends to a message the files or runs that set the flags in the message. origins: by flag."""
+    """Appends to a message the origin of each flag that it mentions. origins: files or runs, by flag."""
     words = {word.strip(",.:;()'\"") for word in problem.split()}
     named = [
         f"{name} is {'set in' if file.flag == '--config' else 'of the run in'} {file.path}"

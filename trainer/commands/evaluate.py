@@ -43,7 +43,7 @@ def score(run: Run, no_test: bool, baselines: Mapping[str, Baseline] | None = No
     Evaluates the test set with the best weights. Without a test set, reports the best validation scores again, or the
     training scores if there is no validation set.
 
-    no_test: evaluate the validation sets with the last weights instead. baselines: from `find_baselines`.
+    no_test: whether to evaluate the validation sets with the last weights instead. baselines: from `find_baselines`.
     """
     progress, has_validation = run.progress, run.plan.has_validation
     progress.read_clock()
@@ -107,7 +107,7 @@ def _best_weights(directory: RunDirectory) -> dict[str, Any]:
 
 
 def better_can_be_scored(directory: RunDirectory, results: Mapping[str, Any]) -> bool:
-    """Returns whether results.json contains scores of other weights, although the best weights can be read now."""
+    """Returns whether results.json has test scores of the last weights, although the best can be read now."""
     weights = results.get("weights")
     missed = isinstance(weights, dict) and weights.get("is_best") is False and results.get("scored") == "test"
     return missed and directory.load_best() is not None
@@ -163,7 +163,7 @@ def _kept(folder: Path, scored: Mapping[str, Any]) -> str:
 
 
 def check_only(flags: Flags, task: Task, strategy: Strategy) -> None:
-    """Runs `--check-task`: checks in float64 that sums of a new model do not depend on batch splits."""
+    """Runs `--check-task`: checks in float64 that a new model's loss and metrics do not depend on batch splits."""
     if task.fitted:
         raise UserError(
             "--check-task: with these flags the model is fitted without a loss to check; leave --check-task out"

@@ -42,7 +42,7 @@ Answer = Callable[[Exported], Sequence[Tensor]]
 
 @torch.no_grad()
 def export_model(flags: Flags, strategy: Strategy) -> None:
-    """Runs `--export`. Raises UserError, before writing, if the export fails or the program's outputs differ."""
+    """Runs `--export`. Raises UserError before writing if the export fails or outputs differ from the model's."""
     path = flags.exporting.export
     assert path is not None
     run, task = find_trained(flags, say)

@@ -70,7 +70,7 @@ def digest_of_data(task: Task) -> str | None:
 
 
 def facts_of_helpers(helpers: Mapping[str, nn.Module], group: Group) -> dict[str, dict[str, str]]:
-    """Returns {"helpers": digests by name}, or {} without helpers. All processes call it. Raises UserError."""
+    """Returns {"helpers": digests by name}, or {} without helpers. All processes must call it. Raises UserError."""
     digests = {name: digest_of(helper) for name, helper in helpers.items()}
     facts = {f"the digest of the helper {name}": digest for name, digest in digests.items()}
     group.require_same(facts, "build_objective must make the same helpers on all ranks")
@@ -90,7 +90,7 @@ def identify_code(task_type: type[Task]) -> dict[str, Any]:
 
 
 def code_digests(task_type: type[Task]) -> dict[str, str]:
-    """Returns the sha256 of the trainer's code and of the task's file, without files that cannot be read."""
+    """Returns the sha256 of the trainer's code and of the task's file; omits one that cannot be read."""
     root, file = Path(__file__).resolve().parents[2], source_file(task_type)
     own = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
     found = {"the code of the trainer": _sha256(own), "the task's file": _sha256([file] if file else [])}
@@ -102,7 +102,7 @@ def _sha256(files: Sequence[Path]) -> str | None:
     digest = hashlib.sha256()
     try:
         for file in files:
-            digest.update(file.read_bytes().replace(b"from lockstep.", b"from "))  # as in a clone
+            digest.update(file.read_bytes().replace(b"from lockstep.", b"from "))  # imports as in a clone
     except OSError:
         return None
     return digest.hexdigest() if files else None

@@ -70,7 +70,7 @@ class Flags(TrainerFlags):
             raise UserError(told) from None
 
     def values(self) -> dict[str, Any]:
-        """Returns the values of all recorded flags, in JSON types, by flag."""
+        """Returns the values of all recorded flags, by flag, as JSON types."""
         return flag_values(*self._groups) | (recorded_values(self.task) if self.task is not None else {})
 
     def values_alike(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Flags(TrainerFlags):
 
 
 def recorded_values(of_task: FlagGroup) -> dict[str, Any]:
-    """Returns the values of a task's flags, in JSON types, by flag, with absolute paths."""
+    """Returns the values of a task's flags, by flag, as JSON types with absolute paths."""
     values = flag_values(of_task)
     for field, option in options(type(of_task)).items():
         value = getattr(of_task, field)

@@ -22,7 +22,7 @@ Loading = tuple[Workers, dict[str, BatchLoader]]
 LARGEST_SHARE = 1 / 4
 """Largest fraction of a GPU's free memory that `--data-on auto` uses for data."""
 SURELY_FITS = 2**30
-"""Bytes of data that are assumed to fit on any GPU, for decisions before CUDA is initialised."""
+"""Size in bytes of data assumed to fit on any GPU, for decisions before CUDA is initialised."""
 MOST_WORKERS = 8
 """Most workers that `--num-workers auto` starts. They keep up with steps of 1.3 ms if building a batch takes 10 ms."""
 
@@ -30,7 +30,7 @@ MOST_WORKERS = 8
 def start_loading(flags: Flags, task: Task, strategy: Strategy, trains: bool) -> Loading:
     """Creates the CPU loaders of all data sets, and forks workers before CUDA is initialised.
 
-    trains: whether training steps follow. All processes call it. Raises UserError for GPUs that cannot train together.
+    trains: whether training steps follow. All processes must call it. Raises UserError if two share a GPU under NCCL.
     """
     workers = build_workers(flags.run, task, strategy.group, trains)
     loaders = build_loaders(task, workers)
@@ -67,7 +67,7 @@ def build_loaders(task: Task, workers: Workers) -> dict[str, BatchLoader]:
 
 
 def loaders_on_device(task: Task, data_on: str, group: Group) -> dict[str, BatchLoader]:
-    """Moves data sets to this process's GPU, and returns loaders of the moved data sets. All processes call it.
+    """Moves data sets to this process's GPU, and returns loaders of these data sets. All processes must call it.
 
     data_on: value of `--data-on`. Raises UserError if it is "device" and the data cannot be moved.
     """
@@ -107,7 +107,7 @@ def _require_memory(needed: int, free: int, device: torch.device) -> None:
 
 
 def where_data_are(task: Task, loaders: Mapping[str, BatchLoader], data_on: str, device: torch.device) -> list[str]:
-    """Returns at most one line, which says which data are on the GPU or why no data are."""
+    """Returns at most one line, which says which data are on the GPU or why none are."""
     there = [name for name, loader in loaders.items() if isinstance(loader, DeviceLoader)]
     parts: Any = [each for own in data_by_loader(task).values() for each in own if isinstance(each, Movable)]
     if there:
@@ -122,7 +122,7 @@ def where_data_are(task: Task, loaders: Mapping[str, BatchLoader], data_on: str,
 def remarks_on_streams(
     task: Task, turns: Sequence[int], position: Position, world_size: int, num_workers: int
 ) -> list[str]:
-    """Returns lines about the samples of a stream that each process reads, and reads again when the run resumes."""
+    """Returns lines about how each process reads a stream, and how many samples it reads again after a resume."""
     lines = []
     for phase, dataset in training_streams(task).items():
         index = task.phases.index(phase)

@@ -147,7 +147,7 @@ def _take_from_run(
     task_name: str,
     task_type: type[Task] | None,
 ) -> FromRun:
-    """Adds to `layers` the flags that the run to resume or use determines, and returns these flags.
+    """Adds to `layers` the flags taken from the run to resume or use, and returns these flags.
 
     These flags choose data and model: `--task`, the task's flags and `--seed`, unless the command gives them. With
     `--predict` or `--export`, the task's flags are read later, from the checkpoint in use (`recorded_task`). Invalid
@@ -264,7 +264,7 @@ class Layers:
         return found
 
     def origins_of_flags(self, argv: Sequence[str]) -> dict[str, ConfigFile]:
-        """Returns, by flag, the file or record that set the value, for each flag that is not on the command line."""
+        """Returns, by flag, the file or record that set the value of each flag that is not on the command line."""
         stated = names_given(argv)
         named = {option.name: self.origins.get(field) for field, option in self._known.items()}
         return {name: origin for name, origin in named.items() if origin is not None and name not in stated}

@@ -1,4 +1,4 @@
-"""Runs `--predict`: writes a table of a trained model's predictions for new data, without the training data."""
+"""Runs `--predict`: writes a table of a trained model's predictions for new data; needs no training data."""
 
 import csv
 import io

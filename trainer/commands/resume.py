@@ -76,7 +76,7 @@ def choose_run_id(directory: RunDirectory, given: CheckpointFlags, state: Mappin
 def take_best_beside(
     source: Path, best: Best | None, directory: RunDirectory, run_id: str
 ) -> tuple[float | None, bool, bool]:
-    """Copies best.pth from the folder of `source`, the `--resume-from` checkpoint, unless `source` is the best.
+    """Copies the best checkpoint beside `source` (`--resume-from`) to `directory`, unless `source` is the best.
 
     Returns the monitored metric of `source`, whether that value was the best so far, and whether the best checkpoint is
     known.
@@ -178,7 +178,7 @@ class Changes:
     def refuse_other_data(self, source: str, to_train: bool = False) -> None:
         """Raises UserError if the task's data facts differ from the checkpoint.
 
-        source: noun for the weights in messages. to_train: facts that the checkpoint lacks also count as a difference.
+        source: noun for the weights in messages. to_train: whether facts missing in the checkpoint are a difference.
         """
         then, now = self.then.get("data_facts", {}), self.now["data_facts"]
         for name in sorted(then.keys() | now.keys() if to_train else then.keys()):
@@ -195,7 +195,7 @@ class Changes:
         return (hint or "use the same data") + (f", or {otherwise}" if to_train else "")
 
     def refuse_other_epochs(self) -> NoReturn:
-        """Raises UserError, because a checkpoint is within an epoch and the number of samples per epoch has changed."""
+        """Raises the UserError for a checkpoint within an epoch whose number of samples has changed."""
         then, now = self.then["phase_sizes"], self.now["phase_sizes"]
         wholes = [" and ".join(map(str, facts["global_batch_sizes"])) for facts in (self.then, self.now)]
         if "--drop-last" in self.flags:

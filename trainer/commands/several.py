@@ -78,7 +78,7 @@ class Job:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has finished with unchanged flags; with changed flags it decides at its next start."""
+        """Whether the run has finished with unchanged flags; with changed flags, the run decides at its next start."""
         return bool(read_json(self.directory / RESULTS)) and not self.changed
 
     def refuse_another_run(self) -> None:
@@ -168,8 +168,8 @@ def run_jobs(
 ) -> Iterator[tuple[list[Job], list[tuple[Job, int]]]]:
     """Runs all jobs; after a failure or a stop request, starts no further job.
 
-    slots: environment variables of each slot. Twice a second, yields the running jobs, and (job, exit status) for each
-    job that has ended since.
+    slots: environment variables of each slot. At least twice a second, yields the running jobs, and (job, exit status)
+    for each job that ended meanwhile.
     """
     waiting, free = deque(jobs), list(slots)
     running: dict[SpawnProcess, tuple[Job, Mapping[str, str]]] = {}

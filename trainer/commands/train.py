@@ -162,7 +162,7 @@ class RunState:
         self.last_step = LastStep(queue_of(strategy.device))
 
     def enter(self, state: State, message: str | None = None) -> None:
-        """Records a state; "finished" is never overwritten. All processes call it. Raises UserError on disk errors."""
+        """Records a state; skips a repeated "finished". All processes must call it. Raises UserError on disk errors."""
         self._strategy.group.on_main(lambda: self._write(state, message))
 
     def record_failure(self, error: BaseException) -> None:

@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 def restore_weights(
     model: nn.Module, weights: Mapping[str, Tensor], strategy: Strategy, source: str, hint: str
 ) -> None:
-    """Loads all weights of a model. All processes with the model call it.
+    """Loads all weights of a model. All processes must call it.
 
     source: noun for the weights in messages. hint: advice in the UserError that is raised if weights do not fit.
     """
@@ -70,7 +70,7 @@ def restore_what_fits(
 
 
 def use_weights(learner: Learner, weights: Mapping[str, Tensor], strategy: Strategy, source: str, hint: str) -> None:
-    """Loads a checkpoint's weights, averaged if training did so, for evaluation; see `restore_weights`."""
+    """Loads a checkpoint's weights for evaluation, the moving average if training kept one; see `restore_weights`."""
     restore_weights(learner.objective.model, weights, strategy, source, hint)
     learner.ema.restart()
 
@@ -148,10 +148,10 @@ def _first(names: Collection[str]) -> str:
 def find_run(
     flags: Flags, files: Mapping[str, Path | None], shipped: Path | None, say: Callable[[str], None]
 ) -> TrainedRun:
-    """Returns the weights of the file or run that flags name, or the task's pretrained weights, or the default run's.
+    """Returns the weights of the file or run that flags name.
 
-    Uses a run in the default folder only if the task has no pretrained weights. say: prints messages about damage.
-    Raises UserError.
+    If none is named, returns the task's pretrained weights; if there are none, the weights of the default folder's run.
+    say: prints messages about damage. Raises UserError.
     """
     folder, has_run = flags.checkpoint.save_dir, True
     uses_shipped = shipped is not None and all(path is None for path in files.values())

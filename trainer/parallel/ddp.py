@@ -26,13 +26,13 @@ from trainer.task import Objective, sparse_parameters
 T = TypeVar("T")
 
 OVERLAP_BYTES = 4 * 2**20
-"""Size of parameters in bytes above which gradients are exchanged during the backward; see docs/design.md."""
+"""Total parameter size in bytes above which gradients are exchanged during the backward; see docs/design.md."""
 
 
 class OverlappingExchange(WithoutCompiler, nn.parallel.DistributedDataParallel):
     """DistributedDataParallel that reports when a step's last backward starts to wait for other processes.
 
-    before_exchange: callback for the report. The class does not import torch.compile, because the import is slow.
+    Does not import the compiler, because the import is slow. before_exchange: callback for the report.
     """
 
     before_exchange: Callable[[], None]
@@ -111,7 +111,7 @@ class Distributed(Strategy):
         model.load_state_dict(own)  # runs hooks that derive other state from the loaded state
 
     def _own_part(self, whole: Tensor, own: Tensor) -> Tensor:
-        """Returns this process's shard of a full tensor. own: current shard, with the same placement."""
+        """Returns this process's shard of a full tensor. own: the current shard, which gives the placement."""
         return whole
 
     def own_moments(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class Replicated(Distributed):
             find_unused_parameters=self._finds_unused,
             init_sync=False,
         )
-        wrapped.broadcast_buffers = False  # fails for some dtypes; buffers are broadcast before evaluating and saving
+        wrapped.broadcast_buffers = False  # True fails for some dtypes; evaluations and saves broadcast the buffers
         for parameter in sparse:
             parameter.requires_grad_(True)
         wrapped.before_exchange = self.group.activity.wait_for_others

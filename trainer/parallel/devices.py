@@ -79,7 +79,7 @@ def half_precision(device: torch.device) -> str:
 
 
 def numbers_at_once(device: torch.device) -> int:
-    """Returns how many elements to process per operation: they fit in a CPU's cache, or hide a GPU's launch latency."""
+    """Returns the number of elements per operation: few enough for a CPU's cache, or enough to hide a GPU's latency."""
     return 2**15 if device.type == "cpu" else 2**20
 
 
@@ -127,7 +127,7 @@ class DeviceQueue:
         return float(end - start)
 
     def drain(self, within_s: float) -> None:
-        """Waits until the device completes its work, at most `within_s` seconds, as a collective may never complete."""
+        """Waits up to `within_s` seconds until the device has completed its work; a collective may never complete."""
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Sums gradients over processes after the backward: dense gradients in a flat buffer per dtype, sparse by rows."""
+"""Sums gradients over processes after the backward: dense ones in a flat buffer per dtype, sparse ones by rows."""
 
 from collections.abc import Callable, Sequence
 
@@ -76,9 +76,9 @@ class FlatGradients:
 
 @torch.no_grad()
 def sum_sparse(parameter: Tensor, sum_in_place: Callable[[Tensor], None], divisor: int) -> None:
-    """Sums a sparse gradient over processes and divides it by divisor. All processes must call this function.
+    """Sums a sparse gradient over processes and divides the sum by `divisor`. All processes must call this function.
 
-    The sum contains every process's rows; without any row, `grad` becomes None. parameter: (rows, ...).
+    The sum contains the rows of all processes; without rows, `grad` becomes None. parameter: of shape (rows, ...).
     sum_in_place: sums a sparse tensor over processes.
     """
     if parameter.grad is None:
@@ -118,7 +118,7 @@ class _Buffer:
 
 
 def _laid_out_as(flat: Tensor, parameter: Tensor) -> Tensor:
-    """Returns a view of a flat tensor in the parameter's shape, and in its strides if its memory has no gaps.
+    """Returns a view of a flat tensor with the parameter's shape, and with its strides if they leave no gaps.
 
     Fused optimizers traverse a parameter and its gradient in memory order, so their strides must agree.
     """

@@ -1,7 +1,7 @@
 """Trains with `torch.distributed.fsdp.fully_shard`, which shards parameters, gradients and optimizer states.
 
-Each block in `Task.blocks` is a unit; the other parameters form the root unit. A unit's parameters are gathered for its
-forward and backward, and its gradients are reduce-scattered, so a process holds only a few unsharded units at a time.
+Each block in `Task.blocks` is sharded as a unit; the other parameters form the root unit. A unit's parameters are
+gathered for its forward and backward, and its gradients reduce-scattered, so few units are unsharded at a time.
 Other modules import this module lazily, because the import takes seconds.
 """
 
@@ -109,7 +109,7 @@ class Sharded(Distributed):
         return built[0] if self.group.is_main else built_as_outline(build, outline)
 
     def _send(self, unit: nn.Module, tensors_of: Callable[..., Iterable[tuple[str, Tensor]]]) -> None:
-        """Broadcasts rank 0's parameters or buffers of a unit, except parameters that are already sharded.
+        """Broadcasts a unit's parameters or buffers from rank 0, except parameters that are already sharded.
 
         tensors_of: `nn.Module.named_parameters` or `nn.Module.named_buffers`.
         """
@@ -152,7 +152,7 @@ class Sharded(Distributed):
     # --- what a step needs -------------------------------------------------------------------------------------------
 
     def exchange(self, params: Sequence[Tensor]) -> None:
-        """Removes gradients of parameters that no process used. The backwards have already reduced all gradients."""
+        """Removes gradients of parameters that no process used. Each backward has already reduced its gradients."""
         self._left_out.agree(params, self.group)
 
     def global_norm(self, own: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ def meta_state_of(objective: nn.Module) -> list[tuple[str, torch.Size, torch.dty
 
 
 def built_as_outline(build: Callable[[], Objective], outline: object) -> Objective:
-    """Builds an objective on the meta device, or on the CPU if the task reads values of tensors.
+    """Builds an objective on the meta device if possible, and otherwise on the CPU.
 
     outline: result of `meta_state_of` for rank 0's objective.
     """

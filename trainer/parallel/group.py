@@ -25,16 +25,16 @@ _FOUR_LIMBS = struct.Struct("<4H")
 
 
 class Group:
-    """Connects this process with all processes of the run. This class is for a single process, and exchanges nothing.
+    """Connects this process with all processes of the run. This base class is for one process, and exchanges nothing.
 
-    All processes must call the methods that exchange values in the same order. Most of these methods exchange numbers
-    and small objects in host memory, while `Strategy.exchange` exchanges gradients.
+    All processes must call the exchange methods in the same order. Most of them exchange numbers and small objects in
+    host memory, while `Strategy.exchange` exchanges gradients.
 
     devices: devices of this process; the first one is PyTorch's current GPU. rank, world_size: as in torch.distributed.
     local_world_size: number of the run's processes on this machine. is_launched: whether a launcher restarts all
-    processes together, so that no process can retry a step alone. exits_with_signal: whether the launcher is the
-    trainer's own, which does not treat an exit after a stop signal as a failure. activity: records what this process is
-    doing. diagnosis: explains failures once for all processes.
+    processes together, so that no process can retry a step alone. exits_with_signal: whether a run stopped by signal n
+    exits with status 128 + n, which torchrun would treat as a failure. activity: records what this process is doing.
+    diagnosis: explains failures once for all processes.
     """
 
     rank: int = 0
@@ -89,24 +89,24 @@ class Group:
         return lambda: None
 
     def stack(self, values: Tensor) -> Tensor:
-        """Gathers device tensors of equal shape from all processes; returns (world_size, ...), ordered by rank."""
+        """Stacks device tensors of equal shape from all processes, ordered by rank, along a new first dimension."""
         return values[None]
 
     def sum_in_tree(self, values: Tensor) -> None:
         """Sums a contiguous device tensor over processes in place, in a binary tree.
 
-        Adds neighbouring ranks, then neighbouring pairs, and so on; the number of processes must be a power of two.
+        Adds tensors of neighbouring ranks, then of pairs, and so on; the number of processes must be a power of two.
         """
 
     def barrier(self) -> None:
         """Makes the host wait until all processes call this method; a wait on the device could not report a timeout."""
 
     def gather(self, value: T) -> list[T]:
-        """Returns the values of all processes, by rank, on every process."""
+        """Returns the values of all processes, ordered by rank, on every process."""
         return [value]
 
     def gather_on_main(self, value: T) -> list[T]:
-        """Returns the values of all processes, by rank, on rank 0; an empty list on other ranks."""
+        """Returns the values of all processes, ordered by rank, on rank 0; an empty list elsewhere."""
         return [value]
 
     def on_main(self, function: Callable[[], T]) -> T:
@@ -114,7 +114,7 @@ class Group:
         return function()
 
     def together(self, function: Callable[[], T]) -> T:
-        """Calls a function on every process; if any raises UserError, all raise the combined message."""
+        """Calls a function on every process; if any raises UserError, all raise one with the combined messages."""
         result, refusal = result_or_refusal(function)
         refusals = dict.fromkeys(str(error) for error in self.gather(refusal) if error is not None)
         if refusals:
@@ -147,7 +147,7 @@ class Group:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def can_replace_rank0(self, lost: Sequence[int], has_state: bool) -> bool:
-        """Returns whether this process can save after a failure: as rank 0, or in place of rank 0 once that has exited.
+        """Returns whether this process can save after a failure: as rank 0, or in its place once rank 0 has exited.
 
         lost: ranks that have exited or do not respond; lost ranks on this machine are killed, because a stopped process
         would keep its locks. has_state: whether this process holds the full state. May wait until rank 0 exits.
@@ -156,7 +156,7 @@ class Group:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Context for all use of the devices: one process prints an error, and all processes raise Failure.
+        """Context for all use of the devices: on an error, one process prints it, and all raise Failure.
 
         Prints the error before `close`, which may wait for other processes.
         """

@@ -31,14 +31,14 @@ from trainer.parallel.environment import RankEnvironment
 
 GRACE_PERIOD_S = 10
 SAVES_WITHIN_S = 30
-"""Seconds for which surviving ranks may save and exit after another rank has failed, as under torchrun."""
+"""Time in seconds for surviving ranks to save and exit after another rank fails, as under torchrun."""
 MOST_STARTS = 32
 """Maximum number of starts; each out-of-memory error halves the batch size, so log2 of the size would suffice."""
 EXIT_UNGUARDED = 64
 """Exit status (EX_USAGE) of a script without a main guard, whose import would start the run again."""
 PROCESS_NAME = "Lockstep"
 NEW_FOR_S = 10
-"""Minimum age in seconds of a folder to remove; its launcher may not have locked a younger folder yet."""
+"""Minimum age in seconds of a folder to remove; the launcher of a younger folder may not have locked it yet."""
 FOLDER = "lockstep-rendezvous-"
 """Name prefix of the temporary folders for the ranks' rendezvous files."""
 STDOUT, STDERR = 1, 2

@@ -31,7 +31,7 @@ def remember_settings(optimizer: torch.optim.Optimizer) -> None:
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns the optimizer's `encoded` `state_dict()`, and lists changed settings of a group under `CHANGED`.
+    """Returns the optimizer's `encoded` `state_dict()`, in which `CHANGED` lists each group's changed settings.
 
     Omits unchanged settings that a checkpoint cannot store; a resumed run takes them from its new optimizer.
     """
@@ -95,7 +95,7 @@ def load_states(
 
 
 def _with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a saved state with the current settings, except the learning rate and settings listed under `CHANGED`."""
+    """Returns a saved state with current settings; keeps its learning rate and settings listed under `CHANGED`."""
     kept = (
         {name: group[name] for name in ("params", "lr", *group.get(CHANGED, ()))} for group in saved["param_groups"]
     )

@@ -113,7 +113,7 @@ class ProcessGroup(Group):
 
     @contextmanager
     def _told_once(self) -> Iterator[None]:
-        """Context that converts a UserError of all processes to Failure, except on a process that prints the error."""
+        """Context that converts a UserError raised by all processes to Failure, except on processes that print it."""
         try:
             yield
         except UserError as error:
@@ -223,7 +223,7 @@ class ProcessGroup(Group):
         """Sums a device tensor over processes in place, bitwise equal on every process.
 
         On a GPU the host does not wait for the sum, unless the tensor is sparse. A process sends a small CPU tensor
-        directly to all other processes: one message's latency instead of a ring's 2 (world_size - 1) messages.
+        directly to all others, which takes the latency of one message, and not of a ring's 2 (world_size - 1).
         """
         if values.is_cpu and not values.is_sparse and self._is_small(values):
             values.copy_(reduce(torch.add, self._swapped([values] * self.world_size)))
@@ -295,7 +295,7 @@ class ProcessGroup(Group):
     def can_replace_rank0(self, lost: Sequence[int], has_state: bool) -> bool:
         for rank in lost:
             self._neighbours.end(rank)
-        # The process that failed first must not wait: rank 0 may wait until it closes its connections.
+        # The process that failed first must not wait: rank 0 may wait until that process closes its connections.
         may_wait = has_state and not self.diagnosis.failed_itself
         return self.is_main or (may_wait and self._neighbours.await_end(0, MAIN_LEAVES_WITHIN_S))
 
@@ -323,7 +323,7 @@ class ProcessGroup(Group):
 def sum_of_neighbours(values: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
     """Sums tensors in a binary tree: neighbours, then neighbouring pairs, and so on.
 
-    values: a power-of-two number of tensors. out: takes the sum, and may be one of the values; ignored for one value.
+    values: a power-of-two number of tensors. out: receives the sum; may be one of the values; ignored for one value.
     """
     while len(values) > 2:
         values = [one + other for one, other in zip(values[::2], values[1::2], strict=True)]
@@ -348,7 +348,7 @@ def available_backends() -> list[str]:
 
 
 def _rank_device(local_rank: int, gpus: Sequence[int]) -> torch.device:
-    """Returns GPU gpus[local_rank], the only GPU if just one is visible to this process, or the CPU without GPUs."""
+    """Returns GPU gpus[local_rank]; if there is just one GPU, gpus[0]; if there is none, the CPU."""
     if not gpus:
         return torch.device("cpu")
     index = local_rank if len(gpus) > 1 else 0

@@ -18,7 +18,7 @@ ALIKE = "the objective must return rows of the same names, shapes and types for 
 class Gathered(NamedTuple):
     """Result of `gather`.
 
-    rows: (n, ...), rows of all samples of the step. own: (B,) int64, positions of this process's samples in `rows`.
+    rows: one row per sample of the step. own: 1-D int64 tensor with the positions of this process's samples in `rows`.
     """
 
     rows: Tensor
@@ -37,7 +37,7 @@ FORWARD = _Forward()
 def gather(rows: Tensor) -> Gathered:
     """Gathers rows of all samples of an optimizer step. Call it in a training forward whose loss couples samples.
 
-    rows: (B, ...), one row per sample of the batch. All processes must call this function the same number of
+    rows: of shape (B, ...), one row per sample of the batch. All processes must call this function the same number of
     times. Each row receives gradients from the losses of all processes. A process without samples adds no rows, and its
     loss does not count. In eval mode, or without gradients, the function returns the batch's own rows.
 
@@ -90,7 +90,7 @@ class _Gather(torch.autograd.Function):
 
 
 def in_global_order(group: Group, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Gathers each named tensor's rows, (n, ...), for all samples of a step; results carry no autograd graph.
+    """Gathers each named tensor's rows for all samples of a step; results carry no autograd graph.
 
     own: rows of this process's samples, in order; possibly empty. All processes must call this function. All processes
     raise UserError if names, shapes or dtypes differ. The host waits for other processes, but not for a device.

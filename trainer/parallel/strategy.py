@@ -166,8 +166,8 @@ class Strategy:
 
         Python's and NumPy's generators are only seeded if `draws_on_host`, because seeding them is slow.
 
-        key: five numbers; the last number is the index of the micro-batch. With `--parts`, the index of the part in the
-        global batch replaces the last number, and the hash omits rank and device. same_everywhere: omits them too.
+        key: five numbers; the last is the index of the micro-batch. With `--parts`, the index of the part in the global
+        batch replaces it, and the hash omits rank and device. same_everywhere: whether to omit them in any case.
         """
         if self.num_parts and not same_everywhere:
             key, same_everywhere = (*key[:-1], self.shards[key[-1]][0]), True
