@@ -17,7 +17,7 @@ _CHUNK_ROWS = 1024
 
 
 class Aggregator(nn.Module):
-    """Maps node states (N, width) to the states of the next layer, (N, out_width), or (n, out_width) for n nodes."""
+    """Maps node states (N, width) to the next layer's states, (N, out_width), or (n, out_width) for n chosen nodes."""
 
     def __init__(self, slope: float) -> None:
         """Creates the layer. slope: negative slope of LeakyReLU."""

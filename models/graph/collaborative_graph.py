@@ -12,7 +12,7 @@ Softmax = Literal["separate", "coalesced"]
 
 
 class CollaborativeGraph(nn.Module):
-    """Graph of directed edges (head, relation, tail); edges with the same head and tail are parallel.
+    """Graph of directed edges (head, relation, tail); edges with the same head and tail are called parallel.
 
     `matrix`, which propagates states, has one entry per (head, tail) pair: the sum over parallel edges. Methods take
     and return edge values, (E,), in the edge order of the constructor.
@@ -26,7 +26,7 @@ class CollaborativeGraph(nn.Module):
     entry_of_further: Tensor
 
     def __init__(self, head: Tensor, tail: Tensor, relation: Tensor, num_nodes: int, num_relations: int) -> None:
-        """Creates the graph. head, tail, relation: (E,) integers, distinct and ascending by (head, tail, relation)."""
+        """Creates the graph. head, tail, relation: (E,) integers that form distinct triples in ascending order."""
         super().__init__()
         self.num_nodes = num_nodes
         self.num_relations = num_relations
@@ -55,11 +55,11 @@ class CollaborativeGraph(nn.Module):
         return merged.index_add_(0, self.entry_of_further, values.index_select(0, self.further_edges))
 
     def laplacian(self, kind: Laplacian, dtype: torch.dtype) -> Tensor:
-        """Returns edge values (E,) of the adjacency matrices, normalised by the degrees within each edge's relation.
+        """Returns edge values (E,), normalised by node degrees that count only edges of the same relation.
 
         random-walk: 1 / out-degree of the head. symmetric: 1 / sqrt(out-degree of the head x in-degree of the tail).
-        reference: 1 / sqrt(out-degree of the head x out-degree of the tail), or 0 if the tail has out-degree 0, as it
-        has for nearly all edges. KGAT's public code computes these values as "symmetric".
+        reference: 1 / sqrt(out-degree of the head x out-degree of the tail), or 0 if the tail has out-degree 0, as for
+        nearly all edges. KGAT's public code calls these values "symmetric".
         """
         values = torch.empty(len(self.head), dtype=dtype, device=self.head.device)
         for edges in self.edges_by_relation():
@@ -76,8 +76,8 @@ class CollaborativeGraph(nn.Module):
     def softmax(self, logits: Tensor, kind: Softmax) -> Tensor:
         """Applies softmax over all edges of each head: (E,) -> (E,).
 
-        separate: every edge is a term of the softmax (KGAT, equation 5). coalesced: parallel edges form one term, whose
-        logit is their sum, and share its probability equally, as in LunaBlack's PyTorch port of KGAT.
+        separate: every edge is a term of the softmax (KGAT, equation 5). coalesced: the logits of parallel edges are
+        summed into one term, whose probability the edges share equally, as in LunaBlack's PyTorch port of KGAT.
         """
         if kind == "separate":
             return self._normalise(logits, self.head)

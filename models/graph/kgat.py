@@ -15,11 +15,11 @@ from models.graph.sparse import Operands, select
 from models.layers.dropout import dropout_mask
 
 _CHUNK_EDGES = {"cpu": 2**12, "cuda": 2**20}
-"""Number of edges processed at a time, by device type: fits into a CPU's cache, or keeps a GPU busy."""
+"""Number of edges processed at a time: few enough for a CPU's cache, or enough to keep a GPU busy."""
 
 
 class KGAT(Recommender):
-    """Propagates embeddings over a graph with attention weights that are computed from TransR embeddings.
+    """Propagates embeddings over a graph, weighted by attention computed from TransR embeddings.
 
     Nodes are items, then other entities, then users. All computations use the precision of the parameters, even under
     autocast.
@@ -92,7 +92,7 @@ class KGAT(Recommender):
         return self.graph.matrix.operands_of(self.graph.merge(self.compute_attention()))
 
     def _propagate(self, matrix: Operands, rows: Tensor | None) -> Tensor:
-        """Returns each node's embedding and normalised states of all layers: (n, width + sum(layer_dims)).
+        """Concatenates each node's embedding and normalised states of all layers: (n, width + sum(layer_dims)).
 
         rows: (n,), node indices; None: all. The last layer is computed only for these nodes, but its dropout mask is
         drawn for all nodes, which makes a node's mask independent of the batch.
@@ -147,7 +147,7 @@ class KGAT(Recommender):
 
     @torch.no_grad()
     def compute_attention(self) -> Tensor:
-        """Returns attention, (E,): softmax over each head's edges of (W_r e_t) . tanh(W_r e_h + e_r) (equation 5)."""
+        """Returns attention, (E,): softmax of (W_r e_t) . tanh(W_r e_h + e_r) over each head's edges (equation 5)."""
         nodes = self.nodes
         logits = torch.empty_like(self.attention)
         with torch.autocast(nodes.device.type, enabled=False):

@@ -34,7 +34,7 @@ class PathFinder:
         return [self._path(int(target), levels) for target in targets]
 
     def _expanded(self, attention: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Extends paths by one edge; returns each node's highest attention, 0 if not reached, and the last edge."""
+        """Extends paths by one edge; returns, for each node, the highest attention (0 if unreached) and last edge."""
         nodes = np.flatnonzero(attention)
         edges = _ranges(self._out[nodes], self._out[nodes + 1])
         values = attention[self._head[edges]] * self._attention[edges]

@@ -1,4 +1,4 @@
-"""Metrics that compare the k items with the highest scores with a user's held-out items."""
+"""Metrics that compare a user's k highest-scored items with the held-out items."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -12,7 +12,7 @@ _OFFICIAL_LIST = 100
 
 
 class TopK(NamedTuple):
-    """Metrics at each cut-off k, summed over users: (len(ks),) float64 each. A hit is a ranked held-out item."""
+    """Metrics per cut-off k, summed over users: (len(ks),) float64 each. A hit is a ranked positive (held-out item)."""
 
     recall: Tensor
     """Number of hits in the first k places / number of positives."""
@@ -62,9 +62,9 @@ def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) ->
 def _constants(ks: tuple[int, ...], length: int, device: torch.device) -> tuple[Tensor, ...]:
     """Returns constant tensors, which are cached on the device and must not be changed.
 
-    The constants are the cut-offs, (len(ks),) int64; 1 for places within each cut-off, else 0, and the DCG gain of
-    these places, else 0, (length, len(ks)) float64 each; and the DCG of n hits in the first n places, for n from 0,
-    (length + 1,) float64.
+    Cut-offs: (len(ks),) int64. Mask of the places within each cut-off, 1 or 0: (length, len(ks)) float64. Mask times
+    each place's DCG gain: (length, len(ks)) float64. DCG of n hits in the first n places, for n from 0: (length + 1,)
+    float64.
     """
     with torch.inference_mode(False), torch.no_grad():
         gains = 1 / torch.arange(2, length + 2, dtype=torch.float64).log2()

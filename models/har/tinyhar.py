@@ -19,7 +19,7 @@ class TinyHar(nn.Module):
     strides 1, 2, 1, 2 shorten T, which must be at least 1, to ceil(T / 4). The model has 42,704 parameters for 9
     channels and 6 classes.
 
-    The architecture equals the variants attn, FC, lstm and tnaive of the authors' code (teco-kit/ISWC22-HAR), with 24
+    The architecture combines the variants attn, FC, lstm and tnaive of the authors' code (teco-kit/ISWC22-HAR), with 24
     filters. Unlike the authors' code, this model pads convolutions, and also applies dropout before the classifier.
 
     The model uses batch norm, as published, so in training a window's logits depend on the other windows of the
@@ -89,7 +89,7 @@ class ChannelAttention(nn.Module):
 
 
 class AttentivePooling(nn.Module):
-    """Adds gate * the mean of all states, weighted by softmax(v . tanh(W state + b)) over time, to the last state."""
+    """Computes last state + gate * mean of states weighted by softmax(v . tanh(W state + b)) over time."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

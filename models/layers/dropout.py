@@ -27,7 +27,7 @@ def dropout_mask(shape: Sequence[int], p: float, like: Tensor) -> Tensor:
 
 
 class Dropout(nn.Module):
-    """Replaces nn.Dropout, and draws masks faster on a CPU by `dropout_mask`."""
+    """Replaces nn.Dropout; on a CPU, draws masks faster with `dropout_mask`."""
 
     def __init__(self, p: float) -> None:
         """Creates the layer. p: probability of zeroing an element, in [0, 1)."""

@@ -1,6 +1,6 @@
 """Attention to time intervals, with a table that has one row per interval length.
 
-If r_ij is the row of the interval between query i and key j, attention to intervals needs
+If r_ij is the row of the interval between query i and key j, this module computes
 
     logits_ij = query_i . table[r_ij]             (interval_logits)
     sums_i    = sum_j weight_ij table[r_ij]       (interval_sums)

@@ -1,10 +1,10 @@
 """Manifold-constrained hyper-connections: several residual streams instead of one (arXiv 2512.24880).
 
-The state X of a token consists of n streams: (n, C). Around a sub-layer F, which includes its own norm, it becomes
+The state X of a token consists of n streams: (n, C). Around a sub-layer F with its own norm, a connection maps X to
 
     X' = H_res X + h_post^T F(h_pre X)
 
-with coefficients that depend on the token by v = RMSNorm(vec(X)) (equations 7 and 8 of the paper):
+with coefficients that depend on the token through v = RMSNorm(vec(X)) (equations 7 and 8 of the paper):
 
     h_pre = sigmoid(a_pre v phi_pre + b_pre)
     h_post = 2 sigmoid(a_post v phi_post + b_post)
@@ -89,7 +89,7 @@ class HyperConnection(nn.Module):
     def forward(self, x: Tensor, sublayer: Sublayer, last: Tensor | None = None) -> Tensor:
         """Applies the sub-layer: (B, T, n, C) -> (B, T, n, C), or (B, 1, n, C) with `last` (as in `sasrec.rows`).
 
-        `opens` removes n from the shape of the input, and `closes` removes n from the shape of the output.
+        With `opens`, the input has no dimension n; with `closes`, the output has no dimension n.
         """
         with self._precision(x):
             streams = x.unsqueeze(-2) if self.opens else x
@@ -109,8 +109,8 @@ class HyperConnection(nn.Module):
     def _projected(self, streams: Tensor) -> dict[str, Tensor]:
         """Returns RMSNorm(vec(X)) phi for each kind of coefficients, (B, T, number of coefficients) each, by name.
 
-        streams: X, (B, T, n, C). RMSNorm has no weight, because phi includes the weight. The root mean square divides
-        the product with phi instead of X, because the product is smaller than X.
+        streams: X, (B, T, n, C). RMSNorm has no weight, because phi includes the weight. Dividing the
+        product with phi by the root mean square is cheaper than dividing X, which is larger.
         """
         phi = {name: part.phi for name, part in self.named_children() if isinstance(part, Coefficients)}
         flat = streams.flatten(-2)
@@ -186,7 +186,7 @@ def doubly_stochastic(logits: Tensor, num_iterations: int) -> Tensor:
 class _Sinkhorn(torch.autograd.Function):
     """Alternately normalises the columns and rows of exp(logits), for logits (n, n, tokens).
 
-    Each iterate is diag(u) K diag(v) with a fixed K, so only u and v are computed and stored for backward. Entries
+    Each iterate is diag(u) K diag(v) with a fixed K, so each iteration computes and stores only u and v. Entries
     below e^-27 times the largest entry of their column are raised to this bound, which keeps all sums above 0.
     """
 

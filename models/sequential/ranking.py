@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
-"""Number of scores that `full_softmax` computes at a time: fits into a CPU's cache, or keeps a GPU busy."""
+"""Number of scores that `full_softmax` computes at a time: few enough for a CPU's cache, many enough for a GPU."""
 _FEWEST_POSITIONS = 16
 """Minimum number of positions per chunk, since each chunk reads the whole table."""
 
@@ -64,7 +64,7 @@ def full_softmax(states: Tensor, targets: Tensor, table: Tensor) -> Tensor:
     """Returns softmax cross-entropy over all items, without storing all scores at once."""
     flat, targets = states.flatten(0, -2), targets.flatten()
     if flat.device.type == "cpu":
-        # skips padding, which on a GPU would make the host wait for the number of positions
+        # skips padding; on a GPU, this would make the host wait for the number of positions
         real = targets.nonzero().squeeze(1)
         flat, targets = flat.index_select(0, real), targets.index_select(0, real)
     loss: Tensor = _FullSoftmax.apply(flat, targets, table)
@@ -153,7 +153,7 @@ def ranking_metrics(place: Tensor, cutoffs: Sequence[int]) -> Tensor:
 
 
 def times_recommended(scores: Tensor, cutoffs: Sequence[int]) -> Tensor:
-    """Counts, for each cut-off k and item, the queries that rank the item in their top k: (len(cutoffs), n) float64."""
+    """For each cut-off k and item, counts the queries that rank the item in their top k: (len(cutoffs), n) float64."""
     best = scores.topk(min(max(cutoffs), scores.shape[1]))
     counts = (best.values > -math.inf).double()
     times = counts.new_zeros(len(cutoffs), scores.shape[1])

@@ -1,4 +1,4 @@
-"""SASRec: self-attentive sequential recommendation (Kang and McAuley, ICDM 2018), and a base class of similar models.
+"""SASRec: self-attentive sequential recommendation (Kang and McAuley, ICDM 2018), and a base class for similar models.
 
 Histories are padded with zeros at the end. Attention is causal, so items never attend to padding, and no padding mask
 is needed. The last item of each history gets the last position, as in the published code, which pads at the start.
@@ -116,7 +116,7 @@ class Projections(nn.Module):
         self.value = nn.Linear(width, width)
 
     def forward(self, query_input: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries, divided by sqrt(width / heads), keys and values: (B, heads, T, width / heads) each.
+        """Returns scaled queries (`scaled_query`), keys and values: (B, heads, T, width / heads) each.
 
         query_input, context: (B, T, width).
         """
@@ -136,7 +136,7 @@ class Projections(nn.Module):
         return query @ by_head @ context.unsqueeze(1).transpose(-2, -1)
 
     def pool(self, attention: Tensor, context: Tensor) -> Tensor:
-        """Returns the values weighted by one query's attention, without computing all values.
+        """Returns one query's attention-weighted sum of values, without computing the values.
 
         attention: (B, heads, 1, T). context: (B, T, width). Returns (B, heads, 1, width / heads).
         """

@@ -56,7 +56,7 @@ class Intervals:
         return [self.pairs(times[:, start:stop], times[:, :stop]) for start, stop in parts]
 
     def of_last(self, last: Tensor) -> Pairs:
-        """Returns the pairs of all keys with one query of each history b, at time step last[b]."""
+        """Returns the pairs of all keys with the query at time step last[b] of each history b."""
         return self.pairs(rows(self.times, last), self.times)
 
     def pairs(self, queries: Tensor, keys: Tensor) -> Pairs:

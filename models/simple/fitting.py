@@ -125,7 +125,7 @@ def _rules(histories: TrainingHistories) -> Iterator[Buffers]:
 
 
 def _item_knn(histories: TrainingHistories) -> Iterator[Buffers]:
-    """Yields tables of cosine similarities between the user sets of two items, reduced for small sets."""
+    """Yields tables of cosine similarities between items' user sets, reduced for small sets."""
     popularity, num_items = histories.popularity, histories.num_items
     users, items = histories.distinct
     by_item = np.argsort(items, kind="stable")
@@ -166,7 +166,7 @@ def _ease(histories: TrainingHistories) -> Iterator[Buffers]:
 _FITTED: Mapping[str, tuple[Callable[[TrainingHistories], Iterator[Buffers]], Sequence[float]]] = {
     "rules": (_rules, (0.5, 0.8, 0.9)), "itemknn": (_item_knn, (0.8, 0.9)), "ease": (_ease, (0.9,)),
 }  # fmt: skip
-"""Maps each model to its fitting function, and to the factors to try by which recency weights decay per item."""
+"""Maps each model to its fitting function and the decay factors to try: ratios of consecutive recency weights."""
 
 
 def _summed(
@@ -187,7 +187,7 @@ def _summed(
 def _tables(
     block: Callable[[int, int], Cells], costs: np.ndarray, num_items: int, strengths: Sequence[Strength]
 ) -> list[Buffers]:
-    """Builds, for each strength function, a table of each item's strongest neighbours, without the item itself.
+    """For each strength function, builds a table of each item's strongest neighbours, without the item itself.
 
     block: maps (start, stop) to the distinct pairs whose first item is from `start` to `stop` - 1, sorted by the first
     item. costs: (num_items + 1,), number of pairs that `block` visits for each item.

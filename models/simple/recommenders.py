@@ -1,6 +1,6 @@
 """Recommenders without gradient training, which score items from a user's history with tables from `fitting`.
 
-A history contains items, numbered from 1 and in time order if times are known, and is padded at the end with zeros.
+Items are numbered from 1. A history is in time order if times are known, and is padded at the end with zeros.
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ from trainer.common.errors import UserError
 MOST_NEIGHBOURS = 200
 """Maximum number of neighbours kept for each item."""
 MOST_ITEMS_OF_EASE = 8000
-"""Maximum number of items for EASE, whose dense matrix then takes 256 MB and a minute on one core to compute."""
+"""Maximum number of items for EASE; at this number, one core computes its dense matrix (256 MB) in a minute."""
 _TIE_BREAK = 1e-9
-"""Weight of popularity in scores, which orders items that would otherwise have equal scores."""
+"""Weight of popularity in scores, to order items that would otherwise have equal scores."""
 
 
 class SimpleRecommender(nn.Module):

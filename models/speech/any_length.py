@@ -17,7 +17,7 @@ from models.speech.recogniser import SpeechRecogniser
 from trainer.common.torch_private import scan
 
 _FORGOTTEN = 1e-9
-"""Maximum share of a memory's impulse response that is cut off at its end."""
+"""Maximum share of an impulse response that may be cut off at the end."""
 _LONGEST_RESPONSE = 2**16
 
 
@@ -43,7 +43,7 @@ class RecogniserOfAnyLength(nn.Module):
 
 
 class ConvolvedLMU(nn.Module):
-    """Replaces a `ParallelLMU`, and computes its memory as a convolution with the memory's impulse response.
+    """Replaces a `ParallelLMU`, and computes its memory by convolving signals with the memory's impulse response.
 
     The impulse response is cut off where it is nearly zero, because a memory forgets inputs much older than its window.
     """
@@ -98,7 +98,7 @@ class ScannedLMU(nn.Module):
         self.register_buffer("b", b)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Returns the hidden states of all time steps after a zero state: (B, T, input_size) -> (B, T, hidden_size)."""
+        """Returns the hidden states of all time steps, from a zero state: (B, T, input_size) -> (B, T, hidden_size)."""
         lmu, a, b = self.lmu, self.a, self.b
         e_h, e_m, w_h, w_m = lmu.e_h, lmu.e_m, lmu.w_h, lmu.w_m
 

@@ -13,7 +13,7 @@ from models.speech.ctc import BLANK
 
 
 class Scorer(Protocol):
-    """Language model whose scores are added to the log scores of prefixes. Its states are integers."""
+    """Language model whose scores are added to the log-probabilities of prefixes. Its states are integers."""
 
     def begin(self) -> int:
         """Returns the initial state for new utterances, and invalidates the states of previous utterances."""
@@ -51,8 +51,8 @@ def beam_search(
     If the width is at least the number of possible prefixes, log-probabilities are exact sums over all alignments.
 
     log_probs: (B, T, V); symbol 0 is the blank. lengths: (B,), number of frames of each utterance; frames of padding
-    are ignored. width: number of prefixes kept per frame. symbols_per_frame: number of most probable symbols with which
-    prefixes are extended; None: all symbols.
+    are ignored. width: number of prefixes kept per frame. symbols_per_frame: number of each frame's most probable
+    symbols with which to extend prefixes; None: all symbols.
     """
     order = np.argsort(-lengths, kind="stable")  # longest first
     frames = log_probs[order].astype(np.float64)

@@ -18,7 +18,7 @@ _IMPOSSIBLE = -1e30
 
 
 def ctc_loss(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns -log p(target), (B,) in at least float32, and whether the target has an alignment, (B,) bool.
+    """Returns two (B,) tensors: -log p(target) in at least float32, and whether the target has an alignment.
 
     Targets that need more frames than their utterance has (`shortest_alignment`) have loss and gradient 0.
 
@@ -66,7 +66,7 @@ def loss_without_waiting(log_probs: Tensor, lengths: Tensor, targets: Tensor) ->
 
 
 def shortest_alignment(targets: Tensor) -> Tensor:
-    """Returns the minimum number of frames of each target, (B,): one per symbol and per pair of adjacent equal symbols.
+    """Returns the number of frames that each target needs, (B,): one per symbol and per pair of adjacent equal symbols.
 
     targets: (B, U), padded with 0.
     """

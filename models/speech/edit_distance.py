@@ -1,6 +1,6 @@
 """Edit distance (Levenshtein, 1966) between sequences of hashable values: counts for many pairs, or an alignment.
 
-Among alignments with the fewest edits, the functions choose an alignment with the most substitutions.
+Among alignments with the fewest edits, the functions choose one with the most substitutions.
 """
 
 from collections.abc import Hashable, Sequence
@@ -49,9 +49,9 @@ def count_edits(references: Sequence[Sequence[Hashable]], hypotheses: Sequence[S
 
 
 def _count_edits(references: list[list[int]], hypotheses: list[list[int]]) -> np.ndarray:
-    """Returns numbers of substitutions, deletions and insertions, (3, n); fills the cost tables of all pairs together.
+    """For all pairs together, returns the numbers of substitutions, deletions and insertions: (3, n).
 
-    Insertions take a running minimum over each row: cost[j] = min over k <= j of (without[k] + (j - k) * gap).
+    In each row of costs, insertions take a running minimum: cost[j] = min over k <= j of (without[k] + (j - k) * gap).
     """
     reference, num_reference = _padded(references, -1)
     hypothesis, num_hypothesis = _padded(hypotheses, -2)
@@ -72,7 +72,7 @@ def _count_edits(references: list[list[int]], hypotheses: list[list[int]]) -> np
 
 
 def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable]) -> list[Edit]:
-    """Returns an alignment that has the same numbers of edits as `count_edits` returns."""
+    """Returns an alignment whose numbers of edits equal the result of `count_edits`."""
     substitution, gap = _costs(len(reference), len(hypothesis))
     cost = [[j * gap for j in range(len(hypothesis) + 1)]]
     for i, value in enumerate(reference):

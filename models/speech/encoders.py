@@ -17,7 +17,7 @@ from models.speech.lmu import LMU
 from models.speech.parallel_lmu import ParallelLMU
 
 _NUM_INNER = 64
-"""Number of output channels of each convolution except the last, small because early convolutions have many frames."""
+"""Number of output channels of each convolution except the last; small, because early convolutions have many frames."""
 
 StreamState = list[Tensor | None]
 """State between calls of `stream`: the pending inputs of each convolution, then the memory of each block."""
@@ -130,7 +130,7 @@ class ParallelLMUEncoder(nn.Module):
         """Processes the next frames of an utterance: (B, T, F) -> (B, T', out_features), with T and T' at least 0.
 
         Also returns the new state. state: returned by the previous call, or None at the start. Chunks of any length
-        give the same states as the whole utterance. The encoder must be unidirectional.
+        give the same outputs as the whole utterance. The encoder must be unidirectional.
         """
         assert not self.bidirectional, "a bidirectional memory cannot be streamed"
         carried = iter(state or [None] * (len(self.convolutions) + len(self.blocks)))
@@ -158,7 +158,7 @@ class ChannelDropout(Dropout):
 
 
 class CausalConvolution(nn.Module):
-    """Applies a convolution over time and GELU: T inputs -> ceil(T / stride) outputs.
+    """Applies a convolution over time, then GELU: T inputs -> ceil(T / stride) outputs.
 
     Output t depends on inputs up to input t * stride.
     """
@@ -169,7 +169,7 @@ class CausalConvolution(nn.Module):
         self.convolution = nn.Conv1d(num_inputs, num_outputs, kernel_size, stride)
 
     def forward(self, x: Tensor, inputs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the outputs, and the pending inputs, which later outputs still need.
+        """Returns the outputs and the pending inputs, which later outputs need.
 
         x: (B, T, num_inputs). inputs: pending inputs returned by the previous call, (B, n, num_inputs), or None at the
         start of an utterance.

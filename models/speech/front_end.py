@@ -19,7 +19,7 @@ VARIANCE_FLOOR = 1e-5
 PRIOR_FRAMES = 100
 """Weight, in frames, of the training statistics in running normalisation."""
 WARP_KNEE = 0.7
-"""Share of the highest frequency up to which a warp scales frequencies; the highest frequency itself stays fixed."""
+"""Frequency, as a share of the highest, up to which a warp scales frequencies; the highest frequency stays fixed."""
 
 
 class StreamState(NamedTuple):
@@ -232,8 +232,8 @@ def _within(positions: Tensor, spans: Tensor) -> Tensor:
 def _causal_sums(x: Tensor) -> Tensor:
     """Returns the cumulative sums of x, (..., T, F), over time.
 
-    Adds x to itself with shifts that double, because `cumsum` is nondeterministic on a GPU and has larger rounding
-    errors. Compiled and exported programs use `cumsum`, because the number of additions would depend on T.
+    Adds x to itself, shifted by 1, 2, 4, ... frames, because `cumsum` is nondeterministic on a GPU and has larger
+    rounding errors. Compiled and exported programs use `cumsum`, because the number of additions would depend on T.
     """
     if torch.compiler.is_compiling():
         return x.double().cumsum(-2).to(x.dtype)

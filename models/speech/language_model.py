@@ -24,7 +24,7 @@ SPACE_NAMES = ("<space>", "|", "\N{LOWER ONE EIGHTH BLOCK}")
 """Names of the space symbol in ARPA files of character models."""
 
 _NEVER = -100.0
-"""Minimum log10-probability, also used for unknown words if a file has no entry for unknown words, as in KenLM."""
+"""Minimum log10-probability, also used for unknown words if a file has no `<unk>` entry, as in KenLM."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _check_counts(entries: dict[tuple[str, ...], tuple[float, float]], counts: d
 
 
 class _Fusion(ABC):
-    """Base class of scorers, which numbers contexts in order of appearance and caches their scores in a table."""
+    """Base class of scorers; numbers contexts in order of appearance, and caches their scores in a table."""
 
     def __init__(self, num_symbols: int) -> None:
         self._table = np.zeros((64, num_symbols))
@@ -184,7 +184,7 @@ class _Fusion(ABC):
 
 
 class SymbolScorer(_Fusion):
-    """Scores each symbol by the bonus plus, if an n-gram model is given, its weighted log-probability.
+    """Scores each symbol by the bonus, plus its weighted log-probability if an n-gram model is given.
 
     symbols: (V,), names of the symbols, blank first. The space can have any of `SPACE_NAMES` in the n-gram model.
     """

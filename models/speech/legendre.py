@@ -14,7 +14,7 @@ _CPU = torch.device("cpu")
 
 
 def continuous_system(memory_size: int) -> tuple[Tensor, Tensor]:
-    """Returns A, (N, N), and B, (N,), of theta m' = A m + B u in float64 (equation 2), with N = memory_size >= 1."""
+    """Returns A (N, N) and B (N,) of theta m' = A m + B u in float64 (equation 2), with N = memory_size >= 1."""
     row = torch.arange(memory_size, dtype=torch.float64)[:, None]
     column = row.T
     alternating = 1 - 2 * ((row - column) % 2)  # (-1)^(i - j)
@@ -26,7 +26,7 @@ def continuous_system(memory_size: int) -> tuple[Tensor, Tensor]:
 def discrete_system(
     memory_size: int, theta: float, dtype: torch.dtype = torch.float64, device: torch.device = _CPU
 ) -> tuple[Tensor, Tensor]:
-    """Returns A_d, (N, N), and B_d, (N,), of m_t = A_d m_(t-1) + B_d u_t. The caller must not modify the tensors.
+    """Returns A_d (N, N) and B_d (N,) of m_t = A_d m_(t-1) + B_d u_t. The caller must not modify the tensors.
 
     The signal is constant within a time step (zero-order hold). One matrix exponential in float64 computes both tensors
     (Van Loan, 1978). theta: window length in time steps, above 0.
@@ -40,7 +40,7 @@ def discrete_system(
 
 
 def orbit(matrix: Tensor, start: Tensor, length: int) -> Tensor:
-    """Returns start, A start, ..., A^(length - 1) start for A = matrix, (N, N): start (N, K) -> (N, length, K).
+    """Returns start, A start, ..., A^(length - 1) start as (N, length, K). matrix: A, (N, N). start: (N, K).
 
     Each iteration doubles the number of results, so about log2(length) iterations suffice.
     """
@@ -60,7 +60,7 @@ def impulse_response(memory_size: int, theta: float, length: int) -> Tensor:
 
 
 def orthonormal_scale(memory_size: int, theta: float) -> Tensor:
-    """Returns factors, (memory_size,) float64, that scale m to coefficients of orthonormal polynomials over the window.
+    """Returns factors that scale m to coefficients of orthonormal polynomials over the window: (memory_size,) float64.
 
     All elements of the scaled memory respond to an impulse with approximately equal energy.
     """

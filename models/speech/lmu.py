@@ -40,7 +40,7 @@ class LMU(nn.Module):
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Returns h of all time steps, (B, T, hidden_size), and the final state. x: (B, T, input_size), T >= 1.
 
-        state: h, (B, hidden_size), and m, (B, memory_size), before the first time step; None: zeros. The layer computes
+        state: h (B, hidden_size) and m (B, memory_size) before the first time step; None: zeros. The layer computes
         in at least float32, also under autocast, because rounding errors accumulate.
         """
         dtype = torch.promote_types(x.dtype, self.w_x.dtype)

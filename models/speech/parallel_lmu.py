@@ -177,7 +177,7 @@ def _responses(memory_size: int, theta: float, size: int, dtype: torch.dtype, de
 def _toeplitz(
     memory_size: int, theta: float, num_directions: int, num_steps: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Returns the matrix, (T * directions * memory_size, T), that maps a signal to its scaled memories at all T steps.
+    """Returns the (T * directions * memory_size, T) matrix that maps a signal to its scaled memories at all T steps.
 
     Rows are ordered by time step, direction and element of the memory.
     """
@@ -190,12 +190,12 @@ def _toeplitz(
 
 
 def _memory_after(u: Tensor, responses: _Responses) -> Tensor:
-    """Returns the memory after signals u, (B, T, channels), if it is initially zero: (B, channels, memory_size)."""
+    """Returns the memory, initially zero, after signals u: (B, T, channels) -> (B, channels, memory_size)."""
     return torch.einsum("btc,nt->bcn", u.flip(1), responses.impulse[:, : u.shape[1]])
 
 
 def _kernels(weight: Tensor, responses: _Responses) -> Tensor:
-    """Returns the complex spectra, (H, channels, frequencies), of the impulse response of W_m m.
+    """Returns the complex spectra of the impulse response of W_m m: (H, channels, frequencies).
 
     weight: W_m as (H, directions, memory_size, channels). The spectrum of the second direction, which runs backwards,
     is the conjugate spectrum of the first direction.

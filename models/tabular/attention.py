@@ -36,7 +36,7 @@ def _attend_to_few(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
     logits = query @ key.transpose(1, 2)
     if mask is not None:
         logits = logits.unflatten(0, (num_sequences, num_heads)).masked_fill(~mask, -math.inf)
-    # Softmax over the first dimension is vectorised over queries, but over a short last dimension it is not vectorised.
+    # torch vectorises a softmax over the first dimension, but not over a short last dimension.
     columns = logits.reshape(-1, logits.shape[-1]).t().contiguous()
     weights = columns.softmax(dim=0).t().reshape(num_sequences * num_heads, num_queries, -1)
     return (weights @ value).unflatten(0, (num_sequences, num_heads)).transpose(1, 2)

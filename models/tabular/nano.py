@@ -18,8 +18,8 @@ from models.tabular.normalise import normalise
 class Layout(NamedTuple):
     """Layout of the cells of a batch of classification problems.
 
-    All table rows of a batch are in one tensor, (rows, tokens, width): first the context rows of each problem, then the
-    query rows of each problem. The first token of a row is its label.
+    All table rows of a batch are in one tensor, (rows, tokens, width): first the context rows of all problems, then all
+    query rows. The first token of a row is its label.
     """
 
     num_problems: int
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 class NanoTabular(nn.Module):
     """Classifies query rows of a table, given labelled context rows.
 
-    A row is a sequence of tokens: a label token, which is a learned vector for query rows, and one token per feature.
+    A row is a sequence of tokens: a label token, in query rows a learned placeholder, and one token per feature.
     Query rows attend only to context rows, so each prediction is independent of the other query rows.
     """
 
@@ -64,10 +64,10 @@ class NanoTabular(nn.Module):
     ) -> None:
         """width: size of a token, a multiple of num_heads. hidden_width: hidden size of feed-forward layers.
 
-        group_shifts: token j embeds the features (j + shift) mod m, for each shift. Several shifts let the model
+        group_shifts: token j embeds feature (j + shift) mod m for each shift. Several shifts let the model
         distinguish columns with similar distributions, but make predictions depend on the order of columns.
-        num_thinking_rows: number of learned rows that are inserted before the context rows of each table, and to which
-        all rows attend (Öztürk et al., arXiv 2606.03681).
+        num_thinking_rows: number of learned rows, to which all rows attend, inserted before the context rows of each
+        table (Öztürk et al., arXiv 2606.03681).
         """
         super().__init__()
         self.max_classes = max_classes
@@ -100,7 +100,7 @@ class NanoTabular(nn.Module):
 
         context: (B, N, m), queries: (B, Q, m); non-finite elements are missing values. labels: (B, N) int64 in [0,
         max_classes). num_context, num_features, num_classes: (B,) int64, at least 1, sizes of each problem without
-        padding; None: N context rows, m features or max_classes classes in all problems.
+        padding; None: N, m and max_classes in all problems.
         """
         assert labels.shape == context.shape[:2]
         layout = _layout(context, queries, num_context, num_features, self.num_thinking_rows)

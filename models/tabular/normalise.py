@@ -6,7 +6,7 @@ from torch import Tensor
 from models.layers.lengths import within_lengths
 
 _KNEE = 3.0
-"""Number of standard deviations up to which normalisation is nearly linear. Beyond it, values grow logarithmically."""
+"""Number of standard deviations up to which normalisation is nearly linear; above, it is nearly logarithmic."""
 _FARTHEST = 1e6
 """Number of standard deviations at which values are clipped before `3 asinh(z / 3)` is applied."""
 
@@ -15,9 +15,9 @@ def normalise(context: Tensor, queries: Tensor, num_context: Tensor | None = Non
     """Standardises columns by mean and std of their context rows, then applies 3 asinh(z / 3) to limit outliers.
 
     context: (B, N, m), queries: (B, Q, m); non-finite elements are missing values. num_context: (B,) int64, number of
-    context rows without padding; None: N. Returns the normalised values of context and queries, (B, N + Q, m), from -41
-    to 41, and a bool tensor of this shape that is True at missing values. Missing values become 0. All values of a
-    column become 0 if the context rows of the column are equal up to rounding.
+    context rows without padding; None: N. Returns values of shape (B, N + Q, m) from -41 to 41, context rows first, and
+    a bool tensor of this shape that is True at missing values. Missing values become 0. All values of a column become 0
+    if the column's context values are equal up to rounding.
     """
     known = context.isfinite()
     if num_context is not None:

@@ -23,7 +23,7 @@ Node = list[list[int]]
 
 
 class TabularModel(Protocol):
-    """Module that predicts a batch of classification problems of equal shape."""
+    """Module that solves a batch of classification problems of equal shape."""
 
     max_classes: int
     """Maximum number of classes in a problem, at least 2."""
@@ -67,9 +67,9 @@ def predict(
     context: (N, m), queries: (Q, m); missing values are NaN. labels: (N,) int64, from 0 to num_classes - 1.
     num_estimators: number of members. seed: determines orders and samples.
     temperature: divisor of the logits.
-    max_cells: maximum number of rows times columns in one forward pass, to limit memory. A pass can exceed this, since
-        it has at least the context of one member and a quarter as many query rows (at least 64). Results for
-        different max_cells differ only by rounding.
+    max_cells: maximum number of rows times columns in one forward pass, to limit memory. A pass exceeds this only
+        if one member's context and a quarter as many query rows (at least 64) exceed this. Results for different
+        max_cells differ only by rounding.
     progress: called after each forward with the number of completed forwards and the total number of forwards.
     """
     probabilities = torch.zeros(len(queries), num_classes, dtype=torch.float64)
@@ -140,7 +140,7 @@ def normal_scores(context: Tensor, values: Tensor) -> Tensor:
 def _choices(
     model: TabularModel, views: Sequence[_View], context: Tensor, queries: Tensor, temperature: float
 ) -> Tensor:
-    """Returns the probability of each child of each view's node, (views, Q, children) float64.
+    """Returns each query row's probability of each child of a view's node: (views, Q, children) float64.
 
     All views must have the same shape.
     """
@@ -201,7 +201,7 @@ def _stratified(labels: np.ndarray, num: int, seed: int, member: int) -> np.ndar
     sizes = np.bincount(labels)
     order = np.lexsort((chance, labels))
     place_in_class = np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    # After sorting by position in the class / size of the class, the first rows contain classes in proportion to size.
+    # After sorting by (position in class) / (class size), the first rows contain classes in proportion to their sizes.
     relative = (place_in_class + 0.5) / sizes[labels[order]]
     return np.sort(order[np.argsort(np.where(place_in_class == 0, 0, relative), kind="stable")[:num]])
 

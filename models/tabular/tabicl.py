@@ -63,7 +63,7 @@ class TabICL(nn.Module):
 
         context: (B, N, m), queries: (B, Q, m); non-finite elements are missing values. labels: (B, N) int64 in [0,
         max_classes). num_context, num_features, num_classes: (B,) int64, at least 1, sizes of each problem without
-        padding; None: N context rows, m features or max_classes classes in all problems.
+        padding; None: N, m and max_classes in all problems.
         """
         assert labels.shape == context.shape[:2]
         values, _ = normalise(context, queries, num_context)
@@ -102,7 +102,7 @@ class TransformerBlock(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, others: Tensor, mask: Tensor | None, rotation: Tensor | None = None) -> Tensor:
-        """Lets x, (S, T, width), attend to others, (S, K, width); returns the new states of x.
+        """Lets x (S, T, width) attend to others (S, K, width); returns the new states of x.
 
         mask: (S, 1, 1, K) bool, False at padding. rotation: (positions, width / heads / 2, 2), as in `rotate`; both x
         and others start at position 0.
@@ -129,7 +129,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 class ColumnEmbedding(nn.Module):
-    """Embeds each cell by an affine function of its value; the coefficients depend on the column's context rows."""
+    """Embeds each cell as value * weight + bias; weight and bias depend on the value and the column's context rows."""
 
     def __init__(self, width: int, num_blocks: int, num_heads: int, num_inducing: int) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class ColumnEmbedding(nn.Module):
 
 
 class InducedBlock(nn.Module):
-    """Lets learned inducing vectors attend to the context rows of a column, then all rows attend to these vectors."""
+    """Lets learned inducing vectors attend to a column's context rows, then lets all rows attend to these vectors."""
 
     def __init__(self, width: int, num_heads: int, num_inducing: int) -> None:
         super().__init__()
