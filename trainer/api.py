@@ -1,6 +1,6 @@
 """Trains from Python: `fit` takes a task class and settings, and returns metrics and the run.
 
-The settings are the flags of the command line, and a run directory has the format of the command line.
+Settings are command-line flags, and run directories have the same format as on the command line.
 """
 
 import json
@@ -63,7 +63,7 @@ ONE_RUN = "fit trains one run of the given task class; leave this setting out"
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run directory. Each attribute reads the current content of the directory's files.
+    """A run directory; each property reads the current files.
 
     task: task class for `load`; None: the class recorded in the run.
     """
@@ -104,7 +104,7 @@ class SavedRun:
 
         Runs in eval mode, on a GPU if there is one. dataset: as for `fit`; its items may lack trailing parts, such as
         labels. outputs: maps the model and a batch to a tensor (B, ...); default: the model applied to the batch's
-        first part. batch_size: samples per forward. Raises UserError, for example for a run of a task.
+        first part. batch_size: samples per forward. Raises UserError, for example if `fit` was given a task.
         """
         if self.task is None or not issubclass(self.task, Script):
             raise UserError(f"{self.path}: predict() supports only runs of fit(model, ...); run main.py with --predict")
@@ -128,7 +128,7 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
 
     task: a subclass of `Task`, or a value of `--task` such as "har". settings: flags of the trainer and of
     `task.Config`, by field name. A switch takes True or False; a flag with several values takes a list or tuple. None
-    leaves a flag out: the run in `save_dir` then determines a task's flag, and other flags have their defaults.
+    leaves a flag out: task flags then come from the run in `save_dir`, other flags from their defaults.
 
     Train a model on data with a loss function, fit(model, train, loss, *, val, test, names, collate, optimizer):
 
@@ -140,8 +140,8 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
     model: `fit` trains a copy. train, val, test: torch data sets or DataLoaders; a DataLoader provides its data set,
     batch_size, drop_last, num_workers and collate_fn. loss: maps the model and a batch to a tensor (B,), one number per
     sample, or to a dictionary of tensors (B,): "loss" is trained, and the other entries are metrics. A part "weight" of
-    the data contains each sample's number of loss terms, by which sums are divided. names, collate: see `from_dataset`.
-    optimizer: a value of `--optimizer`, a class, or a functools.partial of a class without lr.
+    the data contains each sample's number of loss terms; sums are divided by its total. names, collate: see
+    `from_dataset`. optimizer: a value of `--optimizer`, a class, or a functools.partial of a class without lr.
 
     Under a launcher such as torchrun, all processes call `fit` and train together. Without a launcher,
     `multi_gpu="ddp"` starts processes that import the task's class, or run the script again up to this call.
@@ -210,7 +210,7 @@ def _task_of(task: Any, script: Sequence[Any], settings: dict[str, Any]) -> type
 
 
 def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[str], list[str], bool]:
-    """Returns the equivalent command line, problems in the settings, and whether they request several devices."""
+    """Returns the equivalent command line, the settings' problems, and whether the settings request several devices."""
     if not (isinstance(task, type) and issubclass(task, Task)):
         raise UserError(f"fit: {task!r}: must be a subclass of trainer.Task, the name of a task, or an nn.Module")
     given = {name: value for name, value in settings.items() if value is not None}
@@ -302,7 +302,7 @@ def _run_as_rank(
 
 
 def _ended(status: int, form: str, run: SavedRun) -> Fitted:
-    """Returns the result of processes with an exit status. Raises UserError, Failure or KeyboardInterrupt."""
+    """Converts the exit status of processes to a result. Raises UserError, Failure or KeyboardInterrupt."""
     if status == EXIT_BAD_INPUT:
         raise UserError(f"{form}: the started processes refused to train; see their messages on standard error")
     # after SIGKILL, for example, state.json may still contain the state of an earlier start
@@ -356,7 +356,7 @@ _SWITCHES = ((torch.utils.deterministic, "fill_uninitialized_memory"), (torch.ba
 
 @contextmanager
 def process_restored(wait_s: float = 0.0) -> Iterator[None]:
-    """Restores process state at its end; inside, the default dtype, device and gradient mode are as in a new process.
+    """Restores process state on exit; in the context, default dtype, device and gradient mode are as in a new process.
 
     Raises UserError if another thread stays inside for more than `wait_s` seconds, since both threads would draw from
     the same random number generators.
@@ -384,7 +384,7 @@ def process_restored(wait_s: float = 0.0) -> Iterator[None]:
 
 
 def _tf32_of_cudnn() -> list[tuple[Any, str]]:
-    """Returns cuDNN's TF32 switch, or torch 2.9's two switches if they differ, since reading the first then raises."""
+    """Returns cuDNN's TF32 switch, or torch 2.9's two switches if they differ, which makes the former unreadable."""
     cudnn: Any = torch.backends.cudnn
     try:
         _ = cudnn.allow_tf32

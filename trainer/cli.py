@@ -45,7 +45,7 @@ def run_process(
     task_type: type[Task] | None = None,
     tasks: Registry | None = None,
 ) -> int:
-    """Runs `main` as the only work of this process; its exit does not wait for loggers that do not respond.
+    """Runs `main` as the only work of this process, whose exit does not wait for unresponsive loggers.
 
     If a library crashes, for example with a segmentation fault, the Python stack is printed to standard error.
     """
@@ -116,7 +116,7 @@ def read_command_line(
     """Returns the flags, and the rank environment of this process.
 
     environment: rank environment if `start_processes` has started this process; None: read it from environment
-    variables. task_type: the class of `--task`, if the caller knows it. problems: problems that the caller has found.
+    variables. task_type: the class of `--task`, if the caller knows it. problems: problems already found by the caller.
 
     Raises UserError with all problems, or Failure if another process prints the problems.
     """
@@ -149,7 +149,7 @@ def start_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str], r
     world_size = num_processes(multi, device)
     if world_size == 1 and multi.nproc is None:
         say("Starting one process, because at most one device is visible; --nproc N starts more.")
-    # --fresh must not apply to a restart, which would then move away the run that it resumes
+    # with --fresh, a restart would move away the run that it should resume
     again = [*argv, "--fresh=false"]
     start, start_again = (functools.partial(run, arguments, True) for arguments in (list(argv), again))
     return launch(start, world_size, start_again)
@@ -185,7 +185,7 @@ def run_command(flags: Flags, argv: Sequence[str], strategy: Strategy) -> int:
 
 
 def _idle(flags: Flags) -> list[str]:
-    """Returns a message for each given flag about learning, for a command that runs no training steps."""
+    """For a command that runs no training steps, returns a message for each given flag that affects only training."""
     names = ["epochs", "max_steps", *(field.name for field in dataclasses.fields(LearningFlags))]
     given = sorted(flags.given.intersection(map(flag_name, names)))
     return [f"{name}: has no effect, because the other flags train nothing; leave it out" for name in given]

@@ -108,7 +108,7 @@ def _refuse_script(name: str) -> None:
 
 
 def _defined_task(name: str) -> type[Task] | None:
-    """Returns the class with this value of `--task` that this process defined last; None if there is none.
+    """Returns the class that this process last defined with this value of `--task`; None if there is none.
 
     Does not import the class's file, which may be the calling script and would run again.
     """

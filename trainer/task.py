@@ -27,7 +27,7 @@ ProgressBar = Callable[[Iterable[Any], str], Iterable[Any]]
 class PerSample(NamedTuple):
     """Per-sample output of an objective in eval mode, for metrics that are not sums over samples, such as AUC or BLEU.
 
-    values: tensor (B, ...) of any dtype, one entry per sample. Shapes beyond dim 0 must be equal in all batches.
+    values: tensor of shape (B, ...) and any dtype, one entry per sample. Only dim 0 may differ between batches.
     """
 
     values: Tensor
@@ -66,7 +66,7 @@ class At(NamedTuple):
     """Current position of a run; a task's methods read it as `self.at`.
 
     step: completed optimizer steps of all phases. num_steps: optimizer steps of the whole run. epoch: current epoch,
-    from 0. progress: completed fraction of the run; during a step, the fraction at its middle. phase: the current
+    from 0. progress: completed fraction of the run; during a step, as of its middle. phase: the current
     step's training phase; "" between steps. split: the data set being evaluated, such as "val"; "train" during a step
     and for training metrics. state: last result of `Task.after_validation`.
     """
@@ -100,7 +100,7 @@ class Objective(SeesConversions):
     For a loss that depends jointly on all samples of a step, define `outputs` and `joint_loss` instead of `forward`.
 
     `helpers` are modules that are neither trained nor saved, such as a teacher or a loss's feature network. Helpers
-    move to the model's device and dtype, and are always frozen and in eval mode. Checkpoints contain only digests.
+    move to the model's device and dtype, and are always frozen and in eval mode. Checkpoints hold only their digests.
     """
 
     model: nn.Module
@@ -120,7 +120,7 @@ class Objective(SeesConversions):
     def __init__(self, model: nn.Module, helpers: Mapping[str, nn.Module] | None = None) -> None:
         super().__init__()
         self.model = model
-        # in a plain dictionary they are not submodules, which would be saved, trained and synchronised
+        # a plain dictionary, because submodules would be saved, trained and synchronised
         self.helpers = {name: helper.eval().requires_grad_(False) for name, helper in (helpers or {}).items()}
 
     def also_converted(self) -> Iterable[nn.Module]:
@@ -135,16 +135,16 @@ class Objective(SeesConversions):
         return type(self).joint_loss is not Objective.joint_loss
 
     def outputs(self, batch: Batch, phase: str = "train") -> Rows:
-        """Returns the inputs of `joint_loss` by name: tensors (B, ...); all batches have equal shapes beyond dim 0.
+        """Returns the inputs of `joint_loss` by name: tensors (B, ...); only B may differ between batches.
 
-        With several micro-batches per step, it is called twice per micro-batch, both times with the same dropout masks.
+        With several micro-batches per step, it is called twice for each, both times with the same dropout masks.
         """
         raise self._lacks_methods()
 
     def joint_loss(self, rows: Rows, phase: str = "train") -> Sums:
         """Returns sums over all samples of an optimizer step, including "loss".
 
-        rows: results of `outputs` for all n samples, from all micro-batches on all devices, as tensors with n rows in
+        rows: results of `outputs`, concatenated over all micro-batches and devices: tensors with one row per sample, in
         the order of the global batch. The trainer divides the loss by the total weight of the step. The method may use
         parameters of `model`. Every process draws the same random numbers. In eval mode `rows` contains one batch of
         one process, and `PerSample` results are allowed.
@@ -299,8 +299,8 @@ class Task(ABC):
     def describe_data(self) -> Mapping[str, Any]:
         """Returns facts about the training data that a trained model needs, such as an alphabet, as plain values.
 
-        Called after `splits`. Every checkpoint contains the result. When a checkpoint is used without the data,
-        `data_facts` contains the result. A run does not resume on data with different facts.
+        Called after `splits`. Checkpoints contain the result, and provide it as `data_facts` when they are used without
+        the data. A run does not resume on data with different facts.
         """
         return {}
 
@@ -308,7 +308,7 @@ class Task(ABC):
         """Returns a digest of the training and held-out data; None, the default, if unknown.
 
         A run that resumes or is evaluated on data with another digest prints a warning. Every process calls it after
-        `splits`. Processes whose digests differ do not train, so hash contents instead of paths or times.
+        `splits`. Training does not start if digests differ between processes, so hash contents, not paths or times.
         """
         return None
 
@@ -320,7 +320,7 @@ class Task(ABC):
         return ()
 
     def other_work(self) -> str | None:
-        """Performs work other than training that flags request, such as writing data, and returns a description.
+        """Performs work that flags request instead of training, such as writing data, and returns a description.
 
         Returns None, the default, if the flags request no such work. Called on rank 0 only. May raise UserError.
         """
@@ -382,8 +382,8 @@ class Task(ABC):
     def shipped_weights(self) -> Path | None:
         """Returns the path of a pretrained checkpoint that comes with the task; default: None.
 
-        A new run starts from these weights unless a flag names other weights. It initialises parameters that the
-        checkpoint lacks. `--predict`, `--export` and `--eval-only` use this checkpoint unless `--save-dir` names a run.
+        A new run starts from these weights unless a flag names other weights. Parameters that the checkpoint lacks are
+        initialised. `--predict`, `--export` and `--eval-only` use this checkpoint unless `--save-dir` names a run.
         """
         return None
 
@@ -453,8 +453,8 @@ class Task(ABC):
     def batch_size(self, phase: str, batch_size: int) -> int:
         """Returns a phase's number of samples per forward on each device; default: batch_size, that is, `--batch-size`.
 
-        A phase with twice the `--batch-size` has twice the `--global-batch-size`, and thus the same factor of
-        `--scale-lr`.
+        A phase with twice the `--batch-size` also has twice the `--global-batch-size`, so all phases have the same
+        factor of `--scale-lr`.
         """
         return batch_size
 
@@ -472,8 +472,8 @@ class Task(ABC):
         """Returns the indices of the samples in a phase's largest batch of at most `count` samples, as an int64 array.
 
         epoch: as in `order`. Before training, the trainer runs the largest batch of the last epoch to check that it
-        fits in memory. Default: the first samples, assuming that all samples have the same size. An override turns off
-        cuDNN's benchmarking and cuDNN attention, which would plan again for each new shape.
+        fits in memory. Default: the first samples, assuming that all samples have the same size. Overriding this method
+        turns off cuDNN benchmarking and cuDNN attention, which would plan again for each new shape.
         """
         return np.arange(min(count, self.num_samples(phase)))
 
@@ -546,8 +546,8 @@ class Task(ABC):
         """Returns the task's own state, updated from validation scores; the result becomes `at.state`.
 
         metrics: metrics of all validation sets, and of training since the last report. state: the last result; {}
-        before the first validation. Checkpoints contain the result, which must be plain values by name. Called on rank
-        0 only.
+        before the first validation. Checkpoints contain the result, which must map names to plain values. Called on
+        rank 0 only.
         """
         return state
 

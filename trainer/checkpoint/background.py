@@ -15,7 +15,7 @@ THREAD_NAME = "save"
 
 
 def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None, pinned: bool = True) -> dict[str, Any]:
-    """Copies a state with every tensor in host memory; tensors shared under two names stay shared.
+    """Copies a state, with all tensors in host memory; a tensor that occurs twice is copied once.
 
     NumPy scalars become Python scalars, because torch cannot load them with `weights_only=True`. A task may return them
     unintentionally, since `np.float64` is a subclass of float.

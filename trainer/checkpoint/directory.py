@@ -2,7 +2,7 @@
 
 A checkpoint is written to a temporary file and flushed to disk. Then `manifest.json`, with the checkpoint's checksum
 and position, is replaced and flushed, and the file gets its final name. If the process is killed at any point, the
-directory contains either the old state or the new state.
+directory contains either the old or the new state.
 """
 
 import itertools
@@ -234,7 +234,7 @@ class RunDirectory:
 
     @property
     def _inherited_source(self) -> str | None:
-        """Source of the newest checkpoint; None if the source is in this directory."""
+        """`Entry.source` of the newest checkpoint; None if it is in this directory."""
         source = self.entries[-1].source if self.entries else None
         return None if source is None or Path(source).parent == self.path.resolve() else source
 
@@ -272,9 +272,9 @@ def _size(num_bytes: int) -> str:
 
 
 def claim_temporary_files(folder: Path, writer: Writer) -> None:
-    """Renames temporary files, so that a previous lock holder cannot complete them; see `trainer.checkpoint.lock`.
+    """Renames or deletes temporary files, so a previous holder cannot complete them; see `trainer.checkpoint.lock`.
 
-    Deletes temporary files except checkpoints, which may be complete and in the manifest. Raises OSError.
+    Renames checkpoints, which may be complete and in the manifest, and deletes other files. Raises OSError.
     """
     for path in folder.glob("*.tmp"):
         with suppress(FileNotFoundError):  # another process has just renamed it
@@ -291,7 +291,7 @@ def find_checkpoints(folder: Path, say: Callable[[str], None]) -> tuple[list[Ent
     """
     listed = read_manifest(folder / MANIFEST, say)
     best = newest_best(listed)
-    # the newest and the best checkpoint are never evicted, so a missing file is lost
+    # the newest and the best checkpoint are never evicted, so a missing one was lost
     missing = [entry for entry in listed if entry in (listed[-1], best) and not (folder / entry.file).is_file()]
     if missing:
         files = _files_under_other_names(folder)
@@ -308,7 +308,7 @@ def find_checkpoints(folder: Path, say: Callable[[str], None]) -> tuple[list[Ent
 
 
 def put_in_place(folder: Path, entries: Sequence[Entry], say: Callable[[str], None], writer: Writer) -> None:
-    """Links checkpoints found under other names to standard names, and updates the entries. Raises OSError."""
+    """Links standard names to checkpoints found under other names, and updates the entries. Raises OSError."""
     for entry in entries:
         if re.fullmatch(CHECKPOINT_NAME, entry.file):
             continue
@@ -330,7 +330,7 @@ def set_aside(path: Path, writer: Writer) -> None:
 
 
 def _files_under_other_names(folder: Path) -> dict[str, str]:
-    """Maps sha256 to names of links, and of checkpoints whose process was killed before renaming them."""
+    """Maps sha256 to names of links, and of checkpoints that a killed process did not rename."""
     found = {}
     for path in [*(folder / name for name in LINKS), *sorted(folder.glob("checkpoint_*.tmp"))]:
         with suppress(FileNotFoundError):  # no such link, or a running job has just renamed it

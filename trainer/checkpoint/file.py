@@ -35,7 +35,7 @@ from trainer.common.torch_private import sparse_parts
 FOLDER_ATTRIBUTE = 0x10
 """Bit in a zip member's `external_attr` that marks a folder."""
 MOST_BEYOND = 16 << 20
-"""Margin in bytes: loaded tensors may share memory, and so take up to twice their file's size plus this number."""
+"""Number of bytes by which loaded tensors may exceed twice their file's size, since they may share memory."""
 
 
 class NewerFormat(UserError):
@@ -274,7 +274,7 @@ def error_of_saving(state: Mapping[str, Any], resumable: bool = True) -> str | N
 
 
 def error_of_model(weights: Mapping[str, Any]) -> str | None:
-    """Returns a message if a saved state dict could not be loaded, otherwise None. weights: values of any type."""
+    """Returns a message if a state dict could not be loaded after saving; otherwise None. weights: any values."""
     return _unreadable(weights) or first_schema_error([by_name(dense_tensor)], weights)
 
 
@@ -296,7 +296,7 @@ def _unreadable(state: Mapping[str, Any]) -> str | None:
 
 
 def meta_state_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies a state with an empty tensor in place of each ordinary tensor."""
+    """Copies a state, replacing strided tensors, except meta, nested and quantized ones, by tensors of shape (0,)."""
     empty: dict[torch.dtype, Tensor] = {}
 
     def outlined(value: Tensor) -> Tensor:

@@ -323,9 +323,9 @@ class SavedProgress:
     """Progress of a run as stored in checkpoints. Each field declares its entry, kind and default.
 
     evaluations_since_best: evaluations since the best score, for early stopping. last_report: completed optimizer steps
-    at the last report of metrics, made at every evaluation and end of an epoch. train_seconds: seconds of training,
-    evaluation and saving in all starts, up to the last call of `read_clock`. reported: (loss, weight) by phase: sums
-    over all processes that are already logged. samples: number of samples in the totals (sums of metrics since the last
+    at the last report of metrics; every evaluation and epoch end makes one. train_seconds: seconds of training,
+    evaluation and saving in all starts, up to the last call of `read_clock`. reported: already logged sums of loss and
+    weight over all processes, by phase. samples: number of samples in the totals (sums of metrics since the last
     report) of all processes. misses_samples: whether totals are incomplete because a process was lost. skipped_steps:
     optimizer steps skipped because a loss or gradient was not finite. skipped_in_a_row: the last skipped step, and the
     number of consecutive skipped steps up to it. rate_drops: number of times that `--schedule plateau` has lowered the

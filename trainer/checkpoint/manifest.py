@@ -161,7 +161,7 @@ def write_manifest(path: Path, entries: Sequence[Entry], writer: Writer) -> None
 
 
 def best_first(entries: Sequence[Entry], mode: Literal["max", "min"]) -> list[Entry]:
-    """Sorts the entries that have a value: best first, equal values oldest first, and always best.pth's entry first.
+    """Sorts entries with a value from best to worst, equal values oldest first; best.pth's entry always comes first.
 
     entries: oldest first. mode: whether the largest ("max") or smallest ("min") value is best.
     """

@@ -1,4 +1,4 @@
-"""Names this process for messages, and prints lines even after the terminal has closed."""
+"""Names this process for messages, and prints lines without failing if the terminal has closed."""
 
 import os
 import socket
@@ -35,7 +35,7 @@ def to_stderr(line: str) -> None:
 
 @contextmanager
 def outlived(name: str) -> Iterator[None]:
-    """Suppresses an OSError of sys.stdout or sys.stderr (`name`), and replaces the stream with /dev/null."""
+    """Suppresses an OSError of a standard stream and replaces the stream with /dev/null. name: "stdout" or "stderr"."""
     try:
         yield
     except OSError:

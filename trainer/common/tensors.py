@@ -1,4 +1,4 @@
-"""Functions on nested tensors, sharded tensors and meta tensors."""
+"""Functions on containers of tensors, sharded tensors and meta tensors."""
 
 import copy
 from collections import Counter, OrderedDict
@@ -41,7 +41,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def with_shapes_of(large: Collection[str], loaded: Any) -> Any:
-    """Copies a checkpoint with meta tensors in place of the tensors in some entries, except scalar tensors.
+    """Copies a checkpoint; in some entries, meta tensors replace all tensors except scalars.
 
     large: names of these entries. loaded: a checkpoint's entries, or a dataclass with dicts of entries.
     """

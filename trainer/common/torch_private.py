@@ -77,7 +77,7 @@ class SeesConversions(nn.Module):
     """Module with a method that is called after `to`, `double` and similar conversions."""
 
     def also_converted(self) -> Iterable[nn.Module]:
-        """Returns modules other than submodules that are converted together with this module."""
+        """Returns the modules that are converted together with this module but are not its submodules."""
         return ()
 
     def after_conversion(self) -> None:
@@ -121,7 +121,7 @@ def after_first_gradients(callback: Callable[[], None]) -> None:
 
 
 def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether an optimizer itself skips steps with found_inf, as fused optimizers do. Fallback: False."""
+    """Returns whether an optimizer itself skips steps if found_inf is set, as fused optimizers do. Fallback: False."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
@@ -219,7 +219,7 @@ def group_of_unit(unit: Any) -> Any | None:
 
 
 def unsharded(parameter: Any) -> Tensor | None:
-    """Returns the all-gathered tensor of an FSDP parameter of `group_of_unit`, or None."""
+    """Returns the all-gathered tensor of a parameter in the result of `group_of_unit`, or None."""
     return getattr(parameter, "_unsharded_param", None)
 
 

@@ -123,7 +123,7 @@ def _execute(path: Path, name: str) -> ModuleType:
 
 @contextmanager
 def without_folders_of_classes() -> Iterator[None]:
-    """Temporarily removes the folders that `find_class` inserted from the front of `sys.path`.
+    """Temporarily removes from `sys.path` the folders that `find_class` inserted at its front.
 
     In processes started meanwhile, the user's files cannot shadow modules of the trainer and its libraries.
     """

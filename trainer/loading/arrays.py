@@ -30,12 +30,12 @@ def cast(array: Array, name: Literal["bool", "int32", "int64", "float32", "float
 
 
 def rows(array: Array, index: Array) -> Array:
-    """Returns the rows of an array (n, ...) at the positions index (m,), as (m, ...)."""
+    """Returns the rows of an array at m positions: (n, ...) -> (m, ...)."""
     return array.take(index, axis=0) if on_host(array) else array.index_select(0, index)
 
 
 def arange_like(num: int, array: Array) -> Array:
-    """Returns the integers 0 to num - 1 on the device of an array, (num,) int64."""
+    """Returns the integers 0 to num - 1 as int64 on the device of an array."""
     return np.arange(num) if on_host(array) else namespace(array).arange(num, device=array.device)
 
 

@@ -24,8 +24,8 @@ def bucketed_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed:
     Splits shuffled samples into pools of 100 batches, sorts each pool by length, splits the pools into batches, and
     shuffles the batches; a smaller batch stays last.
 
-    lengths: (n,), length of each sample. batch_size: samples per optimizer step, over all devices, >= 1. Returns
-    ceil(n / batch_size) arrays of sample indices, (batch_size,) int64, each sorted by length.
+    lengths: length of each of n samples. batch_size: samples per optimizer step over all devices, at least 1. Returns
+    ceil(n / batch_size) int64 arrays of up to batch_size sample indices, each sorted by length.
     """
     lengths = np.asarray(lengths)
     pools = _pools(lengths, batch_size, seed, epoch)
@@ -36,12 +36,12 @@ def bucketed_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed:
 
 
 def even_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """Returns batches of similar total length: each has many short samples or a few long samples.
+    """Returns batches of similar total length: each has either many short samples or a few long samples.
 
     Works like `bucketed_batches`, but splits each pool into batches with a total length of at most about batch_size *
     mean(lengths). The number of batches may vary between epochs.
 
-    lengths: (n,), above 0.
+    lengths: as in `bucketed_batches`, above 0.
     """
     lengths = np.asarray(lengths)
     most = batch_size * lengths.mean()
@@ -72,8 +72,8 @@ def sharded_batches(
     samples of one shard or of consecutive shards. Shuffle samples before writing them to shards, because samples of
     different shards rarely share a batch.
 
-    shard_sizes: samples in each shard, >= 0; samples are numbered from shard 0 through all shards. batch_size: samples
-    per optimizer step, over all devices, >= 1. Returns ceil(n / batch_size) lazily created arrays, (batch_size,) int64.
+    shard_sizes: samples in each shard, at least 0; samples are numbered from shard 0 through all shards. batch_size:
+    samples per optimizer step over all devices, at least 1. Returns lazily created int64 arrays of sample indices.
     """
     return ShardedBatches(np.asarray(shard_sizes, dtype=np.int64), batch_size, seed, epoch)
 

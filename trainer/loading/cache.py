@@ -65,7 +65,7 @@ def cached_numbers(cache_dir: Path, key: str, build: Callable[[], Mapping[str, f
 
 
 def key_of(name: str, *identity: object) -> str:
-    """Returns a cache key. name: kind of content. identity: everything that determines the content, by its `repr`."""
+    """Returns a cache key. name: kind of content. identity: values that determine the content, hashed by `repr`."""
     return f"{name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:16]}"
 
 

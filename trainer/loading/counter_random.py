@@ -25,7 +25,7 @@ _FLOAT_STEP = np.float32(2.0**-24)
 
 
 def random_bits(seed: int, epoch: int, index: Array, num: int, stream: int = 0) -> Array:
-    """Returns uniform 64-bit words, (len(index), num) uint64; for a tensor index, int64 with the same bits.
+    """Returns uniform 64-bit words of shape (len(index), num): uint64, or int64 with the same bits for a tensor index.
 
     seed, epoch, stream: integers, of which the low 64 bits are used. index: (n,) integer sample ids. Row i depends on
     index[i] but on no other entry of index.
@@ -39,15 +39,15 @@ def random_bits(seed: int, epoch: int, index: Array, num: int, stream: int = 0) 
 
 
 def uniform(seed: int, epoch: int, index: Array, shape: tuple[int, ...], stream: int = 0) -> Array:
-    """Returns uniform numbers in [0, 1), (len(index), *shape) float32, multiples of 2^-24."""
+    """Returns uniform float32 numbers in [0, 1), multiples of 2^-24, of shape (len(index), *shape)."""
     bits = random_bits(seed, epoch, index, math.prod(shape), stream)
     return _unit_interval(high_bits(bits, 24)).reshape(len(index), *shape)
 
 
 def below(bits: Array, limit: Array) -> Array:
-    """Maps uniform words (B, n) to uniform integers 0 <= r < limit, (B, n) int64, with a bias of at most limit / 2^64.
+    """Maps uniform words (B, n) to uniform int64 numbers in [0, limit), with a bias of at most limit / 2^64.
 
-    limit: (B,), below 2^31.
+    limit: integers below 2^31, of shape (B,).
     """
     limit = limit[:, None]
     if on_host(bits):
@@ -57,7 +57,7 @@ def below(bits: Array, limit: Array) -> Array:
 
 
 def normal(seed: int, epoch: int, index: Array, shape: tuple[int, ...], stream: int = 0) -> Array:
-    """Returns standard normal numbers, (len(index), *shape) float32, by the Box-Muller transform; |z| < 5.8."""
+    """Returns standard normal float32 numbers of shape (len(index), *shape), by the Box-Muller transform; |z| < 5.8."""
     num, xp = math.prod(shape), namespace(index)
     num_pairs = (num + 1) // 2
     bits = random_bits(seed, epoch, index, num_pairs, stream)

@@ -19,14 +19,14 @@ from trainer.loading.workers import BatchLoader
 M = TypeVar("M", bound="Movable")
 
 MOST_TOGETHER, MOST_SAMPLES_TOGETHER = 32, 2**13
-"""Maximum numbers of batches and of samples that the same kernels make together."""
+"""Maximum numbers of batches and of samples made together by the same kernels."""
 
 
 class Movable:
     """Base class of data sets that can be moved to a device: arrays in attributes and dictionaries become tensors.
 
-    A subclass must implement `__getitems__` with indexing by `self.here(keys.index)`, operators, and the functions of
-    trainer.loading.arrays, which work on NumPy arrays and on tensors. It must never wait for a device.
+    A subclass must implement `__getitems__` for arrays and tensors alike: with indexing by `self.here(keys.index)`,
+    operators, and the functions of trainer.loading.arrays. It must never wait for a device.
 
     device: device of the data set, or None on the host.
     of_tensors: whether the attributes are tensors on the host as well.
@@ -41,15 +41,15 @@ class Movable:
     rows_alike: ClassVar[bool] = False
 
     def here(self, values: np.ndarray) -> Array:
-        """Copies host values, such as indices (n,) int64, to the data set's device asynchronously."""
+        """Copies host values, such as int64 indices, to the data set's device asynchronously."""
         if self.device is None:
             return torch.from_numpy(values) if self.of_tensors else values
         return _pinned(torch.from_numpy(values), self.device).to(self.device, non_blocking=True)
 
     def weights(self, keys: SampleKeys) -> np.ndarray | None:
-        """Returns the number of loss terms of each sample, (n,) float32, computed from host data.
+        """Returns each sample's number of loss terms, as float32 of shape (n,), computed from host data.
 
-        Returns None by default; the host then reads the batch's "weight", and waits if a device computes the weight.
+        Returns None by default; the host then reads the batch's "weight", and waits if a device computes it.
         """
         return None
 
@@ -100,7 +100,7 @@ def moved(parts: Sequence[M], device: torch.device) -> list[M]:
 
 
 class DeviceLoader(BatchLoader):
-    """Loader of data sets on a device, which makes batches on the device without host waits.
+    """Makes batches of data sets on their device, without host waits.
 
     A batch's "index" and "weight" are on the host. Raises UserError if the weights of a phase's first batch differ from
     `Movable.weights`.

@@ -15,7 +15,7 @@ from trainer.loading.counter_random import GOLDEN, mix
 MOST_SORTED_SAMPLES = 2**20
 """Largest number of samples whose order is computed at once, by sorting, which takes 0.1 s and 8 MiB."""
 POSITIONS_AT_ONCE = 2**13
-"""Number of positions in the order of a larger data set that are computed together, which takes 1 ms."""
+"""Number of positions computed together in the order of a larger data set, which takes 1 ms."""
 
 
 @dataclass(frozen=True, order=True)
@@ -100,7 +100,7 @@ class EpochOrder:
         return self._num_samples
 
     def take(self, start: int, stop: int) -> np.ndarray:
-        """Returns the samples at positions start to stop - 1, (stop - start,) int64; callers must not modify them."""
+        """Returns the samples at positions start to stop - 1, as int64; callers must not modify the array."""
         assert 0 <= start <= stop <= self._num_samples
         if not self._start <= start <= stop <= self._start + len(self._part):
             # computes more positions than requested, because NumPy's call overhead dominates for a single batch
@@ -143,7 +143,7 @@ def split_global_batch(
 
 
 def evaluation_keys(num_samples: int, shard: tuple[int, int], batch_size: int) -> Iterator[SampleKeys]:
-    """Yields a process's batches of an evaluation; each process gets the same number, and each sample counts once."""
+    """Yields the keys of a process's evaluation batches; all processes get equally many; each sample counts once."""
     step = batch_size * shard[1]
     for start in range(0, num_samples, step):
         samples = np.arange(start, min(start + step, num_samples))
@@ -162,7 +162,7 @@ NUM_ROUNDS = 16
 
 
 def keyed_permutation(round_keys: np.ndarray, num_samples: int, positions: np.ndarray) -> np.ndarray:
-    """Returns the samples at given positions of a permutation of range(num_samples), (m,) int64.
+    """Returns the samples, as int64, at m given positions of a permutation of range(num_samples).
 
     round_keys: (NUM_ROUNDS,) uint64; an even number of keys. positions: (m,) int64 in [0, num_samples), where
     1 <= num_samples < 2^62. Time and memory are proportional to m and do not depend on num_samples.

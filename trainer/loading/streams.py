@@ -120,7 +120,7 @@ class KeyedStream(KeyedItems):
 
     @cached_property
     def begins(self) -> dict[int, Place]:
-        """Returns restart points by phase, other than the stream's start."""
+        """Restart points by phase, other than the stream's start."""
         return {}
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ def from_dataset(
     Random numbers that an item draws from `random`, `numpy.random` and PyTorch's default generator, for example in its
     transforms, are a function of (seed, epoch, index): they are the same in any batch, worker or process, before and
     after a resume. The states of the three named generators are restored after each batch. Other generators, such as a
-    transform's own `np.random.default_rng()` or a generator on a GPU, are not seeded, so their numbers differ.
+    transform's own `np.random.default_rng()` or a generator on a GPU, are not seeded, so their numbers may vary.
 
     dataset: a map-style dataset, not an IterableDataset.
     collate: makes a batch from a list of items. A batch is a dictionary, a tuple or a single value, and dim 0 of its
@@ -44,7 +44,7 @@ def from_dataset(
     seed: usually the task's seed.
     names: names for the parts of a tuple item, or for a single value; dictionaries and named tuples have names already.
 
-    Raises UserError if items cannot become a dictionary of tensors, at once or when the first batch is made.
+    Raises UserError, at once or with the first batch, if items cannot become a dictionary of tensors.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, Mapping) and all(isinstance(name, str) for name in dataset):

@@ -15,9 +15,9 @@ from torch import Tensor
 from trainer.common.torch_private import num_writes
 
 NUM_BATCHES, BLOCK = 40, 8
-"""Numbers of batches in a trial and in a block; the fastest block after a trial's first block counts."""
+"""Numbers of batches in a trial and in a block; only the fastest block counts, and never the first."""
 LEAST_S, LEAST_SHARE = 5e-4, 0.1
-"""Workers pay off if making a batch takes at least this time, in seconds and as a fraction of the time of a step."""
+"""Least time to make a batch, in seconds and as a fraction of a step's time, for which workers pay off."""
 MOST_COMPARED, MOST_READ = 2**16, 2**24
 """Largest size in bytes of arrays that are compared by value, and of other attributes that are compared at all."""
 UNKNOWN = "unknown"

@@ -99,7 +99,7 @@ class Workers:
                 worker_init_fn=_depend_on_the_trainer,
                 # forked workers start at once and share data; spawned workers import torch and copy data
                 multiprocessing_context="fork" if CAN_FORK else None,
-                # a generator of its own, because creating an iterator draws a random number
+                # a separate generator, because creating an iterator draws a random number
                 generator=torch.Generator(),
             )
 
@@ -123,7 +123,7 @@ class Workers:
     def load(self, number: int, keys: Iterable[SampleKeys], trains: bool, ahead: bool) -> Iterator[Batch]:
         """Returns an iterator over batches of a data set, in the order of keys.
 
-        number: from `add`. trains: batches count in a trial. ahead: only idle workers may start on the batches.
+        number: from `add`. trains: whether batches count in a trial. ahead: whether only idle workers may start them.
         """
         keys = map(self.completed, keys) if self._for_gpu else keys
         if self._processes is None:
@@ -190,7 +190,7 @@ class Workers:
         return self
 
     def __next__(self) -> Request:
-        """Returns the next request for workers, because `Workers` is the sampler of their DataLoader."""
+        """Returns the next request for workers; `Workers` is the sampler of their DataLoader."""
         while self._streams and not self.on_trial:
             stream = self._streams[-1]()
             request = next(stream.requests, None) if stream is not None else None
@@ -289,7 +289,7 @@ class BatchLoader:
         self._number = self._workers.add(dataset, collate)
 
     def __call__(self, keys: Iterable[SampleKeys], ahead: bool = False) -> Iterator[Batch]:
-        """Returns an iterator over batches. ahead: only idle workers may start on the batches."""
+        """Returns an iterator over batches. ahead: whether only idle workers may start them."""
         return self._workers.load(self._number, keys, self._trains, ahead)
 
     def one(self, keys: SampleKeys) -> Batch:

@@ -84,7 +84,7 @@ def check(tool: CheckFlags, environment: RankEnvironment | None) -> int:
     if status - 128 in STOP_SIGNALS:
         return status
     if not speaks_for_host:
-        # the machine's first process reports; after a failure here, a launcher would kill it during its tests
+        # the machine's first process reports; a failure status here would make a launcher kill it during its tests
         return 0
     findings = [Finding(**found)] if found else []
     if status != 0 and (found or {}).get("level") != "BROKEN":

@@ -63,7 +63,7 @@ def main(argv: Sequence[str], environment: RankEnvironment | None = None, tasks:
 
 
 def identified(rank: RankEnvironment | None, multi: MultiDeviceFlags) -> tuple[RankEnvironment | None, list[str]]:
-    """Returns the rank environment of this process, None for a single process, and problems. rank: see `main`."""
+    """Returns the rank environment of this process (None for a single process), and problems. rank: see `main`."""
     return read_rank_environment(os.environ, multi) if rank is None else (rank, [])
 
 

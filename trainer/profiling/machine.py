@@ -59,7 +59,7 @@ def tested(subject: str, advice: str, test: Callable[..., Tested], *args: Any) -
 
 
 def of_this_machine(save_dir: Path, gpus: Sequence[int]) -> Iterator[Finding]:
-    """Yields findings that need no other process. gpus: indices of the GPUs to check; empty for the CPU."""
+    """Yields findings of checks without other ranks. gpus: indices of the GPUs to check; empty for the CPU."""
     yield tested("versions", "install a build of torch with gloo: ddp needs it", versions)
     for num_workers in (0, 2):  # before CUDA is initialised, after which processes must not be forked
         advice = "train with --num-workers 0, or check shared memory"

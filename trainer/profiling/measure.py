@@ -142,13 +142,13 @@ class MeasuredRun:
         }
 
     def timed(self, num_steps: int) -> tuple[np.ndarray, int]:
-        """Measures steps; returns milliseconds (steps, PHASES), and the number of samples over all processes."""
+        """Measures steps; returns milliseconds by step and phase, and the number of samples over all processes."""
         with self.watched() as clock:
             num_samples = self.train(num_steps)
             return clock.stop(), num_samples
 
     def exposed_share(self, num_steps: int) -> float:
-        """Returns the fraction of the backward pass that waits at its end for the overlapped gradient all-reduce.
+        """Returns the fraction of the backward pass spent waiting for the overlapped gradient all-reduce to end.
 
         Measured as the extra time compared with a backward pass without all-reduce, in alternating groups of steps.
         Without all-reduce, gradients differ between processes, so the learning rate is set to 0 to keep their weights

@@ -114,9 +114,9 @@ class PerformanceProfiler:
     def benchmark_batch_sizes(self, sizes: Sequence[int]) -> Results:
         """Measures forward and backward for several batch sizes, with the first batch repeated or cut to each size.
 
-        Returns `batch_sizes` (for each size `batch_size`, `fits`, and if it fits the results of
-        `profile_backward_pass`), `fastest_batch_size`, by samples per second, and `largest_batch_size` that fits; None
-        if none fits.
+        Returns `batch_sizes` (for each size `batch_size`, `fits` and, if it fits, the results of
+        `profile_backward_pass`); also `fastest_batch_size`, by samples per second, and the `largest_batch_size` that
+        fits, or None if none fits.
         """
         if min(sizes) < 1:
             raise ValueError(f"sizes {list(sizes)}: must be numbers of samples, at least 1 each")

@@ -61,7 +61,7 @@ class PhaseClock:
         return result
 
     def stop(self) -> np.ndarray:
-        """Waits for the device, and returns the milliseconds of each step's phases since creation, (steps, PHASES).
+        """Waits for the device, and returns the milliseconds since creation, by step (rows) and phase (columns).
 
         A step lasts until the next step starts. The wait for a step's data counts towards this step, although the data
         are fetched during the previous step.

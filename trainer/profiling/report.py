@@ -45,7 +45,7 @@ def write_json(path: Path, results: Mapping[str, Any]) -> None:
 
 
 def unwritable_targets(tool: Any, is_main: bool = True) -> list[str]:
-    """Returns problems with output paths among a tool's flags, with the part of the path at fault.
+    """Returns problems with output paths among a tool's flags; each names the part of the path at fault.
 
     is_main: whether this is rank 0, which writes all outputs; other ranks write only traces.
     """

@@ -85,7 +85,7 @@ def profile_scaling(flags: Flags, argv: Sequence[str]) -> None:
 
 
 def summary(found: Mapping[World, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Returns medians over each world's rounds; a round's speed-up compares runs measured shortly after each other."""
+    """Returns medians over each world's rounds; each speed-up compares runs of one round, which are close in time."""
     alone = [measured["samples_per_second"] for measured in found[World("single")]]
     rows = []
     for world, rounds in found.items():
