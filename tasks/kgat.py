@@ -131,7 +131,7 @@ class KgatFlags(FlagGroup):
         (10, 20, 50), "cut-offs of the metrics; the best epoch is chosen by recall@20, or by recall at the first "
         "cut-off if 20 is not listed", at_least=1,
     )  # fmt: skip
-    top_k: int = flag(10, "--predict: number of items per user", common=True, at_least=1)
+    top_k: int = flag(10, "with --predict: number of items per user", common=True, at_least=1)
 
     def problems(self) -> list[str]:
         found = []

@@ -82,10 +82,10 @@ class SeqrecFlags(FlagGroup):
         "validation; ratio: the last share of each user's interactions; time: the last share of all interactions",
     )  # fmt: skip
     val_share: float = flag(
-        0.1, "--split ratio or time: share of interactions held out for validation", above=0, below=1, needs=_OF_SHARES
+        0.1, "with --split ratio or time: share of interactions for validation", above=0, below=1, needs=_OF_SHARES
     )
     test_share: float = flag(
-        0.1, "--split ratio or time: share of interactions held out for the test", above=0, below=1, needs=_OF_SHARES
+        0.1, "with --split ratio or time: share of interactions for the test", above=0, below=1, needs=_OF_SHARES
     )
     model: Literal["tisasrec", "sasrec", "popularity", "rules", "itemknn", "ease"] = flag(
         "tisasrec", "model; tisasrec: self-attention over items and the times between them; sasrec: self-attention "
@@ -122,14 +122,14 @@ class SeqrecFlags(FlagGroup):
         0.0, "factor of the L2 penalty on embedding tables; the penalty is half their sum of squares", at_least=0,
         needs=_TRAINED,
     )  # fmt: skip
-    mhc_expansion_rate: int = flag(4, "--mhc: number of residual streams", metavar="STREAMS", at_least=2, needs=_OF_MHC)
+    mhc_expansion_rate: int = flag(4, "with --mhc: number of residual streams", metavar="N", at_least=2, needs=_OF_MHC)
     mhc_init_gate: float = flag(
-        0.01, "--mhc: initial weight of the token-dependent part of each connection", at_least=0, needs=_OF_MHC
+        0.01, "with --mhc: initial weight of the token-dependent part of each connection", at_least=0, needs=_OF_MHC
     )
     mhc_sinkhorn_iters: int = flag(
-        20, "--mhc: Sinkhorn iterations that make the residual matrix doubly stochastic", at_least=1, needs=_OF_MHC
+        20, "with --mhc: Sinkhorn iterations that make the residual matrix doubly stochastic", at_least=1, needs=_OF_MHC
     )
-    mhc_no_amp: bool = flag(False, "--mhc: compute hyper-connections in full precision under --amp", needs=_OF_MHC)
+    mhc_no_amp: bool = flag(False, "with --mhc: compute hyper-connections in full precision under --amp", needs=_OF_MHC)
     loss: Loss = flag(
         "ce", "training loss; ce: softmax over all items; bce: binary cross-entropy with one negative per position, as "
         "in the papers; sampled: softmax over sampled items; gbce: binary cross-entropy with several negatives and "
@@ -154,7 +154,7 @@ class SeqrecFlags(FlagGroup):
         (1, 5, 10, 20), "cut-offs of the metrics; the best epoch is chosen by ndcg@10, or by NDCG at the first "
         "cut-off if 10 is not listed", at_least=1,
     )  # fmt: skip
-    top_k: int = flag(10, "--predict: number of items per user", common=True, at_least=1)
+    top_k: int = flag(10, "with --predict: number of items per user", common=True, at_least=1)
 
     def __post_init__(self) -> None:
         if self.no_time and self.model == "tisasrec":

@@ -87,20 +87,20 @@ class SpeechFlags(FlagGroup):
         at_least=0, below=1,
     )  # fmt: skip
     val_speakers: tuple[str, ...] | None = flag(
-        None, "--split speaker: speakers held out for validation", metavar="NAME", needs=_OF_SPEAKERS
+        None, "with --split speaker: speakers held out for validation", metavar="NAME", needs=_OF_SPEAKERS
     )
     test_speakers: tuple[str, ...] | None = flag(
-        None, "--split speaker: speakers held out for testing", metavar="NAME", needs=_OF_SPEAKERS
+        None, "with --split speaker: speakers held out for testing", metavar="NAME", needs=_OF_SPEAKERS
     )
     strings: str | None = flag(
         None, "train and score on utterances joined from FEWEST to MOST recordings of one speaker; for example, 3-7 "
         "makes digit strings from digits", metavar="FEWEST-MOST",
     )  # fmt: skip
     num_strings: int = flag(
-        2000, "--strings: number of joined utterances per epoch", at_least=1, needs={"strings": None}
+        2000, "with --strings: number of joined utterances per epoch", at_least=1, needs={"strings": None}
     )
     growing_epochs: int = flag(
-        5, "--strings: epochs over which joined utterances grow to full length; CTC learns the sound of each symbol "
+        5, "with --strings: epochs over which joined utterances grow to full length; CTC learns each symbol's sound "
         "sooner from short utterances", metavar="EPOCHS", at_least=0, needs={"strings": None},
     )  # fmt: skip
     units: Units = flag("characters", "output symbols of the network", common=True)
@@ -161,8 +161,8 @@ class SpeechFlags(FlagGroup):
     language_model: Path | None = flag(
         None, "ARPA file of an n-gram language model over --units; needs --beam of at least 2", common=True
     )
-    lm_weight: float = flag(0.5, "--language-model: weight of the language model's log-probabilities", at_least=0)
-    length_bonus: float = flag(0.0, "--language-model: log-probability added per output symbol, in nats")
+    lm_weight: float = flag(0.5, "with --language-model: weight of the language model's log-probabilities", at_least=0)
+    length_bonus: float = flag(0.0, "with --language-model: log-probability added per output symbol, in nats")
 
     def problems(self) -> list[str]:
         found = []

@@ -118,21 +118,21 @@ class TabularFlags(FlagGroup):
         "base: all weights; lora: low-rank adapters", common=True, needs=_OF_A_TABLE,
     )  # fmt: skip
     val_share: float = flag(
-        0.2, "--tune: share of non-test rows held out to choose the best epoch; the untuned weights are kept if tuning "
+        0.2, "with --tune: share of non-test rows held out to choose the epoch; keeps the untuned weights if tuning "
         "does not help", above=0, below=1, needs=_OF_TUNING,
     )  # fmt: skip
     num_episodes: int = flag(
-        64, "--tune: number of training problems per epoch, each made of random rows of the table", at_least=1,
+        64, "with --tune: number of training problems per epoch, each made of random rows of the table", at_least=1,
         needs=_OF_TUNING,
     )  # fmt: skip
     episode_rows: int = flag(
-        512, "--tune: maximum number of rows per training problem; a quarter of the rows is predicted from the others",
+        512, "with --tune: maximum number of rows per training problem; a quarter is predicted from the others",
         at_least=8, needs=_OF_TUNING,
     )  # fmt: skip
-    lora_rank: int = flag(8, "--tune lora: rank of the adapters", at_least=1, needs=_OF_LORA)
-    lora_alpha: float = flag(16.0, "--tune lora: scale the adapters by ALPHA / rank", above=0, needs=_OF_LORA)
+    lora_rank: int = flag(8, "with --tune lora: rank of the adapters", at_least=1, needs=_OF_LORA)
+    lora_alpha: float = flag(16.0, "with --tune lora: scale the adapters by ALPHA / rank", above=0, needs=_OF_LORA)
     lora_targets: tuple[str, ...] = flag(
-        ("*",), "--tune lora: name patterns of linear layers that get adapters, for example *.query *.value",
+        ("*",), "with --tune lora: name patterns of linear layers that get adapters, for example *.query *.value",
         metavar="PATTERN", needs=_OF_LORA,
     )  # fmt: skip
     num_estimators: int = flag(

@@ -17,7 +17,7 @@ from trainer.common.files import array_errors, require_regular
 from trainer.loading.order import SampleKeys
 
 _OTHER_SIZE = 4.0
-"""A unit is doubted if the sensor's root mean square differs from training by more than this factor."""
+"""Largest factor between a sensor's root mean squares in a recording and in training; else the unit is doubtful."""
 _CONSTANT = 0.5
 """A sensor whose mean exceeds this share of its root mean square measures a constant, such as gravity."""
 _USUAL_FACTORS = {9.80665: ("m/s²", "g"), 180 / math.pi: ("degrees", "radians"), 1000.0: ("thousandths", "whole units")}

@@ -19,7 +19,7 @@ from trainer.loading.workers import BatchLoader
 M = TypeVar("M", bound="Movable")
 
 MOST_TOGETHER, MOST_SAMPLES_TOGETHER = 32, 2**13
-"""Maximum numbers of batches and of samples made together by the same kernels."""
+"""Maximum number of batches, and of samples in total, that the same kernel launches make together."""
 
 
 class Movable:

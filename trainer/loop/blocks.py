@@ -206,6 +206,6 @@ def refusing_compilation() -> Iterator[None]:
         if not any(words in str(error) for words in _NO_GRADIENT_OF_GRADIENTS):
             raise
         raise UserError(
-            "--compile: the objective computes a gradient within its forward (as a gradient penalty does), and "
+            "--compile: the objective computes a gradient within its forward pass (as a gradient penalty does), but "
             "compiled code has no second derivative; leave the flag out"
         ) from error

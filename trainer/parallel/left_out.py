@@ -116,9 +116,9 @@ class LeftOut:
     def _gather(self, pre_backward: Callable[..., None], *args: Any) -> None:
         if self._in_forward:
             raise UserError(
-                "--multi-gpu fsdp: the objective computes a gradient within its forward (as a gradient penalty does) "
-                "through blocks of Task.blocks, whose parameters are freed by then; leave those blocks out of "
-                "Task.blocks, or use --multi-gpu ddp"
+                "--multi-gpu fsdp: the objective computes a gradient within its forward pass (as a gradient penalty "
+                "does) through blocks of Task.blocks, but fsdp has freed their gathered parameters by then; leave "
+                "these blocks out of Task.blocks, or use --multi-gpu ddp"
             )
         pre_backward(*args)
 

@@ -111,9 +111,9 @@ class MeasuredRun:
         Returns the measured `steps`; `step_ms_mean`, `step_ms_median`, `step_ms_p10`, `step_ms_p90`;
         `samples_per_second` over all processes; `phases` (for each of PHASES `ms_mean`, `ms_median`, `ms_p10`,
         `ms_p90`, `percent`); `world_size`, `num_devices`; `global_batch_size` of a full step, smaller than
-        `requested_global_batch_size` if training samples run out; `samples_per_step` on average, since an epoch's last
-        step may be short; and for each process under `ranks` its `step_ms_mean`, `peak_memory_mib` and
-        `phases_ms_mean`. Times outside `ranks` are rank 0's times.
+        `requested_global_batch_size` if training samples run out; the average of `samples_per_step`, since an
+        epoch's last step may be short; and `ranks`, the `step_ms_mean`, `peak_memory_mib` and `phases_ms_mean` of each
+        process. Times outside `ranks` are rank 0's times.
         """
         strategy, group, split = self.run.strategy, self.run.group, self.run.memory.splits[0]
         self.train(num_settling_steps)

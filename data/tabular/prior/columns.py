@@ -56,7 +56,7 @@ def _in_random_rows(random: TableRandom, x: Tensor) -> Tensor:
 def _with_categories(random: TableRandom, x: Tensor, chosen: Tensor, version: int) -> Tensor:
     """Converts chosen columns to codes of categories, which are intervals between values of random rows.
 
-    chosen: (G, m, 1) bool. Codes of categories are shuffled, except in some tables.
+    chosen: (G, m, 1) bool. In most tables the category codes are shuffled; in the others they keep their order.
     """
     num_features, num_rows = x.shape[1:]
     most = MOST_LEVELS if version == 1 else MANY_LEVELS
