@@ -63,4 +63,4 @@ def test_memory_of_one_is_too_small(tmp_path, cache_dir):
 @on_imagined_gpus(1)
 def test_a_single_gpu_needs_no_replicas(tmp_path, cache_dir):
     tiny(cache_dir, tmp_path, *DP, several=True)
-    assert "there is one: training on cuda:0" in GPUS.printed()
+    assert "found one: training on cuda:0" in GPUS.printed()

@@ -81,7 +81,7 @@ def test_one_bit_on_one_rank(tmp_path, cache_dir, monkeypatch):
     assert run_ranks(argv, 2, tmp_path / "meeting") == [2, 2]
     printed = GPUS.printed()
     assert "the ranks are no longer in lockstep" in printed and "model.layers.4.weight differs on" in printed
-    assert "cuda:0 (Imagined GPU)) than on rank 1" in printed
+    assert "cuda:0 (Imagined GPU)) from rank 1" in printed
 
 
 @pytest.mark.slow

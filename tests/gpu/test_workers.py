@@ -162,5 +162,5 @@ def test_each_rank_has_workers_of_its_own(tmp_path, cache_dir):
     argv[argv.index("cuda:0")] = "cuda"
     assert run_ranks([*argv, "--save-dir", tmp_path / "run"], 2, tmp_path / "meeting") == [0, 0], GPUS.printed()
     start, decision = told()
-    assert "Workers: 1 per rank, if " in start
+    assert "Workers: 1 per rank, used only if " in start
     assert decision.endswith("so 1 process(es) load batches from now on.")

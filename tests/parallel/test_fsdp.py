@@ -142,7 +142,7 @@ def test_a_task_that_builds_with_content_is_built_on_every_process(start, one_de
 SHIPPED = {
     "har": ["--dropout", 0],
     "seqrec": ["--dropout", 0],
-    "kgat": ["--dropout", 0, "--node-dropout", 0],
+    "kgat": ["--model", "kgat", "--dropout", 0, "--node-dropout", 0],
     "speech": ["--dropout", 0],
     "tabular": ["--num-blocks", 1, "--width", 16, "--num-heads", 2, "--num-val-tables", 65],
 }

@@ -302,7 +302,7 @@ def test_same_command_goes_on_after_the_signal(stopped):
 @pytest.mark.slow
 def test_error_in_a_group_of_processes_is_printed_once(command, tmp_path):
     (tmp_path / "file").write_text("precious")
-    done = command(*launcher(2), *TINY, "--device", "cpu", "--save-dir", tmp_path / "file", status=2)
+    done = command(*launcher(2), *TINY, "--device", "cpu", "--save-dir", tmp_path / "file", status=2, launched=True)
     assert_messages(done.stderr.splitlines(), f"--save-dir {tmp_path / 'file'}: ")
     assert "Traceback" not in done.stdout
 
