@@ -125,7 +125,7 @@ def command(environment, tmp_path_factory):
 def run_forks(arguments, variables, out, err, timeout_s) -> subprocess.CompletedProcess:
     if "--nproc" in arguments:
         world_size = int(arguments[arguments.index("--nproc") + 1])
-        statuses = forks.run_group(arguments, world_size, variables, out, None, timeout_s, err)
+        statuses = forks.run_group(arguments, world_size, variables, out, timeout_s=timeout_s, err=err)
     else:
         statuses = forks.joined([forks.start(arguments, variables, out, err)], timeout_s)
     if None in statuses:
