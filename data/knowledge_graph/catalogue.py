@@ -33,7 +33,6 @@ class ItemLists(Movable):
 
     @classmethod
     def empty(cls, num_users: int) -> "ItemLists":
-        """Builds lists without items."""
         return cls(np.zeros(num_users + 1, np.int64), np.empty(0, np.int32))
 
     @classmethod
@@ -69,7 +68,7 @@ class ItemLists(Movable):
         return np.append(own, -1)[position] == pairs
 
     def where(self, chosen: np.ndarray) -> "ItemLists":
-        """Returns the chosen pairs as lists of all users. chosen: (n,) bool."""
+        """Returns lists, for all users, that keep only the chosen pairs. chosen: (n,) bool."""
         return ItemLists(np.concatenate([[0], np.cumsum(chosen)])[self.offsets], self.items[chosen])
 
     def joined_with(self, other: "ItemLists") -> "ItemLists":
@@ -86,7 +85,7 @@ class Catalogue:
     triples: (m, 3) int32, head, relation and tail of each triple, distinct and sorted; m is 0 without a graph.
     relation_names: names of all relations; () if unknown.
     unknown_items: (k,) int64, item ids below num_items that no file contains.
-    notes: lines for the user.
+    notes: remarks on the files, to print.
     names: three tuples with the names of users, items and other entities, empty if the files contain numbers.
     """
 
@@ -112,14 +111,12 @@ class Catalogue:
 
     @cached_property
     def num_relations(self) -> int:
-        """Number of relations of the triples."""
         return int(self.triples[:, 1].max(initial=-1)) + 1
 
     def user_name(self, user: int) -> str:
         return self.names[0][user] if self.names[0] else str(user)
 
     def entity_name(self, entity: int) -> str:
-        """Returns the name of an entity or item."""
         if not self.names[1]:
             return str(entity)
         return self.names[1][entity] if entity < self.num_items else self.names[2][entity - self.num_items]
@@ -136,7 +133,7 @@ class Catalogue:
 
     @property
     def arrays(self) -> Arrays:
-        """Arrays to cache."""
+        """Contents of the catalogue as arrays for the cache."""
         counts = np.array([self.num_users, self.num_items])
         arrays = {"counts": counts, "triples": self.triples, "unknown_items": self.unknown_items}
         for name, texts in zip(_TEXTS, (self.relation_names, self.notes, *self.names), strict=True):
@@ -149,7 +146,6 @@ class Catalogue:
 
     @classmethod
     def of_arrays(cls, arrays: Arrays) -> "Catalogue":
-        """Rebuilds a catalogue from its `arrays`."""
         lists = {
             split: ItemLists(arrays[f"{split}_offsets"], arrays[f"{split}_items"])
             for split in SPLITS

@@ -1,6 +1,6 @@
 """Joins a knowledge graph and users' interactions into one graph.
 
-See Wang et al., "KGAT: Knowledge Graph Attention Network for Recommendation", KDD 2019, section 2.
+Wang et al. describe this graph ("KGAT: Knowledge Graph Attention Network for Recommendation", KDD 2019, section 2).
 """
 
 from dataclasses import dataclass

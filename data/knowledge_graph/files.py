@@ -12,18 +12,18 @@ from trainer.common.errors import UserError
 class DataFiles:
     """Files of one folder.
 
-    where: name of the folder in messages. by_name: files by `DataFile.bare_name`.
+    where: name of the folder in messages. by_name: files by lower-case name without compression suffix.
     """
 
     where: str
     by_name: dict[str, DataFile]
 
     def find(self, *names: str) -> DataFile | None:
-        """Returns the file with the first name that exists; None if no name exists."""
+        """Returns the first of the named files that exists, or None."""
         return next((self.by_name[name] for name in names if name in self.by_name), None)
 
     def named(self, name: str) -> DataFile:
-        """Returns the file with a name. Raises UserError if the file is missing."""
+        """Returns the named file. Raises UserError if the file is missing."""
         file = self.find(name)
         if file is None:
             raise UserError(
@@ -38,7 +38,7 @@ class DataFiles:
 
 
 def find_files(path: Path, telling: Collection[str]) -> DataFiles:
-    """Finds the folder of a data set: `path`, or a folder in it, that contains a file named in `telling`.
+    """Finds the folder of a data set: `path`, or a folder in it, that contains one of the file names `telling`.
 
     If no folder contains such a file, returns the files of `path` or of its only folder. path: a file, a folder or an
     archive. Raises UserError if the path cannot be read, if several folders qualify, or if a file exists both plain and
@@ -64,7 +64,7 @@ def find_files(path: Path, telling: Collection[str]) -> DataFiles:
 
 
 def _folders(source: Source) -> dict[str, list[DataFile]]:
-    """Returns the files of each folder, by the folder's name in messages; the source itself comes first."""
+    """Returns the files of each folder, by the folder's name in messages; the top folder comes first."""
     folders: dict[str, list[DataFile]] = {source.where: []}
     for file in source.files:
         folder = str(PurePosixPath(file.name).parent)

@@ -18,10 +18,10 @@ _MOST_DIGITS = 18
 
 
 def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> tuple[np.ndarray, list[str]]:
-    """Returns users in the order of the file, with repetitions, as (n,) int64, and lines to print.
+    """Returns users in the order of the file, with repetitions, as (n,) int64, and remarks to print.
 
     path: text file with one user id per line, as in the training data, optionally below a header such as `user_id`.
-    Raises UserError, with file, line and value, for users without training items, unless such users are dropped.
+    Raises UserError, with file, line and value, for users without training items, unless `reading` drops bad lines.
     """
     is_trained_on = catalogue.train.sizes > 0
     number_of = {name: number for number, name in enumerate(catalogue.names[0])}
@@ -52,10 +52,10 @@ def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> t
 
 
 class Recommendations:
-    """Data set with a sample per recommendation: sample i asks for place i % num_places of users[i // num_places]."""
+    """Data set of recommendations: sample i asks for the item at rank i % num_places for users[i // num_places]."""
 
     def __init__(self, users: np.ndarray, num_places: int, catalogue: Catalogue) -> None:
-        """Creates the data set. users: (n,) int64. Raises UserError if too few items are left for a user."""
+        """Raises UserError if a user has fewer than num_places unseen items. users: (n,) int64."""
         self.users = users
         self.num_places = num_places
         self._seen = catalogue.seen
@@ -72,7 +72,7 @@ class Recommendations:
         return len(self.users) * self.num_places
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, np.ndarray]:
-        """Returns {"user": (B,), "place": (B,), from 0, "seen": (B, S), padded with num_items}, all int64.
+        """Returns {"user": (B,), "place": (B,), rank from 0, "seen": (B, S), padded with num_items}, all int64.
 
         "seen" are items of training and validation, which are not recommended.
         """

@@ -10,7 +10,7 @@ from trainer.common.errors import UserError
 from trainer.common.files import array_errors
 
 LARGEST_ID = 10**8
-"""Limit of ids; larger ids are errors, since arrays are as long as the largest id."""
+"""Largest accepted id; some arrays have an element for every smaller id."""
 _ALLOWED = b"0123456789 \t\n\r\v\f"
 _SHOWN_WIDTH = 60
 
@@ -52,7 +52,7 @@ class Numbers:
         return self.values[self.offsets[:-1]]
 
     def columns(self, names: str) -> np.ndarray:
-        """Returns a table (rows, columns), one column per word of `names`. Raises UserError for other row lengths."""
+        """Returns values (rows, columns), one column per word of `names`. Raises UserError for any other row length."""
         num_columns = len(names.split())
         wrong = np.flatnonzero(np.diff(self.offsets) != num_columns)
         if len(wrong):
@@ -63,15 +63,15 @@ class Numbers:
     def refuse(self, is_wrong: np.ndarray, reason: str, rows: np.ndarray | None = None, **values: np.ndarray) -> None:
         """Raises UserError for the first wrong value. is_wrong: (n,) bool.
 
-        reason: part of the message, in which {name} becomes the wrong value's entry in values[name], (n,). rows: (n,),
-        the row of each value; by default value i is in row i.
+        reason: template of the message; for the first wrong value i, {name} becomes values[name][i]. rows: (n,), row of
+        each value; by default, value i is in row i.
         """
         if is_wrong.any():
             i = int(np.argmax(is_wrong))
             raise self.mistake(i if rows is None else rows[i], reason.format_map({k: v[i] for k, v in values.items()}))
 
     def mistake(self, row: int, reason: str) -> UserError:
-        """Builds the UserError about a row."""
+        """Builds a UserError that names the file and shows a row."""
         values = self.values[self.offsets[row] : self.offsets[row + 1]]
         return _mistake(self.where, int(self.lines[row]), " ".join(map(str, values[:_SHOWN_WIDTH])), reason)
 

@@ -1,4 +1,4 @@
-"""Reads catalogues in the two layouts that most published data sets have.
+"""Reads a `Catalogue` from files in the two layouts that most published data sets have.
 
 The layout of KGAT (Wang et al., KDD 2019) has `train.txt`, `test.txt` and optionally `valid.txt`, with a line `user
 item item ...` per user; `kg_final.txt`, with a line `head relation tail` per triple; and optionally lists of all users,
@@ -8,7 +8,7 @@ The layout of KGCN (Wang et al., WWW 2019) has `ratings_final`, with a line `use
 means that the user has the item; `kg_final`; and optionally `item_index2entity_id.txt`, with a line per item.
 `ratings_final` and `kg_final` end in `.txt` or `.npy`; `.npy` takes precedence.
 
-`data.knowledge_graph.tables` reads tables of named columns.
+Data sets in other layouts must be tables with named columns, which `data.knowledge_graph.tables` reads.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ _LISTS = ("user_list.txt", "item_list.txt", "entity_list.txt", "relation_list.tx
 _TEST_SHARE = 0.2
 """Share of each user's ratings for the test, as in the published code of KGCN."""
 _IDS_FOR_ONE = 10
-"""An id above 1000 + this factor times the number of distinct ids is an error, since tables have a row for every id."""
+"""An id above 1000 + this factor times the number of distinct ids is an error, since embeddings have a row per id."""
 _NUMBERED = "far larger than the other ids, which should be 0, 1, 2, ... with few gaps"
 
 
@@ -144,7 +144,7 @@ def _read_kgat(files: DataFiles) -> Catalogue:
 
 
 def _are_known(items: np.ndarray, triples: np.ndarray, num_items: int) -> np.ndarray:
-    """Returns which items occur in interactions or the graph: (num_items,) bool. items: (n,), of interactions."""
+    """Returns which items occur in interactions or the graph: (num_items,) bool. items: (n,), items of interactions."""
     is_known = np.zeros(num_items, bool)
     is_known[items] = True
     entities = triples[:, [0, 2]]
@@ -153,7 +153,7 @@ def _are_known(items: np.ndarray, triples: np.ndarray, num_items: int) -> np.nda
 
 
 def _check_held_out(lines: dict[str, _UserLines], num_users: int, is_known: np.ndarray, has_graph: bool) -> None:
-    """Raises UserError if a validation or test item cannot be recommended. is_known: from `_are_known`."""
+    """Raises UserError if a validation or test item cannot be recommended. is_known: result of `_are_known`."""
     train = lines["train.txt"]
     is_trained_on = np.zeros(num_users, bool)
     is_trained_on[train.users] = True
@@ -194,7 +194,7 @@ def _read_kgcn(files: DataFiles, file: DataFile, seed: int) -> Catalogue:
 
 
 def _read_graph(files: DataFiles, num_items: int) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Reads the distinct triples (m, 3) int32, none without a graph, and the relations' names, none if not listed."""
+    """Reads the distinct triples, (m, 3) int32, and the relations' names; both are empty if their file is missing."""
     file, names = files.find(*_GRAPH_FILES), _read_relation_names(files)
     if file is None:
         return NO_TRIPLES, names
@@ -227,8 +227,8 @@ def _check_ids(
 ) -> None:
     """Raises UserError for the first id that is too large for the number of distinct ids, or missing from a list.
 
-    ids: (n,), ids to check. all_ids: (m,), ids to count. num_listed: length of the list, if there is a list. rows: see
-    `Numbers.refuse`.
+    ids: (n,), ids to check. all_ids: (m,), ids to count. num_listed: length of the list, if there is a list. rows: as
+    for `Numbers.refuse`.
     """
     largest = _IDS_FOR_ONE * len(sorted_distinct(all_ids)) + 1000
     numbers.refuse(ids > largest, f"{what} {{id}} is {_NUMBERED}", rows, id=ids)
@@ -238,7 +238,6 @@ def _check_ids(
 
 
 def _num_listed(files: DataFiles, name: str) -> int | None:
-    """Returns the number of ids in a list file; None if the file does not exist."""
     file = files.find(name)
     return None if file is None else len(_listed(file))
 

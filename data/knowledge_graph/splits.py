@@ -32,9 +32,9 @@ def hold_out(
 
 
 def with_validation(published: Catalogue, *, val_share: float, seed: int, selects_on_test: bool) -> Catalogue:
-    """Adds a validation set to a data set unless it has one. For the other arguments see `load_catalogue`.
+    """Adds a validation set to a data set unless it has one. Raises UserError if the validation set is empty.
 
-    Raises UserError if the validation set is empty.
+    val_share, seed, selects_on_test: as for `load_catalogue`.
     """
     train, val = published.train, published.test if selects_on_test else published.val
     if not len(val):

@@ -2,12 +2,12 @@
 
 A book has an author and a genre, and may belong to a series; all books of a series have the same author. An author
 writes for an imprint, mostly in one genre. A reader follows two authors and a series, and likes a genre and an imprint;
-the more of these a book has, the more probably the reader borrows it. Half of all books are better known than the
+the more of these a book matches, the more probably the reader borrows it. Half of all books are better known than the
 other half.
 
-So the same readers borrow different books of an author, but most books are borrowed too rarely for the interactions to
-show this. The relations of the graph show it; books of an imprint are joined through their authors. Two relations, the
-year and the printer of a book, do not affect taste.
+Most books are borrowed too rarely for the interactions to show such tastes, but the graph shows which books share an
+author, a series, a genre or, through their authors, an imprint. The year and the printer of a book do not affect what
+readers borrow.
 """
 
 from pathlib import Path
@@ -32,9 +32,9 @@ TEST_SHARE = 0.3
 _IN_SERIES = 0.5
 _OF_MAIN_GENRE = 0.75
 _WELL_KNOWN = 2.0
-"""Factor on the probability of a well-known book."""
+"""Factor on every reader's interest in a well-known book."""
 _INTERESTS = {"author": (200.0, 200.0), "series": (150.0,), "genre": (4.0,), "imprint": (20.0,)}
-"""Strengths of a user's interests, by kind of entity; the interest in any other entity is 1."""
+"""Amounts that liked entities, by kind, add to a user's interest in a book, which is otherwise 1."""
 
 _SEED = 0
 _FORMAT_VERSION = 1
@@ -45,7 +45,7 @@ def load_synthetic_catalogue(cache_dir: Path, *, val_share: float, seed: int, se
     """Generates about 7,000 interactions of 700 users with 900 items, and 4,000 triples.
 
     The test set, the triples, and the union of training and validation are fixed; seed determines the validation set.
-    For the arguments see `load_catalogue`.
+    val_share, selects_on_test: as for `load_catalogue`.
     """
     arrays = cached_arrays(cache_dir, f"knowledge_graph_synthetic-{_FORMAT_VERSION}", generate)
     lists = ItemLists(arrays["offsets"], arrays["items"])

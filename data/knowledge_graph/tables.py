@@ -1,8 +1,8 @@
-"""Reads catalogues from tables with named columns, in which users, items and entities may have any names.
+"""Reads a `Catalogue` from tables with named columns, in which users, items and entities may have any names.
 
-A table with columns such as user, item and optionally time contains the interactions; three such tables contain
-training, validation and test. A table with head, relation and tail contains the graph. A table with item and entity
-maps items to entities with other names. RecBole's `.inter`, `.kg` and `.link` are such tables.
+A table with columns such as user, item and optionally time contains the interactions; two or three such tables
+contain training, perhaps validation, and test. A table with head, relation and tail contains the graph. A table with
+item and entity maps items to entities with other names. RecBole's `.inter`, `.kg` and `.link` are such tables.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,10 @@ _GRAPH, _LINK = {"head", "relation", "tail"}, {"item", "entity"}
 
 
 def tables_of(files: Sequence[DataFile], reading: Reading) -> dict[str, list[DataFile]]:
-    """Returns files by content, "interactions", "graph" or "link"; ignores other files. Raises UserError."""
+    """Groups files by content: "interactions", "graph" or "link"; ignores other files.
+
+    Raises UserError if a file cannot be read and no other file contains interactions.
+    """
     found: dict[str, list[DataFile]] = {"interactions": [], "graph": [], "link": []}
     unread: list[UserError] = []
     for file in files:
@@ -122,7 +125,7 @@ def _read_graph(
 
 
 def _columns(file: DataFile, names: Sequence[str], reading: Reading, notes: list[str]) -> list[tuple[str, ...]]:
-    """Reads columns of all lines. names: normalised by `plain_name`. notes: receives remarks on dropped lines."""
+    """Returns a tuple of the named columns per line. names: normalised by `plain_name`. notes: list for remarks."""
     left_out = LeftOut(reading)
     with opened_table(file, left_out) as table:
         plain = list(map(plain_name, table.header))

@@ -97,14 +97,13 @@ class Encoding:
 
     @classmethod
     def fit(cls, features: Table, labels: Labels) -> "Encoding":
-        """Fits the encoding to all or some rows of a `LabelledTable`."""
         return cls(tuple(map(ColumnCode.of, features.columns)), labels.name, labels.classes)
 
     def encode(self, table: Table) -> np.ndarray:
         """Encodes a table's features as (n, m) float32, NaN where missing.
 
-        table: a table with all columns of the training table, before or after `Column.typed`; their order does not
-            matter, and other columns are ignored. Raises UserError if a column is missing.
+        table: has all columns of the training table, before or after conversion by `Column.typed`; their order does
+            not matter, and other columns are ignored. Raises UserError if a column is missing.
         """
         if lacking := {code.name for code in self.columns if table.column(code.name) is None}:
             raise UserError(f"{table.where}: lacks {shown(lacking)}; give all columns of the training table")
@@ -138,7 +137,6 @@ class Encoding:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Encoding":
-        """Builds an encoding from the result of `to_dict`."""
         columns = tuple(map(ColumnCode.from_dict, values["columns"]))
         return cls(columns, values["label"], tuple(values["classes"]))
 

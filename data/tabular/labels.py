@@ -19,7 +19,7 @@ _FEWEST_ROWS_PER_CLASS = 2
 _FEWEST_ROWS_PER_NUMBER = 5
 """Minimum average number of rows per distinct number for a column of many whole numbers to count as classes."""
 _MOST_NUMBERS, _MOST_FRACTIONS = 20, 10
-"""Largest numbers of distinct whole values, and of other values, with which a column is never a quantity."""
+"""Numbers of distinct values up to which a column of whole numbers, or of fractions, never counts as a quantity."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Labels:
 
 
 def class_labels(table: Table, name: str) -> Labels:
-    """Reads labels from a column; raises UserError if the column is missing, a quantity, or has fewer than two classes.
+    """Reads labels from the column `name`.
 
-    name: value of --label.
+    Raises UserError if the column is missing, contains a quantity, or has fewer than two classes.
     """
     column = named_column(table, name, "--label")
     where = f"{table.where}: --label {name}"
@@ -94,7 +94,7 @@ def class_numbers(column: Column, classes: Sequence[str]) -> np.ndarray:
 
 
 def named_column(table: Table, name: str, flag: str) -> Column:
-    """Returns a column by name; raises UserError, with similar names, if the column does not exist."""
+    """Returns a column by name. Raises UserError, which suggests similar names, if the column does not exist."""
     column = table.column(name)
     if column is None:
         by_lower = {known.lower(): known for known in table.names}

@@ -1,7 +1,4 @@
-"""Synthetic classification problems that differ from the pre-training tables, to test how a model generalises.
-
-The problems are classic toy data with noise columns.
-"""
+"""Toy classification problems that differ from the pre-training tables, to test how a model generalises."""
 
 from collections.abc import Callable
 
@@ -29,7 +26,7 @@ def _blobs(random: Generator, num_rows: int) -> Problem:
 
 
 def _moons(random: Generator, num_rows: int) -> Problem:
-    """Draws two interlocking half circles."""
+    """Draws points near two interlocking half circles, one per class."""
     labels = random.integers(2, size=num_rows)
     angle = np.pi * (random.uniform(size=num_rows) + labels)
     x = np.stack([np.cos(angle) + labels, np.sin(angle) + 0.5 * labels], axis=1)
@@ -37,7 +34,7 @@ def _moons(random: Generator, num_rows: int) -> Problem:
 
 
 def _circles(random: Generator, num_rows: int) -> Problem:
-    """Draws nested circles or spherical shells."""
+    """Draws points near two or three nested circles or spherical shells, one per class."""
     labels = random.integers(random.integers(2, 4), size=num_rows)
     direction = random.normal(size=(num_rows, random.integers(2, 4)))
     x = direction / np.linalg.norm(direction, axis=1, keepdims=True) * (1 + labels[:, None])
@@ -45,7 +42,7 @@ def _circles(random: Generator, num_rows: int) -> Problem:
 
 
 def _spirals(random: Generator, num_rows: int) -> Problem:
-    """Draws one spiral arm per class, which winds once around the centre."""
+    """Draws points near spiral arms, one per class; each arm winds almost once around the centre."""
     num_classes = random.integers(2, 5)
     labels = random.integers(num_classes, size=num_rows)
     radius = random.uniform(0.2, 2.0, num_rows)
@@ -71,7 +68,10 @@ def _neighbours(random: Generator, num_rows: int) -> Problem:
 
 
 def _rules(random: Generator, num_rows: int) -> Problem:
-    """Labels rows of categories with the first class whose rule holds, or the last class. A rule tests two columns."""
+    """Labels rows of categories with the first class whose rule holds, or the last class.
+
+    A rule holds if at least one of two columns has a particular value.
+    """
     num_classes, num_levels = random.integers(2, 6), random.integers(2, 6, size=6)
     x = random.integers(num_levels, size=(num_rows, 6))
     labels = np.full(num_rows, num_classes - 1)
@@ -130,7 +130,7 @@ def _shapes(random: Generator, num_rows: int) -> Problem:
 
 
 def _survey(random: Generator, num_rows: int) -> Problem:
-    """Labels rows with two classes, whose log-odds add up saturating effects of numbers and effects of categories."""
+    """Draws binary labels whose log-odds are a sum of saturating effects of numbers and effects of categories."""
     numbers = np.exp(random.normal(size=(num_rows, 4)))
     levels = random.integers(2, 30, size=4)
     categories = np.floor(levels * random.uniform(size=(num_rows, 4)) ** 2).astype(int)
@@ -159,10 +159,10 @@ FAMILIES: tuple[Callable[[Generator, int], Problem], ...] = (
 
 
 class OtherTables:
-    """Data set of synthetic tables. Table i is a function of (seed, i), and belongs to family i % len(FAMILIES).
+    """Data set of synthetic tables. Table i depends only on (seed, i), and FAMILIES[i % len(FAMILIES)] generates it.
 
     num_context, num_queries: numbers of rows per table. most_classes: largest number of classes per table; excess
-    classes are merged. Batches have the format of `PriorTables`. The context contains every class of the queries.
+    classes are merged. A batch has the entries of a `PriorTables` batch. Every class occurs in the context.
     """
 
     def __init__(

@@ -12,12 +12,13 @@ _STREAM = 7
 class Rows:
     """Data set of rows to classify.
 
+    features: (n, m) float32, NaN where missing. labels: (n,) int64.
+
     A batch contains "row", (B, m) float32; "num_context", (B,) int64, the number of context rows that the model uses;
     and, if labels are known, "label", (B,) int64.
     """
 
     def __init__(self, features: np.ndarray, labels: np.ndarray | None, num_context: int) -> None:
-        """Creates the data set. features: (n, m) float32, NaN where missing. labels: (n,) int64."""
         self.features = features
         self.labels = labels
         self._num_context = num_context
@@ -36,6 +37,8 @@ class Episodes:
     In each problem, columns and classes are permuted, so that a model cannot learn their order. If the table has more
     than max_classes classes, classes are merged at random.
 
+    features: (n, m) float32. labels: (n,) int64. num_context + num_queries: at most n.
+
     A batch is {"context": (B, N, m) float32, "queries": (B, Q, m) float32, "labels": (B, N) int64, "targets": (B, Q)
     int64, -1 for a class that is absent from the context, "num_classes": (B,) int64}.
     """
@@ -51,7 +54,6 @@ class Episodes:
         max_classes: int,
         seed: int,
     ) -> None:
-        """Creates the data set. features: (n, m) float32. labels: (n,) int64. num_context + num_queries: at most n."""
         self.features = features
         self.labels = labels
         self._num_episodes = num_episodes
@@ -66,7 +68,7 @@ class Episodes:
     def __getitems__(self, keys: SampleKeys) -> Arrays:
         num_rows, num_columns = self.features.shape
         num_classes = int(self.labels.max()) + 1
-        # With 64 bits, ties, whose order depends on the processor, are improbable.
+        # Ties, whose order depends on the processor, are improbable among 64-bit numbers.
         draws = random_bits(self._seed, keys.epoch, keys.index, num_rows + num_columns + num_classes, _STREAM)
         by_row, by_column, by_class = np.split(draws, [num_rows, num_rows + num_columns], axis=1)
         rows = _smallest(by_row, self._num_rows)

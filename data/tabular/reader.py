@@ -34,8 +34,8 @@ def read_table(path: Path, flag: str = "--data-dir", reading: Reading = STRICT) 
         A .npz file with X of shape (n, m), numbers or strings; optionally y of shape (n,), which becomes the column y;
         and optionally names of shape (m,), the names of the columns of X.
         A folder or archive with tables for training, test and perhaps validation. The flag --data-dir reads the
-        training table, another flag the test table.
-    flag: the flag that gave the path, for messages. reading: how to read lines.
+        training table, and any other flag reads the test table.
+    flag: the flag that gave the path, for messages. reading: encoding, and treatment of bad lines.
 
     Raises UserError, with file and line, for unreadable contents.
     """
@@ -83,7 +83,7 @@ def _read_csv(file: DataFile, reading: Reading) -> Table:
 
 
 def _as_the_file_shows(columns: Sequence[Column], decimal_comma: bool) -> tuple[Column, ...]:
-    """Copies the decimal sign that some columns show to `likely` of the columns that show none."""
+    """Sets `likely`: columns that do not show their decimal sign probably have the sign that other columns show."""
     readings = [column.reading.spelling for column in columns]
     shown = [
         bool(spelling and spelling.is_shown_by(c.distinct_texts)) for c, spelling in zip(columns, readings, strict=True)
@@ -105,7 +105,7 @@ def _column_names(fields: Sequence[str], where: str) -> list[str]:
 
 
 def _blocks(lines: Iterable[Line], num_columns: int, where: str, left_out: LeftOut) -> Iterator[list[list[str]]]:
-    """Yields the fields of lines in blocks; passes lines with too few or too many fields to left_out."""
+    """Yields blocks of lines as lists of fields; adds lines with too few or too many fields to left_out instead."""
     lines = iter(lines)
     while some := list(islice(lines, _ROWS_AT_ONCE)):
         for number, fields in some:
@@ -188,7 +188,7 @@ def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
                 raise ValueError(f"{odd[0]} is not an array")
             for array in arrays.values():
                 if array.dtype.kind == "U":
-                    array.tolist()  # refuses invalid characters
+                    array.tolist()  # raises ValueError for invalid characters
             return arrays
     except ValueError as error:
         if isinstance(error, UserError):

@@ -23,8 +23,8 @@ def accuracy(labels: np.ndarray, probabilities: np.ndarray) -> float:
 def auc(labels: np.ndarray, probabilities: np.ndarray) -> float:
     """Returns the area under the ROC curve, where ties count half.
 
-    For more than two classes, the area is the mean of the one-versus-rest areas. Classes that no row or every row has
-    are skipped. The result is NaN if no class remains.
+    For more than two classes, the area is the mean of the one-versus-rest areas. A class that no row has, or that
+    every row has, is skipped. The result is NaN if no class remains.
     """
     classes = [1] if probabilities.shape[1] == 2 else range(probabilities.shape[1])
     areas = [_area(labels == c, probabilities[:, c]) for c in classes if 0 < (labels == c).sum() < len(labels)]
@@ -41,13 +41,13 @@ def _area(is_positive: np.ndarray, probability: np.ndarray) -> float:
 
 
 def log_loss(labels: np.ndarray, probabilities: np.ndarray) -> float:
-    """Returns the mean of -log(probability of the true class), in nats, with probabilities of at least 2.2e-16."""
+    """Returns the mean of -log(probability of the true class), in nats; probabilities below 2.2e-16 are clipped."""
     of_class = probabilities[np.arange(len(labels)), labels].astype(np.float64)
     return float(-np.log(np.maximum(of_class, _LEAST_PROBABILITY)).mean())
 
 
 def brier(labels: np.ndarray, probabilities: np.ndarray) -> float:
-    """Returns the mean squared distance of probabilities from the one-hot label, from 0 to 2 (Brier, 1950)."""
+    """Returns the mean squared distance between probabilities and the one-hot label, from 0 to 2 (Brier, 1950)."""
     error = probabilities.astype(np.float64)
     error[np.arange(len(labels)), labels] -= 1
     return float((error**2).sum(axis=1).mean())

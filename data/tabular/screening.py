@@ -14,7 +14,7 @@ from data.tabular.table import LARGEST_NUMBER, Column, Table
 from trainer.common.errors import UserError
 
 _FEWEST_ROWS = 10
-"""Minimum number of rows for detecting ids and leaks; in fewer rows they may arise by chance."""
+"""Minimum number of rows to detect row ids and copies of the label; with fewer rows, chance may produce them."""
 _MOST_DISTINCT = 0.95
 """Share of distinct values above which a column of strings counts as row names."""
 _ID_NAME = re.compile(r"(?i:(.*[\W_])?(id|uuid|guid))|.*[a-z]I[dD]")
@@ -30,7 +30,7 @@ HEADING = ("column", "kind", "missing", "values", "note")
 
 
 class ColumnReport(NamedTuple):
-    """Report on a column, printed as a line below `HEADING`, with an empty note if there is nothing to note."""
+    """Report on a column, printed as a line below `HEADING`; the note may be empty."""
 
     name: str
     kind: str
@@ -62,7 +62,7 @@ class LabelledTable:
 def labelled_table(table: Table, label: str, drop: Mapping[str, str] = _NOTHING) -> LabelledTable:
     """Splits a table into features and labels.
 
-    label: name of the column to predict. drop: maps each column to exclude to the flag that names it.
+    label: name of the column to predict. drop: for each column to exclude, the flag that names the column.
 
     Raises UserError if a column does not exist, there are fewer than two classes, or no feature remains.
     """
@@ -155,7 +155,6 @@ def _left_out(raw: Column, reason: str) -> ColumnReport:
 
 
 def _report(raw: Column, typed: Column) -> ColumnReport:
-    """Reports on a column to learn from."""
     num_missing = int(typed.is_missing.sum())
     if typed.texts is not None:
         note = raw.reading.doubt or _differ_by_case(typed.distinct_texts)

@@ -17,7 +17,7 @@ MISSING = frozenset(
 )
 """Strings that mark a missing value in any column."""
 NEARLY_ALL = 0.95
-"""Minimum share of numbers (or dates) in a numeric (or date) column; its other cells count as missing."""
+"""Minimum share of numbers in a numeric column, and of dates in a date column; other cells count as missing."""
 
 _MARKS = frozenset(text.lower() for text in MISSING) | frozenset(
     {"-", "--", "---", "\u2013", "\u2014", ".", "..", "...", "*", "none", "n.a.", "missing"}
@@ -26,11 +26,11 @@ _MARKS = frozenset(text.lower() for text in MISSING) | frozenset(
 )
 """Lower-case strings that mark a missing value among numbers; in other columns, most of them are categories."""
 _MOST_CATEGORIES = 10
-"""In a column with at most this number of distinct numbers, a single word is a category, not a missing value."""
+"""In a column with at most this many distinct numbers, a single word is a category, not a missing value."""
 _LONGEST_NUMBER = 64
 """Maximum number of characters of a number; limits the time of matching, which may grow quadratically."""
 _FEWEST_GROUPED = 5
-"""Minimum number of distinct numbers that show grouping by thousands; fewer may have three decimals by chance."""
+"""Minimum number of distinct values such as 1,234 in a column with thousands separators; fewer may be decimals."""
 
 _PLAIN = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _CURRENCY = r"[A-Z]{0,3}[$¢£¤¥฿\u20a0-\u20cf]"
@@ -52,12 +52,12 @@ _LOOSE = re.compile(r"(?<!\d)\d{4}")
 _OTHER = {".": ",", ",": "."}
 _SCALES = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9}
 _ALIKE = str.maketrans({"\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2019": "'", "\u2212": "-"})
-"""Replacements of typographic blanks, apostrophes and minus signs."""
+"""Replacements for typographic blanks, apostrophes and minus signs."""
 _TRUTHS = frozenset({"yes", "no", "true", "false"})
 
 
 class _Cell(NamedTuple):
-    """String that looks like a number. unit: text before and after it. numbers: its value for each decimal sign."""
+    """String that looks like a number. unit: text around the digits. numbers: value for each decimal sign."""
 
     text: str
     unit: tuple[str, str]
@@ -103,9 +103,9 @@ UNKNOWN = Likely()
 
 
 class Reading(NamedTuple):
-    """Result of `reading_of`. spelling: format of a column's numbers, or None for categories.
+    """Decision whether a column is numeric. spelling: format of the numbers, or None for categories.
 
-    doubt: the reason why a column is not numeric although most of its cells look like numbers.
+    doubt: why the column is not numeric although most of its cells look like numbers, or "".
     """
 
     spelling: Spelling | None
@@ -115,7 +115,7 @@ class Reading(NamedTuple):
 def reading_of(texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOWN) -> Reading:
     """Detects whether a column contains numbers, and their format.
 
-    The decimal sign is the one (point or comma) with which more rows are numbers. A column is numeric if nearly all
+    The decimal sign is the point or the comma, whichever makes more rows numbers. A column is numeric if nearly all
     rows are numbers, or if all other rows mark missing values, for example by a single word among many numbers.
 
     texts: distinct strings of the column, none in `MISSING`. counts: (len(texts),), number of rows with each string.
@@ -151,7 +151,7 @@ def reading_of(texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOW
 
 
 def spelling_like(trained: Spelling, texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOWN) -> Spelling:
-    """Detects the number format of new rows: as in training, unless the rows show another decimal sign.
+    """Detects the number format of new rows: the format in training, unless the rows show another decimal sign.
 
     texts, counts, likely: as for `reading_of`.
     """
@@ -174,13 +174,13 @@ def is_plain(text: str) -> bool:
 
 
 class Meaning:
-    """Equivalence of a category's spellings, such as yes and YES, or 1 and 1.0 if all numbers are whole.
+    """Equivalence of a category's spellings, such as 1 and 1.0 if all numbers of the column are whole.
 
-    Case matters for other words, including single letters unless a column has only Y and N, or only T and F.
+    Case matters, except in yes, no, true and false, and in columns with only Y and N, or only T and F.
+    texts: distinct strings of the column.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
-        """Creates the equivalence. texts: distinct strings of the column."""
         lower = {text.lower() for text in texts}
         self._truths = _TRUTHS | (lower if lower <= set("yn") or lower <= set("tf") else set())
         self._are_whole = all(float(text).is_integer() for text in texts if is_plain(text))
@@ -190,7 +190,7 @@ class Meaning:
         return text.lower() in self._truths
 
     def key(self, text: str) -> str:
-        """Returns a key that is equal for equivalent strings."""
+        """Returns a key, which is the same for equivalent strings."""
         if self.is_truth(text):
             return text.lower()
         return without_point(text) if self._are_whole else text
@@ -239,7 +239,7 @@ def _signs(cells: Sequence[_Cell | None], likely: Likely) -> tuple[str, str]:
 
 
 def _is_of_thousands(sign: str, digits: Sequence[str]) -> bool:
-    """Returns whether enough numbers exceed 999, and the sign groups the digits of all of them by thousands."""
+    """Returns whether the sign separates thousands in at least five numbers, and all others are integers below 1000."""
     small = [text for text in digits if text.isdigit() and len(text) <= 3]
     grouped = [text for text in digits if _GROUPED[sign].fullmatch(text)]
     return len(grouped) >= _FEWEST_GROUPED and bool(small) and len(small) + len(grouped) == len(digits)
@@ -266,8 +266,8 @@ def _doubt(texts: Sequence[str], counts: np.ndarray, numbers: np.ndarray, rival:
     """Explains why the chosen decimal sign may be wrong; returns "" if the sign is not in doubt.
 
     numbers, rival: values with the chosen and with the other sign; if they never differ, there is no doubt. If some
-    rows are numbers with only one sign, nearly all of them must be numbers with the chosen sign. Otherwise the sign is
-    in doubt only if, for example, 1500 occurs beside 1,234, and the file does not show the sign elsewhere.
+    rows are numbers with only one sign, nearly all such rows must be numbers with the chosen sign. Otherwise the sign
+    is in doubt only if, for example, 1500 occurs beside 1,234, and the file does not show the sign elsewhere.
     """
     is_read, is_rival = ~np.isnan(numbers), ~np.isnan(rival)
     is_other, is_shown = is_read & is_rival & (numbers != rival), is_read != is_rival

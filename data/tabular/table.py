@@ -23,7 +23,7 @@ from data.tabular.spelling import (
 from trainer.common.errors import UserError
 
 LARGEST_NUMBER = 1e100
-"""Largest accepted number; larger numbers count as missing, because float64 cannot sum their squares."""
+"""Largest accepted absolute value; larger numbers count as missing, because sums of their squares may overflow."""
 _LONGEST_DATE = 64
 _DATE = re.compile(
     r"(\d{4}-\d{1,2}-\d{1,2}|\d{4}/\d{1,2}/\d{1,2}|\d{1,2}[./-]\d{1,2}[./-](\d{4}|\d{2}))"
@@ -68,7 +68,7 @@ class Column:
     def of_values(cls, name: str, values: np.ndarray) -> "Column":
         """Builds a column from an array of shape (n,); values other than numbers are converted to strings.
 
-        Booleans give the same column in a boolean array and in an object array with missing values.
+        Booleans become the same strings in a boolean array as in an object array with missing values.
         """
         if values.dtype.kind in "fiu":
             return cls(name, values.astype(np.float64))
@@ -101,7 +101,7 @@ class Column:
         return np.unique(self.values[~self.is_missing], return_counts=True)[1]
 
     def take(self, rows: np.ndarray) -> "Column":
-        """Selects rows: (k,) positions, or (n,) bool."""
+        """Selects rows by positions (k,) or by a boolean mask (n,)."""
         return replace(self, values=self.values[rows])
 
     def looked_up(self, of_text: Callable[[str], float]) -> np.ndarray:
@@ -121,9 +121,9 @@ class Column:
         return reading_of(self.distinct_texts, self.counts, self.likely)
 
     def as_numbers(self, spelling: Spelling = PLAIN) -> np.ndarray:
-        """Parses the rows as numbers, (n,) float64; other strings and too large numbers become NaN."""
+        """Parses the rows as numbers, (n,) float64; other strings and numbers above LARGEST_NUMBER become NaN."""
         values = self.values if self.texts is None else self.looked_up(spelling.number)
-        return np.where(np.abs(values) <= LARGEST_NUMBER, values, np.nan)  # false for NaN
+        return np.where(np.abs(values) <= LARGEST_NUMBER, values, np.nan)  # the comparison is False for NaN
 
     def spelling_like(self, trained: Spelling) -> Spelling:
         """Detects the number format of new rows of a column, whose format in training was `trained`."""
@@ -161,7 +161,7 @@ class Column:
         return [self.date_part(f"{part}{order}") for part in _PARTS_OF_DATE]
 
     def date_part(self, part: str) -> "Column":
-        """Returns a feature of the dates. part: a key of `_PARTS_OF_DATE`, perhaps with an order: "days, day first"."""
+        """Computes a feature of dates. part: a key of `_PARTS_OF_DATE`, optionally with an order: "days, day first"."""
         kind, _, order = part.partition(", ")
         numbers = {text: moment_of(text)[order == "month first"] for text in self.distinct_texts}
         return Column(f"{self.name} ({part})", self.looked_up(lambda text: _PARTS_OF_DATE[kind](numbers[text])))
@@ -206,7 +206,6 @@ class Table:
         return replace(self, columns=tuple(column for column in self.columns if column.name not in names))
 
     def take(self, rows: np.ndarray) -> "Table":
-        """Selects rows: (k,) positions, or (n,) bool."""
         return replace(self, columns=tuple(column.take(rows) for column in self.columns))
 
 

@@ -1,9 +1,9 @@
 """Random activation functions of a causal model's units, tabulated on a grid.
 
-Because look-ups evaluate the functions, one operation can apply a different function to each table of a batch.
+As interpolation evaluates all functions, one operation can apply a different function to each table of a batch.
 
-The module uses only torch functions whose result does not depend on the position in the tensor: exp, log, sin, tanh
-and arithmetic. Other functions, such as F.silu, round the last elements of a tensor differently.
+The module uses only torch functions that treat all positions of a tensor equally: exp, log, sin, tanh and arithmetic.
+Other functions, such as F.silu, round the last elements of a tensor differently.
 """
 
 import math
@@ -23,7 +23,7 @@ _NUM_WAVES = 32
 _WAVE_NUMBERS = torch.arange(1.0, _NUM_WAVES + 1)
 _WAVES = torch.cat([torch.sin(_WAVE_NUMBERS[:, None] * _GRID * (math.pi / 2 / REACH) + phase) for phase in (0, 1.5708)])
 MOST_ARGUMENT = 30.0
-"""Largest absolute argument of exp(), whose result is far below the largest float32."""
+"""Largest absolute argument of any activation function; exp(30) is far below the largest float32."""
 
 
 def _elu(x: Tensor, scale: float = 1.0, slope: float = 1.0) -> Tensor:
@@ -51,9 +51,9 @@ FUNCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.abs,
 )
 _STEEPNESS = 0.7
-"""Standard deviation of the logarithm of a function's input scale; small, because several steep layers yield noise."""
+"""Standard deviation of the logarithm of a function's input scale; small, as chains of steep functions yield noise."""
 _NUM_FOURIER = 10
-"""Probability of a random Fourier series relative to any other function (TabICL, arXiv 2502.05564)."""
+"""Probability of a random Fourier series divided by any other function's (TabICL, arXiv 2502.05564)."""
 
 
 def draw_activations(random: TableRandom, num_layers: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Converts a causal model's units to columns of a table."""
+"""Converts a causal model's units (hidden variables) to columns of a table."""
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ _MOST_DEVIATIONS = 4.0
 def draw_columns(random: TableRandom, settings: PriorSettings, units: Tensor) -> Tensor:
     """Converts units to columns, both of shape (G, m, T), with NaN for missing values.
 
-    Random shares of a table's columns are heavy-tailed, clipped from below, rounded, categorical, unrelated to the
-    other columns, constant, or have missing values.
+    In random shares of a table's columns, values are heavy-tailed, clipped from below, rounded, categorical, unrelated
+    to other columns, constant, or missing.
     """
     num_features = units.shape[1]
     shares = torch.tensor([0.25, 0.15, 0.25, settings.categorical_share, 0.25, 0.03, settings.missing_share])
@@ -56,7 +56,7 @@ def _in_random_rows(random: TableRandom, x: Tensor) -> Tensor:
 def _with_categories(random: TableRandom, x: Tensor, chosen: Tensor, version: int) -> Tensor:
     """Converts chosen columns to codes of categories, which are intervals between values of random rows.
 
-    chosen: (G, m, 1) bool. In most tables the category codes are shuffled; in the others they keep their order.
+    chosen: (G, m, 1) bool. In most tables the codes are shuffled; in the others they follow the order of the intervals.
     """
     num_features, num_rows = x.shape[1:]
     most = MOST_LEVELS if version == 1 else MANY_LEVELS

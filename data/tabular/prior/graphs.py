@@ -2,7 +2,7 @@
 
 The design follows TabICLv2 (Qu et al., arXiv 2602.11139, section 5): sparse and dense graphs, networks, Gaussian
 processes, trees, linear and quadratic functions, products, and hyper-parameters that are correlated within a table.
-Every table has its own random generator, so the table depends only on (seed, number, attempt).
+Every table has its own random generator, so a table depends only on (seed, number, attempt).
 """
 
 import math
@@ -58,7 +58,6 @@ class _Habits:
         return np.searchsorted(total[:-1], self.random.random(shape) * total[-1], side="right")
 
     def normal(self, *shape: int) -> np.ndarray:
-        """Draws standard normal numbers, float32."""
         return self.random.standard_normal(shape, np.float32)
 
     def weights(self, *shape: int) -> np.ndarray:
@@ -106,7 +105,7 @@ def _edges(random: Generator, num_nodes: int) -> list[np.ndarray]:
 
 
 def _node(habits: _Habits, parents: list[np.ndarray], width: int, num_rows: int) -> np.ndarray:
-    """Computes a node from its parents by one function or a combination of functions; without parents, draws causes."""
+    """Computes a node's units from its parents by one or several functions; for a node without parents, draws units."""
     if not parents:
         return _root(habits, width, num_rows)
     if len(parents) == 1 or habits.share("together") < 0.5:
@@ -156,7 +155,7 @@ def _network(habits: _Habits, x: np.ndarray, width: int) -> np.ndarray:
 
 
 def _gaussian_process(habits: _Habits, x: np.ndarray, width: int) -> np.ndarray:
-    """Applies a random function from random Fourier features; heavy-tailed frequencies imitate a Matern kernel."""
+    """Applies a sum of random Fourier features, whose heavy-tailed frequencies imitate a Matern kernel."""
     random, smoothness = habits.random, habits.log_between("smoothness", 0.5, 10)
     frequencies = habits.weights(x.shape[1], _NUM_WAVES) * habits.log_between("frequency", 0.3, 3)
     scales = random.standard_gamma(smoothness, _NUM_WAVES, np.float32) / smoothness + 0.01

@@ -9,9 +9,9 @@ from torch import Tensor
 from trainer.loading.counter_random import random_bits, uniform
 
 SHAPE_STREAM, KIND_STREAM, _SEED_STREAM, _FIRST_STREAM = range(4)
-"""Streams of `counter_random` for different purposes; streams from _FIRST_STREAM on are for uniform numbers."""
+"""Random number streams of `counter_random`, one per purpose; uniform numbers use _FIRST_STREAM and later streams."""
 _CHUNK = 1024
-"""Number of values drawn at a time for small requests, because a call takes as long as hundreds of values."""
+"""Number of values drawn at a time for small requests; the overhead of a call costs as much as hundreds of values."""
 _MOST_POOLS = 16
 _GRANULE = 16
 
@@ -24,7 +24,7 @@ class TableRandom:
     Row i of a result depends only on (seed, numbers[i], attempt) and on the preceding calls. Uniform numbers
     are hashed counters. Normal numbers come from a generator that is reseeded for each table.
 
-    numbers: (G,) int64, identifies the tables. attempt: changes all random numbers.
+    numbers: (G,) int64, identifies the tables. attempt: another value changes all results.
     """
 
     def __init__(self, seed: int, numbers: np.ndarray, attempt: int) -> None:
@@ -72,7 +72,7 @@ class TableRandom:
         return taken.unflatten(1, shape)
 
     def _pool(self, num: int) -> Tensor:
-        # The generator uses 32 bits of a seed. Two tables may get equal numbers here, but different uniform numbers.
+        # The generator uses only 32 bits of a seed. Two tables may get equal normal numbers, but not uniform ones.
         pool = torch.empty(len(self._key[2]), num)
         for of_table, seed in zip(pool.unbind(), self._seeds.pop(), strict=True):
             of_table.normal_(generator=self._generator.manual_seed(seed))
@@ -90,9 +90,9 @@ def padded(size: int) -> int:
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """Multiplies matrices (G, p, q) and (G, q, r), table by table; r is a multiple of 16.
+    """Multiplies matrices (G, p, q) and (G, q, r), table by table, because the rounding of torch.bmm may depend on G.
 
-    The rounding of torch.bmm could depend on the number of tables, and the rounding of any product on memory alignment.
+    r must be a multiple of 16, because the rounding of a product may depend on memory alignment.
     """
     assert b.shape[2] % _GRANULE == 0
     result = a.new_empty(len(a), a.shape[1], b.shape[2])

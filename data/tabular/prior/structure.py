@@ -19,7 +19,7 @@ NUM_TREE_LAYERS = 2
 NUM_CLASS_UNITS = 10
 """Number of units per table from which classes are derived; some tables use only the first unit."""
 MOST_CAUSES = 10
-"""Largest number of causes of a causal table; in other tables, every column is a cause."""
+"""Largest number of causes of a table whose columns are units of layers; in other tables, all columns are causes."""
 
 
 def width_of(num_features: int) -> int:
@@ -28,7 +28,7 @@ def width_of(num_features: int) -> int:
 
 
 def most_causes(num_features: int) -> int:
-    """Returns the number of causes drawn for every table, of which the table may use fewer."""
+    """Returns the number of causes drawn for every table; a table may use fewer."""
     return padded(max(num_features, MOST_CAUSES))
 
 
@@ -52,7 +52,6 @@ class Structure:
     class_units: Tensor
 
     def of(self, part: slice) -> "Structure":
-        """Returns the structures of some of the tables."""
         return Structure(*(getattr(self, field.name)[part] for field in fields(self)))
 
 

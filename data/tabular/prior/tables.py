@@ -47,7 +47,7 @@ class PriorTables:
         return parts[0] if len(parts) == 1 else _padded(parts, places)
 
     def largest(self, epoch: int, count: int) -> np.ndarray:
-        """Returns the indices (count,) of those consecutive samples of an epoch that form the largest padded batch."""
+        """Returns the indices (count,) of the consecutive samples of an epoch that form the largest padded batch."""
         shapes, shape_of_table = self._shapes(self._numbers(np.arange(self._num_tables), epoch))
         count = min(count, self._num_tables)
         windows = sliding_window_view(np.array(shapes)[shape_of_table], count, axis=0)
@@ -87,9 +87,9 @@ def draw_tables(settings: PriorSettings, seed: int, numbers: np.ndarray, shape: 
 def _attempt(
     settings: PriorSettings, seed: int, numbers: np.ndarray, shape: tuple[int, int, int], attempt: int
 ) -> Arrays:
-    """Draws each table once. num_classes is 1 for tables that must be drawn again.
+    """Draws each table once. In the result, num_classes is 1 for tables that must be drawn again.
 
-    In version 2 of the prior, tables whose classes are not predictable are drawn again.
+    In version 2 of the prior, these include tables whose classes are not predictable.
     """
     num_context, num_queries, num_features = shape
     num_rows = padded(num_context + num_queries)  # surplus rows are dropped at the end
@@ -117,7 +117,7 @@ def _attempt(
 
 
 _Units = tuple[np.ndarray, TableRandom, torch.Tensor, torch.Tensor]
-"""Order of tables (G,); their random numbers; units of columns (G, m, T); and units of classes (G, U, T)."""
+"""Order in which tables are drawn (G,), random numbers, units of columns (G, m, T), units of classes (G, U, T)."""
 
 
 def _draw_layers(
@@ -146,7 +146,7 @@ def _draw_graphs(
 
 
 def _padded(parts: list[Arrays], places: list[np.ndarray]) -> Arrays:
-    """Pads batches of different shapes and concatenates them. places: each table's position in the result."""
+    """Pads and concatenates batches of different shapes. places: positions of each batch's tables in the result."""
     batch = {}
     back = np.argsort(np.concatenate(places))
     for name in parts[0]:

@@ -1,4 +1,4 @@
-"""Derives classes from a causal model's units, and chooses context rows."""
+"""Derives classes from a causal model's units (hidden variables), and chooses context rows."""
 
 import math
 
@@ -45,7 +45,7 @@ def draw_labels(random: TableRandom, units: Tensor, most: int) -> tuple[Tensor, 
 
 _NUM_FERNS, _FERN_DEPTH = 64, 4
 _LEAST_GAIN = 3.0
-"""Minimum gain in mean log-likelihood of the queries over class frequencies, in standard errors."""
+"""Minimum gain in mean log-likelihood of the queries over predicting class frequencies, in standard errors."""
 
 
 def is_predictable(rows: np.ndarray, labels: np.ndarray, num_context: int, key: tuple[int, int, int]) -> bool:
@@ -85,13 +85,13 @@ def _quantiles(random: TableRandom, in_order: Tensor, num_classes: Tensor, most:
 
 
 def _largest(units: Tensor, offsets: Tensor, num_classes: Tensor) -> Tensor:
-    """Returns the index of the largest sum of the first num_classes units, (G, U, T), and offsets, (G, U): (G, T)."""
+    """Adds offsets (G, U) to units (G, U, T); returns which of the first num_classes units is the largest: (G, T)."""
     offsets = offsets.masked_fill(torch.arange(units.shape[1]) >= num_classes, float("-inf"))
     return (units + offsets[..., None]).argmax(1)
 
 
 def _nearest(units: Tensor, rows: Tensor, num_prototypes: Tensor) -> Tensor:
-    """Returns the index of each row's nearest prototype: (G, T). The first num_prototypes `rows` are prototypes."""
+    """Returns the index of each row's nearest prototype: (G, T). Prototypes are the first num_prototypes of `rows`."""
     prototypes = units.gather(2, rows[:, None, :].expand(-1, units.shape[1], -1)).transpose(1, 2).contiguous()
     closeness = products(prototypes, units) - prototypes.square().sum(2, keepdim=True) / 2
     is_used = torch.arange(_MOST_PROTOTYPES)[:, None] < num_prototypes[..., None]

@@ -1,4 +1,4 @@
-"""Units of a layered causal model, computed for all rows of a table.
+"""Units (hidden variables) of a layered causal model, computed for all rows of a table.
 
 A layer is a random network layer (TabPFN, arXiv 2207.01848, 3.3) or a layer of random trees (similar to TabICL, arXiv
 2502.05564, which fits trees to noise).
@@ -53,7 +53,7 @@ def _noise(random: TableRandom, width: int, num_rows: int) -> Tensor:
     """Draws noise for the units of all layers: (G, NUM_LAYERS, width, T).
 
     The noise of each unit is a different slice of one random sequence. Noise is independent within a row. Rows share
-    numbers, which cannot be detected because the order of rows is random.
+    noise values, which a model cannot detect because the order of rows is random.
     """
     num_windows = NUM_LAYERS * width
     sequence = random.normal((num_windows - 1) * _STRIDE + num_rows) * random.log_between(1e-4, 0.5, 1)
