@@ -53,7 +53,7 @@ class ItemLists(Movable):
 
     @property
     def users(self) -> np.ndarray:
-        """User of each item: (n,) int64."""
+        """User of each entry of `items`: (n,) int64."""
         return np.repeat(np.arange(len(self.offsets) - 1), self.sizes)
 
     def of(self, user: int) -> np.ndarray:

@@ -38,7 +38,7 @@ class DataFiles:
 
 
 def find_files(path: Path, telling: Collection[str]) -> DataFiles:
-    """Finds the folder of a data set: `path`, or a folder in it, that contains one of the file names `telling`.
+    """Finds the folder of a data set: `path`, or a folder in it, that contains a file with a name in `telling`.
 
     If no folder contains such a file, returns the files of `path` or of its only folder. path: a file, a folder or an
     archive. Raises UserError if the path cannot be read, if several folders qualify, or if a file exists both plain and
@@ -64,7 +64,7 @@ def find_files(path: Path, telling: Collection[str]) -> DataFiles:
 
 
 def _folders(source: Source) -> dict[str, list[DataFile]]:
-    """Returns the files of each folder, by the folder's name in messages; the top folder comes first."""
+    """Maps each folder's name, as shown in messages, to the folder's files; the top folder comes first."""
     folders: dict[str, list[DataFile]] = {source.where: []}
     for file in source.files:
         folder = str(PurePosixPath(file.name).parent)

@@ -55,7 +55,7 @@ def read_tables(
 ) -> Catalogue:
     """Reads a data set of tables, without splitting off a validation set. where: name of the data set in messages.
 
-    test_share: share of each user's items for the test if there is no test file; with times, the latest items. Raises
+    test_share: share of each user's items, the latest if times are known, to hold out if there is no test file. Raises
     UserError for ambiguous or unusable files.
     """
     for kind, most in (("interactions", 3), ("graph", 1), ("link", 1)):

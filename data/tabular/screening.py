@@ -1,4 +1,4 @@
-"""Choice of the columns to learn from, and a report on a table's columns."""
+"""Chooses the columns to learn from, and reports on a table's columns."""
 
 import math
 import re

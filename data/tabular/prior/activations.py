@@ -53,7 +53,7 @@ FUNCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
 _STEEPNESS = 0.7
 """Standard deviation of the logarithm of a function's input scale; small, as chains of steep functions yield noise."""
 _NUM_FOURIER = 10
-"""Probability of a random Fourier series divided by any other function's (TabICL, arXiv 2502.05564)."""
+"""Probability ratio of a random Fourier series to any other function (TabICL, arXiv 2502.05564)."""
 
 
 def draw_activations(random: TableRandom, num_layers: int) -> Tensor:

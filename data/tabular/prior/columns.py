@@ -40,7 +40,7 @@ def draw_columns(random: TableRandom, settings: PriorSettings, units: Tensor) ->
 def without_outliers(x: Tensor) -> Tensor:
     """Clips standardised columns, (..., T), at 4 standard deviations and standardises them again.
 
-    The bounds come from statistics of the columns clipped to [-4, 4].
+    The mean and standard deviation for the bounds come from columns clipped to [-4, 4].
     """
     inner = x.clamp(-_MOST_DEVIATIONS, _MOST_DEVIATIONS)
     mean = inner.mean(-1, keepdim=True)

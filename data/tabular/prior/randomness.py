@@ -45,7 +45,7 @@ class TableRandom:
         return torch.from_numpy(taken.reshape(-1, *shape))
 
     def between(self, low: Bound, high: Bound, *shape: int) -> Tensor:
-        """Draws uniform numbers between two bounds, which are numbers or (G, *shape): (G, *shape)."""
+        """Draws uniform numbers between two bounds, numbers or broadcastable tensors: (G, *shape)."""
         return self.uniform(*shape) * (high - low) + low
 
     def log_between(self, low: float, high: float, *shape: int) -> Tensor:

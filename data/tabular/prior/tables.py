@@ -123,7 +123,6 @@ _Units = tuple[np.ndarray, TableRandom, torch.Tensor, torch.Tensor]
 def _draw_layers(
     settings: PriorSettings, seed: int, numbers: np.ndarray, attempt: int, num_features: int, num_rows: int
 ) -> _Units:
-    """Draws the units of tables from layered causal models, version 1 of the prior."""
     is_tree, depth = draw_kinds(seed, numbers, attempt, settings.tree_share)
     by_kind = np.lexsort((-depth, is_tree))
     random = TableRandom(seed, numbers[by_kind], attempt)
@@ -138,7 +137,6 @@ def _draw_layers(
 def _draw_graphs(
     settings: PriorSettings, seed: int, numbers: np.ndarray, attempt: int, num_features: int, num_rows: int
 ) -> _Units:
-    """Draws the units of tables from random graphs, version 2 of the prior."""
     size = (num_features, NUM_CLASS_UNITS, num_rows)
     units = torch.from_numpy(np.stack([draw_graph(seed, number, attempt, *size) for number in numbers.tolist()]))
     random = TableRandom(seed, numbers, attempt)

@@ -76,7 +76,7 @@ def is_predictable(rows: np.ndarray, labels: np.ndarray, num_context: int, key: 
 
 
 def _quantiles(random: TableRandom, in_order: Tensor, num_classes: Tensor, most: int) -> Tensor:
-    """Draws bounds between classes, whose sizes are proportional to random exponential numbers to a random power."""
+    """Draws bounds of classes, whose sizes are proportional to random exponential numbers raised to a random power."""
     num_rows = in_order.shape[1]
     shares = ((1 - random.uniform(most)).log().neg() + 1e-3).log().mul(random.between(0, 1.5, 1)).exp()
     shares = shares * (torch.arange(most) < num_classes)
