@@ -15,12 +15,12 @@ THREAD_NAME = "save"
 
 
 def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None, pinned: bool = True) -> dict[str, Any]:
-    """Copies a state, with all tensors in host memory; a tensor that occurs twice is copied once.
+    """Copies a state to host memory; a tensor that occurs twice is copied once.
 
-    NumPy scalars become Python scalars, because torch cannot load them with `weights_only=True`. A task may return them
-    unintentionally, since `np.float64` is a subclass of float.
+    NumPy scalars become Python scalars, because torch cannot load them with `weights_only=True`. A task may return such
+    scalars unintentionally, since `np.float64` is a subclass of float.
 
-    reusable: an older snapshot whose memory the copy overwrites, which is several times faster than allocating. pinned:
+    reusable: an older snapshot whose memory the copy overwrites, which is several times faster than allocation. pinned:
     whether to copy from a GPU to pinned memory, with one wait for all tensors. If False, or if the system lacks pinned
     memory, copies use pageable memory, which is slower.
     """
@@ -79,7 +79,7 @@ class NoRoom(DiskError):
 
 
 class BackgroundSaver:
-    """Copies states and writes the copies one at a time. Used by the main thread of rank 0.
+    """Copies checkpoints in memory, and writes the copies to disk one at a time. Used by the main thread of rank 0.
 
     write: writes one state; raises UserError, or NoRoom if the disk is full.
 

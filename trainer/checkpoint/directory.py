@@ -64,7 +64,7 @@ class RunDirectory:
     # --- opening ---------------------------------------------------------------------------------------------
 
     def acquire(self, agents: Sequence[str] = (), creates: bool = True) -> None:
-        """Creates, locks and repairs the directory. Raises UserError if that fails.
+        """Creates, locks and repairs the directory. Raises UserError if one of these steps fails.
 
         agents: the torchrun agents of this job; if one of these agents also started the previous attempt, this process
         takes over the lock of a lost node. creates: False for the directory of a running job, which must exist.
@@ -118,7 +118,7 @@ class RunDirectory:
             )
 
     def start_over(self) -> None:
-        """Moves the previous run to a folder `previous-N`. Raises UserError."""
+        """Moves the previous run to a folder `previous-N`. Raises UserError on disk errors."""
         with refusing_disk_errors(f"--save-dir {self.path}", "choose another folder"):
             stay = (LOCK, KERNEL_LOCK)
             old = [p for p in self.path.iterdir() if p.name not in stay and not p.name.startswith("previous-")]
@@ -139,7 +139,7 @@ class RunDirectory:
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether the directory contains a checkpoint, or signs of a lost checkpoint, which `load_newest` reports."""
+        """Returns whether the directory has a checkpoint, or signs of a lost one, which `load_newest` reports."""
         return bool(self.entries or self._lost)
 
     def load_newest(self) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class RunDirectory:
         return path
 
     def mark_final(self) -> None:
-        """Links `final.pth` to the newest checkpoint and flushes metrics, at the end of a run. Raises UserError."""
+        """Links `final.pth` to the newest checkpoint and flushes metrics. Raises UserError on disk errors."""
         with refusing_disk_errors(f"--save-dir {self.path}", "check the file system and run the same command again"):
             update_links(self.path, self.entries, is_finished=True, writer=self.writer)
             self._flush_metrics()
@@ -234,7 +234,7 @@ class RunDirectory:
 
     @property
     def _inherited_source(self) -> str | None:
-        """`Entry.source` of the newest checkpoint; None if it is in this directory."""
+        """Returns `Entry.source` of the newest checkpoint; None if this source is in the same directory."""
         source = self.entries[-1].source if self.entries else None
         return None if source is None or Path(source).parent == self.path.resolve() else source
 
@@ -272,7 +272,7 @@ def _size(num_bytes: int) -> str:
 
 
 def claim_temporary_files(folder: Path, writer: Writer) -> None:
-    """Renames or deletes temporary files, so a previous holder cannot complete them; see `trainer.checkpoint.lock`.
+    """Renames or deletes temporary files, so that a suspended previous holder of the lock cannot complete them.
 
     Renames checkpoints, which may be complete and in the manifest, and deletes other files. Raises OSError.
     """
@@ -285,7 +285,7 @@ def claim_temporary_files(folder: Path, writer: Writer) -> None:
 
 
 def find_checkpoints(folder: Path, say: Callable[[str], None]) -> tuple[list[Entry], list[str]]:
-    """Returns checkpoints, oldest first, and, if there are none, sentences about lost checkpoints.
+    """Returns checkpoints, oldest first; if there are none, also sentences about lost checkpoints.
 
     Also finds checkpoints under temporary names. Changes nothing. say: prints messages about damage. Raises OSError.
     """
@@ -330,7 +330,7 @@ def set_aside(path: Path, writer: Writer) -> None:
 
 
 def _files_under_other_names(folder: Path) -> dict[str, str]:
-    """Maps sha256 to names of links, and of checkpoints that a killed process did not rename."""
+    """Returns file names by sha256, for links and for checkpoints that a killed process did not rename."""
     found = {}
     for path in [*(folder / name for name in LINKS), *sorted(folder.glob("checkpoint_*.tmp"))]:
         with suppress(FileNotFoundError):  # no such link, or a running job has just renamed it

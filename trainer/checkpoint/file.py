@@ -47,7 +47,7 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
 
     label: name of the file in messages. only_weights: accept a file with only the entry `model`, or a plain state dict.
     verified: the caller has checked the file's sha256. Raises UserError if the file is damaged, incomplete or not a
-    checkpoint, NewerFormat, or DiskError if it cannot be read.
+    checkpoint, NewerFormat if its format is too new, or DiskError if it cannot be read.
     """
     with refusing_disk_errors(label):
         require_regular(path)
@@ -84,7 +84,7 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
 
 
 def _load(path: Path, label: str, verified: bool) -> Any:
-    """Loads a file. Raises UserError if it is damaged, OSError if it cannot be read."""
+    """Raises UserError if the file is damaged, or OSError if it cannot be read."""
     with opened(path) as file:
         try:
             _refuse_odd_archive(file)
@@ -117,7 +117,7 @@ def _refusal_of(error: Exception) -> str:
 
 
 def _refuse_more_than_its_file(state: Any, num_bytes: int) -> None:
-    """Raises ValueError if a loaded state has more parts or tensor bytes than its file's size allows.
+    """Raises ValueError if a loaded state has more objects or tensor bytes than its file's size allows.
 
     A small file could otherwise exhaust memory: tensors can have strides of 0, and lists can contain each other.
     """
@@ -182,7 +182,7 @@ def _are_weights(value: object) -> bool:
 def _refuse_changed_bits(path: Path, file: IO[bytes]) -> None:
     """Verifies a file's sha256 if the manifest lists it, and the CRC32 of each archive member.
 
-    torch.load checks neither. Raises zipfile.BadZipFile.
+    torch.load checks neither checksum. Raises zipfile.BadZipFile for a wrong checksum.
     """
     known = {}
     with suppress(DiskError):
@@ -215,7 +215,7 @@ def _refuse_odd_archive(file: IO[bytes]) -> None:
 def write_checkpoint(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Writes a checkpoint in the current format and flushes it to disk; returns its `size_and_sum`.
 
-    Raises OSError or RuntimeError; or UserError, before it writes, for a state that could not be loaded again.
+    Raises OSError or RuntimeError if writing fails, and UserError before writing if the state cannot be loaded again.
     """
     state = {**state, "format_version": FORMAT_VERSION}
     wrong = error_of_saving(state)
@@ -260,7 +260,7 @@ def size_and_sum(path: Path) -> dict[str, Any]:
     return read_again(read)
 
 
-# --- whether a state can be read again, checked before writing ------------------- -----------------------------
+# --- whether a state can be read again, checked before writing ---------------------------------------------------
 
 
 def error_of_saving(state: Mapping[str, Any], resumable: bool = True) -> str | None:
@@ -268,7 +268,7 @@ def error_of_saving(state: Mapping[str, Any], resumable: bool = True) -> str | N
 
     resumable: require all entries of a checkpoint; otherwise check only the entries in `state`.
 
-    Saves and loads the state with empty tensors, then calls `schema_error_of_checkpoint`.
+    Saves and loads a copy with empty tensors, then validates the entries with `schema_error_of_checkpoint`.
     """
     return _unreadable(state) or schema_error_of_checkpoint(state, resumable)
 
@@ -296,7 +296,7 @@ def _unreadable(state: Mapping[str, Any]) -> str | None:
 
 
 def meta_state_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies a state, replacing strided tensors, except meta, nested and quantized ones, by tensors of shape (0,)."""
+    """Copies a state; tensors of shape (0,) replace strided tensors, except meta, nested and quantized tensors."""
     empty: dict[torch.dtype, Tensor] = {}
 
     def outlined(value: Tensor) -> Tensor:

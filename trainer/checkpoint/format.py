@@ -18,8 +18,8 @@ from trainer.loading.order import Position
 FORMAT_VERSION = 3
 """Format version of checkpoints that this trainer writes; files of version 1 have no entry `format_version`.
 
-Increment it when an entry is added or changes its meaning. Older trainers then reject newer files, and entries that
-older files lack get a default (`Saved.since`).
+Increment the version when an entry is added or changes its meaning. Older trainers then reject newer files, and entries
+that older files lack get a default (`Saved.since`).
 """
 RUN_ID = "[0-9a-f]{12}"
 
@@ -44,7 +44,7 @@ def integer(at_least: int = 0, at_most: int = 2**63 - 1) -> Kind:
 
 
 def number(at_least: float = -math.inf, above: float = -math.inf, finite: bool = True) -> Kind:
-    """Requires a number within limits. finite: reject infinity and NaN."""
+    """Requires a number. finite: reject NaN, infinity and numbers outside the limits."""
 
     def require(name: str, value: Any) -> None:
         if type(value) not in (int, float):
@@ -73,12 +73,12 @@ def truth(name: str, value: Any) -> None:
 
 
 def optional(kind: Kind) -> Kind:
-    """Requires None or a value of the kind."""
+    """Requires None or a value that satisfies `kind`."""
     return lambda name, value: kind(name, value) if value is not None else None
 
 
 def either(*kinds: Kind) -> Kind:
-    """Requires a value that satisfies one of several kinds; otherwise raises the first kind's error."""
+    """Requires a value that satisfies one of `kinds`; otherwise raises the error of the first."""
 
     def require(name: str, value: Any) -> None:
         refusals = []
@@ -93,7 +93,7 @@ def either(*kinds: Kind) -> Kind:
 
 
 def each(kind: Kind, length: int | None = None) -> Kind:
-    """Requires a list or tuple whose items satisfy the kind. length: number of items; None: any number."""
+    """Requires a list or tuple whose items satisfy `kind`. length: number of items; None: any number."""
 
     def require(name: str, value: Any) -> None:
         if not isinstance(value, list | tuple) or length not in (None, len(value)):
@@ -105,7 +105,7 @@ def each(kind: Kind, length: int | None = None) -> Kind:
 
 
 def by_name(kind: Kind) -> Kind:
-    """Requires a mapping with string keys, whose values satisfy the kind."""
+    """Requires a mapping with string keys, whose values satisfy `kind`."""
 
     def require(name: str, value: Any) -> None:
         for key, item in _mapping(name, value).items():
@@ -117,7 +117,7 @@ def by_name(kind: Kind) -> Kind:
 
 
 def record(needed: Mapping[str, Kind], others: Mapping[str, Kind] | None = None, closed: bool = False) -> Kind:
-    """Requires a mapping. needed, others: kinds of required and of optional entries. closed: reject unknown entries."""
+    """Requires a mapping. needed, others: required and optional entries. closed: reject unknown entries."""
     known = {**needed, **(others or {})}
 
     def require(name: str, value: Any) -> None:
@@ -136,7 +136,7 @@ def record(needed: Mapping[str, Kind], others: Mapping[str, Kind] | None = None,
 
 
 def plain(name: str, value: Any) -> None:
-    """Requires a plain value, as `trainer.common.files.plain` returns it."""
+    """Requires None, a bool, number or string, or a list, tuple or dict of such values."""
     if isinstance(value, list | tuple):
         each(plain)(name, value)
     elif isinstance(value, dict):
@@ -179,7 +179,7 @@ def dense_tensor(name: str, value: Any) -> None:
 
 
 def tensor_of_numbers(name: str, value: Any) -> None:
-    """Requires a dense tensor without NaN. Infinities are accepted, since masks contain them; see `not_finite`."""
+    """Requires a dense tensor without NaN. Accepts infinities, since masks contain them."""
     dense_tensor(name, value)
     real = _real(value)
     if real is not None and bool(real.sum().isnan()) and bool(real.isnan().any()):
@@ -221,7 +221,7 @@ def _mapping(name: str, value: Any) -> Mapping[Any, Any]:
 
 
 def wrong(name: str, value: Any, what: str) -> ValueError:
-    """Builds the ValueError that a kind raises."""
+    """Builds the ValueError for an invalid entry. what: the requirement."""
     return ValueError(f"{name} {brief(value)}: {what}")
 
 
@@ -239,7 +239,7 @@ def brief(value: Any) -> str:
 
 
 def first_schema_error(kinds: Iterable[Kind], value: Any) -> str | None:
-    """Returns the first error of a value read from a file; None if the value satisfies all kinds."""
+    """Returns the first error that `kinds` find in a value read from a file; None if it is valid."""
     try:
         for kind in kinds:
             kind("", value)
@@ -264,7 +264,7 @@ class Saved:
     """Declares an entry of a checkpoint, or of a mapping in a checkpoint.
 
     is_optional: the entry may be absent. since: first format version with the entry; older files get `default`.
-    is_large: only rank 0 reads the tensors, and sends them to the other ranks when they are loaded into the model.
+    is_large: only rank 0 reads the tensors, and broadcasts each one when it is loaded into the model or optimizer.
     name: name in the file if it differs from the field's name. read: converts the value in the file.
     """
 
@@ -320,16 +320,16 @@ _POSITION = record(
 
 @dataclass
 class SavedProgress:
-    """Progress of a run as stored in checkpoints. Each field declares its entry, kind and default.
+    """Progress of a run as stored in checkpoints. Each field declares its validation and its default.
 
     evaluations_since_best: evaluations since the best score, for early stopping. last_report: completed optimizer steps
-    at the last report of metrics; every evaluation and epoch end makes one. train_seconds: seconds of training,
+    at the last report of metrics, which every evaluation and epoch end makes. train_seconds: seconds of training,
     evaluation and saving in all starts, up to the last call of `read_clock`. reported: already logged sums of loss and
     weight over all processes, by phase. samples: number of samples in the totals (sums of metrics since the last
     report) of all processes. misses_samples: whether totals are incomplete because a process was lost. skipped_steps:
     optimizer steps skipped because a loss or gradient was not finite. skipped_in_a_row: the last skipped step, and the
-    number of consecutive skipped steps up to it. rate_drops: number of times that `--schedule plateau` has lowered the
-    learning rate. task_state: last result of `Task.after_validation`.
+    number of consecutive skipped steps up to it. rate_drops: how often `--schedule plateau` has lowered the learning
+    rate. task_state: last result of `Task.after_validation`.
     """
 
     position: Position = saved(_POSITION, Position(), read=lambda value: Position(**value))
@@ -388,7 +388,7 @@ _CONFIG: Mapping[str, Kind] = {
     "--epochs": optional(_SIZE), "--max-steps": optional(_SIZE), "--seed": _COUNT,
     "--resume-from": optional(text()), "--optimizer": text(), "--dtype": text("float32|float64"), "--drop-last": truth,
 }  # fmt: skip
-"""Flags in a checkpoint whose values the trainer itself uses, with their kinds."""
+"""Validators of the flags in a checkpoint whose values the trainer itself uses."""
 _CODE = {
     "commit": optional(text()), "changed": optional(truth), "task_file": optional(text()),
     "task_sha256": optional(text()),

@@ -1,15 +1,15 @@
 """Locks a run directory for one process, including on file systems that several machines share.
 
-On one machine, the process with the kernel's lock on the file `lock.held` is the holder. The kernel releases this lock
-when the process ends. Some network file systems do not share kernel locks between machines. There the file `lock` names
-the holder, which renews the file's timestamp. A process that finds another machine's `lock` takes it over if the
-timestamp does not change for `STALE_S` seconds.
+On one machine, the holder is the process that has the kernel's lock on the file `lock.held`. The kernel releases this
+lock when the process ends. Some network file systems do not share kernel locks between machines. The file `lock`
+therefore names the holder, which renews the file's timestamp. A process that finds another machine's `lock` takes it
+over if the timestamp does not change for `STALE_S` seconds.
 
 A suspended old holder may wake up later, and must not write while the new holder does (fencing). Files are written
 under temporary names with the holder's token, and a holder reads `lock` again before it renames a file. A new holder
 first writes its name into `lock`, then renames or deletes temporary files, so an old holder suspended between reading
-and renaming finds no file to rename. A holder also reads `lock` before it deletes a file. If it is suspended after
-reading, it deletes at most this file.
+and renaming finds no file to rename. A holder also reads `lock` before it deletes a file; if it is suspended in
+between, it deletes only this one file.
 """
 
 import fcntl
@@ -143,7 +143,7 @@ class Lock(Writer):
 def take_lock(folder: Path, take_over: bool = False, say: Callable[[str], None] = lambda line: None) -> Lock:
     """Takes a folder's lock until `release` or process exit; may wait for `STALE_S` seconds.
 
-    take_over: take the lock without waiting unless the holder is known to be alive. say: prints a line before a wait.
+    take_over: do not wait to see whether the previous holder is alive. say: prints a line before a wait.
 
     Raises UserError if another process holds the lock, or OSError on file system errors.
     """
@@ -198,7 +198,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _read(path: Path) -> Holder:
-    """Reads the holder; `Holder("")` if the file is empty, invalid or missing. Raises other OSErrors."""
+    """Reads a lock file; `Holder("")` if it is empty, invalid or missing. Raises OSError if it cannot be read."""
     try:
         who, *lines = read_whole(path, MOST_RECORD).decode(errors="replace").splitlines() or [""]
     except FileNotFoundError:
@@ -213,5 +213,5 @@ def _read(path: Path) -> Holder:
 
 
 def _machine(folder: Path) -> str:
-    """Returns an identifier of the kernel's boot (of the host if the boot is unknown) and the mounted file system."""
+    """Returns an identifier of this machine since its last boot, and of the mounted file system."""
     return f"{boot_of_kernel()}:{folder.stat().st_dev}"

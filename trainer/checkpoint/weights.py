@@ -1,4 +1,4 @@
-"""Finds a run's weights, and compares weights with a model's weights."""
+"""Finds a run's weights, and compares loaded weights with a model's parameters and buffers."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -36,7 +36,7 @@ class TrainedRun:
 def find_weights(folder: Path, files: Mapping[str, Path | None], say: Callable[[str], None]) -> TrainedRun:
     """Loads the first of `files` (paths by flag) that is not None; otherwise the best weights of the run in `folder`.
 
-    Raises UserError.
+    Raises UserError if the file or run has no intact weights.
     """
     for name, path in files.items():
         if path is not None:
@@ -73,7 +73,7 @@ def runs_within(folder: Path) -> list[Path]:
 def find_settings(folder: Path, of_best: bool) -> tuple[str, dict[str, Any]] | None:
     """Reads `--task` and flags from a run directory's newest or best checkpoint; None without a readable checkpoint.
 
-    Takes no lock, changes no file and reads no tensors, since every process calls it. Does not report damage.
+    Takes no lock, changes no file and reads no tensors, since every process calls it.
     """
     with suppress(OSError):
         entries = read_manifest(folder / MANIFEST)
@@ -87,7 +87,7 @@ def find_settings(folder: Path, of_best: bool) -> tuple[str, dict[str, Any]] | N
 
 
 def _best_first(entries: Sequence[Entry]) -> list[Entry]:
-    """Sorts checkpoints for loading: checkpoints that were the best when saved, then all others; newest first."""
+    """Sorts checkpoints for loading: checkpoints that were the best when saved, then all others, each newest first."""
     return sorted(reversed(entries), key=lambda entry: not entry.best)
 
 

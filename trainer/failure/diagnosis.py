@@ -56,7 +56,7 @@ def _killed_worker(error: BaseException) -> re.Match[str] | None:
 class Diagnosis:
     """Explains the failures of a run with a single process.
 
-    activity: current activity of this process. exit_status: status after a failure of a run with several processes.
+    activity: current activity of this process. exit_status: status after a failure of a multi-process run.
     has_checkpoints: whether messages say that the same command resumes. prints: whether to print messages, which the
     exception contains in any case. flags_signals: whether Ctrl-C only sets a flag, so that a KeyboardInterrupt comes
     from the task's code.
@@ -129,7 +129,7 @@ class GroupDiagnosis(Diagnosis):
     """Explains the failures of a run with several processes: one process reports a failure, and all processes then end.
 
     members: a description of each rank's process. limit_s: `--dist-timeout-s`, seconds to wait for another rank.
-    reports_lost_store: whether this process prints the failure if the store, which selects the reporter, is lost.
+    reports_lost_store: whether this process prints the failure if the store, which selects the printing rank, is lost.
     failed_itself: whether the failure began in this process.
     """
 
@@ -215,8 +215,8 @@ class GroupDiagnosis(Diagnosis):
     def diagnose(self, waited_s: float | None, error: str, heartbeats: Mapping[int, Heartbeat]) -> str:
         """Returns a sentence that names the ranks that are lost, stopped or late after a failed collective.
 
-        waited_s: seconds that this process waited for other ranks; None if the connection broke. error: the library's
-        message. heartbeats: each rank's last heartbeat, after a ping.
+        waited_s: seconds that this process waited for other ranks; None if the connection broke. error: message of
+        the exception. heartbeats: each rank's last heartbeat, after a ping.
         """
         answers = {rank: beat for rank, beat in heartbeats.items() if beat.answers_ping}
         silent = self._silent(heartbeats)

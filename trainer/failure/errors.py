@@ -42,7 +42,7 @@ class Failure(Exception):
 
 
 class RestartNeeded(Exception):
-    """Raised after an out-of-memory error in a run with several processes. memory_limit: see `Failure`."""
+    """Raised after an out-of-memory error in a multi-process run. memory_limit: batch limits for the next start."""
 
     def __init__(self, message: str, memory_limit: Mapping[str, Any]) -> None:
         super().__init__(message)

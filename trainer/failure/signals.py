@@ -80,7 +80,7 @@ class StopRequest:
 
 @contextmanager
 def handlers_restored() -> Iterator[None]:
-    """Context manager that restores the handlers of the stop signals at its end."""
+    """Context that restores the handlers of the stop signals on exit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

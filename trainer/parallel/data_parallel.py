@@ -17,9 +17,9 @@ from trainer.task import Outputs, PerSample
 
 
 class SummedReplicas(nn.DataParallel):
-    """`nn.DataParallel` that adds its replicas' tensor outputs and concatenates their `PerSample` outputs.
+    """`nn.DataParallel` that sums its replicas' tensor outputs and concatenates their per-sample outputs (`PerSample`).
 
-    Raises a replica's exception unchanged; `nn.DataParallel` would add a traceback to its message.
+    Raises a replica's exception unchanged; `nn.DataParallel` would add a traceback to the message.
     """
 
     def parallel_apply(

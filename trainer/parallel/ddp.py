@@ -26,13 +26,13 @@ from trainer.task import Objective, sparse_parameters
 T = TypeVar("T")
 
 OVERLAP_BYTES = 4 * 2**20
-"""Total parameter size in bytes above which gradients are exchanged during the backward; see docs/design.md."""
+"""Total parameter size in bytes above which gradients are all-reduced during the backward; see docs/design.md."""
 
 
 class OverlappingExchange(WithoutCompiler, nn.parallel.DistributedDataParallel):
-    """DistributedDataParallel that reports when a step's last backward starts to wait for other processes.
+    """DistributedDataParallel that calls `before_exchange` when a step's last backward starts to wait for other ranks.
 
-    Does not import the compiler, because the import is slow. before_exchange: callback for the report.
+    Does not import PyTorch's compiler, because the import is slow.
     """
 
     before_exchange: Callable[[], None]
@@ -40,7 +40,7 @@ class OverlappingExchange(WithoutCompiler, nn.parallel.DistributedDataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().forward(*args, **kwargs)
         if self.require_backward_grad_sync and outputs["loss"].requires_grad:
-            # Queue the report before PyTorch's own callback, which waits for the last gradients.
+            # Queue the call before PyTorch's own callback, which waits for the last gradients.
             outputs["loss"].register_hook(lambda _: after_first_gradients(self.before_exchange))
         return outputs
 
@@ -63,7 +63,7 @@ class Distributed(Strategy):
 
     @torch.no_grad()
     def sync_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        # NCCL refuses sparse tensors, and gloo corrupts them.
+        # NCCL does not support sparse tensors, and gloo corrupts them.
         dense = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided}
         self._refuse_others(dense)
         self.group.activity.enter(EXCHANGE)
@@ -74,7 +74,7 @@ class Distributed(Strategy):
                 tensor.copy_(whole)
 
     def _refuse_others(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises UserError on all processes if names, shapes or dtypes differ between ranks; else gloo would crash."""
+        """Raises UserError on all ranks if tensors differ in name, shape or dtype between ranks; gloo would crash."""
         own = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
         every = self.group.gather(own)
         for rank, others in enumerate(every):
@@ -111,7 +111,7 @@ class Distributed(Strategy):
         model.load_state_dict(own)  # runs hooks that derive other state from the loaded state
 
     def _own_part(self, whole: Tensor, own: Tensor) -> Tensor:
-        """Returns this process's shard of a full tensor. own: the current shard, which gives the placement."""
+        """Returns this process's shard of a full tensor. own: the current shard."""
         return whole
 
     def own_moments(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -122,14 +122,13 @@ class Distributed(Strategy):
 class Replicated(Distributed):
     """Strategy that keeps the whole model in every process and sums gradients over processes.
 
-    The gradients of a small model are summed in one exchange per dtype after the last backward (`FlatGradients`). For a
-    larger model, DistributedDataParallel exchanges gradients during the backward, and divides them by the number of
-    processes. Sparse gradients are always summed after the backward, because during the backward they may share memory
-    with a gradient that is still in use. With `--parts`, all gradients are summed after the last backward, in a binary
-    tree.
+    The gradients of a small model are summed after the last backward, in one flat buffer per dtype (`FlatGradients`).
+    For a larger model, DistributedDataParallel averages gradients over processes during the backward. Sparse gradients
+    are always summed after the backward, because during the backward they may share memory with a gradient that is
+    still in use. With `--parts`, all gradients are summed after the last backward, in a binary tree.
 
-    sync_bn: whether batch norms use the samples of all processes. finds_unused: whether forwards may leave parameters
-    unused; otherwise DistributedDataParallel waits for the gradients of all parameters.
+    sync_bn: whether batch norms compute statistics over the samples of all processes. finds_unused: whether forwards
+    may leave parameters unused; otherwise DistributedDataParallel waits for the gradients of all parameters.
     """
 
     name = "DistributedDataParallel"
@@ -167,7 +166,7 @@ class Replicated(Distributed):
         sparse = [p for p in net.parameters() if p in self._sparse and p.requires_grad]
         if not self.overlaps or all(p in self._sparse for p in net.parameters() if p.requires_grad):
             return net
-        for parameter in sparse:  # DistributedDataParallel exchanges only parameters that require a gradient
+        for parameter in sparse:  # DistributedDataParallel ignores parameters that require no gradient
             parameter.requires_grad_(False)
         wrapped = OverlappingExchange(
             net,

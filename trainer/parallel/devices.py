@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 GROUP_SIZE = 32
-"""Number of steps after which the host can read a step's results from a GPU without waiting."""
+"""Number of steps by which the host delays reading a step's results from a GPU, so that it need not wait."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameter numbers of glibc's `mallopt` (malloc.h)."""
 _LARGEST_MMAP_THRESHOLD = 2**25
@@ -79,7 +79,7 @@ def half_precision(device: torch.device) -> str:
 
 
 def numbers_at_once(device: torch.device) -> int:
-    """Returns the number of elements per operation: few enough for a CPU's cache, or enough to hide a GPU's latency."""
+    """Returns a chunk size in elements: small enough for a CPU's cache, or large enough to hide a GPU's latency."""
     return 2**15 if device.type == "cpu" else 2**20
 
 
@@ -127,7 +127,7 @@ class DeviceQueue:
         return float(end - start)
 
     def drain(self, within_s: float) -> None:
-        """Waits up to `within_s` seconds until the device has completed its work; a collective may never complete."""
+        """Waits for the device to complete its work, up to `within_s` seconds, as a collective may never complete."""
 
     @contextmanager
     def aside(self) -> Iterator[None]:

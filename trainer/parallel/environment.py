@@ -26,11 +26,11 @@ NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Rank of this process, and rendezvous of the run's processes.
+    """Rank of this process, and rendezvous address of the run's processes.
 
-    local_rank: rank of this process among the run's processes on this machine. local_world_size: number of these
-    processes. Both are None if unknown. init_method: URL for `init_process_group`. attempt: number of earlier attempts
-    whose entries may still be in the launcher's store.
+    rank, world_size, local_rank, local_world_size: as defined by torchrun; the local values are None if unknown.
+    init_method: URL for `init_process_group`. attempt: number of restarts by a launcher whose store may still contain
+    entries of earlier attempts; otherwise 0.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class RankEnvironment:
     def tells_user(self) -> bool:
         """Returns whether this process prints errors that all processes raise.
 
-        Ranks of a launcher share a console, so only one rank per machine prints. A rank started by hand always prints.
+        Launched ranks share a console, so only one rank per machine prints. A rank started by hand always prints.
         """
         return self.local_rank in (None, 0)
 
@@ -68,7 +68,7 @@ def is_launched(environ: Mapping[str, str]) -> bool:
 def read_rank_environment(
     environ: Mapping[str, str], flags: MultiDeviceFlags | None
 ) -> tuple[RankEnvironment | None, list[str]]:
-    """Reads the rank variables of torchrun, torch.distributed.launch, srun, mpirun or a hand-written script.
+    """Reads the environment variables of torchrun, torch.distributed.launch, srun, mpirun or a hand-written script.
 
     flags: multi-device flags, or None for a run of one process. Returns (environment or None, error messages).
     """
@@ -151,7 +151,7 @@ def one_process_problems(environ: Mapping[str, str]) -> list[str]:
 def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Derives RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of srun or mpirun.
 
-    Returns (variables by name, error messages). Both are empty for a single process, or if RANK, WORLD_SIZE or
+    Returns (variables by name, error messages), which are empty for a single process, or if RANK, WORLD_SIZE or
     LOCAL_RANK is already set. Existing values of MASTER_ADDR and MASTER_PORT take precedence.
     """
     if any(name in environ for name in RANK_NAMES):
@@ -182,7 +182,7 @@ def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str
 
 
 def _of_srun(environ: Mapping[str, str]) -> dict[str, str]:
-    """Reads srun's variables. The address is the first node, where rank 0 runs; the port depends on job and step."""
+    """Reads srun's variables. MASTER_ADDR is the first node, where rank 0 runs; the port is a hash of job and step."""
     found = {
         "RANK": environ.get("SLURM_PROCID", ""),
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
@@ -194,7 +194,7 @@ def _of_srun(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
-    """Reads Open MPI's variables. They include no address; on a single machine, the address is 127.0.0.1."""
+    """Reads Open MPI's variables, which include no address; on a single machine, MASTER_ADDR is 127.0.0.1."""
     found = {
         "RANK": environ.get("OMPI_COMM_WORLD_RANK", ""),
         "WORLD_SIZE": environ["OMPI_COMM_WORLD_SIZE"],

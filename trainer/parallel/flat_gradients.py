@@ -1,4 +1,4 @@
-"""Sums gradients over processes after the backward: dense ones in a flat buffer per dtype, sparse ones by rows."""
+"""Sums gradients over processes after the backward: dense gradients in flat buffers, sparse gradients one by one."""
 
 from collections.abc import Callable, Sequence
 
@@ -56,7 +56,7 @@ class FlatGradients:
 
     @torch.no_grad()
     def copy_out(self) -> None:
-        """Replaces each `grad` with a copy outside of the buffers."""
+        """Replaces each `grad` with a copy outside the buffers."""
         there = [(parameter, parameter.grad) for parameter in self._params if parameter.grad is not None]
         if there:
             copies = [torch.empty_like(grad) for _, grad in there]
@@ -78,7 +78,7 @@ class FlatGradients:
 def sum_sparse(parameter: Tensor, sum_in_place: Callable[[Tensor], None], divisor: int) -> None:
     """Sums a sparse gradient over processes and divides the sum by `divisor`. All processes must call this function.
 
-    The sum contains the rows of all processes; without rows, `grad` becomes None. parameter: of shape (rows, ...).
+    The sum contains the rows of all processes; if it has no rows, `grad` becomes None. parameter: of shape (rows, ...).
     sum_in_place: sums a sparse tensor over processes.
     """
     if parameter.grad is None:

@@ -33,10 +33,9 @@ T = TypeVar("T")
 
 
 class Sharded(Distributed):
-    """Strategy that shards every parameter along its first dimension, with one process per device.
+    """Strategy that shards every parameter as a DTensor along its first dimension, with one process per device.
 
-    Optimizers train DTensors. Collectives use the dtype of the parameters, because mixed precision is left to autocast,
-    as in other strategies.
+    Collectives use the dtype of the parameters, because mixed precision is left to autocast, as in other strategies.
 
     shard_size: number of processes that share one copy of the model; must divide the number of processes, which is the
     default. reshards: whether to free a block's gathered parameters between its forward and its backward.
@@ -54,7 +53,7 @@ class Sharded(Distributed):
         shape = (self.shard_size,) if num_copies == 1 else (num_copies, self.shard_size)
         names = ("replicate", "shard")[-len(shape) :]
         self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-        for each in self._mesh.get_all_groups():  # they do not inherit the default group's timeout
+        for each in self._mesh.get_all_groups():  # these groups do not inherit the default group's timeout
             set_timeout(each, self.device, timedelta(seconds=group.device_timeout_s))
         self._is_whole, self._reshards = False, reshards
 
@@ -77,7 +76,7 @@ class Sharded(Distributed):
         """
         objective = self._built(build, complete)
         its_blocks = list(blocks(objective.model))
-        # Check here, because `_built` completes the model only on rank 0.
+        # Check here and not in `complete`, which runs only on rank 0.
         self.group.together(lambda: refuse_what_cannot_be_cut(objective, its_blocks))
         objective.call_equally()
         for helper in objective.helpers.values():  # helpers are replicated, not sharded

@@ -1,4 +1,4 @@
-"""Interface to the processes of a run and their exchanges, and its implementation for a single process."""
+"""Interface to the processes of a run and their collectives, and its implementation for a single process."""
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,15 +25,15 @@ _FOUR_LIMBS = struct.Struct("<4H")
 
 
 class Group:
-    """Connects this process with all processes of the run. This base class is for one process, and exchanges nothing.
+    """Connects this process with all processes of the run. This base class is for a single process.
 
-    All processes must call the exchange methods in the same order. Most of them exchange numbers and small objects in
-    host memory, while `Strategy.exchange` exchanges gradients.
+    All processes must call the collective methods in the same order. Most of these methods exchange numbers and small
+    objects in host memory; `Strategy.exchange` sums gradients.
 
     devices: devices of this process; the first one is PyTorch's current GPU. rank, world_size: as in torch.distributed.
     local_world_size: number of the run's processes on this machine. is_launched: whether a launcher restarts all
-    processes together, so that no process can retry a step alone. exits_with_signal: whether a run stopped by signal n
-    exits with status 128 + n, which torchrun would treat as a failure. activity: records what this process is doing.
+    processes together, so that a single process cannot retry a step. exits_with_signal: whether a run stopped by signal
+    n exits with status 128 + n, which torchrun would treat as a failure. activity: records what this process is doing.
     diagnosis: explains failures once for all processes.
     """
 
@@ -59,7 +59,6 @@ class Group:
 
     @property
     def device(self) -> torch.device:
-        """Returns this process's first device."""
         return self.devices[0]
 
     @property
@@ -68,7 +67,6 @@ class Group:
         return self.rank == 0
 
     def describe_own(self) -> str:
-        """Returns the name of this process and its devices, for messages."""
         return f"{own_name()}, {', '.join(map(device_label, self.devices))}"
 
     # --- exchanges ---------------------------------------------------------------------------------------------------
@@ -82,7 +80,7 @@ class Group:
         return lambda: values
 
     def start_sum_in_place(self, values: Tensor) -> Callable[[], None]:
-        """Starts to sum a device tensor over processes in place, with the backend that exchanges gradients.
+        """Starts to sum a device tensor over processes in place, with the backend for gradients.
 
         Returns a function that waits for the sum.
         """
@@ -95,7 +93,7 @@ class Group:
     def sum_in_tree(self, values: Tensor) -> None:
         """Sums a contiguous device tensor over processes in place, in a binary tree.
 
-        Adds tensors of neighbouring ranks, then of pairs, and so on; the number of processes must be a power of two.
+        Adds tensors of neighbouring ranks, then the sums of pairs, and so on; `world_size` must be a power of two.
         """
 
     def barrier(self) -> None:
@@ -106,7 +104,7 @@ class Group:
         return [value]
 
     def gather_on_main(self, value: T) -> list[T]:
-        """Returns the values of all processes, ordered by rank, on rank 0; an empty list elsewhere."""
+        """Returns the values of all processes, ordered by rank, on rank 0, and [] on other ranks."""
         return [value]
 
     def on_main(self, function: Callable[[], T]) -> T:
@@ -114,7 +112,7 @@ class Group:
         return function()
 
     def together(self, function: Callable[[], T]) -> T:
-        """Calls a function on every process; if any raises UserError, all raise one with the combined messages."""
+        """Calls a function on every process; if any raises UserError, all raise it with the combined messages."""
         result, refusal = result_or_refusal(function)
         refusals = dict.fromkeys(str(error) for error in self.gather(refusal) if error is not None)
         if refusals:
@@ -149,14 +147,14 @@ class Group:
     def can_replace_rank0(self, lost: Sequence[int], has_state: bool) -> bool:
         """Returns whether this process can save after a failure: as rank 0, or in its place once rank 0 has exited.
 
-        lost: ranks that have exited or do not respond; lost ranks on this machine are killed, because a stopped process
-        would keep its locks. has_state: whether this process holds the full state. May wait until rank 0 exits.
+        lost: ranks that have exited or do not respond; lost ranks on this machine are killed, because a suspended
+        process would keep its locks. has_state: whether this process holds the full state. May wait until rank 0 exits.
         """
         return self.is_main
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Context for all use of the devices: on an error, one process prints it, and all raise Failure.
+        """Context for all use of the devices: if a process fails, one process prints the error, and all raise Failure.
 
         Prints the error before `close`, which may wait for other processes.
         """
@@ -175,7 +173,7 @@ class Group:
 
 
 def require_shape(name: str, found: Sequence[int], expected: Sequence[int], where: str = "") -> None:
-    """Raises UserError if the shape of a sum differs between batches or ranks. name, where: for the message."""
+    """Raises UserError if a summed output's shape differs between batches or ranks. where: names the rank, if known."""
     if found != expected:
         raise UserError(
             f"forward returned the sum {name!r} with shape {tuple(found)}{where}, and with shape {tuple(expected)} "

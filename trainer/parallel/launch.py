@@ -33,12 +33,12 @@ GRACE_PERIOD_S = 10
 SAVES_WITHIN_S = 30
 """Time in seconds for surviving ranks to save and exit after another rank fails, as under torchrun."""
 MOST_STARTS = 32
-"""Maximum number of starts; each out-of-memory error halves the batch size, so log2 of the size would suffice."""
+"""Maximum number of starts; each out-of-memory error halves the batch size, so log2 of the batch size would suffice."""
 EXIT_UNGUARDED = 64
 """Exit status (EX_USAGE) of a script without a main guard, whose import would start the run again."""
 PROCESS_NAME = "Lockstep"
 NEW_FOR_S = 10
-"""Minimum age in seconds of a folder to remove; the launcher of a younger folder may not have locked it yet."""
+"""Minimum age in seconds of a leftover folder to remove; a younger folder may not have been locked yet."""
 FOLDER = "lockstep-rendezvous-"
 """Name prefix of the temporary folders for the ranks' rendezvous files."""
 STDOUT, STDERR = 1, 2
@@ -131,7 +131,6 @@ def _send(process: SpawnProcess, number: int, except_group: int | None = None) -
 
 
 def _call(function: Callable[[], int], variables: Mapping[str, str], stderr: Path | None) -> None:
-    """Main function of a new process."""
     exit_quickly()
     os.environ.update(variables)
     if stderr is not None:
@@ -174,9 +173,9 @@ def launch(
 ) -> int:
     """Calls `run` in `world_size` new processes, and starts all of them again if one exits with EXIT_RESTART.
 
-    run: picklable; returns an exit status. again: called in place of `run` in restarts, to resume from checkpoints, or
-    None without checkpoints. Returns the first nonzero exit status, or 0; 128 + n for a process killed by signal n.
-    Forwards stop signal n; then returns 128 + n if all succeed, a restart is due, or there are no checkpoints.
+    run: picklable; returns an exit status. again: replaces `run` in restarts, to resume from checkpoints; None without
+    checkpoints. Returns the first nonzero exit status, or 0; 128 + n for a process killed by signal n. After forwarding
+    stop signal n, returns 128 + n if all processes succeed, a restart is due, or there are no checkpoints.
     """
     for start in range(MOST_STARTS):
         status = _launch_once(again if start > 0 and again else run, world_size, again is not None)

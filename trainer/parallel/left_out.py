@@ -29,9 +29,9 @@ from trainer.task import Objective
 class LeftOut:
     """Makes every process gather the blocks in the same order and reduce a gradient for every trained parameter.
 
-    blocks: in execution order. If a forward skips blocks, the input of the next block first passes through the hooks of
-    the skipped blocks, which do not change the input. The hooks then run the same collectives as on other
-    processes. A parameter without a gradient is reduced as zeros, which `agree` removes if no process had a gradient.
+    blocks: the sharded blocks, in execution order. If a forward skips blocks, the input of the next block first passes
+    through the hooks of the skipped blocks, which do not change the input. The hooks then run the same collectives as
+    on other processes. A missing gradient is reduced as zeros, which `agree` removes if no process had a gradient.
     """
 
     def __init__(self, objective: Objective, blocks: Sequence[nn.Module]) -> None:
@@ -66,7 +66,7 @@ class LeftOut:
         own = [float(parameter in self._used) for parameter in params]
         self._numbers = group.start_sum(own)  # a gloo thread must not drop the last reference to the result
         if all(own):
-            group.activity.enter(EXCHANGE)  # so that all ranks enter the same activities
+            group.activity.enter(EXCHANGE)  # as ranks that wait for the result do
         else:
             for parameter, number in zip(params, self._numbers(), strict=True):
                 if not number:

@@ -31,7 +31,7 @@ def remember_settings(optimizer: torch.optim.Optimizer) -> None:
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns the optimizer's `encoded` `state_dict()`, in which `CHANGED` lists each group's changed settings.
+    """Returns an optimizer's `state_dict()`, encoded for a checkpoint; `CHANGED` lists each group's changed settings.
 
     Omits unchanged settings that a checkpoint cannot store; a resumed run takes them from its new optimizer.
     """
@@ -95,7 +95,7 @@ def load_states(
 
 
 def _with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a saved state with current settings; keeps its learning rate and settings listed under `CHANGED`."""
+    """Returns a saved state with current settings, except its learning rate and the settings listed under `CHANGED`."""
     kept = (
         {name: group[name] for name in ("params", "lr", *group.get(CHANGED, ()))} for group in saved["param_groups"]
     )
@@ -166,7 +166,7 @@ def encoded(value: Any) -> Any:
         factory = next(name for name, made in _FACTORIES.items() if made is value.default_factory)
         return {_TYPE: "defaultdict", "items": encoded(dict(value)), "factory": factory}
     if kind in _SETS.values():
-        return {_TYPE: kind.__name__, "items": encoded(sorted(value, key=repr))}  # order differs between processes
+        return {_TYPE: kind.__name__, "items": encoded(sorted(value, key=repr))}  # sets are unordered
     if kind is deque:
         return {_TYPE: "deque", "items": encoded(list(value)), "maxlen": value.maxlen}
     if kind is np.ndarray or isinstance(value, np.generic):
@@ -239,8 +239,8 @@ def _refuse_other_entries(
 ) -> None:
     """Raises UserError if a saved state does not fit an optimizer.
 
-    own: the optimizer's current `state_dict()`. For PyTorch's optimizers, state tensors must have the shape of their
-    parameter, and all parameters of a group the same entries; otherwise the first resumed step would fail.
+    own: the optimizer's current `state_dict()`. In PyTorch's optimizers, state tensors must have the shape of their
+    parameter, and all parameters of a group must have the same entries; otherwise the first resumed step would fail.
     """
     advice = "start over with --fresh, or start from its weights with --init-from in another --save-dir"
     missing = [name for name in own if name not in saved]
@@ -281,5 +281,4 @@ def _lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _sizes(optimizers: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Returns the number of parameters in each group of each optimizer state."""
     return [[len(group["params"]) for group in state.get("param_groups", ())] for state in optimizers]

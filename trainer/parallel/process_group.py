@@ -42,11 +42,11 @@ Member = tuple[str, int, str]
 """Host name, process id, and PID namespace of a process."""
 
 DIRECT_BYTES = 3 * 2**18
-"""Maximum number of bytes that a process sends directly to all other processes; see benchmarks/exchange.py."""
+"""Maximum number of bytes that a process sends to all others directly, not in a ring (benchmarks/exchange.py)."""
 
 
 class ProcessGroup(Group):
-    """Several processes with one device each. Exchanges in host memory use gloo; gradients use `backend`.
+    """Group of several processes with one device each. Collectives between devices use `backend`; others use gloo.
 
     backend: "gloo" or "nccl". hosts: host name of each rank.
     """
@@ -166,7 +166,7 @@ class ProcessGroup(Group):
     def device_timeout_s(self) -> float:
         """Timeout of collectives between devices, in seconds.
 
-        After its timeout NCCL aborts a process without naming the cause, so exchanges on the host time out earlier.
+        After its timeout NCCL aborts a process without naming the cause, so collectives on the host time out earlier.
         """
         if self.backend != "nccl":
             return self._timeout_s
@@ -223,7 +223,7 @@ class ProcessGroup(Group):
         """Sums a device tensor over processes in place, bitwise equal on every process.
 
         On a GPU the host does not wait for the sum, unless the tensor is sparse. A process sends a small CPU tensor
-        directly to all others, which takes the latency of one message, and not of a ring's 2 (world_size - 1).
+        directly to all others, which takes the latency of one message; a ring takes 2 (world_size - 1) messages.
         """
         if values.is_cpu and not values.is_sparse and self._is_small(values):
             values.copy_(reduce(torch.add, self._swapped([values] * self.world_size)))
@@ -323,7 +323,7 @@ class ProcessGroup(Group):
 def sum_of_neighbours(values: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
     """Sums tensors in a binary tree: neighbours, then neighbouring pairs, and so on.
 
-    values: a power-of-two number of tensors. out: receives the sum; may be one of the values; ignored for one value.
+    values: a power-of-two number of tensors. out: receives the sum of several values; may be one of the values.
     """
     while len(values) > 2:
         values = [one + other for one, other in zip(values[::2], values[1::2], strict=True)]

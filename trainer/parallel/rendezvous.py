@@ -35,7 +35,7 @@ def join(environment: RankEnvironment, timeout_s: float) -> dist.Store:
     store.set_timeout(timeout)
     # A store may outlive a run's processes; later attempts and runs must not read its old entries.
     store = dist.PrefixStore(f"attempt {environment.attempt} run {next(_runs)}", store)
-    # torchrun assigns unique ranks; if several agents restart, entries of an earlier attempt would look like claims.
+    # torchrun assigns unique ranks; after a restart of several agents, earlier entries would look like duplicates.
     if not is_under_torchrun():
         _claim_rank(store, environment, deadline)
     return store
@@ -72,7 +72,7 @@ def _until(deadline: float) -> timedelta:
 
 
 def within(limit_s: float, function: Callable[[], T]) -> T:
-    """Returns a function's result or raises its exception, or raises RuntimeError after `limit_s` seconds.
+    """Calls a function; raises RuntimeError if it does not return within `limit_s` seconds.
 
     Runs the function in a daemon thread, because some PyTorch calls ignore their timeout; the thread is not stopped.
     """

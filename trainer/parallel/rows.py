@@ -26,7 +26,7 @@ class Gathered(NamedTuple):
 
 
 class _Forward:
-    """State of the running forward for `gather`: strategy, number of real samples, and number of forwards per step."""
+    """State of the running forward: strategy, number of samples (0: placeholder batch), and forwards per step."""
 
     now: tuple[Strategy, int, int] | None = None
 
@@ -66,7 +66,7 @@ def gather(rows: Tensor) -> Gathered:
 
 
 def refuse_coupling(what: str, strategy: Strategy) -> None:
-    """Raises UserError if the strategy does not support coupled samples. what: name of the feature."""
+    """Raises UserError if the strategy does not support losses that couple samples. what: name of the feature."""
     if strategy.num_parts:
         raise UserError(f"--parts {strategy.num_parts}: {what} couples samples of different parts; leave --parts out")
     if strategy.num_replicas > 1:

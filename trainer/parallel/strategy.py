@@ -29,9 +29,9 @@ _SIX_NUMBERS = struct.Struct("<6q")
 
 
 class Strategy:
-    """Places the model, exchanges its gradients, and assembles its state for checkpoints.
+    """Places the model on devices, sums its gradients over them, and assembles its state for checkpoints.
 
-    This class is for a single process; each device holds the whole model, and nothing is exchanged. The training loop
+    This base class is for a single process, whose devices each hold the whole model. The training loop
     calls `seed_dropout`, `to_device` and the wrapped module for each micro-batch, runs backwards within
     `gradient_sync`, and calls `exchange` once after the last backward. Before `exchange`, a gradient covers this
     process's samples, or has been reduced during the backward. After `exchange`, a gradient covers the global batch,
@@ -39,12 +39,12 @@ class Strategy:
 
     group: the processes of the run.
     num_parts: value of `--parts`, a multiple of the number of processes; both are powers of two. 0 without `--parts`.
-    gradient_divisor: number by which the exchange divides summed gradients; the loss is multiplied by it beforehand.
-    overlaps: whether gradients are exchanged during a step's last backward.
+    gradient_divisor: number by which summed gradients are divided; the loss is multiplied by this number beforehand.
+    overlaps: whether gradients are summed over processes during a step's last backward.
     exchanges_in_forward: whether forwards run collectives, so that all processes must run the same number of forwards.
     shard_size: number of consecutive ranks that share one copy of the parameters.
     has_full_state: whether this process holds the full state of a checkpoint, and can save after other processes fail.
-    draws_on_host: whether forwards draw from host generators (Python's, NumPy's, or PyTorch's with the model on a GPU).
+    draws_on_host: whether forwards use random generators of the host (Python, NumPy, or PyTorch with a model on a GPU).
     """
 
     gradient_divisor: int = 1
@@ -65,7 +65,6 @@ class Strategy:
 
     @property
     def device(self) -> torch.device:
-        """Returns the device of this process's model."""
         return self.group.device
 
     @property
@@ -108,7 +107,7 @@ class Strategy:
         """Builds an objective on this process's devices, identical on every process.
 
         build: builds the objective on the CPU, identical on every process. blocks: see `Task.blocks`. complete: loads
-        weights into the objective. All processes must call this method. Raises UserError.
+        weights into the objective. All processes must call this method. All raise UserError if `complete` does on one.
         """
         objective = build().to(self.device)
         self.group.together(lambda: complete(objective))
@@ -137,7 +136,7 @@ class Strategy:
         return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
     def upload(self, batch: Batch) -> Batch:
-        """Starts to copy a batch to the device while the device computes. See `to_device`.
+        """Starts to copy a batch to the device while the device computes.
 
         Kernels launched later wait for the copies. Skips entries that the host reads, batches that are too small to
         matter, and batches so large that an early copy would take memory from the model.
@@ -166,8 +165,8 @@ class Strategy:
 
         Python's and NumPy's generators are only seeded if `draws_on_host`, because seeding them is slow.
 
-        key: five numbers; the last is the index of the micro-batch. With `--parts`, the index of the part in the global
-        batch replaces it, and the hash omits rank and device. same_everywhere: whether to omit them in any case.
+        key: five numbers; the last is the index of the micro-batch. With `--parts`, the part's index in the global
+        batch replaces this last number, and the hash omits rank and device. same_everywhere: omit rank and device.
         """
         if self.num_parts and not same_everywhere:
             key, same_everywhere = (*key[:-1], self.shards[key[-1]][0]), True
@@ -182,7 +181,7 @@ class Strategy:
                 torch.cuda.default_generators[device.index].manual_seed(seed + replica * (not same_everywhere))
 
     def places_in_generators(self) -> tuple[Any, ...]:
-        """Returns the positions of the host generators that forwards may draw from."""
+        """Returns the positions of the host's random generators, which show whether a forward has drawn numbers."""
         numpy_state: Any = np.random.get_state()
         of_torch = b"" if self.device.type == "cpu" else torch.default_generator.get_state().numpy().tobytes()
         return random.getstate()[1][-1], numpy_state[2], of_torch
@@ -201,11 +200,11 @@ class Strategy:
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Context for forward and backward of a wrapped module. enabled: whether the backward exchanges gradients."""
+        """Context for a forward and backward; with enabled=False, DistributedDataParallel does not sum gradients."""
         return nullcontext()
 
     def exchange(self, params: Sequence[Tensor]) -> None:
-        """Exchanges gradients after a step's last backward, or waits for an exchange that started in the backward.
+        """Sums gradients over processes after a step's last backward, unless the backward has already done so.
 
         params: all parameters that the step trains. Sets each `grad` to the gradient of the global batch, or to None if
         no process has a gradient. All processes must call this method.
