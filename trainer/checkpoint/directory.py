@@ -174,7 +174,7 @@ class RunDirectory:
         """Writes a checkpoint and updates `last.pth`, and `best.pth` if the checkpoint is the best.
 
         Raises UserError on disk errors, NoRoom if the disk is full, or LockTaken if another process took over the
-        directory. Existing files are kept.
+        directory. A failed save deletes no checkpoint.
         """
         path = unused_path(self.path, Position(**state["position"]))
         temporary = self.writer.temporary(path)
@@ -287,7 +287,7 @@ def claim_temporary_files(folder: Path, writer: Writer) -> None:
 def find_checkpoints(folder: Path, say: Callable[[str], None]) -> tuple[list[Entry], list[str]]:
     """Returns checkpoints, oldest first; if there are none, also sentences about lost checkpoints.
 
-    Also finds checkpoints under temporary names. Changes nothing. say: prints messages about damage. Raises OSError.
+    Also finds checkpoints under temporary names. Changes no file. say: prints messages about damage. Raises OSError.
     """
     listed = read_manifest(folder / MANIFEST, say)
     best = newest_best(listed)

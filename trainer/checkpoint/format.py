@@ -187,7 +187,7 @@ def tensor_of_numbers(name: str, value: Any) -> None:
 
 
 def not_finite(tensors: Mapping[str, Tensor], may_be_infinite: Container[str] = ()) -> list[str]:
-    """Returns the names of tensors that contain NaN or infinity. may_be_infinite: names that may contain infinity."""
+    """Returns the names of tensors that contain NaN or infinity. may_be_infinite: tensors that may contain infinity."""
     reals = {name: real for name, value in tensors.items() if (real := _real(value)) is not None}
     # a sum is faster than an element-wise check, which follows only if a sum is not finite
     is_finite = defaultdict(list)  # by device, since gathered shards are on the CPU and buffers on a GPU
@@ -320,16 +320,16 @@ _POSITION = record(
 
 @dataclass
 class SavedProgress:
-    """Progress of a run as stored in checkpoints. Each field declares its validation and its default.
+    """Progress of a run as stored in checkpoints.
 
     evaluations_since_best: evaluations since the best score, for early stopping. last_report: completed optimizer steps
-    at the last report of metrics, which every evaluation and epoch end makes. train_seconds: seconds of training,
-    evaluation and saving in all starts, up to the last call of `read_clock`. reported: already logged sums of loss and
-    weight over all processes, by phase. samples: number of samples in the totals (sums of metrics since the last
-    report) of all processes. misses_samples: whether totals are incomplete because a process was lost. skipped_steps:
-    optimizer steps skipped because a loss or gradient was not finite. skipped_in_a_row: the last skipped step, and the
-    number of consecutive skipped steps up to it. rate_drops: how often `--schedule plateau` has lowered the learning
-    rate. task_state: last result of `Task.after_validation`.
+    at the last report of metrics, after an evaluation or epoch. train_seconds: seconds of training, evaluation and
+    saving in all starts, up to the last call of `read_clock`. reported: already logged sums of loss and weight over all
+    processes, by phase. samples: number of samples in the totals (sums of metrics since the last report) of all
+    processes. misses_samples: whether totals are incomplete because a process was lost. skipped_steps: optimizer steps
+    skipped because a loss or gradient was not finite. skipped_in_a_row: the last skipped step, and the number of
+    consecutive skipped steps up to it. rate_drops: how often `--schedule plateau` has lowered the learning rate.
+    task_state: last result of `Task.after_validation`.
     """
 
     position: Position = saved(_POSITION, Position(), read=lambda value: Position(**value))

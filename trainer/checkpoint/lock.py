@@ -39,7 +39,7 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True)
 class Holder:
-    """Content of the file `lock`. who: process and host. machine: see `_machine`. token: unique identifier."""
+    """Content of the file `lock`. who: process and host. machine: result of `_machine`. token: unique identifier."""
 
     who: str
     machine: str = ""

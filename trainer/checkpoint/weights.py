@@ -51,7 +51,7 @@ def find_weights(folder: Path, files: Mapping[str, Path | None], say: Callable[[
 def load_best_weights(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Loads the best intact checkpoint of a run directory, or the newest checkpoint of a run without validation.
 
-    Takes no lock and changes no file. say: prints messages about damage. Raises UserError.
+    Takes no lock and changes no file. say: prints messages about damage. Raises UserError if no checkpoint is intact.
     """
     entries = _entries(folder, say)
     reader = CheckpointReader(folder, say)

@@ -84,7 +84,7 @@ class Diagnosis:
             raise explained from error if explained is not error else None
 
     def explain(self, error: BaseException) -> BaseException:
-        """Prints an explanation of an exception and returns the exception to raise in its place; see `explaining`."""
+        """Prints an explanation of an exception and returns the exception to raise in its place."""
         if isinstance(error, UserError) or self._is_of_user(error):
             return error
         failure = self._own_failure(error)
@@ -204,7 +204,7 @@ class GroupDiagnosis(Diagnosis):
         return f"{self._name(self.rank)} "
 
     def _loss(self, waited_s: float | None, error: str) -> Failure:
-        """Pings all ranks and describes which ranks are lost; see `diagnose`."""
+        """Pings all ranks and describes which ranks are lost."""
         heartbeats = self.monitor.ping()
         return Failure(self.diagnose(waited_s, error, heartbeats), lost=self._silent(heartbeats))
 

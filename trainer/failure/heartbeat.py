@@ -36,7 +36,7 @@ ABORTS_WITHIN_S = 0.5
 class CurrentActivity:
     """Current activity of the training thread, which the heartbeat thread reads.
 
-    step: current optimizer step, from 1; 0 before the first step. name: noun, such as "forward". since: start of the
+    step: current optimizer step, from 1; 0 before the first step. name: for example "forward". since: start of the
     activity, by time.monotonic(). number: activities entered so far; all ranks enter the same sequence of activities,
     so a rank with the lowest number is late.
     """
@@ -69,8 +69,8 @@ class CurrentActivity:
 class Heartbeat:
     """Message with a rank's current activity.
 
-    activity, number: see `CurrentActivity`. seconds: time since the activity began. sent: Unix time in seconds.
-    answers_ping: whether it was sent after a `HeartbeatMonitor.ping`.
+    activity, number: text and number of `CurrentActivity`. seconds: time since the activity began. sent: Unix time in
+    seconds. answers_ping: whether it was sent after a `HeartbeatMonitor.ping`.
     """
 
     activity: str

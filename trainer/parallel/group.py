@@ -55,7 +55,7 @@ class Group:
             when_cuda_is_initialised(partial(torch.cuda.set_device, devices[0]))
 
     def check_devices(self) -> None:
-        """Initialises CUDA. Raises UserError if two processes share a GPU under NCCL. All processes must call this."""
+        """Initialises CUDA. All processes must call this method. Raises UserError if two share a GPU under NCCL."""
 
     @property
     def device(self) -> torch.device:

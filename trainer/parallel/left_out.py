@@ -170,7 +170,7 @@ def _passed_through(blocks: Sequence[Any], values: Any) -> Any:
 
 
 def _replaced(values: Any, function: Callable[[Tensor], Tensor]) -> Any | None:
-    """Applies a function to one floating-point tensor: the first that requires gradients, or else the first, if any."""
+    """Applies a function to one floating-point tensor: the first that requires gradients, or else the first."""
     leaves, structure = tree_flatten(values)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     if not places:

@@ -106,8 +106,8 @@ class Strategy:
     ) -> Objective:
         """Builds an objective on this process's devices, identical on every process.
 
-        build: builds the objective on the CPU, identical on every process. blocks: see `Task.blocks`. complete: loads
-        weights into the objective. All processes must call this method. All raise UserError if `complete` does on one.
+        build: builds the objective on the CPU, identical on every process. blocks: as in `Task.blocks`. complete: loads
+        weights into the objective. All processes must call this method, and raise UserError if `complete` fails on one.
         """
         objective = build().to(self.device)
         self.group.together(lambda: complete(objective))
@@ -233,7 +233,7 @@ class Strategy:
     def sync_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Broadcasts rank 0's tensors in place, such as buffers before evaluating and saving.
 
-        All processes must call this method. All processes raise UserError if names, shapes or dtypes differ.
+        All processes must call this method, and raise UserError if their tensors differ in name, shape or dtype.
         """
 
     def load_on_main(self, function: Callable[[], T], large: Collection[str]) -> T:
