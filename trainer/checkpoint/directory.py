@@ -174,7 +174,7 @@ class RunDirectory:
         """Writes a checkpoint and updates `last.pth`, and `best.pth` if the checkpoint is the best.
 
         Raises UserError on disk errors, NoRoom if the disk is full, or LockTaken if another process took over the
-        directory. A failed save deletes no checkpoint.
+        directory. Deletes no checkpoint before the new one is written.
         """
         path = unused_path(self.path, Position(**state["position"]))
         temporary = self.writer.temporary(path)
