@@ -25,9 +25,9 @@ class Aggregator(nn.Module):
         self.slope = slope
 
     def forward(self, matrix: Operands, x: Tensor, rows: Tensor | None, mask: Tensor | None) -> Tensor:
-        """Returns the next states. x: (N, width). rows: (n,), nodes to compute; None: all. mask: dropout mask or None.
+        """Returns the next layer's states. matrix: the weighted adjacency matrix A. x: (N, width).
 
-        matrix: the adjacency matrix A.
+        rows: (n,), nodes to compute, or None for all nodes. mask: dropout mask, or None.
         """
         raise NotImplementedError
 
@@ -94,7 +94,7 @@ def xavier_linear(width: int, out_width: int) -> nn.Linear:
 
 
 class _BiInteraction(torch.autograd.Function):
-    """Computes BiInteraction in chunks; backward recomputes the sums and products of the inputs to save memory."""
+    """Computes `BiInteraction` in chunks of nodes; to save memory, backward recomputes sums and products of inputs."""
 
     @staticmethod
     def forward(
@@ -134,7 +134,7 @@ class _BiInteraction(torch.autograd.Function):
 
 
 def _chunks(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Splits tensors into chunks of rows, and yields tuples of corresponding chunks; a None argument yields None."""
+    """Splits tensors into chunks of rows, and yields tuples of corresponding chunks; None arguments yield None."""
     (first, *_) = tensors
     assert first is not None
     size = _CHUNK_ROWS if first.device.type == "cpu" else max(len(first), 1)

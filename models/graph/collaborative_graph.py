@@ -14,8 +14,8 @@ Softmax = Literal["separate", "coalesced"]
 class CollaborativeGraph(nn.Module):
     """Graph of directed edges (head, relation, tail); edges with the same head and tail are called parallel.
 
-    `matrix`, which propagates states, has one entry per (head, tail) pair: the sum over parallel edges. Methods take
-    and return edge values, (E,), in the edge order of the constructor.
+    The sparse matrix `matrix`, which propagates node states, has one entry per (head, tail) pair: the sum of the values
+    of parallel edges. Methods take and return edge values, (E,), in the edge order of the constructor.
     """
 
     head: Tensor
@@ -57,8 +57,8 @@ class CollaborativeGraph(nn.Module):
     def laplacian(self, kind: Laplacian, dtype: torch.dtype) -> Tensor:
         """Returns edge values (E,), normalised by node degrees that count only edges of the same relation.
 
-        random-walk: 1 / out-degree of the head. symmetric: 1 / sqrt(out-degree of the head x in-degree of the tail).
-        reference: 1 / sqrt(out-degree of the head x out-degree of the tail), or 0 if the tail has out-degree 0, as for
+        random-walk: 1 / out-degree of the head. symmetric: 1 / sqrt(out-degree of the head * in-degree of the tail).
+        reference: 1 / sqrt(out-degree of the head * out-degree of the tail), or 0 if the tail has out-degree 0, as for
         nearly all edges. KGAT's public code calls these values "symmetric".
         """
         values = torch.empty(len(self.head), dtype=dtype, device=self.head.device)

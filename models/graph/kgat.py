@@ -19,7 +19,7 @@ _CHUNK_EDGES = {"cpu": 2**12, "cuda": 2**20}
 
 
 class KGAT(Recommender):
-    """Propagates embeddings over a graph, weighted by attention computed from TransR embeddings.
+    """Propagates embeddings along a graph's edges, with attention weights computed from TransR embeddings.
 
     Nodes are items, then other entities, then users. All computations use the precision of the parameters, even under
     autocast.
@@ -42,10 +42,10 @@ class KGAT(Recommender):
         laplacian: Laplacian = "random-walk",
         softmax: Softmax = "separate",
     ) -> None:
-        """Creates the model. graph: its first num_items nodes are the items, its last num_users nodes the users.
+        """Creates the model. The first num_items nodes of the graph are items, and the last num_users nodes are users.
 
-        slope: negative slope of LeakyReLU. message_dropout: dropout of every layer's states. node_dropout: dropout of
-        the propagation matrix's entries. laplacian: kind of propagation matrix before the first `refresh`.
+        slope: negative slope of LeakyReLU. message_dropout: dropout probability of each layer's states. node_dropout:
+        dropout probability of the propagation matrix's entries. laplacian: Laplacian used before the first `refresh`.
         """
         super().__init__(num_users, num_items, width)
         self.graph = graph
@@ -74,8 +74,8 @@ class KGAT(Recommender):
     def forward(self, users: Tensor, items: Tensor) -> Represented:
         """Returns representations of users and items.
 
-        Train mode uses the attention of the last `refresh`; eval mode computes attention from the current weights.
-        The L2 penalty applies to the representations.
+        Train mode uses the propagation matrix set last, by `refresh` or `set_laplacian`; eval mode computes attention
+        from the current weights. The L2 penalty applies to the representations.
         """
         nodes = torch.cat([users.unsqueeze(1) + (self.graph.num_nodes - self.num_users), items], dim=1)
         rows, place = distinct(nodes)
@@ -92,10 +92,10 @@ class KGAT(Recommender):
         return self.graph.matrix.operands_of(self.graph.merge(self.compute_attention()))
 
     def _propagate(self, matrix: Operands, rows: Tensor | None) -> Tensor:
-        """Concatenates each node's embedding and normalised states of all layers: (n, width + sum(layer_dims)).
+        """Concatenates each node's embedding with its normalised states in all layers: (n, width + sum(layer_dims)).
 
-        rows: (n,), node indices; None: all. The last layer is computed only for these nodes, but its dropout mask is
-        drawn for all nodes, which makes a node's mask independent of the batch.
+        rows: (n,), node indices, or None for all nodes. The last layer is computed only for these nodes, but its
+        dropout mask is drawn for all nodes, which makes a node's mask independent of the batch.
         """
         x = self.nodes
         parts = [select(x, rows)]
@@ -141,7 +141,7 @@ class KGAT(Recommender):
         self._propagate_by(self.compute_attention())
 
     def _propagate_by(self, values: Tensor) -> None:
-        """Sets the values of the propagation matrix. values: (E,), one per edge."""
+        """Sets the propagation matrix to the given edge values, (E,)."""
         self.attention.copy_(values)
         self.graph.matrix.set_values(self.graph.merge(values))
 
@@ -157,7 +157,7 @@ class KGAT(Recommender):
         return self.graph.softmax(logits, self.softmax)
 
     def _logits(self, nodes: Tensor, relation: int, edges: Tensor) -> Tensor:
-        """Returns the attention logits of one relation's edges, and projects each node only once."""
+        """Returns the attention logits of one relation's edges."""
         heads, head_of_edge = _compact(self.graph.head.index_select(0, edges), len(nodes))
         tails, tail_of_edge = _compact(self.graph.tail.index_select(0, edges), len(nodes))
         projection = self.projections[relation]
@@ -218,5 +218,5 @@ class _GroupedProjection(torch.autograd.Function):
 
 
 def _rows(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """Flattens x (B, n, d) to B * n rows, and splits the rows into consecutive parts of given sizes."""
+    """Flattens x (B, n, d) to B * n rows, and splits the rows into consecutive groups of the given sizes."""
     return x.flatten(0, 1).split(sizes)

@@ -34,7 +34,7 @@ class PathFinder:
         return [self._path(int(target), levels) for target in targets]
 
     def _expanded(self, attention: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Extends paths by one edge; returns, for each node, the highest attention (0 if unreached) and last edge."""
+        """Extends paths by one edge; returns each node's highest path attention (or 0) and the path's last edge."""
         nodes = np.flatnonzero(attention)
         edges = _ranges(self._out[nodes], self._out[nodes + 1])
         values = attention[self._head[edges]] * self._attention[edges]
@@ -61,6 +61,6 @@ class PathFinder:
 
 
 def _ranges(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """Returns the concatenated ranges from starts to stops - 1."""
+    """Returns the integers from starts[i] to stops[i] - 1, concatenated for all i."""
     lengths = stops - starts
     return np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())

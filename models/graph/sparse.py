@@ -25,7 +25,7 @@ class CSR(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Sparse matrix for forward, and its transpose for backward."""
+    """Sparse matrix for the forward pass, and its transpose for the backward pass."""
 
     csr: CSR
     transposed: CSR
@@ -88,13 +88,13 @@ def _offsets(rows: Tensor, size: int) -> Tensor:
 
 
 def product(matrix: Operands, x: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Returns A @ x, or (A @ x)[rows] if rows are given; a CPU computes only these rows. Only x gets a gradient.
+    """Returns A @ x for the matrix A, or (A @ x)[rows] if rows are given. Only x gets a gradient.
 
-    x: (size, d). rows: (n,) int64, may repeat. Returns (size, d) or (n, d) in the dtype of A's values, also under
-    autocast.
+    On a CPU, only the given rows are computed. x: (size, d). rows: (n,) int64 indices, which may repeat. The result is
+    (size, d) or (n, d) in the dtype of A's values, also under autocast.
     """
     if rows is not None and x.device.type != "cpu":
-        return product(matrix, x).index_select(0, rows)  # selecting entries first would need a synchronisation
+        return product(matrix, x).index_select(0, rows)  # selecting entries first would make the host wait
     with torch.autocast(x.device.type, enabled=False):
         result: Tensor = _Product.apply(x.to(matrix.csr.values.dtype), matrix, rows)
     return result
@@ -139,7 +139,7 @@ def multiply_by_torch_sparse(csr: CSR, x: Tensor) -> Tensor:
 
 
 def _take_rows(csr: CSR, rows: Tensor) -> CSR:
-    """Returns the matrix that consists of the given rows, in the order of `rows`."""
+    """Returns a matrix of only the given rows, in the order of `rows`."""
     starts = csr.offsets.index_select(0, rows)
     sizes = csr.offsets.index_select(0, rows + 1) - starts
     offsets = F.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))

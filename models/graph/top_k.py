@@ -12,7 +12,7 @@ _OFFICIAL_LIST = 100
 
 
 class TopK(NamedTuple):
-    """Metrics per cut-off k, summed over users: (len(ks),) float64 each. A hit is a ranked positive (held-out item)."""
+    """Metrics per cut-off k, summed over users: (len(ks),) float64 each. A hit is a ranked held-out item (positive)."""
 
     recall: Tensor
     """Number of hits in the first k places / number of positives."""
@@ -29,9 +29,9 @@ class TopK(NamedTuple):
 def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) -> TopK:
     """Ranks each user's unseen items by score; sets the scores of seen items to -inf in place.
 
-    scores: (B, num_items). positives: (B, P) int64. seen: (B, S) int64. Items are distinct per row, and rows are padded
-    with num_items. Users without positives add 0 to all sums. DCG is the sum of 1 / log2(place + 2) over hits in the
-    first k places, which are numbered from 0.
+    scores: (B, num_items). positives: (B, P) int64. seen: (B, S) int64. Each row of positives and seen contains
+    distinct items, padded with num_items. Users without positives add 0 to all sums. DCG sums 1 / log2(place + 2) over
+    the hits in the first k places, numbered from 0.
     """
     num_items = scores.shape[1]
     hide(scores, seen)
@@ -62,9 +62,9 @@ def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) ->
 def _constants(ks: tuple[int, ...], length: int, device: torch.device) -> tuple[Tensor, ...]:
     """Returns constant tensors, which are cached on the device and must not be changed.
 
-    Cut-offs: (len(ks),) int64. Mask of the places within each cut-off, 1 or 0: (length, len(ks)) float64. Mask times
-    each place's DCG gain: (length, len(ks)) float64. DCG of n hits in the first n places, for n from 0: (length + 1,)
-    float64.
+    The tensors are the cut-offs, (len(ks),) int64; a mask that is 1 at the places within each cut-off, (length,
+    len(ks)) float64; the mask times each place's DCG gain; and the DCG of n hits in the first n places, for n from 0 to
+    `length`, (length + 1,) float64.
     """
     with torch.inference_mode(False), torch.no_grad():
         gains = 1 / torch.arange(2, length + 2, dtype=torch.float64).log2()

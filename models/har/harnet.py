@@ -31,7 +31,7 @@ class HarNet(nn.Module):
         "flatten": one encoder is applied to each channel separately, and features are concatenated.
         "average": one encoder is applied to each channel separately, and features are averaged.
         "first": the encoder gets only channel 0.
-    hidden_dims: widths of the hidden layers of each member's head; (): a linear head.
+    hidden_dims: widths of the hidden layers of each member's head; if empty, the heads are linear.
     dropout: probability after each hidden layer.
     widths: channels of each member's convolutions, multiples of 8; each convolution halves the time axis.
     """
@@ -77,7 +77,7 @@ class HarNet(nn.Module):
         return features
 
     def member_logits(self, features: Tensor) -> Tensor:
-        """Returns the logits of each member: (B, num_members, num_classes). features: result of `features`."""
+        """Returns the logits of each member: (B, num_members, num_classes)."""
         return torch.stack([head(features[:, i]) for i, head in enumerate(self.heads)], dim=1)
 
     def freeze_encoder(self) -> None:

@@ -25,8 +25,8 @@ class TinyHar(nn.Module):
     The model uses batch norm, as published, so in training a window's logits depend on the other windows of the
     micro-batch; in eval mode they do not.
 
-    A learned gate scales the output of each attention. Gates are initialised to 0, so the weights of the attention have
-    no gradient in the first step.
+    A learned gate scales the output of each attention. Gates are initialised to 0, so the attention's weights have zero
+    gradient in the first training step.
 
     dropout: probability in [0, 1), applied after the attention between channels and before the classifier.
     """
@@ -83,7 +83,7 @@ class ChannelAttention(nn.Module):
         self.gate = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies attention. x: (B, steps, channels, width). Returns the shape of x."""
+        """Applies attention to x, (B, steps, channels, width)."""
         mixed = F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x), scale=1.0)
         return x + self.gate * mixed
 

@@ -14,8 +14,8 @@ def dropout_mask(shape: Sequence[int], p: float, like: Tensor) -> Tensor:
     """Returns a dropout mask: 0 with probability p in [0, 1), else 1 / (1 - p); with dtype and device of `like`.
 
     On a CPU, torch draws Bernoulli numbers one at a time, in 20 ns each. This function is faster: it splits each random
-    64-bit word into four elements, and rounds p to a multiple of 2^-16. The scale uses the rounded p, so the mean of
-    the mask is exactly 1. On a GPU and under torch.compile, torch draws the mask.
+    64-bit word into four elements, and rounds p to a multiple of 2^-16. The scale uses the rounded p, so the mask's
+    expected value is exactly 1. On a GPU and under torch.compile, torch draws the mask.
     """
     if like.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(like.new_ones(shape), p)
@@ -35,7 +35,6 @@ class Dropout(nn.Module):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies dropout to x of any shape; returns x unchanged in eval mode."""
         if not self.training or self.p == 0:
             return x
         if x.device.type != "cpu" or torch.compiler.is_compiling():

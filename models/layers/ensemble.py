@@ -20,7 +20,7 @@ def log_mean_probabilities(logits: Tensor) -> Tensor:
 class Ensemble(nn.Module):
     """Computes the log of the members' mean probabilities, (B, C) in at least float32.
 
-    Each member maps x to logits (B, C). The softmax of the ensemble's output equals the mean of the members' softmax.
+    Each member maps x to logits, (B, C).
     """
 
     def __init__(self, members: Sequence[nn.Module]) -> None:

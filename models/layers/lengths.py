@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def within_lengths(lengths: Tensor, size: int) -> Tensor:
-    """Returns a mask (B, size) bool that is True at the first lengths[b] positions of each sequence b."""
+    """Returns a bool mask, (B, size), that is True at the first lengths[b] positions of each sequence b."""
     return torch.arange(size, device=lengths.device) < lengths.unsqueeze(1)
 
 

@@ -5,16 +5,15 @@ If r_ij is the row of the interval between query i and key j, this module comput
     logits_ij = query_i . table[r_ij]             (interval_logits)
     sums_i    = sum_j weight_ij table[r_ij]       (interval_sums)
 
-without storing the looked-up rows, (B, Tq, T, width). By default, logits and sums take one matrix product each. For
-logits, queries are multiplied by the whole table, and each pair selects its element. For sums, the weights of keys at
-the same interval are added, then multiplied by the table. The products need tensors of shape (B, heads, Tq, rows). On a
-CPU, if the table has many more rows than there are keys, most elements would be unused. In this case, embedding bags
-(torch.nn.functional.embedding_bag) compute the sums, and the logits are the gradient of the sums with respect to the
-weights. The gradient of the table,
+without storing the looked-up rows, (B, Tq, T, width). By default, queries are multiplied by the whole table, and each
+pair selects its logit from the product. For sums, the weights of keys at the same interval are added, then multiplied
+by the table. Both methods need a tensor of shape (B, heads, Tq, rows), most of which is unused if the table has many
+more rows than there are keys. In this case, on a CPU, embedding bags (torch.nn.functional.embedding_bag) compute the
+sums, and the logits are the gradient of the sums w.r.t. the weights. The gradient of the table,
 
     table_gradient_r = sum over the pairs of row r of weight_ij query_i
 
-is also an embedding bag, over pairs sorted by row. All results are exact.
+is also an embedding bag, over pairs sorted by row. Results are exact up to rounding.
 """
 
 from functools import cached_property
@@ -42,7 +41,7 @@ class Pairs:
 
     @cached_property
     def by_row(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the indices of pairs sorted by row, the query index of each pair, and where each row begins."""
+        """Returns pair indices sorted by row, each pair's query index, and each row's first place in this order."""
         row, pair = self.row.flatten().sort(stable=True)
         first = torch.searchsorted(row, torch.arange(self.num_rows))
         return pair, pair // self.row.shape[-1], first
@@ -67,7 +66,7 @@ def interval_sums(weight: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
 
 
 def _in_bags(pairs: Pairs) -> bool:
-    # embedding bags get logits from a derivative, but inference_mode disables autograd
+    # logits by embedding bags are a gradient, but inference_mode disables autograd
     if pairs.row.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
     return pairs.num_rows > _ROWS_PER_KEY * pairs.row.shape[-1]
@@ -138,7 +137,7 @@ def _logits(query: Tensor, table: Tensor, pairs: Pairs) -> Tensor:
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
-    # hides hooks that recompute or offload saved tensors, which must affect only the outer backward
+    # hides hooks that recompute or offload saved tensors: the hooks must affect only the outer backward
     return tensor
 
 

@@ -4,7 +4,7 @@ The state X of a token consists of n streams: (n, C). Around a sub-layer F with 
 
     X' = H_res X + h_post^T F(h_pre X)
 
-with coefficients that depend on the token through v = RMSNorm(vec(X)) (equations 7 and 8 of the paper):
+with coefficients that depend on the token through v = RMSNorm(vec(X)) (equations 7 and 8):
 
     h_pre = sigmoid(a_pre v phi_pre + b_pre)
     h_post = 2 sigmoid(a_post v phi_post + b_post)
@@ -40,7 +40,7 @@ def hyper_connections(
     width: int, num_blocks: int, num_streams: int = 4, init_gate: float = 0.01, num_iterations: int = 20,
     in_full_precision: bool = False,
 ) -> list["HyperConnection"]:  # fmt: skip
-    """Creates the connections of a model, two per block, and passes the other arguments to HyperConnection."""
+    """Creates a model's hyper-connections, two per block. The other arguments are arguments of `HyperConnection`."""
     last = 2 * num_blocks - 1
     return [
         HyperConnection(
@@ -58,7 +58,7 @@ class HyperConnection(nn.Module):
     num_streams: n, at least 2.
     init_gate: initial a_pre, a_post and a_res, which determine how much the coefficients depend on the token.
     num_iterations: number of iterations of Sinkhorn and Knopp's algorithm, at least 1.
-    in_full_precision: disables autocast except in the sub-layer.
+    in_full_precision: whether to disable autocast except in the sub-layer.
     opens: whether the input is (B, T, C), from which the connection creates the streams.
     closes: whether the output is the mean of the streams, (B, T, C).
     """
@@ -87,7 +87,7 @@ class HyperConnection(nn.Module):
             self.residual = ResidualMatrix(read, n, init_gate, num_iterations)
 
     def forward(self, x: Tensor, sublayer: Sublayer, last: Tensor | None = None) -> Tensor:
-        """Applies the sub-layer: (B, T, n, C) -> (B, T, n, C), or (B, 1, n, C) with `last` (as in `sasrec.rows`).
+        """Applies the sub-layer: (B, T, n, C) -> (B, T, n, C), or (B, 1, n, C) if `last` selects a time step.
 
         With `opens`, the input has no dimension n; with `closes`, the output has no dimension n.
         """
@@ -107,10 +107,10 @@ class HyperConnection(nn.Module):
             return kept + post.unsqueeze(-1) * out.unsqueeze(-2)
 
     def _projected(self, streams: Tensor) -> dict[str, Tensor]:
-        """Returns RMSNorm(vec(X)) phi for each kind of coefficients, (B, T, number of coefficients) each, by name.
+        """Returns a dict from the name of each `Coefficients` module to RMSNorm(vec(X)) phi, (B, T, len(phi)).
 
-        streams: X, (B, T, n, C). RMSNorm has no weight, because phi includes the weight. Dividing the
-        product with phi by the root mean square is cheaper than dividing X, which is larger.
+        streams: X, (B, T, n, C). RMSNorm has no weight, because phi includes the weight. Dividing the product with phi
+        by the root mean square is cheaper than dividing X.
         """
         phi = {name: part.phi for name, part in self.named_children() if isinstance(part, Coefficients)}
         flat = streams.flatten(-2)

@@ -21,7 +21,7 @@ _FEWEST_POSITIONS = 16
 def binary_cross_entropy(states: Tensor, targets: Tensor, negatives: Tensor, table: Tensor) -> Tensor:
     """Returns the sum over positions of softplus(-s+) + mean of softplus(s-) (SASRec, equation 6).
 
-    s+ is the score of a position's target, and s- the scores of its negatives.
+    s+ is the score of a position's target, and s- are the scores of its negatives.
 
     states: (B, T, d). targets: (B, T). negatives: (B, T, k). table: (num_items + 1, d).
     """
@@ -39,8 +39,8 @@ def generalised_binary_cross_entropy(
     A position adds -(log sigma(s+)^beta + sum log(1 - sigma(s-))) / (k + 1), with scores s+ of the target and s- of
     the negatives, sampling rate alpha = k / (num_items - 1) and beta = alpha (t (1 - 1 / alpha) + 1 / alpha).
 
-    negatives: (B, k), shared by all positions of a sequence. calibration: t in [0, 1]; 0 is plain BCE, 1 fully corrects
-    the sampling bias.
+    negatives: (B, k), shared by all positions of a sequence. calibration: t in [0, 1]; 0 is plain BCE, and 1 fully
+    corrects the sampling bias.
     """
     positive, negative = _scores(states, targets, negatives, table)
     k = negatives.shape[-1]
@@ -74,8 +74,8 @@ def full_softmax(states: Tensor, targets: Tensor, table: Tensor) -> Tensor:
 class _FullSoftmax(torch.autograd.Function):
     """Computes the loss and its gradients in chunks of positions.
 
-    The gradient of the loss w.r.t. the scores is softmax minus one-hot. Forward computes the gradients of states and
-    table, which are no larger than the inputs, and backward scales these gradients.
+    The gradient of the loss w.r.t. the scores is the softmax minus the one-hot target. Forward computes the gradients
+    of states and table, which are no larger than the inputs, and backward scales these gradients.
     """
 
     @staticmethod
@@ -107,10 +107,7 @@ class _FullSoftmax(torch.autograd.Function):
 
 
 def _scores(states: Tensor, targets: Tensor, negatives: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns scores of targets, (B, T), and scores of negatives, (B, T, k), in at least float32.
-
-    negatives: (B, k), shared by all positions of a sequence.
-    """
+    """Returns scores of targets, (B, T), and scores of negatives, (B, T, k), in at least float32."""
     states = _of_items(states, targets)
     positive = (states * F.embedding(targets, table)).sum(-1)
     negative = states @ F.embedding(negatives, table).transpose(-2, -1)
@@ -153,7 +150,7 @@ def ranking_metrics(place: Tensor, cutoffs: Sequence[int]) -> Tensor:
 
 
 def times_recommended(scores: Tensor, cutoffs: Sequence[int]) -> Tensor:
-    """For each cut-off k and item, counts the queries that rank the item in their top k: (len(cutoffs), n) float64."""
+    """Counts, for each cut-off k and item, the queries with the item in their top k: (len(cutoffs), n) float64."""
     best = scores.topk(min(max(cutoffs), scores.shape[1]))
     counts = (best.values > -math.inf).double()
     times = counts.new_zeros(len(cutoffs), scores.shape[1])

@@ -36,7 +36,7 @@ class Residual(nn.Module):
         self.norm = nn.LayerNorm(width, eps=NORM_EPS)
 
     def forward(self, x: Tensor, sublayer: Sublayer, last: Tensor | None = None) -> Tensor:
-        """Applies the sub-layer: (B, T, width) -> (B, T, width), or (B, 1, width) with `last` (see `rows`)."""
+        """Applies the sub-layer: (B, T, width) -> (B, T, width), or (B, 1, width) if `last` selects a time step."""
         here = rows(x, last)
         if self.order == "original":
             query = self.norm(here)
@@ -69,7 +69,7 @@ def causal_chunks(num_steps: int, device: torch.device) -> list[tuple[int, int]]
 def causal_parts(query: Tensor) -> list[tuple[Tensor, int]]:
     """Splits queries into `causal_chunks`, and returns (chunk, end) pairs. query: (B, heads, T, width / heads).
 
-    `split` is faster than slicing, because its backward concatenates gradients once instead of adding padded gradients.
+    The backward of `split` is faster than adding the padded gradients of slices.
     """
     chunks = causal_chunks(query.shape[2], query.device)
     parts = query.split([stop - start for start, stop in chunks], dim=2)
@@ -191,7 +191,7 @@ class Block(nn.Module):
         self.attention_connection, self.feed_forward_connection = connections
 
     def forward(self, x: Tensor, *relations: Any, last: Tensor | None = None) -> Tensor:
-        """Returns the next states. relations: additional inputs of the attention. last: as in `rows`."""
+        """Returns the new states. relations: more inputs of attention. last: (B,), time steps to compute, or None."""
         x = self.attention_connection(x, lambda query, context: self.attention(query, context, *relations, last), last)
         return self.feed_forward_connection(x, lambda query, _: self.feed_forward(query))
 
@@ -241,7 +241,7 @@ class SequentialRecommender(nn.Module):
     def encode(self, items: Tensor, length: Tensor, times: Tensor | None = None, only_last: bool = False) -> Tensor:
         """Returns the state after each item, (B, T, width), whose dot products with item embeddings are scores.
 
-        only_last: computes only the state after the last item, (B, 1, width).
+        only_last: whether to compute only the state after the last item, (B, 1, width).
         """
         if items.shape[1] > self.maxlen:
             raise ValueError(f"histories of {items.shape[1]} items are longer than maxlen {self.maxlen}")
@@ -266,7 +266,7 @@ class SequentialRecommender(nn.Module):
 
 
 class SASRec(SequentialRecommender):
-    """Applies causal attention blocks to x_t = sqrt(width) E[item_t] + P[t] (equations 1 to 5 of the paper)."""
+    """Applies causal attention blocks to scaled item embeddings plus position embeddings (equations 1 to 5)."""
 
     def __init__(
         self,
@@ -278,7 +278,7 @@ class SASRec(SequentialRecommender):
         dropout: float = 0.2,
         connections: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Creates the model. connections: as in SequentialRecommender (default: `Residual` of order "original")."""
+        """Creates the model. connections: two per block (default: `Residual` of order "original")."""
         attentions = [CausalAttention(width, num_heads, dropout) for _ in range(num_blocks)]
         super().__init__(num_items, maxlen, width, dropout, attentions, connections or residuals(width, num_blocks))
         self.position_embedding = nn.Embedding(maxlen, width)

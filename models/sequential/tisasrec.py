@@ -7,7 +7,7 @@ With r_ij = min(time_span, |t_i - t_j|), and tables K^P, V^P of positions and K^
 
 which look up K^R and V^R for each pair. models.sequential.intervals computes the sums without storing looked-up rows.
 
-Dropout of intervals applies to the tables, once per forward, instead of to the looked-up rows of each pair.
+Dropout applies to the tables of intervals, once per forward pass, instead of to the looked-up rows of each pair.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Intervals:
 
     @property
     def chunks(self) -> list[Pairs]:
-        """Returns the (query, key) pairs of each range of `causal_chunks`."""
+        """Returns the (query, key) pairs of each query range of `causal_chunks`."""
         return self._of_chunks() if torch.compiler.is_compiling() else self._kept
 
     @cached_property
@@ -122,9 +122,9 @@ class TiSASRec(SequentialRecommender):
         time_span: int = 256,
         connections: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Creates the model. time_span: at least 1; longer intervals are treated as intervals of this length.
+        """Creates the model. time_span: maximum interval, at least 1; longer intervals are shortened to it.
 
-        connections: as in SequentialRecommender (default: `Residual` of order "original").
+        connections: two per block (default: `Residual` of order "original").
         """
         attentions = [IntervalAttention(width, num_heads, dropout) for _ in range(num_blocks)]
         super().__init__(num_items, maxlen, width, dropout, attentions, connections or residuals(width, num_blocks))

@@ -16,7 +16,7 @@ Buffers = Mapping[str, np.ndarray]
 Cells = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Arrays (item, other item, sum), (n,) each, with a sum for each pair of items."""
 Strength = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-"""Function that maps the arrays of `Cells` to strengths of pairs, (n,)."""
+"""Function that maps the arrays of `Cells` to the strengths of the item pairs, (n,)."""
 
 _LEAST_WEIGHT = 1e-4
 """Recency weight below which an item in a history is ignored."""
@@ -32,7 +32,7 @@ _USERS = 1024
 
 @dataclass(frozen=True)
 class TrainingHistories:
-    """Training histories of all users.
+    """Concatenated items of all users' training histories.
 
     offsets: (num_users + 1,) int64; the items of user u are items[offsets[u] : offsets[u + 1]]. items: (n,), integers
     from 1 to num_items. is_ordered: whether each user's items are in time order.
@@ -45,7 +45,7 @@ class TrainingHistories:
 
     @cached_property
     def users(self) -> np.ndarray:
-        """Returns the user of each item, (n,) int64."""
+        """Returns the user index of each item, (n,) int64."""
         return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
 
     @cached_property
@@ -95,8 +95,8 @@ def candidates(kind: str, histories: TrainingHistories, maxlen: int) -> Iterator
 def _rules(histories: TrainingHistories) -> Iterator[Buffers]:
     """Yields tables of rules, whose strengths measure how often an item closely follows another item.
 
-    The strength is the sum of 1 / distance, divided by the square root of the other item's frequency. A second setting
-    also divides by the square root of the item's own frequency, which favours rare items.
+    The strength of a rule is the sum of 1 / distance between the items, divided by the square root of the other item's
+    frequency. A second setting also divides by the square root of the item's own frequency, which favours rare items.
     """
     items, num_items = histories.items.astype(np.int64), histories.num_items
     begins = histories.offsets[histories.users]
@@ -152,7 +152,7 @@ def _item_knn(histories: TrainingHistories) -> Iterator[Buffers]:
 
 
 def _ease(histories: TrainingHistories) -> Iterator[Buffers]:
-    """Yields weights B = -P / diag(P) with a zero diagonal, where P is the inverse of X'X + penalty * identity."""
+    """Yields weights -P / diag(P) with a zero diagonal, where P = (X'X + penalty I)^-1 for the user-item matrix X."""
     for penalty in (100, 500):
         gram = torch.from_numpy(histories.common_users[1:, 1:]).double()
         gram.diagonal().add_(penalty)
@@ -172,7 +172,7 @@ _FITTED: Mapping[str, tuple[Callable[[TrainingHistories], Iterator[Buffers]], Se
 def _summed(
     item: np.ndarray, other: np.ndarray, weights: np.ndarray | None, start: int, stop: int, num_items: int
 ) -> Cells:
-    """Sums weights (None: 1 each) over equal (item, other) pairs, for items from `start` to `stop` - 1."""
+    """Sums weights (1 each if None) over equal (item, other) pairs, for items from `start` to `stop` - 1."""
     keys, num_cells = (item - start) * (num_items + 1) + other, (stop - start) * (num_items + 1)
     if len(keys) * _SPARSE < num_cells:
         keys, place = np.unique(keys, return_inverse=True)
@@ -187,10 +187,10 @@ def _summed(
 def _tables(
     block: Callable[[int, int], Cells], costs: np.ndarray, num_items: int, strengths: Sequence[Strength]
 ) -> list[Buffers]:
-    """For each strength function, builds a table of each item's strongest neighbours, without the item itself.
+    """Builds, for each strength function, a table of the strongest neighbours of each item, without the item itself.
 
-    block: maps (start, stop) to the distinct pairs whose first item is from `start` to `stop` - 1, sorted by the first
-    item. costs: (num_items + 1,), number of pairs that `block` visits for each item.
+    block: function that maps (start, stop) to the distinct item pairs whose first item is from `start` to `stop` - 1,
+    sorted by the first item. costs: (num_items + 1,), number of pairs that `block` visits for each item.
     """
     size = num_items + 1, min(MOST_NEIGHBOURS, num_items)
     tables: list[Buffers] = [

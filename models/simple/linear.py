@@ -19,7 +19,7 @@ def window_statistics(signals: np.ndarray) -> np.ndarray:
     """Computes summary statistics of each channel of windows: (N, C, T) -> (N, m) float64.
 
     The statistics are mean, standard deviation, minimum, maximum, median, mean absolute change between time steps, and
-    the logarithms of the energies of the lowest frequencies above 0.
+    the log energies of the 8 lowest nonzero frequencies.
     """
     found = []
     for start in range(0, len(signals), _WINDOWS):

@@ -1,4 +1,4 @@
-"""Recommenders without gradient training, which score items from a user's history with tables from `fitting`.
+"""Recommenders without gradient training, which score items from a user's history with tables computed by `fitting`.
 
 Items are numbered from 1. A history is in time order if times are known, and is padded at the end with zeros.
 """
@@ -21,7 +21,7 @@ _TIE_BREAK = 1e-9
 
 
 class SimpleRecommender(nn.Module):
-    """Scores all items by their popularity. Subclasses use other buffers; `fill` sets all buffers.
+    """Scores all items by their popularity. Subclasses score items with additional buffers. `fill` sets buffers.
 
     popularity: (num_items + 1,), number of training users of each item. recency: (maxlen,), weights of the items in a
     history, from the last item to the first.
@@ -56,12 +56,11 @@ class SimpleRecommender(nn.Module):
         return torch.cat([torch.full_like(scores[:, :1], -torch.inf), scores[:, 1:]], dim=1)
 
     def _scores(self, items: Tensor, length: Tensor) -> Tensor:
-        """Returns scores (B, num_items + 1)."""
         # shape[0], because len() would become a constant in an exported program
         return self.popularity.expand(items.shape[0], -1)
 
     def _history(self, items: Tensor, length: Tensor) -> Tensor:
-        """Returns the recency weight of each item, (B, num_items + 1), which is 0 for items outside the history."""
+        """Returns each item's total recency weight, (B, num_items + 1), which is 0 for items outside the history."""
         age = length.unsqueeze(1) - 1 - torch.arange(items.shape[1], device=items.device)
         weights = torch.where(age >= 0, self.recency[age.clamp(0, len(self.recency) - 1)], 0)
         row = torch.arange(items.shape[0], device=items.device).unsqueeze(1).expand_as(items)
@@ -70,7 +69,7 @@ class SimpleRecommender(nn.Module):
 
 
 class NeighbourTable(SimpleRecommender):
-    """Scores each item by its neighbours in the history.
+    """Scores each item by the strengths of its neighbours in the user's history.
 
     Neighbours are items of the same users (itemknn), or items that often closely precede the item (rules).
 

@@ -1,7 +1,7 @@
 """Speech recognisers for utterances of any length, in a form that `torch.export` can export.
 
 In training, the algorithm that computes an LMU's memory depends on the sequence length. The modules in this file use
-one algorithm for all lengths, and only operations that other runtimes support.
+one algorithm for all lengths, and only operations that runtimes other than PyTorch support.
 """
 
 import copy
@@ -58,7 +58,7 @@ class ConvolvedLMU(nn.Module):
         self.register_buffer("response", response.to(lmu.skip.weight))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Returns the result of `ParallelLMU.forward`: x (B, T, input_size) -> (B, T, hidden_size)."""
+        """Returns the outputs of all time steps: x (B, T, input_size) -> (B, T, hidden_size)."""
         lmu = self.lmu
         u = lmu.signal_activation(lmu.encode(x))
         if mask is not None:

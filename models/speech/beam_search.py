@@ -51,8 +51,8 @@ def beam_search(
     If the width is at least the number of possible prefixes, log-probabilities are exact sums over all alignments.
 
     log_probs: (B, T, V); symbol 0 is the blank. lengths: (B,), number of frames of each utterance; frames of padding
-    are ignored. width: number of prefixes kept per frame. symbols_per_frame: number of each frame's most probable
-    symbols with which to extend prefixes; None: all symbols.
+    are ignored. width: number of prefixes kept per frame. symbols_per_frame: number of symbols, the most probable of
+    each frame, that may extend a prefix (default: all).
     """
     order = np.argsort(-lengths, kind="stable")  # longest first
     frames = log_probs[order].astype(np.float64)
@@ -105,7 +105,7 @@ class _Beam:
         return _Beam(*(getattr(self, field.name)[places] for field in fields(self)))
 
     def put(self, others: "_Beam") -> None:
-        """Replaces the prefixes of the first utterances by `others`."""
+        """Replaces the prefixes of the first len(others) utterances."""
         for field in fields(self):
             values = getattr(others, field.name)
             getattr(self, field.name)[: len(values)] = values
@@ -155,7 +155,7 @@ def _step(
 
 
 def _parents(beam: _Beam) -> np.ndarray:
-    """Returns the beam position of each prefix's parent (the prefix without its last symbol), (B, W); -1: not found."""
+    """Returns each prefix's parent (the prefix without its last symbol) as a beam position, (B, W), or -1 if absent."""
     used = beam.log_prob > -np.inf
     is_parent = beam.parent_key[:, :, None] == beam.key[:, None, :]  # (B, W prefixes, W parents)
     is_parent &= used[:, :, None] & used[:, None, :]
@@ -191,7 +191,7 @@ def _append(beam: _Beam, parent: np.ndarray, log_probs: np.ndarray, tried: np.nd
 
 
 def _extended(keys: np.ndarray, symbols: np.ndarray) -> np.ndarray:
-    """Adds a symbol to each prefix hash, with the mixing function of SplitMix64 (Steele et al., 2014)."""
+    """Returns prefix hashes after appending a symbol, by the mixing function of SplitMix64 (Steele et al., 2014)."""
     keys = (keys ^ symbols.astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
     keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -41,8 +41,7 @@ def divergence(log_probs: Tensor, others: Tensor, lengths: Tensor) -> Tensor:
     """Returns the divergence between two predictions for each utterance, (B,).
 
     The divergence is the sum over frames of the mean of KL(p || q) and KL(q || p). Each term passes a gradient only to
-    its second argument. This is L_CR of Yao et al., "CR-CTC: consistency regularization on CTC for improved speech
-    recognition", ICLR 2025.
+    its second argument. This is L_CR of CR-CTC (Yao et al., ICLR 2025).
 
     log_probs, others: (B, T, V). lengths: (B,) int64, numbers of frames.
     """
@@ -54,7 +53,7 @@ def divergence(log_probs: Tensor, others: Tensor, lengths: Tensor) -> Tensor:
 def loss_without_waiting(log_probs: Tensor, lengths: Tensor, targets: Tensor) -> Tensor:
     """Computes the CTC loss on a GPU without synchronisation and with a deterministic gradient, unlike `F.ctc_loss`.
 
-    Launches a few small kernels per frame. targets: (B, U), padded with 0; each target must have an alignment.
+    targets: (B, U), padded with 0; each target must have an alignment.
     """
     num_frames, num_symbols = log_probs.shape[1:]
     # Frames of padding get a blank with probability 1: all utterances end at the same frame, and losses do not change.
@@ -91,7 +90,7 @@ class _Ctc(torch.autograd.Function):
         last = 2 * (targets != BLANK).sum(1, keepdim=True)
         skips = (states != BLANK) & (states != F.pad(states, (2, 0))[:, :-2])
 
-        # Betas are alphas of inputs reversed in time and states, so one loop computes both. sums[0] is before frame 0.
+        # Betas are alphas of inputs reversed in time and states, so one loop computes both. sums[0] precedes frame 0.
         emitted_both = torch.cat([emitted, emitted.flip(0, 2)], 1)
         first = torch.cat([(place == 0).expand_as(states), (place == last).flip(1)])
         may_skip = torch.cat([skips, F.pad(skips, (0, 2))[:, 2:].flip(1)])

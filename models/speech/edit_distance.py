@@ -49,9 +49,9 @@ def count_edits(references: Sequence[Sequence[Hashable]], hypotheses: Sequence[S
 
 
 def _count_edits(references: list[list[int]], hypotheses: list[list[int]]) -> np.ndarray:
-    """For all pairs together, returns the numbers of substitutions, deletions and insertions: (3, n).
+    """Returns the numbers of substitutions, deletions and insertions of all pairs: (3, n).
 
-    In each row of costs, insertions take a running minimum: cost[j] = min over k <= j of (without[k] + (j - k) * gap).
+    A running minimum adds insertions to a row of costs without them: cost[j] = min_{k <= j} without[k] + (j - k) * gap.
     """
     reference, num_reference = _padded(references, -1)
     hypothesis, num_hypothesis = _padded(hypotheses, -2)
@@ -100,8 +100,8 @@ def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable]) -> list
 def _costs(num_reference: int, num_hypothesis: int) -> tuple[int, int]:
     """Returns the cost n of a substitution, and the cost n + 1 of a deletion or insertion.
 
-    An alignment has fewer than n deletions and insertions. Therefore the total cost divided by n gives the number of
-    edits, and the remainder gives the number of deletions and insertions.
+    An alignment has fewer than n deletions and insertions. Dividing the total cost by n therefore gives the number of
+    edits, with the number of deletions and insertions as remainder.
     """
     one_edit = num_reference + num_hypothesis + 1
     return one_edit, one_edit + 1

@@ -20,11 +20,11 @@ _NUM_INNER = 64
 """Number of output channels of each convolution except the last; small, because early convolutions have many frames."""
 
 StreamState = list[Tensor | None]
-"""State between calls of `stream`: the pending inputs of each convolution, then the memory of each block."""
+"""State between calls of `stream`: the inputs that each convolution still needs, then the memory of each block."""
 
 
 class AttentionLMU(nn.Module):
-    """Encoder from the repository LeaStef/asr: layers of self-attention and a recurrent LMU, with T' = T.
+    """Encoder from the repository LeaStef/asr: layers of self-attention and a recurrent LMU, with one state per frame.
 
     With a linear layer that maps states to 34 symbols, the default model has 7,158,818 parameters.
 
@@ -83,9 +83,9 @@ class AttentionLMULayer(nn.Module):
 class ParallelLMUEncoder(nn.Module):
     """Applies strided causal convolutions, then residual blocks of a parallel LMU and a feed-forward layer.
 
-    T' is ceil(T / subsampling), where subsampling is 1, 2 or 4. theta: window length of the memories, in frames after
-    subsampling. States of a unidirectional encoder depend only on current and earlier features, so `stream` can process
-    an utterance in chunks.
+    The number of states, T', is ceil(T / subsampling), where subsampling is 1, 2 or 4. theta: window length of the
+    memories, in frames after subsampling. States of a unidirectional encoder depend only on current and earlier
+    features, so `stream` can process an utterance in chunks.
     """
 
     def __init__(
@@ -127,10 +127,10 @@ class ParallelLMUEncoder(nn.Module):
         return self.leave(states), lengths
 
     def stream(self, features: Tensor, state: StreamState | None = None) -> tuple[Tensor, StreamState]:
-        """Processes the next frames of an utterance: (B, T, F) -> (B, T', out_features), with T and T' at least 0.
+        """Returns states for the next frames of an utterance, (B, T, F) -> (B, T', out_features), and the stream state.
 
-        Also returns the new state. state: returned by the previous call, or None at the start. Chunks of any length
-        give the same outputs as the whole utterance. The encoder must be unidirectional.
+        T and T' can be 0. state: returned by the previous call, or None at the start. Chunks of any length give the
+        same outputs as the whole utterance. The encoder must be unidirectional.
         """
         assert not self.bidirectional, "a bidirectional memory cannot be streamed"
         carried = iter(state or [None] * (len(self.convolutions) + len(self.blocks)))
@@ -151,7 +151,6 @@ class ChannelDropout(Dropout):
     """Drops whole channels: uses one dropout mask for all time steps (Gal and Ghahramani, NeurIPS 2016)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies dropout to x, (B, T, D); returns x unchanged in eval mode."""
         if not self.training or self.p == 0:
             return x
         return x * dropout_mask((len(x), 1, x.shape[2]), self.p, x)
@@ -169,10 +168,10 @@ class CausalConvolution(nn.Module):
         self.convolution = nn.Conv1d(num_inputs, num_outputs, kernel_size, stride)
 
     def forward(self, x: Tensor, inputs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the outputs and the pending inputs, which later outputs need.
+        """Returns the outputs and the inputs that later outputs need.
 
-        x: (B, T, num_inputs). inputs: pending inputs returned by the previous call, (B, n, num_inputs), or None at the
-        start of an utterance.
+        x: (B, T, num_inputs). inputs: inputs returned by the previous call, (B, n, num_inputs), or None at the start of
+        an utterance.
         """
         (kernel_size,) = self.convolution.kernel_size
         if inputs is None:
@@ -202,13 +201,13 @@ class ParallelLMUBlock(nn.Module):
         self.dropout = ChannelDropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Applies the block to x, (B, T, width). mask: as in `ParallelLMU.forward`. Returns the shape of x."""
+        """Applies the block to x, (B, T, width). mask: (B, T) bool, False at time steps to exclude from memories."""
         return self._after_lmu(x, self.lmu(self.lmu_norm(x), mask))
 
     def stream(self, x: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Applies the block to the next time steps, (B, T, width) with T >= 0; returns the result and the new memory.
 
-        memory: state of `ParallelLMU.stream`.
+        memory: returned by the previous call, or None at the start.
         """
         if x.shape[1] == 0:
             return x, memory

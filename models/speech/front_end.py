@@ -19,7 +19,7 @@ VARIANCE_FLOOR = 1e-5
 PRIOR_FRAMES = 100
 """Weight, in frames, of the training statistics in running normalisation."""
 WARP_KNEE = 0.7
-"""Frequency, as a share of the highest, up to which a warp scales frequencies; the highest frequency stays fixed."""
+"""Share of the highest frequency, divided by warp factors above 1, up to which a warp multiplies frequencies."""
 
 
 class StreamState(NamedTuple):
@@ -39,19 +39,19 @@ class LogMel(nn.Module):
 
     A frame is `window_s` seconds of audio, multiplied by a periodic Hann window. Frame t starts at sample t * hop. The
     module uses all frames that fit into the utterance, and at least one frame. It computes the power spectrum of a
-    frame with an FFT whose length is a power of two, and sums the spectrum with the weights of num_mels triangles. The
-    triangles are equally spaced and linear on HTK's mel scale, 2595 log10(1 + f / 700 Hz), from LOWEST_HZ to half the
-    sample rate. A feature is the natural logarithm of max(sum, FLOOR). The window is scaled so that white noise of
-    variance v has power v at each frequency.
+    frame with an FFT whose length is a power of two, and sums the spectrum with the weights of num_mels triangular
+    filters. The triangles are equally spaced and linear on HTK's mel scale, 2595 log10(1 + f / 700 Hz), from LOWEST_HZ
+    to half the sample rate. A feature is the natural logarithm of max(sum, FLOOR). The window is scaled so that white
+    noise of variance v has power v at each frequency.
 
     Features are computed in the dtype of the module's buffers, also under autocast. Padding has no effect, and features
     beyond the end of an utterance are 0.
 
     masking_db: with normalise="utterance", level of white noise added to each frame, in decibels below the utterance's
         mean power. The noise masks weaker sounds, such as room noise in pauses.
-    normalise: statistics for normalisation to (x - mean) / std, with one mean per mel bin and one std for all bins. One
-        std per bin would amplify bins that distinguish speakers.
-        "utterance": statistics of the frames of the utterance.
+    normalise: statistics for normalisation to (x - mean) / std, with one mean per mel bin and one std for all bins. A
+        separate std per bin would amplify bins that distinguish speakers.
+        "utterance": statistics of the utterance's frames.
         "fixed": statistics of the training data, which `fit_statistics` stores in the buffers `mean` and `std`.
         "running": statistics of all frames so far, combined with the "fixed" statistics, which count as PRIOR_FRAMES
         frames.
@@ -168,14 +168,14 @@ class LogMel(nn.Module):
         return (power @ filters).clamp_min(FLOOR).log()
 
     def masking_noise(self, audio: Tensor, num_samples: Tensor, masking_db: Tensor | None) -> Tensor:
-        """Returns the power of the noise to add to each utterance, (B,). masking_db: as in `forward`."""
+        """Returns the power of the noise to add to each utterance, (B,). masking_db: (B,), added decibels, or None."""
         power = audio.to(self.window.dtype).square().sum(dim=1) / num_samples
         decibels = self.masking_db if masking_db is None else self.masking_db + masking_db
         return power * 10 ** (-0.1 * decibels)
 
     @torch.no_grad()
     def fit_statistics(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Sets `mean` and `std` to the statistics of all frames. batches: (audio, num_samples) as in `forward`."""
+        """Sets `mean` and `std` to the statistics of all frames. batches: (audio, num_samples) for `forward`."""
         count, sums = 0, torch.zeros(2, self.num_mels, dtype=torch.float64)
         for audio, num_samples in batches:
             audio, num_samples = audio.to(self.mean.device), num_samples.to(self.mean.device)

@@ -1,8 +1,8 @@
 """N-gram language models from ARPA files, used as scorers of `beam_search` (shallow fusion).
 
 The score of a transcript y of audio x is log p(y | x) + weight * log p_lm(y) + bonus * units(y) (Hannun et al., 2014).
-units(y) is the number of symbols or, if the language model predicts words, of words. A word is scored at the space
-after the word or at the end of the utterance.
+units(y) is the number of symbols, or the number of words if the language model predicts words. A word is scored at the
+space after the word or at the end of the utterance.
 """
 
 import gzip
@@ -130,7 +130,7 @@ def _check_counts(entries: dict[tuple[str, ...], tuple[float, float]], counts: d
 
 
 class _Fusion(ABC):
-    """Base class of scorers; numbers contexts in order of appearance, and caches their scores in a table."""
+    """Base class of scorers, which numbers contexts (histories) as they appear, and caches their scores in a table."""
 
     def __init__(self, num_symbols: int) -> None:
         self._table = np.zeros((64, num_symbols))
@@ -184,9 +184,9 @@ class _Fusion(ABC):
 
 
 class SymbolScorer(_Fusion):
-    """Scores each symbol by the bonus, plus its weighted log-probability if an n-gram model is given.
+    """Scores a symbol by the bonus, plus the symbol's weighted log-probability if an n-gram model is given.
 
-    symbols: (V,), names of the symbols, blank first. The space can have any of `SPACE_NAMES` in the n-gram model.
+    symbols: (V,), names of the symbols, blank first. In the n-gram model, the space can have any of `SPACE_NAMES`.
     """
 
     def __init__(self, ngram: NGram | None, symbols: Sequence[str], weight: float, bonus: float) -> None:

@@ -18,8 +18,7 @@ class LMU(nn.Module):
         m_t = A_d m_(t-1) + B_d u_t
         h_t = tanh(W_x x_t + W_h h_(t-1) + W_m m_t)
 
-    Parameters are initialised as LeCun uniform (e_x, e_h), 0 (e_m) and Xavier normal (W_x, W_h, W_m). The layer has no
-    biases.
+    The initial parameters are LeCun uniform (e_x, e_h), 0 (e_m) and Xavier normal (W_x, W_h, W_m).
 
     theta: window length of the memory in time steps, above 0.
     """
@@ -38,9 +37,9 @@ class LMU(nn.Module):
         self.w_m = nn.Parameter(nn.init.xavier_normal_(torch.empty(hidden_size, memory_size)))
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Returns h of all time steps, (B, T, hidden_size), and the final state. x: (B, T, input_size), T >= 1.
+        """Returns hidden states h, (B, T, hidden_size), and the final state. x: (B, T, input_size), T >= 1.
 
-        state: h (B, hidden_size) and m (B, memory_size) before the first time step; None: zeros. The layer computes
+        state: h (B, hidden_size) and m (B, memory_size) before the first time step (default: zeros). The layer computes
         in at least float32, also under autocast, because rounding errors accumulate.
         """
         dtype = torch.promote_types(x.dtype, self.w_x.dtype)
@@ -58,7 +57,7 @@ class LMU(nn.Module):
 
 
 class _Recurrence(torch.autograd.Function):
-    """Computes all time steps, with one matrix product per step.
+    """Computes all time steps of an LMU, with one matrix product per step.
 
     Substituting m_t in W_m m_t makes m_t and the argument g_t of tanh linear in the previous state:
 
@@ -73,7 +72,7 @@ class _Recurrence(torch.autograd.Function):
         ctx: Any, drive: Tensor, h: Tensor, m: Tensor, a: Tensor, b: Tensor,
         e_h: Tensor, e_m: Tensor, w_h: Tensor, w_m: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Returns h of all time steps, (T, B, H), and the last m. drive: [e_x x_t, W_x x_t], (T, B, 1 + H)."""
+        """Returns hidden states h, (T, B, H), and the last memory m. drive: [e_x x_t, W_x x_t], (T, B, 1 + H)."""
         memory_size = len(b)
         enter = torch.cat([b, w_m @ b])  # contribution of u_t to m_t and g_t
         step = torch.cat([torch.cat([a, torch.zeros_like(w_m.T)], dim=1), torch.cat([w_m @ a, w_h], dim=1)])

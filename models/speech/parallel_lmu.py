@@ -23,15 +23,15 @@ the arithmetic.
 
 
 class ParallelLMU(nn.Module):
-    """Layer with a linear memory, computed for all time steps in parallel.
+    """Recurrent layer with a linear memory, which is computed for all time steps in parallel.
 
         u_t = f_u(U x_t + b_u)                        `channels` numbers
         m_t = A_d m_(t-1) + B_d u_t                   `memory_size` numbers per channel
         o_t = f(W_m m_t + W_x x_t + b_o)              `hidden_size` numbers
 
     Time steps can be computed in parallel because u does not depend on m. For small memories and sequences, m is the
-    product of u and a Toeplitz matrix of the memory's impulse response. Otherwise W_m m is the convolution of u and
-    W_m A_d^k B_d. Fourier transforms compute the convolution in O(n log n) operations for n time steps, without storing
+    product of u and a Toeplitz matrix of the memory's impulse response. Otherwise W_m m is the convolution of u with
+    the kernel W_m A_d^k B_d. Fourier transforms compute it in O(n log n) operations for n time steps, without storing
     m. W_m is applied to m scaled by `orthonormal_scale`, so that initial weights use all elements of m equally.
 
     theta: window length of the memory in time steps, above 0. bidirectional: whether each channel has a second memory,
@@ -39,7 +39,7 @@ class ParallelLMU(nn.Module):
     """
 
     stays_eager: ClassVar[bool] = True
-    """Whether to exclude the module from `torch.compile`, which would recompute impulse responses in each forward."""
+    """Whether to exclude the module from `torch.compile`, which would recompute impulse responses in each call."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ParallelLMU(nn.Module):
         self.skip = nn.Linear(input_size, hidden_size)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Returns o of all time steps: x (B, T, input_size) -> (B, T, hidden_size), with T >= 1.
+        """Returns the outputs o_t of all time steps: x (B, T, input_size) -> (B, T, hidden_size), with T >= 1.
 
         mask: (B, T) bool, False at time steps to exclude from memories. Padding at the end needs a mask only if the
         layer is bidirectional.
@@ -73,9 +73,9 @@ class ParallelLMU(nn.Module):
         return self.activation(self._argument(u, x))
 
     def stream(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Processes the next time steps of a sequence; returns o, (B, T, hidden_size), and the new state.
+        """Processes the next time steps of a sequence; returns their outputs, (B, T, hidden_size), and the new state.
 
-        x: (B, T, input_size), with any T >= 1. state: the memory, (B, channels, memory_size), returned by the previous
+        x: (B, T, input_size), with T >= 1. state: the memory, (B, channels, memory_size), returned by the previous
         call, or None at the start. The layer must be unidirectional.
         """
         assert self.num_directions == 1, "a bidirectional memory cannot be streamed"
@@ -108,7 +108,7 @@ class ParallelLMU(nn.Module):
         return self.read_out(memory) + self.skip(x)
 
     def _by_transforms(self, u: Tensor, x: Tensor) -> Tensor:
-        """Computes the input of the activation f with Fourier transforms; time is the last dimension for speed."""
+        """Computes the input of the activation f with Fourier transforms."""
         with torch.autocast(x.device.type, enabled=False):
             responses = self._responses(u)
             answer = _Convolution.apply(u.mT, _kernels(self._weight(u.dtype), responses), responses.size)
@@ -116,9 +116,9 @@ class ParallelLMU(nn.Module):
         return answer.add_(torch.baddbmm(bias, skip, x.mT)).mT
 
     def last(self, x: Tensor) -> Tensor:
-        """Returns o of only the last time step: (B, T, input_size) -> (B, hidden_size).
+        """Returns the output of only the last time step: (B, T, input_size) -> (B, hidden_size).
 
-        A single product computes the memory after the whole sequence. The layer must be unidirectional.
+        The layer must be unidirectional.
         """
         assert self.num_directions == 1
         u = self._signals(x)
@@ -128,7 +128,7 @@ class ParallelLMU(nn.Module):
         return self.activation(self.read_out(memory.flatten(1)) + self.skip(x[:, -1]))
 
     def _signals(self, x: Tensor) -> Tensor:
-        """Returns u, (B, T, channels), in at least float32, which Fourier transforms need."""
+        """Returns the signals u, (B, T, channels), in at least float32, which Fourier transforms need."""
         u = self.signal_activation(self.encode(x))
         return u.to(torch.promote_types(u.dtype, torch.float32))
 
@@ -154,7 +154,7 @@ class _Responses(NamedTuple):
     impulse: Tensor
     """Impulse response, (memory_size, size // 2)."""
     scale: Tensor
-    """Result of `orthonormal_scale`, (memory_size,)."""
+    """Factors that scale the memory's elements, (memory_size,)."""
     real: Tensor
     """Real part of the scaled response's spectrum, (memory_size, size // 2 + 1)."""
     imaginary: Tensor
@@ -190,7 +190,7 @@ def _toeplitz(
 
 
 def _memory_after(u: Tensor, responses: _Responses) -> Tensor:
-    """Returns the memory, initially zero, after signals u: (B, T, channels) -> (B, channels, memory_size)."""
+    """Returns the memory after signals u, starting from zero: (B, T, channels) -> (B, channels, memory_size)."""
     return torch.einsum("btc,nt->bcn", u.flip(1), responses.impulse[:, : u.shape[1]])
 
 
@@ -239,7 +239,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _parts(batch: Tensor, kernels: Tensor) -> list[slice]:
-    """Splits a batch on a CPU into slices, to limit the size of spectra; does not split a batch on a GPU."""
+    """Splits a batch into slices, to limit the size of spectra on a CPU; returns a single slice on a GPU."""
     if batch.device.type == "cpu":
         most_elements = _CACHED if kernels.shape[1] == 1 else _LARGE
         num_sequences = max(1, most_elements // kernels[:, 0].numel())

@@ -38,7 +38,7 @@ class SpeechRecogniser(nn.Module):
         self.head = nn.Linear(encoder.out_features, num_symbols)
 
     def forward(self, audio: Tensor, num_samples: Tensor, *distortions: Tensor | None) -> Recognised:
-        """Recognises audio. distortions: additional arguments of `LogMel.forward`, for augmentation in training."""
+        """Computes log-probabilities of symbols. distortions: arguments of `LogMel.forward` that augment audio."""
         features, lengths = self.front_end(audio, num_samples, *distortions)
         states, lengths = self.encoder(features, lengths)
         return Recognised(self._log_probs(states), lengths)

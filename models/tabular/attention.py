@@ -17,7 +17,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     """Returns softmax(q k^T / sqrt(d)) v for each sequence and head.
 
     query: (S, T, heads, d). key, value: (S, K, heads, d). mask: (S, 1, 1, K) bool, True at keys to attend to, at least
-    one key per sequence; None: all keys. Returns (S, T, heads, d).
+    one key per sequence (default: all keys). Returns (S, T, heads, d).
     """
     # A program that is exported for any number of keys cannot branch on this number.
     if query.device.type == "cpu" and not torch.compiler.is_compiling() and key.shape[1] <= _FEW_KEYS:
@@ -43,24 +43,21 @@ def _attend_to_few(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
 
 
 class Attention(nn.Module):
-    """Linear projections of multi-head attention. The caller passes the projected sequences to `attend`."""
+    """Projections (..., width) -> (..., heads, width / heads) of multi-head attention; the caller applies `attend`."""
 
     def __init__(self, width: int, num_heads: int, bias: bool = False) -> None:
-        """width: a multiple of num_heads."""
+        """Creates the projections. width: a multiple of num_heads."""
         super().__init__()
         self.num_heads = num_heads
         self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias) for _ in range(4))
 
     def queries(self, x: Tensor) -> Tensor:
-        """Projects states to queries: (..., width) -> (..., heads, width / heads)."""
         return self._by_head(self.query(x))
 
     def keys(self, x: Tensor) -> Tensor:
-        """Projects states to keys: (..., width) -> (..., heads, width / heads)."""
         return self._by_head(self.key(x))
 
     def values(self, x: Tensor) -> Tensor:
-        """Projects states to values: (..., width) -> (..., heads, width / heads)."""
         return self._by_head(self.value(x))
 
     def merge(self, attended: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class LoRALinear(nn.Linear):
     """
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
-        """base: the layer to adapt, whose weight and bias this layer shares."""
+        """Adapts the layer `base`, and shares its weight and bias."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias

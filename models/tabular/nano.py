@@ -36,7 +36,7 @@ class Layout(NamedTuple):
         return x[:num_context], x[num_context:]
 
     def by_problem(self, x: Tensor) -> Tensor:
-        """Groups rows by problem, and treats tokens as heads, so that tokens do not attend to each other.
+        """Groups rows by problem, and treats a row's tokens as attention heads, which do not attend to each other.
 
         x: (rows, tokens, heads, d). Returns (num_problems, rows per problem, tokens * heads, d).
         """
@@ -46,8 +46,9 @@ class Layout(NamedTuple):
 class NanoTabular(nn.Module):
     """Classifies query rows of a table, given labelled context rows.
 
-    A row is a sequence of tokens: a label token, in query rows a learned placeholder, and one token per feature.
-    Query rows attend only to context rows, so each prediction is independent of the other query rows.
+    A row is a sequence of tokens: one for its label, then one per feature. In query rows, a learned placeholder
+    replaces the label. Query rows attend only to context rows, so each prediction is independent of the other query
+    rows.
     """
 
     shifts: Tensor
@@ -62,10 +63,11 @@ class NanoTabular(nn.Module):
         group_shifts: Sequence[int] = (0, 1, 3),
         num_thinking_rows: int = 0,
     ) -> None:
-        """width: size of a token, a multiple of num_heads. hidden_width: hidden size of feed-forward layers.
+        """Creates the model. width: size of a token, a multiple of num_heads.
 
-        group_shifts: token j embeds feature (j + shift) mod m for each shift. Several shifts let the model
-        distinguish columns with similar distributions, but make predictions depend on the order of columns.
+        hidden_width: hidden size of feed-forward layers. group_shifts: token j embeds feature (j + shift) mod m for
+        each shift. Several shifts let the model distinguish columns with similar distributions, but make predictions
+        depend on the order of columns.
         num_thinking_rows: number of learned rows, to which all rows attend, inserted before the context rows of each
         table (Öztürk et al., arXiv 2606.03681).
         """
@@ -99,8 +101,8 @@ class NanoTabular(nn.Module):
         """Returns class logits of query rows, (B, Q, max_classes) in at least float32; -inf for classes >= num_classes.
 
         context: (B, N, m), queries: (B, Q, m); non-finite elements are missing values. labels: (B, N) int64 in [0,
-        max_classes). num_context, num_features, num_classes: (B,) int64, at least 1, sizes of each problem without
-        padding; None: N, m and max_classes in all problems.
+        max_classes). num_context, num_features, num_classes: numbers of context rows, features and classes of each
+        problem without padding, (B,) int64, at least 1 (default: N, m and max_classes).
         """
         assert labels.shape == context.shape[:2]
         layout = _layout(context, queries, num_context, num_features, self.num_thinking_rows)
@@ -135,7 +137,7 @@ class NanoTabular(nn.Module):
     def members(self, context: Tensor, num_features: Tensor | None) -> Tensor:
         """Returns the indices of the features that each token embeds, (B, shifts * m) int64.
 
-        The first m indices belong to the first shift, the next m indices to the second shift, and so on.
+        The first m indices belong to the first shift, and so on.
         """
         num_problems, _, size = context.shape
         feature = torch.arange(size, device=context.device)
@@ -198,8 +200,8 @@ class Block(nn.Module):
     def attend_over_rows(self, parts: Sequence[Tensor], context: Tensor, layout: Layout) -> Tensor:
         """Lets cells attend to the cells of context rows in the same problem and column.
 
-        parts: context rows or query rows, (rows, tokens, width) each. context: (context rows, tokens, width). Returns
-        the concatenated results of all parts.
+        parts: tensors of context rows or query rows, (rows, tokens, width) each. context: (context rows, tokens,
+        width). Returns the concatenated results of all parts.
         """
         attention = self.over_rows
         key, value = (layout.by_problem(x) for x in (attention.keys(context), attention.values(context)))

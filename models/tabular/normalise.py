@@ -12,12 +12,12 @@ _FARTHEST = 1e6
 
 
 def normalise(context: Tensor, queries: Tensor, num_context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Standardises columns by mean and std of their context rows, then applies 3 asinh(z / 3) to limit outliers.
+    """Standardises columns by mean and std of their context rows, then maps each z to 3 asinh(z / 3) to limit outliers.
 
     context: (B, N, m), queries: (B, Q, m); non-finite elements are missing values. num_context: (B,) int64, number of
-    context rows without padding; None: N. Returns values of shape (B, N + Q, m) from -41 to 41, context rows first, and
-    a bool tensor of this shape that is True at missing values. Missing values become 0. All values of a column become 0
-    if the column's context values are equal up to rounding.
+    context rows without padding (default: N). Returns values of shape (B, N + Q, m) from -41 to 41, context rows first,
+    and a bool tensor of this shape that is True at missing values. Missing values become 0. All values of a column
+    become 0 if the column's context values are equal up to rounding.
     """
     known = context.isfinite()
     if num_context is not None:

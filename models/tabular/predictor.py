@@ -13,11 +13,11 @@ from trainer.loading.counter_random import random_bits
 
 _FEWEST_QUERIES = 64
 _LEAST_SHARE = 0.25
-"""Minimum ratio of query rows to context rows in a forward, because each forward recomputes the context."""
+"""Minimum ratio of query rows to context rows in a forward pass, because each pass recomputes the context."""
 TEMPERATURE = 0.7
-"""Default divisor of the logits; below 1, because averaging several members makes predictions less confident."""
+"""Default divisor of the logits; below 1, because averaging the ensemble's members makes predictions less confident."""
 _SYMBOLS, _PLACES, _ROWS, _SHIFTS, _SAMPLE = range(5)
-"""Stream indices for `random_bits`, one for each kind of random order or sample."""
+"""Distinct last arguments of `random_bits`, which make the random orders and samples independent."""
 Node = list[list[int]]
 """Node of a class tree: a list with the classes of each child."""
 
@@ -61,16 +61,16 @@ def predict(
 
     If there are more classes than the model supports, they form a tree (`class_tree`), and the model chooses a child at
     each node. The probability of a class is the product of the choices on its path. The context of a node consists of
-    the rows of its classes. Classes without context rows have probability 0.
+    the context rows of its classes. Classes without context rows have probability 0.
 
     model: must be in eval mode; computes on its own device, in the dtype of its parameters.
     context: (N, m), queries: (Q, m); missing values are NaN. labels: (N,) int64, from 0 to num_classes - 1.
-    num_estimators: number of members. seed: determines orders and samples.
+    num_estimators: number of members. seed: determines the random orders and samples.
     temperature: divisor of the logits.
-    max_cells: maximum number of rows times columns in one forward pass, to limit memory. A pass exceeds this only
-        if one member's context and a quarter as many query rows (at least 64) exceed this. Results for different
-        max_cells differ only by rounding.
-    progress: called after each forward with the number of completed forwards and the total number of forwards.
+    max_cells: maximum number of rows times columns in one forward pass, to limit memory. A pass may exceed the limit to
+        process all context rows of one member with at least 64 query rows and a quarter as many query rows as context
+        rows. Results for different max_cells differ only by rounding.
+    progress: called after each forward pass with the numbers of completed and of all passes.
     """
     probabilities = torch.zeros(len(queries), num_classes, dtype=torch.float64)
     present, codes = np.unique(labels.numpy(force=True), return_inverse=True)
@@ -142,7 +142,7 @@ def _choices(
 ) -> Tensor:
     """Returns each query row's probability of each child of a view's node: (views, Q, children) float64.
 
-    All views must have the same shape.
+    All views must have equal numbers of context rows and of children.
     """
     inputs = zip(*(view.inputs(context, queries) for view in views), strict=True)
     logits: Tensor = model(*map(torch.stack, inputs))[..., : len(views[0].node)]
@@ -152,7 +152,7 @@ def _choices(
 def _views(
     labels: np.ndarray, num_columns: int, max_classes: int, num_members: int, seed: int, max_context: int
 ) -> list[_View]:
-    """Returns the views of all members and nodes, sorted by shape: number of rows, then number of children."""
+    """Returns the views of all members at all nodes, sorted by number of rows, then by number of children."""
     views = []
     num_classes = int(labels.max()) + 1
     for member in range(num_members):
@@ -175,7 +175,7 @@ def _shape(view: _View) -> tuple[int, int]:
 
 
 def _batches(views: Sequence[_View], num_queries: int, width: int, max_cells: int) -> Iterator[list[_View]]:
-    """Yields batches of views that have equal shapes and therefore need no padding."""
+    """Yields batches of views with equal numbers of rows and children, which therefore need no padding."""
     for (num_rows, _), alike in groupby(views, key=_shape):
         size = max(1, max_cells // ((num_rows + num_queries) * width))
         waiting = list(alike)
@@ -193,7 +193,7 @@ def _latin_order(num_columns: int, member: int, seed: int) -> np.ndarray:
 
 
 def _stratified(labels: np.ndarray, num: int, seed: int, member: int) -> np.ndarray:
-    """Samples `num` rows in proportion to class sizes, at least one per class; returns all rows if there are fewer."""
+    """Samples `num` row indices in proportion to class sizes, at least one per class, or all if there are fewer."""
     if len(labels) <= num:
         return np.arange(len(labels))
     num = max(num, len(np.unique(labels)))
@@ -217,7 +217,7 @@ def class_tree(classes: Sequence[int], max_classes: int) -> list[Node]:
     of a node differ in size by at most one class. Each child consists of consecutive classes, so the order of classes
     determines the tree. If there are at most max_classes classes, they form a single node.
 
-    classes: at least 2 classes. max_classes: at least 2.
+    classes: at least 2 class indices. max_classes: at least 2.
     """
     size = 1
     while size * max_classes < len(classes):

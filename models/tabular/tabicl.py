@@ -1,7 +1,7 @@
 """TabICL, version 1 (Qu et al., ICML 2025, arXiv 2502.05564).
 
 Induced set attention (Lee et al., ICML 2019) embeds columns. A transformer over cells, with rotary position embeddings
-(Su et al., 2021), embeds rows. A transformer over rows predicts labels from the context rows.
+(Su et al., 2021), embeds rows. A transformer over rows predicts the labels of query rows from labelled context rows.
 """
 
 import torch
@@ -18,8 +18,9 @@ _ROTARY_BASE = 1e5
 class TabICL(nn.Module):
     """Classifies query rows of a table, given labelled context rows.
 
-    The default arguments are the published configuration, which has 27,051,658 parameters. Missing values are replaced
-    by the mean of their column. Predictions depend on the order of columns, because cells have position embeddings.
+    The default arguments are the published configuration, which has 27,051,658 parameters. A missing value is replaced
+    by its column's mean over context rows. Predictions depend on the order of columns, because cells have position
+    embeddings.
     """
 
     def __init__(
@@ -35,7 +36,10 @@ class TabICL(nn.Module):
         num_context_heads: int = 4,
         max_classes: int = 10,
     ) -> None:
-        """width: size of a cell embedding, a multiple of each number of heads. Rows have size num_summaries * width."""
+        """Creates the model. width: size of a cell embedding, a multiple of num_column_heads and num_row_heads.
+
+        A row embedding has size num_summaries * width, which must be a multiple of num_context_heads.
+        """
         super().__init__()
         self.max_classes = max_classes
         self.columns = ColumnEmbedding(width, num_column_blocks, num_column_heads, num_inducing)
@@ -62,8 +66,8 @@ class TabICL(nn.Module):
         """Returns class logits of query rows, (B, Q, max_classes) in at least float32; -inf for classes >= num_classes.
 
         context: (B, N, m), queries: (B, Q, m); non-finite elements are missing values. labels: (B, N) int64 in [0,
-        max_classes). num_context, num_features, num_classes: (B,) int64, at least 1, sizes of each problem without
-        padding; None: N, m and max_classes in all problems.
+        max_classes). num_context, num_features, num_classes: numbers of context rows, features and classes of each
+        problem without padding, (B,) int64, at least 1 (default: N, m and max_classes).
         """
         assert labels.shape == context.shape[:2]
         values, _ = normalise(context, queries, num_context)
@@ -104,8 +108,8 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor, others: Tensor, mask: Tensor | None, rotation: Tensor | None = None) -> Tensor:
         """Lets x (S, T, width) attend to others (S, K, width); returns the new states of x.
 
-        mask: (S, 1, 1, K) bool, False at padding. rotation: (positions, width / heads / 2, 2), as in `rotate`; both x
-        and others start at position 0.
+        mask: (S, 1, 1, K) bool, False at padding. rotation: cosines and sines for `rotate`, (positions, width / heads /
+        2, 2). Both x and others start at position 0.
         """
         attending = self.norm(x)
         attended = attending if others is x else self.norm(others)
@@ -119,8 +123,7 @@ class TransformerBlock(nn.Module):
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Applies rotary position embeddings: rotates pairs of adjacent elements by angles that depend on the position.
 
-    x: (S, T, heads, d). rotation: (positions, d / 2, 2), cosines and sines for at least T positions. Returns the shape
-    of x.
+    x: (S, T, heads, d). rotation: (positions, d / 2, 2), cosines and sines for at least T positions.
     """
     cosine, sine = rotation[: x.shape[1], None].unbind(-1)
     real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
@@ -196,7 +199,7 @@ class RowInteraction(nn.Module):
         return self.norm(summaries).view(num_problems, num_rows, -1)
 
     def rotation(self, num_positions: int) -> Tensor:
-        """Returns the cosines and sines of the angles of each position: (positions, width / heads / 2, 2)."""
+        """Returns the cosines and sines of each position's rotation angles: (positions, width / heads / 2, 2)."""
         position = torch.arange(num_positions, device=self.frequencies.device, dtype=self.frequencies.dtype)
         angles = position[:, None] * self.frequencies
         return torch.stack([angles.cos(), angles.sin()], dim=-1)
