@@ -24,7 +24,7 @@ class HarNet(nn.Module):
     `forward` averages the members' probabilities. Grouped convolutions compute all members in parallel.
 
     GroupNorm and LayerNorm normalise within a sample and a member, so samples do not affect each other. T can be any
-    length of at least 8, because features are pooled over time.
+    length, because features are pooled over time.
 
     mode: how channels are combined.
         "early": the first convolution gets all channels; this is the most accurate mode.
