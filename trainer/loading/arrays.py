@@ -35,7 +35,7 @@ def rows(array: Array, index: Array) -> Array:
 
 
 def arange_like(num: int, array: Array) -> Array:
-    """Returns the integers 0 to num - 1 as int64 on the device of an array."""
+    """Returns the integers 0 to num - 1 as int64, on the same device as `array`."""
     return np.arange(num) if on_host(array) else namespace(array).arange(num, device=array.device)
 
 
@@ -45,7 +45,7 @@ def empty_beside(array: Array, shape: tuple[int, ...]) -> Array:
 
 
 def take_along(array: Array, index: Array, axis: int) -> Array:
-    """Returns elements along an axis, as `np.take_along_axis` does, in the shape of index."""
+    """Returns the elements at `index` along an axis, like `np.take_along_axis`."""
     return np.take_along_axis(array, index, axis) if on_host(array) else array.take_along_dim(index, axis)
 
 
@@ -56,7 +56,7 @@ class Ragged:
     """
 
     def __init__(self, start: Array, length: Array, width: int) -> None:
-        """start, length: (B,) int64, start and length of each row in the flat array. width: columns of the matrix."""
+        """start, length: (B,) int64, position of each row in the flat array. width: number of columns of the matrix."""
         column = arange_like(width, start)
         self.is_real = column < length[:, None]
         self._position = (start[:, None] + column) * self.is_real

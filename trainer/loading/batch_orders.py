@@ -1,7 +1,7 @@
 """Orders of batches that `Task.order` may return in place of a random permutation, such as length buckets or shards.
 
-Each order is a pure function, and every sample is in exactly one batch. Except in `even_batches`, only the last batch
-may be smaller. Orders, and therefore the samples of a step, do not depend on the number of processes.
+Each order is a pure function, and every sample is in exactly one batch. Except in `even_batches`, all batches but the
+last have the same size. Orders, and therefore the samples of a step, do not depend on the number of processes.
 """
 
 import math
@@ -15,7 +15,7 @@ from trainer.loading.counter_random import random_bits
 from trainer.loading.order import EpochOrder
 
 BATCHES_PER_POOL = 100
-"""Batches in a pool: enough for similar lengths within a batch, few enough for different batches in each epoch."""
+"""Number of batches that are sorted by length together; sorting all would give similar batches in each epoch."""
 
 
 def bucketed_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
@@ -41,7 +41,7 @@ def even_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed: int
     Works like `bucketed_batches`, but splits each pool into batches with a total length of at most about batch_size *
     mean(lengths). The number of batches may vary between epochs.
 
-    lengths: as in `bucketed_batches`, above 0.
+    lengths: length of each of n samples, above 0.
     """
     lengths = np.asarray(lengths)
     most = batch_size * lengths.mean()
@@ -72,8 +72,8 @@ def sharded_batches(
     samples of one shard or of consecutive shards. Shuffle samples before writing them to shards, because samples of
     different shards rarely share a batch.
 
-    shard_sizes: samples in each shard, at least 0; samples are numbered from shard 0 through all shards. batch_size:
-    samples per optimizer step over all devices, at least 1. Returns lazily created int64 arrays of sample indices.
+    shard_sizes: number of samples in each shard, at least 0; samples are numbered shard by shard. batch_size: samples
+    per optimizer step over all devices, at least 1. Returns int64 arrays of sample indices, created when indexed.
     """
     return ShardedBatches(np.asarray(shard_sizes, dtype=np.int64), batch_size, seed, epoch)
 
@@ -81,7 +81,7 @@ def sharded_batches(
 class BatchesOnDemand(Sequence[np.ndarray]):
     """Sequence of an epoch's batches, which are created when they are indexed.
 
-    num_samples: samples in all batches together. batch_size: samples in each batch except the last.
+    num_samples: total number of samples. batch_size: samples in each batch except the last.
     """
 
     def __init__(self, num_samples: int, batch_size: int) -> None:
@@ -103,12 +103,12 @@ class BatchesOnDemand(Sequence[np.ndarray]):
         return self._batch(range(len(self))[number])
 
     def _batch(self, number: int) -> np.ndarray:
-        """Creates a batch. number: from 0 to len(self) - 1."""
+        """Creates the batch with a number from 0 to len(self) - 1."""
         raise NotImplementedError
 
 
 class ShardedBatches(BatchesOnDemand):
-    """Result of `sharded_batches`."""
+    """Sequence of batches that `sharded_batches` returns."""
 
     def __init__(self, shard_sizes: np.ndarray, batch_size: int, seed: int, epoch: int) -> None:
         super().__init__(int(shard_sizes.sum()), batch_size)
@@ -118,8 +118,8 @@ class ShardedBatches(BatchesOnDemand):
         self._seeds = random_bits(seed, epoch, np.arange(num_shards), 1)[:, 0]
         self._sizes = shard_sizes
         self._first_samples = np.cumsum(shard_sizes) - shard_sizes
-        self._ends = np.cumsum(shard_sizes[self._shards])  # end of each shard in `_shards` within the epoch
-        self._order_of = lru_cache(maxsize=2)(self._shuffled)  # keeps the orders of the current shards
+        self._ends = np.cumsum(shard_sizes[self._shards])  # position in the epoch where each shard of `_shards` ends
+        self._order_of = lru_cache(maxsize=2)(self._shuffled)  # a batch may need the orders of two shards
 
     def _batch(self, number: int) -> np.ndarray:
         start = number * self.batch_size
@@ -127,7 +127,7 @@ class ShardedBatches(BatchesOnDemand):
         first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
         parts = []
         for shard, end in zip(self._shards[first : last + 1], self._ends[first : last + 1], strict=True):
-            before = end - self._sizes[shard]  # samples of the epoch before this shard
+            before = end - self._sizes[shard]  # number of samples before this shard in the epoch
             part = self._order_of(int(shard)).take(max(start - before, 0), min(stop, end) - before)
             parts.append(self._first_samples[shard] + part)
         return np.concatenate(parts)

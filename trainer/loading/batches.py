@@ -1,4 +1,4 @@
-"""Types of batches and data sets, and a function that makes a batch from sample keys."""
+"""Types of batches and data sets, and a function that makes a batch from `SampleKeys`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ Collate = Callable[[Any, SampleKeys], Batch]
 
 
 class PhaseDatasets:
-    """Combines the data sets of all phases, so that one set of workers loads them all."""
+    """Combines the data sets of all training phases, so that the same workers load them all."""
 
     def __init__(self, datasets: Sequence[KeyedDataset]) -> None:
         self.datasets = datasets
@@ -59,7 +59,7 @@ class PhaseDatasets:
 
 
 def gathered(dataset: KeyedDataset, collate: Collate, keys: SampleKeys) -> Batch:
-    """Makes a batch from sample keys in this process; a placeholder batch gets weights of 0."""
+    """Makes the batch of the samples that `keys` identify; a placeholder batch gets weights of 0."""
     batch = collate(dataset.__getitems__(keys), keys)
     if keys.placeholder:
         batch["weight"] = torch.zeros_like(batch["weight"])

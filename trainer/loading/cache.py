@@ -54,7 +54,7 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
 
 
 def cached_numbers(cache_dir: Path, key: str, build: Callable[[], Mapping[str, float]]) -> dict[str, float]:
-    """Returns cached numbers by name, in the order of `build`; see `cached_arrays`."""
+    """Returns cached numbers by name, in the order of `build`; otherwise works like `cached_arrays`."""
 
     def arrays() -> Arrays:
         numbers = build()
@@ -70,7 +70,7 @@ def key_of(name: str, *identity: object) -> str:
 
 
 def digest_of(*parts: np.ndarray | str) -> str:
-    """Returns a hash of strings and of arrays, with their dtypes and shapes; the same on any machine."""
+    """Returns a hash of strings and arrays, including dtypes and shapes, that is equal on all machines."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, str):
@@ -87,7 +87,7 @@ def array_of_texts(texts: Sequence[str]) -> np.ndarray:
 
 
 def texts_of_array(array: np.ndarray) -> tuple[str, ...]:
-    """Reverses `array_of_texts`."""
+    """Returns the strings that `array_of_texts` encoded."""
     return tuple(array.tobytes().decode().split("\n")) if array.size else ()
 
 
@@ -105,7 +105,7 @@ def _is_complete(entry: Path) -> bool:
 
 def _store(arrays: Arrays, entry: Path) -> None:
     partial = entry.with_name(f"{entry.name}.partial")
-    # left by a killed build; no other process is writing it, because this process holds the lock
+    # a killed build may have left this folder; no process is writing to it, because this process holds the lock
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()

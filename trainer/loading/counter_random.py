@@ -6,9 +6,9 @@ splittable pseudorandom number generators", OOPSLA 2014).
 
 A stream number separates random numbers for different purposes; use a different stream for each purpose.
 
-If the index is a tensor, the results are tensors on the same device. Words and uniform numbers have the same bits as
-with NumPy. Normal numbers agree only within 1e-6, because devices round differently; do not base decisions on normal
-numbers.
+If the index is a tensor, the results are tensors on the same device. Random words and uniform numbers have the same
+bits as with NumPy. Normal numbers agree only within 1e-6, because devices round differently, so do not base decisions
+on normal numbers.
 """
 
 import math
@@ -45,7 +45,7 @@ def uniform(seed: int, epoch: int, index: Array, shape: tuple[int, ...], stream:
 
 
 def below(bits: Array, limit: Array) -> Array:
-    """Maps uniform words (B, n) to uniform int64 numbers in [0, limit), with a bias of at most limit / 2^64.
+    """Maps random 64-bit words (B, n) to uniform int64 numbers in [0, limit), with a bias of at most limit / 2^64.
 
     limit: integers below 2^31, of shape (B,).
     """
@@ -61,7 +61,7 @@ def normal(seed: int, epoch: int, index: Array, shape: tuple[int, ...], stream: 
     num, xp = math.prod(shape), namespace(index)
     num_pairs = (num + 1) // 2
     bits = random_bits(seed, epoch, index, num_pairs, stream)
-    # One word makes a pair: 24 bits for the radius, 24 for the angle.
+    # Each word gives a pair of numbers: 24 bits determine the radius, and 24 other bits the angle.
     radius = _unit_interval(high_bits(bits, 24))
     radius += _FLOAT_STEP  # (0, 1], for the logarithm
     xp.log(radius, out=radius)
@@ -76,7 +76,7 @@ def normal(seed: int, epoch: int, index: Array, shape: tuple[int, ...], stream: 
 
 
 def _unit_interval(bits24: Array) -> Array:
-    # by way of int32, because the conversion from int32 to float32 is vectorised
+    # converts to int32 first, because the conversion from int32 to float32 is vectorised
     unit = cast(cast(bits24, "int32"), "float32")
     unit *= _FLOAT_STEP
     return unit
@@ -84,7 +84,7 @@ def _unit_interval(bits24: Array) -> Array:
 
 def mix(x: Array) -> Array:
     """Applies the finaliser of SplitMix64 to words in place, and returns them."""
-    if on_host(x):  # without helper functions, whose calls dominate the time for few words
+    if on_host(x):  # calls no helper functions, which would dominate the time for few words
         x ^= x >> 30
         x *= 0xBF58476D1CE4E5B9
         x ^= x >> 27

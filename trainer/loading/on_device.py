@@ -19,17 +19,17 @@ from trainer.loading.workers import BatchLoader
 M = TypeVar("M", bound="Movable")
 
 MOST_TOGETHER, MOST_SAMPLES_TOGETHER = 32, 2**13
-"""Maximum number of batches, and of samples in total, that the same kernel launches make together."""
+"""Maximum numbers of batches and of their samples that are made together, by the same kernel launches."""
 
 
 class Movable:
     """Base class of data sets that can be moved to a device: arrays in attributes and dictionaries become tensors.
 
     A subclass must implement `__getitems__` for arrays and tensors alike: with indexing by `self.here(keys.index)`,
-    operators, and the functions of trainer.loading.arrays. It must never wait for a device.
+    operators, and the functions of trainer.loading.arrays. The method must never wait for a device.
 
     device: device of the data set, or None on the host.
-    of_tensors: whether the attributes are tensors on the host as well.
+    of_tensors: whether the attributes are tensors even on the host.
     stays: names of attributes that stay on the host, such as lengths that determine padding.
     rows_alike: whether a sample is independent of the other samples in its batch and of `SampleKeys.progress`, so that
         several batches can be made together.
@@ -100,10 +100,10 @@ def moved(parts: Sequence[M], device: torch.device) -> list[M]:
 
 
 class DeviceLoader(BatchLoader):
-    """Makes batches of data sets on their device, without host waits.
+    """Makes batches on the device of the data sets.
 
-    A batch's "index" and "weight" are on the host. Raises UserError if the weights of a phase's first batch differ from
-    `Movable.weights`.
+    Only a batch's "index" and "weight" are on the host. Raises UserError if the weights of a phase's first batch differ
+    from `Movable.weights`.
     """
 
     def __init__(self, datasets: Sequence[Movable], collate: Collate, device: torch.device) -> None:
@@ -120,7 +120,7 @@ class DeviceLoader(BatchLoader):
         return self._batch(replace(keys, few_lengths=True))
 
     def _drawn(self, keys: Sequence[SampleKeys]) -> Iterator[Batch]:
-        """Yields the batches of keys in order; makes batches of one phase and epoch together if `rows_alike`."""
+        """Yields a batch for each of `keys`; makes batches of the same phase and epoch together if `rows_alike`."""
         drawn: dict[int, Batch] = {}
         for position, key in enumerate(keys):
             if position not in drawn:

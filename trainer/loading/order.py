@@ -15,7 +15,7 @@ from trainer.loading.counter_random import GOLDEN, mix
 MOST_SORTED_SAMPLES = 2**20
 """Largest number of samples whose order is computed at once, by sorting, which takes 0.1 s and 8 MiB."""
 POSITIONS_AT_ONCE = 2**13
-"""Number of positions computed together in the order of a larger data set, which takes 1 ms."""
+"""Number of positions in the order of a larger data set that are computed together, in 1 ms."""
 
 
 @dataclass(frozen=True, order=True)
@@ -24,8 +24,8 @@ class Position:
 
     epoch: completed epochs. phase: index of the current phase. samples: samples of the current phase used so far.
 
-    With `Task.turns`, `samples` counts only the first phase, which defines the epoch. turn: steps done in the current
-    turn. others: for each other phase, (passes over its data, samples used of the current pass); empty at first.
+    If phases alternate (`Task.turns`), `samples` counts only the first phase. turn: steps since the last change of
+    phase. others: for each other phase, (passes over its data, samples used of the current pass); empty at first.
     """
 
     epoch: int = 0
@@ -69,7 +69,7 @@ class SampleKeys:
         """Returns the length to which samples of a batch are padded, at least `longest`.
 
         On a CPU the result is `longest`, because padding costs time. On a GPU the result is one of few lengths, so that
-        steps of known shapes can be replayed. These lengths are multiples of `step` up to 16 * step, then eight lengths
+        steps can be replayed as CUDA graphs. These lengths are multiples of `step` up to 16 * step, then eight lengths
         per doubling. Padding adds at most an eighth to lengths of 8 * step or more. step: at least 1.
         """
         if not self.few_lengths:
@@ -112,7 +112,7 @@ class EpochOrder:
 
 
 def num_micro_batches(global_batch_size: int, world_size: int, micro_batch_size: int) -> int:
-    """Returns the number of forwards that every process runs for a global batch."""
+    """Returns the number of forward passes that every process runs for a global batch."""
     largest_share = -(-global_batch_size // world_size)
     return -(-largest_share // micro_batch_size)
 
@@ -128,7 +128,7 @@ def split_global_batch(
     """Returns one process's micro-batches of a global batch; all processes get the same number of micro-batches.
 
     samples: (m,) int64 with m >= 1, the whole global batch. shard: (rank, world_size). micro_batch_size: samples per
-    forward of one process, >= 1. epoch, phase, progress: see `SampleKeys`.
+    forward pass of a process, >= 1. epoch, phase, progress: stored in the results.
     """
     rank, world_size = shard
     own = samples[rank::world_size]
@@ -143,7 +143,7 @@ def split_global_batch(
 
 
 def evaluation_keys(num_samples: int, shard: tuple[int, int], batch_size: int) -> Iterator[SampleKeys]:
-    """Yields the keys of a process's evaluation batches; all processes get equally many; each sample counts once."""
+    """Yields the keys of a process's evaluation batches; all processes get the same number, and samples count once."""
     step = batch_size * shard[1]
     for start in range(0, num_samples, step):
         samples = np.arange(start, min(start + step, num_samples))
@@ -168,7 +168,7 @@ def keyed_permutation(round_keys: np.ndarray, num_samples: int, positions: np.nd
     1 <= num_samples < 2^62. Time and memory are proportional to m and do not depend on num_samples.
     """
     cells = _network(round_keys, num_samples, positions.astype(np.uint64))
-    while len(outside := np.flatnonzero(cells >= num_samples)) > 0:  # fewer than the rows of the grid
+    while len(outside := np.flatnonzero(cells >= num_samples)) > 0:  # there are fewer such cells than rows of the grid
         cells[outside] = _network(round_keys, num_samples, cells[outside])
     return cells.view(np.int64)
 

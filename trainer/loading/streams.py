@@ -40,14 +40,14 @@ def from_stream(
     Every process reads the whole stream and keeps the samples of its batches, so a step has the same samples on any
     number of devices. A resumed run reads the stream again from its start, unless the object that `make_iterator`
     returns has the methods `state_dict()` and `load_state_dict(state)`. Checkpoints then hold the state, which must
-    consist of plain values.
+    consist of numbers, strings, lists and dictionaries.
 
     Random numbers that the stream draws for a sample from `random`, `numpy.random` and PyTorch's default generator are
     a function of (seed, epoch, number of the sample), as in `from_dataset`.
 
     make_iterator: returns an iterator or iterable that starts at the stream's first sample. If the function has a
-        required argument, it gets the epoch, from 0, and each epoch has its own stream; otherwise epochs share a
-        stream.
+        required argument, it gets the epoch, from 0, and each epoch has its own stream; otherwise all epochs read
+        from one stream.
     samples_per_epoch: samples per epoch, at least 1; for a validation set, its size.
     collate, seed, names: see `from_dataset`.
 
@@ -77,7 +77,7 @@ class _Reader:
     """An iterator over a stream, with the samples read from it.
 
     begun_at, position: numbers of the first and the next sample to read. kept: samples, by number, that the current
-    batch or another batch of the step may need. last: samples of the last batch. places: recorded restart points.
+    batch or another batch of the step may need. last: samples of the last batch. places: points to restart from.
     """
 
     epoch: int
@@ -92,9 +92,10 @@ class _Reader:
     asked_at: float = 0.0
 
     def note_place(self) -> None:
-        """Records the stream's state if the stream has one and `STATE_EVERY_S` seconds have passed. Raises UserError.
+        """Records the stream's state if the stream has one and `STATE_EVERY_S` seconds have passed.
 
-        Skips the state before the first sample, which may still be the state at the end of an earlier epoch.
+        Skips the state before the first sample, which may still be the state at the end of an earlier epoch. Raises
+        UserError for a state of unsupported type.
         """
         is_due = self.position > self.begun_at and time.monotonic() - self.asked_at >= STATE_EVERY_S
         if not (is_due and hasattr(self.source, "state_dict")):
@@ -108,12 +109,12 @@ class _Reader:
 
 @dataclass(eq=False)
 class KeyedStream(KeyedItems):
-    """Result of `from_stream`. Each phase has a reader, which reads forward, and restarts for earlier samples."""
+    """Data set over a stream. Each phase has a reader, which reads forward; earlier samples need a new reader."""
 
     make_iterator: Callable[..., Iterable[Any]]
     num_samples: int
 
-    # Cached properties, because checks for changed data sets skip them: each worker process has its own readers.
+    # Each worker process has its own readers, so the check for changed data sets must skip them, as cached properties.
     @cached_property
     def readers(self) -> dict[int, _Reader]:
         return {}
@@ -136,7 +137,7 @@ class KeyedStream(KeyedItems):
             return self.named(self._collated(items))
 
     def _place(self, epoch: int, samples: int) -> tuple[int, int]:
-        """Returns the epoch of the stream that holds a sample, and the sample's number in the stream."""
+        """Returns the epoch whose stream has a sample (0 if epochs share it), and the sample's number in the stream."""
         return (epoch, samples) if self._by_epoch else (0, epoch * self.num_samples + samples)
 
     def _read(self, phase: int, epoch: int, numbers: list[int], is_placeholder: bool) -> list[Any]:
@@ -157,15 +158,15 @@ class KeyedStream(KeyedItems):
         return reader.last
 
     def _begun(self, phase: int, epoch: int, first: int) -> _Reader:
-        """Restarts the stream at the last known restart point before a sample."""
+        """Returns a new reader that starts at the phase's restart point or, if it is too late, at the first sample."""
         place = self.begins.get(phase)
         if place is None or place.epoch != epoch or place.position > first:
             place = Place(epoch, 0, None)
         seed_draws(*random_bits(self.seed, epoch, np.array([-1]), 3)[0].tolist())
         source: Any = self.make_iterator(epoch) if self._by_epoch else self.make_iterator()
         if place.state is not None:
-            # A copy, because the source may be the same object in later epochs, which must not start at this state.
-            # Its attributes are copied too, because copies may share their dictionary.
+            # `make_iterator` may return the same object in later epochs, which must not start at this state, so the
+            # object is copied. Its dictionary is copied too, because `copy.copy` may share it.
             source = copy.copy(source)
             source.__dict__ = dict(vars(source))
             source.load_state_dict(place.state)

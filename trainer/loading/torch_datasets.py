@@ -1,4 +1,4 @@
-"""Adapts data sets of torch.utils.data to sample keys (`from_dataset`)."""
+"""Adapts data sets of torch.utils.data for the trainer (`from_dataset`)."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ def from_dataset(
 
 
 def require_keyed(dataset: Any, where: str) -> None:
-    """Raises UserError for a data set without `__getitems__(keys)`. where: name of the data set in messages."""
+    """Raises UserError for a data set without `__getitems__(keys)` or `__len__`. where: its name in messages."""
     if isinstance(dataset, IterableDataset):
         raise UserError(_iterable(where))
     if not is_keyed(dataset):
@@ -140,8 +140,6 @@ class KeyedItems:
 
 @dataclass(eq=False)
 class _DatasetItems(KeyedItems):
-    """Result of `from_dataset` for data sets that return one item at a time."""
-
     dataset: Any
 
     def __len__(self) -> int:
@@ -158,7 +156,7 @@ class _DatasetItems(KeyedItems):
 
 
 class _KeyedTensors(Movable):
-    """Result of `from_dataset` for tensors: gathers rows, with the same result as collating single items."""
+    """Data set that `from_dataset` returns for tensors; indexing gives the same batch as collating single items."""
 
     of_tensors, rows_alike, stays = True, True, frozenset({"_weight"})
 
@@ -190,7 +188,7 @@ def _of_arrays(arrays: Mapping[str, Any]) -> _KeyedTensors:
 
 
 def _tensors_of(dataset: Any) -> tuple[Tensor, ...] | None:
-    """Returns the tensors of a TensorDataset, or copied rows for a Subset of a TensorDataset, or else None."""
+    """Returns the tensors of a TensorDataset, the copied rows of its Subset, or None for other data sets."""
     if type(dataset) is TensorDataset:
         return dataset.tensors
     whole = _tensors_of(dataset.dataset) if type(dataset) is Subset else None
@@ -198,7 +196,7 @@ def _tensors_of(dataset: Any) -> tuple[Tensor, ...] | None:
 
 
 def seed_draws(for_random: int, for_numpy: int, for_torch: int) -> None:
-    """Seeds Python's, NumPy's and PyTorch's host generators from 64 random bits each."""
+    """Seeds Python's, NumPy's and PyTorch's default host generators. Each argument: 64 random bits."""
     random.seed(for_random)
     np.random.seed(for_numpy >> 32)  # an integer seed has at most 32 bits; an array would be five times slower
     torch.default_generator.manual_seed(for_torch)  # torch.manual_seed would seed every device, in 130 us

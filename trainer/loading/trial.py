@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer.common.torch_private import num_writes
 
 NUM_BATCHES, BLOCK = 40, 8
-"""Numbers of batches in a trial and in a block; only the fastest block counts, and never the first."""
+"""Numbers of batches in a trial, and in each of its blocks; the fastest block after the first decides."""
 LEAST_S, LEAST_SHARE = 5e-4, 0.1
 """Least time to make a batch, in seconds and as a fraction of a step's time, for which workers pay off."""
 MOST_COMPARED, MOST_READ = 2**16, 2**24
@@ -43,7 +43,7 @@ class Trial:
         return len(self._times) == NUM_BATCHES
 
     def outcome(self) -> tuple[bool, str]:
-        """Returns whether workers save time, and the times measured on the host, as text, without GPU time."""
+        """Returns whether workers save time, and a text with the measured host times of a batch."""
         blocks = [self._times[start : start + BLOCK] for start in range(BLOCK, NUM_BATCHES, BLOCK)]
         made, between = min(([sum(part) / BLOCK for part in zip(*block, strict=True)] for block in blocks), key=sum)
         times = f"a batch takes {1e3 * made:.2g} ms to load and {1e3 * between:.2g} ms to train on"

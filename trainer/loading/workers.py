@@ -67,12 +67,12 @@ class _NumberedBatches(Dataset[Batch | UserError]):
 
 
 class Workers:
-    """Makes the batches of loaders, in this process or in worker processes.
+    """Makes batches for loaders, in this process or in worker processes.
 
     num_workers: number of worker processes, started on first use or by `start`; with 0, this process makes batches.
     for_gpu: whether to pin batches and to pad them to few lengths (see `SampleKeys.padded_length`). on_trial: whether
-    this process makes the first training batches. After the trial, workers take over if they save time and can share
-    the data, and if their batches fit into `room` bytes of shared memory; otherwise the workers are ended.
+    this process makes the first training batches, and times them. Workers then take over if they save time and can
+    share the data, and if their batches fit into `room` bytes of shared memory; otherwise the workers are ended.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Workers:
         self._remarks: list[str] = []
         self._batches = _NumberedBatches()
         self._arriving: Iterator[Batch | UserError] = iter(())
-        # weak references, because the readers of streams own them
+        # weak references: the code that reads a stream owns it
         self._streams: list[ref[BatchStream]] = []  # streams with requests left; the last stream has priority
         self._asked: deque[ref[BatchStream]] = deque()  # one entry per batch in flight
         self._at_start: dict[str, Any] | None = None
@@ -123,7 +123,7 @@ class Workers:
     def load(self, number: int, keys: Iterable[SampleKeys], trains: bool, ahead: bool) -> Iterator[Batch]:
         """Returns an iterator over batches of a data set, in the order of keys.
 
-        number: from `add`. trains: whether batches count in a trial. ahead: whether only idle workers may start them.
+        number: from `add`. trains: whether a trial times the batches. ahead: whether only idle workers may start them.
         """
         keys = map(self.completed, keys) if self._for_gpu else keys
         if self._processes is None:
@@ -253,7 +253,7 @@ class Workers:
         return self._processes is not None
 
     def _outline(self) -> dict[str, Any]:
-        """Returns the `outline` of all data sets, and of tasks whose `collate` makes batches."""
+        """Returns digests of the attributes of all data sets, and of tasks whose `collate` makes batches."""
         roots: dict[int, Any] = {}
         for dataset, collate in self._batches.sources:
             parts = dataset.datasets if isinstance(dataset, PhaseDatasets) else [dataset]
@@ -280,7 +280,7 @@ class BatchStream(Iterator[Batch]):
 
 
 class BatchLoader:
-    """Loader of a data set's batches by sample keys. workers: makes the batches; default: this process makes them."""
+    """Loads batches of a data set. workers: object that makes the batches; by default this process makes them."""
 
     def __init__(
         self, dataset: KeyedDataset, collate: Collate, workers: Workers | None = None, trains: bool = False

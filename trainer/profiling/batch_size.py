@@ -44,7 +44,7 @@ class BatchSizeFlags(MeasuringFlags):
 
 
 def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
-    """Returns problems with flags of training. argv: shows whether --batch-size was given."""
+    """Returns a message for each training flag that this command refuses. argv: may contain --batch-size."""
     found, advice = [], "batch-size varies the batch size; leave this flag out"
     if flags.batch.global_batch_size is not None:
         found.append(f"--global-batch-size {flags.batch.global_batch_size}: {advice}")
@@ -56,7 +56,7 @@ def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
 
 
 def profile_batch_sizes(flags: Flags, argv: Sequence[str], strategy: Strategy) -> None:
-    """Runs the command `batch-size`. Raises UserError."""
+    """Runs the command `batch-size`."""
     tool: BatchSizeFlags = flags.tool
     set_up_torch(flags, strategy.group)
     task = build_task(flags)
@@ -117,7 +117,7 @@ def search(fits: Callable[[int], bool], smallest: int, most: int) -> tuple[int |
 
 
 def of_size(flags: Flags, argv: Sequence[str], strategy: Strategy, task: Task, size: int) -> dict[str, float] | None:
-    """Measures `samples_per_second`, `step_ms_median` and `peak_memory_mib` of a batch size; None if out of memory.
+    """Returns `samples_per_second`, `step_ms_median` and `peak_memory_mib` of a batch size; None if out of memory.
 
     Frees all device memory afterwards.
     """
@@ -129,8 +129,8 @@ def of_size(flags: Flags, argv: Sequence[str], strategy: Strategy, task: Task, s
 def _measured(flags: Flags, argv: Sequence[str], strategy: Strategy, task: Task, size: int) -> dict[str, float] | None:
     flags = replace(flags, batch=replace(flags.batch, batch_size=size))
     with opened(flags, argv, strategy, task, quiet=True) as run:
-        # on a GPU, opening the run tries the batch size
-        memory = run.memory  # memory.limit is set if the requested batch size did not fit
+        # on a GPU, opening the run tries the batch size, and sets memory.limit if the size does not fit
+        memory = run.memory
         counts = flags.tool.steps, flags.tool.settling_steps
         found = MeasuredRun(run).measure(*counts) if memory.limit.batch_size is None else None
         if found is None or memory.limit.batch_size is not None:

@@ -71,20 +71,20 @@ class CheckFlags(FlagGroup):
 def check(tool: CheckFlags, environment: RankEnvironment | None) -> int:
     """Runs the command `check`; returns the exit status. Raises OSError if results cannot be written.
 
-    environment: rank environment of this process under torchrun; None: start processes here.
+    environment: rank environment of this process under torchrun; None: this call starts the processes.
     """
     gpus = usable_gpus(tool.device, tool.gpu_ids)
     speaks_for_host = environment is None or environment.local_rank in (0, None)
     if speaks_for_host:
         print(f"{socket.gethostname()}, {platform.system()}, Python {platform.python_version()}", flush=True)
-    # communication comes first, so that a machine's own tests do not delay it
+    # tests communication first, because machines may take different times for their own tests
     job = partial(_exchange, tool.multi(), DeviceFlags(tool.device))
     num_wanted = num_processes(tool.multi(), tool.device) if tool.nproc or gpus else PROCESSES_ON_CPU
     status, found = run_job(job, num_wanted, environment)
     if status - 128 in STOP_SIGNALS:
         return status
     if not speaks_for_host:
-        # the machine's first process reports; a failure status here would make a launcher kill it during its tests
+        # if this process failed, a launcher would kill the machine's first process, which still runs tests and reports
         return 0
     findings = [Finding(**found)] if found else []
     if status != 0 and (found or {}).get("level") != "BROKEN":
@@ -99,10 +99,7 @@ def check(tool: CheckFlags, environment: RankEnvironment | None) -> int:
 
 
 def _exchange(multi: MultiDeviceFlags, devices: DeviceFlags, result: Path, environment: RankEnvironment) -> int:
-    """Runs one of the communicating processes; rank 0 prints the finding, and each machine's first process stores it.
-
-    Every process that fails prints its error.
-    """
+    """Runs a communicating process; rank 0 prints the finding, and the first process of each machine stores it."""
 
     def work() -> int:
         strategy = Replicated(ProcessGroup(environment, multi, devices))
@@ -119,7 +116,7 @@ def _exchange(multi: MultiDeviceFlags, devices: DeviceFlags, result: Path, envir
 
 
 def of_exchange(strategy: Strategy) -> Finding:
-    """Verifies and times all-reduces over all processes. All processes call it."""
+    """Verifies and times all-reduces over all processes, which must call this function together."""
     world_size, devices = strategy.group.world_size, strategy.describe()
     if not sums_are_right(strategy.group):
         advice = "training here would give wrong results; try NCCL_P2P_DISABLE=1 or --backend gloo"
@@ -135,7 +132,7 @@ def of_exchange(strategy: Strategy) -> Finding:
 
 
 def sums_are_right(group: Group) -> bool:
-    """Returns whether an all-reduce of known numbers is exact on every process. All processes call it."""
+    """Returns whether an all-reduce of known numbers is exact on every process. All processes must call it together."""
     rank, world_size = group.rank, group.world_size
     numbers = torch.arange(10_000, dtype=torch.float32, device=group.device)
     expected = world_size * numbers + world_size * (world_size - 1) / 2

@@ -57,13 +57,13 @@ def main(argv: Sequence[str], environment: RankEnvironment | None = None, tasks:
         command = COMMANDS[name]
         return command.run(command, argv, environment)
 
-    # Ranks under a launcher share a console and have the same problem; ranks started by hand may not share one.
+    # Ranks under a launcher share a console, so one rank reports for all; ranks started by hand all report.
     rank, _ = identified(environment, MultiDeviceFlags(forms.USUAL))
     return exit_status(work, reports=rank is None or rank.local_rank in (None, 0))
 
 
 def identified(rank: RankEnvironment | None, multi: MultiDeviceFlags) -> tuple[RankEnvironment | None, list[str]]:
-    """Returns the rank environment of this process (None for a single process), and problems. rank: see `main`."""
+    """Returns this process's rank environment (None for a single process), and problems. rank: None to detect it."""
     return read_rank_environment(os.environ, multi) if rank is None else (rank, [])
 
 
@@ -72,7 +72,7 @@ class Command:
     """Command of profiler.py.
 
     run: `on_devices`, `in_worlds` or `on_this_machine`, which calls `measure`. tool: the command's own flags. text:
-    text for `--help`. problems: additional checks of flags and command line.
+    text for `--help`. problems: checks flags and command line, and returns messages.
     """
 
     run: Callable[["Command", Sequence[str], RankEnvironment | None], int]
@@ -89,7 +89,7 @@ class Command:
 
 
 def on_devices(command: Command, argv: Sequence[str], environment: RankEnvironment | None) -> int:
-    """Calls measure(flags, argv, strategy) on the devices that flags choose, in one or several processes."""
+    """Calls `measure` on the devices that flags choose, in one or several processes; returns the exit status."""
     flags, problems = parse(argv[1:], names_several_devices(argv), command.tool, command.about, command=argv[0])
     if flags.multi is not None:
         environment, contradictions = identified(environment, flags.multi)
@@ -105,7 +105,7 @@ def on_devices(command: Command, argv: Sequence[str], environment: RankEnvironme
 
 
 def in_worlds(command: Command, argv: Sequence[str], environment: RankEnvironment | None) -> int:
-    """Calls measure(flags, argv), which starts processes for each number of devices."""
+    """Calls `measure`, which starts processes for each number of devices; returns the exit status."""
     flags, problems = parse([*argv[1:], *FOR_SEVERAL_DEVICES], True, command.tool, command.about, command=argv[0])
     if one_process_problems(os.environ):
         problems.append(f"{argv[0]}: starts its own processes; run it without the launcher")
@@ -118,7 +118,7 @@ def in_worlds(command: Command, argv: Sequence[str], environment: RankEnvironmen
 
 
 def on_this_machine(command: Command, argv: Sequence[str], environment: RankEnvironment | None) -> int:
-    """Calls measure(flags, environment) without a task or flags of training; returns its exit status."""
+    """Calls `measure` without a task or training flags; returns the exit status."""
     (tool,), problems = parse_flags([command.tool], argv[1:], *command.about, command=argv[0])
     environment, contradictions = identified(environment, tool.multi())
     is_main = environment is None or environment.rank == 0

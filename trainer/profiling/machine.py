@@ -42,15 +42,15 @@ class Finding:
 
 
 class Broken(RuntimeError):
-    """Raised by a test with a wrong result; the message is for the user."""
+    """Raised if a test has a wrong result; the message is for the user."""
 
 
 Tested = tuple[str, str]
-"""Result of a test as text, and a warning or ""."""
+"""Result of a test as text, and a warning, which is "" if all is well."""
 
 
 def tested(subject: str, advice: str, test: Callable[..., Tested], *args: Any) -> Finding:
-    """Runs a test. advice: shown if the test raises Broken, RuntimeError or OSError."""
+    """Runs a test. advice: shown if the test raises RuntimeError (such as Broken) or OSError."""
     try:
         text, warning = test(*args)
     except (RuntimeError, OSError) as error:
@@ -59,9 +59,9 @@ def tested(subject: str, advice: str, test: Callable[..., Tested], *args: Any) -
 
 
 def of_this_machine(save_dir: Path, gpus: Sequence[int]) -> Iterator[Finding]:
-    """Yields findings of checks without other ranks. gpus: indices of the GPUs to check; empty for the CPU."""
+    """Yields findings of checks in this process. gpus: indices of the GPUs to check; empty for the CPU."""
     yield tested("versions", "install a build of torch with gloo: ddp needs it", versions)
-    for num_workers in (0, 2):  # before CUDA is initialised, after which processes must not be forked
+    for num_workers in (0, 2):  # workers are forked, which is impossible after CUDA is initialised
         advice = "train with --num-workers 0, or check shared memory"
         yield tested(f"loader, {num_workers} workers", advice, loader, num_workers)
     if not gpus and torch.version.cuda and not torch.cuda.is_available():
@@ -160,8 +160,6 @@ def open_files() -> Tested:
 
 
 class _Numbers:
-    """Data set of samples with SAMPLE_FLOATS numbers."""
-
     def __len__(self) -> int:
         return BATCH_SIZE
 

@@ -45,9 +45,9 @@ class MeasuringFlags(FlagGroup):
 def opened(
     flags: Flags, argv: Sequence[str], strategy: Strategy, task: Task | None = None, quiet: bool = False
 ) -> Iterator[Run]:
-    """Context manager that opens a new run in a temporary folder. Raises UserError.
+    """Context manager that opens a new run in a temporary folder. Raises UserError if training has no steps.
 
-    task: task with its data loaded; None: built here. quiet: do not print the run's first lines.
+    task: task with its data loaded; None: build it. quiet: whether to suppress the run's first lines.
     """
     if task is None:
         set_up_torch(flags, strategy.group)
@@ -81,7 +81,7 @@ def with_at_most(order: SampleOrder, most: int) -> SampleOrder:
 
 @dataclass
 class MeasuredRun:
-    """Run that is measured and not saved. All processes call each method."""
+    """Measures steps of a run, which is not saved. All processes must call each method together."""
 
     run: Run
 
@@ -111,9 +111,9 @@ class MeasuredRun:
         Returns the measured `steps`; `step_ms_mean`, `step_ms_median`, `step_ms_p10`, `step_ms_p90`;
         `samples_per_second` over all processes; `phases` (for each of PHASES `ms_mean`, `ms_median`, `ms_p10`,
         `ms_p90`, `percent`); `world_size`, `num_devices`; `global_batch_size` of a full step, smaller than
-        `requested_global_batch_size` if training samples run out; the average of `samples_per_step`, since an
-        epoch's last step may be short; and `ranks`, the `step_ms_mean`, `peak_memory_mib` and `phases_ms_mean` of each
-        process. Times outside `ranks` are rank 0's times.
+        `requested_global_batch_size` if there are too few training samples; the mean `samples_per_step`, since an
+        epoch's last step may be smaller; and `ranks`, the `step_ms_mean`, `peak_memory_mib` and `phases_ms_mean` of
+        each process. Times outside `ranks` are rank 0's times.
         """
         strategy, group, split = self.run.strategy, self.run.group, self.run.memory.splits[0]
         self.train(num_settling_steps)
@@ -150,8 +150,8 @@ class MeasuredRun:
     def exposed_share(self, num_steps: int) -> float:
         """Returns the fraction of the backward pass spent waiting for the overlapped gradient all-reduce to end.
 
-        Measured as the extra time compared with a backward pass without all-reduce, in alternating groups of steps.
-        Without all-reduce, gradients differ between processes, so the learning rate is set to 0 to keep their weights
+        Measures alternating groups of steps with and without all-reduce, and compares their backward times. Without
+        all-reduce, gradients differ between processes, so the learning rate is set to 0 to keep their weights
         equal.
         """
         run, size = self.run, max(1, num_steps // NUM_TURNS)
@@ -170,9 +170,9 @@ class MeasuredRun:
         return max(0.0, 1 - alone_ms / together_ms)
 
     def trace(self, num_steps: int, folder: Path) -> Path:
-        """Trains for `num_steps` steps under torch.profiler; returns the path of this process's trace. Raises OSError.
+        """Trains for `num_steps` steps under torch.profiler; returns the path of this process's trace.
 
-        The trace contains the loop's phases as named spans.
+        The trace contains the loop's phases as named spans. Raises OSError if the trace cannot be written.
         """
         with self.watched(spans=True) as clock, torch.profiler.profile() as profile:
             self.train(num_steps)
@@ -188,13 +188,13 @@ class MeasuredRun:
 
 
 def measure_run(flags: Flags, argv: Sequence[str], strategy: Strategy) -> dict[str, Any]:
-    """Opens a run and returns the results of `MeasuredRun.measure` for the steps of `MeasuringFlags`."""
+    """Opens a run, and returns the results of `MeasuredRun.measure` with the numbers of steps that flags choose."""
     with opened(flags, argv, strategy, quiet=True) as run:
         return MeasuredRun(run).measure(flags.tool.steps, flags.tool.settling_steps)
 
 
 def of_every_rank(group: Group, step_ms: float, means: np.ndarray) -> list[dict[str, Any]]:
-    """Gathers the entry `ranks` of `MeasuredRun.measure`. means: milliseconds of this process by phase."""
+    """Returns times and peak memory of each process. means: milliseconds of this process by phase."""
     rank, world_size = group.rank, group.world_size
     table = torch.zeros(world_size, 2 + len(PHASES), dtype=torch.float64)
     table[rank] = torch.tensor([step_ms, peak_memory_mib(*group.devices), *means])

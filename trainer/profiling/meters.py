@@ -60,7 +60,7 @@ def forget_peak(*devices: torch.device) -> None:
 def peak_memory_mib(*devices: torch.device) -> float:
     """Returns the peak tensor memory in MiB of the fullest GPU; without a GPU, the peak memory of this process.
 
-    NaN if the system provides no figure, as on systems other than Linux.
+    Returns NaN if the system does not report this memory, for example on macOS.
     """
     gpus = [device for device in devices if device.type == "cuda"]
     if gpus:
@@ -72,7 +72,7 @@ def peak_memory_mib(*devices: torch.device) -> float:
 
 
 def small_and_large_sum_s(group: Group) -> list[float]:
-    """Returns the median seconds of an all-reduce of 4 bytes, and of 64 MiB. All processes call it."""
+    """Returns the median seconds of an all-reduce of 4 bytes, and of 64 MiB. All processes must call it together."""
     found = []
     for num_bytes, repeats in ((4, 100), (LARGE_BYTES, 5)):
         values = torch.zeros(num_bytes // 4, device=group.device)

@@ -1,4 +1,4 @@
-"""Profiles the time and memory of any model; see `PerformanceProfiler`."""
+"""Profiles the time and memory of any model."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ MOST_BATCHES = 8
 
 Results = dict[str, Any]
 LossFunction = Callable[[Any, Any], Tensor]
-"""Function of a model's output and targets that returns the loss."""
+"""Function that returns the loss, given a model's output and the targets."""
 
 
 @dataclass(eq=False)
@@ -137,7 +137,7 @@ class PerformanceProfiler:
         return {"batch_sizes": rows, "fastest_batch_size": fastest, "largest_batch_size": max(rates, default=None)}
 
     def compare_precisions(self) -> Results:
-        """Compares the precisions of autocast; see `compare_amp_performance`."""
+        """Compares autocast precisions, and returns the results of `compare_amp_performance`."""
         names = ["float32", *(name for name in AMP_DTYPES if self._device.type == "cuda" or name == "bf16")]
         with self._measuring() as batches:
             found = self._train(batches, names)
@@ -272,7 +272,7 @@ def _resized(batch: Any, size: int) -> Any:
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
-    """Calls the model on a batch; the last part of a sequence is the targets, which the model does not get."""
+    """Calls the model on a batch, without the targets, which are the last element of a sequence."""
     return model(*batch[: max(1, len(batch) - 1)]) if isinstance(batch, list | tuple) else model(batch)
 
 
@@ -300,7 +300,7 @@ def _training_loss(model: nn.Module, batch: Any, loss: LossFunction | None) -> T
 
 @contextmanager
 def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Moves the model without its gradients to the device; restores model and random number generators at the end."""
+    """Moves the model without gradients to the device; restores the model and random number generators at the end."""
     home = _device_of(model)
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(p, p.grad) for p in model.parameters()]

@@ -1,4 +1,4 @@
-"""Measures the time of the training loop's phases by observing the activities that the loop enters."""
+"""Measures the time of the training loop's phases, by observing which activity the loop reports."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,7 +30,7 @@ _PHASE_OF = {
     "waiting for rank 0": COMMUNICATION,
     "saving": SAVING,
 }
-"""Maps activities of the loop to phases; all other activities belong to the phase REST."""
+"""Maps activities that the loop reports to phases; all other activities belong to the phase REST."""
 
 
 class PhaseClock:
@@ -79,9 +79,9 @@ class PhaseClock:
 
 @contextmanager
 def watched(strategy: Strategy, learner: Learner, log: Log, spans: bool = False) -> Iterator[PhaseClock]:
-    """Yields a clock of the loop's activities and of some calls within an activity.
+    """Yields a clock that measures the loop's phases until the end of the context.
 
-    Clocks these calls: copies to the device, the optimizer, collectives, logging, seeding before each micro-batch.
+    Each activity starts a phase; so do copies to the device, optimizer updates, collectives, logging and seeding.
     """
     group, activity = strategy.group, strategy.group.activity
     clock = PhaseClock(strategy.device, activity, spans)
@@ -106,7 +106,7 @@ def watched(strategy: Strategy, learner: Learner, log: Log, spans: bool = False)
 
 @contextmanager
 def replaced(owner: object, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Replaces a method of one object until the end of the context."""
+    """Replaces a method of a single object until the end of the context."""
     setattr(owner, name, function)
     try:
         yield

@@ -58,7 +58,7 @@ def exit_status(work: Callable[[], int], reports: bool = True) -> int:
 
 
 def in_use(group: Group) -> AbstractContextManager[None]:
-    """Returns `Group.in_use` for a measurement, whose messages do not mention resuming."""
+    """Returns the context `Group.in_use`, with messages that do not mention resuming."""
     group.diagnosis.has_checkpoints = False
     return group.in_use()
 
@@ -125,7 +125,7 @@ def _measure_here(
 
 
 def placed(flags: Flags, world: World) -> Flags:
-    """Returns flags for a world's strategy, which uses the first `num_devices` GPUs that `flags` choose."""
+    """Returns flags for the strategy of `world` on the first `num_devices` GPUs that `flags` choose."""
     assert flags.multi is not None
     gpus = chosen_gpus(flags)[: world.num_devices]
     if world.mode == "single":

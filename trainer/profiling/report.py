@@ -32,20 +32,20 @@ def note_of_cut_batch(measured: Mapping[str, Any]) -> list[str]:
 
 
 def save_results(path: Path | None, results: Mapping[str, Any]) -> None:
-    """Writes a command's results to a file and prints its path; does nothing for path None. Raises OSError."""
+    """Writes a command's results to a file and prints its path; does nothing for path None."""
     if path is not None:
         write_json(path, results)
         print(f"Results: {path}")
 
 
 def write_json(path: Path, results: Mapping[str, Any]) -> None:
-    """Writes results as JSON, and creates missing folders. Raises OSError."""
+    """Writes results as JSON, and creates missing folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, json.dumps(results, indent=2) + "\n")
 
 
 def unwritable_targets(tool: Any, is_main: bool = True) -> list[str]:
-    """Returns problems with output paths among a tool's flags; each names the part of the path at fault.
+    """Returns a message for each output path of a tool that cannot be written, with the part of the path at fault.
 
     is_main: whether this is rank 0, which writes all outputs; other ranks write only traces.
     """

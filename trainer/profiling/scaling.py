@@ -46,7 +46,7 @@ class ScalingFlags(MeasuringFlags):
 
 
 def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
-    """Returns a problem if more GPUs are requested than can be used."""
+    """Returns a message if more GPUs are requested than can be used."""
     wanted, available = max(flags.tool.world_sizes), len(chosen_gpus(flags))
     if 0 < available < wanted:
         return [f"--world-sizes {wanted}: {available} GPU{'s' * (available > 1)} can be used here; pass fewer"]
@@ -54,7 +54,7 @@ def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
 
 
 def profile_scaling(flags: Flags, argv: Sequence[str]) -> None:
-    """Runs the command `scaling`. Raises UserError, or Failure if a measurement fails."""
+    """Runs the command `scaling`. Raises Failure if a measurement fails."""
     tool: ScalingFlags = flags.tool
     modes = [
         form.name for form in forms.FORMS.values() if not form.shards and (form.has_processes or chosen_gpus(flags))
@@ -85,7 +85,7 @@ def profile_scaling(flags: Flags, argv: Sequence[str]) -> None:
 
 
 def summary(found: Mapping[World, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Returns medians over each world's rounds; each speed-up compares runs of one round, which are close in time."""
+    """Returns medians over rounds for each `World`; a speed-up compares runs of the same round, close in time."""
     alone = [measured["samples_per_second"] for measured in found[World("single")]]
     rows = []
     for world, rounds in found.items():
@@ -114,7 +114,7 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write_board(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """Writes TensorBoard curves over the number of devices. Raises OSError."""
+    """Writes TensorBoard curves over the number of devices."""
     with SummaryWriter(str(folder)) as board:
         for row in rows:
             mode = forms.USUAL if row["mode"] == "single" else row["mode"]

@@ -41,7 +41,7 @@ class StepFlags(MeasuringFlags):
 
 
 def profile_step(flags: Flags, argv: Sequence[str], strategy: Strategy) -> None:
-    """Runs the command `step` on this process's devices; rank 0 prints the results. Raises UserError."""
+    """Runs the command `step` on this process's devices; rank 0 prints and saves the results."""
     tool: StepFlags = flags.tool
     with opened(flags, argv, strategy) as run:
         measured = MeasuredRun(run)
