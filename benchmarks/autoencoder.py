@@ -1,4 +1,4 @@
-"""Task of any size without data files: linear layers learn to reproduce random inputs."""
+"""Task without data files, whose linear layers, of any size, learn to reproduce random inputs."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -37,7 +37,7 @@ class AutoencoderFlags(FlagGroup):
 
 
 class Autoencoder(Task):
-    """Network of num_layers linear layers with (width, width) weights."""
+    """Task that trains num_layers linear layers with (width, width) weights."""
 
     Config = AutoencoderFlags
     monitor = ("val/loss", "min")

@@ -2,10 +2,10 @@
 
     python benchmarks/checkpoint.py
 
-A model of 50 million parameters, whose state with two moments has 600 MB, trains on the CPU in the trainer's loop.
-Blocks of steps with and without a save alternate. A block with a save ends when its checkpoint is on the disk. The
-benchmark also times a plain copy of the state and a blocking save. Results are medians of the ratios of neighbouring
-blocks, because the speed of a machine changes from minute to minute.
+A model of 50 million parameters, whose checkpoint with AdamW's two moments has 600 MB, trains on the CPU in the
+trainer's loop. Blocks of steps with and without a save alternate. A block with a save ends when its checkpoint is on
+the disk. The benchmark also times a plain copy of the state and a blocking save. Results are medians of the ratios of
+neighbouring blocks, because the speed of a machine changes from minute to minute.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def build_lockstep(folder: Path, num_steps: int, device: str, task: str) -> Run:
 
 
 class Timer:
-    """Saves after the first step of every second block of steps, and times blocks and saves."""
+    """Saves at the start of every second block of steps, and times blocks and saves."""
 
     def __init__(self, run: Run, num_steps: int) -> None:
         self.run, self.num_steps = run, num_steps

@@ -1,9 +1,10 @@
-"""Repeats a training run with `--parts` on 1, 2 and 4 devices, and prints sha256 checksums of each result.
+"""Repeats a training run with `--parts` on 1, 2 and 4 devices, and prints SHA-256 checksums of each result.
 
     python benchmarks/equal_bits.py --task har --max-steps 40 --device cpu
 
-The script takes the trainer's flags; `--parts` is 8 by default. `--worlds` sets the numbers of devices, by default
-1,2,4. The exit status is 1 if a checksum differs. The checksum of metrics.jsonl covers all entries except times.
+The script takes the trainer's flags. With `--parts`, by default 8, results must not depend on the number of devices.
+`--worlds` sets the numbers of devices. The exit status is 1 if a checksum differs. The checksum of metrics.jsonl covers
+all entries except times.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def sha256_of(value: Any) -> str:
 
 
 def learnt(folder: Path) -> dict[str, str]:
-    """Returns the sha256 of each part of a finished run's result, by name."""
+    """Returns SHA-256 checksums of a finished run's weights, optimizer state, scores and metrics, by name."""
     state = torch.load(folder / "last.pth", weights_only=True)
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     logged = [{name: value for name, value in record.items() if name not in TIMES} for record in records]

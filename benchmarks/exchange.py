@@ -5,8 +5,8 @@
 Two processes run the default model's training step in five variants, which alternate in blocks of steps: without any
 exchange; waiting for the other process once per step, without exchanging data; a hand-written loop with
 DistributedDataParallel; Lockstep's step; Lockstep's step with `--parts 2`, one part per process. Processes that wait
-for each other are as slow as the slower process, and the speed of a shared machine's cores varies, so no variant with
-an exchange can be faster than the second.
+for each other are as slow as the slower process, and the speed of a shared machine's cores varies, so no variant that
+exchanges data can be faster than the second variant.
 """
 
 import argparse
@@ -53,7 +53,7 @@ Step = Callable[[], None]
 
 
 def shuffled_batches(task: HarTask, rank: int) -> Iterator[WeightedBatch]:
-    """Repeats a few batches in memory."""
+    """Returns an endless iterator over a few batches in memory."""
     dataset = task.splits()["train"]
     order = EpochOrder(0, 0, 0, len(dataset)).take(0, len(dataset))[rank::WORLD_SIZE]
     keys = [SampleKeys(order[i * BATCH_SIZE : (i + 1) * BATCH_SIZE], epoch=0) for i in range(NUM_BATCHES)]
@@ -66,7 +66,7 @@ def optimized(model: nn.Module) -> tuple[torch.optim.Optimizer, list[Tensor]]:
 
 
 def lockstep_step(task: HarTask, strategy: Strategy, batches: Iterator[WeightedBatch]) -> Step:
-    """Runs the trainer's step, and exchanges the weight of the next accumulation window as the trainer's loop does."""
+    """Returns the trainer's step, which also sums the next accumulation window's weight over the processes."""
     precision = Precision("off", torch.float32, CPU)
     objective = strategy.place(task.build_objective, task.blocks, complete=lambda _: None)
     net = in_precision(objective, precision)
@@ -90,7 +90,7 @@ def lockstep_step(task: HarTask, strategy: Strategy, batches: Iterator[WeightedB
 
 
 def waiting_step(alone: Step, rank: int, counters: Tensor) -> Step:
-    """Runs a step, then waits until the other process has run as many. counters: numbers of steps, in shared memory."""
+    """Returns a step that ends when the other process has run as many steps. counters: steps done, in shared memory."""
 
     def step() -> None:
         alone()
@@ -108,7 +108,7 @@ def under_ddp(objective: Objective) -> nn.Module:
 
 
 def bare_step(model: nn.Module, batches: Iterator[WeightedBatch]) -> Step:
-    """Runs the step of a hand-written loop. model: a wrapped objective."""
+    """Returns the step of a hand-written loop. model: objective wrapped in DDP or FSDP."""
     optimizer, params = optimized(model)
 
     def step() -> None:
@@ -151,7 +151,7 @@ def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
 
 
 def in_turns(steps: Mapping[str, Step], rounds: int, strategy: Strategy) -> dict[str, Tensor]:
-    """Returns wall-clock and CPU seconds per step of each variant, (rounds, 2), averaged over the processes."""
+    """Alternates variants; returns wall-clock and CPU seconds per step, (rounds, 2), averaged over processes."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for _ in range(WARM_UP_ROUNDS + rounds):
         for name, step in steps.items():
@@ -171,9 +171,9 @@ def block_s(step: Step) -> tuple[float, float]:
 
 
 def measured(measure: Callable[..., int], description: str | None) -> dict:
-    """Runs `measure(environment, folder, rounds)` in two processes; returns the contents of its result.json.
+    """Parses `--rounds`, runs `measure` in two processes, and returns the contents of its result.json.
 
-    description: help text of the command line, which sets rounds.
+    description: text for `--help`.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60, help="blocks of steps per variant, at least 1")

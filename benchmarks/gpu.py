@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 MACHINE = "machine"
-"""Part that always runs first, because results of other parts need its description of the machine."""
+"""Part that always runs first; describes the machine that produces the results of all parts."""
 PARTS = {
     MACHINE: 3.0,
     "exact": 4.0,
@@ -108,7 +108,7 @@ class Results:
         self._write()
 
     def add(self, part: str, found: Mapping[str, Any]) -> None:
-        """Adds a result of a part. found: see `Report`."""
+        """Adds a result of a part. found: name and value, and for a check whether it holds."""
         name, fails = found["name"], found.get("holds") is False
         self._parts[part]["figures"][name] = found["value"]
         if fails:
@@ -228,7 +228,7 @@ def be_part(name: str, device: str, is_small: bool, folder: Path) -> int:
 
 def end_with_parent() -> None:
     """Exits when standard input closes, which happens when the parent process ends."""
-    os.read(0, 1)  # sys.stdin would hold a lock, for which forked workers would wait
+    os.read(0, 1)  # sys.stdin would hold a lock for which forked workers wait
     os.killpg(os.getpid(), signal.SIGKILL)
 
 

@@ -1,10 +1,10 @@
-"""Compares the HAR models under one protocol: all training subjects, equal epochs, one test score per seed.
+"""Compares the models of --task har under one protocol: all training subjects, 20 epochs, one test score per seed.
 
     python benchmarks/har_models.py --data-dir "UCI HAR Dataset.zip"
 
 Each row of the printed Markdown table runs `python main.py --refit --epochs 20 --seeds N ...` in a folder of its own,
-so an interrupted benchmark resumes. The column of seconds is the median training time of a seed on one thread, without
-evaluation.
+so an interrupted benchmark resumes. The last column is the median training time of a seed, in seconds on one thread,
+without evaluation.
 """
 
 import argparse
@@ -29,7 +29,6 @@ ROWS: Mapping[str, Sequence[str]] = {
 
 
 def main() -> None:
-    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, required=True, help="folder or zip of UCI HAR")
     parser.add_argument("--save-dir", type=Path, default=Path("checkpoints/har_models"), help="folder for all runs")

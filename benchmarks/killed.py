@@ -3,8 +3,8 @@
     pip install matplotlib
     python benchmarks/killed.py --output docs/killed.svg
 
-The script draws the losses of both runs, which train on the CPU with `--parts 4` and with any further flags. The exit
-status is 1 if any bit of model, optimizer state, test scores or metrics differs.
+The script draws the losses of both runs, which train on the CPU with `--parts 4` and any further flags that you give.
+The exit status is 1 if any bit of model, optimizer state, test scores or metrics differs.
 """
 
 import argparse
@@ -30,14 +30,13 @@ STARTS = ((4, 60), (2, 140), (1, 230), (4, 330), (2, None))
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
-    """Returns logged steps and their training losses."""
     lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
     records = [json.loads(line) for line in lines if line.endswith("}")]
     return [(record["step"], record["train/loss"]) for record in records if record["event"] == "step"]
 
 
 def train(folder: Path, num_processes: int, kill_at: int | None, argv: list[str]) -> list[tuple[int, float]]:
-    """Starts or resumes training, with SIGKILL at step kill_at, if any; returns the losses that this start logged."""
+    """Starts or resumes training, kills it at step kill_at, if given, and returns the losses that this start logged."""
     before = dict(losses(folder))
     program = ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", str(num_processes)]
     command = [sys.executable, *program, "--device", "cpu", *FLAGS, *argv, "--save-dir", str(folder)]

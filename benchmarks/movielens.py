@@ -2,11 +2,11 @@
 
     python benchmarks/movielens.py --data-dir ml-1m.zip --save-dir checkpoints/movielens --jobs 2
 
-Each run is a printed command line of main.py, on one thread, in a folder of its own. Running the benchmark again
-resumes interrupted runs and reads finished runs. Each column of the table has the test score of the epoch whose
-validation score is best by the column's metric; only checkpoints of these epochs are kept. Metrics with a hundred
-negatives are computed as in SASRec's code (sampled) and as in TiSASRec's code (unseen); sampled metrics choose the
-epoch of both. The last printed line is a JSON object.
+Each run is a command of main.py, which the script prints. A run uses one thread and a folder of its own. Running the
+benchmark again resumes interrupted runs and reads finished runs. Each column of the table has the test score of the
+epoch whose validation score is best by the column's metric; only checkpoints of these epochs are kept. Metrics with a
+hundred negatives are computed as in SASRec's code (sampled) and as in TiSASRec's code (unseen); the sampled metric
+chooses the epoch of both. The last printed line is a JSON object.
 """
 
 import argparse
@@ -103,7 +103,6 @@ def scores(run: Path) -> dict[str, Any]:
 
 
 def validations(events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Returns the events of validated epochs, by epoch."""
     return {event["epoch"]: event for event in events if "val/ndcg@10" in event}
 
 

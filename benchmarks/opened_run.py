@@ -16,7 +16,7 @@ from trainer.parallel.strategy import SingleDevice
 def opened_run(folder: Path, argv: Sequence[str], device: str = "cpu", keeps_memory: bool = True) -> Run:
     """Opens a run in a folder, on a GPU or on one CPU thread. argv: further flags.
 
-    keeps_memory: whether to keep freed CPU memory, as a run does; see `keep_freed_memory`.
+    keeps_memory: whether the process keeps freed CPU memory for later allocations, as a run does.
     """
     threads = ["--num-threads", "1"] if device == "cpu" else []
     argv = ["--save-dir", str(folder), "--device", device, *threads, *argv]

@@ -92,8 +92,6 @@ class Terminal(io.StringIO):
 
 
 class BareLoop:
-    """Hand-written training loop for this model and data."""
-
     def __init__(self, run, folder: Path) -> None:
         splits = run.task.splits()
         self.train_x, self.train_y = map(torch.tensor, everything(splits["train"]))
@@ -109,7 +107,7 @@ class BareLoop:
         self.total_epochs = run.plan.epochs
 
     def steps(self) -> Iterator[None]:
-        """Trains without end, and yields after each step."""
+        """Trains for all epochs, and yields after each step."""
         for epoch in range(self.total_epochs):
             self.model.train()
             total_loss = torch.zeros(())
@@ -133,7 +131,6 @@ class BareLoop:
                 yield
 
     def end_epoch(self) -> None:
-        """Evaluates the model and saves a checkpoint."""
         self.evaluate()
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         torch.save(state, self.folder / "bare.pth")
@@ -166,8 +163,8 @@ def build_lockstep(folder: Path, num_epochs: int):
 class Turns:
     """Alternates blocks of steps of train() and the hand-written loop, and records the times of the blocks.
 
-    Blocks take a tenth of a second, because the speed of a machine changes from second to second. wait: waits for the
-    device at the end of a block.
+    Blocks are short, because the speed of a machine changes from second to second. wait: waits for the device at the
+    end of a block.
     """
 
     def __init__(self, run, bare, wait: Callable[[], None] = lambda: None) -> None:

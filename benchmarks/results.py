@@ -69,8 +69,6 @@ def main() -> None:
 
 
 def write(command: str, result: dict[str, Any]) -> None:
-    """Replaces a table in the current version of the document."""
-
     def replaced(match: re.Match[str]) -> str:
         if match["command"] != command:
             return match[0]

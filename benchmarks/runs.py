@@ -1,4 +1,4 @@
-"""Runs of main.py that a benchmark compares, each in a folder of its own; finished runs are only read."""
+"""Starts and resumes the runs of main.py that a benchmark compares, each in a folder of its own."""
 
 import shlex
 import subprocess
@@ -15,7 +15,6 @@ def folder(save_dir: Path, row: str, seed: int) -> Path:
 
 
 def main_py(*arguments: str) -> str:
-    """Returns the output of a command line of main.py."""
     return subprocess.run(
         [sys.executable, "main.py", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
     ).stdout

@@ -42,7 +42,7 @@ SEQUENCES = {
     "ml-1m, 2,000 users": ("ml-1m/ml-1m_complete_order.txt.gz", 2000),
     "ml-1m": ("ml-1m/ml-1m_complete_order.txt.gz", None),
 }
-"""Files in the folder LOCKSTEP_DATA, and the number of users to take from each."""
+"""Files in the folder LOCKSTEP_DATA, and the number of users to take from each (None: all)."""
 CATALOGUES = {"music": MUSIC, "book": "mcclk_book", "lfm1m": "kgat/lfm1m.zip"}
 
 

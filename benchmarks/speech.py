@@ -2,9 +2,9 @@
 
     python benchmarks/speech.py --save-dir checkpoints/speech --fsdd recordings.tar.gz --yesno waves_yesno.tar.gz
 
-Each run is a printed command line of main.py, on one thread, in a folder of its own. Running the benchmark again
-resumes interrupted runs and reads finished runs. CPU seconds include data loading and evaluations. The last printed
-line is a JSON object.
+Each run is a command of main.py, which the script prints. A run uses one thread and a folder of its own. Running the
+benchmark again resumes interrupted runs and reads finished runs. CPU seconds include data loading and evaluations. The
+last printed line is a JSON object.
 """
 
 import argparse
@@ -54,7 +54,6 @@ def main() -> None:
 
 
 def runs(fsdd: str | None, yesno: str | None) -> dict[str, str]:
-    """Returns the flags of each run by name."""
     found = {"generated": ""}
     if fsdd is not None:
         found["known speakers"] = f"--data-dir {shlex.quote(fsdd)} {KNOWN}"
@@ -76,7 +75,7 @@ def run(save_dir: Path, name: str, flags: str) -> dict[str, Any]:
         process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         own.mkdir(parents=True, exist_ok=True)
-        with open(own / CPU_SECONDS, "a") as file:  # an interrupted run has a line per start
+        with open(own / CPU_SECONDS, "a") as file:  # one line for each start of the run
             file.write(f"{usage.ru_utime + usage.ru_stime:.1f}\n")
         if status != 0:
             raise SystemExit(f"{name}: ended with status {os.waitstatus_to_exitcode(status)}")
@@ -88,7 +87,6 @@ def run(save_dir: Path, name: str, flags: str) -> dict[str, Any]:
 
 
 def plain_names(metrics: dict[str, float]) -> dict[str, Any]:
-    """Removes the name of the split from the names of metrics."""
     return {name.rpartition("/")[2]: value for name, value in metrics.items()}
 
 

@@ -60,9 +60,9 @@ MEASURES = ("auc", "accuracy", "log_loss", "ece")
 
 @dataclass(frozen=True)
 class Source:
-    """Source of a table. file: name in --data-dir. drop: columns that are leaks or ids.
+    """Source of a table. file: name in --data-dir. drop: columns that leak the label or identify rows.
 
-    join: function from label values to the classes to predict, (n,); None for no change. keep: the last class to keep.
+    join: maps label values to the classes to predict, (n,). keep: last class to keep, in alphabetical order.
     """
 
     file: str
@@ -81,7 +81,7 @@ def terciles(values: np.ndarray) -> np.ndarray:
 
 
 def quality(values: np.ndarray) -> np.ndarray:
-    """Converts wine quality to three classes, up to 5, 6, and from 7 on, because high and low grades are rare."""
+    """Converts wine quality to three classes (up to 5, 6, and 7 or more), because high and low grades are rare."""
     return np.clip(values, 5, 7) - 5
 
 
@@ -124,7 +124,6 @@ Method = Callable[[Problem], np.ndarray]
 
 
 def problems(source: Source, folder: Path, seeds: Sequence[int]) -> Iterator[Problem]:
-    """Yields a problem for each seed."""
     table = read_table(folder / source.file)
     labels = class_labels(table, source.label)
     columns = [column.typed() for column in table.without([source.label, *source.drop]).columns]
@@ -142,7 +141,7 @@ def problems(source: Source, folder: Path, seeds: Sequence[int]) -> Iterator[Pro
 
 
 def generated(family: int, seeds: Sequence[int]) -> Iterator[Problem]:
-    """Yields a table of a family of other_generators.py for each seed, with numeric columns only."""
+    """Yields a generated table with numeric columns for each seed. family: index in FAMILIES."""
     tables = OtherTables(GENERATOR_SEED, len(FAMILIES) * (max(seeds) + 1), NUM_TRAIN, NUM_TEST)
     for seed in seeds:
         batch = tables.__getitems__(SampleKeys(np.array([family + len(FAMILIES) * seed]), 0))
@@ -155,7 +154,7 @@ def is_boolean(column: Column) -> bool:
 
 
 def split(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns training rows and test rows, with each class in proportion to its size and at least three rows."""
+    """Returns training rows and test rows, with rows of each class in proportion to its size, but at least three."""
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(labels))
     train, test = [], []
@@ -265,7 +264,6 @@ def tuned(strategy: Strategy, epochs: int, weights: Path, num_estimators: int) -
 
 
 def network(path: Path) -> TabularModel:
-    """Loads the model of a --task tabular checkpoint."""
     return cast(TabularModel, model_of(find_weights(path.parent, {"--weights": path}, print), TabularTask))
 
 
@@ -281,7 +279,7 @@ class Record:
         self._known = {tuple(key): result for key, result in map(json.loads, lines)}
 
     def get(self, key: tuple[str, str, int], measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Returns the result of key (method, table, seed); calls measure and stores its result if it is missing."""
+        """Returns the stored result of key (method, table, seed); if none is stored, measures and stores it."""
         if key not in self._known:
             self._known[key] = measure()
             if self._path is not None:

@@ -31,7 +31,7 @@ def fields(path: Path) -> Iterator[list[str]]:
 
 
 def files(folder: Path, *patterns: str) -> list[Path]:
-    """Returns the files in a folder with names like any of the patterns. Exits with a message if there are none."""
+    """Returns the files in a folder whose names match a pattern. Exits with a message if there are none."""
     found = sorted(path for pattern in patterns for path in folder.glob(pattern))
     return found or sys.exit(f"{folder}: contains no {' or '.join(patterns)}; pass the folder with these files")
 
@@ -91,7 +91,7 @@ def users(path: Path) -> None:
 
 
 def pamap2(folder: Path) -> None:
-    """Writes pamap2/101.csv, ... from subject101.dat, ...: 100 rows per second; activity 0 means none."""
+    """Writes pamap2/101.csv, ... from subject101.dat, ..., at 100 rows per second; activity 0 means none."""
     names = ["subject", "activity", "time", *channels(("hand", "chest", "ankle"), ("acc", "acc6", "gyro", "mag"))]
     for path in files(folder, "subject*.dat"):
         subject = re.findall(r"\d+", path.name)[-1]
@@ -104,7 +104,7 @@ def pamap2(folder: Path) -> None:
 
 
 def mhealth(folder: Path) -> None:
-    """Writes mhealth/1.csv, ... from mHealth_subject1.log, ...: 50 rows per second; label 0 means none."""
+    """Writes mhealth/1.csv, ... from mHealth_subject1.log, ..., at 50 rows per second; label 0 means none."""
     names = ["subject", "activity", *(f"chest_acc_{axis}" for axis in "xyz"), "ecg_1", "ecg_2"]
     names += channels(("ankle", "arm"), ("acc", "gyro", "mag"))
     for path in files(folder, "mHealth_subject*.log"):
@@ -114,7 +114,7 @@ def mhealth(folder: Path) -> None:
 
 
 def opportunity(folder: Path) -> None:
-    """Writes opportunity/S1-ADL1.csv, ... from S1-ADL1.dat, ...: 30 rows per second.
+    """Writes opportunity/S1-ADL1.csv, ... from S1-ADL1.dat, ..., at 30 rows per second.
 
     Keeps the five inertial units of the jacket (columns 38 to 102 of column_names.txt) and the modes of locomotion
     (column 244).
@@ -132,9 +132,9 @@ def opportunity(folder: Path) -> None:
 
 
 def wisdm(folder: Path) -> None:
-    """Writes wisdm.csv from WISDM_ar_v1.1_raw.txt, or from data_1600_accel_phone.txt, ...: 20 rows per second.
+    """Writes wisdm.csv from WISDM_ar_v1.1_raw.txt, or from data_1600_accel_phone.txt, ..., at 20 rows per second.
 
-    Ignores lines that lack a value.
+    Ignores lines that lack a value or have time 0.
     """
     number = r"(-?\d+(?:\.\d+)?(?:E-?\d+)?)"
     row = re.compile(rf"(\d+),(\w+),(\d+),{number},{number},{number}\s*,?;")

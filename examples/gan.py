@@ -98,6 +98,6 @@ class Gan(Task):
         return [{"params": getattr(objective.model, phase).parameters()}]
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Returns the share of points near a spot, and the number of spots with over a quarter of an equal share."""
+        """Returns the share of points near a spot, and the number of spots with more than 1/32 of all points nearby."""
         found = sums["per_spot"] > sums["weight"] / NUM_SPOTS / 4
         return {"near": float(sums["near"] / sums["weight"]), "spots": float(found.sum())}

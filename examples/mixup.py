@@ -1,4 +1,4 @@
-"""Mixup, which trains on mixtures of two spiral points; the sample's key determines the second point and the shares.
+"""Mixup, which trains on mixtures of two spiral points; epoch and index determine the second point and the shares.
 
 python main.py --task examples/mixup.py:MixedSpirals --epochs 5
 """
@@ -15,7 +15,7 @@ from lockstep import Batch, KeyedDataset, Objective, SampleKeys, Sums, random_bi
 
 
 class Mixed:
-    """Data set of mixtures of two samples, which depend neither on batches and devices nor on resuming."""
+    """Data set of mixtures of two samples; batches, devices and resuming do not change the mixtures."""
 
     def __init__(self, data: SpiralData, seed: int) -> None:
         self.data, self.seed = data, seed

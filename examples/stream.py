@@ -18,12 +18,12 @@ import lockstep
 
 
 class Transcriber:
-    """Returns the text that each chunk of audio completes; a symbol is complete in its first frame."""
+    """Transcribes audio chunk by chunk; a symbol is complete in its first frame."""
 
     def __init__(self, model: Any, symbols: list[str], separator: str = "") -> None:
         """Creates the transcriber. symbols: all symbols but the blank. separator: text after each symbol."""
         self.model, self.symbols, self.separator = model, ["", *symbols], separator
-        self.state: Any = None  # of the model's stream
+        self.state: Any = None  # state after the last chunk
         self.last = 0
 
     @torch.inference_mode()
@@ -55,7 +55,7 @@ def load_transcriber(run: Path) -> Transcriber:
 
 
 def read_wav(path: Path, sample_rate: int) -> Tensor:
-    """Reads a wav file, (samples,) in [-1, 1], averaging its channels; raises UserError."""
+    """Reads a wav file as (samples,) in [-1, 1], averaging its channels. Raises UserError for an unsuitable file."""
     try:
         with wave.open(str(path)) as file:
             if (file.getsampwidth(), file.getframerate()) != (2, sample_rate):

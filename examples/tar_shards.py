@@ -59,7 +59,7 @@ class Headers(io.BufferedReader):
 
 
 def members(file: Headers) -> Iterator[tuple[str, str, int, int]]:
-    """Yields key, field, first byte and size of each file in a tar; raises tarfile.ReadError."""
+    """Yields key, field, first byte and size of each file in a tar. Raises tarfile.ReadError if the tar is damaged."""
     length = os.fstat(file.fileno()).st_size
     with tarfile.open(fileobj=file, mode="r:") as archive:
         for member in archive:
@@ -76,7 +76,7 @@ def members(file: Headers) -> Iterator[tuple[str, str, int, int]]:
 
 
 def index_of(path: Path) -> dict[str, np.ndarray]:
-    """Returns spans, (n, 2, 2) int64: the first byte and the size of each field of each sample. Raises UserError."""
+    """Returns "spans", (n, 2, 2) int64: first byte and size of each sample's fields. Raises UserError if it cannot."""
     spans = []
     try:
         with Headers(io.FileIO(path), tarfile.BLOCKSIZE) as file:
@@ -94,7 +94,7 @@ def index_of(path: Path) -> dict[str, np.ndarray]:
 
 
 class Shard:
-    """Open shard, whose samples are read by number. spans: see `index_of`."""
+    """Open shard, whose samples are read by number. spans: (n, 2, 2), result of `index_of`."""
 
     def __init__(self, path: Path, spans: np.ndarray) -> None:
         self.path, self.spans = path, spans
@@ -135,7 +135,6 @@ class TarSamples:
         self._opened = lru_cache(maxsize=2)(lambda shard: Shard(paths[shard], self._spans(paths[shard])))
 
     def _spans(self, path: Path) -> np.ndarray:
-        """Returns the spans of a shard, memory-mapped from the cache."""
         status = path.stat()
         stamp = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
         key = f"tar-{blake2b(stamp.encode(), digest_size=16).hexdigest()}"

@@ -262,7 +262,7 @@ class HarTask(Task):
 
     @cached_property
     def _encoding(self) -> Standardised | None:
-        """Model with a frozen encoder that computes all features before training; None if features can change."""
+        """Model whose frozen encoder computes all features once, before training; None if features can change."""
         config: HarFlags = self.config
         if not config.no_augmentation or not config.freeze_encoder:
             return None
@@ -329,7 +329,7 @@ class HarTask(Task):
         return WindowFormat(tuple(own["channels"]), tuple(own["classes"]), length, hop, rate_hz)
 
     def describe_data(self) -> Mapping[str, Any]:
-        """Returns the channels and classes of the user's own recordings, and a sample rate detected from timestamps."""
+        """Returns channels and classes of own recordings, and a sampling rate that was detected and is not 50 Hz."""
         if not self._has_own:
             return {}
         return self.data_facts or self._facts_of_own
@@ -338,7 +338,7 @@ class HarTask(Task):
     def _facts_of_own(self) -> Mapping[str, Any]:
         recordings, told_hz = self._recordings, self._own.rate_hz
         facts: dict[str, Any] = {"channels": list(recordings.channels), "classes": list(recordings.classes)}
-        # Resuming requires equal facts, and older runs recorded no rate, so the default rate is omitted.
+        # Runs of older versions recorded no rate, and resuming requires equal facts, so the default rate is omitted.
         if self.config.rate is None and told_hz is not None and not is_same_rate(told_hz, WindowFormat.rate_hz):
             facts["rate_hz"] = usual_rate_hz(told_hz)
         return facts
@@ -393,7 +393,6 @@ class HarTask(Task):
         return HarObjective(Standardised(network, size[0]), config.label_smoothing)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Returns the blocks of the network."""
         network = model.get_submodule("network")
         assert isinstance(network, HarNet | TinyHar | DeepConvLstm)
         return network.blocks

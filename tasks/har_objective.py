@@ -21,7 +21,7 @@ ENCODING_BATCH_SIZE = 256
 
 
 class HarObjective(Objective):
-    """Computes label-smoothed cross-entropy in training; plain cross-entropy and a confusion matrix in evaluation.
+    """Computes label-smoothed cross-entropy in training, and cross-entropy and a confusion matrix in evaluation.
 
     A HarNet contains several networks (members): training averages their losses, evaluation their probabilities.
     """
@@ -33,7 +33,7 @@ class HarObjective(Objective):
         self.label_smoothing = label_smoothing
 
     def member_logits(self, batch: Batch) -> Tensor:
-        """Returns logits (B, num_members, C), for precomputed "features" if the batch has them, else for signals."""
+        """Returns logits (B, num_members, C), from "features" if the batch has them, otherwise from "signals"."""
         network = self.model.network
         if not isinstance(network, HarNet):
             return self.model(batch["signals"]).unsqueeze(1)

@@ -50,7 +50,7 @@ def panels_of(channels: Sequence[str]) -> Panels:
 
 
 def block_height(num_panels: int) -> int:
-    """Returns the height, in pixels, that each window takes in the picture."""
+    """Returns the height of a window in the picture, in pixels."""
     return TITLE_HEIGHT + num_panels * PANEL_HEIGHT + GAP
 
 
@@ -80,7 +80,7 @@ def draw_windows(
 def _draw_verdict(
     draw: ImageDraw.ImageDraw, corner: tuple[float, float], predicted: str, confidence: float, true: str
 ) -> None:
-    """Draws a prediction as two lines of text. corner: upper left corner."""
+    """Draws a prediction as two lines of text. corner: their upper left corner."""
     x, y = corner
     is_right = predicted == true
     draw.text((x, y), drawable(predicted), BLUE if is_right else VERMILION, font(MEDIUM))

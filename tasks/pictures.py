@@ -61,7 +61,7 @@ def draw_bars(names: Sequence[str], shares: Sequence[float]) -> np.ndarray:
 
 
 def _shortened(name: str) -> str:
-    """Returns the name, or "..." and the longest end of the name that fit into WIDEST_NAME pixels."""
+    """Returns a name if it fits into WIDEST_NAME pixels, otherwise "..." and as much of its end as fits."""
     parts = (name, *(f"...{name[start:]}" for start in range(len(name))))
     return next(part for part in parts if font(SMALL).getlength(part) <= WIDEST_NAME)
 
@@ -82,7 +82,7 @@ def draw_confusion_matrix(counts: Tensor, classes: Sequence[str]) -> np.ndarray:
     longest = max((medium.getlength(line) for name in names for line in name.split("\n")), default=0)
     left = top = int(longest) + MEDIUM + 3 * GAP
     width, height = max(left + side + GAP, WIDTH), top + side + GAP
-    # the text that will be vertical is drawn before the picture is rotated
+    # vertical text is drawn horizontally, and then the picture is rotated
     image = Image.new("RGB", (height, width), WHITE)
     draw = ImageDraw.Draw(image)
     draw.text((height - top - side / 2, GAP / 2), "true", GREY, medium, anchor="ma")

@@ -24,7 +24,7 @@ _MOST_PAIRS, _MOST_INTERACTIONS = 10**9, 2 * 10**7
 
 
 class RecommenderTask(Task):
-    """Task that can also fit simple models. The monitored validation metric selects the settings of a simple model."""
+    """Recommendation task that can also fit simple models, whose settings the monitored validation metric selects."""
 
     simple_models: ClassVar[tuple[str, ...]] = ()
     """Names of the models in `SIMPLE_MODELS` that the task supports."""
@@ -38,12 +38,12 @@ class RecommenderTask(Task):
 
     @abstractmethod
     def simple_objective(self, kind: str) -> Objective:
-        """Returns an objective whose `model` is an unfitted SimpleRecommender of this kind."""
+        """Returns an objective whose `model` is an unfitted SimpleRecommender. kind: its name in `SIMPLE_MODELS`."""
 
     @cached_property
     @abstractmethod
     def evaluation_key(self) -> tuple[object, ...]:
-        """Cache key with everything that determines a fitted model's scores: data, split and evaluation settings."""
+        """Key of cached scores; contains all that determines the scores of a fitted model: data, split and settings."""
 
     def initialise(self, objective: Objective) -> None:
         if isinstance(objective.model, SimpleRecommender):
@@ -102,7 +102,7 @@ class RecommenderTask(Task):
         return {kind: Baseline(self._scores_of(kind, histories), self._flags_of(kind)) for kind in kinds}
 
     def _flags_of(self, kind: str) -> str:
-        """Returns the command-line flags for a simple model: `--model`, and the given flags that apply to it."""
+        """Returns flags for a simple model: `--model`, and the flags from the command line that apply to this model."""
         config = self.config
         given = [
             option.as_typed(getattr(config, field))

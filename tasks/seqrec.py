@@ -176,7 +176,6 @@ class SeqrecFlags(FlagGroup):
 
     @property
     def uses_times(self) -> bool:
-        """Whether the model uses the times of interactions."""
         return self.model == "tisasrec"
 
     @property
@@ -193,7 +192,7 @@ class SeqrecFlags(FlagGroup):
 
     @property
     def negatives(self) -> Negatives | None:
-        """Number and kind of negatives that the loss needs for each training sample; None for full softmax."""
+        """Number of negatives per sample, and whether each position has its own; None for full softmax."""
         if self.loss == "ce":
             return None
         if self.loss == "bce":
@@ -351,7 +350,6 @@ class SeqrecTask(RecommenderTask):
         return SeqrecObjective(model, config.ks, config.loss, config.gbce_calibration, config.l2_emb)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Returns the model's transformer blocks."""
         return list(model.blocks) if isinstance(model, SequentialRecommender) else ()
 
     def exported(self, objective: Objective, batch: Batch) -> Exported:
@@ -365,7 +363,7 @@ class SeqrecTask(RecommenderTask):
 
         hr, ndcg and mrr rank the true item among all items; sampled_hr, sampled_ndcg and sampled_mrr rank the true item
         among 100 random items. Tied items share their mean rank. coverage is the share of items that are recommended to
-        at least one user. popularity is the mean over recommendations of the share of users with the item in training.
+        at least one user. popularity is the mean share of users who have a recommended item in training.
         """
         weight, cutoffs = sums["weight"], self.config.ks
         if "loss" in sums:

@@ -39,13 +39,13 @@ class SeqrecObjective(Objective):
         calibration: float = 0.0,
         l2: float = 0.0,
     ) -> None:
-        """Creates the objective. ks: values of k in metrics @k. calibration: for "gbce". l2: L2 penalty's weight."""
+        """ks: cut-offs of the ranking metrics. calibration: parameter t of "gbce". l2: weight of the L2 penalty."""
         super().__init__(model)
         self._ks, self._kind, self._calibration, self.l2 = ks, loss, calibration, l2
         self._cuts_by_length = True
 
     def call_equally(self) -> None:
-        """Disables splitting by length, so that each batch takes a single model call."""
+        """Disables splitting batches by length, so that each batch takes a single model call."""
         self._cuts_by_length = False
 
     def forward(self, batch: Batch, phase: str = "train") -> Sums:
@@ -83,7 +83,7 @@ class SeqrecObjective(Objective):
         return best.values, best.indices
 
     def _places(self, batch: Batch) -> Sums:
-        """Sums ranking metrics of the true item, among all items and among random items; counts recommendations."""
+        """Sums the true item's ranking metrics among all and among random items; counts each item's recommendations."""
         scores = self._scores(batch)
         target = batch["target"].unsqueeze(1)
         of_target = scores.gather(1, target).squeeze(1)

@@ -233,7 +233,7 @@ class SpeechTask(Task):
 
     @cached_property
     def corpus(self) -> Corpus:
-        """Recordings with transcripts. Raises UserError for unusable data."""
+        """Recordings with transcripts. Raises UserError if the data are unusable."""
         config: SpeechFlags = self.config
         if config.data_dir is None:
             return load_synthetic_corpus(self.cache_dir)
@@ -258,7 +258,7 @@ class SpeechTask(Task):
         if config.alphabet is not None:
             return Alphabet.from_file(config.alphabet, config.units)
         transcripts = self.corpus.transcripts
-        joined = [" ".join(transcripts[:2])] * (config.strings is not None)  # spaces occur only in joined transcripts
+        joined = [" ".join(transcripts[:2])] * (config.strings is not None)  # they contain spaces
         return Alphabet.from_transcripts([*transcripts, *joined], config.units)
 
     def describe_data(self) -> Mapping[str, Any]:
@@ -475,7 +475,6 @@ class SpeechTask(Task):
         return metrics if "said" not in sums else metrics | error_rates(*self._texts(sums))
 
     def _texts(self, sums: dict[str, Tensor]) -> tuple[list[str], list[str]]:
-        """Returns the reference texts and the decoded texts."""
         return self._read(sums["said"]), self._read(sums["decoded"])
 
     def _read(self, ids: Tensor) -> list[str]:

@@ -22,7 +22,7 @@ from trainer.task import Objective, Outputs, PerSample
 _TRIED = 64
 """Number of most probable symbols that beam search tries in each frame."""
 _MASKS = {"freq_masks", "time_masks"}
-"""Batch entries that differ between two augmented views of an utterance; dropout also differs."""
+"""Batch entries that differ between the two augmented copies of an utterance; dropout also differs."""
 
 
 class SpeechObjective(Objective):
@@ -33,8 +33,8 @@ class SpeechObjective(Objective):
     def __init__(
         self, model: SpeechRecogniser, decode: Callable[[Recognised], Tensor], longest: int, consistency: float = 0.0
     ) -> None:
-        """Creates the objective. decode: returns each utterance's symbols, padded with 0. longest: largest number of
-        symbols of a text in evaluation. consistency: weight of the divergence between predictions for two augmented
+        """decode: returns each utterance's symbols, padded with 0. longest: largest number of symbols of a text in
+        evaluation. consistency: weight of the divergence between predictions for two augmented
         views of each training utterance; 0 uses one view.
         """
         super().__init__(model)
@@ -76,7 +76,7 @@ class SpeechObjective(Objective):
 
 
 class AlignedText(NamedTuple):
-    """Symbols of an utterance, and the frames of each symbol. ids: (U,) int64."""
+    """Decoded symbols of an utterance, ids (U,) int64, with the frames of each symbol."""
 
     ids: np.ndarray
     aligned: Aligned

@@ -109,7 +109,7 @@ class Word(NamedTuple):
 def timed_words(text: AlignedText, alphabet: Alphabet, frame_s: float, duration_s: float) -> list[Word]:
     """Groups the symbols of a text into words with times. frame_s: seconds per frame.
 
-    duration_s: length of the recording in seconds; times are limited to it, because the last frame may end later.
+    duration_s: length of the recording in seconds; times do not exceed it, although the last frame may end later.
     """
     words: list[Word] = []
     begins = True

@@ -205,7 +205,7 @@ class TabularFlags(FlagGroup):
 
 
 class Known(NamedTuple):
-    """Rows of a table, encoded as numbers, with known classes.
+    """Rows of a table with known classes, encoded as numbers.
 
     features: (n, m) float32. labels: (n,) int64.
     """
@@ -323,7 +323,7 @@ class TabularTask(Task):
         return tables
 
     def _labelled(self, table: Table) -> Known:
-        """Encodes a held-out table's rows with classes that occur in --data-dir, and adds notes on other rows."""
+        """Encodes the rows of a held-out table whose classes occur in --data-dir, and adds notes on its other rows."""
         labels = self._table.labels
         column = named_column(table, labels.name, "--label").with_one_text_a_category()
         values = class_numbers(column, labels.classes)
@@ -428,7 +428,7 @@ class TabularTask(Task):
         return ConsecutiveBatches(self.num_samples(phase), global_batch_size)
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """Returns indices of the largest consecutive synthetic tables; problems from a user's table have one size."""
+        """Returns indices of the largest consecutive synthetic tables; problems of a user's table have equal sizes."""
         tables = self.splits()["train"]
         if isinstance(tables, PriorTables):
             return tables.largest(epoch, count)
@@ -551,7 +551,7 @@ class TabularTask(Task):
         return Exported(model, inputs, model(**inputs), {"context": table, "labels": (1,), "queries": table})
 
     def _with_context(self, rows: Tensor) -> Batch:
-        """Builds a classification problem per row: known rows as context, the row and its predecessor as queries."""
+        """Builds a problem for each row, with known rows as context; the row and its predecessor are the queries."""
         features, labels = (torch.from_numpy(values[:_EXPORT_ROWS]).to(rows.device) for values in self._known)
         return {
             "context": features.to(rows.dtype).repeat(len(rows), 1, 1),

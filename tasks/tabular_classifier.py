@@ -140,7 +140,7 @@ class TabularClassifier:
         self._check_parameters()
         table = _table(X)
         classes, labels = _classes(y, table.num_rows)
-        for learned in ("classes_", "feature_names_in_"):  # if this call fails, nothing of an earlier fit remains
+        for learned in ("classes_", "feature_names_in_"):  # so that nothing of an earlier fit remains on failure
             self.__dict__.pop(learned, None)
         self.n_features_in_ = len(table.columns)
         if hasattr(X, "columns"):

@@ -32,10 +32,10 @@ class TabularObjective(Objective):
         super().__init__(model)
         self._answer = answer
         self._cuts_evaluation = True
-        self._merged: list[nn.Module] = []  # a list, so that it is not a submodule
+        self._merged: list[nn.Module] = []  # a list hides the module from PyTorch, so that it is not a submodule
 
     def call_equally(self) -> None:
-        """Disables splitting, so that each batch takes one model call. Raises UserError for a user's table."""
+        """Makes each evaluation batch a single model call, without splitting. Raises UserError for a user's table."""
         if self._answer is not None:
             raise UserError(
                 "--multi-gpu fsdp: processes may differ in the number of model calls for a user's table, but fsdp "
@@ -90,7 +90,7 @@ class TabularObjective(Objective):
 
 
 def with_all_counts(batch: Batch, max_classes: int) -> Batch:
-    """Adds the counts that a batch of classification problems omits: all rows, all columns and `max_classes`."""
+    """Adds the missing numbers of valid rows, columns and classes to a batch of unpadded classification problems."""
     num_problems, num_rows, num_columns = batch["context"].shape
     sizes = {"num_context": num_rows, "num_features": num_columns, "num_classes": max_classes}
     counts = {
@@ -101,7 +101,7 @@ def with_all_counts(batch: Batch, max_classes: int) -> Batch:
 
 
 def _fit_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Sums loss and correct predictions over queries. logits: (B, Q, C). targets: (B, Q); -1: query is ignored."""
+    """Sums loss and correct predictions over queries. logits: (B, Q, C). targets: (B, Q), -1 for ignored queries."""
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
     return {"loss": loss, "correct": (logits.argmax(2) == targets).sum()}
 

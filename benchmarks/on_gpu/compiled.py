@@ -1,4 +1,4 @@
-"""Measures samples per second of every model with `--compile`, as `throughput` does; runs last, because it is slow."""
+"""Measures samples per second of every model with `--compile`; runs last, because compiling is slow."""
 
 from dataclasses import fields
 from functools import partial

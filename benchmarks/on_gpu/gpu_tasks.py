@@ -13,13 +13,13 @@ LONG_CYCLES = 10_000_000
 
 
 def keep_busy(device: torch.device, cycles: int = LONG_CYCLES) -> None:
-    """Queues a kernel that only takes time, so that results read without waiting for the GPU are wrong."""
+    """Queues a kernel that only takes time, so that code that reads results too early gets wrong values."""
     if device.type == "cuda":
         torch.cuda._sleep(cycles)
 
 
 class LateObjective(PoisonedObjective):
-    """Objective without the test's check of the batch, which would wait for the device."""
+    """Objective that makes losses or gradients non-finite on the device, so that the host need not wait."""
 
     def forward(self, batch, phase="train"):
         if not self.training:
@@ -38,7 +38,7 @@ class LateObjective(PoisonedObjective):
 
 
 class LatePoisoned(Poisoned):
-    """Task with a slow kernel before each training forward, so that the host runs far ahead of the GPU."""
+    """Task with a slow kernel before each training forward pass, so that the host runs far ahead of the GPU."""
 
     def build_objective(self):
         return LateObjective(super().build_objective().model, self.config)

@@ -1,8 +1,8 @@
 """Checks that steps as CUDA graphs are identical to eager steps to the bit, and measures their speed.
 
 Every model, and some settings, train deterministically with `--cuda-graphs off` and `on`, in parallel processes. The
-last checkpoints must be identical to the bit, and graphs must replay all steps that can be captured. Speed is measured
-as in `ready`, while nothing else runs. The models of FIRST run first.
+last checkpoints must be identical to the bit, and steps must be replayed as graphs. Speed is measured by ready.py,
+while nothing else runs. The models of FIRST run first.
 """
 
 from collections.abc import Callable, Sequence
@@ -101,7 +101,7 @@ def bits_found(setting: Setting, name: str) -> list[dict[str, Any]]:
 
 
 def bits(setting: Setting, report: Report, name: str) -> None:
-    """Compares the checkpoints of runs with and without graphs. name: of a model or a setting."""
+    """Compares the checkpoints of runs with and without graphs. name: model, setting, or "resumed"."""
     if name in MODELS:
         for amp in setting.pick(("off", "bf16", "fp16"), ("off",)):
             title, flags = f"{name}, {amp}", [*MODELS[name], *BITS, "--amp", amp]
@@ -125,7 +125,7 @@ def graphed(setting: Setting, name: str, flags: Sequence[object]) -> Path:
 
 
 def resume(setting: Setting, report: Report, name: str) -> None:
-    """Checks runs that resume within an epoch, from eager steps to graphs and from graphs to eager steps."""
+    """Checks runs that switch between eager steps and graphs when they resume within an epoch."""
     launched = run(setting, f"{name}, launched", *RESUMED, *OFF)
 
     def there_and_back() -> Path:

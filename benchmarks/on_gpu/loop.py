@@ -1,8 +1,8 @@
 """Measures the overhead of the trainer's loop over a hand-written loop on the GPU, with short steps and steps of 20 ms.
 
-A short step consists of kernel launches, so any additional work of the host shows. A step of 20 ms keeps the GPU busy,
-so the host's work must overlap with it. Both loops train linear layers on the same batches with clipping and fused
-AdamW, and alternate in one process in blocks of steps. Results are medians over neighbouring blocks.
+The host's work limits the speed of short steps, so any additional work shows. A step of 20 ms keeps the GPU busy, and
+the host's work must overlap with it. Both loops train linear layers on the same batches with clipping and fused
+AdamW, and alternate in one process in blocks of steps. Results are medians of the ratios of neighbouring blocks.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""Settings, result reports and shared functions of the parts of benchmarks/gpu.py."""
+"""Settings, result reports and functions that the parts of benchmarks/gpu.py share."""
 
 import gc
 import io
@@ -48,7 +48,6 @@ class Setting:
         return ["--num-threads", "1"] if self.is_small else []
 
     def synchronise(self) -> None:
-        """Waits until the device has completed all queued work."""
         if self.is_gpu:
             torch.cuda.synchronize()
 
@@ -79,9 +78,9 @@ class Ended(RuntimeError):
 
 
 def run(setting: Setting, name: str, *flags: object, status: int = 0, device: str | None = None) -> Path:
-    """Runs a command line of main.py in this process; returns its run directory. Raises Ended.
+    """Runs a command line of main.py in this process, and returns its run directory.
 
-    Settings of torch are restored afterwards.
+    Restores torch's settings afterwards. Raises Ended if the exit status is not `status`.
     """
     directory = setting.folder / name
     argv = [

@@ -1,7 +1,7 @@
 """Checks in every precision that a step with a non-finite loss changes nothing, even if the host sees the loss late.
 
-A run that skips a poisoned batch is compared with a run without the batch. The two runs must be identical to the bit,
-except in fp16, where their gradient scales differ.
+A run that skips a batch with a non-finite loss is compared with a run without the batch. The final weights must be
+identical to the bit, except in fp16, where the gradient scales differ.
 """
 
 import math

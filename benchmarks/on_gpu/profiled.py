@@ -12,7 +12,7 @@ from trainer.profiling.cli import main
 
 WIDE = ["--task", f"{HELPERS / 'weighted_task.py'}:Weighted", "--width"]
 MEMORY_BYTES = 2e9
-"""Memory limit for `batch-size`."""
+"""Limit on the GPU's memory while `batch-size` runs."""
 
 
 def measure(setting: Setting, report: Report) -> None:
@@ -59,7 +59,7 @@ def arguments(setting: Setting) -> list[object]:
 
 
 def profiled(setting: Setting, command: str, *flags: object) -> dict[str, Any]:
-    """Returns the JSON that a command line of profiler.py writes; raises Ended."""
+    """Returns the JSON that a command line of profiler.py writes. Raises Ended if it writes none."""
     results: Path = setting.folder / f"{command}.json"
     device = ["--device", setting.device] if command == "check" else []
     argv = list(map(str, [command, "--json", results, *device, *flags]))

@@ -1,4 +1,4 @@
-"""Measures steps on loaded batches: hand-written loop, trainer's loop, CUDA graphs, and other trainers."""
+"""Measures steps on batches in memory: with a hand-written loop, the trainer's loop, CUDA graphs and other trainers."""
 
 import statistics
 import time
@@ -27,14 +27,14 @@ from trainer.profiling.phase_clock import replaced
 
 NUM_BATCHES, NUM_STEPS = 20, 60
 CLOSE, CLOSE_MS, CLOSE_TO_EARLIER = 1.10, 0.15, 1.05
-"""Goals: a step's largest time, as a ratio or in additional ms, and a replay's largest time relative to EARLIER_MS."""
+"""Maximum time of a step, as a ratio to its reference or in additional ms, and of a replay, relative to EARLIER_MS."""
 EARLIER_MS = {
     "harnet": 1.25, "tinyhar": 3.5, "deepconvlstm": 9.8, "sasrec": 1.65, "tisasrec": 2.18, "tisasrec with mhc": 5.6,
     "kgat": 0.62, "kg-lightgcn": 0.32, "lightgcn": 0.25, "bprmf": 0.20, "plmu": 1.59, "plmu streaming": 1.57,
     "lmu": 14.8, "nano": 4.7, "tabicl": 30.7,
 }  # fmt: skip
-"""Milliseconds of a CUDA graph that was captured by hand, measured on an H100 with torch 2.11: forward, backward, norm,
-clipping and fused AdamW in float32, on a task's first batch."""
+"""Milliseconds of a hand-captured CUDA graph of a float32 step on a task's first batch (forward, backward, clipping and
+fused AdamW), measured on an H100 with torch 2.11."""
 Step = Callable[[], Any]
 
 
@@ -57,7 +57,7 @@ class Ready:
 
 @contextmanager
 def ready_run(setting: Setting, *flags: object) -> Iterator[tuple[Run, list[Window], int]]:
-    """Context that opens a run of short epochs with loaded batches; yields run, windows and number of epochs."""
+    """Context with a run of short epochs on batches in memory; yields run, accumulation windows, number of epochs."""
     with opened_model(setting, *flags, "--amp", "off", "--max-grad-norm", 1) as run:
         most = setting.pick(NUM_BATCHES, 2)
         orders = tuple(with_at_most(order, most * order.global_batch_size) for order in run.plan.orders)
@@ -79,7 +79,6 @@ def between(queue: DeviceQueue, marks: Sequence[Any]) -> list[float]:
 
 
 def ms_of(run: Run, steps: Iterable[Step]) -> list[float]:
-    """Returns the milliseconds of each step."""
     queue = queue_of(run.strategy.device)
     marks = [queue.instant()]
     for step in steps:
@@ -113,7 +112,7 @@ def bare_step(run: Run, window: Window) -> None:
 
 
 def in_turns(run: Run, windows: Sequence[Window], num_epochs: int) -> tuple[dict[str, float], list[float]]:
-    """Alternates epochs of a hand-written loop and the trainer's loop; returns median steps and ratios of epochs."""
+    """Alternates epochs of a hand-written and the trainer's loop; returns median step times and ratios of epochs."""
     steps = [partial(bare_step, run, window) for window in windows]
     turns = [(ms_of(run, steps), ms_of_loop(run, len(steps))) for _ in range(1 + num_epochs)][1:]
     bare, loop = (statistics.median(ms for epoch in own for ms in epoch) for own in zip(*turns, strict=True))
@@ -164,7 +163,7 @@ def replay(graphs: Iterable[torch.cuda.CUDAGraph]) -> None:
 
 
 def waited_for(setting: Setting, step: Step) -> float:
-    """Returns wall-clock milliseconds until the device has completed a step; EARLIER_MS have this definition."""
+    """Returns wall-clock milliseconds until the device has completed a step; EARLIER_MS were measured like this."""
     setting.synchronise()
     started = time.perf_counter()
     step()

@@ -1,6 +1,6 @@
 """Checks that a run with --deterministic that resumes in the middle ends identically to an unbroken run.
 
-Every model trains with its dropout and in the default precision of the GPU. The difference without --deterministic is
+Every model trains with dropout, in the default precision of the GPU. The difference without --deterministic is
 reported, too, but may have any size.
 """
 

@@ -19,7 +19,7 @@ WEIGHTED = f"{HELPERS / 'weighted_task.py'}:Weighted"
 TIGHT = f"{HELPERS / 'tight_task.py'}:Tight"
 SHRINKING = f"{ROOT / 'benchmarks' / 'on_gpu' / 'gpu_tasks.py'}:Shrinking"
 SHARE = 0.7
-"""Share of an unlimited run's peak memory that is too little for its micro-batch, but enough for half of it."""
+"""Share of an unlimited run's peak memory that does not suffice for its micro-batch, but for half a micro-batch."""
 LIMIT = 1e-9
 FLAGS = ["--dtype", "float64", "--epochs", 2, "--log-interval", 1000]
 
@@ -81,7 +81,7 @@ def with_room(setting: Setting, name: str, flags: list[object]) -> tuple[dict[st
 
 @contextmanager
 def limited(setting: Setting, num_bytes: float | None = None) -> Iterator[None]:
-    """Context that limits torch's memory on the GPU. num_bytes: limit; None: only the task's own limit."""
+    """Context that limits torch's memory on the GPU. num_bytes: limit; None: the task sets a limit itself."""
     if not setting.is_gpu:
         yield
         return

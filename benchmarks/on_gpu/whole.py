@@ -1,7 +1,6 @@
 """Measures the wall-clock time of whole commands, from start to exit, and how busy they keep the GPU.
 
-Real data are expected in the folder LOCKSTEP_DATA. A command without its data is left out. With --small a command
-trains for one epoch on generated data.
+Real data are expected in the folder LOCKSTEP_DATA; commands whose data are missing are left out.
 """
 
 import json
@@ -30,7 +29,7 @@ ML_1M = "ml-1m/ml-1m_complete_order.txt.gz"
 
 
 class Whole(NamedTuple):
-    """Command and its goals. data: path within LOCKSTEP_DATA. metrics: minimum test scores by name."""
+    """Command and its goals. data: path within LOCKSTEP_DATA. most_s: maximum seconds. metrics: minimum test scores."""
 
     data: str
     flags: list[str]
@@ -65,7 +64,7 @@ def measure(setting: Setting, report: Report) -> None:
 
 
 def seconds_of(arguments: Sequence[object]) -> float:
-    """Returns the seconds that a Python program takes in a process of its own; raises CalledProcessError."""
+    """Returns the seconds that a Python program takes in a process of its own."""
     started = time.perf_counter()
     subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, check=True)
     return time.perf_counter() - started
@@ -99,7 +98,7 @@ def whole(setting: Setting, report: Report, name: str) -> None:
 
 
 def busy(setting: Setting, report: Report, name: str) -> float:
-    """Returns the time of a step's graph replay, divided by the time of a step in the trainer's loop with its data."""
+    """Returns a step's time of graph replay, divided by the time of a whole step in the trainer's loop."""
     ms = ready.speed(setting, report, name)
     with opened_model(setting, *ready.model_flags(setting, name), *GRAPHS, "--amp", "off") as run:
         step_ms = MeasuredRun(run).measure(*setting.pick((200, 60), (2, 1)))["step_ms_mean"]

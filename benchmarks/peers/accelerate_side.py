@@ -1,6 +1,6 @@
 """Script for Accelerate that follows its documentation.
 
-Gradients are accumulated as the guide recommends for samples of variable size, or with --mean-of-means by `accumulate`
+Gradients are accumulated as its guide recommends for samples of variable size, or with --mean-of-means by `accumulate`
 only. Checkpoints are saved by `save_state` in folders named by the step, as in the example. The position in an epoch is
 restored by `skip_first_batches`, or with --stateful by `use_stateful_dataloader`. Metrics use `gather_for_metrics`.
 """

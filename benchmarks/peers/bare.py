@@ -1,4 +1,4 @@
-"""Hand-written loop for the task, whose steps can alternate with the steps of a trainer."""
+"""Hand-written training loop, whose steps can alternate with the steps of a trainer."""
 
 import time
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ class Turns:
         self.num_steps, self.mark = 0, Clock.now()
 
     def next_step(self) -> dict[str, float] | None:
-        """Marks the start of a trainer's step; after two blocks, records the ratios of CPU and wall-clock seconds."""
+        """Must be called before each step of the trainer; after two blocks, returns the ratios of their seconds."""
         self.num_steps += 1
         if self.num_steps < SETTLING_STEPS or (self.num_steps - SETTLING_STEPS) % BLOCK_STEPS:
             return None

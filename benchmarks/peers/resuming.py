@@ -5,9 +5,9 @@
     python benchmarks/peers/resuming.py worlds lightning         # SIGKILL, then a restart with more or fewer processes
     python benchmarks/peers/resuming.py kills accelerate         # SIGKILL at random moments
 
-With `stop` and `worlds` every process kills itself in the same step. The samples of a run are taken from its recorded
-forwards. The weights in the second start's first forward show from which checkpoint it resumed; later forwards of the
-first start do not count. When the number of processes changes, Lockstep keeps the global batch of 16 sequences; for the
+With `stop` and `worlds` every process kills itself in the same step. Every forward pass records its samples and two
+weights. The weights in the second start's first pass show from which checkpoint it resumed; later passes of the first
+start do not count. When the number of processes changes, Lockstep keeps the global batch of 16 sequences; for the
 other libraries, the script changes the number of accumulation steps.
 """
 
@@ -36,7 +36,7 @@ KILLED = Settings(epochs=2, micro_batch=8, width=384, dtype="float32", save_ever
 
 
 class Stop(NamedTuple):
-    """Steps at whose start a run of 26 steps is killed, counted from 1, and the number of steps between checkpoints."""
+    """Step, counted from 1, at whose start a run of 26 steps is killed, and the number of steps between checkpoints."""
 
     in_step: int
     save_every: int

@@ -1,4 +1,4 @@
-"""Runs of one task with each trainer: commands and results."""
+"""Runs the same task with each trainer, and reads the results."""
 
 import contextlib
 import json
@@ -40,7 +40,6 @@ VARIANTS = {
 
 
 def command(variant: str, settings: Settings, save_dir: Path) -> list[str]:
-    """Returns the command line of one process of a run."""
     side, switches = VARIANTS[variant]
     arguments = lockstep_arguments(settings) if side == LOCKSTEP else peer_arguments(side, settings)
     return [sys.executable, *arguments, *switches, "--save-dir", str(save_dir)]
@@ -85,7 +84,7 @@ class Run:
     def start(self, settings: Settings | None = None, **asked: object) -> list[BaseProcess]:
         """Starts one process per rank, as torchrun would. settings: replace the settings of the run.
 
-        asked: see `watch`. Processes start fast, because they are forked from a process with the library imported.
+        asked: entries for watch.py. Processes start fast, because they are forked from a process with all imports.
         """
         settings = settings or self.settings
         self.notes.mkdir(exist_ok=True)
@@ -131,7 +130,6 @@ class Run:
         return sum(file.read_bytes().count(b"weights") for file in self.notes.glob("*/*"))
 
     def lives(self) -> list[list[Step]]:
-        """Returns the steps of each start."""
         return lives(self.notes)
 
     @property
@@ -142,13 +140,11 @@ class Run:
         return self.output_file.read_text(errors="replace")
 
     def weights(self) -> dict[str, Tensor]:
-        """Loads the final weights."""
         if self.variant == LOCKSTEP:
             return torch.load(self.save_dir / "final.pth", weights_only=True)["model"]
         return torch.load(self.save_dir / WEIGHTS, weights_only=True)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the scores of the final evaluation."""
         if self.variant == LOCKSTEP:
             metrics = json.loads((self.save_dir / "results.json").read_text())["metrics"]
             return {name.removeprefix("test/"): value for name, value in metrics.items()}
@@ -162,7 +158,7 @@ def new_run(variant: str, settings: Settings) -> Iterator[Run]:
 
 
 def watched(notes: Path, **asked: object) -> dict[str, str]:
-    """Returns the environment variables of a watched process. asked: see `watch`."""
+    """Returns environment variables that make a process record its samples. asked: further entries for watch.py."""
     return {
         VARIABLE: json.dumps({"folder": str(notes), "started": time.time(), **asked}),
         "OMP_NUM_THREADS": "1",
@@ -193,7 +189,6 @@ def forking(side: str) -> ForkServerContext:
 
 
 def run_forked(variant: str, settings: Settings, save_dir: Path, output: Path, variables: Mapping[str, str]) -> None:
-    """Runs a command in a forked process."""
     os.setsid()
     os.chdir(ROOT)
     for stream in (1, 2):

@@ -20,8 +20,6 @@ MOMENTUM = 0.9
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a run, independent of the trainer."""
-
     num_train: int = 203
     num_eval: int = 101
     epochs: int = 2

@@ -24,7 +24,7 @@ VARIABLE = "LOCKSTEP_PEERS"
 
 
 class Watch:
-    """Recorder of training forwards. num_uncounted: forwards before the first step, which only try the model."""
+    """Recorder of training forward passes. num_uncounted: passes before the first step, which only try the model."""
 
     def __init__(self, num_uncounted: int = 0) -> None:
         asked = json.loads(os.environ.get(VARIABLE, "{}"))

@@ -47,7 +47,6 @@ class PhaseClock:
         self.enter(REST)
 
     def enter(self, phase: str) -> None:
-        """Starts a phase, one of PHASES."""
         self._borders.append((phase, self._loop.step, self._queue.instant()))
         self._span.close()
         if self._spans:
