@@ -48,7 +48,7 @@ PARTS = {
     "saving": 1.5,
     "compiled": 5.0,
 }
-"""Modules of benchmarks/on_gpu in order of value, and the time limit of each in minutes."""
+"""Modules of benchmarks/on_gpu, most valuable first, with their time limits in minutes."""
 ENDED = "ended"
 SHOWN_LINES = 15
 """Number of lines to print from the end of a failed part's log."""

@@ -76,7 +76,7 @@ def members(file: Headers) -> Iterator[tuple[str, str, int, int]]:
 
 
 def index_of(path: Path) -> dict[str, np.ndarray]:
-    """Returns "spans", (n, 2, 2) int64: first byte and size of each sample's fields. Raises UserError if it cannot."""
+    """Returns "spans", (n, 2, 2) int64: first byte and size of each sample's fields. Raises UserError for a bad tar."""
     spans = []
     try:
         with Headers(io.FileIO(path), tarfile.BLOCKSIZE) as file:

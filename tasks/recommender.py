@@ -50,7 +50,7 @@ class RecommenderTask(Task):
             objective.model.fill(self._fit(self.config.model, self.training_histories()))
 
     def fitted_objective(self, kind: str, histories: TrainingHistories) -> Objective:
-        """Fits a simple model with its best settings, and returns its objective. histories: `training_histories()`."""
+        """Returns the objective of a simple model that is fitted to `histories` with its best settings."""
         objective = self.simple_objective(kind)
         assert isinstance(objective.model, SimpleRecommender)
         objective.model.fill(self._fit(kind, histories))

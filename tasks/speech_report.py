@@ -197,7 +197,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _rows(shares: np.ndarray) -> list[int]:
-    """Returns the blank, then the symbols to draw in the order of first reaching half their peak probability."""
+    """Returns the blank and the symbols to draw, in the order in which they first reach half of their peak."""
     peaks = shares.max(axis=0, initial=0)
     peaks[0] = 0
     drawn = [int(symbol) for symbol in np.argsort(-peaks, kind="stable")[:MOST_ROWS] if peaks[symbol] >= LEAST_PEAK]

@@ -562,7 +562,7 @@ class TabularTask(Task):
     # --- prediction ---------------------------------------------------------------------------------------------
 
     def new_data(self, path: Path) -> KeyedDataset:
-        """Reads the rows to classify from a table with the columns of --data-dir except the label. Raises UserError."""
+        """Reads the rows to classify from a table with the features of --data-dir. Raises UserError for bad data."""
         if self.config.data_dir is None:
             raise UserError(
                 f"--predict {path}: predictions need a table with known classes; add --data-dir and --label"

@@ -76,7 +76,7 @@ def measure(setting: Setting, report: Report) -> None:
 
 
 def side_by_side(setting: Setting, report: Report, names: Sequence[str]) -> None:
-    """Checks bits of several models or settings in parallel, or with --small one after another."""
+    """Calls `bits` for several models or settings, in parallel or, with --small, one after another."""
     if setting.is_small:
         for name in names:
             report.attempt(name, partial(bits, setting, report, name))

@@ -98,7 +98,7 @@ def whole(setting: Setting, report: Report, name: str) -> None:
 
 
 def busy(setting: Setting, report: Report, name: str) -> float:
-    """Returns a step's time of graph replay, divided by the time of a whole step in the trainer's loop."""
+    """Returns the time of a step's graph replay divided by the time of a whole step in the trainer's loop."""
     ms = ready.speed(setting, report, name)
     with opened_model(setting, *ready.model_flags(setting, name), *GRAPHS, "--amp", "off") as run:
         step_ms = MeasuredRun(run).measure(*setting.pick((200, 60), (2, 1)))["step_ms_mean"]

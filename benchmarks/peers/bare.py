@@ -48,7 +48,7 @@ class Turns:
         self.num_steps, self.mark = 0, Clock.now()
 
     def next_step(self) -> dict[str, float] | None:
-        """Must be called before each step of the trainer; after two blocks, returns the ratios of their seconds."""
+        """Must be called at the start of each trainer step; returns ratios of times after a block of each loop."""
         self.num_steps += 1
         if self.num_steps < SETTLING_STEPS or (self.num_steps - SETTLING_STEPS) % BLOCK_STEPS:
             return None

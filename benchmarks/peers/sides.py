@@ -126,7 +126,7 @@ class Run:
         return lived
 
     def num_forwards(self) -> int:
-        """Returns the number of training forwards of all starts and processes."""
+        """Returns the number of training forward passes of all starts and processes."""
         return sum(file.read_bytes().count(b"weights") for file in self.notes.glob("*/*"))
 
     def lives(self) -> list[list[Step]]:

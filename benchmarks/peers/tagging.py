@@ -38,7 +38,7 @@ class Settings:
 class Sequences:
     """Data set of tokens and tags, (n, 24) int64, in memory.
 
-    With a DataLoader, the data set gathers whole batches, and its `collate_fn` returns them unchanged.
+    For a DataLoader, it gathers whole batches, which `as_they_are` returns unchanged.
     """
 
     def __init__(self, num: int, seed: int) -> None:
@@ -101,7 +101,7 @@ def new_model(settings: Settings) -> Tagger:
 
 
 def loss_of(scores: Tensor, tags: Tensor, reduction: str = "mean") -> Tensor:
-    """Returns the loss of tokens without padding: the mean, the sum, or the loss of each token, (B, 24)."""
+    """Returns the loss of all tokens except padding: the mean, the sum, or the loss of each token, (B, 24)."""
     losses = F.cross_entropy(scores.flatten(0, 1), tags.flatten(), ignore_index=IGNORED, reduction=reduction)
     return losses.view(tags.shape) if reduction == "none" else losses
 

@@ -1,10 +1,10 @@
-"""Records the samples of a training process from inside the model's forward, in the same way for every trainer.
+"""Records the samples of a training process in each forward pass of the model, in the same way for every trainer.
 
-Each forward in training writes a line: the samples, and two weights that change in every step and so identify the step.
-A run that resumes exactly has the same pair as an unbroken run, and forwards with the same pair belong to one step.
+A training pass writes a line: the samples, and two weights that change in every step and so identify the step. A run
+that resumes exactly has the same pairs of weights as an unbroken run. Passes with the same pair belong to one step.
 
 The environment variable LOCKSTEP_PEERS turns recording on. Its value is a JSON object. Required entries: folder, in
-which each process writes a file, and started, the time of the start. Optional entries: die_at, the forward in which the
+which each process writes a file, and started, the time of the start. Optional entries: die_at, the pass in which the
 process kills itself, and turns, the settings of a hand-written loop with which the trainer's steps alternate.
 """
 
@@ -38,7 +38,7 @@ class Watch:
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def seen(self, index: Tensor, model: nn.Module, weight: Tensor | None = None) -> None:
-        """Records a training forward at its start. weight: (B,); samples of weight 0 are not recorded."""
+        """Records a training pass at its start. weight: (B,); samples of weight 0 are not recorded."""
         if self.file is None:
             return
         self.num_forwards += 1
@@ -61,14 +61,14 @@ class Watch:
 
 
 class Step(NamedTuple):
-    """Optimizer step: two weights that identify it, and the samples of its forwards on all processes."""
+    """Optimizer step: two weights that identify it, and the samples of its passes on all processes."""
 
     weights: tuple[str, ...]
     index: list[int]
 
 
 def lives(folder: Path) -> list[list[Step]]:
-    """Returns the steps that each start of a run began, in order; [] for a start killed before its first forward."""
+    """Returns the steps that each start of a run began, in order; [] for a start killed before its first pass."""
     return [_steps(sorted(start.iterdir())) for start in sorted(folder.iterdir())]
 
 

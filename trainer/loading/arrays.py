@@ -56,7 +56,7 @@ class Ragged:
     """
 
     def __init__(self, start: Array, length: Array, width: int) -> None:
-        """start, length: (B,) int64, position of each row in the flat array. width: number of columns of the matrix."""
+        """start, length: (B,) int64, start and length of each row in the flat array. width: matrix columns."""
         column = arange_like(width, start)
         self.is_real = column < length[:, None]
         self._position = (start[:, None] + column) * self.is_real

@@ -15,14 +15,14 @@ from trainer.loading.counter_random import GOLDEN, mix
 MOST_SORTED_SAMPLES = 2**20
 """Largest number of samples whose order is computed at once, by sorting, which takes 0.1 s and 8 MiB."""
 POSITIONS_AT_ONCE = 2**13
-"""Number of positions in the order of a larger data set that are computed together, in 1 ms."""
+"""Number of positions whose samples are computed together, in 1 ms, if a data set is too large to sort."""
 
 
 @dataclass(frozen=True, order=True)
 class Position:
     """Position of a run, in units that do not depend on batch size or number of devices.
 
-    epoch: completed epochs. phase: index of the current phase. samples: samples of the current phase used so far.
+    epoch: completed epochs. phase: index of the current phase. samples: number of its samples used so far.
 
     If phases alternate (`Task.turns`), `samples` counts only the first phase. turn: steps since the last change of
     phase. others: for each other phase, (passes over its data, samples used of the current pass); empty at first.
@@ -143,7 +143,7 @@ def split_global_batch(
 
 
 def evaluation_keys(num_samples: int, shard: tuple[int, int], batch_size: int) -> Iterator[SampleKeys]:
-    """Yields the keys of a process's evaluation batches; all processes get the same number, and samples count once."""
+    """Yields the keys of a process's evaluation batches. Processes get equally many, and each sample counts once."""
     step = batch_size * shard[1]
     for start in range(0, num_samples, step):
         samples = np.arange(start, min(start + step, num_samples))
@@ -158,7 +158,7 @@ def evaluation_keys(num_samples: int, shard: tuple[int, int], batch_size: int) -
 # round function here is SplitMix64 (see counter_random.py).
 
 NUM_ROUNDS = 16
-"""Rounds of the Feistel network. Four rounds look random for millions of samples; a few samples need twelve rounds."""
+"""Rounds of the Feistel network. For a random-looking order, millions of samples need four, few samples need twelve."""
 
 
 def keyed_permutation(round_keys: np.ndarray, num_samples: int, positions: np.ndarray) -> np.ndarray:

@@ -49,7 +49,7 @@ def from_stream(
         required argument, it gets the epoch, from 0, and each epoch has its own stream; otherwise all epochs read
         from one stream.
     samples_per_epoch: samples per epoch, at least 1; for a validation set, its size.
-    collate, seed, names: see `from_dataset`.
+    collate, seed, names: the same as for `from_dataset`.
 
     Raises UserError for wrong arguments, and later if the stream ends too early.
     """
@@ -121,7 +121,7 @@ class KeyedStream(KeyedItems):
 
     @cached_property
     def begins(self) -> dict[int, Place]:
-        """Restart points by phase, other than the stream's start."""
+        """Point from which each phase's stream restarts, if it is not the first sample."""
         return {}
 
     def __post_init__(self) -> None:
@@ -173,7 +173,7 @@ class KeyedStream(KeyedItems):
         return _Reader(epoch, place.position, source, iter(source), place.position)
 
     def _go_on(self, reader: _Reader, first: int, end: int) -> None:
-        """Reads samples below number `end` and keeps them from `first` on. Raises UserError if the stream ends."""
+        """Reads samples to number `end` - 1, and keeps them from `first` on. Raises UserError if the stream ends."""
         while reader.position < end:
             numbers = np.arange(reader.position, min(end, reader.position + READ_AT_ONCE))
             for seeds in random_bits(self.seed, reader.epoch, numbers, 3).tolist():

@@ -44,7 +44,7 @@ class BatchSizeFlags(MeasuringFlags):
 
 
 def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
-    """Returns a message for each training flag that this command refuses. argv: may contain --batch-size."""
+    """Returns a message for each training flag that this command refuses. argv: command line as given."""
     found, advice = [], "batch-size varies the batch size; leave this flag out"
     if flags.batch.global_batch_size is not None:
         found.append(f"--global-batch-size {flags.batch.global_batch_size}: {advice}")
@@ -98,7 +98,7 @@ def profile_batch_sizes(flags: Flags, argv: Sequence[str], strategy: Strategy) -
 def search(fits: Callable[[int], bool], smallest: int, most: int) -> tuple[int | None, bool]:
     """Returns the largest size that fits (None if none does), and whether a larger size does not fit.
 
-    fits: tries a size. smallest: the first size to try, at most `most`. most: the largest size to try.
+    fits: function that tries a size. smallest: the first size to try, at most `most`. most: the largest size to try.
     """
     size, good = smallest, None
     while fits(size):

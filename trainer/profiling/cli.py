@@ -35,7 +35,7 @@ from trainer.registry import Registry, hand_in, workloads
 def main(argv: Sequence[str], environment: RankEnvironment | None = None, tasks: Registry | None = None) -> int:
     """Runs one command line and returns the exit status.
 
-    environment: rank environment of a process started by `launch`; None: read from environment variables. tasks:
+    environment: rank environment of a process started by `launch`; None: read it from variables. tasks:
     workloads for `--task`; None keeps the current workloads.
 
     Exit status: 0: the measurement is complete. 1: an unexpected failure, or `check` found a defect. 2: an error in the
@@ -127,7 +127,7 @@ def on_this_machine(command: Command, argv: Sequence[str], environment: RankEnvi
 
 
 def not_measured(flags: Flags) -> list[str]:
-    """Returns problems with flags that request anything other than training a new run."""
+    """Returns a message for each flag that requests anything other than training a new run."""
     given = {
         "--eval-only": flags.checkpoint.eval_only,
         "--resume-from": flags.checkpoint.resume_from,

@@ -106,14 +106,16 @@ class MeasuredRun:
         return num_samples
 
     def measure(self, num_steps: int, num_settling_steps: int) -> dict[str, Any]:
-        """Trains for `num_settling_steps` steps, then measures `num_steps` steps.
+        """Trains for `num_settling_steps` steps, then measures `num_steps` steps. Returns these entries:
 
-        Returns the measured `steps`; `step_ms_mean`, `step_ms_median`, `step_ms_p10`, `step_ms_p90`;
-        `samples_per_second` over all processes; `phases` (for each of PHASES `ms_mean`, `ms_median`, `ms_p10`,
-        `ms_p90`, `percent`); `world_size`, `num_devices`; `global_batch_size` of a full step, smaller than
-        `requested_global_batch_size` if there are too few training samples; the mean `samples_per_step`, since an
-        epoch's last step may be smaller; and `ranks`, the `step_ms_mean`, `peak_memory_mib` and `phases_ms_mean` of
-        each process. Times outside `ranks` are rank 0's times.
+        steps: number of measured steps.
+        step_ms_mean, step_ms_median, step_ms_p10, step_ms_p90: time of a step on rank 0.
+        samples_per_second: throughput of all processes.
+        phases: `ms_mean`, `ms_median`, `ms_p10`, `ms_p90` and `percent` of each of PHASES on rank 0.
+        world_size, num_devices: numbers of processes and of devices.
+        global_batch_size: samples of a full step; below requested_global_batch_size if training samples run out.
+        samples_per_step: mean over steps, since the last step of an epoch may be smaller.
+        ranks: `step_ms_mean`, `peak_memory_mib` and `phases_ms_mean` of each process.
         """
         strategy, group, split = self.run.strategy, self.run.group, self.run.memory.splits[0]
         self.train(num_settling_steps)

@@ -25,7 +25,7 @@ def spread(name: str, values_ms: Sequence[float] | np.ndarray) -> dict[str, floa
 
 
 class Timer:
-    """Collects durations by name: `with timer("forward"): ...`. warm_up: first durations of each name to drop."""
+    """Collects durations by name: `with timer("forward"): ...`. warm_up: number of first durations to drop."""
 
     def __init__(self, device: torch.device, warm_up: int = 0) -> None:
         self._queue, self._warm_up = queue_of(device), warm_up

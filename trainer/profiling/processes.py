@@ -33,7 +33,7 @@ FOR_SEVERAL_DEVICES = ("--multi-gpu", forms.USUAL)
 """Arguments that make a command line accept multi-device flags, also for a single device."""
 
 Measurement = Callable[[Flags, Sequence[str], Strategy], Any]
-"""Function of flags, command line and strategy that all processes call; rank 0's result must be plain values."""
+"""Function of flags, command line and strategy that all processes call; rank 0's result is stored as JSON."""
 
 
 def exit_status(work: Callable[[], int], reports: bool = True) -> int:
