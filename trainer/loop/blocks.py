@@ -34,7 +34,7 @@ BACKEND = "inductor"
 _NO_GRADIENT_OF_GRADIENTS = ("donated buffer", "does not currently support double backward")
 """Fragments of PyTorch's error messages about second derivatives of compiled code."""
 _MOST_VERSIONS = 64
-"""Maximum number of compiled versions per function, counted over all blocks; PyTorch runs further versions eagerly."""
+"""Maximum number of compiled versions per function, over all blocks; beyond it PyTorch runs the function eagerly."""
 
 
 def prepare_blocks(flags: BlockFlags, task: Task, objective: Objective) -> None:
@@ -69,7 +69,7 @@ def recompute(blocks: Sequence[nn.Module]) -> None:
 def settle_recomputed(objective: nn.Module, changes: Iterable[Change]) -> None:
     """Makes each recomputed block copy only the buffers and attributes that its forward changes.
 
-    changes: made by trial forwards of the objective. Raises UserError if a block's change cannot be undone.
+    changes: buffers and attributes that trial forward passes changed. Raises UserError if one cannot be restored.
     """
     changes = list(changes)
     for prefix, block in objective.named_modules():
@@ -111,15 +111,14 @@ class _Recomputed(nn.Module):
 
 
 def _contexts(block: _Recomputed) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Returns context managers for the original forward and for its recomputations."""
     return nullcontext(), _AsFound(block)
 
 
 class _AsFound(AbstractContextManager[None]):
-    """Context that gives a block copies of the buffers and attributes it had at the context's creation.
+    """Context in which a block works on copies of the buffers and attributes that it had when the context was created.
 
-    The block works on copies, so that the backward can still read the original tensors. The context can be entered
-    several times, because with second derivatives each backward recomputes the block.
+    The copies leave the original tensors intact for the backward pass. The context can be entered several times,
+    because with second derivatives each backward recomputes the block.
     """
 
     def __init__(self, block: _Recomputed) -> None:

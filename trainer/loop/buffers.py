@@ -1,4 +1,4 @@
-"""Synchronises state that forwards change, such as batch norm statistics, and restores it after skipped steps."""
+"""Synchronises state that forward passes change, such as batch norm statistics; restores it after skipped steps."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,12 +25,12 @@ from trainer.parallel.strategy import Strategy
 
 
 class Buffers:
-    """Synchronises running statistics and other state that forwards change; undoes the changes of skipped steps.
+    """Synchronises running statistics and other state that forward passes change; undoes the changes of skipped steps.
 
     A forward updates running statistics before the gradients are known to be finite, and a NaN in the statistics would
-    be permanent. After each step the statistics are equal on all processes, so a checkpoint can follow any step.
+    be permanent. After each step the statistics are equal on all processes, so any step may save a checkpoint.
 
-    forward_state: state other than running statistics. is_active: whether the model has state that forwards change.
+    forward_state: the state other than running statistics. is_active: whether forward passes change any state.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -76,7 +76,7 @@ class Buffers:
             self._statistics.set(before)
 
     def start_agreement(self, group: Group) -> None:
-        """After a step's last forward, starts the all-reduce of changes of running statistics; `agree` waits for it.
+        """Starts the all-reduce of changes in running statistics after a step's last forward; `agree` waits for it.
 
         The all-reduce overlaps with the backward, which does not read running statistics in train mode. All processes
         must call this method, and at least one process must have samples.
@@ -89,7 +89,7 @@ class Buffers:
         self._pending = flat, group.start_sum_in_place(flat)
 
     def agree(self, strategy: Strategy) -> None:
-        """After a step's last backward, applies the mean change of statistics over processes, weighted by samples.
+        """Sets running statistics, after a step's last backward, to their mean over processes, weighted by samples.
 
         All processes must call this method. Raises UserError if a persistent buffer changed its shape.
         """
@@ -103,7 +103,7 @@ class Buffers:
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
-        """Context for additional forwards of a step after `agree`; undoes their changes of state on exit.
+        """Context for more forwards after a step's `agree`; on exit, undoes their changes to buffers and attributes.
 
         All processes must enter this context.
         """
@@ -122,7 +122,7 @@ class Buffers:
         self.forward_state.undo()
 
     def undo_unless(self, applied: bool | Tensor) -> None:
-        """Restores buffers and attributes to their values before a step, unless `applied`; see `StepResult`."""
+        """Restores buffers and attributes to their values before a step, unless the step changed the weights."""
         if isinstance(applied, Tensor):
             for kind in self._kinds:
                 kind.set(torch.where(applied, kind.flattened(), kind.kept))
@@ -132,7 +132,7 @@ class Buffers:
 
 
 class FlatTensors:
-    """Reads and writes several tensors as one flat tensor. kept: the flat tensor at the last call of `keep`."""
+    """Reads and writes several tensors as one flat tensor. kept: flat tensor as of the last call of `keep`."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._flat = [tensor.detach().view(-1) for tensor in tensors]
@@ -159,21 +159,20 @@ Kind = tuple[torch.Size, torch.dtype]
 
 
 class ForwardState:
-    """Buffers and plain attributes that forwards change; most models have none.
+    """Buffers and Python attributes that forward passes change; most models have none.
 
     `learn` registers three kinds of state that a trial forward has changed.
 
-    Shared buffers are persistent or changed in place. Each process updates its shared buffers with its own samples.
-    After the step all processes copy rank 0's buffers, as in DistributedDataParallel. Saving and evaluation repeat
-    the copy, without effect.
+    Shared buffers are either persistent or changed in place. Each process updates its shared buffers with its own
+    samples. After the step all processes copy rank 0's buffers, as in DistributedDataParallel.
 
-    Local buffers, such as masks, are non-persistent, and forwards replace them. They may differ between processes.
+    Local buffers, such as masks, are non-persistent. Forward passes replace them, so they may differ between processes.
 
     Attributes may differ between processes, and checkpoints do not contain them.
     """
 
     def __init__(self, model: nn.Module, without: Iterable[nn.Module]) -> None:
-        """without: batch norms, whose running statistics `Buffers` synchronises."""
+        """without: batch norms to leave out, because `Buffers` synchronises their running statistics."""
         self._name = f"{type(model).__name__}.forward"
         left_out = set(without)
         self._elsewhere = {id(buffer) for module in left_out for buffer in module.buffers(recurse=False)}
@@ -185,7 +184,7 @@ class ForwardState:
             if name not in names_not_persistent(module)
         ]
         self.changes: dict[tuple[int, str], Change] = {}
-        """Trial forwards' changes by (module id, name); `before` is None, and `now` is the new value's type."""
+        """Trial forwards' changes, keyed by (module id, name); `before` is None, and `now` is the new value's type."""
         self._shared: dict[str, Entry] = {}
         self._kinds: dict[str, Kind] = {}
         self._local: dict[str, Entry] = {}
@@ -223,7 +222,7 @@ class ForwardState:
     def settle(self, model: nn.Module, group: Group) -> None:
         """Makes all processes share the same buffers in the same order. All processes must call this method.
 
-        Processes may have registered different buffers, because forwards may skip layers at random.
+        Processes may have registered different buffers, because their forward passes may skip layers at random.
         """
         kinds = {path: kind for own in group.gather(self._kinds) for path, kind in own.items()}
         for path in kinds.keys() - self._shared.keys():
@@ -272,7 +271,7 @@ class ForwardState:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Context in which forward and backward change copies of the state, for batches that do not count.
+        """Context in which forward and backward change copies of the state, for a batch whose samples do not count.
 
         Numbers and strings keep their new values, so that counters are equal on all processes. Local buffers keep
         their new values, because they may depend on a counter.
@@ -292,7 +291,7 @@ class ForwardState:
                 owner[name] = value
 
     def agree(self, strategy: Strategy) -> None:
-        """After a step's last backward, which may read old values, copies rank 0's shared buffers to all processes.
+        """Copies rank 0's shared buffers to all processes after a step's last backward, which may read old values.
 
         All processes must call this method. Raises UserError if a persistent buffer changed its shape.
         """
@@ -333,7 +332,7 @@ class ForwardState:
     def undo_unless(self, applied: Tensor) -> None:
         """Restores tensors to their values before a step if `applied`, a bool tensor on the device, is False.
 
-        The host does not know `applied`. Numbers, strings and local buffers therefore keep their new values.
+        The host does not know the value of `applied`, so numbers, strings and local buffers keep their new values.
         """
         for owner, name, before in self._before.entries:
             now, copy = owner.get(name), self._before.copy_of(before)
@@ -346,7 +345,7 @@ class ForwardState:
     # --- saving and restoring ----------------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Tensor]:
-        """Returns the non-persistent buffers that forwards change but do not resize, to be saved in checkpoints."""
+        """Returns the non-persistent buffers that forward passes change but do not resize, for checkpoints."""
         return {
             path: owner[name].detach()
             for path, (owner, name) in self._saved.items()

@@ -33,8 +33,8 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     """Copies the run's state and writes the copy in the background; `finish_saving` waits for it.
 
     value: value of the monitored metric, or None without validation. All processes must call this function. Raises
-    UserError if the model differs between processes, or if the previous checkpoint could not be written. If the
-    disk was full, logs a message instead.
+    UserError if the model differs between processes, or if the previous checkpoint could not be written. If the disk
+    was full, logs a message instead.
     """
     strategy, learner, progress = run.strategy, run.learner, run.progress
     for watch in run.watches:
@@ -45,7 +45,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     totals = {phase: own.reduced(strategy.group) for phase, own in progress.totals.items()}
     rows = {phase: own.rows(strategy.group) for phase, own in progress.totals.items() if isinstance(own, PartTotals)}
     if not rows:
-        # This run continues from the saved totals, as a resume does, so that both add sums in the same order.
+        # This run continues from the saved totals, as a resumed run does, so that both add sums in the same order.
         _share(strategy.group, progress, totals)
     strategy.group.activity.enter("saving")
     state = strategy.full_state(learner.objective, learner.optimizers)
@@ -69,7 +69,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
 def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progress, learning_rate: float) -> None:
     """Raises UnfitState if the state after a phase's first step cannot be saved; writes nothing.
 
-    outline: tensors of the model as built. learning_rate: value of `--lr`. All processes must call this function.
+    outline: the newly built model's tensors. learning_rate: value of `--lr`. All processes must call this function.
     """
     group.activity.enter("saving")
 
@@ -101,7 +101,8 @@ def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progr
 def refuse_another_model(weights: Mapping[str, Tensor], outline: Outline, step: int) -> None:
     """Raises UnfitState if tensors have been added, removed or reshaped since the model was built.
 
-    A resume could not load the changed model. outline: tensors of the model as built. step: completed optimizer steps.
+    A resume could not load the changed model. outline: the newly built model's tensors. step: completed optimizer
+    steps.
     """
     now = {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}
     name = next((name for name in {**outline, **now} if outline.get(name) != now.get(name)), None)
@@ -135,7 +136,7 @@ def finish_saving(group: Group, saver: BackgroundSaver) -> None:
 def state_of(
     learner: Learner, state: dict[str, Any], progress: Progress, totals: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Any]:
-    """Returns a checkpoint's training state. state: weights and optimizer states. totals: global sums by phase."""
+    """Returns a checkpoint's training state. state: weights and optimizer states. totals: sums of metrics, by phase."""
     buffers = learner.buffers.forward_state.saved()
     return state | {
         **({"other_buffers": buffers} if buffers else {}),

@@ -56,10 +56,7 @@ def check_signatures(own: object, base: type) -> None:
 
 
 def check_task(task: Task) -> None:
-    """Checks a task's attributes and data sets before a model is built. Raises UserError if one is invalid.
-
-    The function `monitored` checks after a validation whether the metric that `Task.monitor` names exists.
-    """
+    """Checks a task's attributes and data sets before a model is built. Raises UserError if one is invalid."""
     check_signatures(task, Task)
     name, phases, turns = type(task).__name__, task.phases, task.turns
     are_names = isinstance(phases, tuple | list) and all(isinstance(phase, str) for phase in phases)
@@ -161,7 +158,7 @@ def check_helpers(objective: Objective, where: str, num_replicas: int) -> None:
 
 
 def check_same_parameters(objective: nn.Module, group: Group, where: str) -> None:
-    """Raises UserError if parameters or their order differ between processes; gradients are summed in this order."""
+    """Raises UserError if parameters or their order, in which gradients are summed, differ between processes."""
     own = [(name, tuple(p.shape)) for name, p in objective.named_parameters()]
     if group.agrees(own):
         return
@@ -183,7 +180,7 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
     weights of 0. Raises UserError if the objective breaks the contract of `Objective`.
 
     DistributedDataParallel rebuilds its buckets after its first backward, which changes the order of summation. Without
-    a trial, the first step after a resume would add gradients in another order than the same step without a resume.
+    a trial, a resumed run's first step would add gradients in another order than the same step of an uninterrupted run.
     """
     net, objective = learner.enter(phase), learner.objective
     with _leaving_no_trace(learner, net, strategy) as changes:
@@ -219,7 +216,7 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
 
 
 def check_exchanges(learner: Learner, strategy: Strategy, phase: str, order: SampleOrder, example: Batch) -> None:
-    """Raises UserError if a forward's collectives depend on the number of samples, which may differ by process.
+    """Raises UserError if a forward's collectives depend on the number of samples, which may differ between processes.
 
     All processes must call this function.
     """
@@ -238,7 +235,7 @@ def check_single_samples(
 ) -> None:
     """Raises UserError if a training forward would get a single sample and a batch norm of the model rejects it.
 
-    BatchNorm2d accepts a single sample with several pixels. All processes must call this function.
+    Tries this, because BatchNorm2d accepts a single sample with several pixels. All processes must call this function.
     """
     if not any(isinstance(module, BATCH_NORMS) for module in learner.objective.modules()):
         return

@@ -46,7 +46,10 @@ class ExponentialMovingAverage:
         self._averaging = []
 
     def leave_to(self, optimizers: Sequence[Optimizer]) -> None:
-        """Uses averages kept by optimizers. Raises UserError if one exists and decay > 0, or two share a parameter."""
+        """Uses the averages that optimizers keep.
+
+        Raises UserError if there is one and decay > 0, or if two of them share a parameter.
+        """
         self._averaging = [optimizer for optimizer in optimizers if keeps_average(optimizer)]
         params = _params_of(self._averaging)
         if self._averaging and self.decay > 0:
@@ -63,7 +66,7 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def update(self, applied: bool | Tensor, phase: str, params: Sequence[nn.Parameter]) -> None:
-        """Updates the average after an optimizer step. applied: see `StepResult`. params: the phase's parameters."""
+        """Updates the average of `params` after their phase's step. applied: whether the step changed the weights."""
         if not self._average:
             return
         updates = self._updates.get(phase, 0)
@@ -113,9 +116,9 @@ class ExponentialMovingAverage:
     def put_into(
         self, state: dict[str, Any], full_weights: Callable[[nn.Module, Mapping[Tensor, Tensor]], dict[str, Any]]
     ) -> None:
-        """Stores averaged weights as state["model"] (to deploy), raw weights as state["training_model"] (to resume).
+        """Stores averaged weights as state["model"], to deploy, and raw weights as state["training_model"], to resume.
 
-        full_weights: see `Strategy.full_weights`. All processes must call this method.
+        All processes must call this method.
         """
         if self.enabled:
             state["training_model"] = state["model"]
@@ -130,7 +133,7 @@ class ExponentialMovingAverage:
 
 
 def keeps_average(optimizer: Optimizer) -> bool:
-    """Returns whether an optimizer has `eval()`, which averages its parameters, and `train()`, which restores them."""
+    """Returns whether an optimizer can average weights itself, with `eval()`, and restore them, with `train()`."""
     return all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
 
 

@@ -32,7 +32,7 @@ NUM_EXAMPLES = 6
 
 
 def validate(run: Run) -> dict[str, Sums]:
-    """Evaluates every validation set; returns the sums of each set by its name."""
+    """Evaluates every validation set; returns each set's sums, by the name of the set."""
     return {name: evaluate(run, name) for name in validation_sets(run.task.splits())}
 
 
@@ -42,7 +42,7 @@ def evaluate(run: Run, split: str) -> Sums:
 
     On rank 0 the result includes `PerSample` outputs of shape (num_samples, ...), in the order of the data set.
 
-    Raises StopRequested if any process was asked to stop, and UserError if outputs differ in names or shapes.
+    Raises StopRequested if any process was asked to stop, and UserError if batches differ in output names or shapes.
     """
     learner, totals, per_sample = run.learner, run.progress.new_totals(), PerSampleOutputs()
     run.strategy.sync_tensors(persistent_buffers(learner.objective))
@@ -70,7 +70,7 @@ def evaluate(run: Run, split: str) -> Sums:
 def prepare_validation(
     prepared: dict[str, Iterator[Any]], task: Task, loaders: Mapping[str, BatchLoader], size: int, strategy: Strategy
 ) -> None:
-    """Lets idle workers prefetch validation sets. prepared: `Run.prepared`. size: samples per device per forward."""
+    """Lets idle worker processes prefetch validation sets into `prepared`. size: samples per forward on a device."""
     splits = task.splits()
     for name in validation_sets(splits):
         own = loaders[name], len(splits[name]), size * strategy.num_replicas, strategy

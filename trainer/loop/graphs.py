@@ -50,7 +50,7 @@ ROUNDING, ROUNDING_OF_HALVES = 1e-4, 2e-2
 _LACK = "no memory for a graph"
 _SPARSE = "gradients of sparse embeddings change size in every step"
 REHEARSING = "__torch_dispatch__"
-"""Name of a dry-run function; error messages skip its traceback frames to show the user's line of code."""
+"""Name of a method used in dry runs; messages skip its traceback frames to show the user's line of code."""
 _OF_STEP = {"params", "lr"}
 """Parameter group entries that may change without making a graph invalid."""
 LEAST_GAIN = 1.1
@@ -75,7 +75,7 @@ class Recording(NamedTuple):
 
 
 class Gradients:
-    """Gradients of a phase in flat buffers, at the addresses that graphs write to.
+    """One phase's gradients, in flat buffers that CUDA graphs write to.
 
     present: which parameters have a gradient. is_attached: whether each parameter's `grad` is up to date.
     """
@@ -106,7 +106,7 @@ class Gradients:
         self.flat.copy_out()
 
     def replayed(self, present: tuple[bool, ...]) -> None:
-        """Records which gradients a replay wrote."""
+        """Notes which gradients a replay wrote."""
         if self.is_attached and any(self.present):
             self.flat.attach(present)
         else:
@@ -115,10 +115,7 @@ class Gradients:
 
 
 class Moment:
-    """Snapshot of the state that forward and backward change.
-
-    It contains gradients, buffers, module attributes and the states of random number generators.
-    """
+    """Snapshot of the state that forward and backward change: gradients, buffers, attributes and random generators."""
 
     def __init__(self, gradients: Gradients, objective: Objective, generators: Sequence[torch.Generator]) -> None:
         self._gradients, self.present = gradients, gradients.present
@@ -138,11 +135,12 @@ class Moment:
 
 @dataclass
 class GraphedLearner(Learner, Watch):
-    """Learner that captures a graph at the second occurrence of an input signature, and replays it from then on.
+    """Learner that captures a CUDA graph at the second occurrence of an input signature, and replays it from then on.
 
     only_if_faster: whether to drop graphs whose speed-up is below `LEAST_GAIN`.
 
-    _untried: signatures captured in this epoch. _due: signatures and phases whose next replay must be verified.
+    _untried: signatures captured in this epoch. _due: signatures and phases whose next replay is compared with an eager
+    run.
     """
 
     strategy: Strategy = field(kw_only=True)
@@ -166,7 +164,7 @@ class GraphedLearner(Learner, Watch):
         self._held_in_evaluation: dict[str, Any] = {}
         self._records_evaluation = False
 
-    # --- as a watch --------------------------------------------------------------------------------------------------
+    # --- as an observer ----------------------------------------------------------------------------------------------
 
     def remarks(self) -> Sequence[str]:
         lines = []
@@ -183,12 +181,12 @@ class GraphedLearner(Learner, Watch):
     def resume(self) -> None:
         """Drops all graphs if an attribute, an optimizer setting or the address of a model tensor has changed.
 
-        At an epoch's start, marks for verification each phase's next graph and all graphs captured in the last epoch.
+        At an epoch's start, schedules comparisons with eager runs for each phase's next replay and all new graphs.
         """
         if self._progress.position.at_epoch_start:
             self._due |= {*self.params, *self._untried}
             self._untried.clear()
-        self.enter(next(iter(self.params)))  # every outline must show the same `requires_grad`
+        self.enter(next(iter(self.params)))  # so that every outline shows the same `requires_grad`
         held = outline(self.objective)
         for phase in self.params:
             for number, group in enumerate(self._groups(phase)):
@@ -206,7 +204,10 @@ class GraphedLearner(Learner, Watch):
             self.settle(log)
 
     def settle(self, log: Log) -> None:
-        """Logs each new message once; if only some ranks have it, names them. All processes must call this method."""
+        """Logs each new message once; if only some ranks have the message, names these ranks.
+
+        All processes must call this method.
+        """
         group = self.strategy.group
         of_ranks = [self._lines] if group.agrees(self._lines) else group.gather(self._lines)
         for line in dict.fromkeys(chain(*of_ranks)):
@@ -342,7 +343,7 @@ class GraphedLearner(Learner, Watch):
         return Moment(gradients, self.objective, generators)
 
     def _recorded(self, phase: str, gradients: Gradients, micro_batch: WeightedBatch, before: Moment) -> Recording:
-        """Captures forward and backward after a dry run; a wait for the GPU in a capture would break the allocator."""
+        """Captures forward and backward after a dry run, which rejects waits for the GPU; they break a capture."""
         inputs = {name: tensor.to(self.device, copy=True) for name, tensor in micro_batch.batch.items()}
 
         def work() -> Packed:
@@ -486,7 +487,7 @@ class GraphedLearner(Learner, Watch):
     # --- what is not recorded -----------------------------------------------------------------------------------------
 
     def _gradients_of(self, phase: str) -> Gradients | None:
-        """Returns a phase's flat gradients, or None if the phase runs without graphs."""
+        """Returns a phase's gradients, or None if the phase runs without graphs."""
         if phase not in self._gradients:
             params, is_recorded = self.params[phase], self._obstacle(phase) is None
             gradients = Gradients(params, self.strategy.flat_gradients(params)) if is_recorded else None
@@ -502,7 +503,7 @@ class GraphedLearner(Learner, Watch):
         self._gradients[phase] = None
 
     def _forget(self) -> None:
-        """Drops all graphs; after a failed capture, replays would draw random numbers from a stale generator."""
+        """Drops all graphs, because after a failed capture they would draw random numbers from a stale generator."""
         self._recordings.clear()
         self._forwards.clear()
 
@@ -525,7 +526,7 @@ class GraphedLearner(Learner, Watch):
         return f"CUDA graphs: {which} run without a graph: {problem}."
 
     def _account_of(self, error: Exception) -> str:
-        """Returns a description of why a capture failed, with the user's line of code."""
+        """Returns the reason for a failed capture, with the user's line of code."""
         if isinstance(error, CannotBeRecorded):
             return str(error)
         if isinstance(error, RuntimeError) and lacks_memory(error):
@@ -536,7 +537,7 @@ class GraphedLearner(Learner, Watch):
         return f"{reason(error)} ({Path(own[-1].filename).name}, line {own[-1].lineno})"
 
     def _obstacle(self, phase: str) -> str | None:
-        """Returns why a phase cannot be captured, as far as known before the first step, or None."""
+        """Returns why a phase cannot be captured, or None if no reason is known before the first step."""
         strategy, state = self.strategy, self.buffers.forward_state
         of_forwards = self._obstacle_of_forwards()
         if of_forwards is not None:
@@ -566,7 +567,7 @@ class GraphedLearner(Learner, Watch):
         return self._problems_of_updates.get(phase)
 
     def _obstacle_of_forwards(self) -> str | None:
-        """Returns why forwards cannot be captured, or None."""
+        """Returns why forward passes cannot be captured, or None."""
         if self.strategy.exchanges_in_forward or self.strategy.num_replicas > 1:
             return "a forward spans several devices"
         hooked = hooked_module(self.objective)

@@ -1,9 +1,9 @@
-"""Trains with a loss over the outputs of all samples of a step, across devices (`Objective.joint_loss`).
+"""Trains with a loss that compares all samples of a step, across devices (`Objective.joint_loss`).
 
 Uses gradient caching (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", RepL4NLP
 2021). First, forwards under `no_grad` compute the outputs, and the joint loss gives their gradients. Then the forwards
-run again with the same random numbers, and these gradients are backpropagated to the parameters. Memory therefore
-holds the autograd graph of one micro-batch at a time. With one micro-batch per device, a step runs each forward once.
+run again with the same random numbers, and these gradients are backpropagated to the parameters. Memory therefore holds
+the autograd graph of only one micro-batch at a time. With one micro-batch per device, each forward runs only once.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ def refuse_joint(objective: Objective, strategy: Strategy, compiles: bool) -> No
 class JointForward(nn.Module):
     """Wraps an objective with a joint loss for training.
 
-    use: computes a training forward's result from its outputs; if None, the result is their joint loss.
+    use: function that computes a training forward's result from its outputs; if None, the result is the joint loss.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -87,7 +87,7 @@ class JointLearner(Learner, Watch):
     def accumulate_window(
         self, strategy: Strategy, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]
     ) -> Sums:
-        """Runs a step's forwards and backwards. Rank 0 returns the sums over all ranks; other ranks return zeros."""
+        """Runs a step's forward and backward passes; returns the sums over all ranks on rank 0, and zeros on others."""
         num_samples = [micro_batch.num_samples for micro_batch in window]
         handing_on = partial(self._handing_on, strategy, phase, num_samples, factor, key)
         try:
@@ -126,10 +126,11 @@ class JointLearner(Learner, Watch):
         key: tuple[int, ...],
         parts: Sequence[Rows],
     ) -> Callable[[Rows], Sums]:
-        """Returns a function to call on forwards' outputs in turn; the returned loss has the joint loss's gradients.
+        """Returns a function that maps each forward's outputs, in turn, to a loss with the gradients of the joint loss.
 
-        parts: outputs of each micro-batch. num_samples: samples that count in each micro-batch. The last call's loss
-        also backpropagates to parameters that the joint loss uses directly. Only the last call returns nonzero sums.
+        parts: outputs of each micro-batch. num_samples: their numbers of samples, without placeholders. The last call's
+        loss also backpropagates to parameters that the joint loss uses directly. Only the last call returns nonzero
+        sums.
         """
         counted = [part for part, num in zip(parts, num_samples, strict=True) if num] or parts[:1]
         kinds = [kinds_of(part) for part in counted]

@@ -27,10 +27,10 @@ NUM_SAMPLES, NUM_PARTS = 4, 2
 SHARE_OF_START, LEAST_S = 0.04, 0.07
 """Limit of the check's CPU time: a fraction of the process's CPU time before the check, and a minimum in seconds."""
 MEAN, PERHAPS = (0.85, 1.15), (0.6, 1.9)
-"""Ranges of (parts' sum) / (`NUM_PARTS` * batch's sum) that indicate a mean, or perhaps a mean in random forwards."""
+"""Ranges of (parts' sum) / (`NUM_PARTS` * batch's sum) that show a mean, or suggest one despite random numbers."""
 NUM_SEEDS, MOST_S = 16, 0.5
 SEEDS = range(2, 2 + NUM_SEEDS), range(2 + NUM_SEEDS, 2 + 2 * NUM_SEEDS)
-"""Seeds over which random sums are added, for the whole batch and for its parts, if MOST_S seconds suffice."""
+"""Seeds over which sums of random forwards are added, for a batch and for its parts, if `MOST_S` seconds suffice."""
 CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3}
 CLOSE_IN_HALVES = 5e-2
 """Tolerances of sums, relative to their largest value: by parameter dtype, and for autocast and half precision."""
@@ -52,8 +52,8 @@ def check_sums(
     """Returns messages about sums that depend on how a batch is split. Raises UserError if a sum is a mean.
 
     Runs a few samples of each phase and of an evaluated data set through the objective, as a whole and in halves,
-    without side effects. no_limit: whether to check slow forwards too. first_s: CPU seconds of the slowest first
-    forward of a phase. All processes must call this function.
+    without side effects. no_limit: whether to check slow forwards too. first_s: CPU seconds of the slowest phase's
+    first forward. All processes must call this function.
     """
     objective, remarks = learner.objective, list[str]()
     if objective.coupled:
@@ -85,11 +85,10 @@ class _Clock:
         self.of_forward = first_s / 2 if group.device.type == "cpu" else 0.0  # on a GPU the check times a forward
 
     def spent(self) -> float:
-        """Returns the CPU seconds that this process has used since the check began."""
         return time.process_time() - self._started
 
     def allows(self, num_forwards: int, limit_s: float = 0.0) -> bool:
-        """Returns whether `num_forwards` forwards fit into the limit. limit_s: in seconds, or 0 for the default."""
+        """Returns whether `num_forwards` forwards fit into the limit. limit_s: limit, or 0 for the default."""
         most = limit_s or self._limit_s
         return self._group.on_main(lambda: not self._has_limit or self.spent() + num_forwards * self.of_forward < most)
 
@@ -167,7 +166,10 @@ def _compared(
     sums: Callable[[Batch, int], Sums],
     clock: _Clock,
 ) -> list[str]:
-    """Returns a message if parts do not add up to the whole. Raises UserError for a mean. batches: whole and parts."""
+    """Returns a message if the sums of a batch's parts do not add up to the sums of the batch.
+
+    Raises UserError if a sum is a mean. batches: the whole batch and its parts.
+    """
     num_samples = len(batches[0]["weight"])
     for part in parts:
         _require_same_shapes(where, whole, part, num_samples)
@@ -196,7 +198,6 @@ def _compared(
 
 
 def _require_same_shapes(where: str, whole: Sums, part: Sums, num_samples: int) -> None:
-    """Raises UserError if the names or shapes of sums differ between a batch and its half."""
     for name, value in whole.items():
         if name not in part:
             raise UserError(f"{where}: returns {name!r} only for some batches; return it for all batches")

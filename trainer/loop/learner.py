@@ -1,4 +1,4 @@
-"""Runs forwards, backwards and updates of the model, and holds all state that an optimizer step reads or changes."""
+"""Runs forward and backward passes and updates of a model; holds all state that an optimizer step reads or changes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,8 +23,8 @@ from trainer.task import At, Objective, Outputs, Sums
 class Learner:
     """Runs forward passes, backward passes and optimizer updates of an objective.
 
-    objective: the task's objective. net: the objective in the run's precision. device: device of objective and net.
-    max_grad_norm: 0 disables clipping. where: the run's step, epoch and progress, which the objective can read.
+    net: the objective in the run's precision. max_grad_norm: maximum gradient norm; 0 disables clipping. where: the
+    run's step, epoch and progress, which the objective can read.
 
     nets: `net` wrapped for training on the run's devices, by phase. params, optimizers: trained parameters and
     optimizers, by phase.
@@ -91,7 +91,7 @@ class Learner:
     ) -> Sums:
         """Accumulates the gradient of loss * factor over a step's micro-batches; returns the sums over their samples.
 
-        key: first four numbers of the key for `Strategy.seed_dropout`.
+        key: four numbers that seed dropout, together with the micro-batch's index.
         """
         sums: Sums = {}
         same_masks = self.objective.same_masks
@@ -127,17 +127,17 @@ class Learner:
         return sums
 
     def begin_evaluation(self) -> None:
-        """Called before an evaluation's first forward, in eval mode and with the weights to evaluate."""
+        """Prepares an evaluation; called in eval mode with the weights to evaluate, before the first forward."""
 
     def evaluate(self, net: nn.Module, strategy: Strategy, batch: Batch) -> Outputs:
-        """Evaluates a batch in eval mode. net: from `Strategy.evaluation_module`."""
+        """Returns the objective's outputs for a batch in eval mode. net: from `Strategy.evaluation_module`."""
         outputs: Outputs = net(strategy.to_device(batch))
         return outputs
 
     def update(self, phase: str, learning_rate: float, global_norm: Callable[[Tensor], Tensor]) -> StepOutcome:
         """Sets the learning rate and steps the phase's optimizers.
 
-        learning_rate: base rate, multiplied by each group's `lr_scale`. global_norm: see `Strategy.global_norm`.
+        learning_rate: base rate, multiplied by each group's `lr_scale`. global_norm: combines the norms of all shards.
         """
         # Set just before the step: a rescue (a save after a failure) before the step must save the previous rates.
         for optimizer in self.optimizers[phase]:

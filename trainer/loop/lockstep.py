@@ -20,19 +20,19 @@ from trainer.parallel.strategy import Strategy
 MOST_NAMED = 4
 """Maximum number of ranks that a message lists by name; if more ranks have equal values, it states their number."""
 _BLOCK_FACTOR = 0x5851F42D4C957F2D
-"""Multiplier of the hash before each block is added; any odd number works. This one is from Knuth's MMIX generator."""
+"""Factor on the hash before a block of words is added. Any odd number works; this is from Knuth's MMIX generator."""
 
 
 class Fingerprint:
     """Multilinear hash of Lemire and Kaser ("Strongly universal string hashing is fast", 2014), computed on a device.
 
     The hash is the sum modulo 2^64 of the tensors' 32-bit words, each multiplied by a random odd number for its
-    position. Because the factors are odd, a change of one word always changes the hash. Other changes are missed with
-    probability 2^-32. Integer sums do not depend on their order, so all devices compute the same hash.
+    position. Because the factors are odd, a change of one word always changes the hash. Any other change is missed with
+    a probability of about 2^-32. Integer sums do not depend on their order, so all devices compute the same hash.
     """
 
     def __init__(self, num_words: int, device: torch.device) -> None:
-        """num_words: number of 32-bit words to hash; see the function `num_words`."""
+        """num_words: number of 32-bit words to hash, from the function `num_words`."""
         size = min(num_words, numbers_at_once(device))
         generator = torch.Generator().manual_seed(0)
         self._factors = (torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator) | 1).to(device)
@@ -76,8 +76,8 @@ def _blocks(tensors: Iterable[Tensor], most: int) -> Iterator[Tensor]:
 class Account(NamedTuple):
     """Description of one process's model; all descriptions are gathered if fingerprints differ.
 
-    member: name of the process. kind: kind of device; equal kinds compute equal bits. hashes: hash of each tensor.
-    changed: names of buffers that were replaced or written to since training began.
+    member: name of the process. kind: type of device; devices of one type compute equal bits. hashes: hash of each
+    tensor. changed: names of buffers that were replaced or written to since training began.
     """
 
     member: str
@@ -89,9 +89,9 @@ class Account(NamedTuple):
 class Lockstep(Watch):
     """Compares parameters and persistent buffers of all processes at intervals and before every save.
 
-    every: optimizer steps between comparisons; 0 disables them. On a GPU a fingerprint is compared some steps later, so
-    that the host need not wait. If fingerprints differ, all processes raise UnfitState, which names the tensors and
-    ranks. If the kinds of devices differ, the processes log a message instead.
+    every: optimizer steps between comparisons; 0 disables them. On a GPU a fingerprint (hash) is compared some steps
+    later, so that the host need not wait. If fingerprints differ, all processes raise UnfitState, which names the
+    tensors and ranks. If processes have different types of devices, they log a message instead.
     """
 
     def __init__(self, objective: nn.Module, strategy: Strategy, every: int) -> None:
@@ -174,7 +174,6 @@ class Lockstep(Watch):
         return notes
 
     def _changed(self) -> set[str]:
-        """Returns the names of buffers that were replaced or written to since training began."""
         return {
             name
             for name, buffer in persistent_buffers(self._objective).items()

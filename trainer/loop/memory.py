@@ -32,7 +32,7 @@ from trainer.task import Task, training_streams
 T = TypeVar("T")
 
 OPTIMIZER = "the optimizer"
-"""Name of the activity during an update, when smaller micro-batches cannot help: activations are already freed."""
+"""Activity name of the weight update, in which smaller micro-batches save no memory: activations are already freed."""
 MEMORY = "memory.json"
 _SIZE = integer(at_least=1)
 FORMAT = record({"device": text(), "asked_batch_size": _SIZE}, {"batch_size": optional(_SIZE)})
@@ -65,7 +65,7 @@ class MemoryLimit:
     batch_size: int | None = None
 
     def remembered(self, folder: Path, say: Callable[[str], None] = lambda line: None) -> "MemoryLimit":
-        """Returns the limit recorded in the run directory if it matches device and `--batch-size`, else this limit.
+        """Returns the limit stored in the run directory if its device and `--batch-size` match, or else this limit.
 
         say: called with a message if the file is damaged.
         """
@@ -169,7 +169,6 @@ class MemoryGuard:
         return tuple(split_batch(size_of(own.batch_size), 1, own.global_batch_size, *devices) for own in self.splits)
 
     def _remember(self) -> None:
-        """Records the limit for the next start, if this process holds the lock of the run directory."""
         if self._directory.is_held:
             self._directory.write_json(MEMORY, asdict(self.limit))
 
@@ -242,7 +241,10 @@ class MemoryGuard:
         return fits
 
     def _forward_and_backward(self, task: Task, plan: Plan, phase: int) -> None:
-        """Runs a phase's forward and backward twice with optimizer states and, the second time, gradients in memory."""
+        """Runs a phase's forward and backward twice.
+
+        Optimizer states occupy memory during both runs, and the gradients of the first run during the second.
+        """
         name, learner = task.phases[phase], self._learner
         held = [torch.empty_like(p) for p in moments_of(learner.optimizers[name], only_to_come=True)]
         last_epoch = max(0, plan.num_steps - 1) // plan.steps_per_epoch  # if samples grow, they are largest at the end

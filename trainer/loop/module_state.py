@@ -26,7 +26,7 @@ _LARGEST_OUTLINED = 2**12
 _PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _HOLDS_NOTHING = (type, FunctionType, ModuleType, nn.Module, Tensor)
-"""Types whose attributes are ignored, because forwards rarely change them or other code compares them."""
+"""Types whose attributes are ignored, because forward passes rarely change them or other code compares them."""
 
 ABSENT: Any = type("Absent", (), {"__slots__": ()})()
 """Marks a dictionary entry as missing."""
@@ -103,9 +103,10 @@ def outline(module: nn.Module) -> dict[str, Any]:
 
 
 def outline_of(value: Any, most: int = _LARGEST_OUTLINED) -> Any:
-    """Summarises one value for `outline`. For an object of unknown type, keeps the id and the `is_plain` attributes.
+    """Summarises one value for `outline`.
 
-    most: maximum number of items in a container, or bytes in an array; larger values are summarised by their id.
+    For an object of unknown type, keeps its id, and its attributes that are numbers, strings or None. most: maximum
+    number of items in a container, or bytes in an array; larger values are summarised by their id.
     """
     if is_plain(value):
         return value
@@ -123,7 +124,7 @@ def outline_of(value: Any, most: int = _LARGEST_OUTLINED) -> Any:
 
 
 class References:
-    """References to dictionary entries' values, taken at construction."""
+    """Values that dictionary entries had at construction, held by reference."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self.entries = [(owner, name, owner.get(name, ABSENT)) for owner, name in entries]
@@ -138,7 +139,7 @@ class References:
 
 
 class State(References):
-    """Values of dictionary entries, taken at construction, with copies of their tensors, arrays and containers."""
+    """Values that dictionary entries had at construction, with copies of their tensors, arrays and containers."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         super().__init__(entries)
@@ -168,7 +169,7 @@ class State(References):
 
 
 class WholeState(State):
-    """State of the buffers and attributes of a module and its submodules. `write` also removes later additions."""
+    """State of the buffers and attributes of a module and its submodules; `write` also deletes new ones."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = [
@@ -204,7 +205,7 @@ class Change(NamedTuple):
     """A buffer or attribute that a forward replaced or changed in place.
 
     path: name within the whole module. before, now: old and new value, or ABSENT. in_place: whether the forward changed
-    the old value in place. is_seen: whether the change can be undone; False inside an object of unknown type.
+    the old value in place. is_seen: whether the change can be undone; False if it is inside an object of unknown type.
     """
 
     module: nn.Module
@@ -226,7 +227,8 @@ class Change(NamedTuple):
 def leaving_no_trace(module: nn.Module) -> Iterator[Callable[[], list[Change]]]:
     """Context in which forwards work on copies of a module's buffers and attributes; restores the originals on exit.
 
-    Yields a function that returns the changes so far. Also restores TorchScript buffers, which forwards still change.
+    Yields a function that returns the changes so far. Also restores TorchScript buffers, which forwards change
+    directly.
     """
     scripted = _Scripted(module)
     state = WholeState(module)
@@ -240,7 +242,7 @@ def leaving_no_trace(module: nn.Module) -> Iterator[Callable[[], list[Change]]]:
 
 
 class _Scripted:
-    """TorchScript modules' buffers, which forwards change in place, and copies for restoring them."""
+    """Buffers of TorchScript modules, which forward passes change in place, with copies for restoring them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._found = [
@@ -276,7 +278,7 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
 
 
 class _Comparison:
-    """Finds the buffers and attributes that forwards have changed since construction. state: their original values."""
+    """Finds buffers and attributes that forward passes have changed since construction. state: the original values."""
 
     def __init__(self, state: WholeState) -> None:
         self._state = state
@@ -336,7 +338,7 @@ class _Comparison:
 
 
 def _is_same_content(original: Any, copy_: Any) -> bool:
-    """Returns whether a copy and its original have equal bits; True for sparse, quantized, meta and nested tensors."""
+    """Returns whether a copy has its original's bits; always True for sparse, quantized, meta and nested tensors."""
     if not isinstance(copy_, Tensor):
         return bool(original.tobytes() == copy_.tobytes())
     both = original.detach(), copy_.detach()

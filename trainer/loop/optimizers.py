@@ -26,7 +26,7 @@ def build_optimizers(
 ) -> list[Optimizer]:
     """Builds a training phase's optimizers with `Task.build_optimizers`, or from the flags if it returns None.
 
-    groups: result of `completed_groups`. Raises UserError if the task returns invalid optimizers or groups.
+    groups: parameter groups from `completed_groups`. Raises UserError if the task returns invalid optimizers or groups.
     """
     own = task.build_optimizers(phase, [dict(group) for group in groups], learning.lr)
     if own is not None:
@@ -53,7 +53,7 @@ def _refuse(task: Task, method: str, phase: str, problem: str | None) -> None:
 def completed_groups(task: Task, objective: Objective, phase: str, weight_decay: float) -> list[ParamGroup]:
     """Returns the task's parameter groups without frozen parameters and empty groups, each with a weight decay.
 
-    weight_decay: value for groups without one. Call this function before `Learner.set_trained`, which sets
+    weight_decay: value for groups that set none. Call this function before `Learner.set_trained`, which sets
     `requires_grad` by phase. Raises UserError for an invalid parameter group.
     """
     sparse = set(sparse_parameters(objective))
@@ -129,7 +129,7 @@ def by_flags(
 
 
 def _given(learning: LearningFlags, *names: str) -> dict[str, Any]:
-    """Returns the values of the named flags that are set; for other flags the optimizer's default applies."""
+    """Returns the values of the named flags that are set."""
     return {name: value for name in names if (value := getattr(learning, name)) is not None}
 
 
@@ -230,7 +230,7 @@ _RECORDED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, ZeroStartSGD)
 
 
 def can_be_recorded(optimizer: Optimizer) -> bool:
-    """Returns whether a CUDA graph can capture a step; replays must read the current learning rate and `found_inf`."""
+    """Returns whether a CUDA graph can capture an optimizer's step, which must read `lr` and `found_inf` on the GPU."""
     is_known = getattr(type(optimizer), "plain", type(optimizer)) in _RECORDED
     return is_known and reads_found_inf(optimizer) and not has_step_hooks(optimizer)
 
@@ -238,7 +238,8 @@ def can_be_recorded(optimizer: Optimizer) -> bool:
 def moments_of(optimizers: Sequence[Optimizer], only_to_come: bool = False) -> list[Tensor]:
     """Lists each parameter once per optimizer-state tensor of its size, for example twice for Adam.
 
-    Assumes two tensors for optimizers of unknown type. only_to_come: whether to skip parameters that have a state.
+    Assumes two tensors for optimizers of unknown type. only_to_come: whether to skip parameters that already have an
+    optimizer state.
     """
     return [
         p

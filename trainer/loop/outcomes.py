@@ -19,9 +19,9 @@ NUM_SAMPLES_SHOWN = 8
 
 
 class StepOutcomes(Watch):
-    """Detects non-finite steps, and raises UnfitState or counts the step as skipped.
+    """Detects non-finite steps, and raises UnfitState or counts them as skipped.
 
-    phases: the task's phases. advice: text for error messages, naming flags that can prevent divergence.
+    advice: text for error messages, naming flags that can prevent divergence.
 
     On the CPU, each step is checked at once. On a GPU, results are copied to the host in groups of `GROUP_SIZE` steps.
     A group is read when the next group is full, so that all processes handle a result at the same step.
@@ -69,7 +69,7 @@ class StepOutcomes(Watch):
                 self._deal_with(record, log)
 
     def _deal_with(self, record: StepRecord, log: Log) -> None:
-        """Raises UnfitState, or counts a skipped step. All processes must call this method."""
+        """Raises UnfitState, or counts the non-finite step as skipped. All processes must call this method."""
         account, progress = self._describe(record), self._progress
         if self._on_nonfinite == "stop":
             raise self._divergence(account, is_first=record.number == 1)
@@ -101,7 +101,7 @@ class StepOutcomes(Watch):
         )
 
     def _divergence(self, account: str, in_vain: str = "", is_first: bool = False) -> UnfitState:
-        """Returns the error that ends the run. in_vain: text on skipped steps. is_first: whether step 1 failed."""
+        """Returns the error that ends the run. in_vain: text about skipped steps. is_first: whether step 1 failed."""
         skip = "" if in_vain else ", or skip such steps with --on-nonfinite skip"
         if is_first:
             return UnfitState(

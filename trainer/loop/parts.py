@@ -2,7 +2,7 @@
 
 Gradients and sums of the parts are added in a fixed binary tree: parts 0 and 1, parts 2 and 3, then neighbouring pairs.
 Each process runs consecutive parts that form a subtree, so the number of devices decides only which process performs an
-addition. `Group.sum_in_tree` adds the sums of processes.
+addition.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +46,6 @@ class TreeSum:
         self.waiting.append((level, value))
 
     def total(self) -> Any | None:
-        """Returns the sum of all values, or None if no value was added."""
         values = [value for _, value in self.waiting]
         while len(values) > 1:
             last = values.pop()
@@ -55,7 +54,7 @@ class TreeSum:
 
 
 class PartsLearner(Learner):
-    """Learner for `--parts`. Every micro-batch is one part with separate gradients. Skips parts without samples."""
+    """Learner for `--parts`: every micro-batch is one part, and gets its own gradients. Skips parts without samples."""
 
     buffers: "PartBuffers"
 
@@ -66,7 +65,7 @@ class PartsLearner(Learner):
     def accumulate(
         self, strategy: Strategy, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool
     ) -> Sums:
-        """Works like `Learner.accumulate`, but returns the sums of all parts at the last part, and {} before."""
+        """Works like `Learner.accumulate`, but returns {} until the last part, and then the sums of all parts."""
         if is_first:
             self._rows: list[Sums] = []
             self._grads = TreeSum(add_grads)
@@ -122,7 +121,7 @@ class PartBuffers(Buffers):
     """Updates buffers with `--parts`: the forward of every part starts from the state before the step.
 
     A step changes running statistics by the mean of the parts' changes, weighted by their numbers of samples. It adds
-    the number of parts with samples to the counters, and takes from part 0 all other state that forwards change.
+    the number of parts with samples to the counters, and takes all other state that forward passes change from part 0.
     """
 
     def keep(self) -> None:
@@ -159,9 +158,9 @@ class PartBuffers(Buffers):
 
 
 class PartTotals(Totals):
-    """Totals of this process's parts as (parts, ...) tensors, which are summed over parts when read.
+    """Sums over the samples of each part of this process, as (parts, ...) tensors; adds up the parts only when read.
 
-    own: indices of this process's parts. rows: initial totals, (parts, ...) by name.
+    own: indices of this process's parts. rows: initial sums, (parts, ...) by name.
     """
 
     def __init__(self, own: Sequence[int], rows: Mapping[str, Tensor]) -> None:
@@ -170,7 +169,7 @@ class PartTotals(Totals):
         self._waiting: list[tuple[Sums, float]] = []
 
     def add(self, sums: Sums, weight: Any, applied: bool | Tensor = True) -> None:
-        """Adds sums. weight: a list of all parts' weights for sums from `as_rows`, or a number for one part's sums."""
+        """Adds the sums of all parts or of one part. weight: list of all parts' weights, or the one part's weight."""
         if isinstance(weight, list):
             weights = [weight[part] for part in self._own]
         else:
@@ -194,17 +193,17 @@ class PartTotals(Totals):
         return {name: sum_of_neighbours(value) for name, value in self.rows(group).items()}
 
     def rows(self, group: Group) -> dict[str, Tensor]:
-        """Gathers the totals of all processes' parts, (parts, ...) by name. All processes must call this method."""
+        """Gathers the sums of all processes' parts, (parts, ...) by name. All processes must call this method."""
         return {name: value.flatten(0, 1) for name, value in as_rows(group.gather(super().unreduced())).items()}
 
 
 def totals_maker(strategy: Strategy) -> Callable[[], Totals]:
-    """Returns a function that creates empty totals: `PartTotals` with `--parts`, or else `Totals`."""
+    """Returns a function that creates an empty `PartTotals` with `--parts`, or else an empty `Totals`."""
     return partial(restored_totals, strategy, {}, {}) if strategy.num_parts else Totals
 
 
 def restored_totals(strategy: Strategy, total: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> Totals:
-    """Restores `rows`, the totals of parts, from a checkpoint. If `--parts` has changed, part 0 gets all of `total`."""
+    """Restores the sums of parts, `rows`, from a checkpoint. If `--parts` has changed, part 0 gets all of `total`."""
     if {len(value) for value in rows.values()} != {strategy.num_parts}:
         others = strategy.num_parts - 1
         rows = {name: torch.stack([value, *[torch.zeros_like(value)] * others]) for name, value in total.items()}

@@ -1,4 +1,4 @@
-"""Plans the optimizer steps of a run: their epochs, phases and global batches. Does not import torch."""
+"""Plans the optimizer steps of a run: their epochs, phases and global batches."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from trainer.common.errors import UserError
 from trainer.loading.order import EpochOrder, Position
 
 EPOCHS_KEPT = 2
-"""Number of epochs whose sample order is kept in memory: prefetching may reach into the next epoch."""
+"""Number of epochs whose sample order is kept in memory, because prefetching may reach into the next epoch."""
 
 
 @dataclass
@@ -121,11 +121,11 @@ SampleOrder = ShuffledOrder | TaskOrder
 
 
 class PlannedStep(NamedTuple):
-    """Plan of one optimizer step.
+    """Samples and position of one planned optimizer step.
 
-    phase: the phase's index. epoch: pass over the phase's data, from 0. start, end: range of the global batch within
-    the epoch's samples. after: the run's position after the step. progress: training progress at the middle of the
-    step, in units of `Plan.total`; the learning rate schedule is evaluated there.
+    phase: the phase's index. epoch: number of the pass over the phase's data, from 0. start, end: range of the global
+    batch within the epoch's samples. after: the run's position after the step. progress: training progress at the
+    middle of the step, in epochs or steps as in `Plan.total`, for the learning rate schedule.
     """
 
     phase: int
@@ -140,8 +140,8 @@ class PlannedStep(NamedTuple):
 class Plan:
     """Schedule of a run's steps, metric reports and validations.
 
-    epochs, max_steps: length of the run in epochs or in optimizer steps; the other value is None. A model that is
-    fitted without steps has 0 epochs. orders: sample order of each phase. turns: optimizer steps that each phase takes
+    epochs, max_steps: length of the run in epochs or in optimizer steps; one of the two is None. With 0 epochs, the
+    model is fitted without steps. orders: sample order of each phase. turns: optimizer steps that each phase takes
     before the next phase; empty if each phase runs once per epoch. eval_every, eval_every_steps: epochs or optimizer
     steps between validations; both None without a validation set.
     """
@@ -173,7 +173,7 @@ class Plan:
 
     @cached_property
     def samples_per_epoch(self) -> int:
-        """Number of samples of all phases per epoch; if phases take turns, of the first phase, which defines epochs."""
+        """Samples per epoch, of all phases or, if phases take turns, only of the first phase, which defines epochs."""
         return self.phase_sizes[0] if self.turns else sum(self.phase_sizes)
 
     @cached_property
@@ -188,7 +188,7 @@ class Plan:
         return (num_epochs if self.max_steps is None else num_steps) >= self.total
 
     def validates_after(self, num_epochs: int, num_steps: int) -> bool:
-        """Returns whether to validate after `num_epochs` or `num_steps`: at each interval and at the run's end."""
+        """Returns whether a validation follows `num_epochs` epochs or `num_steps` steps; one follows the last step."""
         if not self.has_validation:
             return False
         if self.is_through(num_epochs, num_steps):
@@ -202,7 +202,7 @@ class Plan:
         return self.eval_every_steps is not None and num_steps % self.eval_every_steps == 0
 
     def logs_after(self, num_steps: int, step: PlannedStep, interval: int) -> bool:
-        """Returns whether to log step `num_steps`: one step per `interval`; if phases take turns, one of each phase."""
+        """Returns whether to log step `num_steps`: one step per `interval` or, if phases take turns, one per phase."""
         is_last_of_turn = step.after.turn == 0
         return num_steps >= interval and num_steps % interval < (sum(self.turns) or 1) and is_last_of_turn
 
@@ -229,7 +229,7 @@ class Plan:
     def rest_of_epoch(self, position: Position, num_done: int = 0) -> Iterator[PlannedStep]:
         """Yields the remaining steps of the current epoch, up to the end of the run.
 
-        num_done: optimizer steps done so far; used only if the run's length is given in steps.
+        num_done: optimizer steps done so far; used only if the run's length is in steps.
         """
         steps = self._steps_from(position)
         if self.max_steps is None:

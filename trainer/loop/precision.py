@@ -32,7 +32,7 @@ _OF_PARTS = ("DTensor", "Sharding propagation", "placement")
 
 
 class StepOutcome(NamedTuple):
-    """Result of an optimizer update. The fields mean the same as in `StepResult`."""
+    """Result of an optimizer update. applied: whether weights changed. alarm: whether to report a skipped step."""
 
     grad_norm: Tensor
     applied: bool | Tensor
@@ -103,8 +103,8 @@ class Precision:
     ) -> StepOutcome:
         """Unscales and clips gradients, steps the optimizers, and clears gradients; a non-finite norm skips the step.
 
-        params: all parameters that the step trains, over which the norm is taken. max_grad_norm: 0 disables clipping.
-        global_norm: see `Strategy.global_norm`. shards: returns this process's shards of gradients.
+        params: all parameters that the step trains. max_grad_norm: maximum norm of their gradients; 0 disables
+        clipping. global_norm: combines the norms of all shards. shards: returns this process's shards of gradients.
 
         A skipped step sets `alarm`, unless the gradient scaler responded by lowering its scale. Fused optimizers read
         `found_inf` and skip the step on the GPU. With other optimizers or sparse gradients, the host waits for the GPU.

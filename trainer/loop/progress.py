@@ -15,11 +15,11 @@ from trainer.task import At
 
 @dataclass
 class Progress(SavedProgress):
-    """A run's progress in this process: the fields of `SavedProgress`, which checkpoints contain, and local fields.
+    """A run's progress in this process. Checkpoints contain only the fields of `SavedProgress`.
 
-    last_save: optimizer steps done at the last checkpoint. totals: sums by phase over this process's samples since the
-    last report. own_samples: number of samples in `totals`. new_totals: creates empty totals. clock: value of
-    `time.monotonic()` at the last update of `train_seconds`, or None before training.
+    last_save: optimizer steps done at the last checkpoint. totals: each phase's sums over this process's samples since
+    the last report of metrics. own_samples: number of samples in `totals`. new_totals: function that creates empty
+    totals. clock: value of `time.monotonic()` at the last update of `train_seconds`, or None before training.
     """
 
     last_save: int = 0
@@ -35,7 +35,7 @@ class Progress(SavedProgress):
         return twin
 
     def start_epoch(self, epoch: int, phases: Sequence[str]) -> None:
-        """Moves to the start of an epoch with empty totals. epoch: number of completed epochs."""
+        """Moves to the start of an epoch and empties the totals. epoch: number of completed epochs."""
         self.position = Position(epoch, others=self.position.others)
         self.start_segment(phases)
 
@@ -54,7 +54,7 @@ class Progress(SavedProgress):
         self.own_samples += own_samples
 
     def where(self, plan: Plan, group: Group, phase: str = "", progress: float | None = None) -> At:
-        """Describes the run's position to a task. progress: as in `PlannedStep`, or None for the current position."""
+        """Describes the run's position to a task. progress: training progress to show, or None for the current one."""
         is_in_epochs, position = plan.max_steps is None, self.position
         step = plan.steps_done(position) if is_in_epochs else self.step  # as if batch sizes had not changed
         if progress is None:

@@ -19,16 +19,16 @@ SENT = (*OWN, EXCHANGE)
 REPORT_EVERY = 100
 """Number of optimizer steps in an interval over which times are compared."""
 NUM_REPORTS = 5
-"""Number of consecutive slow intervals after which a rank is reported; fewer could be brief disturbances."""
+"""Number of consecutive slow intervals after which a rank is reported, so that brief disturbances are ignored."""
 SLOW_FACTOR = 1.3
 """A rank is slow if its time exceeds this multiple of the median over all ranks."""
 
 
 class RankTimes(Watch):
-    """Exchanges the times of all ranks every REPORT_EVERY steps, without waiting for the exchange.
+    """Exchanges the times of all ranks every REPORT_EVERY steps, in the background.
 
     On the CPU, the training thread is timed. On a GPU, times are measured between CUDA events and read many steps
-    later; time in which the GPU waits for data counts as data loading. Times of evaluations are left out.
+    later; time in which the GPU waits for data counts as data loading. Evaluations are not timed.
     """
 
     def __init__(self, group: Group) -> None:
@@ -79,7 +79,7 @@ class RankTimes(Watch):
         return table.ravel().tolist()
 
     def judge(self, times: np.ndarray) -> list[str]:
-        """Returns a message about each rank that has become slow. times: (ranks, SENT) seconds in this interval."""
+        """Returns messages about ranks that have become slow. times: (ranks, activities) seconds in this interval."""
         self._reports.append(times)
         reports = np.stack(self._reports)
         slow = [rank for rank in slow_ranks(reports[..., : len(OWN)], SLOW_FACTOR) if rank not in self._named]

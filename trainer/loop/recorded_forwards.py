@@ -1,4 +1,4 @@
-"""Captures evaluation forwards as CUDA graphs, one for each `signature` of a batch."""
+"""Captures evaluation forwards as CUDA graphs, one per batch signature (names, shapes, strides and dtypes)."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -39,9 +39,9 @@ class RecordedForward(NamedTuple):
 
 
 class RecordedForwards:
-    """Runs the first forward of each batch signature eagerly, captures the second as a graph, and then replays it.
+    """Runs the first forward of each batch signature eagerly, captures the second one, and then replays its graph.
 
-    problem: reason why a capture failed, after which all forwards run eagerly, or None.
+    problem: why a capture failed, or None; after a failure, all forwards run eagerly.
     """
 
     def __init__(self, objective: Objective, strategy: Strategy, recorder: Recorder) -> None:

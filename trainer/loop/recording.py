@@ -86,10 +86,10 @@ class Recorder:
 
 
 def dry_run(function: Callable[[], T]) -> tuple[T, list[Tensor]]:
-    """Runs a function; returns its result and the existing tensors that it reads, which must outlive the graph.
+    """Runs a function; returns its result and the existing tensors that it reads, which must outlive its CUDA graph.
 
     Raises the function's exceptions. Raises RuntimeError if PyTorch detects that the host waits for a GPU, or if every
-    call creates a tensor that stays referenced after the call and is not in the result.
+    call leaves behind a new tensor that is not in the result.
     """
     result, reads, keeps = _rehearse_once(function)
     if keeps:  # perhaps a tensor that only the first call creates
@@ -180,9 +180,9 @@ def _without_collecting() -> Iterator[None]:
 
 
 class Recordings(OrderedDict[Any, R]):
-    """Maps signatures to at most `most` graphs; drops the least recently used graph.
+    """Maps input signatures to graphs, at most `most` of them.
 
-    left_out: signatures that are not captured again, because memory was short or because their graph was dropped.
+    left_out: signatures that are not captured again, because memory was short or their graph was dropped.
     """
 
     def __init__(self, most: int) -> None:
@@ -198,7 +198,7 @@ class Recordings(OrderedDict[Any, R]):
         return self.get(key)
 
     def is_wanted(self, key: Any) -> bool:
-        """Returns whether to capture a signature; its first occurrence, which loads kernels, always runs eagerly."""
+        """Returns whether to capture a graph for a signature; False at the first occurrence, which loads kernels."""
         is_new = key not in self._seen
         self._seen.add(key)
         return not is_new and key not in self.left_out
@@ -255,8 +255,8 @@ def difference(
     """Returns the name of a value that differs from the expected value beyond rounding, or None.
 
     replayed: replays the graph and returns the values. The tolerance grows with the difference between replays, which
-    comes from nondeterministic sums. Numbers that the host passes to kernels are equal in all replays, so outdated ones
-    are found. rounding: maximum tolerance, relative to a tensor's largest absolute value.
+    comes from nondeterministic sums. Replays agree in numbers that the host passed to kernels, so the tolerance hides
+    no outdated number. rounding: maximum tolerance, relative to a tensor's largest absolute value.
     """
     if expected.keys() != found.keys():
         return min(expected.keys() ^ found.keys())

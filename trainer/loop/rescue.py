@@ -1,6 +1,6 @@
 """Saves the state after the last finished step when a run fails or loses a process.
 
-The rescue runs no collectives, because other processes may be gone. Rank 0 saves; if rank 0 is gone, a process on the
+This rescue runs no collectives, because other processes may be gone. Rank 0 saves; if rank 0 is gone, a process on the
 same machine takes over the lock of the run directory and saves. If other processes die in the middle of a step, this
 process still has the state after the previous step (Gupta et al., Just-In-Time Checkpointing, EuroSys 2024).
 """
@@ -39,14 +39,15 @@ DRAINS_WITHIN_S = 2.0
 _one_at_a_time = threading.Lock()
 
 Mark = Callable[[], bool]
-"""Function that returns whether the device has reached a marked point of its queue."""
+"""Function that returns whether the device has reached a marked point in its queue of work."""
 
 
 @dataclass(eq=False)
 class AppliedStep:
-    """A step that the host has submitted. progress: progress after the step. applied: mark at the end of the step.
+    """A step that the host has submitted to the device. progress: the run's progress after the step.
 
-    forward: mark at the start of the next step. changes: mark where the next step's optimizer starts to change weights.
+    applied, forward, changes: tell whether the device has finished the step, has started the next step, and has started
+    to change weights in the next step.
     """
 
     progress: Progress
@@ -100,7 +101,7 @@ class LastStep(Watch):
 
 
 def _it_has_come() -> bool:
-    """Mark of a synchronous device, which finishes work before the host continues."""
+    """Returns True, because a CPU finishes its work before the host continues."""
     return True
 
 
@@ -112,7 +113,7 @@ def rescue(run: Run, last: LastStep, end: Failure | UserError) -> None:
     """Saves the state after the last finished step, if no checkpoint contains it and this process may save.
 
     Sets the failure's exit status to EXIT_RESTART if other processes were lost and this launch saved a newer checkpoint
-    than it resumed from. Requiring that progress keeps a recurring failure from restarting the run forever.
+    than it resumed from. Without the second condition, a recurring failure would restart the run forever.
     """
     if isinstance(end, Failure):
         # After bad input, only rank 0 saves; it gets a UserError. A user who exits at once (no message) needs no save.
@@ -194,7 +195,7 @@ def _copied(
 ) -> dict[str, Any] | None:
     """Copies the state after the last finished step; returns None if the state is saved already or changes meanwhile.
 
-    num_saved: optimizer step of the newest checkpoint. outline, facts: see `Run.model_outline` and `Run.facts`.
+    num_saved: optimizer step of the newest checkpoint.
     """
     before = last.find()
     if before is None or before[0].progress.step <= num_saved or learner.ema.is_applied:
@@ -221,7 +222,8 @@ def _copied(
 def _own(progress: Progress, lacks_totals: bool) -> tuple[Progress, dict[str, dict[str, Tensor]]]:
     """Returns the progress and the totals, both restricted to the samples of this process.
 
-    lacks_totals: whether to drop totals that may include unfinished steps (GPU) or lack other ranks' parts (`--parts`).
+    lacks_totals: whether to drop the totals, which may include unfinished steps on a GPU, and lack the parts of other
+    ranks with `--parts`.
     """
     totals = {phase: {} if lacks_totals else own.unreduced() for phase, own in progress.totals.items()}
     samples = 0 if lacks_totals else progress.own_samples

@@ -26,7 +26,7 @@ LEAST_NORM = 1e-12
 
 
 def refuse_sam(rho: float, objective: Objective, strategy: Strategy) -> None:
-    """Raises UserError if another option does not support SAM's two gradients per step. rho: `--sam-rho`, or 0."""
+    """Raises UserError if another option does not support SAM's two gradients per step."""
     others = {
         f"--parts {strategy.num_parts}": strategy.num_parts > 0,
         "--multi-gpu fsdp": strategy.exchanges_in_forward,
@@ -64,7 +64,7 @@ class SamLearner(Learner, Watch):
                 parameter.grad = None
             with self.buffers.left_alone() if self.buffers.is_active else nullcontext():
                 super().accumulate_window(strategy, phase, window, factor, key)
-        finally:  # a rescue must find the unmoved weights
+        finally:  # a rescue (a save after a failure) needs the unmoved weights
             foreach_copy_([parameter.data for parameter in moved], kept)
         return sums
 

@@ -40,8 +40,8 @@ def lr_factor(progress: float, warmup: float, total: float, floor: float, schedu
 class LearningRate:
     """Learning rate of a run. peak, floor: highest and final rate. warmup, total: lengths in units of `Plan.total`.
 
-    factor_of_step: `Task.lr_factor`, which replaces the schedule. num_steps: optimizer steps of the run. drop: factor
-    by which "plateau" reduces the rate. patience: evaluations without improvement before each reduction.
+    factor_of_step: `Task.lr_factor`, which can replace the schedule. num_steps: optimizer steps of the run. drop:
+    factor by which "plateau" reduces the rate. patience: evaluations without improvement before each reduction.
     """
 
     peak: float
@@ -55,7 +55,7 @@ class LearningRate:
     patience: int = 0
 
     def of_step(self, step: PlannedStep, plan: Plan, position: Position, num_done: int, num_drops: int = 0) -> float:
-        """Returns the learning rate of the next step. num_done: optimizer steps done. num_drops: see `at`."""
+        """Returns the next step's learning rate. num_done: optimizer steps done. num_drops: reductions by "plateau"."""
         if self.factor_of_step is None:
             return self.at(step.progress, num_drops=num_drops)
         # If the run's length is in epochs, counts steps as if all steps had used the current batch size.

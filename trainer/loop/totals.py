@@ -1,4 +1,4 @@
-"""Adds up sums on the device, and gathers per-sample outputs in the order of the data set."""
+"""Accumulates metric sums on the device, and gathers per-sample outputs in the order of the data set."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ FOLD_EVERY = 64
 
 
 class Totals:
-    """Sums over this process's samples by name; the sum "weight" is the number of loss terms.
+    """Running sums over this process's samples, by name; the sum "weight" is the number of loss terms.
 
     A sum that a batch or a process lacks counts as zero. `add` stores tensors, and sums them only every `FOLD_EVERY`
     calls. It never waits for the device.
@@ -35,7 +35,7 @@ class Totals:
     def add(self, sums: Sums, weight: Any, applied: bool | Tensor = True) -> None:
         """Adds sums by name. weight: number of loss terms, a float.
 
-        applied: whether the step was applied, a bool or a bool tensor; if not, its sums are ignored (see `StepResult`).
+        applied: whether the step changed the weights, a bool or a bool tensor; if not, its sums are ignored.
 
         Raises UserError if the shape of a sum has changed.
         """
@@ -67,7 +67,7 @@ class Totals:
         self._kept, self._weights, self._applied = [], [], []
 
     def _added(self, before: Tensor | None, parts: Tensor) -> Tensor:
-        """Returns before + the sum of parts along dim 0. before: the sum so far, or None. parts: (n, ...)."""
+        """Adds the sum of `parts`, (n, ...), along dim 0 to `before`, which is the sum so far or None."""
         added = parts.sum(0)
         return added if before is None else before + added
 
@@ -85,7 +85,7 @@ class Totals:
     def reduced(self, group: Group) -> dict[str, Tensor]:
         """Returns the sums over all processes, including "weight", in float64 on the CPU; {} if nothing was added.
 
-        Waits for the device. All processes must call this method. Raises UserError if they have different shapes.
+        Waits for the device. All processes must call this method. Raises UserError if shapes differ between them.
         """
         parts = self.unreduced()
         shapes = _common_shapes({name: tuple(parts[name].shape) for name in sorted(parts)}, group)
@@ -98,7 +98,7 @@ class Totals:
 
 
 def _common_shapes(own: dict[str, tuple[int, ...]], group: Group) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of all processes' sums in the same order on each process. own: this process's shapes."""
+    """Returns the shapes of all processes' sums, in the same order on each process."""
     if group.agrees(own):
         return own
     shapes: dict[str, tuple[int, ...]] = {}
@@ -152,7 +152,7 @@ def add_sums(sums: Sums, part: Mapping[str, Tensor]) -> None:
 
 
 def share_of(reduced: Mapping[str, Tensor], group: Group) -> Totals:
-    """Returns totals whose sum over all processes equals the reduced sums: zeros on all ranks except rank 0."""
+    """Returns totals that add up to the reduced sums: the sums themselves on rank 0, zeros on other ranks."""
     share = 1 if group.is_main else 0
     return Totals({name: (value * share).to(group.device) for name, value in reduced.items()})
 
@@ -160,13 +160,13 @@ def share_of(reduced: Mapping[str, Tensor], group: Group) -> Totals:
 def without_counting(sums: Sums) -> Sums:
     """Replaces the sums of a placeholder batch, whose samples do not count, with zeros.
 
-    Does not multiply the sums by zero, which would turn an infinite loss into NaN on all ranks.
+    Multiplying the sums by zero would turn an infinite loss into NaN on all ranks.
     """
     return {name: torch.where(torch.zeros_like(value, dtype=torch.bool), value, 0) for name, value in sums.items()}
 
 
 MOST_IN_FLIGHT = 32
-"""The host waits for the older half when this many batches are in transfer from a GPU."""
+"""Number of batches in transfer from a GPU at which the host waits for the older half."""
 
 
 class PerSampleOutputs:

@@ -1,7 +1,4 @@
-"""The training loop, independent of task, devices and precision.
-
-To understand the trainer, read this file first, from top to bottom.
-"""
+"""The training loop, independent of task, devices and precision."""
 
 import math
 from collections.abc import Sequence
@@ -66,7 +63,7 @@ def train(run: Run) -> None:
 def train_epoch(run: Run) -> None:
     """Trains to the end of the current epoch or of the run, with one optimizer step per global batch.
 
-    A report within the epoch happens just before the next step or, if the run stops first, when it resumes.
+    A report of metrics within the epoch happens just before the next step or, if the run stops first, when it resumes.
     """
     progress, plan = run.progress, run.plan
     if progress.position.at_epoch_start:
@@ -97,7 +94,7 @@ def train_epoch(run: Run) -> None:
 
 
 def start_segment(learner: Learner, watches: Sequence[Watch], log: Log, plan: Plan, position: Position) -> None:
-    """Prepares the log, the learner and the watches for training until the next report."""
+    """Prepares the log, the model and the observers (watches) for training until the next report."""
     log.start_segment(position, plan.epochs, plan.samples_per_epoch, plan.consumed(position))
     learner.train()
     for watch in watches:
@@ -105,7 +102,7 @@ def start_segment(learner: Learner, watches: Sequence[Watch], log: Log, plan: Pl
 
 
 def end_segment(watches: Sequence[Watch], log: Log) -> None:
-    """Waits for the device and pauses the watches before a report."""
+    """Waits for the device and pauses the observers (watches) before a report."""
     settle(watches, log)
     for watch in watches:
         watch.pause()
@@ -181,9 +178,9 @@ def train_step(
 ) -> StepResult:
     """Runs one optimizer step over this process's micro-batches; the gradient is exact for any split of the samples.
 
-    window: micro-batches, each with its number of loss terms, 0 for a placeholder. total_weight: number of loss terms
-    in the step over all processes, above 0. Each micro-batch's summed loss is divided by total_weight, so gradients add
-    up to the gradient of the mean over all loss terms.
+    window: micro-batches, each with its number of loss terms, 0 for a placeholder batch. total_weight: number of loss
+    terms in the step over all processes, above 0. Each micro-batch's summed loss is divided by total_weight, so
+    gradients add up to the gradient of the mean over all loss terms.
     """
     buffers = learner.buffers if learner.buffers.is_active else None
     if buffers is not None:
@@ -222,10 +219,9 @@ def log_step(
 
 
 def report(run: Run, at_start: bool = False) -> None:
-    """Reports at an epoch's end or between steps: validates if due, compares the score with the best, logs and saves.
+    """Reports metrics at an epoch's end or between steps; validates if due, updates the best score, logs and saves.
 
-    A report within an epoch has no other effect on training. at_start: whether this report precedes the first step;
-    its score is then the best score until training improves it.
+    at_start: whether this report precedes the first step; its score is then the best score until training improves it.
     """
     task, group, plan, progress = run.task, run.group, run.plan, run.progress
     if at_start:

@@ -14,7 +14,7 @@ Log = RunLog | SilentLog
 
 
 Place = Literal["forward", "update"]
-"""Points of a step: "forward", before the first forward; "update", before the update, with all gradients exchanged."""
+"""Points of a step: "forward", before the first forward; "update", before the update, after the gradient exchange."""
 
 
 class StepResult(NamedTuple):
@@ -44,8 +44,8 @@ class StepRecord(NamedTuple):
 class Watch:
     """Base class of observers of training; its methods do nothing unless overridden.
 
-    All processes have the same watches and call them at the same steps, so watches may run collectives. log: receives
-    messages to the user.
+    All processes have the same observers and call them at the same steps, so observers may run collectives. log:
+    receives messages to the user.
     """
 
     def remarks(self) -> Sequence[str]:
@@ -59,13 +59,13 @@ class Watch:
         """Called before the first step, and before the first step after each `pause`."""
 
     def pause(self) -> None:
-        """Called before a report."""
+        """Called before each report of metrics."""
 
     def at(self, place: Place) -> None:
-        """Called at a point of a step, and again if the step is retried after an out-of-memory error."""
+        """Called when a step reaches `place`, and again if the step is retried after an out-of-memory error."""
 
     def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
-        """Called after a step, which `progress` includes. record: the step; None if it had no loss terms."""
+        """Called after a step, which `progress` already includes. record: the step, or None if it had no loss terms."""
 
     def settle(self, log: Log) -> None:
         """Waits for the device, and reports on all finished steps."""
@@ -75,7 +75,7 @@ class Watch:
 
 
 class Remarks(Watch):
-    """Watch that logs another object's messages. take: returns the messages added since its last call."""
+    """Observer that logs another object's messages. take: returns the messages added since its last call."""
 
     def __init__(self, take: Callable[[], Sequence[str]]) -> None:
         self._take = take
@@ -89,6 +89,6 @@ class Remarks(Watch):
 
 
 def settle(watches: Sequence[Watch], log: Log) -> None:
-    """Calls `settle` of all watches: waits for the device, and reports on all finished steps."""
+    """Waits for the device, and lets all observers report on finished steps."""
     for watch in watches:
         watch.settle(log)

@@ -30,7 +30,7 @@ class Window(NamedTuple):
     """Accumulation window: the micro-batches of one optimizer step on this process.
 
     weight: number of loss terms in this process's share of the global batch; with `--parts`, a list of one number per
-    part, 0 for parts of other processes. num_samples: samples in this process's share, without placeholders.
+    part, 0 for parts of other processes. num_samples: samples in this process's share, without placeholder batches.
     """
 
     step: PlannedStep
@@ -67,8 +67,8 @@ def training_windows(
 ) -> Iterator[Window]:
     """Yields this process's share of each remaining global batch of the epoch.
 
-    micro_batch_sizes: maximum samples per forward, by phase. ahead: whether to prefetch a later epoch; see
-    `BatchLoader`. Raises UserError if a batch of `Task.order` is too large for `--parts`.
+    micro_batch_sizes: maximum samples per forward, by phase. ahead: whether to prefetch a later epoch with idle
+    workers. Raises UserError if a batch of `Task.order` is too large for `--parts`.
     """
     shards = strategy.shards
     planned, to_load = tee(
@@ -113,7 +113,7 @@ def _windows(
             weight = [0.0] * num_parts
             for (part, _), each in zip(shards, own, strict=True):
                 weight[part] = each.weight
-        if len(own) == 1:  # several micro-batches would occupy device memory long before their use
+        if len(own) == 1:  # with several, the later ones would occupy device memory long before their use
             own = [_uploaded(own[0], strategy)]
         yield Window(step, own, weight, sum(each.num_samples for each in own))
 
@@ -128,7 +128,7 @@ def evaluation_batches(
 ) -> Iterator[WeightedBatch]:
     """Yields this process's batches of a data set; all processes get the same number of batches.
 
-    ahead: whether to prefetch for a later evaluation; see `BatchLoader`.
+    ahead: whether to prefetch for a later evaluation with idle workers.
     """
     of_shards = (evaluation_keys(num_samples, shard, batch_size) for shard in strategy.shards)
     own, to_load = tee(chain.from_iterable(zip(*of_shards, strict=True)))
@@ -145,12 +145,12 @@ def evaluation_batches(
 def agree_ahead(
     work: Iterable[T], group: Group, stop: StopRequest, clock: Callable[[], tuple[bool, bool]] | None = None
 ) -> Iterator[tuple[T, Agreed]]:
-    """Yields each accumulation window or evaluation batch with the values summed over all processes.
+    """Yields each accumulation window or evaluation batch with values that all processes have summed.
 
     clock: returns, on rank 0, whether time is up and whether a checkpoint is due. Raises StopRequested once any process
     was asked to stop, and TimeIsUp once time is up.
 
-    Starts each all-reduce one window ahead, so that processes need not wait. Stops within two windows of a request.
+    Starts each all-reduce one window early, so that processes need not wait. Stops within two windows of a request.
     """
     waiting: tuple[T, Callable[[], Sequence[float]]] | None = None
     for piece in chain(work, (None,)):
