@@ -132,7 +132,7 @@ class Buffers:
 
 
 class FlatTensors:
-    """Reads and writes several tensors as one flat tensor. kept: flat tensor as of the last call of `keep`."""
+    """Reads and writes several tensors as one flat tensor. kept: values at the last call of `keep`."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._flat = [tensor.detach().view(-1) for tensor in tensors]
@@ -220,7 +220,7 @@ class ForwardState:
                 self._local[change.path] = entry
 
     def settle(self, model: nn.Module, group: Group) -> None:
-        """Makes all processes share the same buffers in the same order. All processes must call this method.
+        """Makes all processes synchronise the same buffers in the same order. All processes must call this method.
 
         Processes may have registered different buffers, because their forward passes may skip layers at random.
         """

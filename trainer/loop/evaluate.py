@@ -111,7 +111,7 @@ def after_validation(
 def training_metrics(task: Task, group: Group, totals: Mapping[str, Totals]) -> dict[str, float]:
     """Returns metrics such as "train/loss", computed on rank 0.
 
-    totals: each phase's sums since the last report. All processes must call this function.
+    totals: each phase's sums since the last report of metrics. All processes must call this function.
     """
     reduced = {phase: totals[phase].reduced(group) for phase in task.phases}
     is_own = type(task).summarise_training is not Task.summarise_training

@@ -60,7 +60,8 @@ LEAST_GAIN = 1.1
 class Recording(NamedTuple):
     """Captured CUDA graph. inputs: tensors to fill before a replay. results: tensors that the graph writes.
 
-    present: which parameters have gradients after a replay. reads: other tensors that the graph reads, kept alive here.
+    present: whether each parameter has a gradient after a replay. reads: other tensors that the graph reads, kept
+    alive.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -77,7 +78,7 @@ class Recording(NamedTuple):
 class Gradients:
     """One phase's gradients, in flat buffers that CUDA graphs write to.
 
-    present: which parameters have a gradient. is_attached: whether each parameter's `grad` is up to date.
+    present: whether each parameter has a gradient. is_attached: whether each parameter's `grad` is up to date.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], flat: FlatGradients) -> None:

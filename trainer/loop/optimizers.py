@@ -238,8 +238,8 @@ def can_be_recorded(optimizer: Optimizer) -> bool:
 def moments_of(optimizers: Sequence[Optimizer], only_to_come: bool = False) -> list[Tensor]:
     """Lists each parameter once per optimizer-state tensor of its size, for example twice for Adam.
 
-    Assumes two tensors for optimizers of unknown type. only_to_come: whether to skip parameters that already have an
-    optimizer state.
+    Assumes two such tensors for an optimizer of unknown type. only_to_come: whether to skip parameters that already
+    have an optimizer state.
     """
     return [
         p

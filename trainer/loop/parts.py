@@ -121,7 +121,7 @@ class PartBuffers(Buffers):
     """Updates buffers with `--parts`: the forward of every part starts from the state before the step.
 
     A step changes running statistics by the mean of the parts' changes, weighted by their numbers of samples. It adds
-    the number of parts with samples to the counters, and takes all other state that forward passes change from part 0.
+    the number of parts with samples to the counters. Other state that forward passes change comes from part 0.
     """
 
     def keep(self) -> None:
@@ -183,7 +183,7 @@ class PartTotals(Totals):
         super().add(sums, weights, applied if isinstance(applied, Tensor) else True)
 
     def _added(self, before: Tensor | None, parts: Tensor) -> Tensor:
-        """Adds values one by one, so that the sums' bits do not depend on saves, which read totals between steps."""
+        """Adds values one by one, so that the sums' bits do not depend on when a save reads them."""
         return sum(parts, torch.zeros_like(parts[0]) if before is None else before)
 
     def unreduced(self) -> dict[str, Tensor]:

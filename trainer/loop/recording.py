@@ -20,7 +20,7 @@ R = TypeVar("R")
 SUMMATIONS = 8
 """Tolerance of a comparison, as a multiple of the difference between replays of the same graph."""
 REPLAYS = 3
-"""Number of replays from which the difference between replays is measured."""
+"""Number of further replays that measure how much replays differ."""
 
 
 class CannotBeRecorded(RuntimeError):

@@ -220,7 +220,7 @@ def _copied(
 
 
 def _own(progress: Progress, lacks_totals: bool) -> tuple[Progress, dict[str, dict[str, Tensor]]]:
-    """Returns the progress and the totals, both restricted to the samples of this process.
+    """Returns the progress and the totals (metric sums), both restricted to this process's samples.
 
     lacks_totals: whether to drop the totals, which may include unfinished steps on a GPU, and lack the parts of other
     ranks with `--parts`.

@@ -34,7 +34,7 @@ class Run:
     directory, saver: used on rank 0 only.
     facts: checkpoint entries for the next start (flags, versions, batch sizes).
     model_outline: dtype and shape of each saved weight and buffer of the newly built model.
-    prepared: iterators of prefetched batches, keyed by validation set, or by "train" for the next epoch.
+    prepared: iterators over prefetched batches, by name of the validation set, or "train" for the next epoch.
     tried_saving: phases whose state has been checked by `try_saving`.
     patience: evaluations without improvement after which training stops; 0 disables early stopping.
     eval_batch_size: samples per device per forward in evaluations.

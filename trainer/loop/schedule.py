@@ -38,7 +38,7 @@ def lr_factor(progress: float, warmup: float, total: float, floor: float, schedu
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Learning rate of a run. peak, floor: highest and final rate. warmup, total: lengths in units of `Plan.total`.
+    """Learning rate of a run. peak, floor: highest and final rate. warmup, total: lengths in epochs or in steps.
 
     factor_of_step: `Task.lr_factor`, which can replace the schedule. num_steps: optimizer steps of the run. drop:
     factor by which "plateau" reduces the rate. patience: evaluations without improvement before each reduction.
@@ -66,7 +66,7 @@ class LearningRate:
         return self.schedule == "plateau" and num_evaluations > 0 and num_evaluations % self.patience == 0
 
     def at(self, progress: float, step: int = 0, num_drops: int = 0) -> float:
-        """Returns the learning rate. progress: training progress in units of `Plan.total`.
+        """Returns the learning rate. progress: training progress, in the unit of `total`.
 
         step: optimizer steps done, for `Task.lr_factor`. num_drops: reductions by "plateau" so far. Raises UserError if
         `Task.lr_factor` returns an invalid factor.
