@@ -49,7 +49,7 @@ Sums = Mapping[str, Tensor]
 def check_sums(
     task: Task, learner: Learner, strategy: Strategy, no_limit: bool = False, first_s: float = 0.0
 ) -> list[str]:
-    """Returns messages about sums that depend on how a batch is split. Raises UserError if a sum is a mean.
+    """Returns messages about sums that depend on how a batch is split. Raises UserError if a "sum" is a mean.
 
     Runs a few samples of each phase and of an evaluated data set through the objective, as a whole and in halves,
     without side effects. no_limit: whether to check slow forwards too. first_s: CPU seconds of the slowest phase's

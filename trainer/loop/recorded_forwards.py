@@ -53,7 +53,7 @@ class RecordedForwards:
         self._recordings.clear()
 
     def __call__(self, net: nn.Module, batch: Batch, account_of: Callable[[Exception], str]) -> Outputs:
-        """Runs the forward. batch: input, in host memory. account_of: explains the exception of a failed capture."""
+        """Runs the forward of a batch in host memory. account_of: explains the exception of a failed capture."""
         key = signature(batch)
         recording = self._recordings.used(key)
         if recording is not None:

@@ -100,7 +100,7 @@ def dry_run(function: Callable[[], T]) -> tuple[T, list[Tensor]]:
 
 
 def _rehearse_once(function: Callable[[], T]) -> tuple[T, list[Tensor], list[tuple[int, ...]]]:
-    """Runs a function once. Returns what `dry_run` returns, and the shapes of tensors that outlive the call."""
+    """Runs a function once; returns its result, the tensors that it reads, and shapes of tensors that outlive it."""
     # single-threaded autograd, because the dispatch mode sees only operators of this thread
     with _refusing_waits(), torch.autograd.set_multithreading_enabled(False), _Reads() as reads:
         result = function()

@@ -39,7 +39,7 @@ def refuse_sam(rho: float, objective: Objective, strategy: Strategy) -> None:
 
 @dataclass
 class SamLearner(Learner, Watch):
-    """Learner for SAM. rho: distance by which weights move along the first gradient."""
+    """Learner that takes SAM steps. rho: distance by which weights move along the first gradient."""
 
     rho: float = field(kw_only=True)
 
