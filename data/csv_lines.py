@@ -10,7 +10,7 @@ from trainer.common.errors import UserError
 
 DELIMITERS = (",", ";", "\t", "|")
 BLANK = " "
-"""Field separator of lines without a delimiter; consecutive blanks count as one separator."""
+"""Field separator of lines that contain none of DELIMITERS; consecutive blanks count as one separator."""
 _WHOLE = re.compile(r"([+-]?[0-9]+)\.0*")
 
 Line = tuple[int, list[str]]
@@ -18,7 +18,7 @@ Line = tuple[int, list[str]]
 
 
 def delimiter_of(line: str, delimiters: Sequence[str] = DELIMITERS) -> str:
-    """Returns the delimiter that splits a line into the most columns; BLANK if only blanks split the line."""
+    """Returns the delimiter that splits a line into the most columns, or BLANK if only blanks split it."""
     best = max(delimiters, key=lambda delimiter: _num_fields(line, delimiter))
     return BLANK if _num_fields(line, best) == 1 < len(line.split()) else best
 
@@ -33,11 +33,11 @@ def _num_fields(line: str, delimiter: str) -> int:
 def plain_name(name: str) -> str:
     """Normalises a column name for comparison: user_id:token -> user, CustomerID -> customer."""
     letters = re.sub(r"[^a-z0-9]", "", name.lower().partition(":")[0])
-    return letters if letters == "aid" else letters.removesuffix("id") or letters  # "aid": article id
+    return letters if letters == "aid" else letters.removesuffix("id") or letters  # "aid" means article id
 
 
 def utc_seconds(date: str) -> float:
-    """Parses an ISO 8601 date to seconds since 1970; a date without time zone is in UTC. Raises ValueError."""
+    """Converts an ISO 8601 date, in UTC unless it has a time zone, to seconds since 1970; may raise ValueError."""
     moment = datetime.fromisoformat(date)
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
@@ -70,9 +70,9 @@ def _numeric_order(digits: str) -> tuple[int, str, str]:
 
 
 def csv_lines(text: Iterable[str], delimiter: str, where: str) -> Iterator[Line]:
-    """Yields the fields of non-blank lines, without quotes and without spaces before values.
+    """Yields the fields of non-blank lines, without enclosing quotation marks and without spaces before values.
 
-    where: name of the file in messages. Raises UserError for a malformed line.
+    where: how messages name the file. Raises UserError for a malformed line.
     """
     text = map(str.strip, text) if delimiter == BLANK else text
     reader = csv.reader(text, delimiter=delimiter, skipinitialspace=True, strict=True)
@@ -91,7 +91,7 @@ def csv_lines(text: Iterable[str], delimiter: str, where: str) -> Iterator[Line]
 
 
 class CsvTable(NamedTuple):
-    """Opened table. line: number of the header's last line. header: column names; [] for an empty file."""
+    """Table opened for reading. line: number of the header's last line. header: column names; [] for an empty file."""
 
     line: int
     header: list[str]

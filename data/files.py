@@ -21,7 +21,7 @@ from trainer.common.errors import UserError
 from trainer.common.files import MOST_WHOLE, read_at_most, require_regular, stamp
 
 _ZSTD_ERROR = getattr(getattr(zipfile, "zstd", None), "ZstdError", zlib.error)
-"""Exception for a damaged Zstandard member; Python 3.14 and newer read this compression."""
+"""Exception for a damaged zip member in Zstandard compression, which Python 3.14 and newer can read."""
 ARCHIVE_ERRORS = (
     *(OSError, EOFError, RuntimeError, zipfile.BadZipFile, tarfile.TarError),
     *(zlib.error, lzma.LZMAError, _ZSTD_ERROR),
@@ -36,7 +36,7 @@ _MOST_OF_A_REASON = 200
 
 
 class ZipArchive(zipfile.ZipFile):
-    """Zip archive that raises BadZipFile for damage, even where zipfile raises ValueError."""
+    """Zip archive that raises BadZipFile for damaged content, even where zipfile raises ValueError."""
 
     def __init__(self, file: Path | IO[bytes]) -> None:
         with _damage_of_zip():
@@ -51,12 +51,12 @@ class ZipArchive(zipfile.ZipFile):
 def _damage_of_zip() -> Iterator[None]:
     try:
         yield
-    except ValueError as error:  # for a name that is not UTF-8, or a negative offset
+    except ValueError as error:  # raised for a name that is not UTF-8, or a negative offset
         raise zipfile.BadZipFile(str(error)) from None
 
 
 class Source(ABC):
-    """Folder or archive of files. File names are relative paths with "/". where: name of the source in messages."""
+    """Folder or archive, whose files have relative paths with "/" as names. where: how messages name it."""
 
     def __init__(self, path: Path, where: str | None = None) -> None:
         self.path = path
@@ -69,7 +69,7 @@ class Source(ABC):
             return [DataFile(self, name) for name in sorted(self.names()) if is_visible(name)]
 
     def contents(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple["DataFile", bytes]]:
-        """Yields the wanted `files` with their contents, in the order that is fastest to read. Raises UserError."""
+        """Yields the files whose names `is_wanted` accepts, with their contents, in the order fastest to read."""
         return ((file, file.read()) for file in self.files if is_wanted(file.name))
 
     def where_of(self, name: str) -> str:
@@ -91,14 +91,13 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class DataFile:
-    """File of a source, uncompressed or compressed with gzip, bzip2 or xz."""
+    """File in a folder or archive; the file may be compressed with gzip, bzip2 or xz."""
 
     source: Source
     name: str
 
     @property
     def where(self) -> str:
-        """Name of the file in messages."""
         return self.source.where_of(self.name)
 
     @property
@@ -109,12 +108,11 @@ class DataFile:
 
     @property
     def stamp(self) -> tuple[str | int, ...]:
-        """Value that changes when the file changes."""
         return self.source.stamp(self.name)
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """Opens the decompressed content. Raises UserError, also for read errors inside the context."""
+        """Opens the decompressed content; converts errors on opening, and reading inside the context, to UserError."""
         with reading_errors(self.where), self.source.open(self.name) as stored, _unpacked(self.name, stored) as content:
             yield content
 
@@ -125,7 +123,7 @@ class DataFile:
 
 
 class Folder(Source):
-    """Files of a folder. depth: number of folder levels to include; 1: only files in the folder itself."""
+    """Files of a folder. depth: number of folder levels to include; 1 means only files in the folder itself."""
 
     def __init__(self, path: Path, where: str | None = None, depth: int = 1) -> None:
         super().__init__(path, where)
@@ -156,7 +154,7 @@ class _Single(Folder):
 
 
 class Zip(Source):
-    """Zip archive, opened once and read in any order. content: bytes of an archive that is not a file on disk."""
+    """Zip archive. content: bytes of the archive if it is not a file on disk."""
 
     def __init__(self, path: Path, where: str | None = None, content: bytes | None = None) -> None:
         super().__init__(path, where)
@@ -184,10 +182,10 @@ class Zip(Source):
 
 
 class TarGz(Source):
-    """Gzipped tar. Opening a file reads the archive from its start; `contents` reads the archive once for all files."""
+    """Gzipped tar archive. Opening a file reads the archive from its start; `contents` reads it once for all files."""
 
     def contents(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[DataFile, bytes]]:
-        """Yields wanted files with their contents, in the order of the archive."""
+        """Yields the files whose names `is_wanted` accepts, with their contents, in the order of the archive."""
         with reading_errors(self.where), closing(self._members()) as members:
             for name, stored in members:
                 if is_visible(name) and is_wanted(name):
@@ -212,15 +210,15 @@ class TarGz(Source):
                 for member in archive:
                     if content := archive.extractfile(member) if member.isfile() else None:
                         yield str(PurePosixPath(member.name)), content
-            while unpacked.read(_READ_BYTES):  # reads the checksum at the end
+            while unpacked.read(_READ_BYTES):  # reading to the end verifies the checksum
                 pass
 
 
 def source_at(path: Path, depth: int, advice: str, flag: str = "--data-dir") -> Source | None:
-    """Opens a folder or an archive as a source; returns None for any other file.
+    """Opens a folder or an archive as a `Source`; returns None for any other file.
 
-    depth: see `Folder`. advice: end of the error message for a path that does not exist. flag: the flag that gave the
-    path.
+    depth: number of folder levels to include. advice: end of the error message for a path that does not exist. flag:
+    command-line flag that sets the path.
     """
     where = f"{flag} {path}"
     with reading_errors(where):
@@ -240,7 +238,7 @@ def source_at(path: Path, depth: int, advice: str, flag: str = "--data-dir") -> 
 
 
 def single(path: Path, flag: str) -> DataFile:
-    """Returns the file at the path that a flag gives."""
+    """Returns the file at a path. flag: command-line flag that sets the path."""
     return DataFile(_Single(path.parent, f"{flag} {path}"), path.name)
 
 
@@ -253,7 +251,7 @@ def not_read(where: str, what: str, section: str) -> UserError:
 
 @contextmanager
 def reading_errors(where: str) -> Iterator[None]:
-    """Converts errors from reading files and archives to UserError. where: name of the file in messages."""
+    """Converts errors from reading files and archives to UserError. where: how messages name the file."""
     try:
         yield
     except FileNotFoundError as error:
@@ -265,7 +263,7 @@ def reading_errors(where: str) -> Iterator[None]:
 
 
 def shown(names: Iterable[str]) -> str:
-    """Formats the first few names, sorted, for a message."""
+    """Joins the first few of the sorted names for a message."""
     names = sorted(names)
     return ", ".join(names[:_MOST_NAMES_SHOWN]) + ", ..." * (len(names) > _MOST_NAMES_SHOWN) or "no files"
 
@@ -276,7 +274,7 @@ def is_visible(name: str) -> bool:
 
 
 def _unpacked(name: str, stored: IO[bytes]) -> IO[bytes]:
-    """Returns the decompressed stream of a file; the file's first bytes, or its name, determine the compression."""
+    """Returns the decompressed stream of a file, whose first bytes or name determine the compression."""
     stored = stored if hasattr(stored, "peek") else cast(IO[bytes], io.BufferedReader(cast(io.RawIOBase, stored)))
     head = cast(io.BufferedReader, stored).peek(6)
     by_name = gzip.open if name.lower().endswith(".gz") else None

@@ -1,4 +1,4 @@
-"""Parses times in cells of tables: numbers, ISO 8601, times of day, dates with the day or the month first."""
+"""Parses times in table cells: numbers, ISO 8601 dates, times of day, and dates with the day or month first."""
 
 import re
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ _MOST_CHARACTERS = 64
 
 
 def moments_of(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
-    """Parses cells as times, in seconds for dates and times of day: (lines, columns, 2) float64, NaN for other text.
+    """Converts cells to float64: dates and times of day to seconds, other text to NaN. Returns (lines, columns, 2).
 
-    A date such as 31/05/2024 has two values, one with the day first and one with the month first; see `settled`. The
+    The two values of a date such as 5/6/2024 have the day first and the month first; `settled` chooses one of them. The
     two values of any other time are equal.
     """
     found = [[moment_of(fields[column].strip(), decimal_comma) for column in columns] for _, fields in lines]
@@ -26,10 +26,10 @@ def moments_of(lines: Sequence[Line], columns: Sequence[int], decimal_comma: boo
 
 
 def settled(moments: np.ndarray) -> np.ndarray:
-    """Chooses between day first and month first for each column of a file: (n, K, 2) -> (n, K) float64.
+    """Chooses whether the day or the month comes first in the dates of each column: (n, K, 2) -> (n, K) float64.
 
-    The order with more valid dates is chosen. If both orders have the same number of valid dates but different steps
-    between rows, the column becomes NaN.
+    The order with more valid dates is chosen. If both orders have the same number of valid dates but different time
+    steps between rows, the column becomes NaN.
     """
     day_first, month_first = np.moveaxis(moments, 2, 0)
     is_better = np.isfinite(day_first).sum(axis=0) >= np.isfinite(month_first).sum(axis=0)
@@ -42,7 +42,7 @@ def settled(moments: np.ndarray) -> np.ndarray:
 
 
 def moment_of(text: str, decimal_comma: bool = False) -> tuple[float, float]:
-    """Returns the two values of a cell; see `moments_of`."""
+    """Converts one cell as `moments_of` does."""
     number = text.replace(",", ".") if decimal_comma else text
     if is_number(number):
         return float(number), float(number)
@@ -57,7 +57,7 @@ def moment_of(text: str, decimal_comma: bool = False) -> tuple[float, float]:
 
 
 def day_and_month(text: str) -> tuple[float, float]:
-    """Parses a date such as 31/05/2024 18:30 to two Unix times, day first and month first; NaN if invalid."""
+    """Parses a date such as 31/05/2024 18:30 to two Unix times: day first and month first. Invalid dates become NaN."""
     if (of_date := _DATE.fullmatch(text.strip()[:_MOST_CHARACTERS])) is None:
         return np.nan, np.nan
     of_day = _seconds_of_day(of_date[5] or "0:00")

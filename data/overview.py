@@ -1,4 +1,4 @@
-"""Formats the table that a run first prints: how each column of the user's data was read."""
+"""Formats the table at the start of a run's output, which shows how each column of the user's data was read."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ _WIDEST_CELL = 70
 def overview(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Formats a heading and rows as lines with aligned columns.
 
-    heading: such as ("column", "kind", "values"). rows: each as long as the heading; if there are more than
-    `MOST_ROWS` + 1, the last line counts the omitted rows. Long cells are cut, and control characters are escaped.
+    heading: column titles, such as ("column", "kind", "values"). rows: each has a cell per title; if there are more
+    than `MOST_ROWS` + 1, the last line counts the omitted rows. Long cells are cut, and control characters are escaped.
     """
     num_shown = MOST_ROWS if len(rows) > MOST_ROWS + 1 else len(rows)
     table = [[_cell(text) for text in row] for row in (heading, *rows[:num_shown])]

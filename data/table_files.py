@@ -20,7 +20,7 @@ from trainer.common.files import lines_of
 
 OnBad = Literal["refuse", "drop", "interpolate"]
 TABLES = (".csv", ".tsv", ".txt", ".dat", ".data", ".inter", ".jsonl", ".ndjson", ".json", ".parquet")
-"""Suffixes of tables, without a compression suffix."""
+"""Suffixes of the names of table files, before any compression suffix."""
 _BINARY = {
     b"\xd0\xcf\x11\xe0": ("Excel's .xls", "excel"),
     b"\x89HDF": ("HDF5", "other-formats"),
@@ -40,7 +40,7 @@ _TEXTS = {
     r"\s*\{\s*$": ("JSON of several lines", "json"),
     r"\s*[-+]?\d+(\.\d+)?( \d+:[-+\d.eE]+)+\s*$": ("libsvm's sparse rows", "other-formats"),
 }
-"""Maps patterns of a file's beginning to its format and to the section of docs/formats.md on this format."""
+"""Maps patterns of a file's beginning to its format and to the section of docs/formats.md about it."""
 _LISTS = ("events", "interactions", "actions", "clicks", "items")
 """Names of JSON entries that contain a list of records, such as the events of a session."""
 _UTF_8 = "utf-8-sig"
@@ -64,7 +64,7 @@ _HEAD, _CHUNK = 4096, 1 << 18
 
 @dataclass(frozen=True)
 class Reading:
-    """Options for reading tables. encoding: of the text; None: detect it. on_bad: how to treat unreadable lines."""
+    """Options for reading tables. encoding: text encoding, or None to detect it. on_bad: how to treat bad lines."""
 
     encoding: str | None = None
     on_bad: OnBad = "refuse"
@@ -77,7 +77,8 @@ STRICT = Reading()
 class LeftOut:
     """Counts input that is dropped or filled in, and notes a detected encoding.
 
-    found: maps (action, kind) to count and first example. note: a sentence about the encoding, or "".
+    found: maps an action, such as "Left out", and a kind of input to a count and the first example. note: a sentence
+    about the encoding, or "".
     """
 
     reading: Reading = STRICT
@@ -91,13 +92,13 @@ class LeftOut:
         self.count(kind, first)
 
     def count(self, kind: str, first: str, num: int = 1, action: str = "Left out") -> None:
-        """Adds `num`, which may be 0, to the count of a kind."""
+        """Adds `num`, which may be 0, to the count of a kind of input."""
         before, first = self.found.get((action, kind), (0, first))
         if before + num:
             self.found[action, kind] = before + num, first
 
     def counts(self) -> dict[str, int]:
-        """Returns counts; each key describes a kind and its first example."""
+        """Maps the description of each kind of input, with its first example, to its count."""
         return {f"{kind}, such as {first}": num for (_, kind), (num, first) in self.found.items()}
 
     def remarks(self) -> list[str]:
@@ -107,13 +108,13 @@ class LeftOut:
 
 
 ENCODING = "text encoding, such as cp1252 or latin-1 (default: UTF-8, UTF-16 or, if neither fits, cp1252)"
-"""Help of the flag --encoding of several tasks."""
+"""Help text of the flag --encoding."""
 ON_BAD = "what to do with unreadable lines, also for --predict; refuse: stop with an error; drop: skip and count them"
-"""Help of the flag --on-bad of several tasks."""
+"""Help text of the flag --on-bad."""
 
 
 def tables_at(path: Path, flag_name: str, advice: str, known: Sequence[str] = ()) -> list[DataFile]:
-    """Finds the table at a path: the file, the only table in a folder or archive, or the files of a split (`parts_of`).
+    """Finds the table at a path: a file, the only table in a folder or archive, or a file per split (`parts_of`).
 
     known: preferred file names. Raises UserError if there is no table or more than one.
     """
@@ -146,14 +147,14 @@ def parts_of(files: Iterable[DataFile]) -> list[DataFile]:
 
 
 Split = Callable[[str, Iterator[str], str], Iterator[Line]]
-"""Function that splits lines into fields: (first non-blank line, all lines, file name in messages) -> lines."""
+"""Splits the lines of a file into fields: (first non-blank line, all lines, file name in messages) -> `Line`s."""
 
 
 @contextmanager
 def opened_lines(file: DataFile, left_out: LeftOut, split: Split) -> Iterator[Iterator[Line]]:
-    """Opens a file as lines of fields; for JSON lines and parquet, the first has the column names. Raises UserError.
+    """Opens a file as lines of fields; for JSON lines and parquet, the first line contains the column names.
 
-    left_out: provides the reading options, and receives a note on a detected encoding.
+    Raises UserError if the file cannot be read.
     """
     encoding = left_out.reading.encoding
     if encoding is None:
@@ -173,9 +174,9 @@ def opened_lines(file: DataFile, left_out: LeftOut, split: Split) -> Iterator[It
 
 @contextmanager
 def opened_table(file: DataFile, left_out: LeftOut) -> Iterator[CsvTable]:
-    """Opens a table with column names. Between semicolons, numbers may have decimal commas. Raises UserError.
+    """Opens a table whose first line names the columns.
 
-    left_out: see `opened_lines`.
+    If semicolons separate the columns, numbers may have decimal commas.
     """
     found: list[str] = []
 
@@ -189,7 +190,7 @@ def opened_table(file: DataFile, left_out: LeftOut) -> Iterator[CsvTable]:
 
 
 def decoded(content: bytes, where: str, left_out: LeftOut) -> str:
-    """Decodes the content of a file and keeps line endings. Raises UserError. left_out: see `opened_lines`."""
+    """Decodes the content of a file and keeps line endings. Raises UserError for bytes that are invalid."""
     encoding = left_out.reading.encoding or _recognised(io.BytesIO(content), where, left_out)
     with _opened_text(io.BytesIO(content), where, encoding) as text:
         return text.read()
@@ -212,7 +213,6 @@ def _opened_text(content: IO[bytes], where: str, encoding: str) -> Iterator[IO[s
 
 
 def _why_no_text(error: UnicodeDecodeError, encoding: str) -> str:
-    """Returns a message about a byte that is invalid in an encoding, with advice such as a probable encoding."""
     is_given = encoding != _UTF_8
     byte = error.object[error.start]
     reason = f"is not text in {encoding if is_given else 'UTF-8'}: the byte 0x{byte:02x} is invalid"
@@ -231,10 +231,10 @@ def _word_at(content: bytes, place: int, encoding: str) -> str:
 
 
 def _recognised(content: IO[bytes], where: str, left_out: LeftOut) -> str:
-    """Detects the encoding of a file, reading up to its end; notes the encoding cp1252 in `left_out`.
+    """Detects the encoding of a file, if necessary by reading the whole file; notes the encoding cp1252 in `left_out`.
 
     UTF-16 begins with a byte order mark, or has zeros in most even or most odd bytes. A file that is not UTF-8 is read
-    as cp1252 if all its words look Western European, which words in other encodings rarely do.
+    as cp1252 if words look Western European and no bytes contradict this, which is rare in other encodings.
     """
     chunk = content.read(_CHUNK)
     if chunk.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -276,8 +276,8 @@ def _lines(text: Iterator[str], where: str, split: Split) -> Iterator[Line]:
 def json_lines(text: Iterator[str]) -> Iterator[Line]:
     """Yields the names of all entries in the first thousand JSON objects, then the entries of each object.
 
-    The text has one object per line. Missing entries are ""; a line that is not an object is a single field. An object
-    that contains a list of records yields one line per record.
+    The text has one object per line. Missing entries become ""; a line that is not an object becomes a single field.
+    An object that contains a list of records yields one line per record.
     """
     objects = ((number, line, _object(line)) for number, line in enumerate(text, start=1) if not line.isspace())
     if not (first := list(islice(objects, _FIRST_OBJECTS))):

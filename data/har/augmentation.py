@@ -1,4 +1,4 @@
-"""Random augmentation of training windows, which imitates changes of the phone's position and of movement."""
+"""Random augmentation of training windows, which imitates other positions of the phone and other movement."""
 
 from dataclasses import dataclass
 
@@ -15,10 +15,10 @@ _TURN_STREAM, _MAP_STREAM, _JITTER_STREAM, _TEMPO_STREAM = range(4)
 class Augmentation:
     """Strengths of random changes of training windows; strength 0 disables a change.
 
-    max_rotation_deg: rotation of all triplets (x, y and z of a sensor) of a window about one random axis, by one angle
-        uniform in [-max, max] degrees.
+    max_rotation_deg: largest rotation, in degrees: all triplets (x, y and z of a sensor) of a window rotate about one
+        random axis, by one angle uniform in [-max, max].
     scale_std: standard deviation of the factor on each channel, drawn from a normal distribution with mean 1.
-    tempo_spread: speed of movement, a factor uniform in [1 - spread, 1 + spread]. The window is stretched or compressed
+    tempo_spread: change of speed by a factor uniform in [1 - spread, 1 + spread]. The window is stretched or compressed
         about its middle; its first and last samples fill missing ends.
     jitter_std: standard deviation of white noise, relative to the channel's standard deviation.
     """
@@ -33,7 +33,7 @@ class WindowAugmenter(Movable):
     """Applies an `Augmentation` to windows."""
 
     def __init__(self, strength: Augmentation, std: np.ndarray, seed: int, num_triplets: int = 3) -> None:
-        """Creates the augmenter. std: (C,), standard deviation of each channel. num_triplets: number of triplets."""
+        """Creates the augmenter. std: (C,), of each channel. num_triplets: how many triplets (x, y, z) come first."""
         self._strength = strength
         self._noise = np.float32(strength.jitter_std) * std.reshape(-1, 1).astype(np.float32)
         self._seed = seed

@@ -8,41 +8,41 @@ from data.csv_lines import plain_name
 
 _CLOCKS = ("t", "ts", "utc", "unix", "clock")
 _OF_CLOCKS = ("time", "date", "second", "elapsed", "epoch", "millis", "nanos")
-"""Usual names of clocks, and words that occur in such names."""
+"""Usual names of columns with times, and words that occur in such names."""
 GAP = 10
 """A clock step larger than this multiple of the clock's median step is a gap between recordings."""
 _UNITS = (1, 1e3, 1e6, 1e9)
 """Possible numbers of clock units per second."""
 _SLOWEST_HZ = 3.0
-"""Lowest plausible rate; the highest plausible rate is a thousand times higher, so at most one of `_UNITS` fits."""
+"""Lowest plausible sample rate; the highest is a thousand times higher, so at most one of `_UNITS` fits."""
 _SAME_RATE = (0.8, 1.25)
 """Limits of the ratio of two rates that count as equal."""
 
 
 def is_clock(name: str) -> bool:
-    """Returns whether a column's name suggests a clock."""
+    """Returns whether a column's name suggests that it contains times."""
     plain = plain_name(name)
     return plain in _CLOCKS or any(part in plain for part in _OF_CLOCKS)
 
 
 def num_disorders(clocks: np.ndarray) -> int:
-    """Counts how often a recording's clock goes back, except to the start: the lowest count among clocks (n, K)."""
+    """Returns how often the most regular of a recording's clocks, (n, K), runs backwards, except to its start."""
     goes_back = (clocks[1:] < clocks[:-1]) & (clocks[1:] > clocks[0])
     return int(goes_back.sum(axis=0).min(initial=len(clocks))) if clocks.shape[1] else 0
 
 
 def rate_and_gaps(clocks: np.ndarray, in_seconds: np.ndarray) -> tuple[float | None, np.ndarray]:
-    """Returns rows per second by the finest clock of a recording, and indices (int64) of rows that follow a gap.
+    """Returns a recording's rows per second, and indices (int64) of rows that follow a gap, by the finest clock.
 
-    clocks: (n, K). in_seconds: (K,) bool, whether clocks are in seconds. The rate is None if no clock rises twice, if
-    the finest clock counts rows, or if no unit gives a plausible rate.
+    clocks: (n, K); the finest one rises most often. in_seconds: (K,) bool, whether clocks are in seconds. The rate is
+    None if no clock rises twice, if the finest clock counts rows, or if no unit gives a plausible rate.
     """
     found: list[tuple[int, float | None, np.ndarray]] = [(0, None, np.empty(0, np.int64))]
     for steps, is_in_seconds in zip(np.diff(clocks, axis=0).T, in_seconds, strict=True):
         rising = steps[steps > 0]
         if len(rising):
             is_gap = steps > GAP * np.median(rising)
-            # a coarse clock, equal in several rows, is measured from its first to its last rise
+            # a coarse clock, constant over several rows, is measured from its first to its last rise
             rises = np.flatnonzero((steps > 0) & ~is_gap)
             counts = (steps >= 0) & ~is_gap
             counts[: rises[0] + 1] = counts[rises[-1] + 1 :] = False
@@ -53,7 +53,7 @@ def rate_and_gaps(clocks: np.ndarray, in_seconds: np.ndarray) -> tuple[float | N
 
 
 def _rate_hz(step: float, is_in_seconds: bool) -> float | None:
-    """Converts a clock's step per row to rows per second; None if the unit is unknown."""
+    """Converts a clock's step per row to rows per second; returns None if the unit is unknown."""
     if is_in_seconds:
         return 1 / step
     rates = (unit / step for unit in _UNITS)

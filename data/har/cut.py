@@ -16,7 +16,8 @@ _HARDLY = 1e-3
 class Cut:
     """Windows cut from recordings (one array (n, C, T) per recording), with subjects, labels and statistics.
 
-    subjects, labels: one key per window (see `key_of_name`). spellings: counts of subjects' and labels' spellings.
+    subjects, labels: a normalised name per window (see `key_of_name`). spellings: counters of subjects and of
+    labels as written in the files.
     """
 
     def __init__(self, length: int, hop: int, num_columns: int) -> None:
@@ -35,7 +36,6 @@ class Cut:
         self.lowest, self.highest = np.full(num_columns, np.inf), np.full(num_columns, -np.inf)
 
     def add(self, rows: Rows) -> None:
-        """Adds the recordings of a file."""
         self.num_rows += len(rows.signals)
         for ours, theirs in zip(self.spellings, rows.spellings, strict=True):
             ours.update(theirs)
@@ -70,7 +70,7 @@ class Cut:
 
     @property
     def rate_hz(self) -> float | None:
-        """Median rows per second over windows; None without a clock."""
+        """Median sample rate of the windows, in rows per second; None if no clock is usable."""
         return middle_rate_hz([(rate_hz, count) for _, rate_hz, count in self._rates])
 
     def rates_of_people(self) -> dict[str, float]:
@@ -81,7 +81,7 @@ class Cut:
         return {subject: middle for subject, rates in found.items() if (middle := middle_rate_hz(rates)) is not None}
 
     def windows_at_another_rate(self) -> list[float]:
-        """Returns the rate of each window whose recording's rate differs from `rate_hz`."""
+        """Returns the sample rate of each window whose recording's rate differs from `rate_hz`."""
         usual = self.rate_hz
         return [hz for _, hz, count in self._rates for _ in range(count) if usual and not is_same_rate(hz, usual)]
 

@@ -16,7 +16,7 @@ from trainer.common.files import flush_path
 
 Verify = Callable[[Path], object]
 Progress = Callable[[str, int | None, IO[bytes]], AbstractContextManager[Any]]
-"""Shows a download's progress: (address, size in bytes or None, file) -> context manager of a file to write."""
+"""Function that shows a download's progress: (address, bytes or None, file) -> context manager of a file to write."""
 
 
 def fetch(addresses: Sequence[str], target: Path, verify: Verify, progress: Progress) -> None:

@@ -51,7 +51,10 @@ _OF_TABLE = ("window", "start_s", "end_s", "activity", "confidence")
 
 @dataclass(frozen=True)
 class OwnFormat:
-    """Format of the user's recordings. None: a column is found by its usual names; channels are all other columns."""
+    """Format of the user's recordings.
+
+    subject_column, label_column: None means the column with a usual name. channels: None means all other columns.
+    """
 
     subject_column: str | None
     label_column: str | None
@@ -65,8 +68,8 @@ class OwnFormat:
 class OwnRecordings:
     """Windows of the user's recordings, before the split, and remarks on how the recordings were read.
 
-    remarks: lines for the user, which begin with a table of the columns. digest: hash of windows, labels and subjects.
-    rate_hz: rows per second; None without a usable clock.
+    remarks: lines to print, beginning with a table of the columns. digest: hash of windows, labels and subjects.
+    rate_hz: rows per second; None if no clock is usable.
     """
 
     recordings: HarRecordings
@@ -98,7 +101,7 @@ def refuse_other_data(path: Path) -> NoReturn:
             raise not_read(f"--data-dir {path}", f"{published} ({min(some)})", published.lower())
     if path.is_file():
         with opened_table(single(path, "--data-dir"), LeftOut()):
-            pass  # raises UserError for detected formats
+            pass  # raises UserError if the file has a known unsupported format
     found = "is neither UCI HAR (a folder or a zip) nor a table of recordings; give a table whose name ends in "
     found += f"{', '.join(_SUFFIXES)}, optionally followed by .gz, .bz2, .xz or .zip"
     if path.is_dir():
@@ -114,7 +117,7 @@ def load_own_recordings(path: Path, cache_dir: Path, wanted: OwnFormat) -> OwnRe
     path: a table (see `opened_table`), or a folder or zip of tables with the same channels. Rows must be in time order.
     Consecutive rows of a file with equal subject and label form a recording. A recording also ends where a trial or
     session column changes and where the clock jumps. Recordings are cut into windows of `length` rows that start every
-    `hop` rows; remaining rows and rows without a label are dropped.
+    `hop` rows; leftover rows and rows without a label are dropped.
 
     Channels are in the order of the first file, with x, y and z of sensors first (`triplets_first`). Subjects and
     classes are sorted by name, or by value if all are whole numbers. Raises UserError with file, line and column.
@@ -187,9 +190,9 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
 
 
 def _spelt(keys: Iterable[str], spellings: Counter[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns each key's most frequent spelling, and lists spellings that share a key, as in "1 and 1.0".
+    """Maps normalised names to their most frequent spellings; also lists equivalent spellings, as in "1 and 1.0".
 
-    If a key with several spellings is a whole number, all whole numbers are written without decimals.
+    If any name with several spellings is a whole number, all whole numbers are written without decimals.
     """
     written = defaultdict(list)
     for text, _ in sorted(spellings.items(), key=lambda one: (-one[1], one[0])):
@@ -284,9 +287,9 @@ def _places(names: Sequence[str], ordered: Sequence[str]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Columns:
-    """Columns of the files, by name. read: numeric columns to read. channels: columns to keep.
+    """Names of the columns of all files. read: columns to read as numbers. channels: columns to keep as signals.
 
-    left_out: maps other columns to the reason why they are not channels.
+    left_out: maps the other columns to the reasons why they are not channels.
     """
 
     subject: str
@@ -298,13 +301,13 @@ class _Columns:
     left_out: Mapping[str, str]
 
     def without(self, left_out: Mapping[str, str]) -> "_Columns":
-        """Returns a copy without the channels that are keys of `left_out`; the values are reasons."""
+        """Returns a copy with fewer channels. left_out: maps the channels to remove to reasons."""
         kept = tuple(name for name in self.channels if name not in left_out)
         return replace(self, channels=kept, left_out={**self.left_out, **left_out})
 
 
 def _columns(file: DataFile, wanted: OwnFormat) -> _Columns:
-    """Detects the columns by their names and by the first rows of a file. Raises UserError."""
+    """Detects the columns by their names and by the first rows of a file. Raises UserError if none can be a channel."""
     with _opened(file, LeftOut(wanted.reading)) as table:
         header, decimal_comma = table.header, table.decimal_comma
         subject, label = _subject_and_label(table, wanted, file)
@@ -349,7 +352,7 @@ def _opened(file: DataFile, left_out: LeftOut) -> Iterator[CsvTable]:
 
 
 def _subject_and_label(table: CsvTable, wanted: OwnFormat, file: DataFile) -> tuple[int, int]:
-    """Returns indices of the subject and label columns. Raises UserError, with the flags to give, if one is missing."""
+    """Returns indices of the subject and label columns. Raises UserError, with the flags to use, if one is missing."""
     header, found, problems = table.header, [], []
     usual = {"subject": (wanted.subject_column, SUBJECTS), "label": (wanted.label_column, LABELS)}
     for role, (chosen, names) in usual.items():

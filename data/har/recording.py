@@ -17,7 +17,7 @@ from trainer.common.files import array_errors, require_regular
 from trainer.loading.order import SampleKeys
 
 _OTHER_SIZE = 4.0
-"""Largest factor between a sensor's root mean squares in a recording and in training; else the unit is doubtful."""
+"""If a sensor's root mean squares in a recording and in training differ by a larger factor, the unit is doubtful."""
 _CONSTANT = 0.5
 """A sensor whose mean exceeds this share of its root mean square measures a constant, such as gravity."""
 _USUAL_FACTORS = {9.80665: ("m/s²", "g"), 180 / math.pi: ("degrees", "radians"), 1000.0: ("thousandths", "whole units")}
@@ -28,9 +28,9 @@ _NEAR = 1.6
 class NewWindows:
     """Data set of windows without labels, in physical units.
 
-    where: name of the file in messages. signals: (N, C, T) float32. start_s: (N,) float64, start of each window in the
+    where: how messages name the file. signals: (N, C, T) float32. start_s: (N,) float64, start of each window in the
     file, in seconds. duration_s: length of a window, in seconds. start_s and duration_s are None for a .npy file.
-    remarks: lines for the user.
+    remarks: lines to print.
     """
 
     where: str
@@ -54,15 +54,15 @@ def read_new_windows(
     path: Path, wanted: WindowFormat = UCI_HAR, subject_column: str | None = None, label_column: str | None = None,
     reading: Reading = STRICT,
 ) -> NewWindows:  # fmt: skip
-    """Reads the file of `--predict` as windows.
+    """Reads the file given by `--predict` as windows.
 
-    path: a table (see `opened_table`) at the rate of the training data, or a .npy array of windows (N, C, T). The
-    columns of a table are named like the channels, in any order; other columns are ignored. The table is cut into
-    windows like the training data: no window spans a gap of the clock, two people or two trials, and remaining rows are
+    path: a table (see `opened_table`) with the sample rate of the training data, or a .npy array of windows (N, C, T).
+    The columns of a table have the names of the channels, in any order; other columns are ignored. The table is cut
+    into windows like the training data: no window spans missing time, two people or two trials, and leftover rows are
     dropped. subject_column, label_column: names of the columns with subjects and labels; None: usual names.
 
-    Raises UserError for invalid data, with file, line and column (for an array: window, signal and sample), and for a
-    clock with another rate.
+    Raises UserError for invalid data, with file, line and column (for an array: window, signal and sample), and if the
+    times show another sample rate.
     """
     label = f"--predict {path}"
     try:
@@ -121,8 +121,9 @@ def _remarks(rows: Rows, label: str, pieces: Sequence[Recording]) -> Iterator[st
 def doubt_about_units(windows: NewWindows, channels: Sequence[str], mean: np.ndarray, std: np.ndarray) -> str:
     """Describes sensors whose numbers are implausibly large or small; returns "" if there are none.
 
-    mean, std: (C,), statistics of the training channels. A triplet is one sensor, in any orientation. Small numbers can
-    mean little motion, so they are doubted only if the sensor measures a constant, such as gravity.
+    mean, std: (C,), statistics of the training channels. Channels x, y and z count as one sensor, in any orientation.
+    Small numbers can result from little motion, so they are reported only if the sensor measures a constant, such as
+    gravity.
     """
     told: list[str] = []
     found = windows.signals.mean(axis=(0, 2), dtype=np.float64), windows.signals.std(axis=(0, 2), dtype=np.float64)
@@ -152,7 +153,6 @@ def _known_unit(factor: float) -> str:
 
 
 def _read_array(path: Path, label: str, window: WindowFormat) -> np.ndarray:
-    """Reads windows (N, C, T) float32, with N at least 1, from a .npy file. Raises UserError."""
     channels = window.channels
     wanted = f"(N, {len(channels)}, {window.length})"
     try:

@@ -21,7 +21,7 @@ from trainer.common.errors import UserError
 SUBJECTS = ("subject", "person", "participant", "user", "volunteer")
 LABELS = ("label", "activity", "class")
 TRIALS = ("trial", "session")
-"""Names of columns whose changes start a new recording."""
+"""Names of columns; where such a column changes, a new recording starts."""
 _OF_ROWS = ("index", "row", "sample", "unnamed0", "", "id")
 _SLOW = {"battery", "latitude", "longitude", "gps", "accuracy", "pedometer"}
 """Words in the names of columns that measure a place or a device instead of motion."""
@@ -39,7 +39,7 @@ _NUM_SHOWN = 30
 
 @dataclass(frozen=True)
 class Roles:
-    """Indices, from 0, of columns that are not signals. subject, label: None if absent."""
+    """Indices, from 0, of columns that are not signals. subject and label are None if absent."""
 
     subject: int | None
     label: int | None
@@ -48,9 +48,9 @@ class Roles:
 
 
 class Recording(NamedTuple):
-    """Rows `start` to `stop - 1` of a file. rate_hz: rows per second; None without a usable clock.
+    """Continuous recording: rows `start` to `stop - 1` of a file. rate_hz: rows per second; None if no clock is usable.
 
-    is_behind_gap: whether the clock jumps just before the first row.
+    is_behind_gap: whether time is missing just before the first row.
     """
 
     start: int
@@ -61,13 +61,14 @@ class Recording(NamedTuple):
 
 @dataclass
 class Rows:
-    """Rows of a file: signals (n, C) float32, keys (see `key_of_name`) of subjects and labels, and times.
+    """Rows of a file: signals (n, C) float32, subjects, labels and clocks (columns of times).
 
-    subjects, labels: one per row, "" if missing. spellings: counts of subjects' and of labels' spellings.
-    trials: cells of the columns that separate recordings.
+    subjects, labels: a normalised name per row (see `key_of_name`), "" if missing. spellings: counters of subjects and
+    of labels as written in the file.
+    trials: each row's cells in the columns that separate recordings.
     clocks: (n, K) float64; NaN if a cell is not a time. in_seconds: (K,) bool, whether a clock is in seconds.
     moments: first and last cell of each clock, by name. unread: maps clocks with unreadable cells to one such cell.
-    places: (n,) int64, row numbers in the file.
+    places: (n,) int64, each row's index in the file.
     """
 
     signals: np.ndarray
@@ -82,7 +83,7 @@ class Rows:
     places: np.ndarray
 
     def without_holes(self, left_out: LeftOut, first: str, needs_subject: bool) -> "Rows":
-        """Returns the complete rows; removed rows split recordings. `--on-bad interpolate` first fills short gaps.
+        """Removes rows with missing values and divides recordings there; --on-bad interpolate first fills short gaps.
 
         left_out: counts dropped rows and filled cells. first: description of the first unreadable cell.
         """
@@ -115,8 +116,8 @@ class Rows:
     def recordings(self, by_label: bool) -> Iterator["Recording"]:
         """Yields the recordings in order.
 
-        A recording starts where the subject or trial changes and where the clock jumps. by_label: a recording also
-        starts where the label changes, and rows without a label are dropped.
+        A recording starts where the subject or trial changes and where the clock jumps. by_label: whether a recording
+        also starts where the label changes, and rows without a label are dropped.
         """
         labels = self.labels if by_label else [""] * len(self.signals)
         start = 0
@@ -130,9 +131,9 @@ class Rows:
 
 
 def key_of_name(text: str) -> str:
-    """Maps spellings of a name, such as 1, 01 and 1.0, or yes and YES, to one key. Marks of missing values become "".
+    """Normalises a name: 1, 01 and 1.0 become equal, as do yes and YES. Marks of missing values become "".
 
-    A single letter and its capital have different keys, since codes may use both.
+    Single letters keep their case, since codes may use both a letter and its capital.
     """
     text = " ".join(text.split())
     if text in MISSING:
@@ -144,7 +145,7 @@ def key_of_name(text: str) -> str:
 def roles_of(
     header: Sequence[str], channels: Sequence[str], subject: int | None, label: int | None, clocks: Sequence[str] = ()
 ) -> Roles:
-    """Assigns roles, by name, to the columns that are not channels. clocks: names of additional clocks."""
+    """Finds columns of trials and times (clocks) by name. clocks: names of additional columns of times."""
     others = [i for i, name in enumerate(header) if name not in channels and i not in (subject, label)]
     trials = tuple(i for i in others if plain_name(header[i]) in TRIALS)
     moments = (i for i in others if i not in trials and (header[i] in clocks or is_clock(header[i])))
@@ -152,7 +153,10 @@ def roles_of(
 
 
 def usual_column(header: Sequence[str], names: Sequence[str], chosen: str | None = None) -> int | None:
-    """Returns the index of column `chosen` or, if None, of a usual name (exact spellings first); None if missing."""
+    """Returns the index of column `chosen` or, if that is None, of a column with one of `names`; may return None.
+
+    Exact matches are preferred.
+    """
     if chosen is not None:
         return header.index(chosen) if chosen in header else None
     for written in ([name.lower() for name in header], [plain_name(name) for name in header]):
@@ -194,7 +198,7 @@ def read_rows(
     """Reads all rows of an opened table. advice: end of messages on cells that are not numbers.
 
     left_out: says how to treat unreadable rows, and counts them. needs_subject: whether rows without a subject count as
-    unreadable. Raises UserError with the line.
+    unreadable. Raises UserError, with the line, for missing columns and, with `--on-bad refuse`, unreadable rows.
     """
     header, decimal_comma = table.header, table.decimal_comma
     columns = signal_columns(header, channels, f"{where}, line {table.line}")

@@ -2,7 +2,7 @@
 
 A person performs activities in bouts. The body accelerates and turns with the harmonics of the stride, or sways. The
 posture determines the direction of gravity. People wear the phone at the waist in slightly different positions, and
-sensors add noise and a bias. The walks of two people differ more than one person's walking and stair climbing. So a
+sensors add noise and a bias. Two people's walks differ more than one person's walking and stair climbing do. So a
 model must learn features that generalise to other people: amplitudes and phases of harmonics, which are nonlinear
 functions of a window.
 
@@ -59,7 +59,7 @@ def _polar(amplitudes: list[list[float]], phases: list[list[float]]) -> np.ndarr
     return np.array(amplitudes) * np.exp(1j * np.array(phases))
 
 
-# A step is half a stride, so even harmonics move the body up and forward, odd ones sideways. Steps down land hard
+# A step is half a stride, so even harmonics move the body up and forward, odd harmonics sideways. Steps down land hard
 _GAITS = {
     "WALKING": _Gait(
         0.95,

@@ -79,7 +79,7 @@ def download_uci_har(
     Existing data are verified once; the cache stores the success until the files change.
 
     path: a zip if the name ends in .zip; otherwise a folder for `UCI HAR Dataset.zip`. sha256: expected checksums by
-    file. progress, addresses: see `data.har.download.fetch`.
+    file. addresses: tried in order.
 
     Raises UserError if the download fails or a file differs from the published one.
     """
@@ -107,29 +107,26 @@ def _verify(source: "_Published", sha256: Mapping[str, str]) -> Arrays:
 
 
 class _Published:
-    """Files of the data set, by names relative to its top folder."""
+    """Reads files of the data set by names relative to its top folder."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
     def stamps(self) -> list[tuple[str | int, ...]]:
-        """Returns values that change when the files change."""
         if isinstance(self._source, Folder):
             return [stamp(file) for file in sorted(self._source.path.glob("t*/**/*.txt"))]
         return [stamp(self._source.path)]
 
     def where(self, name: str) -> str:
-        """Returns the name of a file for messages."""
         return self._source.where_of(name)
 
     def read(self, name: str) -> bytes:
-        """Reads a file. Raises UserError if it does not exist."""
         source, top = self._holder
         return DataFile(source, top + name).read()
 
     @cached_property
     def _holder(self) -> tuple[Source, str]:
-        """Source with the data set (this source or an archive in it), and the data set's top folder, "" or "x/"."""
+        """Folder or archive (possibly an archive in an archive) with the data set, and its top folder, "" or "x/"."""
         source = self._source
         top = "" if isinstance(source, Folder) else _top_folder(source)
         inner = [file for file in source.files if file.bare_name.endswith(".zip")] if top is None else []
@@ -247,7 +244,6 @@ def _parse_windows(source: _Published, name: str, lines: list[bytes], out: np.nd
 
 
 def _parse_line(line: bytes) -> np.ndarray | None:
-    """Parses a line to float32 numbers; returns None if a field is not a number."""
     try:
         return np.fromstring(line, np.float32, sep=" ")
     except ValueError:
@@ -255,7 +251,6 @@ def _parse_line(line: bytes) -> np.ndarray | None:
 
 
 def _what_is_wrong(line: bytes, num_columns: int) -> str:
-    """Describes the error in a line of numbers."""
     fields = line.decode(errors="replace").split()
     if len(fields) != num_columns:
         return f": {len(fields)} columns instead of {num_columns}"

@@ -38,14 +38,14 @@ class WindowFormat:
 
 @dataclass(frozen=True)
 class HarRecordings:
-    """Windows in physical units, as recorded.
+    """Windows of sensor signals in physical units.
 
     signals: (N, C, T) float32.
     labels: (N,) int64, indices into `classes`.
-    subjects: (N,) int64, the wearer's number, or index into `subject_names`.
+    subjects: (N,) int64, each wearer's number, or index into `subject_names`.
     is_test: (N,) bool, whether the wearer belongs to the test set.
     channels, classes: names; the defaults are UCI HAR's.
-    subject_names: names of people; () if their numbers are their names.
+    subject_names: names of the wearers; () if their numbers serve as names.
     """
 
     signals: np.ndarray
@@ -58,11 +58,10 @@ class HarRecordings:
 
     @classmethod
     def of_arrays(cls, arrays: Arrays) -> "HarRecordings":
-        """Builds recordings with UCI HAR's channels and classes. arrays: signals, labels, subjects and is_test."""
+        """Builds recordings with UCI HAR's channels and classes from arrays signals, labels, subjects and is_test."""
         return cls(arrays["signals"], arrays["labels"], arrays["subjects"], arrays["is_test"])
 
     def name_of(self, subject: int) -> str:
-        """Returns the name of a person."""
         return self.subject_names[subject] if self.subject_names else str(subject)
 
 
@@ -106,7 +105,6 @@ class HarDataset(Movable):
         return {"signals": signals, "label": rows(self.labels, index)}
 
     def augmented(self, strength: Augmentation, seed: int) -> "HarDataset":
-        """Returns a copy that augments its windows at random."""
         varied = copy.copy(self)
         varied._augment = WindowAugmenter(strength, self.statistics[1], seed, self._num_triplets)
         return varied
@@ -121,7 +119,7 @@ class HarDataset(Movable):
         """Mean and standard deviation of each channel over the windows without augmentation, (C,) float64 each."""
         signals = self.recorded
         std = signals.std(axis=(0, 2), dtype=np.float64)
-        std[std == 0] = 1.0  # normalising makes a constant channel zero
+        std[std == 0] = 1.0  # so that normalising sets a constant channel to zero
         return signals.mean(axis=(0, 2), dtype=np.float64), std
 
 
@@ -149,7 +147,7 @@ def split_by_subject(
     val_subjects: Sequence[int],
     augmentation: Augmentation | None = None,
 ) -> dict[str, HarDataset]:
-    """Builds data sets "train", "val" and "test" of disjoint people; "val" is missing without `val_subjects`.
+    """Builds data sets "train", "val" and "test" with different people; without `val_subjects`, "val" is absent.
 
     Consecutive windows overlap, so a split of random windows would leak training data into validation.
 
@@ -164,9 +162,9 @@ def split_by_subject(
 
 
 def with_test_subjects(recordings: HarRecordings, names: Sequence[str] | None) -> HarRecordings:
-    """Makes some people the test set. Raises UserError for unknown names, and if nobody is left to train on.
+    """Chooses the people in the test set. Raises UserError for unknown names, and if nobody is left to train on.
 
-    names: names of the people; None: every fifth person, or with fewer than five people the last person.
+    names: people in the test set; None: every fifth person, or with fewer than five people the last person.
     """
     known = [recordings.name_of(subject) for subject in np.unique(recordings.subjects)]
     if names is None:
@@ -187,7 +185,7 @@ def with_test_subjects(recordings: HarRecordings, names: Sequence[str] | None) -
 
 
 def training_subjects(recordings: HarRecordings) -> list[int]:
-    """Returns the people who are not in the test set, sorted."""
+    """Returns the sorted numbers of the people who are not in the test set."""
     subjects: list[int] = np.unique(recordings.subjects[~recordings.is_test]).tolist()
     return subjects
 
@@ -231,7 +229,7 @@ def named_subjects(recordings: HarRecordings, names: Sequence[str]) -> list[int]
 
 
 def subject_folds(recordings: HarRecordings, num_folds: int) -> list[list[str]]:
-    """Distributes the names of training subjects to folds in turn. Raises UserError for more folds than subjects."""
+    """Assigns names of training subjects to folds in rotation. Raises UserError for more folds than subjects."""
     candidates = [recordings.name_of(subject) for subject in training_subjects(recordings)]
     if not 2 <= num_folds <= len(candidates):
         raise UserError(f"--folds {num_folds}: must be 2 to {len(candidates)}, the number of training subjects")

@@ -33,7 +33,7 @@ _UNUSUAL_NAMES = (
 
 @dataclass(frozen=True)
 class ColumnChoice:
-    """Columns that flags choose, by name or by number from 1; None: detect the column.
+    """Columns that flags choose, by name or by number from 1; a column of None is detected.
 
     time: NO_TIMES if there are no times.
     """
@@ -56,7 +56,7 @@ class Layout:
 
     names: names of columns; without a header, "column 1" and so on.
     user, item, time: column indices from 0; time: None without times.
-    remarks: lines for the user.
+    remarks: lines to print.
     """
 
     names: Sequence[str]
@@ -70,8 +70,8 @@ class Layout:
 def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoice, where: str) -> Layout:
     """Detects the layout of a file from its first two lines.
 
-    first, second: fields of these lines; second: [] if there is no second line. where: name of the first line in
-    messages.
+    first, second: fields of these lines; second: [] if there is no second line. where: how messages name the first
+    line.
 
     With a header, columns are found by name: a chosen name, otherwise a usual name. Without a header, the first two
     columns are user and item. The time is then the only other column that begins with a date, or with a Unix time from
@@ -94,7 +94,7 @@ def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoic
 
 
 def _are_names(first: Sequence[str], choice: ColumnChoice) -> bool:
-    """Returns whether a line is a header, with a chosen or usual name, or at least three columns and no number or date.
+    """Returns whether a line is a header: has a chosen or usual name, or at least three columns and no number or date.
 
     A word such as "book" can be a column name or an item; in a line with a date or Unix time it is an item.
     """

@@ -1,4 +1,4 @@
-"""Reads the file of `--predict`: histories of the users to whom a model recommends items."""
+"""Reads the file given by `--predict`: histories of the users to whom a model recommends items."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +18,9 @@ from trainer.loading.order import SampleKeys
 
 
 class Histories:
-    """Data set of recommendations to make: sample i is place i % num_places in the list of user i // num_places.
+    """Data set with a sample per recommendation: sample i is rank i % num_places in the list of user i // num_places.
 
-    user_ids: names of the users, in the order of `Table.user_ids`. remarks: lines for the user.
+    user_ids: names of the users, in the order of `Table.user_ids`. remarks: lines to print.
     """
 
     def __init__(
@@ -29,8 +29,8 @@ class Histories:
     ) -> None:  # fmt: skip
         """Reads a file of interactions like `load_interactions`, but with the items of a trained model.
 
-        item_ids: names of the model's items 1, 2, ...; other items are dropped with a remark. maxlen: see
-        `split_interactions`. with_times: whether the model needs times. mask_seen: exclude items of the history.
+        item_ids: names of the model's items 1, 2, ...; other items are dropped with a remark. maxlen: number of
+        last items that the model uses. with_times: whether it needs times. mask_seen: whether to exclude seen items.
 
         Raises UserError if the file cannot be read, if no user remains, or if fewer than num_places items can be
         recommended to a user.

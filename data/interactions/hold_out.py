@@ -1,4 +1,4 @@
-"""Splits interactions into training, validation and test set, by user or by time."""
+"""Splits interactions into training, validation and test sets, by user or by time."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,10 +15,11 @@ SplitKind = Literal["leave-one-out", "ratio", "time"]
 class HoldOut:
     """Rule that splits each user's interactions, in time order, into training, validation and test interactions.
 
-    kind: "leave-one-out": each user's last interaction is for the test and the second to last for validation. "ratio":
-    each user's last test_share of interactions is for the test and the val_share before it for validation, at least one
-    each. Both kinds hold out nothing of users with fewer than three interactions. "time": the latest test_share of all
-    interactions is for the test and the val_share before it for validation; simultaneous interactions stay together.
+    kind: "leave-one-out": each user's last interaction is for the test and the second to last for validation.
+        "ratio": each user's last test_share of interactions is for the test and the val_share before it for validation,
+        at least one each. Both kinds hold out nothing from users with fewer than three interactions.
+        "time": the latest test_share of all interactions is for the test and the val_share before it for validation;
+        simultaneous interactions stay together.
     """
 
     kind: SplitKind = "leave-one-out"
@@ -27,7 +28,6 @@ class HoldOut:
 
     @property
     def flags(self) -> str:
-        """Flags that select this split on the command line."""
         shares = f" --val-share {self.val_share:g} --test-share {self.test_share:g}"
         return f"--split {self.kind}" + ("" if self.kind == "leave-one-out" else shares)
 

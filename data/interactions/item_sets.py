@@ -42,25 +42,24 @@ class ItemSets(Movable):
 
     @property
     def arrays(self) -> Arrays:
-        """Arrays to cache."""
         return {"offsets": self.offsets, "items": self.items, "thresholds": self.thresholds}
 
     def sizes(self, users: Array) -> Array:
-        """Returns each user's number of items, (B,) int64. users: (B,)."""
+        """Returns the size of each user's set, (B,) int64. users: (B,)."""
         return self.offsets.take(users + 1) - self.offsets.take(users)
 
     def num_others(self, users: Array) -> Array:
-        """Returns each user's number of other items, (B,) int64. users: (B,)."""
+        """Returns the number of items outside each user's set, (B,) int64. users: (B,)."""
         return self.num_items - self.sizes(users)
 
     def others(self, users: Array, r: Array) -> Array:
-        """Returns each user's r-th other items, (B, n) int64. users: (B,). r: (B, n), 0 <= r < num_others."""
+        """Returns the r-th items outside each user's set, (B, n) int64. users: (B,). r: (B, n), 0 <= r < num_others."""
         if on_host(r) and r.shape[1] > self.num_items:
             return self._others_by_table(users, r)
         return r + 1 + self._num_smaller(users, r)
 
     def _num_smaller(self, users: Array, r: Array) -> Array:
-        """Returns how many of each user's items are smaller than the user's r-th other item: (B, n).
+        """Returns how many items of each user's set are smaller than the r-th item outside the set: (B, n).
 
         A CPU searches only each user's thresholds, to read less memory; a GPU searches all thresholds in a single
         kernel.
@@ -93,7 +92,7 @@ def sorted_distinct(values: np.ndarray) -> np.ndarray:
 
 
 def distinct_below(bits: Array, limit: Array) -> Array:
-    """Maps uniform 64-bit words (B, n) to int64 numbers below limit (B,), distinct per row; all sets equally probable.
+    """Maps uniform 64-bit words (B, n) to int64 values below limit (B,), distinct per row; all sets are equally likely.
 
     Uses Floyd's algorithm (Bentley and Floyd, "A sample of brilliance", Communications of the ACM 30(9), 1987). Round i
     draws from the first limit - n + i + 1 numbers. If the draw was chosen before, the last of these numbers, which no
@@ -101,7 +100,7 @@ def distinct_below(bits: Array, limit: Array) -> Array:
 
     All rounds run at once. A draw was chosen before if it equals an earlier draw (sorting shows this) or the last
     number of an earlier round that chose this number. So each round points to the round whose last number it drew; the
-    loop follows chains of these pointers, and each iteration doubles their length.
+    loop follows chains of pointers, and doubles the followed length in each iteration.
     """
     num, least = bits.shape[1], (limit - bits.shape[1])[:, None]
     round_ = arange_like(num, bits)

@@ -25,11 +25,10 @@ class Interactions:
     offsets: (num_users + 1,) int64; user u has items[offsets[u] : offsets[u + 1]].
     items: (n,) int32, from 1 to num_items; 0 is padding.
     times: (n,) int64, in seconds; None without times.
-    num_items: number of items.
     held_out: (num_users, 2) int64, how many of each user's last interactions are for validation and for the test, if
         files determine the split; otherwise None.
-    key: cache key of the content.
-    item_ids: (num_items,), names of items 1, 2, ... in the files. remarks: lines for the user.
+    key: identifies the content in the cache.
+    item_ids: (num_items,), names of items 1, 2, ... in the files. remarks: lines to print.
     """
 
     offsets: np.ndarray
@@ -51,8 +50,8 @@ def load_interactions(
 ) -> Interactions:
     """Reads interactions; the parsed arrays are cached.
 
-    A file has one interaction per line, with the columns of `find_layout` separated by tabs, `::`, semicolons, commas,
-    | or blanks. Fields may be quoted unless `::` or blanks separate them. JSON lines and parquet are also supported.
+    A file has one interaction per line. `find_layout` detects the columns, which tabs, `::`, semicolons, commas, | or
+    blanks separate. Fields may be quoted unless `::` or blanks separate them. JSON lines and parquet are supported too.
     Users and items may have any names and are numbered in order of names, or by value if all names are whole numbers.
     Repeated interactions are kept, since people buy again, but lines with equal user, item and time count once. Without
     times, file order is time order.
@@ -84,7 +83,7 @@ def load_interactions(
 def find_files(path: Path, flag: str = "--data-dir") -> list[DataFile]:
     """Finds the file of interactions at a path, or the files for training, validation (optional) and test.
 
-    flag: the flag that gave the path. Raises UserError.
+    flag: command-line flag that sets the path. Raises UserError unless exactly one choice fits.
     """
     path = Path(os.path.realpath(path))  # unlike Path.resolve, does not raise for a link to itself
     return tables_at(path, flag, "give a file of interactions", _KNOWN_NAMES)

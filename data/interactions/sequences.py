@@ -1,4 +1,4 @@
-"""Data sets of training histories and of held-out items with their histories; both contain negatives.
+"""Data sets of training histories, and of held-out items with their histories; both can contain negatives.
 
 The sequences of a batch are padded at the end with item 0 to `SampleKeys.padded_length`.
 
@@ -30,7 +30,7 @@ _TRAIN_STREAM, _VAL_STREAM, _TEST_STREAM = range(3)
 _TRAIN_STEP, _EVALUATION_STEP, _SEEN_STEP = 8, 16, 128
 """Multiples to which training histories, evaluation histories and lists of seen items are padded on a GPU.
 
-Evaluation histories vary more in length and take less time than training histories; seen items take little time.
+Larger multiples suit evaluation histories, whose lengths vary more, and seen items, which cost little time.
 """
 
 
@@ -38,8 +38,8 @@ Evaluation histories vary more in length and take less time than training histor
 class Negatives:
     """Number of negative items per training sample.
 
-    num: negatives per position, or per user. per_position: draw negatives (B, T, num) for each position; otherwise
-    (B, num), shared by all positions of a user.
+    num: negatives per position, or per user. per_position: whether negatives (B, T, num) are drawn for each position;
+    otherwise, all positions of a user share negatives (B, num).
     """
 
     num: int
@@ -53,7 +53,7 @@ class _Split:
     num_train, val_end: (num_users,) int64; a user's interactions [0, num_train) are for training, [num_train, val_end)
         for validation, and later ones for the test.
     items: training items of each user.
-    scaled_times: (n,) int32, see `scaled_times`; None without times.
+    scaled_times: (n,) int32, from the function `scaled_times`; None without times.
     """
 
     num_train: np.ndarray
@@ -99,7 +99,7 @@ class TrainSequences(Movable):
 
     @property
     def item_popularity(self) -> np.ndarray:
-        """Share of users with each item in training, (num_items + 1,) float64; 0 for padding."""
+        """Share of users who have each item in training, (num_items + 1,) float64; 0 for padding."""
         return np.bincount(self._sets.items, minlength=self._sets.num_items + 1) / self._num_users
 
     def num_terms(self, index: np.ndarray) -> np.ndarray:
@@ -145,7 +145,8 @@ class TrainSequences(Movable):
 class _Candidates(Movable):
     """Draws a user's negatives for evaluation.
 
-    excluded: items that are not drawn; all other items are equally probable. distinct: draw without replacement.
+    excluded: items that are not drawn; all other items are equally likely. distinct: whether to draw without
+    replacement.
     """
 
     excluded: ItemSets
@@ -247,13 +248,13 @@ def split_interactions(
     seed: seed of all negatives. Training negatives change in every epoch; the 100 negatives of a held-out item are
         fixed.
     maxlen: number of last items of a history that are used, at least 1.
-    whole_histories: train on whole histories, in samples of maxlen items.
+    whole_histories: whether to train on whole histories, in samples of maxlen items.
     negatives: number of negatives of training samples; None: no negatives.
     eval_negatives: how evaluation negatives are drawn. "parity": with replacement, from items outside the user's
         training set, so negatives may include the validation item and the target, as in the published code of SASRec.
         "unseen": with replacement, from items outside the user's training, validation and (for the test) test sets, as
         in the published code of TiSASRec. "clean": 100 distinct items with which the user never interacts.
-    mask_seen: whether evaluation batches contain "seen".
+    mask_seen: whether evaluation batches contain "seen", the items of the history.
 
     Raises UserError if no history is left to train on, or if too few items are left as negatives for a user.
     """
@@ -327,7 +328,7 @@ def _item_sets(interactions: Interactions, users: np.ndarray, chosen: np.ndarray
 
 
 def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Expands counts per user, (num_users,), to n pairs: user and index within the user, (n,) int64 each."""
+    """Expands counts per user, (num_users,), to n pairs of user and index from 0 to count - 1: (n,) int64 each."""
     users = np.repeat(np.arange(len(counts)), counts)
     return users, np.arange(len(users)) - (np.cumsum(counts) - counts)[users]
 
@@ -335,9 +336,9 @@ def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def scaled_times(interactions: Interactions, times: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
     """Returns times since each user's first time, divided by the user's smallest gap and rounded, plus 1: (n,) int32.
 
-    times: (n,). counts: (n,) bool, whether the nonzero gap before an interaction counts; None: all. Without a gap,
-    the divisor is 1 s. Counting only training interactions avoids leaking the future. See Li, Wang and McAuley,
-    "Time interval aware self-attention for sequential recommendation", WSDM 2020.
+    times: (n,). counts: (n,) bool, whether the nonzero gap before an interaction counts; None: all do. For a user
+    without a gap, the divisor is 1 s. Counting only training interactions avoids leaking the future. See Li, Wang and
+    McAuley, "Time interval aware self-attention for sequential recommendation", WSDM 2020.
     """
     users, _ = _numbered(np.diff(interactions.offsets))
     gaps = np.diff(times)

@@ -7,12 +7,12 @@ SHORT_GAPS separate the items of a visit, and LONG_GAPS separate visits. Three r
 
 - A visit opens with a leap to an attractive item: an item, often well known, of a topic that the user likes.
 - After the opener, the user **resumes the thread of the previous visit** with the sequel of the item before the opener.
-- The thread continues, sequel by sequel, until it ends or the user **begins another thread** with a similar leap, whose
+- The thread, a run of sequels, continues until it ends or the user **begins another thread** with a similar leap, whose
   sequels follow.
 
-So popularity can only predict a leap, while the history shows the threads. The items do not show whether a leap is
+So popularity can only predict leaps, while the history predicts sequels. The items do not show whether a leap is
 followed by its own sequel or by the sequel of the item before the leap, but the time before the leap does: after a
-short gap the leap began a thread, after a long gap it opened a visit.
+short gap the leap began a thread, and after a long gap it opened a visit.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ NUM_ITEMS = NUM_TOPICS * ITEMS_PER_TOPIC
 LENGTHS = (8, 96)
 """Smallest and largest number of interactions per user; short histories are more frequent."""
 PACE_S = (1200, 2400)
-"""Range in seconds of a user's pace, about the length of an episode."""
+"""Range, in seconds, of a user's pace, which is about the length of an episode."""
 SHORT_GAPS = (1, 3)
 """Range of the time between two items of a visit, in units of the user's pace."""
 LONG_GAPS = (25, 60)
@@ -39,11 +39,11 @@ LONG_GAPS = (25, 60)
 
 _VISIT_ENDS = {"after a leap": 0.07, "after a sequel": 0.28}
 _THREAD_CHANGES = {"after a leap": 0.05, "after a sequel": 0.18}
-"""Probabilities, before each interaction, that a visit ends or another thread begins."""
+"""Probabilities that a visit ends, or that another thread begins, before an interaction."""
 _SEQUEL_SKIPPED = 0.1
 _FIRST_INTERESTS = (1.0, 0.6, 0.4)
 _INTEREST_KEPT = 0.9
-"""Factor on all of a user's interests per visit."""
+"""Factor by which each visit multiplies all of a user's interests."""
 _NEW_INTEREST = 0.2
 """Probability that a new interest, of strength 1, appears in a visit."""
 _CURIOSITY = 0.002
@@ -113,7 +113,7 @@ class _Viewers:
         return _pick(weights.reshape(len(users), NUM_ITEMS), draws)
 
     def sequel(self, users: np.ndarray, draws: np.ndarray) -> np.ndarray:
-        """Returns the next new item of each user's thread, sometimes the second next; -1 at the thread's end."""
+        """Returns the next unseen item of each user's thread, sometimes skipping one; -1 at the thread's end."""
         topic, position = np.divmod(self.thread[users], ITEMS_PER_TOPIC)
         ahead = self.unseen[users, topic] & (np.arange(ITEMS_PER_TOPIC) > position[:, None])
         count = np.cumsum(ahead, axis=1)
@@ -163,7 +163,7 @@ def _pick_topics(draws: np.ndarray) -> np.ndarray:
 
 
 def _pick(weights: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Draws a column of each row in proportion to the weights (n, k): (n,) int64. draws: (n,) in [0, 1)."""
+    """Draws a column index per row with probabilities proportional to weights (n, k): (n,) int64. draws: in [0, 1)."""
     cumulated = np.cumsum(weights, axis=1)
     return np.argmax(cumulated > draws[:, None] * cumulated[:, -1:], axis=1)
 

@@ -30,7 +30,7 @@ class Table:
 
     users, items: (n,) int64, indices into user_ids and item_ids. times: (n,) int64 or float64, or None. parts: (n,)
     int64, index of the file. user_ids, item_ids: names in the files, sorted by value if all are whole numbers,
-    otherwise as text. remarks: lines for the user: a short table of the columns, and warnings.
+    otherwise as text. remarks: lines to print: a short table of the columns, and warnings.
     """
 
     users: np.ndarray
@@ -120,7 +120,6 @@ class _Parser:
         self._wheres: list[str] = []
 
     def add(self, lines: Iterable[Line], layout: Layout, where: str) -> None:
-        """Adds the lines of a file. where: name of the file in messages."""
         if layout.names != self._layout.names:
             raise UserError(f"{where}: has other columns than {self._wheres[0]}; give files with the same columns")
         self._wheres.append(where)
@@ -211,10 +210,7 @@ class _Parser:
         return (users, items) if times is None else (users, items, times)
 
     def _without_bad(self, lines: Sequence[Line]) -> list[Line]:
-        """Returns the well-formed lines. Raises UserError for the first malformed line unless such lines are dropped.
-
-        Checks the lines one by one.
-        """
+        """Returns the well-formed lines. Raises UserError for the first malformed line unless they are dropped."""
         kept = []
         for number, fields in lines:
             if (wrong := self._what_is_wrong([field.strip() for field in fields])) is None:
@@ -245,7 +241,7 @@ class _Parser:
 
 
 class _Codes(dict[str, int]):
-    """Codes of names, in order of first occurrence. newest: names that the last call of `of` added."""
+    """Maps names to codes, in order of first occurrence. newest: names that the last call of `of` added."""
 
     newest: list[str]
 
@@ -263,7 +259,7 @@ class _Codes(dict[str, int]):
             del self[name]
 
     def in_order(self) -> tuple[list[str], np.ndarray]:
-        """Returns the names, sorted by `data.csv_lines.in_order`, and each code's index in them.
+        """Returns the names, sorted by `data.csv_lines.in_order`, and each code's index among the sorted names.
 
         If all names are whole numbers, 7.0 becomes 7, since programs write 7.0 in columns with missing values.
         """

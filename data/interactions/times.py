@@ -9,18 +9,18 @@ from data.csv_lines import is_number, utc_seconds
 from data.moments import day_and_month, settled
 
 _TIME_LIMIT = 2**62
-"""Limit of times, so that differences fit int64."""
+"""Limit of the absolute values of times, so that differences fit int64."""
 _CALENDAR_S = (1e8, 4.1e9)
-"""Range of Unix times from 1973 to 2099."""
+"""Limits of Unix times, in seconds, from 1973 to 2099."""
 _UNITS = {"milliseconds": 1e3, "microseconds": 1e6, "nanoseconds": 1e9}
 EXPECTED = "a time: a number, or a date such as 2024-05-31, 2024-05-31T18:30:00+02:00 or 31/05/2024 18:30"
 
 
 def parse_times(texts: Sequence[str]) -> np.ndarray | None:
-    """Parses times to (n,) int64 if all are whole, else float64; None if a string is no time or formats differ.
+    """Parses times to (n,) int64 if all are whole, else float64; returns None if one is invalid or formats differ.
 
-    Dates become seconds since 1970, in UTC unless they have a time zone. For dates such as 31/05/2024, returns
-    both readings, day first and month first: (n, 2) float64, NaN if impossible.
+    Dates become seconds since 1970, and are in UTC unless they have a time zone. For dates such as 31/05/2024, the
+    result is (n, 2) float64: seconds with the day first and with the month first, NaN for an impossible date.
     """
     for read in (_whole_numbers, _numbers, _dates, _days_and_months):
         try:
@@ -37,8 +37,8 @@ def in_seconds(times: np.ndarray) -> tuple[np.ndarray, str]:
 
     times: all times of a file from `parse_times`, (n,) with n >= 1, or (n, 2) for ambiguous dates. Detects milli-,
     micro- and nanoseconds of the years 1973 to 2099, and days of these years as numbers such as 20240531, optionally
-    with hours, minutes and seconds. Numbers up to 0 mark unknown times; beside numbers such as 20240531 they are
-    ignored and become 0. Raises ValueError if it is unclear whether the day or the month comes first.
+    with hours, minutes and seconds. Numbers up to 0 mark unknown times; among numbers such as 20240531 they become
+    0. Raises ValueError if it is unclear whether the day or the month comes first.
     """
     if times.ndim == 2:
         found = settled(times[:, None])[:, 0]
@@ -73,7 +73,7 @@ def _seconds_of_minutes(numbers: np.ndarray) -> np.ndarray | None:
 
 
 def _seconds_of_days(numbers: np.ndarray) -> np.ndarray | None:
-    """Converts days such as 20240531 to seconds since 1970; None if a number is no day of the years 1973 to 2099."""
+    """Converts days such as 20240531 to seconds since 1970; None if a number is not a day from 1973 to 2099."""
     if (numbers % 1 != 0).any() or (numbers < 1973_00_00).any() or (numbers > 2099_99_99).any():
         return None
     years, months, days = (part.astype(np.int64) for part in (numbers // 10_000, numbers // 100 % 100, numbers % 100))

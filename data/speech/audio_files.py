@@ -20,7 +20,7 @@ MIN_RATE, MAX_RATE = 1_000, 384_000
 FULL_SCALE = 32768
 """Divisor that scales 16-bit samples to [-1, 1)."""
 _LOUDEST = 2.0**31
-"""Largest accepted sample, as in files that store 32-bit integers as floats."""
+"""Largest accepted absolute value of a sample; some files store 32-bit integers as floats."""
 
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _UNKNOWN_SIZE = 0x7FFFF000
@@ -41,8 +41,8 @@ def decode(content: bytes, name: str) -> tuple[np.ndarray, int]:
     """Decodes a sound file; returns mono samples, (length,) float32 in [-1, 1], and the sample rate in Hz.
 
     Decodes WAV with integers of 8 to 32 bits or floats of 32 or 64 bits; other codecs, FLAC, MP3 and Ogg need the
-    package soundfile. Channels are averaged. Floats may exceed [-1, 1]; see `within_full_scale`. name: file name, whose
-    suffix is used.
+    package soundfile. Channels are averaged. Floats may exceed [-1, 1] until `within_full_scale` scales them. name:
+    file name, for its suffix and messages.
 
     Raises UnreadableAudio, or UserError if soundfile is needed and not installed.
     """
@@ -100,9 +100,10 @@ def resample(samples: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def _kernels(up: int, down: int) -> np.ndarray:
-    """Returns filters for output samples 0 to up - 1, centred on the input sample at or before each: (up, odd) float32.
+    """Returns filters for output samples 0 to up - 1: (up, odd length) float32.
 
-    A filter is a Kaiser-windowed sinc whose weights add up to 1, so a constant signal is unchanged.
+    A filter is centred on the input sample at or before its output sample. It is a Kaiser-windowed sinc whose weights
+    add up to 1, so a constant signal is unchanged.
     """
     cutoff = _ROLL_OFF * min(1.0, up / down)  # as a share of the source's Nyquist frequency
     reach = math.ceil(_NUM_LOBES / cutoff)
@@ -163,7 +164,6 @@ def _from_integers(data: bytes, width: int) -> np.ndarray:
 
 
 def _decode_by_soundfile(content: bytes, name: str) -> tuple[np.ndarray, int]:
-    """Decodes a file with soundfile; returns samples (length, channels) float32 and the sample rate."""
     try:
         # imported by name, since it is optional and untyped
         soundfile = importlib.import_module("soundfile")

@@ -28,7 +28,7 @@ class Augmentation:
     speed_percent: change of playing speed, which also shifts pitch and formants. The new duration is an integer
         percentage of the old one, uniform in [100 - speed_percent, 100 + speed_percent]. Ko et al., "Audio augmentation
         for speech recognition", Interspeech 2015.
-    word_speed_percent: additional change of playing speed for each recording of a string (concatenated recordings).
+    word_speed_percent: additional change of playing speed of each recording in a string (concatenated recordings).
     gain_db: change of loudness in dB, uniform in [-gain_db, gain_db].
     tilt: change of high frequencies, as by another microphone: x_t - k x_(t-1) with k uniform in [-tilt, tilt].
     noise_snr_db: limits of the signal-to-noise ratio, in dB, of white or low-frequency noise.
@@ -36,7 +36,7 @@ class Augmentation:
     room_snr_db: limits of the signal-to-noise ratio, in dB, of room noise; the ratio is constant within a string.
     warp: change of the features' frequencies by a factor uniform in [1 - warp, 1 + warp]. Jaitly and Hinton, "Vocal
         tract length perturbation improves speech recognition", 2013.
-    masking_db: limits of the reduction, in dB, of the noise that masks weak sound.
+    masking_db: limits of the reduction, in dB, of the white noise with which the front end masks weak sounds.
     num_freq_masks, freq_mask: number of masked bands of mel bins, and the largest share of bins per band.
     num_time_masks, time_mask: number of masked intervals of time, and the largest share of the utterance per interval.
         Park et al., "SpecAugment", Interspeech 2019.
@@ -57,7 +57,7 @@ class Augmentation:
     time_mask: float = 0.06
 
     def times(self, factor: float) -> "Augmentation":
-        """Returns a copy with strengths multiplied by a factor of at least 0; for noise, it scales the amplitude."""
+        """Returns a copy with strengths, such as the amplitude of noise, multiplied by a factor of at least 0."""
         return replace(
             self,
             speed_percent=min(round(factor * self.speed_percent), 90),
@@ -106,14 +106,14 @@ class Augmenter:
     """Draws the changes of an `Augmentation`; applies them to audio, or returns them for the model's front end."""
 
     def __init__(self, strength: Augmentation, num_mels: int, seed: int, num_views: int = 1) -> None:
-        """Creates the augmenter. num_mels: number of mel bins. num_views: number of sets of masks per utterance."""
+        """Creates the augmenter. num_mels: number of mel bins. num_views: number of differently masked views."""
         self._strength = strength
         self._num_mels = num_mels
         self._seed = seed
         self._num_views = num_views
 
     def lengths(self, lengths: np.ndarray, epoch: int, index: np.ndarray) -> np.ndarray:
-        """Returns lengths after augmentation, (n,) int64. lengths: (n,), before it. index: (n,), sample indices."""
+        """Returns augmented lengths, (n,) int64. lengths: (n,), before augmentation. index: (n,), sample indices."""
         return length_at(lengths, self.changes(epoch, index)[0])
 
     def word_percent(self, epoch: int, index: np.ndarray, num_words: int) -> np.ndarray:
@@ -129,7 +129,7 @@ class Augmenter:
         return noise._replace(snr_db=np.where(has_room < self._strength.room_share, noise.snr_db, np.inf))
 
     def changes(self, epoch: int, index: np.ndarray) -> Changes:
-        """Draws the changes that `audio` applies."""
+        """Draws the changes that the method `audio` applies."""
         strength, draws = self._strength, uniform(self._seed, epoch, index, (6,), _AUDIO_STREAM)
         gain, tilt = from_db(strength.gain_db * (2 * draws[:, 1] - 1)), strength.tilt * (2 * draws[:, 4] - 1)
         snr_db = strength.noise_snr_db
@@ -184,8 +184,8 @@ def length_at(length: Length, percent: Length) -> Length:
 def at_duration(audio: np.ndarray, percent: int) -> np.ndarray:
     """Resamples audio (length,) float32 to a percentage of its duration: (length_at(...),) float32.
 
-    Interpolates with the ideal low-pass filter by Fourier transforms, which takes 0.5 ms for 3.5 s at 8 kHz. Zeros pad
-    the audio to a multiple of 100 samples, so that the ratio is exact.
+    Interpolates with the ideal low-pass filter by Fourier transforms, which takes 0.5 ms for 3.5 s of audio at 8 kHz.
+    Zeros pad the audio to a multiple of 100 samples, so that the ratio is exact.
     """
     if percent == 100:
         return audio
@@ -196,7 +196,7 @@ def at_duration(audio: np.ndarray, percent: int) -> np.ndarray:
 
 
 def add_noise(audio: np.ndarray, snr_db: float, start: int, colour: int = 0) -> None:
-    """Adds noise to audio (length,) float32 in place. snr_db, start, colour: see `Noise`."""
+    """Adds noise to audio (length,) float32 in place. start: first sample in the noise table `colour`."""
     power = np.dot(audio, audio) / len(audio)
     table = noise_tables()[colour * NOISE_LENGTH : (colour + 1) * NOISE_LENGTH]
     noise = np.resize(table[start:], len(audio))
@@ -205,7 +205,7 @@ def add_noise(audio: np.ndarray, snr_db: float, start: int, colour: int = 0) -> 
 
 
 def from_db(decibels: float | np.ndarray) -> np.ndarray:
-    """Converts dB to a factor on the amplitude, float32."""
+    """Converts dB to float32 factors on the amplitude."""
     return np.float32(10) ** (np.asarray(decibels, np.float32) / np.float32(20))
 
 
@@ -230,7 +230,7 @@ def noise_tables() -> np.ndarray:
 def hundreds(length: int) -> int:
     """Returns the length of a Fourier transform for audio, in hundreds of samples: a product of powers of 2, 3 and 5.
 
-    The length includes padding with zeros, so that the end of the audio does not affect its start.
+    The length leaves room for padding with zeros, so that the end of the audio does not affect its start.
     """
     num = length // 100 + 2
     while True:

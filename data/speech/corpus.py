@@ -21,7 +21,7 @@ class Corpus:
     transcripts: as published, with normalised white space; all "" if unknown. names: distinct file names. speakers: ""
         if unknown. splits: "train", "val", "test", or "" if the source has no splits.
     skipped: number of dropped utterances by reason.
-    found: rows of the table that a run first prints, such as where the transcripts were found; {} for synthetic data.
+    found: rows of the table at the start of a run's output, such as where transcripts were found; {} if synthetic.
     """
 
     audio: np.ndarray
@@ -51,7 +51,7 @@ def cached_corpus(cache_dir: Path, key: str, build: Callable[[], Corpus]) -> Cor
         offsets=arrays["offsets"],
         sample_rate=facts["sample_rate"],
         skipped=facts["skipped"],
-        found=facts.get("found", {}),  # older caches of synthetic corpora lack it
+        found=facts.get("found", {}),  # older caches of synthetic corpora lack this
         **{name: tuple(facts[name]) for name in _TEXTS},
     )
 

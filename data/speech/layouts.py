@@ -48,11 +48,11 @@ _NUM_SHOWN = 12
 
 @dataclass(frozen=True)
 class Utterance:
-    """Utterance that a layout lists; its file may be missing or unreadable.
+    """Utterance in the files of a corpus; its sound file may be missing or unreadable.
 
-    name: name of the sound file in its source. transcript: "" if missing. speaker: "" if unknown. split: "train",
-    "val", "test", or "" if the layout has no splits. duration: in seconds, or None. problem: error if the transcript
-    cannot be read.
+    name: path of the sound file in the corpus. transcript: "" if missing. speaker: "" if unknown. split: "train",
+    "val", "test", or "" if the layout has no splits. duration: in seconds, or None. problem: why the transcript
+    cannot be read, or "".
     """
 
     name: str
@@ -64,7 +64,7 @@ class Utterance:
 
 
 def utterances_of(source: Source) -> tuple[str, list[Utterance]]:
-    """Returns a description of where transcripts are, and the utterances, by the first layout below that fits.
+    """Returns a description of where transcripts are, and the utterances. The first layout below that fits is used.
 
     Manifest: .json or .jsonl files `train*`, `dev*` or `val*`, `test*`, or a single file, with one JSON object per
         line: `audio_path` (or NeMo's `audio_filepath`), relative to the manifest's folder; `text`; and optionally
@@ -77,11 +77,13 @@ def utterances_of(source: Source) -> tuple[str, list[Utterance]]:
     LibriSpeech: `{split}/{speaker}/{chapter}/{speaker}-{chapter}.trans.txt` in the folders of the sound files.
     Text files: `x.txt` in the folder of `x.wav`; with several folders, the folder's name is the speaker.
     Names: `{digit}_{speaker}_{index}.wav` (Free Spoken Digit Dataset, in which indices below 5 are the test set), or
-        words joined by `_` (yesno). File names count as words if no file contains text, each name has words of letters
-        or single digits, and words occur at least twice on average.
+        words joined by `_` (yesno). File names count as words if no file seems to contain text, each name has words of
+        letters or single digits, and words occur at least twice on average.
 
-    Folders `train*`, `dev*`, `val*` and `test*` are splits for LibriSpeech, text files, words as names, and metadata
-    other than LJSpeech's. Raises UserError, with file and line, for an unreadable table, and if no layout matches.
+    Folders `train*`, `dev*`, `val*` and `test*` are splits for LibriSpeech, text files, names made of words, and
+    metadata other than LJSpeech's.
+
+    Raises UserError, with file and line, for an unreadable table, and if no layout matches.
     """
     forms = {
         "lines of manifests": _manifests,
@@ -285,7 +287,6 @@ def _read_alone(source: Source, name: str, transcript: str | None, speaker: str,
 
 
 def _lines(source: Source, name: str) -> Iterator[tuple[int, str]]:
-    """Yields the non-blank lines of a file with their line numbers."""
     for number, line in enumerate(source.read_text(name).split("\n"), start=1):
         if line.strip():
             yield number, line.rstrip("\r")
@@ -327,7 +328,7 @@ def _librispeech(source: Source) -> list[Utterance] | None:
 def _text_files(source: Source) -> list[Utterance] | None:
     texts = {_without_suffix(name): name for name in source.names if name.lower().endswith(".txt")}
     sound = _sound_of(source)
-    is_timit = any(name.lower().endswith(_MARKS_OF_TIMIT) for name in source.names)  # its .txt begin with numbers
+    is_timit = any(name.lower().endswith(_MARKS_OF_TIMIT) for name in source.names)  # its .txt files begin with numbers
     if is_timit or not any(_without_suffix(name) in texts for name in sound):
         return None
     folders = {name: [part for part in PurePosixPath(name).parts[:-1] if not _split_of(part)] for name in sound}
@@ -363,7 +364,6 @@ def _file_names(source: Source) -> list[Utterance] | None:
 
 
 def _may_hold_transcripts(name: str) -> bool:
-    """Returns whether a file may contain transcripts, judged by its name."""
     bare = PurePosixPath(name).name.lower()
     return (bare.endswith(_TEXTS) or bare in _TEXTS_OF_KALDI) and not bare.startswith(_ABOUT)
 

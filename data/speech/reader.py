@@ -21,7 +21,7 @@ from trainer.common.files import read_whole, refusing_disk_errors, stamp
 from trainer.loading.cache import key_of
 
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
-"""Shows the progress of an iteration: (items, number of items) -> the same items."""
+"""Function that shows the progress of an iteration: (items, number of items) -> the same items."""
 
 _FORMAT_VERSION = 3
 DROP = Reading(on_bad="drop")
@@ -39,13 +39,13 @@ def load_corpus(
 ) -> Corpus:
     """Reads a corpus; the decoded audio is cached and takes 2 bytes per sample.
 
-    path: a folder, .zip, .tar, .tar.gz or .tgz in a layout of `utterances_of`; a single manifest; or a folder that
+    path: a folder, .zip, .tar, .tar.gz or .tgz in a layout that `utterances_of` knows; a manifest; or a folder that
         contains one archive and no sound files.
     sample_rate: rate in Hz to which all files are resampled; None: the files' most frequent rate or, among equally
         frequent rates, the highest.
-    reading: `on_bad` says whether to refuse the first unusable utterance, or to drop and count all. These lack a
-        readable file, samples or a transcript, or their duration differs from the manifest's by more than half.
-    progress: shows the progress of decoding.
+    reading: `on_bad` says whether to refuse the first unusable utterance, or to drop and count all of them. An
+        utterance is unusable without a readable file, samples and a transcript, or if its duration differs from the
+        manifest's by more than half.
 
     Raises UserError, with file, line and value, for an invalid corpus, for a recording that is listed twice, and if no
     utterance is usable.
@@ -61,7 +61,7 @@ def load_corpus(
 
 
 def read_recordings(path: Path, sample_rate: int, on_bad: OnBad = "drop") -> Corpus:
-    """Reads the recordings of `--predict`, which have no transcripts.
+    """Reads the recordings given by `--predict`, which have no transcripts.
 
     path: a sound file, or a folder with sound files at any depth; names are relative to the folder. sample_rate: rate
     in Hz to which all files are resampled. on_bad: whether to drop and count unusable files of a folder, or to refuse
@@ -101,7 +101,7 @@ def read_recordings(path: Path, sample_rate: int, on_bad: OnBad = "drop") -> Cor
 
 
 def _too_loud(names: Sequence[str]) -> dict[str, str]:
-    """Returns a row about scaled-down recordings for the table that a run first prints."""
+    """Returns a row about scaled-down recordings for the table at the start of a run's output."""
     return (
         {"beyond full scale": f"{len(names)} file{'s' * (len(names) > 1)}, scaled down, such as {names[0]}"}
         if names
@@ -130,7 +130,7 @@ def _stamps(path: Path, cache_dir: Path) -> list[object]:
 
 
 def _stamp(file: str) -> tuple[str, int, int] | None:
-    """Computes the result of `stamp` faster; returns None for a missing file."""
+    """Returns path, size and modification time, like the slower `stamp`; returns None for a missing file."""
     try:
         status = os.stat(file)
     except OSError:
@@ -223,7 +223,7 @@ def _reasons(left_out: LeftOut) -> str:
 def _at_one_rate(
     decoded: IO[bytes], lengths: Sequence[int], rates: Sequence[int], resampled: IO[bytes]
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Resamples to the most frequent rate; returns samples, offsets and this rate. resampled: file for the samples."""
+    """Resamples to the most frequent rate; returns samples, offsets and this rate. resampled: file to write."""
     audio, offsets, counts = _mapped(decoded), _offsets(lengths), Counter(rates)
     rate = max(counts, key=lambda rate: (counts[rate], rate))
     if len(counts) == 1:

@@ -28,7 +28,7 @@ class Source:
     """Files of a corpus.
 
     path: the folder or archive. names: sorted paths of visible files, relative to `path`, with "/".
-    reads_outside: whether `read` accepts files outside `path`, as in folders. left_out: see `opened_lines`. read:
+    reads_outside: whether `read` accepts files outside `path`, as in folders. left_out: notes detected encodings. read:
     returns the content of a file by name; raises KeyError for a file that an archive lacks, or one of ARCHIVE_ERRORS.
     """
 
@@ -39,7 +39,6 @@ class Source:
     left_out: LeftOut
 
     def where(self, name: str = "") -> str:
-        """Returns the name of a file for messages."""
         return f"--data-dir {self.path}" + (f", {name}" if name else "")
 
     def read_text(self, name: str) -> str:
@@ -81,7 +80,7 @@ def opened(path: Path, cache_dir: Path, left_out: LeftOut) -> Iterator[Source]:
     """Opens a folder, an archive, or a manifest.
 
     cache_dir: existing folder for a temporary file with the content of a compressed tar; the file is deleted even if
-    the process is killed. Raises UserError if an archive is damaged or contains a name that leads out of the archive.
+    the process is killed. Raises UserError if an archive is damaged or contains a name that points outside the archive.
     """
     if path.is_dir():
         yield Source(path, tuple(_names_in(path)), True, lambda name: read_whole(path / name, MOST_SOUND), left_out)
@@ -100,7 +99,7 @@ def opened(path: Path, cache_dir: Path, left_out: LeftOut) -> Iterator[Source]:
     else:
         if not path.name.lower().endswith(SUFFIXES):
             with opened_table(single(path, "--data-dir"), left_out):
-                pass  # raises UserError for detected formats
+                pass  # raises UserError if the file has a known unsupported format
         raise UserError(
             f"--data-dir {path}: is not a folder, archive ({', '.join(ARCHIVES)}) or manifest (.json, .jsonl); give "
             "the folder with the sound files"

@@ -1,4 +1,4 @@
-"""Splits utterances into training, validation and test set."""
+"""Splits utterances into training, validation and test sets."""
 
 import hashlib
 from collections.abc import Collection, Sequence
@@ -47,7 +47,7 @@ def hold_out(
 
 
 def speaker_folds(corpus: Corpus, num_folds: int) -> list[list[str]]:
-    """Distributes the sorted speakers to folds in turn. Raises UserError for more folds than speakers."""
+    """Assigns the sorted speakers to folds in rotation. Raises UserError for more folds than speakers."""
     speakers = _speakers(corpus)
     if not 2 <= num_folds <= len(speakers):
         raise UserError(f"--folds {num_folds}: must be 2 to {len(speakers)}, the number of speakers")
@@ -55,7 +55,6 @@ def speaker_folds(corpus: Corpus, num_folds: int) -> list[list[str]]:
 
 
 def _by_utterance(corpus: Corpus, val_share: float, test_share: float) -> np.ndarray:
-    """Returns the name of each utterance's split: (n,) strings."""
     parts = np.array([split or "train" for split in corpus.splits])
     order = sorted(np.flatnonzero(parts == "train").tolist(), key=lambda i: _utterance_rank(corpus.names[i]))
     shares = {"test": test_share, "val": val_share}

@@ -7,7 +7,7 @@ A sawtooth (at the voice's pitch) and white noise pass through four resonances (
 theory of speech production", 1960). Formants of vowels are the means of male speakers in Peterson and Barney, "Control
 methods used in a study of the vowels", JASA 1952.
 
-Speakers differ in pitch, vocal tract length, pace and each formant of each sound. Training, validation and test set
+Speakers differ in pitch, vocal tract length, pace and each formant of each sound. Training, validation and test sets
 have different speakers.
 """
 
@@ -107,7 +107,11 @@ _BANDWIDTHS = np.array([60.0, 90.0, 130.0, 200.0], np.float32)
 
 @dataclass(frozen=True)
 class _Speaker:
-    """Voice. pitch: Hz. pace: factor on durations. accent: (sounds, 3), factors on formants. fourth: formant 4, Hz."""
+    """Voice of a person.
+
+    pitch, fourth: pitch and fourth formant, in Hz. pace: factor on durations. accent: (sounds, 3), factors on the first
+    three formants of each sound.
+    """
 
     pitch: float
     pace: float
@@ -196,7 +200,7 @@ def _speak(words: list[str], speaker: _Speaker, rng: np.random.Generator) -> np.
 
 
 def _between(time: np.ndarray, start: np.ndarray, end: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Interpolates at times; values[k] holds from start[k] to end[k], then changes linearly: (len(time),) float32."""
+    """Interpolates linearly between values; values[k] holds from start[k] to end[k]. Returns (len(time),) float32."""
     return np.interp(time, np.stack([start, end], axis=1).ravel(), np.repeat(values, 2)).astype(np.float32)
 
 
@@ -215,7 +219,7 @@ def _resonate(source: np.ndarray, formants: np.ndarray) -> np.ndarray:
     """
     hop = _FRAME // 2
     padded = np.pad(source, (hop, len(formants) * hop - len(source)))
-    window = np.sin(np.pi * (np.arange(_FRAME, dtype=np.float32) + 0.5) / _FRAME)  # squares add up to 1
+    window = np.sin(np.pi * (np.arange(_FRAME, dtype=np.float32) + 0.5) / _FRAME)  # overlapping squares add up to 1
     frames = np.lib.stride_tricks.sliding_window_view(padded, _FRAME)[::hop] * window
     hz2 = np.fft.rfftfreq(_FRAME, 1 / SAMPLE_RATE).astype(np.float32) ** 2
     power = np.ones((len(formants), len(hz2)), np.float32)

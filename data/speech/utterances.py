@@ -4,7 +4,7 @@ A batch from `__getitems__` has
     audio: (B, S) float32 in about [-1, 1], padded with zeros. num_samples: (B,) int64.
     recordings: (B, W) int64, indices of each sample's recordings in the corpus, padded with -1.
     targets: (B, U) int64, symbols, padded with 0. target_length: (B,) int64. Only with an alphabet.
-    warp, freq_masks, time_masks, masking_db: see `Augmenter.for_front_end`. Only with augmentation.
+    warp, freq_masks, time_masks, masking_db: from `Augmenter.for_front_end`. Only with augmentation.
 
 Audio and targets are padded to `SampleKeys.padded_length`.
 
@@ -27,16 +27,16 @@ from trainer.loading.on_device import Movable
 from trainer.loading.order import SampleKeys
 
 MOST_GAP_S = 0.4
-"""Largest silence, in seconds, before, between and after a string's recordings; each silence is uniform from 0."""
+"""Largest silence, in seconds, before, between and after a string's recordings; each is random and uniform from 0."""
 LEVEL_DB = 3.0
-"""Largest change, up or down, of the loudness of a string's recordings, in dB; each change is uniform."""
+"""Largest change, up or down, of the loudness of a string's recordings, in dB; each is random and uniform."""
 STRING_SNR_DB = (25.0, 40.0)
 """Limits of the signal-to-noise ratio, in dB, of white noise in a string."""
 
 _FULL_SCALE = np.float32(2.0**-15)
 _STEPS_PER_SECOND, _TARGET_STEP = 4, 32
 """On a GPU, audio is padded to multiples of 1 / _STEPS_PER_SECOND s, and targets to multiples of _TARGET_STEP."""
-_STRING_STREAM = 16  # augmentation uses other streams with the same keys
+_STRING_STREAM = 16  # augmentation draws from other streams of the same seed
 
 
 class _OfCorpus(Movable):
@@ -53,7 +53,7 @@ class _OfCorpus(Movable):
         self._noise_tables: Array = noise_tables()
 
     def _recordings(self, which: np.ndarray, factors: np.ndarray) -> Array:
-        """Returns recordings `which`, (m,), times factors (m,), on the device: (m, longest) float32, zero-padded."""
+        """Returns recordings `which` (m,), multiplied by factors (m,), on the device: (m, longest), zero-padded."""
         start, length = self.here(np.stack([self.corpus.offsets[which], self._durations[which]]))
         rows = Ragged(start, length, int(self._durations[which].max()))
         return cast(rows.of(self._audio), "float32") * self.here(factors * _FULL_SCALE)[:, None]
@@ -61,7 +61,7 @@ class _OfCorpus(Movable):
     def _batch(
         self, audio: Any, lengths: np.ndarray, recordings: np.ndarray, transcripts: list[str], keys: SampleKeys
     ) -> dict[str, Array]:
-        """Builds a batch. audio: (length,) float32 per sample; on a device (B, S), padded with zeros."""
+        """Builds a batch. audio: float32 arrays (length,) or, on a device, one array (B, S), padded with zeros."""
         augmenter, step = self._augmenter, self.corpus.sample_rate // _STEPS_PER_SECOND
         batch: Arrays = {"recordings": recordings}
         if self._alphabet is not None:
@@ -86,7 +86,7 @@ class Utterances(_OfCorpus):
     def __init__(
         self, corpus: Corpus, indices: np.ndarray, alphabet: Alphabet | None, augmenter: Augmenter | None = None
     ) -> None:
-        """Creates the data set. indices: (n,) int64, utterances to use. alphabet: for targets; None: no targets."""
+        """Creates the data set. indices: (n,) int64, utterances to use. alphabet: None means no targets."""
         super().__init__(corpus, alphabet, augmenter)
         self.indices = indices
 
@@ -99,11 +99,9 @@ class Utterances(_OfCorpus):
         return lengths if self._augmenter is None else self._augmenter.lengths(lengths, epoch, np.arange(len(self)))
 
     def transcripts(self, index: np.ndarray) -> list[str]:
-        """Returns the transcripts of the samples at `index`."""
         return [self.corpus.transcripts[i] for i in self.indices[index]]
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
-        """Returns a batch; the module docstring describes its entries."""
         which = self.indices[keys.index]
         if self.device is None:
             audio = [self.corpus.utterance(i) * _FULL_SCALE for i in which]
@@ -118,7 +116,7 @@ class _Plan(NamedTuple):
     recordings: (n, W) int64, indices in the corpus. is_word: (n, W) bool, whether the string has this recording.
     percent: (n, W) int64, new duration of each recording in percent.
     gaps: (n, W + 1) int64, samples of silence before each recording and after the last one.
-    level: (n, W) float32, factors on the amplitude. noise: for strings, (n,). room: for recordings, (n, W), or None.
+    level: (n, W) float32, factors on the amplitude. noise: of strings, (n,). room: of recordings, (n, W), or None.
     """
 
     recordings: np.ndarray
@@ -150,8 +148,8 @@ class Strings(_OfCorpus):
     ) -> None:
         """Creates the data set. indices: (n,) int64, at least one, recordings of the corpus to use.
 
-        alphabet: for targets; None: no targets. num_words: smallest and largest number of recordings per string, from
-        1. num_strings: samples per epoch. growing_epochs: number of epochs in which strings grow from single recordings
+        alphabet: None means no targets. num_words: smallest and largest number of recordings per string, at least 1.
+        num_strings: samples per epoch. growing_epochs: number of epochs in which strings grow from single recordings
         to their full length, since CTC learns faster from short utterances at first.
         """
         super().__init__(corpus, alphabet, augmenter)
@@ -178,11 +176,9 @@ class Strings(_OfCorpus):
         return lengths if self._augmenter is None else self._augmenter.lengths(lengths, epoch, index)
 
     def transcripts(self, index: np.ndarray, epoch: int = 0) -> list[str]:
-        """Returns the transcripts of the samples at `index`."""
         return self._joined(self._plan(epoch, index))
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
-        """Returns a batch; the module docstring describes its entries."""
         plan = self._plan(keys.epoch, keys.index)
         if self.device is None:
             audio: Any = [self._string(plan, row) for row in range(len(keys.index))]
@@ -227,7 +223,6 @@ class Strings(_OfCorpus):
         )
 
     def _string(self, plan: _Plan, row: int) -> np.ndarray:
-        """Returns the audio of a string, (length,) float32."""
         is_word, gaps = plan.is_word[row], plan.gaps[row]
         words = [
             at_duration(self.corpus.utterance(i) * (factor * _FULL_SCALE), percent)
@@ -261,7 +256,6 @@ class Strings(_OfCorpus):
         return waves.noisy(strings, lengths, plan.noise, tables, here)
 
     def _joined(self, plan: _Plan) -> list[str]:
-        """Returns the transcripts of the strings."""
         return [
             " ".join(self.corpus.transcripts[i] for i in row[is_word])
             for row, is_word in zip(plan.recordings, plan.is_word, strict=True)

@@ -1,7 +1,7 @@
 """Augments the audio of a whole batch on a device; the module `augmentation` augments single recordings on the CPU.
 
-Audio is (B, S) float32, padded with zeros; it differs from the CPU's by less than -100 dB. Lengths and other numbers
-per row are arrays (B,) on the CPU, which `here` (`Movable.here`) copies to the device.
+Audio is (B, S) float32, padded with zeros; it differs from the CPU's result by less than -100 dB. Lengths and other
+numbers per row are arrays (B,) on the CPU, which `here` (`Movable.here`) copies to the device.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def chirp_z(values: Tensor, period: Tensor, sign: int, num_out: int) -> Tensor:
 
 
 def at_durations(audio: Tensor, length: np.ndarray, percent: np.ndarray, width: int, here: Here) -> Tensor:
-    """Applies `augmentation.at_duration` to each row: (B, width)."""
+    """Resamples each row to a percentage of its duration, like `augmentation.at_duration`: (B, width)."""
     if (percent == 100).all():
         return F.pad(audio, (0, width - audio.shape[1]))
     periods = np.array([100 * hundreds(each) for each in length.tolist()])
@@ -50,7 +50,7 @@ def at_durations(audio: Tensor, length: np.ndarray, percent: np.ndarray, width: 
 
 
 def noisy(audio: Tensor, length: np.ndarray, noise: Noise, tables: Tensor, here: Here) -> Tensor:
-    """Applies `augmentation.add_noise` to each row."""
+    """Adds noise to each row, like `augmentation.add_noise`."""
     start, first, end = here(np.stack([noise.start, noise.colour * NOISE_LENGTH + noise.start, length]))[..., None]
     column = torch.arange(audio.shape[1], device=audio.device)
     found = _ended(tables.take(first + column % (NOISE_LENGTH - start)), end)
@@ -61,7 +61,7 @@ def noisy(audio: Tensor, length: np.ndarray, noise: Noise, tables: Tensor, here:
 def changed(
     audio: Tensor, length: np.ndarray, changes: Changes | None, width: int, tables: Tensor, here: Here
 ) -> Tensor:
-    """Applies `Augmenter.audio` to each row: (B, width)."""
+    """Augments each row, like `Augmenter.audio`: (B, width)."""
     if changes is None:
         return F.pad(audio, (0, width - audio.shape[1]))
     percent, gain, tilt, noise = changes
