@@ -243,7 +243,7 @@ def single(path: Path, flag: str) -> DataFile:
 
 
 def not_read(where: str, what: str, section: str) -> UserError:
-    """Builds the UserError for a format that the user must convert. section: part of docs/formats.md that shows how."""
+    """Builds the UserError for a format that the user must convert. section: part of docs/formats.md on conversion."""
     return UserError(
         f"{where}: is {what}, which cannot be read directly: docs/formats.md#{section} shows how to convert it"
     )

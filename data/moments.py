@@ -16,7 +16,7 @@ _MOST_CHARACTERS = 64
 
 
 def moments_of(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
-    """Converts cells to float64: dates and times of day to seconds, other text to NaN. Returns (lines, columns, 2).
+    """Converts cells to (lines, columns, 2) float64: dates and times of day to seconds, other text to NaN.
 
     The two values of a date such as 5/6/2024 have the day first and the month first; `settled` chooses one of them. The
     two values of any other time are equal.

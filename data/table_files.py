@@ -190,7 +190,7 @@ def opened_table(file: DataFile, left_out: LeftOut) -> Iterator[CsvTable]:
 
 
 def decoded(content: bytes, where: str, left_out: LeftOut) -> str:
-    """Decodes the content of a file and keeps line endings. Raises UserError for bytes that are invalid."""
+    """Decodes the content of a file and keeps line endings. Raises UserError for bytes that the encoding lacks."""
     encoding = left_out.reading.encoding or _recognised(io.BytesIO(content), where, left_out)
     with _opened_text(io.BytesIO(content), where, encoding) as text:
         return text.read()
@@ -198,7 +198,6 @@ def decoded(content: bytes, where: str, left_out: LeftOut) -> str:
 
 @contextmanager
 def _opened_text(content: IO[bytes], where: str, encoding: str) -> Iterator[IO[str]]:
-    """Opens a file as text. Raises UserError for an unknown encoding and for invalid bytes."""
     try:
         name = codecs.lookup(encoding).name
         text = io.TextIOWrapper(content, "utf-8-sig" if name == "utf-8" else name, newline="")

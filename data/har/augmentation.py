@@ -33,7 +33,10 @@ class WindowAugmenter(Movable):
     """Applies an `Augmentation` to windows."""
 
     def __init__(self, strength: Augmentation, std: np.ndarray, seed: int, num_triplets: int = 3) -> None:
-        """Creates the augmenter. std: (C,), of each channel. num_triplets: how many triplets (x, y, z) come first."""
+        """Creates the augmenter. std: (C,), standard deviation per channel.
+
+        num_triplets: number of triplets, which are the first channels.
+        """
         self._strength = strength
         self._noise = np.float32(strength.jitter_std) * std.reshape(-1, 1).astype(np.float32)
         self._seed = seed

@@ -120,7 +120,9 @@ def load_own_recordings(path: Path, cache_dir: Path, wanted: OwnFormat) -> OwnRe
     `hop` rows; leftover rows and rows without a label are dropped.
 
     Channels are in the order of the first file, with x, y and z of sensors first (`triplets_first`). Subjects and
-    classes are sorted by name, or by value if all are whole numbers. Raises UserError with file, line and column.
+    classes are sorted by name, or by value if all are whole numbers.
+
+    Raises UserError, with file, line and column, for invalid data.
     """
     path = path.resolve()
     source = source_at(path, depth=1, advice="give a CSV of recordings, or a folder of them")
@@ -307,7 +309,7 @@ class _Columns:
 
 
 def _columns(file: DataFile, wanted: OwnFormat) -> _Columns:
-    """Detects the columns by their names and by the first rows of a file. Raises UserError if none can be a channel."""
+    """Detects the columns by their names and the first rows of a file. Raises UserError without a possible channel."""
     with _opened(file, LeftOut(wanted.reading)) as table:
         header, decimal_comma = table.header, table.decimal_comma
         subject, label = _subject_and_label(table, wanted, file)

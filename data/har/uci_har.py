@@ -79,7 +79,7 @@ def download_uci_har(
     Existing data are verified once; the cache stores the success until the files change.
 
     path: a zip if the name ends in .zip; otherwise a folder for `UCI HAR Dataset.zip`. sha256: expected checksums by
-    file. addresses: tried in order.
+    file. addresses: URLs, tried in order.
 
     Raises UserError if the download fails or a file differs from the published one.
     """
@@ -234,7 +234,6 @@ def _parse_integers(source: _Published, name: str, lines: list[bytes]) -> np.nda
 
 
 def _parse_windows(source: _Published, name: str, lines: list[bytes], out: np.ndarray) -> None:
-    """Parses windows, one per line, into `out`, (N, 128)."""
     for row, line in enumerate(lines):
         values = _parse_line(line)
         if values is None or values.size != out.shape[1] or not np.isfinite(values).all():

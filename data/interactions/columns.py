@@ -33,7 +33,7 @@ _UNUSUAL_NAMES = (
 
 @dataclass(frozen=True)
 class ColumnChoice:
-    """Columns that flags choose, by name or by number from 1; a column of None is detected.
+    """Columns chosen by flags, by name or by number from 1; None means that the column is detected.
 
     time: NO_TIMES if there are no times.
     """

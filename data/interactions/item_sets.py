@@ -45,15 +45,15 @@ class ItemSets(Movable):
         return {"offsets": self.offsets, "items": self.items, "thresholds": self.thresholds}
 
     def sizes(self, users: Array) -> Array:
-        """Returns the size of each user's set, (B,) int64. users: (B,)."""
+        """Returns the sizes of the sets of users (B,): (B,) int64."""
         return self.offsets.take(users + 1) - self.offsets.take(users)
 
     def num_others(self, users: Array) -> Array:
-        """Returns the number of items outside each user's set, (B,) int64. users: (B,)."""
+        """Returns the numbers of items outside the sets of users (B,): (B,) int64."""
         return self.num_items - self.sizes(users)
 
     def others(self, users: Array, r: Array) -> Array:
-        """Returns the r-th items outside each user's set, (B, n) int64. users: (B,). r: (B, n), 0 <= r < num_others."""
+        """Returns the r-th items outside the sets of users (B,): (B, n) int64. r: (B, n), 0 <= r < num_others."""
         if on_host(r) and r.shape[1] > self.num_items:
             return self._others_by_table(users, r)
         return r + 1 + self._num_smaller(users, r)

@@ -1,4 +1,4 @@
-"""Reads files of interactions."""
+"""Reads files of interactions between users and items."""
 
 import os
 from collections.abc import Sequence

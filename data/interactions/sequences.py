@@ -155,7 +155,7 @@ class _Candidates(Movable):
     stream: int
 
     def draw(self, users: Array, turn: Array) -> Array:
-        """Returns negatives (B, 100) int64. users: (B,). turn: (B,), index of the user's held-out item, from 0."""
+        """Returns negatives (B, 100) int64 for users (B,). turn: (B,), index of the held-out item among the user's."""
         keys = users + turn * (len(self.excluded.offsets) - 1)
         bits = random_bits(self.seed, 0, keys, NUM_EVALUATION_NEGATIVES, self.stream)
         num_others = self.excluded.num_others(users)
@@ -323,7 +323,7 @@ def _items_excluded(
 
 
 def _item_sets(interactions: Interactions, users: np.ndarray, chosen: np.ndarray) -> ItemSets:
-    """Builds each user's set of items from the chosen interactions. chosen: (n,) bool."""
+    """Builds each user's set of items from the interactions for which `chosen`, (n,) bool, is true."""
     return ItemSets.of_pairs(users[chosen], interactions.items[chosen], interactions.num_users, interactions.num_items)
 
 
@@ -336,9 +336,9 @@ def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def scaled_times(interactions: Interactions, times: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
     """Returns times since each user's first time, divided by the user's smallest gap and rounded, plus 1: (n,) int32.
 
-    times: (n,). counts: (n,) bool, whether the nonzero gap before an interaction counts; None: all do. For a user
-    without a gap, the divisor is 1 s. Counting only training interactions avoids leaking the future. See Li, Wang and
-    McAuley, "Time interval aware self-attention for sequential recommendation", WSDM 2020.
+    counts: (n,) bool, whether the nonzero gap before an interaction counts; None: all do. For a user without a gap, the
+    divisor is 1 s. Counting only training interactions avoids leaking the future. See Li, Wang and McAuley, "Time
+    interval aware self-attention for sequential recommendation", WSDM 2020.
     """
     users, _ = _numbered(np.diff(interactions.offsets))
     gaps = np.diff(times)

@@ -85,7 +85,7 @@ def generate() -> Arrays:
 class _Viewers:
     """Interests, unseen items and current threads of users. Items are numbered from 0 here.
 
-    interests: (U, topics).
+    interests: (U, topics), strengths of interest.
     unseen: (U, topics, items of a topic) bool.
     thread: (U,) int64, last item of each user's thread.
     """
@@ -106,7 +106,7 @@ class _Viewers:
         self.interests[users[finds_new], _pick_topics(draws[finds_new, 1])] += 1
 
     def leap(self, users: np.ndarray, draws: np.ndarray) -> np.ndarray:
-        """Draws an attractive unseen item for each user: (n,). users: (n,). draws: (n,) in [0, 1)."""
+        """Draws an attractive unseen item for each of the users (n,): (n,) int64. draws: (n,) in [0, 1)."""
         renown = 1 / np.arange(1, ITEMS_PER_TOPIC + 1)
         interests = self.interests[users] + _CURIOSITY
         weights = interests[:, :, None] * renown * self.unseen[users]

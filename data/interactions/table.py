@@ -28,9 +28,9 @@ _FEW_TIMES, _MANY_INTERACTIONS = 100, 10
 class Table:
     """Interactions in the order of the files.
 
-    users, items: (n,) int64, indices into user_ids and item_ids. times: (n,) int64 or float64, or None. parts: (n,)
-    int64, index of the file. user_ids, item_ids: names in the files, sorted by value if all are whole numbers,
-    otherwise as text. remarks: lines to print: a short table of the columns, and warnings.
+    users, items: (n,) int64, indices into user_ids and item_ids. times: (n,) int64 or float64; None without times.
+    parts: (n,) int64, index of the file. user_ids, item_ids: names in the files, sorted by value if all are whole
+    numbers, otherwise as text. remarks: lines to print: a short table of the columns, and warnings.
     """
 
     users: np.ndarray
@@ -110,8 +110,6 @@ def _fields_in_quotes(text: Iterable[str], delimiter: str, where: str) -> Iterat
 
 
 class _Parser:
-    """Parses lines with the same layout, many at a time."""
-
     def __init__(self, layout: Layout, left_out: LeftOut) -> None:
         self._layout, self._left_out = layout, left_out
         self._users, self._items = _Codes(), _Codes()

@@ -92,7 +92,7 @@ class Noise(NamedTuple):
 
     @classmethod
     def drawn(cls, snr_db: tuple[float, float], ratio: np.ndarray, part: np.ndarray, colour: np.ndarray) -> "Noise":
-        """Computes parameters from draws in [0, 1). snr_db: limits of the signal-to-noise ratio."""
+        """Computes parameters of noise from draws in [0, 1). snr_db: limits of the signal-to-noise ratio."""
         lowest, highest = snr_db
         start = (part * (NOISE_LENGTH / 2)).astype(np.int64)
         return cls(lowest + (highest - lowest) * ratio, start, (colour * len(COLOURS)).astype(np.int64))
@@ -106,7 +106,7 @@ class Augmenter:
     """Draws the changes of an `Augmentation`; applies them to audio, or returns them for the model's front end."""
 
     def __init__(self, strength: Augmentation, num_mels: int, seed: int, num_views: int = 1) -> None:
-        """Creates the augmenter. num_mels: number of mel bins. num_views: number of differently masked views."""
+        """Creates the augmenter. num_views: number of differently masked views of an utterance."""
         self._strength = strength
         self._num_mels = num_mels
         self._seed = seed

@@ -50,9 +50,9 @@ _NUM_SHOWN = 12
 class Utterance:
     """Utterance in the files of a corpus; its sound file may be missing or unreadable.
 
-    name: path of the sound file in the corpus. transcript: "" if missing. speaker: "" if unknown. split: "train",
-    "val", "test", or "" if the layout has no splits. duration: in seconds, or None. problem: why the transcript
-    cannot be read, or "".
+    name: path of the sound file in the corpus. transcript: text, or "" if missing. speaker: name, or "" if unknown.
+    split: "train", "val", "test", or "" if the layout has no splits. duration: in seconds, or None. problem: why the
+    transcript cannot be read, or "".
     """
 
     name: str

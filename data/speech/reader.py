@@ -110,7 +110,7 @@ def _too_loud(names: Sequence[str]) -> dict[str, str]:
 
 
 def _read_recording(file: Path, sample_rate: int) -> tuple[np.ndarray, bool]:
-    """Returns a nonempty recording, (length,) int16, and whether it was scaled down. Raises UnreadableAudio."""
+    """Returns a nonempty recording, (length,) int16, and whether it was scaled down. May raise UnreadableAudio."""
     try:
         samples, rate = decode(read_whole(file, MOST_SOUND), file.name)
     except OSError as error:
@@ -223,7 +223,7 @@ def _reasons(left_out: LeftOut) -> str:
 def _at_one_rate(
     decoded: IO[bytes], lengths: Sequence[int], rates: Sequence[int], resampled: IO[bytes]
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Resamples to the most frequent rate; returns samples, offsets and this rate. resampled: file to write."""
+    """Resamples to the most frequent rate; returns samples, offsets and this rate. resampled: file for the result."""
     audio, offsets, counts = _mapped(decoded), _offsets(lengths), Counter(rates)
     rate = max(counts, key=lambda rate: (counts[rate], rate))
     if len(counts) == 1:

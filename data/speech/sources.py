@@ -109,7 +109,7 @@ def opened(path: Path, cache_dir: Path, left_out: LeftOut) -> Iterator[Source]:
 def _names_in(folder: Path) -> list[str]:
     """Returns the names of all visible files in a folder, at any depth, including linked files."""
     names = []
-    # strings use less memory than Path for many utterances
+    # for many utterances, strings use less memory than Path objects
     for parent, folders, files in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".") and not _leads_back(Path(parent, name))]
         inside = "" if (relative := os.path.relpath(parent, folder)) == "." else relative + "/"

@@ -3,8 +3,8 @@
 A batch from `__getitems__` has
     audio: (B, S) float32 in about [-1, 1], padded with zeros. num_samples: (B,) int64.
     recordings: (B, W) int64, indices of each sample's recordings in the corpus, padded with -1.
-    targets: (B, U) int64, symbols, padded with 0. target_length: (B,) int64. Only with an alphabet.
-    warp, freq_masks, time_masks, masking_db: from `Augmenter.for_front_end`. Only with augmentation.
+    targets: (B, U) int64, symbols, padded with 0, and target_length: (B,) int64, if there is an alphabet.
+    warp, freq_masks, time_masks, masking_db: result of `Augmenter.for_front_end`, if there is augmentation.
 
 Audio and targets are padded to `SampleKeys.padded_length`.
 
@@ -27,9 +27,9 @@ from trainer.loading.on_device import Movable
 from trainer.loading.order import SampleKeys
 
 MOST_GAP_S = 0.4
-"""Largest silence, in seconds, before, between and after a string's recordings; each is random and uniform from 0."""
+"""Largest silence, in seconds, before, between and after a string's recordings; each is uniformly random."""
 LEVEL_DB = 3.0
-"""Largest change, up or down, of the loudness of a string's recordings, in dB; each is random and uniform."""
+"""Largest change, up or down, of the loudness of a string's recordings, in dB; each is uniformly random."""
 STRING_SNR_DB = (25.0, 40.0)
 """Limits of the signal-to-noise ratio, in dB, of white noise in a string."""
 
@@ -116,7 +116,8 @@ class _Plan(NamedTuple):
     recordings: (n, W) int64, indices in the corpus. is_word: (n, W) bool, whether the string has this recording.
     percent: (n, W) int64, new duration of each recording in percent.
     gaps: (n, W + 1) int64, samples of silence before each recording and after the last one.
-    level: (n, W) float32, factors on the amplitude. noise: of strings, (n,). room: of recordings, (n, W), or None.
+    level: (n, W) float32, factors on the amplitude. noise: (n,), noise in strings.
+    room: (n, W), noise in recordings, or None.
     """
 
     recordings: np.ndarray
