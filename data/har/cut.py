@@ -16,8 +16,8 @@ _HARDLY = 1e-3
 class Cut:
     """Windows cut from recordings (one array (n, C, T) per recording), with subjects, labels and statistics.
 
-    subjects, labels: a normalised name per window (see `key_of_name`). spellings: counters of subjects and of
-    labels as written in the files.
+    subjects, labels: a normalised name per window (see `key_of_name`). spellings: how often each subject and
+    each label occurs, as spelled in the files.
     """
 
     def __init__(self, length: int, hop: int, num_columns: int) -> None:

@@ -63,8 +63,8 @@ class Recording(NamedTuple):
 class Rows:
     """Rows of a file: signals (n, C) float32, subjects, labels and clocks (columns of times).
 
-    subjects, labels: a normalised name per row (see `key_of_name`), "" if missing. spellings: counters of subjects and
-    of labels as written in the file.
+    subjects, labels: a normalised name per row (see `key_of_name`), "" if missing. spellings: how often each subject
+    and each label occurs, as spelled in the file.
     trials: each row's cells in the columns that separate recordings.
     clocks: (n, K) float64; NaN if a cell is not a time. in_seconds: (K,) bool, whether a clock is in seconds.
     moments: first and last cell of each clock, by name. unread: maps clocks with unreadable cells to one such cell.

@@ -191,7 +191,7 @@ def training_subjects(recordings: HarRecordings) -> list[int]:
 
 
 def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int) -> list[int]:
-    """Returns the validation subjects of a seed: num_val_subjects consecutive training subjects, in cyclic order.
+    """Returns the validation subjects for a seed: num_val_subjects consecutive training subjects, in cyclic order.
 
     The first subject has index seed * num_val_subjects. Raises UserError if nobody is left for training.
     """
@@ -212,7 +212,10 @@ def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int
 
 
 def named_subjects(recordings: HarRecordings, names: Sequence[str]) -> list[int]:
-    """Returns the `--val-subjects`, sorted. Raises UserError for unknown names, or if nobody is left to train on."""
+    """Returns the sorted numbers of the people with these names.
+
+    Raises UserError for unknown names, or if nobody is left to train on.
+    """
     candidates = {recordings.name_of(subject): subject for subject in training_subjects(recordings)}
     if strangers := [name for name in names if name not in candidates]:
         raise UserError(

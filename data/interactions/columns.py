@@ -94,9 +94,10 @@ def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoic
 
 
 def _are_names(first: Sequence[str], choice: ColumnChoice) -> bool:
-    """Returns whether a line is a header: has a chosen or usual name, or at least three columns and no number or date.
+    """Returns whether a line is a header.
 
-    A word such as "book" can be a column name or an item; in a line with a date or Unix time it is an item.
+    A header has a chosen or usual name, or at least three columns and no number or date. A word such as "book"
+    can be a column name or an item; in a line with a date or Unix time it is an item.
     """
     chosen = [choice.of(role) for role in ROLES]
     if any(text is not None and text != NO_TIMES and not text.isdecimal() for text in chosen):
