@@ -86,7 +86,7 @@ class ItemSets(Movable):
 
 
 def sorted_distinct(values: np.ndarray) -> np.ndarray:
-    """Sorts and deduplicates non-negative integers (n,); ten times as fast as np.unique, which hashes in numpy 2.3."""
+    """Sorts and deduplicates non-negative integers (n,); much faster than np.unique, which hashes since numpy 2.3."""
     ordered = np.sort(values)
     return ordered[np.diff(ordered, prepend=-1) > 0]
 

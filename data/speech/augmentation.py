@@ -106,7 +106,7 @@ class Augmenter:
     """Draws the changes of an `Augmentation`; applies them to audio, or returns them for the model's front end."""
 
     def __init__(self, strength: Augmentation, num_mels: int, seed: int, num_views: int = 1) -> None:
-        """Creates the augmenter. num_views: number of differently masked views of an utterance."""
+        """Creates the augmenter. num_views: number of differently masked views."""
         self._strength = strength
         self._num_mels = num_mels
         self._seed = seed
