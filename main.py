@@ -1,4 +1,4 @@
-"""Train on one device: python main.py --help"""
+"""Trains on one device; `python main.py --help` shows the flags."""
 
 import gc
 import sys

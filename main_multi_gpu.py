@@ -1,4 +1,4 @@
-"""Train on several devices: python main_multi_gpu.py --help"""
+"""Trains on several devices; `python main_multi_gpu.py --help` shows the flags."""
 
 import gc
 import sys

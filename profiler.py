@@ -1,4 +1,4 @@
-"""Measure where time and memory go: run python profiler.py --help, or import PerformanceProfiler for any model."""
+"""Measures time and memory of training (`python profiler.py --help`), or of any model with PerformanceProfiler."""
 
 import sys
 

@@ -42,7 +42,7 @@ def installed_form(source: str) -> str:
 
 
 class BuildPackage(build_py):
-    """Copies modules in their installed form."""
+    """Copies modules into the package and adapts their imports (`installed_form`)."""
 
     def run(self) -> None:
         """Deletes the previous build, because a module that was deleted in the clone must not stay in the package."""
@@ -50,7 +50,6 @@ class BuildPackage(build_py):
         super().run()
 
     def build_module(self, module, module_file, package):  # type: ignore[no-untyped-def]
-        """Copies one module."""
         built = super().build_module(module, module_file, package)
         Path(built[0]).write_text(installed_form(Path(module_file).read_text(encoding="utf-8")), encoding="utf-8")
         return built
@@ -60,7 +59,6 @@ class NoEditable(editable_wheel):
     """Refuses `pip install -e`, which would make all folders of the clone importable in the whole environment."""
 
     def run(self) -> None:
-        """Raises SystemExit."""
         raise SystemExit("An editable install is not offered: run the programs in the clone, or `pip install .`.")
 
 

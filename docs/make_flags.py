@@ -1,4 +1,4 @@
-"""Writes docs/flags.md, the tables of every flag, from the code: `python docs/make_flags.py`."""
+"""Generates docs/flags.md, which lists every flag, from the code: `python docs/make_flags.py`."""
 
 import sys
 from pathlib import Path
@@ -25,7 +25,7 @@ have defaults of its own for the trainer's flags.
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the Markdown of docs/flags.md."""
     sections: dict[str, list[str]] = {}
     for group in TRAINER_GROUPS:
         sections.setdefault(described(group)[0], []).extend(rows(group))
@@ -48,7 +48,7 @@ TABLE = ("| flag | default | meaning |", "| --- | --- | --- |")
 
 
 def rows(group: type[FlagGroup]) -> list[str]:
-    """A line of the table for each flag of a group."""
+    """Returns a table row for each visible flag of a group."""
     lines = []
     for option in options(group).values():
         name = option.name + (f" {{{','.join(option.choices)}}}" if option.choices else "")
@@ -58,7 +58,7 @@ def rows(group: type[FlagGroup]) -> list[str]:
 
 
 def shown_default(option: Option) -> str:
-    """A literal in code, *off*, or words in parentheses."""
+    """Returns a flag's default as a literal in code, *off*, or words in parentheses."""
     if option.is_switch:
         return "*off*"
     if option.without_value:
@@ -73,7 +73,7 @@ def shown_default(option: Option) -> str:
 
 
 def escaped(text: str) -> str:
-    """A text as Markdown shows it unchanged within a table."""
+    """Escapes characters that Markdown would interpret in a table."""
     for mark in "\\|*_<":
         text = text.replace(mark, f"\\{mark}")
     return text

@@ -1,4 +1,4 @@
-"""The command `lockstep`, also started as `python -m lockstep`: trains, or measures with `lockstep profile`."""
+"""The command `lockstep`, or `python -m lockstep`, which trains; `lockstep profile` measures time and memory."""
 
 import gc
 import sys

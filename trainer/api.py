@@ -1,4 +1,4 @@
-"""Trains from Python: `fit` takes a task class and settings, and returns metrics and the run.
+"""Trains from Python: `fit` takes a task or model and settings, and returns the metrics and the run.
 
 Settings are command-line flags, and run directories have the same format as on the command line.
 """
@@ -63,9 +63,9 @@ ONE_RUN = "fit trains one run of the given task class; leave this setting out"
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run directory; each property reads the current files.
+    """A run in a run directory, whose files each property reads again.
 
-    task: task class for `load`; None: the class recorded in the run.
+    task: task class that `load` uses; None: the class recorded in the run.
     """
 
     path: Path
@@ -102,9 +102,9 @@ class SavedRun:
     def predict(self, dataset: Any, outputs: Outputs | None = None, batch_size: int = 256) -> Tensor:
         """Returns the trained model's outputs for the items of a data set, in order, as a CPU tensor (n, ...).
 
-        Runs in eval mode, on a GPU if there is one. dataset: as for `fit`; its items may lack trailing parts, such as
-        labels. outputs: maps the model and a batch to a tensor (B, ...); default: the model applied to the batch's
-        first part. batch_size: samples per forward. Raises UserError, for example if `fit` was given a task.
+        Runs in eval mode, on a GPU if there is one. dataset: as for `fit`; its items may lack trailing elements, such
+        as labels. outputs: maps the model and a batch to a tensor (B, ...); default: the model applied to the batch's
+        first tensor. batch_size: samples per forward. Raises UserError, for example if `fit` was given a task.
         """
         if self.task is None or not issubclass(self.task, Script):
             raise UserError(f"{self.path}: predict() supports only runs of fit(model, ...); run main.py with --predict")
@@ -128,7 +128,7 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
 
     task: a subclass of `Task`, or a value of `--task` such as "har". settings: flags of the trainer and of
     `task.Config`, by field name. A switch takes True or False; a flag with several values takes a list or tuple. None
-    leaves a flag out: task flags then come from the run in `save_dir`, other flags from their defaults.
+    leaves a flag out: task flags and `seed` then come from the run in `save_dir`, other flags from their defaults.
 
     Train a model on data with a loss function, fit(model, train, loss, *, val, test, names, collate, optimizer):
 
@@ -139,8 +139,8 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
 
     model: `fit` trains a copy. train, val, test: torch data sets or DataLoaders; a DataLoader provides its data set,
     batch_size, drop_last, num_workers and collate_fn. loss: maps the model and a batch to a tensor (B,), one number per
-    sample, or to a dictionary of tensors (B,): "loss" is trained, and the other entries are metrics. A part "weight" of
-    the data contains each sample's number of loss terms; sums are divided by its total. names, collate: see
+    sample, or to a dictionary of tensors (B,): "loss" is minimised, and the other entries are metrics. Samples may have
+    an element "weight", their number of loss terms; sums are divided by the total weight. names, collate: as in
     `from_dataset`. optimizer: a value of `--optimizer`, a class, or a functools.partial of a class without lr.
 
     Under a launcher such as torchrun, all processes call `fit` and train together. Without a launcher,
@@ -150,7 +150,7 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
     Ctrl-C before training, raises KeyboardInterrupt at once. A run stopped by `max_minutes` has the state "paused" and
     no metrics. At its end, `fit` restores signal handlers, random number generators and other process state.
 
-    Raises UserError that lists all errors in the settings, or the exception that the task raised. If one of several
+    Raises a UserError that lists all errors in the settings, or the exception that the task raised. If one of several
     processes fails, the other processes raise Failure.
     """
     if imports_script_of_parent():
@@ -186,8 +186,8 @@ def load(run_directory: str | Path, task: type[Task] | None = None) -> nn.Module
     """Loads a run's trained model: an nn.Module with the best weights, in eval mode on the CPU.
 
     The best weights come from the best epoch, or from the last epoch if there was no validation; with `ema_decay` they
-    are averaged. task: the task's class; None: the class recorded in the run. This class must be a built-in workload or
-    defined in this process, since `load` does not execute files recorded in a run. Raises UserError.
+    are the moving average. task: the task's class; None: the class recorded in the run, which must be a built-in
+    workload or defined in this process, since `load` does not execute files recorded in a run. Raises UserError.
     """
     try:
         with process_restored(wait_s=LOADS_WITHIN_S):
@@ -225,7 +225,6 @@ def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[s
 
 
 def _refuse_other_than_one_run(flags: Flags) -> None:
-    """Raises UserError if a config file requests something other than training one run."""
     groups = (flags.several, flags.prediction, flags.exporting)
     found = [field.name for group in groups for field in fields(group) if getattr(group, field.name) != field.default]
     found += ["eval_only"] * flags.checkpoint.eval_only
@@ -358,8 +357,8 @@ _SWITCHES = ((torch.utils.deterministic, "fill_uninitialized_memory"), (torch.ba
 def process_restored(wait_s: float = 0.0) -> Iterator[None]:
     """Restores process state on exit; in the context, default dtype, device and gradient mode are as in a new process.
 
-    Raises UserError if another thread stays inside for more than `wait_s` seconds, since both threads would draw from
-    the same random number generators.
+    Raises UserError if another thread stays in this context for more than `wait_s` seconds, since both threads would
+    draw from the same random number generators.
     """
     if not _in_use.acquire(timeout=wait_s):
         raise UserError("this process is already training a run; start another process for a second run")
@@ -384,7 +383,7 @@ def process_restored(wait_s: float = 0.0) -> Iterator[None]:
 
 
 def _tf32_of_cudnn() -> list[tuple[Any, str]]:
-    """Returns cuDNN's TF32 switch, or torch 2.9's two switches if they differ, which makes the former unreadable."""
+    """Returns (module, attribute) of cuDNN's TF32 switch, or in torch 2.9 of its two settings if they differ."""
     cudnn: Any = torch.backends.cudnn
     try:
         _ = cudnn.allow_tf32

@@ -1,4 +1,4 @@
-"""Runs command lines: reads the flags, runs the requested command, returns an exit status."""
+"""Runs command lines: reads the flags, runs the requested command, and returns an exit status."""
 
 import atexit
 import dataclasses
@@ -45,7 +45,7 @@ def run_process(
     task_type: type[Task] | None = None,
     tasks: Registry | None = None,
 ) -> int:
-    """Runs `main` as the only work of this process, whose exit does not wait for unresponsive loggers.
+    """Runs `main` as the only work of this process; unresponsive loggers do not delay the process's exit.
 
     If a library crashes, for example with a segmentation fault, the Python stack is printed to standard error.
     """
@@ -72,7 +72,7 @@ def main(
 ) -> int:
     """Runs one command line and returns the exit status.
 
-    environment, task_type: see `read_command_line`. tasks: workloads for `--task`; None keeps the current workloads.
+    environment, task_type: as in `read_command_line`. tasks: workloads for `--task`; None keeps the current workloads.
 
     Exit status: 0: finished. 1: an unexpected failure, in this or another process. 2: an error in the command line, the
     data or the run directory. 128 + n: stopped by signal n after saving; 0 under torchrun, because launchers treat
@@ -113,9 +113,9 @@ def read_command_line(
     task_type: type[Task] | None = None,
     problems: Sequence[str] = (),
 ) -> tuple[Flags, RankEnvironment | None]:
-    """Returns the flags, and the rank environment of this process.
+    """Returns the flags, and the rank and world size from this process's launcher, if there is one.
 
-    environment: rank environment if `start_processes` has started this process; None: read it from environment
+    environment: rank and world size if `start_processes` has started this process; None: read them from environment
     variables. task_type: the class of `--task`, if the caller knows it. problems: problems already found by the caller.
 
     Raises UserError with all problems, or Failure if another process prints the problems.

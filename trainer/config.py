@@ -30,7 +30,7 @@ class FlagGroup:
     """
 
     recorded: ClassVar[bool] = True
-    """Whether a run records these flags; False for flags that request an action instead of describing the run."""
+    """Whether config.json and checkpoints contain these flags; False for flags that only request an action."""
 
     def problems(self) -> list[str]:
         """Returns one sentence for each contradiction between the group's values."""
@@ -64,7 +64,7 @@ def flag(
     excludes: fields that must not be given together with this flag, unless one of the two is None, False or 0. A value
         on the command line overrides an excluded value from a file.
     displaces: fields whose values from a file are dropped when the command line changes this flag, unless their `needs`
-        list the new value. Both flags may be given together.
+        list the new value. The command line may give both flags.
     needs: maps another field, such as "model", to the values with which this flag has an effect; None: every value
         except the default.
     limits: at_least, above, at_most, below: bounds of a number.
@@ -206,7 +206,7 @@ class Option:
         return self._parse_one(str(value))
 
     def is_for_users_alone(self, value: Any) -> bool:
-        """Returns whether only the user may give this value, never a run's config.json; see `flag`."""
+        """Returns whether this value names a file or class that only the user, not a run's config.json, may choose."""
         texts = value if isinstance(value, tuple) else (value,)
         named = any(isinstance(text, Path) or (isinstance(text, str) and ":" in text) for text in texts)
         return self.from_record == "refused" and named
@@ -226,7 +226,7 @@ class Option:
         return [f"{self.name}={text}" for text in (values if self.adds_up else [",".join(map(str, values))])]
 
     def parse(self, given: Any) -> Any:
-        """Parses the flag's words from the command line. Raises ValueError with a complete message."""
+        """Parses the words that follow the flag on the command line. Raises ValueError with a complete message."""
         # values are separated by commas, spaces or both; files only by spaces, since file names may contain commas
         texts = [given]
         if self.is_list:
@@ -279,7 +279,7 @@ class Option:
 
 
 def options(*group_types: type) -> dict[str, Option]:
-    """Returns the options of groups by field name."""
+    """Returns the `Option` of each field of flag groups."""
     return {field: option for group_type in group_types for field, option in _options_of(group_type).items()}
 
 
@@ -300,7 +300,7 @@ def flag_values(*groups: Any, with_local: bool = True) -> dict[str, Any]:
 
 
 def group_from_values(group_type: type, values: Mapping[str, Any]) -> Any:
-    """Builds a group from the result of `flag_values`; missing flags get their defaults.
+    """Builds a flag group from the result of `flag_values`; missing flags get their defaults.
 
     values: values by flag; flags of other groups are ignored. Raises ValueError for a value that its flag rejects.
     """
@@ -311,7 +311,7 @@ def group_from_values(group_type: type, values: Mapping[str, Any]) -> Any:
 
 
 def checked_defaults(group_types: Sequence[type], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Validates new default values for flags of the groups, by field name.
+    """Validates values, by field name, that are to replace the default values of flags.
 
     Raises TypeError for an unknown field and ValueError for a value that its flag rejects.
     """
@@ -344,8 +344,8 @@ def arguments_of(
 ) -> tuple[list[str], list[str]]:
     """Converts settings by field name to a command line; returns the command line and the problems found.
 
-    A switch takes True or False; a list may also be a tuple or range; None leaves the flag out. elsewhere: see
-    `parse_flags`.
+    A switch takes True or False; a list may also be a tuple or range; None leaves the flag out. elsewhere: messages for
+    flags of other programs.
     """
     known = options(*group_types)
     settings = with_new_names(settings, known)
@@ -377,9 +377,9 @@ def parse_flags(
     """Parses a command line into one object per group, and returns the objects and all problems.
 
     command: name of the command that precedes the flags, for a program with several commands; `--help` shows it.
-    defaults: values by field name that replace the fields' own defaults; see `checked_defaults`. elsewhere: messages by
-    flag, for flags that only another program accepts. stated: fields of `defaults` that the user has written, even if
-    the value equals the field's own default.
+    defaults: values by field name that replace the fields' own defaults. elsewhere: messages by flag, for flags that
+    only another program accepts. stated: fields of `defaults` whose values come from the user, even if a value equals
+    the field's own default.
 
     A flag with a problem keeps its default in the objects, so that further problems can be found. `--help` and
     `--help-all` print the help and exit with status 0.
@@ -459,12 +459,12 @@ def build_parser(
     command: str = "",
     shows_all: bool = True,
 ) -> argparse.ArgumentParser:
-    """Builds an argparse parser for the groups' flags; it returns values as strings, without validating them.
+    """Builds an argparse parser for the groups' flags, which returns values as strings without validating them.
 
     Groups with the same heading share a section of the help.
 
     defaults: values by field name that `--help` shows instead of the fields' own defaults. command: see `parse_flags`.
-    shows_all: show every flag with its whole help; otherwise one line for each common flag.
+    shows_all: whether the help shows every flag with its whole text, or one line for each common flag.
     """
     parser = argparse.ArgumentParser(
         usage=" ".join(["%(prog)s", *([command] if command else []), "[flags]"]),

@@ -49,7 +49,7 @@ class Job:
 
 
 class Script(Task):
-    """Task of a `Job`; `task_of` creates a subclass for each job."""
+    """Task made from the arguments of `trainer.fit`; `task_of` creates a subclass for each call."""
 
     Config = ScriptFlags
     job: ClassVar[Job]
@@ -112,7 +112,7 @@ def task_of(model: nn.Module, train: Any, loss: Loss, settings: dict[str, Any]) 
     """Creates a task class from the arguments of `trainer.fit`.
 
     settings: keyword arguments of `fit`. The function removes arguments that are not flags from `settings`, and adds
-    flags that DataLoaders or the optimizer determine unless they are given. Raises UserError.
+    flags that other arguments determine, such as a DataLoader's batch size. Raises UserError.
     """
     names, collate, optimizer = (settings.pop(name, None) for name in ("names", "collate", "optimizer"))
     others = {split: settings.pop(split, None) for split in ("val", "test")}
@@ -147,7 +147,7 @@ def _identity(function: Any) -> str:
 def predicted(
     task_type: type[Script], model: nn.Module, dataset: Any, outputs: Outputs | None, batch_size: int
 ) -> Tensor:
-    """Returns a trained model's output for each item of a data set; see `SavedRun.predict`."""
+    """Returns a trained model's outputs for all items of a data set, as `SavedRun.predict` describes."""
     job, device = task_type.job, pick_device("auto")
     dataset, collate = _items(dataset)
     if not is_keyed(dataset):

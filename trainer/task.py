@@ -37,8 +37,8 @@ class Exported(NamedTuple):
     """A module for `--export`, with example inputs and their output.
 
     inputs: example values by argument name, in the order of the forward's arguments. expected: the trained model's
-    output for `inputs`: tensors, or tuples, lists or dictionaries of tensors. lengths: dynamic dimensions by argument
-    name; dimensions that differ between example batches, such as the batch dimension, are always dynamic.
+    output for `inputs`: tensors, or tuples, lists or dictionaries of tensors. lengths: dimensions to export as dynamic,
+    by argument name; dimensions that differ between example batches, such as the batch dimension, are always dynamic.
     """
 
     program: nn.Module
@@ -50,7 +50,7 @@ class Exported(NamedTuple):
 class Baseline(NamedTuple):
     """Scores of a simple method on a run's data.
 
-    metrics: scores by metric name, such as "val/ndcg@10". flags: task flags that train this method; "" if no flags do.
+    metrics: scores by metric name, such as "val/ndcg@10". flags: task flags that train this method, or "".
     """
 
     metrics: Mapping[str, float]
@@ -66,9 +66,9 @@ class At(NamedTuple):
     """Current position of a run; a task's methods read it as `self.at`.
 
     step: completed optimizer steps of all phases. num_steps: optimizer steps of the whole run. epoch: current epoch,
-    from 0. progress: completed fraction of the run; during a step, as of its middle. phase: the current
-    step's training phase; "" between steps. split: the data set being evaluated, such as "val"; "train" during a step
-    and for training metrics. state: last result of `Task.after_validation`.
+    from 0. progress: completed fraction of the run, from 0 to 1; the current step counts as half completed. phase: the
+    step's training phase; "" between steps. split: the data set being evaluated, such as "val"; otherwise "train".
+    state: last result of `Task.after_validation`.
     """
 
     step: int = 0
@@ -94,8 +94,8 @@ class Objective(SeesConversions):
     `model` owns every parameter and persistent buffer, so a checkpoint's entry `model` is the state dict of `model`.
 
     In train mode `forward(batch, phase)` returns sums over the batch's samples, including "loss". In eval mode
-    `forward(batch)` returns sums, and `PerSample` for metrics that are not sums over samples. A sum is a tensor of any
-    shape without a batch dimension.
+    `forward(batch)` returns sums, and a `PerSample` for each metric that is not a sum over samples. A sum is a tensor
+    of any shape without a batch dimension.
 
     For a loss that depends jointly on all samples of a step, define `outputs` and `joint_loss` instead of `forward`.
 
@@ -146,8 +146,8 @@ class Objective(SeesConversions):
 
         rows: results of `outputs`, concatenated over all micro-batches and devices: tensors with one row per sample, in
         the order of the global batch. The trainer divides the loss by the total weight of the step. The method may use
-        parameters of `model`. Every process draws the same random numbers. In eval mode `rows` contains one batch of
-        one process, and `PerSample` results are allowed.
+        parameters of `model`. Random numbers drawn here are the same on every process. In eval mode `rows` contains
+        one batch of one process, and `PerSample` results are allowed.
         """
         raise self._lacks_methods()
 
@@ -160,15 +160,16 @@ class Objective(SeesConversions):
 
         at: position during this step; an override may omit this argument.
 
-        Every process calls it, without gradients. On a GPU it is also called after a step that updated nothing because
-        its loss or gradient was not finite.
+        Every process calls it, without gradients. On a GPU it is also called after a step that changed no weights
+        because its loss or gradient was not finite.
         """
 
     def start_evaluation(self) -> None:
         """Computes buffers that all batches of an evaluation share, such as embeddings of all nodes.
 
-        Every process calls it before the first batch of an evaluation and before `Task.predictions`, in eval mode,
-        without gradients, in the run's precision, with the weights to evaluate. `Task.example_pictures` may call it.
+        Every process calls it before the first batch of an evaluation and before `Task.predictions`, without gradients,
+        in the run's precision. The model is in eval mode and has the weights to evaluate. An override of
+        `Task.example_pictures` may call it too.
         """
 
     def call_equally(self) -> None:
@@ -243,7 +244,7 @@ class Task(ABC):
     turns: tuple[int, ...] = ()
     """Consecutive optimizer steps per phase when phases alternate, such as (1, 1); empty: phases do not alternate.
 
-    An epoch then ends when the first phase has used all its data. The other phases cycle through their own data.
+    With alternating phases, an epoch ends when the first phase has used all its data; other phases repeat their data.
     """
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Default values that the task sets for the trainer's flags, by field name: {"lr": 3e-4, "drop_last": True}."""
@@ -259,13 +260,13 @@ class Task(ABC):
     Log files and TensorBoard contain all metrics.
     """
     trains: bool = True
-    """Whether this config trains a model; if False, the command evaluates as with `--eval-only`."""
+    """Whether the task's flags train a model; if False, the command evaluates as with `--eval-only`."""
     fitted: bool = False
-    """Whether `initialise` computes the whole model, for example by counting; the run then only evaluates and saves."""
+    """Whether `initialise` computes the whole model, for example by counting, so that no training steps are needed."""
     at: At = At()
     """Current position of the run. `collate` and data sets must not read it, since they prepare batches in advance."""
     data_facts: Mapping[str, Any] | None = None
-    """Result of `describe_data` from a checkpoint that is used without the training data; None during training."""
+    """Result of `describe_data` in a checkpoint that is used without the training data; None during training."""
 
     def __init__(self, config: Any, seed: int, cache_dir: Path) -> None:
         self.config = config
@@ -274,7 +275,7 @@ class Task(ABC):
 
     @property
     def cache_dir(self) -> Path:
-        """Folder of `--cache-dir`. Raises UserError if a "~" in it cannot be expanded."""
+        """Folder named by `--cache-dir`. Raises UserError if a "~" in its path cannot be expanded."""
         try:
             return expanded(self._cache_dir)
         except ValueError as error:
@@ -292,20 +293,20 @@ class Task(ABC):
     def build_objective(self) -> Objective:
         """Builds a freshly initialised model with its loss, on the CPU, in float32.
 
-        Trained models are also built without the data, so take sizes that depend on the data from `data_facts` when it
-        is set. To set initial weights from the data, define `initialise`.
+        `--predict` and `trainer.load` build the model without the data; take sizes that depend on the data from
+        `data_facts` when it is set. To set initial weights from the data, define `initialise`.
         """
 
     def describe_data(self) -> Mapping[str, Any]:
         """Returns facts about the training data that a trained model needs, such as an alphabet, as plain values.
 
-        Called after `splits`. Checkpoints contain the result, and provide it as `data_facts` when they are used without
+        Called after `splits`. Checkpoints contain the result, which becomes `data_facts` when they are used without
         the data. A run does not resume on data with different facts.
         """
         return {}
 
     def data_digest(self) -> str | None:
-        """Returns a digest of the training and held-out data; None, the default, if unknown.
+        """Returns a digest of the training and held-out data, or None, the default, to leave the data unchecked.
 
         A run that resumes or is evaluated on data with another digest prints a warning. Every process calls it after
         `splits`. Training does not start if digests differ between processes, so hash contents, not paths or times.
@@ -315,7 +316,7 @@ class Task(ABC):
     def remarks(self) -> Sequence[str]:
         """Returns sentences about the data for the user, for example about dropped samples; default: none.
 
-        The trainer prints them at the start of a run, after `splits`; with `--predict`, after `new_data`.
+        Called after `splits`, or with `--predict` after `new_data`. The trainer prints these sentences.
         """
         return ()
 
@@ -329,14 +330,15 @@ class Task(ABC):
     def initialise(self, objective: Objective) -> None:
         """Initialises a new model from statistics of the training data or from pretrained parts.
 
-        objective: unwrapped, on its device. Not called if a checkpoint provides all weights. May raise UserError.
+        objective: unwrapped, on this process's device. Not called if a checkpoint provides all weights. May raise
+        UserError.
         """
 
     def check_weights(self, objective: Objective) -> None:
         """Raises UserError if the model's weights, for example from a checkpoint, do not fit the data.
 
-        Every process calls it with the unwrapped objective on its device, before training or `--eval-only` evaluation,
-        after the weights are initialised or loaded.
+        Every process calls it after weights are initialised or loaded, before training or `--eval-only` evaluation.
+        objective: unwrapped, on this process's device.
         """
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
@@ -360,22 +362,22 @@ class Task(ABC):
     def details(self, sums: dict[str, Tensor]) -> dict[str, Any]:
         """Returns further final results for results.json, such as a confusion matrix, as plain values.
 
-        With `--no-test` and several validation sets, results.json has one entry per validation set.
+        With `--no-test` and several validation sets, results.json contains the details of each set by name.
         """
         return {}
 
     def pictures(self, sums: dict[str, Tensor]) -> Mapping[str, Picture]:
         """Returns images for TensorBoard by name, drawn from the sums that `summarise` also gets.
 
-        Called on rank 0 only, after each validation and for the test.
+        Called on rank 0 only, after each validation and after the final test.
         """
         return {}
 
     def example_pictures(self, objective: Objective, batch: Batch) -> Mapping[str, Picture]:
         """Returns images of a few samples for TensorBoard by name; all calls get the same samples.
 
-        Called on rank 0 only, after each validation and for the test, without gradients, with the evaluation's weights
-        and precision. objective: unwrapped, in eval mode. batch: from `collate`, on the objective's device.
+        Called on rank 0 only, after each validation and after the final test, without gradients, with the evaluation's
+        weights and precision. objective: unwrapped, in eval mode. batch: from `collate`, on the objective's device.
         """
         return {}
 
@@ -383,7 +385,7 @@ class Task(ABC):
         """Returns the path of a pretrained checkpoint that comes with the task; default: None.
 
         A new run starts from these weights unless a flag names other weights. Parameters that the checkpoint lacks are
-        initialised. `--predict`, `--export` and `--eval-only` use this checkpoint unless `--save-dir` names a run.
+        newly initialised. `--predict`, `--export` and `--eval-only` use it unless `--save-dir` names a run.
         """
         return None
 
@@ -396,7 +398,7 @@ class Task(ABC):
         raise UserError(f"--predict {path}: the task {name} of this run has no `new_data`, so it cannot label files")
 
     def sample(self) -> Mapping[str, Sequence[Any]] | bytes | None:
-        """Returns the content of an example file for `--predict`: CSV columns by name, or bytes; None: no example."""
+        """Returns an example file for `--predict` as CSV columns by name, or as bytes; default: None, no example."""
         return None
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
@@ -421,7 +423,7 @@ class Task(ABC):
         """Returns the scores of simple methods that a useful model should beat, by name; default: none.
 
         The scores are shown, saved and plotted together with the run's scores. Called on rank 0 only, before training,
-        unless `--no-baselines` is given. It should take only seconds.
+        unless `--no-baselines` is given. This method should take only seconds.
         """
         return {}
 
@@ -436,9 +438,9 @@ class Task(ABC):
         )
 
     def ensemble(self, objectives: Sequence[Objective]) -> Objective | None:
-        """Returns an objective that evaluates the mean prediction of several runs' models (`--seeds`).
+        """Returns an objective that evaluates the mean prediction of several runs' models, for `--seeds`.
 
-        Returns None, the default, if the task has no ensemble.
+        Returns None, the default, if the task does not support ensembles.
         """
         return None
 
@@ -453,8 +455,8 @@ class Task(ABC):
     def batch_size(self, phase: str, batch_size: int) -> int:
         """Returns a phase's number of samples per forward on each device; default: batch_size, that is, `--batch-size`.
 
-        A phase with twice the `--batch-size` also has twice the `--global-batch-size`, so all phases have the same
-        factor of `--scale-lr`.
+        A phase with twice the `--batch-size` also has twice the `--global-batch-size`, so `--scale-lr` computes the
+        same factor for all phases.
         """
         return batch_size
 
@@ -462,18 +464,18 @@ class Task(ABC):
         """Returns the sample indices of each optimizer step of an epoch, int64 arrays.
 
         The result must be a pure function of the arguments and `seed`. epoch: number of completed passes over the
-        phase's data. Batches may differ in size, but every epoch must have `num_samples` samples. A lazily computed
-        sequence must have an attribute `batch_size`, the size of all batches except the last. Returns None, the
-        default, for a random permutation of the data in batches of global_batch_size.
+        phase's data. Batches may differ in size, but every epoch must have `num_samples` samples. A sequence with an
+        attribute `batch_size`, the size of all batches except the last, may compute its batches lazily. Returns None,
+        the default, for a random permutation of the data in batches of global_batch_size.
         """
         return None
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
         """Returns the indices of the samples in a phase's largest batch of at most `count` samples, as an int64 array.
 
-        epoch: as in `order`. Before training, the trainer runs the largest batch of the last epoch to check that it
+        epoch: as in `order`. Before training on a GPU, the trainer tries the largest batch of an epoch to check that it
         fits in memory. Default: the first samples, assuming that all samples have the same size. Overriding this method
-        turns off cuDNN benchmarking and cuDNN attention, which would plan again for each new shape.
+        turns off cuDNN benchmarking and cuDNN attention, which would choose algorithms again for each new shape.
         """
         return np.arange(min(count, self.num_samples(phase)))
 
@@ -506,7 +508,7 @@ class Task(ABC):
         learning rate. It must not set "lr", which the schedule computes. A resumed run uses these settings, and ignores
         its checkpoint's settings. Parameters with sparse gradients must have weight decay 0.
 
-        Default: parameters with fewer than two dimensions (biases, gains of normalisation) have weight decay 0.
+        Default: parameters with fewer than two dimensions (biases, normalisation gains) have weight decay 0.
         """
         trained = [p for p in objective.parameters() if p.requires_grad]
         matrices = [p for p in trained if p.dim() >= 2]
@@ -545,8 +547,8 @@ class Task(ABC):
     def after_validation(self, metrics: Mapping[str, float], state: dict[str, Any]) -> Mapping[str, Any]:
         """Returns the task's own state, updated from validation scores; the result becomes `at.state`.
 
-        metrics: metrics of all validation sets, and of training since the last report. state: the last result; {}
-        before the first validation. Checkpoints contain the result, which must map names to plain values. Called on
+        metrics: metrics of all validation sets, and training metrics since the last epoch end or validation. state: the
+        previous result, at first {}. Checkpoints contain the result, which must map names to plain values. Called on
         rank 0 only.
         """
         return state
@@ -554,22 +556,19 @@ class Task(ABC):
     def on_epoch_start(self, objective: Objective, epoch: int, progress: ProgressBar) -> None:
         """Updates persistent buffers of the model before an epoch.
 
-        Every process calls it with the unwrapped objective on its device, without gradients, in the run's precision;
-        all processes must compute the same buffers. Not called when a run resumes within an epoch. progress:
+        Every process calls it without gradients, in the run's precision; all processes must compute the same buffers.
+        Not called when a run resumes within an epoch. objective: unwrapped, on this process's device. progress:
         `progress(items, "label")` iterates over items with a progress bar.
         """
 
 
 def validation_sets(splits: Iterable[str]) -> list[str]:
-    """Returns the names of validation sets ("val" and "val/NAME") among the names of `Task.splits`, sorted.
-
-    Sorting gives all processes the same order.
-    """
+    """Returns, sorted, the names of validation sets ("val" and "val/NAME") among the names of `Task.splits`."""
     return sorted(name for name in splits if name.partition("/")[0] == "val")
 
 
 def training_streams(task: Task) -> dict[str, KeyedStream]:
-    """Returns the data streams to train on, by phase."""
+    """Returns, by phase, the training data that are streams (`KeyedStream`)."""
     datasets = {phase: task.training_data(phase) for phase in task.phases}
     return {phase: dataset for phase, dataset in datasets.items() if isinstance(dataset, KeyedStream)}
 

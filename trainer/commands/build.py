@@ -126,7 +126,7 @@ def facts_of_start(flags: Flags) -> dict[str, Any]:
 def set_up_torch(flags: Flags, group: Group) -> None:
     """Configures torch's threads, determinism and GPU libraries in this process."""
     assert flags.task_type is not None
-    # With --parts, the number of threads must not depend on the number of processes: it changes the order of sums.
+    # With --parts, the number of threads, which affects the order of sums, must not depend on the number of processes.
     set_num_threads(flags.devices.num_threads, group.local_world_size, group.device, takes_one=flags.batch.parts > 0)
     if flags.batch.parts and group.device.type == "cpu":
         group.require_same({"--num-threads": torch.get_num_threads()}, "--parts needs the same number on all ranks")
@@ -173,7 +173,7 @@ def build_task(flags: Flags) -> Task:
 
 
 def _new_task(flags: Flags) -> Task:
-    """Creates the task. Raises UserError if the task reads a config field that it does not define."""
+    """Creates the task. Raises UserError if its constructor reads a config field that it does not define."""
     assert flags.task_type is not None
     try:
         return flags.task_type(flags.task, flags.run.seed, flags.run.cache_dir)
@@ -206,7 +206,7 @@ def build_run(
 ) -> tuple[Run, list[str]]:
     """Builds a new or resumed run; returns the run and notes for the user. Writes no files.
 
-    loading: from `start_loading`. All processes must call this function, and all raise UserError if one does.
+    loading: result of `start_loading`. All processes must call this function, and all raise UserError if one does.
     """
     given = flags.checkpoint
     state = strategy.load_on_main(lambda: choose_start(directory, given), LARGE)
@@ -386,11 +386,10 @@ def assemble_run(
     is_new: bool = False,
     loading: Loading | None = None,
 ) -> Run:
-    """Assembles a run with newly initialised weights and no log; writes no files. loading: from `start_loading`.
+    """Assembles a run with newly initialised weights and no log; writes no files.
 
     directory: run directory, if the run trains. before: facts in the checkpoint to resume, or in the config.json of an
-    earlier attempt without a checkpoint. is_new: whether to call `Task.initialise`, because no checkpoint is
-    resumed.
+    earlier attempt without a checkpoint. is_new: whether to call `Task.initialise`. loading: from `start_loading`.
     """
     workers, loaders = loading or start_loading(flags, task, strategy, trains=False)
     facts = start_facts(flags, task, strategy)
@@ -436,7 +435,7 @@ def assemble_run(
 
 
 def start_facts(flags: Flags, task: Task, strategy: Strategy) -> dict[str, Any]:
-    """Collects facts about this start that checkpoints record. Raises UserError if processes have different data."""
+    """Collects a run's flags, data facts and environment for checkpoints. Raises UserError if data differ by rank."""
     data_facts, digest = strategy.group.together(lambda: (facts_of_data(task), digest_of_data(task)))
     sizes = {f"data set {name!r}": len(dataset) for name, dataset in task.splits().items()}
     sizes |= {f"training data of phase {phase!r}": len(task.training_data(phase)) for phase in task.phases}

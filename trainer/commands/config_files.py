@@ -21,7 +21,7 @@ class ConfigFile:
     """Settings in a TOML or JSON file.
 
     settings: values by flag, such as "--batch-size". is_record: whether a run wrote the file, which may then come from
-    somebody else; see `config.flag`. flag: the flag that named the file.
+    somebody else and must not name files to execute. flag: the flag that named the file.
     """
 
     path: Path

@@ -90,7 +90,7 @@ def identify_code(task_type: type[Task]) -> dict[str, Any]:
 
 
 def code_digests(task_type: type[Task]) -> dict[str, str]:
-    """Returns the sha256 of the trainer's code and of the task's file; omits one that cannot be read."""
+    """Returns the sha256 digests of the trainer's code and of the task's file, without digests of unreadable files."""
     root, file = Path(__file__).resolve().parents[2], source_file(task_type)
     own = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
     found = {"the code of the trainer": _sha256(own), "the task's file": _sha256([file] if file else [])}

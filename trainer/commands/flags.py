@@ -53,7 +53,7 @@ class Flags(TrainerFlags):
     """Flags given on the command line or in a file, even with their default value."""
     from_run: FromRun = dataclasses.field(default_factory=FromRun, compare=False)
     left_out: Sequence[str] = dataclasses.field(default=(), compare=False)
-    """A line for each task default or file setting that a flag of the command line makes ineffective."""
+    """A line for each task default or file setting that a later file or the command line makes ineffective."""
 
     def refusal(self, problem: str) -> UserError:
         """Builds a UserError for a problem. The message also names the files or runs that set the flags in it."""

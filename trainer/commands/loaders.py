@@ -24,13 +24,14 @@ LARGEST_SHARE = 1 / 4
 SURELY_FITS = 2**30
 """Size in bytes of data assumed to fit on any GPU, for decisions before CUDA is initialised."""
 MOST_WORKERS = 8
-"""Most workers that `--num-workers auto` starts. They keep up with steps of 1.3 ms if building a batch takes 10 ms."""
+"""Most workers that `--num-workers auto` starts: enough for steps of 1.3 ms if building a batch takes 10 ms."""
 
 
 def start_loading(flags: Flags, task: Task, strategy: Strategy, trains: bool) -> Loading:
     """Creates the CPU loaders of all data sets, and forks workers before CUDA is initialised.
 
-    trains: whether training steps follow. All processes must call it. Raises UserError if two share a GPU under NCCL.
+    trains: whether training steps follow. All processes must call this function. Raises UserError if two processes
+    share a GPU under NCCL.
     """
     workers = build_workers(flags.run, task, strategy.group, trains)
     loaders = build_loaders(task, workers)
@@ -53,7 +54,7 @@ def build_workers(given: RunFlags, task: Task, group: Group, trains: bool) -> Wo
     moves = len(movable) == len(training) and given.data_on != "host" and num_bytes(movable) <= SURELY_FITS
     spare = num_cores() // group.local_world_size - 1
     # training on the CPU needs all cores
-    takes_workers = for_gpu and trains and not moves and not training_streams(task)  # each would read the whole stream
+    takes_workers = for_gpu and trains and not moves and not training_streams(task)  # each worker would read it all
     num_workers = max(0, min(MOST_WORKERS, spare)) if takes_workers else 0
     return Workers(num_workers, for_gpu, on_trial=num_workers > 0, room=shared_memory() / group.local_world_size)
 

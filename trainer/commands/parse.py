@@ -203,10 +203,10 @@ def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[ty
 
 
 class Layers:
-    """Default values of flags from several layers: a task's defaults, then files. Later layers override earlier layers.
+    """Default values of flags: a task's defaults, then settings of runs and files. Later values override earlier ones.
 
-    values: values by field. origins: by field, the file or record that set the value; None for a task's default.
-    left_out: lines about values that a later layer makes ineffective.
+    values: values by field. origins: by field, the file or run that set the value; None for a task's default.
+    left_out: lines about values that a later value of another flag makes ineffective.
     """
 
     def __init__(self, group_types: Sequence[type]) -> None:
@@ -249,7 +249,7 @@ class Layers:
                     self.left_out.append(f"Left out: {without.as_typed(lower)}, which {choice} does not use.")
 
     def take_out_what_users_alone_name(self, but_for: Collection[str]) -> list[str]:
-        """Drops values that a record must not set (see `flag`), and returns messages. but_for: fields to keep."""
+        """Drops files and classes that a run's record names, and returns messages. but_for: fields to keep."""
         found = []
         for field, option in self._known.items():
             origin = self.origins.get(field)
@@ -264,7 +264,7 @@ class Layers:
         return found
 
     def origins_of_flags(self, argv: Sequence[str]) -> dict[str, ConfigFile]:
-        """Returns, by flag, the file or record that set the value of each flag that is not on the command line."""
+        """Returns, by flag, the file or run that set the value of each flag that is not on the command line."""
         stated = names_given(argv)
         named = {option.name: self.origins.get(field) for field, option in self._known.items()}
         return {name: origin for name, origin in named.items() if origin is not None and name not in stated}

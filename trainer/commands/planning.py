@@ -26,7 +26,7 @@ BATCH_FLAGS = ("--batch-size", "--grad-accum-steps", "--global-batch-size", "--s
 def arrange_batches(
     flags: Flags, values: Mapping[str, Any], sizes: Sequence[int], strategy: Strategy, before: Mapping[str, Any] | None
 ) -> tuple[tuple[BatchSplit, ...], float]:
-    """Returns each phase's `BatchSplit`, and the learning rate factor of `--scale-lr`.
+    """Splits each phase's global batch into micro-batches; also returns the learning rate factor of `--scale-lr`.
 
     sizes: samples per device per forward, by phase. before: facts of the run to resume; if the batch flags are
     unchanged, its global batch sizes and factor are kept. Raises UserError for batches that `--parts` cannot split.
@@ -58,7 +58,7 @@ def arrange_batches(
 
 
 def build_plan(flags: Flags, task: Task, batches: Sequence[BatchSplit]) -> Plan:
-    """Builds the run's `Plan`. Raises UserError if `--drop-last` drops all samples of a data set."""
+    """Plans the run's optimizer steps. Raises UserError if `--drop-last` drops all samples of a data set."""
     given, has_validation = flags.run, bool(validation_sets(task.splits()))
     return Plan(
         0 if task.fitted else given.epochs,
@@ -71,7 +71,7 @@ def build_plan(flags: Flags, task: Task, batches: Sequence[BatchSplit]) -> Plan:
 
 
 def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) -> SampleOrder:
-    """Builds the order of a phase's samples. Raises UserError."""
+    """Builds the order of a phase's samples. Raises UserError if `--drop-last` cannot be applied."""
     name = task.phases[phase]
     num_samples = task.num_samples(name)
     batches = lru_cache(EPOCHS_KEPT)(lambda epoch: task.order(name, epoch, global_batch_size))

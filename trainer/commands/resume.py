@@ -1,4 +1,4 @@
-"""Chooses the checkpoint that a run resumes from, if any, and compares the checkpoint with the run."""
+"""Chooses the checkpoint that a run resumes from, and compares its data, code and flags with the run."""
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping
@@ -55,7 +55,7 @@ def _has_taken_over(directory: RunDirectory, source: Path) -> bool:
 
 
 def brings_another_run(directory: RunDirectory, source: Path | None) -> bool:
-    """Returns whether `--resume-from` names a checkpoint of another directory for the first time."""
+    """Returns whether this start is the first to resume from `source`, and `source` is in another directory."""
     if source is None or _has_taken_over(directory, source):
         return False
     return source.resolve().parent != directory.path.resolve()
@@ -76,10 +76,10 @@ def choose_run_id(directory: RunDirectory, given: CheckpointFlags, state: Mappin
 def take_best_beside(
     source: Path, best: Best | None, directory: RunDirectory, run_id: str
 ) -> tuple[float | None, bool, bool]:
-    """Copies the best checkpoint beside `source` (`--resume-from`) to `directory`, unless `source` is the best.
+    """Copies best.pth from the folder of `source` (`--resume-from`) to `directory`, unless `source` itself is the best.
 
-    Returns the monitored metric of `source`, whether that value was the best so far, and whether the best checkpoint is
-    known.
+    Returns the monitored metric of `source`, whether that value was the best so far, and False if the best checkpoint
+    is missing.
     """
     state = read_checkpoint(source, f"--resume-from {source}")
     value, is_best = state["value"], state["is_best"]
@@ -140,7 +140,7 @@ class Changes:
         return f"undo the change to {', '.join(own)}" if own else otherwise
 
     def refuse_another_run(self) -> None:
-        """Raises UserError if the task, `--optimizer`, number of phases or data facts differ from the checkpoint."""
+        """Raises UserError if the task, its phases or data facts, or `--optimizer` differ from the checkpoint."""
         task, optimizer, num_phases = self.now["task"], self.now["config"]["--optimizer"], len(self._task.phases)
         if not is_same_task(self.then["task"], task):
             raise UserError(
@@ -176,7 +176,7 @@ class Changes:
             )
 
     def refuse_other_data(self, source: str, to_train: bool = False) -> None:
-        """Raises UserError if the task's data facts differ from the checkpoint.
+        """Raises UserError if the result of `Task.describe_data` differs from the checkpoint.
 
         source: noun for the weights in messages. to_train: whether facts missing in the checkpoint are a difference.
         """
@@ -224,7 +224,7 @@ class Changes:
 
     @property
     def notes_on_data(self) -> list[str]:
-        """A note if the digest of the data changed; `refuse_other_data` compares only the data facts."""
+        """A note if the digest of the data (`Task.data_digest`) changed."""
         then, now = self.then.get("data_digest"), self.now.get("data_digest")
         if None in (then, now) or then == now:
             return []
@@ -270,7 +270,7 @@ def _beginning(value: Any) -> str:
 
 
 def code_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns the differences between two results of `identify_code`; ignores unknown entries."""
+    """Returns the differences between two results of `identify_code`; ignores entries that are None."""
     differing = {name for name in now if None not in (then[name], now[name]) and then[name] != now[name]}
     changes = []
     if "commit" in differing:

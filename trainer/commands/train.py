@@ -153,7 +153,7 @@ def _time_is_up(minutes: float, progress: Progress) -> str:
 
 
 class RunState:
-    """Writes state.json of a locked run directory. last_step: a `Watch`, which the caller adds to the run's watches."""
+    """Writes state.json of a locked run directory. last_step: observer that the caller adds to the run's watches."""
 
     def __init__(self, directory: RunDirectory, strategy: Strategy) -> None:
         self._directory = directory

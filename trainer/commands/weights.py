@@ -70,7 +70,7 @@ def restore_what_fits(
 
 
 def use_weights(learner: Learner, weights: Mapping[str, Tensor], strategy: Strategy, source: str, hint: str) -> None:
-    """Loads a checkpoint's weights for evaluation, the moving average if training kept one; see `restore_weights`."""
+    """Loads a checkpoint's weights for evaluation: the moving average of the weights, if training computed one."""
     restore_weights(learner.objective.model, weights, strategy, source, hint)
     learner.ema.restart()
 
@@ -249,7 +249,7 @@ def trained_objective(
     source: str = "the checkpoint",
     hint: str = "the task's code, or the data that it reads, has changed since",
 ) -> Objective:
-    """Builds a task's objective and loads weights. source, hint: see `restore_weights`. Raises UserError."""
+    """Builds a task's objective and loads weights. source, hint: as in `restore_weights`. Raises UserError."""
     objective = module_in_dtype(task.build_objective(), dtype).to(device)
     restore_weights(objective.model, weights, SingleDevice(device), source, hint)
     return objective

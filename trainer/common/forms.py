@@ -8,7 +8,7 @@ FormName = Literal["dp", "ddp", "fsdp"]
 
 @dataclass(frozen=True)
 class Form:
-    """Features of a strategy of multi-device training.
+    """Features of a multi-device strategy.
 
     has_processes: runs one process per device, which a launcher may start. can_compile: supports `--compile`. shards:
     each process has only a shard of each parameter, so `--optimizer muon` is not supported. takes_sync_bn: supports

@@ -43,7 +43,7 @@ def outlived(name: str) -> Iterator[None]:
 
 
 def open_missing() -> None:
-    """Opens /dev/null for streams closed at start, as by `>&-`, since the next opened file would take their place."""
+    """Opens /dev/null for standard streams that were closed when the process started, as by `>&-` in a shell."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             _to_nowhere(name)

@@ -147,8 +147,8 @@ def when_cuda_is_initialised(callback: Callable[[], None]) -> None:
 def end_allocating(device: torch.device, pool: Any) -> None:
     """Ends allocation to a CUDA graph's memory pool after a failed capture.
 
-    Before this call torch cannot return memory to the GPU. Newer versions of torch end it in the failed capture; the
-    error that this call then raises is suppressed. Fallback: does nothing.
+    Before this call torch cannot return memory to the GPU. In newer versions of torch, the failed capture itself ends
+    allocation; the error that this call then raises is suppressed. Fallback: does nothing.
     """
     with suppress(AttributeError, RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
@@ -166,7 +166,7 @@ def num_exchanges(group: Any) -> int:
 
 
 def set_timeout(group: Any, device: torch.device, limit: timedelta) -> None:
-    """Sets the timeout of an existing process group. Fallback: the timeout stays.
+    """Sets the timeout of an existing process group. Fallback: the timeout stays unchanged.
 
     Uses the public method if torch has it; torch 2.8 does not.
     """
@@ -219,12 +219,12 @@ def group_of_unit(unit: Any) -> Any | None:
 
 
 def unsharded(parameter: Any) -> Tensor | None:
-    """Returns the all-gathered tensor of a parameter in the result of `group_of_unit`, or None."""
+    """Returns the all-gathered tensor of a parameter in an FSDP parameter group, or None."""
     return getattr(parameter, "_unsharded_param", None)
 
 
 def pass_through(unit: Any, value: Tensor) -> Tensor:
-    """Runs a fully_shard module's all-gather and reshard without a forward; returns `value`. Fallback: only returns."""
+    """Runs a fully_shard module's all-gather and reshard without a forward; returns `value`. Fallback: runs neither."""
     state: Any = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
     if not (hasattr(state, "_pre_forward") and hasattr(state, "_post_forward")):
         return value

@@ -15,7 +15,7 @@ from trainer.task import Picture
 MAX_WAITING = 500
 """Largest number of calls in a logger's queue; a run makes this many calls in a few minutes."""
 END_WITHIN_S = 15.0
-"""Seconds for loggers to end: half of the 30 s that schedulers usually grant after SIGTERM; saving needs time too."""
+"""Seconds that loggers get to end: half of the 30 s that schedulers usually grant after SIGTERM; saving takes time."""
 SILENT_WAIT_S = 1.0
 THREAD_NAME = "logger of the user's own"
 

@@ -70,7 +70,7 @@ class RunDirectoryLogger(Logger):
             self._board.add_summary(text(name, content), step)
 
     def level(self, name: str, metric: str, value: float, num_steps: int) -> None:
-        """Draws a score as a horizontal line in TensorBoard's plot of a metric, with `name` as the line's run."""
+        """Draws a score as a horizontal line in TensorBoard's plot of a metric, as a TensorBoard run called `name`."""
         with self._refusing():
             folder = Path(self._board.get_logdir()) / name
             for path in folder.glob("events.*"):

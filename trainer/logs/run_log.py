@@ -67,11 +67,9 @@ class RunLog:
         self._directory.text("ranks", note, step)
 
     def level(self, name: str, metric: str, value: float, num_steps: int) -> None:
-        """Draws a baseline's score as a line in TensorBoard's plot of the metric. num_steps: steps of the run."""
         self._directory.level(name, metric, value, num_steps)
 
     def progress(self, items: Iterable[T], description: str) -> Iterable[T]:
-        """Yields the items, and shows a progress bar on the console after two seconds."""
         return progress_bar(items, description)
 
     def start_segment(self, position: Position, epochs: int | None, num_samples: int, consumed: int) -> None:
@@ -106,8 +104,8 @@ class RunLog:
     def report(self, step: int, position: Position, epochs_done: float, metrics: Mapping[str, float]) -> None:
         """Logs a report after an epoch or an evaluation.
 
-        metrics: metrics since the last report. position: after an epoch, the start of the next epoch. epochs_done: the
-        position in epochs.
+        metrics: metrics since the last report. position: after an epoch, the start of the next epoch. epochs_done:
+        number of epochs trained, with a fraction.
         """
         speed = {
             "samples_per_second": self._segment_samples / max(self._training_seconds, 1e-9),
@@ -138,7 +136,6 @@ class RunLog:
             logger.pictures(step, pictures)
 
     def flush(self) -> None:
-        """Writes buffered events to the operating system, so that they are not lost if the process is killed."""
         self._directory.flush()
 
     def close(self) -> None:
@@ -177,7 +174,6 @@ class ConsoleLogger(Logger):
         self.bar: ProgressBar | None = None
 
     def open_bar(self, description: str, num_samples: int, consumed: int) -> None:
-        """Opens a progress bar over the samples of an epoch. consumed: samples that are already trained on."""
         self.bar = ProgressBar(num_samples, consumed, "samples", description)
 
     def close_bar(self) -> None:

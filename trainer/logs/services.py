@@ -59,7 +59,6 @@ class MLflow(Logger):
 
 
 def _package(name: str) -> Any:
-    """Imports a package. Raises UserError if the import fails."""
     try:
         return import_module(name)
     except ImportError as error:
