@@ -45,7 +45,7 @@ class BuildPackage(build_py):
     """Copies modules into the package and adapts their imports (`installed_form`)."""
 
     def run(self) -> None:
-        """Deletes the previous build, because a module that was deleted in the clone must not stay in the package."""
+        """Builds after deleting the previous build, whose modules may have been deleted in the clone."""
         shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
 

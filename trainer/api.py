@@ -63,7 +63,7 @@ ONE_RUN = "fit trains one run of the given task class; leave this setting out"
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run in a run directory, whose files each property reads again.
+    """A run and its run directory, whose files each property reads when it is accessed.
 
     task: task class that `load` uses; None: the class recorded in the run.
     """
@@ -96,7 +96,7 @@ class SavedRun:
         return records
 
     def load(self) -> nn.Module:
-        """Loads the run's trained model; see `trainer.load`."""
+        """Loads the run's trained model, as `trainer.load` does."""
         return load(self.path, self.task)
 
     def predict(self, dataset: Any, outputs: Outputs | None = None, batch_size: int = 256) -> Tensor:
@@ -112,7 +112,7 @@ class SavedRun:
 
 
 class Fitted(NamedTuple):
-    """Result of `fit`. metrics: see `SavedRun.metrics`; {} if the run stopped early."""
+    """Result of `fit`. metrics: metrics by name, such as "test/loss"; {} if the run has not finished."""
 
     metrics: dict[str, float]
     run: SavedRun
@@ -165,7 +165,7 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
         flags, environment = read_command_line(argv, several_devices, task_type=task_type, problems=problems)
         run = SavedRun(flags.checkpoint.save_dir, task_type)
         if _rank is not None:
-            return Fitted(_metrics_at_end(run), run)  # an earlier call of the script, already trained
+            return Fitted(_metrics_at_end(run), run)  # the parent has already trained this earlier call
         _refuse_other_than_one_run(flags)
         if starts_processes(flags.multi, environment):
             return _fit_in_processes(flags.multi, flags.devices.device, argv, run, number)
@@ -175,7 +175,7 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
     except Failure as failure:
         end = UserError(str(failure)) if failure.status == EXIT_BAD_INPUT else failure.__cause__ or failure
     except LeftAtOnce:
-        end = KeyboardInterrupt()  # a second interrupt
+        end = KeyboardInterrupt()  # after a second Ctrl-C
     try:
         raise end  # raised outside the except blocks, so that a task's exception keeps its cause
     finally:
@@ -241,7 +241,7 @@ def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | 
 
 
 def _fit_in_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str], run: SavedRun, number: int) -> Fitted:
-    """Trains in new processes. Raises UserError if they raise it or cannot import the task, Failure if they fail."""
+    """Trains in new processes. Raises the UserError of a process or a failed import, and Failure for other errors."""
     task, form = run.task, f"multi_gpu {multi.multi_gpu}"
     assert task is not None
     if issubclass(task, Script):
@@ -376,7 +376,7 @@ def process_restored(wait_s: float = 0.0) -> Iterator[None]:
         afterwards.enter_context(torch.random.fork_rng(range(torch.cuda.device_count()) if uses_gpus else ()))
         afterwards.enter_context(handlers_restored())
         torch.set_default_dtype(torch.float32)
-        afterwards.enter_context(torch.inference_mode(False))  # enables gradients, also in torch.no_grad()
+        afterwards.enter_context(torch.inference_mode(False))  # enables gradients, even within torch.no_grad()
         if torch.get_default_device().type != "cpu":  # a device context slows every operation
             afterwards.enter_context(torch.device("cpu"))
         yield

@@ -72,7 +72,7 @@ def main(
 ) -> int:
     """Runs one command line and returns the exit status.
 
-    environment, task_type: as in `read_command_line`. tasks: workloads for `--task`; None keeps the current workloads.
+    tasks: workloads for `--task`; None keeps the current workloads.
 
     Exit status: 0: finished. 1: an unexpected failure, in this or another process. 2: an error in the command line, the
     data or the run directory. 128 + n: stopped by signal n after saving; 0 under torchrun, because launchers treat

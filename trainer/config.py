@@ -57,17 +57,17 @@ def flag(
     common: `--help` shows the flag; in a group without common flags `--help` shows every flag.
     hidden: the flag is neither shown in `--help-all` nor recorded.
     local: the flag may differ between the processes of a run, since it does not affect learning; an example is a data
-        folder. All other flags must be equal.
+        folder. Flags that are not local must be equal.
     from_record: whether a recorded value is taken, ignored or refused when `--config` names a run's config.json. Use
         "ignored" for flags about how a run was started, and "refused" for files that are executed (FILE:CLASS), written
         or loaded, since the config.json may come from somebody else.
     excludes: fields that must not be given together with this flag, unless one of the two is None, False or 0. A value
         on the command line overrides an excluded value from a file.
     displaces: fields whose values from a file are dropped when the command line changes this flag, unless their `needs`
-        list the new value. The command line may give both flags.
+        list the new value. Displaced fields may be given on the command line together with this flag.
     needs: maps another field, such as "model", to the values with which this flag has an effect; None: every value
         except the default.
-    limits: at_least, above, at_most, below: bounds of a number.
+    limits: bounds of a number, given as at_least, above, at_most or below.
     """
     assert limits.keys() <= _LIMITS.keys()
     about = {
@@ -113,9 +113,9 @@ def given_flags(group: FlagGroup, fields: Iterable[str]) -> list[str]:
 
 
 class Option:
-    """A dataclass field as a command-line flag.
+    """A command-line flag made from a dataclass field.
 
-    name: the flag; a switch that is on by default gets a --no- flag. type: type of the value, or of a list's items.
+    name: the flag; a switch that is on by default is called --no-NAME. type: type of the value, or of a list's items.
     words: strings accepted in place of a number, such as "auto".
     """
 
@@ -155,7 +155,7 @@ class Option:
 
     @property
     def without_value(self) -> str:
-        """Text of the help's final "(default: ...)", which describes the behaviour without a value, or ""."""
+        """Text in the help's final "(default: ...)", which describes the behaviour without a value, or ""."""
         return self.help.partition(" (default: ")[2].removesuffix(")")
 
     @property
@@ -180,7 +180,7 @@ class Option:
         return self.checked(value) != self.default if self.is_switch else self.checked(value)
 
     def checked(self, value: Any) -> Any:
-        """Validates a value from a file or from Python. Raises ValueError with the requirement."""
+        """Validates a value from a file or from Python. Raises ValueError that states the requirement."""
         if self.is_switch:
             if not isinstance(value, bool):
                 raise ValueError("must be true or false")
@@ -226,7 +226,7 @@ class Option:
         return [f"{self.name}={text}" for text in (values if self.adds_up else [",".join(map(str, values))])]
 
     def parse(self, given: Any) -> Any:
-        """Parses the words that follow the flag on the command line. Raises ValueError with a complete message."""
+        """Parses the words that follow the flag on the command line. Raises ValueError that names the flag."""
         # values are separated by commas, spaces or both; files only by spaces, since file names may contain commas
         texts = [given]
         if self.is_list:
@@ -244,7 +244,6 @@ class Option:
         return tuple(values) if self.is_list else values[0]
 
     def _parse_one(self, text: str) -> Any:
-        """Parses one value. Raises ValueError with the requirement."""
         if self.is_switch:
             if text not in ("true", "false"):
                 raise ValueError("must be true or false")
@@ -253,7 +252,7 @@ class Option:
             raise ValueError(f"must be {self._kind}")
         if self.type is Path:
             path = checked_path(text)
-            return path if path == self.default else expanded(path)  # a default is recorded as written
+            return path if path == self.default else expanded(path)  # a default path keeps its ~ in records
         if self.type not in (int, float):
             return checked_text(text)
         if text in self.words:
@@ -279,7 +278,7 @@ class Option:
 
 
 def options(*group_types: type) -> dict[str, Option]:
-    """Returns the `Option` of each field of flag groups."""
+    """Returns an `Option` for each field of flag groups, by field name."""
     return {field: option for group_type in group_types for field, option in _options_of(group_type).items()}
 
 
@@ -290,7 +289,7 @@ def _options_of(group_type: type) -> dict[str, Option]:
 
 
 def flag_values(*groups: Any, with_local: bool = True) -> dict[str, Any]:
-    """Returns the values of all visible flags, in JSON types, by flag. with_local: include flags marked `local`."""
+    """Returns the values of flags that are not hidden, as JSON types, by flag. with_local: include local flags."""
     return {
         option.name: option.to_plain(getattr(group, field))
         for group in groups
@@ -463,7 +462,7 @@ def build_parser(
 
     Groups with the same heading share a section of the help.
 
-    defaults: values by field name that `--help` shows instead of the fields' own defaults. command: see `parse_flags`.
+    defaults: values by field name that `--help` shows instead of the fields' own defaults.
     shows_all: whether the help shows every flag with its whole text, or one line for each common flag.
     """
     parser = argparse.ArgumentParser(
@@ -512,7 +511,7 @@ def _help_text(option: Option, default: Any, is_whole: bool) -> str:
     text, without = option.text, option.without_value
     if option.is_switch:
         without = "true" if default != option.default else ""
-    elif default is not None and default != "":  # a default value replaces the description
+    elif default is not None and default != "":  # the help shows a default value instead of the description
         without = shown(default)
     if is_whole:
         return f"{text} (default: {without})" if without else text

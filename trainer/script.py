@@ -1,4 +1,4 @@
-"""Builds a task from a script's model, data and loss; see `trainer.fit`."""
+"""Builds a task from the model, data and loss that a script passes to `trainer.fit`."""
 
 import copy
 import hashlib
@@ -194,7 +194,7 @@ def _refuse_settings(name: str, loader: DataLoader[Any]) -> None:
     sampler, found = loader.sampler, []
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
-        return  # from_dataset refuses it
+        return  # from_dataset raises the error
     is_random = isinstance(sampler, RandomSampler) and not sampler.replacement and len(dataset) == sampler.num_samples
     if type(sampler) is not SequentialSampler and not is_random:
         found.append(f"the sampler {type(sampler).__name__}")
@@ -212,7 +212,7 @@ def _refuse_settings(name: str, loader: DataLoader[Any]) -> None:
 
 
 def _builder(optimizer: Any, settings: dict[str, Any]) -> Callable[..., torch.optim.Optimizer] | None:
-    """Returns a function that builds the optimizer for `fit`; None if a flag names the optimizer. Raises UserError."""
+    """Returns a function that builds the optimizer for `fit`; None if `--optimizer` names it. Raises UserError."""
     if optimizer is None or isinstance(optimizer, str):
         settings |= {} if optimizer is None else {"optimizer": optimizer}
         return None

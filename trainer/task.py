@@ -50,7 +50,7 @@ class Exported(NamedTuple):
 class Baseline(NamedTuple):
     """Scores of a simple method on a run's data.
 
-    metrics: scores by metric name, such as "val/ndcg@10". flags: task flags that train this method, or "".
+    metrics: scores by metric name, such as "val/ndcg@10". flags: task flags that train this method; "" if none do.
     """
 
     metrics: Mapping[str, float]
@@ -100,7 +100,7 @@ class Objective(SeesConversions):
     For a loss that depends jointly on all samples of a step, define `outputs` and `joint_loss` instead of `forward`.
 
     `helpers` are modules that are neither trained nor saved, such as a teacher or a loss's feature network. Helpers
-    move to the model's device and dtype, and are always frozen and in eval mode. Checkpoints hold only their digests.
+    move to the model's device and dtype, and are always frozen and in eval mode. Checkpoints hold digests of helpers.
     """
 
     model: nn.Module
@@ -108,13 +108,13 @@ class Objective(SeesConversions):
     same_masks: ClassVar[bool] = False
     """Whether dropout uses the same random numbers in all micro-batches and on all devices of a step.
 
-    Set it to True for a model that processes the same input, such as a whole graph, in every micro-batch.
+    Use True for a model that processes the same input, such as a whole graph, in every micro-batch.
     """
     coupled: ClassVar[bool] = False
     """Whether the loss intentionally compares samples of a micro-batch with each other, as a contrastive loss does.
 
-    Such a loss depends on the micro-batch size, so the trainer skips its check that the losses of two half batches add
-    up to the loss of the whole batch. Leave it False for a `joint_loss`, which does not depend on the micro-batch size.
+    A coupled loss depends on the micro-batch size, so the trainer skips its check that the losses of two half batches
+    add up to the loss of the whole batch. Use False for a `joint_loss`, which does not depend on the micro-batch size.
     """
 
     def __init__(self, model: nn.Module, helpers: Mapping[str, nn.Module] | None = None) -> None:
@@ -137,7 +137,7 @@ class Objective(SeesConversions):
     def outputs(self, batch: Batch, phase: str = "train") -> Rows:
         """Returns the inputs of `joint_loss` by name: tensors (B, ...); only B may differ between batches.
 
-        With several micro-batches per step, it is called twice for each, both times with the same dropout masks.
+        With several micro-batches per step, each is passed to this method twice, with the same dropout masks.
         """
         raise self._lacks_methods()
 
@@ -314,9 +314,9 @@ class Task(ABC):
         return None
 
     def remarks(self) -> Sequence[str]:
-        """Returns sentences about the data for the user, for example about dropped samples; default: none.
+        """Returns sentences about the data to print at the start, for example about dropped samples; default: none.
 
-        Called after `splits`, or with `--predict` after `new_data`. The trainer prints these sentences.
+        Called after `splits`, or with `--predict` after `new_data`.
         """
         return ()
 
@@ -385,14 +385,14 @@ class Task(ABC):
         """Returns the path of a pretrained checkpoint that comes with the task; default: None.
 
         A new run starts from these weights unless a flag names other weights. Parameters that the checkpoint lacks are
-        newly initialised. `--predict`, `--export` and `--eval-only` use it unless `--save-dir` names a run.
+        newly initialised. `--predict`, `--export` and `--eval-only` use this file unless `--save-dir` names a run.
         """
         return None
 
     def new_data(self, path: Path) -> KeyedDataset:
         """Reads the file of `--predict` and returns a data set of unlabelled samples, which `collate` can batch.
 
-        It must not read the training data. Raises UserError if the file is invalid; the default always raises it.
+        This method must not read the training data. Raises UserError for an invalid file; the default always does.
         """
         name = type(self).__name__
         raise UserError(f"--predict {path}: the task {name} of this run has no `new_data`, so it cannot label files")
@@ -505,8 +505,8 @@ class Task(ABC):
         A group without "weight_decay" uses `--weight-decay`.
 
         A group may set other options of its optimizer, such as "betas", and "lr_scale": a factor of at least 0 on the
-        learning rate. It must not set "lr", which the schedule computes. A resumed run uses these settings, and ignores
-        its checkpoint's settings. Parameters with sparse gradients must have weight decay 0.
+        learning rate. A group must not set "lr", which the schedule computes. A resumed run uses the result of this
+        method, not its checkpoint's settings. Parameters with sparse gradients must have weight decay 0.
 
         Default: parameters with fewer than two dimensions (biases, normalisation gains) have weight decay 0.
         """
@@ -520,8 +520,8 @@ class Task(ABC):
     ) -> Sequence[torch.optim.Optimizer] | None:
         """Returns the optimizers of a phase; each parameter of the phase's groups must belong to exactly one optimizer.
 
-        groups: from `param_groups`, each with "weight_decay". A group may be split if both parts keep its "lr_scale".
-        lr: `--lr`; pass it on unchanged, since the schedule sets each group's learning rate before each step.
+        groups: result of `param_groups`, with "weight_decay" in each group. A group may be split if both parts keep its
+        "lr_scale". lr: `--lr`, to be passed on unchanged: before each step, the schedule sets each group's rate.
 
         Returns None, the default, to use `--optimizer`, with SparseAdam for sparse embeddings.
         """
@@ -563,7 +563,7 @@ class Task(ABC):
 
 
 def validation_sets(splits: Iterable[str]) -> list[str]:
-    """Returns, sorted, the names of validation sets ("val" and "val/NAME") among the names of `Task.splits`."""
+    """Returns the sorted names of validation sets ("val" and "val/NAME") among the names of `Task.splits`."""
     return sorted(name for name in splits if name.partition("/")[0] == "val")
 
 

@@ -50,8 +50,8 @@ def beside_baselines(
 ) -> list[str]:  # fmt: skip
     """Returns a table of a run and its baselines as lines, with a note if the run does not beat the best baseline.
 
-    baselines: from `find_baselines`. task: value of `--task`. monitor: `Task.monitor`. metrics: the run's metrics to
-    show. best: the run's best validation score; None without validation. folder: the run's folder.
+    baselines: result of `find_baselines`. task: value of `--task`. monitor: `Task.monitor`. metrics: the run's metrics
+    to show. best: the run's best validation score; None without validation.
     """
     if not baselines:
         return []

@@ -145,7 +145,7 @@ def set_up_torch(flags: Flags, group: Group) -> None:
         torch.backends.cudnn.benchmark = is_one_shape and not is_deterministic
         # cuDNN plans attention for each new shape, which takes as long as many steps; other backends do not plan.
         torch.backends.cuda.enable_cudnn_sdp(is_one_shape)
-        torch.backends.cudnn.allow_tf32 = False  # full float32 precision, as in matrix products
+        torch.backends.cudnn.allow_tf32 = False  # convolutions in full float32 precision, as matrix products
 
 
 def build_task(flags: Flags) -> Task:
@@ -389,7 +389,7 @@ def assemble_run(
     """Assembles a run with newly initialised weights and no log; writes no files.
 
     directory: run directory, if the run trains. before: facts in the checkpoint to resume, or in the config.json of an
-    earlier attempt without a checkpoint. is_new: whether to call `Task.initialise`. loading: from `start_loading`.
+    attempt without a checkpoint. is_new: whether to call `Task.initialise`. loading: result of `start_loading`.
     """
     workers, loaders = loading or start_loading(flags, task, strategy, trains=False)
     facts = start_facts(flags, task, strategy)
@@ -463,7 +463,7 @@ def build_watches(flags: Flags, task: Task, learner: Learner, strategy: Strategy
 
 
 def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) -> Learner:
-    """Builds the `Learner` on this process's device, with equal initial weights on every process."""
+    """Builds the `Learner`, which runs training steps, with equal initial weights on every process."""
     precision, rho = choose_precision(flags.precision, strategy.device), flags.learning.sam_rho
 
     def build() -> Objective:

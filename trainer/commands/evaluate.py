@@ -43,7 +43,7 @@ def score(run: Run, no_test: bool, baselines: Mapping[str, Baseline] | None = No
     Evaluates the test set with the best weights. Without a test set, reports the best validation scores again, or the
     training scores if there is no validation set.
 
-    no_test: whether to evaluate the validation sets with the last weights instead. baselines: from `find_baselines`.
+    no_test: whether to evaluate the validation sets, with the last weights, instead of the test set.
     """
     progress, has_validation = run.progress, run.plan.has_validation
     progress.read_clock()

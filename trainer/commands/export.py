@@ -119,7 +119,6 @@ def traced(calls: Sequence[Exported]) -> ExportedProgram:
 
 
 def _arguments(call: Exported) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Splits inputs into positional and keyword arguments of the module's forward."""
     bound = inspect.BoundArguments(inspect.signature(call.program.forward), dict(call.inputs))
     return bound.args, bound.kwargs
 

@@ -102,7 +102,7 @@ def _sha256(files: Sequence[Path]) -> str | None:
     digest = hashlib.sha256()
     try:
         for file in files:
-            digest.update(file.read_bytes().replace(b"from lockstep.", b"from "))  # imports as in a clone
+            digest.update(file.read_bytes().replace(b"from lockstep.", b"from "))  # as in a clone
     except OSError:
         return None
     return digest.hexdigest() if files else None
@@ -110,7 +110,7 @@ def _sha256(files: Sequence[Path]) -> str | None:
 
 @cache  # imported code does not change within a process
 def read_git(folder: Path) -> tuple[str | None, bool | None]:
-    """Returns the commit of a folder's repository, and whether tracked files differ from it; None if unknown."""
+    """Returns a repository's commit, and whether tracked files differ from it; (None, None) if git finds no commit."""
     command = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     # variables set by a hook of another repository would direct git to that repository
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}

@@ -139,7 +139,6 @@ def _contradictions_of_devices(flags: Flags, multi: MultiDeviceFlags) -> list[st
 
 
 def _contradictions_of_several(flags: Flags) -> list[str]:
-    """Returns a sentence for each flag that contradicts `--seeds` or `--folds`."""
     several, given = flags.several, flags.checkpoint
     if not several.wanted:
         return []

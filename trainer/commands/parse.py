@@ -124,7 +124,7 @@ def _flags_of_others(argv: Sequence[str], group_types: Sequence[type], task_name
 def _choose_task(
     asked: "Layers", record: ConfigFile | None, task_type: type[Task] | None
 ) -> tuple[str, type[Task] | None, list[str]]:
-    """Returns the task's name, its class or None, and problems. task_type: the class, if the caller knows it.
+    """Returns the task's name, its class if it is found, and problems. task_type: the class, if the caller knows it.
 
     Does not import a file whose name comes from a run's record.
     """
@@ -205,7 +205,7 @@ def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[ty
 class Layers:
     """Default values of flags: a task's defaults, then settings of runs and files. Later values override earlier ones.
 
-    values: values by field. origins: by field, the file or run that set the value; None for a task's default.
+    values, origins: by field, the value, and the file or run that set the value; None for a task's default.
     left_out: lines about values that a later value of another flag makes ineffective.
     """
 

@@ -214,12 +214,12 @@ class Changes:
     def scores_differ(self) -> bool:
         """Whether the data changed, so that new scores are not comparable with the best score.
 
-        Compares digests of the data; without digests, the numbers of samples.
+        Compares digests of the data, or the numbers of samples if there are no digests.
         """
         digests = self.then.get("data_digest"), self.now.get("data_digest")
         if None not in digests:
             return digests[0] != digests[1]
-        drops = self.then["config"]["--drop-last"] or self.now["config"]["--drop-last"]  # changes only the numbers
+        drops = self.then["config"]["--drop-last"] or self.now["config"]["--drop-last"]  # not a change of data
         return not drops and self.then["phase_sizes"] != self.now["phase_sizes"]
 
     @property

@@ -78,7 +78,7 @@ class Job:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has finished with unchanged flags; with changed flags, the run decides at its next start."""
+        """Whether the run has finished, and its flags have not changed since its last start."""
         return bool(read_json(self.directory / RESULTS)) and not self.changed
 
     def refuse_another_run(self) -> None:
@@ -137,7 +137,7 @@ def plan_jobs(flags: Flags, argv: Sequence[str], folds: Sequence[Sequence[str]],
 
 @dataclass(frozen=True)
 class Slots:
-    """Slots for concurrent runs. variables: environment variables of each slot. flags: flags to add to every run."""
+    """Devices for concurrent runs. variables: environment variables of each slot. flags: flags to add to every run."""
 
     variables: Sequence[Mapping[str, str]]
     flags: Sequence[str]

@@ -209,7 +209,7 @@ def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, overr
 
 
 def find_trained(flags: Flags, say: Callable[[str], None]) -> tuple[TrainedRun, Task]:
-    """Returns the run for `--predict` or `--export` and its task. say: prints messages about damage."""
+    """Returns the weights for `--predict` or `--export`, and their task. say: prints messages about damage."""
     assert flags.task_type is not None
     shipped = flags.task_type(flags.task, flags.run.seed, flags.run.cache_dir).shipped_weights()
     run = find_run(flags, {"--resume-from": flags.checkpoint.resume_from}, shipped, say)
@@ -249,7 +249,7 @@ def trained_objective(
     source: str = "the checkpoint",
     hint: str = "the task's code, or the data that it reads, has changed since",
 ) -> Objective:
-    """Builds a task's objective and loads weights. source, hint: as in `restore_weights`. Raises UserError."""
+    """Builds a task's objective and loads weights. Raises UserError with `source` and `hint` if weights do not fit."""
     objective = module_in_dtype(task.build_objective(), dtype).to(device)
     restore_weights(objective.model, weights, SingleDevice(device), source, hint)
     return objective

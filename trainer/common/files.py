@@ -210,7 +210,7 @@ def plain(value: Any, name: str = "it") -> Any:
     """
     if isinstance(value, str):
         return str.__str__(value)
-    if hasattr(value, "tolist"):  # numpy or torch
+    if hasattr(value, "tolist"):  # arrays and tensors
         value = value.tolist()
     if value is None or isinstance(value, bool):
         return value

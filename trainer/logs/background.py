@@ -133,7 +133,7 @@ class BackgroundLogger(Logger):
 
 
 def end_all(loggers: Sequence[BackgroundLogger], state: str, say: Callable[[str], None]) -> None:
-    """Ends all loggers within END_WITHIN_S in total. state: see `Logger.end`. say: prints a line."""
+    """Ends all loggers within END_WITHIN_S in total. state: the run's state, for `Logger.end`. say: prints a line."""
     now = time.monotonic()
     for logger in loggers:
         logger.ask_to_end(state)

@@ -53,10 +53,7 @@ def progress_bar(items: Iterable[T], description: str) -> Iterable[T]:
 
 
 class ProgressBar:
-    """Progress bar on a terminal; without a terminal, a plain line every PLAIN_LINE_INTERVAL_S seconds.
-
-    num_done: number of units that are done at the start.
-    """
+    """Progress bar on a terminal; without a terminal, a plain line every PLAIN_LINE_INTERVAL_S seconds."""
 
     def __init__(self, total: int, num_done: int, unit: str, description: str = "") -> None:
         self.bar = new_bar(total=total, initial=num_done, desc=description, unit=f" {unit}")
@@ -82,7 +79,7 @@ class Progress(ProgressBar):
         self._unit = unit
 
     def show(self, num_done: int, running: Sequence[str]) -> None:
-        """Shows the progress. num_done: steps or epochs done in all runs. running: names of the runs in progress."""
+        """Shows progress. num_done: steps or epochs done in all runs. running: names of the runs in progress."""
         self.bar.n = num_done
         if running:
             names = ", ".join(running)

@@ -105,7 +105,7 @@ class RunLog:
         """Logs a report after an epoch or an evaluation.
 
         metrics: metrics since the last report. position: after an epoch, the start of the next epoch. epochs_done:
-        number of epochs trained, with a fraction.
+        number of epochs done, including a fraction of the current epoch.
         """
         speed = {
             "samples_per_second": self._segment_samples / max(self._training_seconds, 1e-9),
