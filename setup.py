@@ -26,7 +26,10 @@ NAMES_IN_TEXT = (
 
 
 def installed_form(source: str) -> str:
-    """Returns a module's source in its installed form. Raises ValueError for an import that cannot be converted."""
+    """Returns a module's source with the imports and names of the installed package.
+
+    Raises ValueError for an import that cannot be converted.
+    """
     lines = source.splitlines(keepends=True)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import) and any(alias.name.partition(".")[0] in PACKAGES for alias in node.names):

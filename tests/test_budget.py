@@ -7,8 +7,8 @@ from tests.helpers import budget
 
 LINES_AND_FILES = {
     "checkpoint": (2010, 7),
-    "commands": (3268, 15),
-    "common": (930, 8),
+    "commands": (3270, 15),
+    "common": (927, 8),
     "failure": (673, 4),
     "loading": (1743, 11),
     "logs": (791, 6),

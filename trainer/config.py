@@ -405,7 +405,6 @@ def parse_flags(
 
 
 def _conflicts(groups: Sequence[FlagGroup], values: Mapping[str, Any], stated: Collection[str]) -> list[str]:
-    """Returns a sentence for each pair of flags that exclude each other and for each flag without effect."""
     known = options(*map(type, groups))
     others = {field for field, option in known.items() if values.get(field, option.default) != option.default}
     given = {

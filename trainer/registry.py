@@ -56,7 +56,7 @@ def default_task() -> str:
 
 
 def find_task(name: str) -> type[Task]:
-    """Returns the class of a `--task` value: a workload's name, or path/to/file.py:ClassName. Raises UserError."""
+    """Returns the class of a `--task` value: a workload's name or FILE:CLASS. Raises UserError for other values."""
     _refuse_script(name)
     if ":" in name:
         return find_class(name, "--task", Task, comes_first=True)

@@ -177,7 +177,7 @@ def _items(source: Any) -> tuple[Any, Any]:
 
 
 def _taken(name: str, loader: DataLoader[Any], settings: dict[str, Any]) -> str:
-    """Adds to `settings` the flags that a DataLoader determines; returns a sentence about them. Raises UserError."""
+    """Adds to `settings` the flags that a DataLoader determines; returns a sentence about them."""
     _refuse_settings(name, loader)
     flags, order = {"eval_batch_size": loader.batch_size}, ""
     if name == "train":

@@ -146,8 +146,8 @@ class Objective(SeesConversions):
 
         rows: results of `outputs`, concatenated over all micro-batches and devices: tensors with one row per sample, in
         the order of the global batch. The trainer divides the loss by the total weight of the step. The method may use
-        parameters of `model`. Random numbers drawn here are the same on every process. In eval mode `rows` contains
-        one batch of one process, and `PerSample` results are allowed.
+        parameters of `model`. Random numbers drawn in this method are the same on every process. In eval mode `rows`
+        contains one batch of one process, and `PerSample` results are allowed.
         """
         raise self._lacks_methods()
 
@@ -286,7 +286,7 @@ class Task(ABC):
         """Returns data sets by name: "train", and optionally "test" and validation sets named "val" or "val/NAME".
 
         Without a validation set the last weights count as the best. Without a test set the run reports its best
-        validation scores. Called several times, so cache the result. May raise UserError.
+        validation scores. Called several times, so cache the result. Raises UserError for invalid data.
         """
 
     @abstractmethod
@@ -377,7 +377,7 @@ class Task(ABC):
         """Returns images of a few samples for TensorBoard by name; all calls get the same samples.
 
         Called on rank 0 only, after each validation and after the final test, without gradients, with the evaluation's
-        weights and precision. objective: unwrapped, in eval mode. batch: from `collate`, on the objective's device.
+        weights and precision. objective: unwrapped, in eval mode. batch: result of `collate` on the objective's device.
         """
         return {}
 
@@ -413,7 +413,7 @@ class Task(ABC):
         """Returns the module that `--export` writes, with example inputs: the model, or an exportable equivalent.
 
         Called for several evaluation batches with the unwrapped objective in eval mode, without gradients, after
-        `start_evaluation`. The first call's module is exported. batch: from `collate`, on the objective's device.
+        `start_evaluation`. The first call's module is exported. batch: result of `collate` on the objective's device.
 
         Returns None, the default, to export the objective's `model` with the inputs that the objective passes to it.
         """

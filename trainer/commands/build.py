@@ -93,7 +93,7 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def start_strategy(flags: Flags, environment: RankEnvironment | None) -> Strategy:
-    """Creates the `Strategy` for this process's devices. Raises UserError."""
+    """Creates the `Strategy` for this process's devices. Raises UserError for unusable devices."""
     num_parts = flags.batch.parts
     if flags.multi is None:
         return SingleDevice(pick_device(flags.devices.device), num_parts)
@@ -149,7 +149,7 @@ def set_up_torch(flags: Flags, group: Group) -> None:
 
 
 def build_task(flags: Flags) -> Task:
-    """Creates the task with its data. Raises UserError."""
+    """Creates the task with its data. Raises UserError for invalid data."""
     assert flags.task_type is not None
     # so a task that splits its data with a global generator makes the same split in each process and restart
     random.seed(flags.run.seed)
@@ -435,7 +435,7 @@ def assemble_run(
 
 
 def start_facts(flags: Flags, task: Task, strategy: Strategy) -> dict[str, Any]:
-    """Collects a run's flags, data facts and environment for checkpoints. Raises UserError if data differ by rank."""
+    """Collects a run's flags, data facts and environment for checkpoints. Raises UserError if ranks' data differ."""
     data_facts, digest = strategy.group.together(lambda: (facts_of_data(task), digest_of_data(task)))
     sizes = {f"data set {name!r}": len(dataset) for name, dataset in task.splits().items()}
     sizes |= {f"training data of phase {phase!r}": len(task.training_data(phase)) for phase in task.phases}

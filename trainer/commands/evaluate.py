@@ -38,7 +38,7 @@ SCORES = "scores.jsonl"
 
 
 def score(run: Run, no_test: bool, baselines: Mapping[str, Baseline] | None = None) -> None:
-    """Evaluates a run at its end and writes results.json. Raises StopRequested if the run is asked to stop.
+    """Scores a trained run and writes results.json. Raises StopRequested if the run is asked to stop.
 
     Evaluates the test set with the best weights. Without a test set, reports the best validation scores again, or the
     training scores if there is no validation set.

@@ -151,7 +151,6 @@ def as_pt2(program: ExportedProgram, about: Mapping[str, Any]) -> tuple[bytes, A
 
 @contextmanager
 def _refusing_failures(what: str) -> Iterator[None]:
-    """Converts any exception to UserError, and silences torch's warnings."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():

@@ -70,7 +70,10 @@ def digest_of_data(task: Task) -> str | None:
 
 
 def facts_of_helpers(helpers: Mapping[str, nn.Module], group: Group) -> dict[str, dict[str, str]]:
-    """Returns {"helpers": digests by name}, or {} without helpers. All processes must call it. Raises UserError."""
+    """Returns {"helpers": digests by name}, or {} without helpers. All processes must call this function.
+
+    Raises UserError if digests differ between processes.
+    """
     digests = {name: digest_of(helper) for name, helper in helpers.items()}
     facts = {f"the digest of the helper {name}": digest for name, digest in digests.items()}
     group.require_same(facts, "build_objective must make the same helpers on all ranks")

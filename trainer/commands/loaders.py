@@ -68,7 +68,7 @@ def build_loaders(task: Task, workers: Workers) -> dict[str, BatchLoader]:
 
 
 def loaders_on_device(task: Task, data_on: str, group: Group) -> dict[str, BatchLoader]:
-    """Moves data sets to this process's GPU, and returns loaders of these data sets. All processes must call it.
+    """Moves data sets to this process's GPU, and returns their loaders. All processes must call this function.
 
     data_on: value of `--data-on`. Raises UserError if it is "device" and the data cannot be moved.
     """

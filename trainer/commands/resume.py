@@ -30,7 +30,7 @@ def starts_over(directory: RunDirectory, given: CheckpointFlags) -> bool:
 
 
 def choose_start(directory: RunDirectory, given: CheckpointFlags) -> dict[str, Any] | None:
-    """Returns the checkpoint to resume; None to start a new run. Raises UserError.
+    """Returns the checkpoint to resume; None to start a new run. Raises UserError for an unreadable checkpoint.
 
     `--resume-from` applies only to the first start; later starts resume from the newest checkpoint in `directory`.
     """
@@ -96,7 +96,7 @@ def take_best_beside(
 def resume(
     changes: "Changes", plan: Plan, progress: Progress, is_complete: bool, forget_values: Callable[[], None]
 ) -> list[str]:
-    """Adapts a resumed run's progress to changed data; returns notes for the user. Raises UserError.
+    """Adapts a resumed run's progress to changed data; returns notes. Raises UserError if an unfinished epoch changed.
 
     forget_values: clears the scores of the directory's checkpoints.
     """
@@ -159,7 +159,7 @@ class Changes:
         self.refuse_other_data("the checkpoint", to_train=True)
 
     def refuse_other_threads(self) -> None:
-        """Raises UserError if the number of CPU threads changed; bit-identical results with `--parts` depend on it."""
+        """Raises UserError if the number of CPU threads changed, which affects results with `--parts`."""
         then, now = self.then["environment"], self.now["environment"]
         before, threads = then.get("num_threads_per_rank"), now["num_threads_per_rank"]
         if self._in_parts and now["device_type"] == then.get("device_type") == "cpu" and before != threads:
@@ -189,7 +189,6 @@ class Changes:
                 )
 
     def _advice_on_data(self, to_train: bool = True) -> str:
-        """Returns advice for different data; it suggests `--fresh` only if no flag of the task changed."""
         hint = self.undo_hint("")
         otherwise = "choose another --save-dir" if hint else "start over with --fresh"
         return (hint or "use the same data") + (f", or {otherwise}" if to_train else "")

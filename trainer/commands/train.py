@@ -131,7 +131,7 @@ def _is_finished(run: Run, flags: Flags) -> bool:
 
 
 def _closing_lines(folder: Path, task: Task, task_name: str, progress: Progress) -> list[str]:
-    """Returns lines that name the run's folder, the best epoch and next commands."""
+    """Returns lines that name the run's folder, the best epoch and the commands to run next."""
     best, epochs = progress.best, ""
     if best is not None and best.epoch:
         epochs = f"; its best epoch is {best.epoch} of {progress.position.epoch}, {task.monitor[0]} {best.value:.4f}"

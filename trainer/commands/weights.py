@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 def restore_weights(
     model: nn.Module, weights: Mapping[str, Tensor], strategy: Strategy, source: str, hint: str
 ) -> None:
-    """Loads all weights of a model. All processes must call it.
+    """Loads all weights of a model. All processes must call this function.
 
     source: noun for the weights in messages. hint: advice in the UserError that is raised if weights do not fit.
     """
@@ -197,7 +197,7 @@ def ships_weights(task_type: type[Task]) -> bool:
 def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, overrides: Mapping[str, Any] = {}) -> Task:
     """Creates a task with a run's seed and flags. overrides: values by flag that replace the run's values.
 
-    Raises UserError.
+    Raises UserError for invalid values.
     """
     config = {**run.state["config"], **overrides}
     try:
@@ -219,7 +219,7 @@ def find_trained(flags: Flags, say: Callable[[str], None]) -> tuple[TrainedRun, 
 def rebuild_task(run: TrainedRun, flags: Flags) -> Task:
     """Creates a run's task from the seed and flags in the run's checkpoint.
 
-    The command line may repeat the run's flags, but may change only `Task.predict_flags`. Raises UserError.
+    Raises UserError if the command line changes flags of the run other than `Task.predict_flags`.
     """
     if not ("task" in run.state and "config" in run.state):
         reason = "contains weights but does not name their task; give a run's checkpoint"
@@ -258,7 +258,8 @@ def trained_objective(
 def trained_model(folder: Path, task_type: type[Task] | None) -> nn.Module:
     """Loads the model of a run directory with the best weights, in eval mode on the CPU.
 
-    task_type: the task's class; None: the class recorded in the run. Changes no file of the run. Raises UserError.
+    task_type: the task's class; None: the class recorded in the run. Changes no file of the run. Raises UserError if no
+    weights fit.
     """
     run = find_weights(folder, {}, to_stderr)
     task_type = task_type or known_task(run.state["task"])

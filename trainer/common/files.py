@@ -38,7 +38,7 @@ _BLOCK = 1 << 20
 
 
 def read_again(read: Callable[[], T]) -> T:
-    """Calls `read` up to three times while it raises one of READ_ERRORS. Raises OSError."""
+    """Calls `read` up to three times while it raises one of READ_ERRORS, and raises the last error."""
     for wait_s in READ_AGAIN_AFTER_S:
         try:
             return read()

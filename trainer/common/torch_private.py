@@ -59,12 +59,12 @@ def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> N
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Returns whether a parameter has gradient hooks. Fallback: False."""
+    """Returns whether a parameter has gradient hooks; falls back to False."""
     return bool(getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def hooked_module(module: nn.Module) -> str | None:
-    """Returns the path of the first submodule with hooks, "" for `module` itself, or None. Fallback: None."""
+    """Returns the path of the first submodule with hooks, "" for `module` itself, or None; falls back to None."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooked = (path for path, each in module.named_modules() if any(getattr(each, name, None) for name in names))
     return next(hooked, None)
@@ -106,13 +106,13 @@ run_backward: Callable[..., None] = partial(
 
 
 def is_in_backward() -> bool:
-    """Returns whether this thread is in a backward pass, including activation recomputation. Fallback: False."""
+    """Returns whether this thread is in a backward pass, including activation recomputation; falls back to False."""
     number = getattr(torch._C, "_current_graph_task_id", None)
     return number is not None and number() != -1
 
 
 def after_first_gradients(callback: Callable[[], None]) -> None:
-    """Queues a callback for the end of the backward pass, before callbacks queued later. Fallback: calls it at once."""
+    """Queues a callback for the end of the backward pass, before callbacks queued later; falls back to calling it."""
     engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
     if hasattr(engine, "queue_callback"):
         engine.queue_callback(callback)
@@ -121,12 +121,12 @@ def after_first_gradients(callback: Callable[[], None]) -> None:
 
 
 def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether an optimizer itself skips steps if found_inf is set, as fused optimizers do. Fallback: False."""
+    """Returns whether an optimizer skips steps if found_inf is set, as fused optimizers do; falls back to False."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether an optimizer has step hooks, or global step hooks exist. Fallback: False."""
+    """Returns whether an optimizer has step hooks, or global step hooks exist; falls back to False."""
     own = [getattr(optimizer, f"_optimizer_step_{place}_hooks", None) for place in ("pre", "post")]
     module = sys.modules.get(torch.optim.Optimizer.__module__)
     of_all = [getattr(module, f"_global_optimizer_{place}_hooks", None) for place in ("pre", "post")]
@@ -137,7 +137,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def when_cuda_is_initialised(callback: Callable[[], None]) -> None:
-    """Calls a function as soon as CUDA is initialised. Fallback: calls it now, which initialises CUDA."""
+    """Calls a function as soon as CUDA is initialised. Fallback: calls the function now, which initialises CUDA."""
     getattr(torch.cuda, "_lazy_call", lambda call: call())(callback)
 
 
@@ -148,7 +148,7 @@ def end_allocating(device: torch.device, pool: Any) -> None:
     """Ends allocation to a CUDA graph's memory pool after a failed capture.
 
     Before this call torch cannot return memory to the GPU. In newer versions of torch, the failed capture itself ends
-    allocation; the error that this call then raises is suppressed. Fallback: does nothing.
+    allocation; the error that this call then raises is suppressed.
     """
     with suppress(AttributeError, RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
@@ -158,7 +158,7 @@ def end_allocating(device: torch.device, pool: Any) -> None:
 
 
 def num_exchanges(group: Any) -> int:
-    """Returns the number of collectives started in a process group. Fallback: 0, so collectives are not detected."""
+    """Returns the number of collectives started in a process group; falls back to 0, as if there were none."""
     try:
         return int(group._get_sequence_number_for_group())
     except (AttributeError, RuntimeError):  # the backend has no counter
@@ -166,10 +166,7 @@ def num_exchanges(group: Any) -> int:
 
 
 def set_timeout(group: Any, device: torch.device, limit: timedelta) -> None:
-    """Sets the timeout of an existing process group. Fallback: the timeout stays unchanged.
-
-    Uses the public method if torch has it; torch 2.8 does not.
-    """
+    """Sets the timeout of an existing process group. Fallback: the timeout stays unchanged."""
     if hasattr(group, "set_timeout"):
         group.set_timeout(limit)
         return
@@ -185,18 +182,18 @@ def rebuild_buckets(net: Any) -> None:
 
 
 def raise_for_ended_worker() -> None:
-    """Raises RuntimeError if a DataLoader worker was killed. Fallback: torch raises it at the next batch."""
+    """Raises RuntimeError if a DataLoader worker was killed. Fallback: torch raises the error at the next batch."""
     with suppress(AttributeError, ImportError):
         importlib.import_module("torch.utils.data._utils.signal_handling")._error_if_any_worker_fails()
 
 
 def has_workers(loader: Any) -> bool:
-    """Returns whether a DataLoader's persistent workers have started. Fallback: False."""
+    """Returns whether a DataLoader's persistent workers have started; falls back to False."""
     return getattr(loader, "_iterator", None) is not None
 
 
 def kill_workers(loader: Any) -> None:
-    """Kills a DataLoader's persistent workers, even if they hang. Fallback: torch ends them at exit."""
+    """Kills a DataLoader's persistent workers, even if they hang. Fallback: torch ends the workers at exit."""
     iterator = getattr(loader, "_iterator", None)
     with suppress(AttributeError):
         iterator._shutdown_workers()  # type: ignore[union-attr]
@@ -214,7 +211,7 @@ def make_outermost(unit: nn.Module) -> None:
 
 
 def group_of_unit(unit: Any) -> Any | None:
-    """Returns the FSDP parameter group of a fully_shard module. Fallback: None; torch reduces gradients as usual."""
+    """Returns the FSDP parameter group of a fully_shard module; falls back to None."""
     return getattr(unit._get_fsdp_state(), "_fsdp_param_group", None) if hasattr(unit, "_get_fsdp_state") else None
 
 
@@ -224,7 +221,7 @@ def unsharded(parameter: Any) -> Tensor | None:
 
 
 def pass_through(unit: Any, value: Tensor) -> Tensor:
-    """Runs a fully_shard module's all-gather and reshard without a forward; returns `value`. Fallback: runs neither."""
+    """Runs a fully_shard module's all-gather and reshard without a forward; returns `value`. Fallback: does nothing."""
     state: Any = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
     if not (hasattr(state, "_pre_forward") and hasattr(state, "_post_forward")):
         return value
@@ -238,7 +235,7 @@ def pass_through(unit: Any, value: Tensor) -> Tensor:
 def set_up_compiler(most_versions: int) -> type[Exception]:
     """Imports the compiler, which takes seconds, and sets its recompile limit. Returns its base exception.
 
-    Fallback: torch's default limit, and an exception class that the compiler never raises.
+    Falls back to torch's default limit, and to an exception class that the compiler never raises.
     """
     with suppress(AttributeError, ImportError):
         settings = importlib.import_module(f"{COMPILER}.config")
@@ -253,7 +250,7 @@ def set_up_compiler(most_versions: int) -> type[Exception]:
 def scan(step: Callable[[Any, Any], tuple[Any, Any]], start: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, Tensor]:
     """Applies step(state, inputs at one time) -> (state, output) over dim 0; returns (last state, stacked outputs).
 
-    torch.export can export the result for any length. Fallback: a loop, which exports for the example's length only.
+    torch.export can export the result for any length. Falls back to a loop, which can be exported for one length.
     """
     try:
         from torch._higher_order_ops import scan as of_torch  # this imports the compiler
@@ -297,7 +294,7 @@ class _StandIn:
 def default_settings_of_compiler() -> Iterator[None]:
     """Gives DistributedDataParallel the compiler's default settings without importing the compiler.
 
-    Fallback: reading any other attribute imports the compiler.
+    Reading anything else of the compiler in this context imports the compiler.
     """
     if COMPILER in sys.modules:
         yield

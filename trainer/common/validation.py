@@ -47,7 +47,7 @@ def absolute(path: Path) -> Path:
 
 
 def checked_text(text: str) -> str:
-    """Returns the text. Raises ValueError if it is not valid UTF-8 or contains a NUL byte."""
+    """Returns the text. Raises ValueError for text that is not valid UTF-8 or contains a NUL byte."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -72,7 +72,7 @@ def find_class(value: str, flag: str, base: type, comes_first: bool) -> type[Any
 
 
 def split_name(value: str, flag: str) -> tuple[Path, str]:
-    """Splits path/to/file.py:ClassName and checks that the file exists, without importing it. Raises UserError."""
+    """Splits path/to/file.py:ClassName without importing the file. Raises UserError if the file does not exist."""
     file, colon, class_name = value.rpartition(":")
     if not colon or not class_name.isidentifier():  # nested classes are not supported
         raise UserError(f"{flag} {value}: must be path/to/file.py:ClassName")

@@ -79,7 +79,7 @@ class Progress(ProgressBar):
         self._unit = unit
 
     def show(self, num_done: int, running: Sequence[str]) -> None:
-        """Shows progress. num_done: steps or epochs done in all runs. running: names of the runs in progress."""
+        """Shows progress. num_done: steps or epochs done in all runs. running: names of runs."""
         self.bar.n = num_done
         if running:
             names = ", ".join(running)
