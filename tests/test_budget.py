@@ -12,7 +12,7 @@ LINES_AND_FILES = {
     "failure": (672, 4),
     "loading": (1743, 11),
     "logs": (775, 6),
-    "loop": (6594, 30),
+    "loop": (6598, 30),
     "parallel": (3017, 14),
     "trainer": (2695, 8),
 }
