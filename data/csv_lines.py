@@ -85,7 +85,7 @@ def csv_lines(text: Iterable[str], delimiter: str, where: str) -> Iterator[Line]
     except csv.Error as error:
         if str(error) == "unexpected end of data":
             raise UserError(
-                f"{where}, line {num_done + 1}: a quotation mark opens but never closes; add or remove one"
+                f"{where}, line {num_done + 1}: a quotation mark opens but never closes; close it or remove it"
             ) from None
         raise UserError(f"{where}, line {reader.line_num}: malformed CSV ({error}); fix the line") from None
 

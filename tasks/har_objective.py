@@ -128,7 +128,7 @@ def refuse_other_encoder(model: Standardised, encoding: Standardised) -> None:
     # statistics computed on another machine may differ in the last digits
     if not all(torch.allclose(value, expected[name], rtol=1e-5, atol=1e-6) for name, value in own.items()):
         raise UserError(
-            "--encoder-path: is not the encoder with which this run started; give the same file as then, or start "
+            "--encoder-path: is not the encoder with which this run started; give the original file, or start "
             "over with --fresh"
         )
 

@@ -79,7 +79,7 @@ class SeqrecFlags(FlagGroup):
     )  # fmt: skip
     split: SplitKind = flag(
         "leave-one-out", "what to hold out; leave-one-out: each user's last item for the test, the item before it for "
-        "validation; ratio: the last share of each user's interactions; time: the last share of all interactions",
+        "validation; ratio: the latest interactions of each user; time: the latest of all interactions",
     )  # fmt: skip
     val_share: float = flag(
         0.1, "with --split ratio or time: share of interactions for validation", above=0, below=1, needs=_OF_SHARES
@@ -151,7 +151,7 @@ class SeqrecFlags(FlagGroup):
     )  # fmt: skip
     mask_seen: bool = flag(True, "also rank and recommend items that the user has already seen")
     ks: tuple[int, ...] = flag(
-        (1, 5, 10, 20), "cut-offs of the metrics; the best epoch is chosen by ndcg@10, or by NDCG at the first "
+        (1, 5, 10, 20), "cut-offs of the ranking metrics; the best epoch is chosen by ndcg@10, or by NDCG at the first "
         "cut-off if 10 is not listed", at_least=1,
     )  # fmt: skip
     top_k: int = flag(10, "with --predict: number of items per user", common=True, at_least=1)

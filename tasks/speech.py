@@ -66,8 +66,8 @@ class SpeechFlags(FlagGroup):
         "download)", common=True, local=True,
     )  # fmt: skip
     sample_rate: int | None = flag(
-        None, "resample recordings to this rate (default: the most common rate)", metavar="HZ", at_least=4000,
-        needs={"data_dir": None},
+        None, "sample rate in Hz to which all recordings are resampled (default: the most common rate)", metavar="HZ",
+        at_least=4000, needs={"data_dir": None},
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME", needs={"data_dir": None})
     on_bad: Literal["drop", "refuse"] = flag(
@@ -342,7 +342,7 @@ class SpeechTask(Task):
         if len(too_short) == 0:
             return part
         first = too_short[0]
-        example = f"{corpus.names[first]}, {num_frames[first]} frames for {needed[first]} symbols"
+        example = f"{corpus.names[first]}, which has {num_frames[first]} frames but needs {needed[first]}"
         advice = "reduce --subsampling or --hop-ms, or use --units words"
         if len(too_short) == len(part):
             raise UserError(
@@ -354,7 +354,7 @@ class SpeechTask(Task):
                 f"--data-dir: {len(too_short)} training utterances are too short for their transcripts ({example}); "
                 f"fix them, {advice}, or add --on-bad drop"
             )
-        self._left_out[f"too short for its transcript, such as {example}"] = len(too_short)
+        self._left_out[f"is too short for its transcript, such as {example}"] = len(too_short)
         return np.setdiff1d(part, too_short)
 
     def splits(self) -> Mapping[str, KeyedDataset]:
@@ -371,7 +371,8 @@ class SpeechTask(Task):
         notes = [note for name, note in rows if name == "encoding"]  # too long for a cell of the table
         rows = [row for row in rows if row[0] != "encoding"]
         table = overview(("recordings", "found"), rows) if rows else []
-        return [*table, *notes, *(f"Left out ({count}): {reason}." for reason, count in left_out.items())]
+        notes += [f"Left out: {count} recording(s), each of which {reason}." for reason, count in left_out.items()]
+        return [*table, *notes]
 
     def _found(self) -> list[tuple[str, str]]:
         corpus, symbols = self.corpus, self.alphabet.symbols

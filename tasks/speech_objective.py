@@ -99,7 +99,7 @@ class Decoder:
             reason = error.strerror or error
             raise UserError(f"--language-model {language_model}: {reason}; give an ARPA file") from None
         except ValueError as error:
-            raise UserError(f"--language-model {language_model}: {error}") from None
+            raise UserError(f"--language-model {language_model}: {error}; give another ARPA file") from None
 
     def __call__(self, found: Recognised) -> Tensor:
         """Returns the symbols of each utterance, (B, L) int64, padded with 0."""

@@ -118,8 +118,8 @@ class TabularFlags(FlagGroup):
         "base: all weights; lora: low-rank adapters", common=True, needs=_OF_A_TABLE,
     )  # fmt: skip
     val_share: float = flag(
-        0.2, "with --tune: share of non-test rows held out to choose the epoch; keeps the untuned weights if tuning "
-        "does not help", above=0, below=1, needs=_OF_TUNING,
+        0.2, "with --tune: share of non-test rows held out to choose the epoch; the untuned weights are kept if "
+        "tuning does not help", above=0, below=1, needs=_OF_TUNING,
     )  # fmt: skip
     num_episodes: int = flag(
         64, "with --tune: number of training problems per epoch, each made of random rows of the table", at_least=1,

@@ -309,7 +309,7 @@ class TabularClassifier:
         if self.device not in ("auto", "cpu") and not (
             str(self.device).partition(":")[0] == "cuda" and torch.cuda.is_available()
         ):
-            raise ValueError(f'device {self.device!r}: must be "auto", "cpu", or with a GPU "cuda"')
+            raise ValueError(f'device {self.device!r}: must be "auto" or "cpu", or "cuda" if there is a GPU')
 
     def _use(self, run: TrainedRun) -> None:
         """Builds the network of a run on the device, with adapters merged into its weights."""

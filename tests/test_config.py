@@ -171,7 +171,7 @@ def test_help_names_every_task(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"], several_devices=False)
     shown = capsys.readouterr().out
-    assert f"\nWorkloads: {', '.join(TASKS)}.\n" in shown and "path/to/file.py:ClassName" in shown
+    assert f"\nBuilt-in tasks: {', '.join(TASKS)}.\n" in shown and "path/to/file.py:ClassName" in shown
 
 
 @pytest.mark.parametrize(("task", "says"), [("har", True), ("seqrec", False)])

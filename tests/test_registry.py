@@ -67,7 +67,7 @@ def test_a_program_has_the_workloads_that_it_hands_in(more, outside, tmp_path):
     (tmp_path / "workloads_of_a_program.py").write_text(WORKLOADS)
     outside(PROGRAM, *more, "--epochs", 1, "--device", "cpu")
     assert (tmp_path / "checkpoints" / "line" / "results.json").exists()
-    assert "Workloads: line, har." in outside(PROGRAM, "--help")
+    assert "Built-in tasks: line, har." in outside(PROGRAM, "--help")
 
 
 def test_a_script_has_those_beside_the_trainer_unless_a_package_of_its_own_has_their_name(outside, run_here, tmp_path):

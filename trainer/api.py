@@ -296,14 +296,14 @@ def _run_as_rank(
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(file, run_name="__main__")
-    to_stderr(f"{file}: rank {environment.rank} did not reach call {number + 1} of fit; run equal calls on all ranks")
+    to_stderr(f"{file}: rank {environment.rank} did not reach call {number + 1} of fit; all ranks must reach it")
     return EXIT_BAD_INPUT
 
 
 def _ended(status: int, form: str, run: SavedRun) -> Fitted:
     """Converts the exit status of processes to a result. Raises UserError, Failure or KeyboardInterrupt."""
     if status == EXIT_BAD_INPUT:
-        raise UserError(f"{form}: the started processes refused to train; see their messages on standard error")
+        raise UserError(f"{form}: the processes that it started refused to train; see their messages on standard error")
     # after SIGKILL, for example, state.json may still contain the state of an earlier start
     was_stopped = status - 128 in STOP_SIGNALS and run.state == "preempted"
     if status == 128 + signal.SIGINT and not was_stopped:

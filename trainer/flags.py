@@ -46,7 +46,7 @@ class RunFlags(FlagGroup):
     """What to train"""
 
     task: str = flag(
-        "", "workload, or path/to/file.py:ClassName; ClassName is your own task class", common=True, local=True,
+        "", "built-in task, or path/to/file.py:ClassName; ClassName is your own task class", common=True, local=True,
         from_record="refused",
     )  # fmt: skip
     epochs: int | None = flag(
@@ -56,7 +56,7 @@ class RunFlags(FlagGroup):
         None, "stop after STEPS optimizer steps, even within an epoch; replaces --epochs", at_least=1
     )
     max_minutes: float = flag(
-        0.0, "save and exit after MINUTES of training; earlier starts count too; 0: no limit", common=True, at_least=0
+        0.0, "save and exit after MINUTES of training; earlier sessions count too; 0: no limit", common=True, at_least=0
     )
     eval_every: int | None = flag(
         None, "validate every EPOCHS epochs and after the last epoch (default: 1)", metavar="EPOCHS",
@@ -93,7 +93,7 @@ class RunFlags(FlagGroup):
         from_record="ignored",
     )  # fmt: skip
     no_test: bool = flag(
-        False, "do not score the test set; scores the last weights on the validation set instead, to compare settings"
+        False, "score the last weights on the validation set instead of the test set; for comparing settings"
     )
 
     def __post_init__(self) -> None:
@@ -308,7 +308,7 @@ class CheckpointFlags(FlagGroup):
         "used", metavar="CHECKPOINT", common=True, from_record="refused", excludes=("init_from_partial",),
     )  # fmt: skip
     init_from_partial: Path | None = flag(
-        None, "initialise the weights whose names and shapes match this checkpoint; prints their names",
+        None, "initialise only the weights whose names and shapes match this checkpoint; their names are printed",
         metavar="CHECKPOINT", from_record="refused",
     )  # fmt: skip
     fresh: bool = flag(
@@ -335,9 +335,9 @@ class SeveralFlags(FlagGroup):
 
     recorded: ClassVar = False
     seeds: int = flag(
-        1, "train N runs with consecutive seeds; the first seed is --seed; reports mean, standard deviation and "
-        "ensemble; each GPU trains one run at a time; on the CPU each core trains one run, with one thread unless "
-        "--num-threads is given", metavar="N", common=True, at_least=1,
+        1, "train N runs with consecutive seeds; the first seed is --seed; reports mean and standard deviation of "
+        "the scores, and ensemble scores; each GPU trains one run at a time; on the CPU each core trains one run "
+        "with one thread unless --num-threads is given", metavar="N", common=True, at_least=1,
     )  # fmt: skip
     folds: int = flag(
         0, "train K runs for K-fold cross-validation; each run is scored on the fold of the training data that it "
@@ -399,7 +399,7 @@ class ExportFlags(FlagGroup):
     recorded: ClassVar = False
     export: Path | None = flag(
         None, "do not train: export the model to this .pt2 file; uses torch.export and the best weights of --save-dir, "
-        "or the weights of --resume-from; the file runs without this trainer", metavar="FILE", common=True,
+        "or the weights of --resume-from; torch can run the file without this trainer", metavar="FILE", common=True,
         from_record="refused", excludes=NOT_WITH_A_USE, displaces=("resume_from",),
     )  # fmt: skip
 

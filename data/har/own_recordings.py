@@ -125,7 +125,7 @@ def load_own_recordings(path: Path, cache_dir: Path, wanted: OwnFormat) -> OwnRe
     Raises UserError, with file, line and column, for invalid data.
     """
     path = path.resolve()
-    source = source_at(path, depth=1, advice="give a CSV of recordings, or a folder of them")
+    source = source_at(path, depth=1, advice="give a CSV file of recordings, or a folder of such files")
     files = [single(path, "--data-dir")] if source is None else [file for file in source.files if _is_table(file)]
     key = key_of("har_own", _FORMAT_VERSION, [file.stamp for file in files], wanted)
     arrays = cached_arrays(cache_dir, key, lambda: _build(files, wanted))
@@ -228,8 +228,8 @@ def _why_no_window(cut: Cut, wanted: OwnFormat, where: str, label: str) -> str:
             "--label-column"
         )
     return (
-        f"{where}: a window has {wanted.length} rows, but the longest stretch of one person's activity "
-        f"without a gap has {cut.longest}; sort the rows by person and time, or choose a smaller --window"
+        f"{where}: a window has {wanted.length} rows, but the longest uninterrupted activity of one person has "
+        f"{cut.longest}; sort the rows by person and time, or choose a smaller --window"
     )
 
 
@@ -277,7 +277,7 @@ def _remarks(cut: Cut, several: Sequence[str]) -> Iterator[str]:
         )
     if cut.num_short:
         yield (
-            f"Left out: {cut.num_short:,} stretches of the same activity that are shorter than a window, with "
+            f"Left out: {cut.num_short:,} stretches of one activity that are shorter than a window, with "
             f"{cut.num_short_rows:,} rows in total."
         )
 

@@ -284,8 +284,8 @@ def _what_is_wrong(
     for number, fields in lines:
         if len(fields) != len(header):
             return (
-                f"line {number}: {len(fields)} columns, but {len(header)} column names",
-                "fix that line",
+                f"line {number}: has {len(fields)} columns, but there are {len(header)} column names",
+                "fix this line",
             )
         for i in columns:
             if np.isnan(_numbers([(number, fields)], [i], decimal_comma)).any():

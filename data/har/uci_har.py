@@ -102,7 +102,7 @@ def _verify(source: "_Published", sha256: Mapping[str, str]) -> Arrays:
     for name, expected in sha256.items():
         found = hashlib.sha256(source.read(name)).hexdigest()
         if found != expected:
-            raise UserError(f"{source.where(name)}: is not the published file (sha256 {found}, not {expected})")
+            raise UserError(f"{source.where(name)}: is not the published file (its sha256 is {found}, not {expected})")
     return {}
 
 
@@ -134,8 +134,8 @@ class _Published:
             source = Zip(source.path, source.where, inner[0].read())
             top = _top_folder(source)
         if top is None:
-            advice = "check the path, or unpack recordings of your own"
-            raise UserError(f"{source.where} contains no folder train with the files of UCI HAR; {advice}")
+            advice = "check the path; unpack the zip if it contains your own recordings"
+            raise UserError(f"{source.where} contains no folder named train with the files of UCI HAR; {advice}")
         return source, top
 
 
@@ -155,7 +155,7 @@ def _find(path: Path) -> _Published:
     if not path.exists():
         raise UserError(f"--data-dir {path}: no such file or folder; give the UCI HAR folder or zip")
     raise UserError(
-        f"--data-dir {path}: contains no folder train with the files of UCI HAR; give {_TOP_FOLDER} or its zip"
+        f"--data-dir {path}: contains no folder named train with the files of UCI HAR; give {_TOP_FOLDER} or its zip"
     )
 
 
@@ -229,7 +229,9 @@ def _parse_integers(source: _Published, name: str, lines: list[bytes]) -> np.nda
             numbers[row] = int(line)
         except (ValueError, OverflowError):
             shown = line.decode(errors="replace")
-            raise UserError(f"{source.where(name)}, line {row + 1}: {shown!r} is not a whole number") from None
+            raise UserError(
+                f"{source.where(name)}, line {row + 1}: {shown!r} is no whole number; download the data again"
+            ) from None
     return numbers
 
 
@@ -252,7 +254,7 @@ def _parse_line(line: bytes) -> np.ndarray | None:
 def _what_is_wrong(line: bytes, num_columns: int) -> str:
     fields = line.decode(errors="replace").split()
     if len(fields) != num_columns:
-        return f": {len(fields)} columns instead of {num_columns}"
+        return f": has {len(fields)} columns instead of {num_columns}"
     for column, field in enumerate(fields, start=1):
         values = _parse_line(field.encode())
         if values is None or values.size != 1:

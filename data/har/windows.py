@@ -235,5 +235,5 @@ def subject_folds(recordings: HarRecordings, num_folds: int) -> list[list[str]]:
     """Assigns names of training subjects to folds in rotation. Raises UserError for more folds than subjects."""
     candidates = [recordings.name_of(subject) for subject in training_subjects(recordings)]
     if not 2 <= num_folds <= len(candidates):
-        raise UserError(f"--folds {num_folds}: must be 2 to {len(candidates)}, the number of training subjects")
+        raise UserError(f"--folds {num_folds}: must be from 2 to {len(candidates)}, the number of training subjects")
     return [candidates[i::num_folds] for i in range(num_folds)]

@@ -84,7 +84,7 @@ def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoic
     columns = [column for column in found.values() if column is not None]
     if len(set(columns)) < len(columns):
         places = ", ".join(f"the {role} is column {column + 1}" for role, column in found.items() if column is not None)
-        raise UserError(f"{where}: {places}; each needs its own column: specify the columns with {_flags(found)}")
+        raise UserError(f"{where}: {places}, but each needs its own column; specify the columns with {_flags(found)}")
     user, item = found["user"], found["item"]
     assert user is not None and item is not None
     names = first if has_names else [f"column {column}" for column in range(1, len(first) + 1)]

@@ -223,7 +223,7 @@ class _Parser:
         """Returns the error in a line and how to fix it; None if the line is well-formed."""
         layout, advice = self._layout, "fix it"
         if len(fields) != len(layout.names):
-            return f"{len(fields)} column{'s' * (len(fields) != 1)} instead of {len(layout.names)}", advice
+            return f"has {len(fields)} column{'s' * (len(fields) != 1)} instead of {len(layout.names)}", advice
         if _is_no_name(fields[layout.user]) or _is_no_name(fields[layout.item]):
             return "the user or item is empty or contains a line break", advice
         if layout.time is None:

@@ -57,7 +57,7 @@ class Numbers:
         wrong = np.flatnonzero(np.diff(self.offsets) != num_columns)
         if len(wrong):
             width = np.diff(self.offsets)[wrong[0]]
-            raise self.mistake(int(wrong[0]), f"{width} column{'s' * bool(width != 1)} instead of `{names}`")
+            raise self.mistake(int(wrong[0]), f"has {width} column{'s' * bool(width != 1)} instead of `{names}`")
         return self.values.reshape(-1, num_columns)
 
     def refuse(self, is_wrong: np.ndarray, reason: str, rows: np.ndarray | None = None, **values: np.ndarray) -> None:

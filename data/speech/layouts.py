@@ -162,7 +162,7 @@ def _manifest_line(source: Source, name: str, number: int, line: str, split: str
     _refuse_no_text(where, sound, text + speaker)
     if entry.get("offset"):
         raise UserError(
-            f"{where}: is a part of a recording (offset {entry['offset']}); save this part as a separate file"
+            f"{where}: describes a part of a recording (offset {entry['offset']}); save this part as a separate file"
         )
     path = posixpath.normpath(posixpath.join(posixpath.dirname(name), sound))
     if not source.reads_outside and (path.startswith(("/", "../"))):
@@ -172,7 +172,7 @@ def _manifest_line(source: Source, name: str, number: int, line: str, split: str
 
 def _refuse_no_text(where: str, sound: str, text: str) -> None:
     if "\0" in sound or not _can_be_written(sound, "surrogateescape") or not _can_be_written(text):
-        raise UserError(f"{where}: contains an invalid character; fix the line")
+        raise UserError(f"{where}: contains a character that UTF-8 cannot encode, or a NUL; fix the line")
 
 
 def _is_finite(number: object) -> bool:
@@ -210,7 +210,9 @@ def _common_voice_table(source: Source, name: str) -> Iterator[Utterance]:
     for number, line in lines:
         fields = dict(zip(columns, line.split("\t"), strict=False))
         if len(fields) < len(columns):
-            raise UserError(f"{source.where(name)}, line {number}: {len(fields)} columns instead of {len(columns)}")
+            raise UserError(
+                f"{source.where(name)}, line {number}: has {len(fields)} columns, not {len(columns)}; fix the line"
+            )
         clip = posixpath.normpath(folder / "clips" / fields["path"])
         yield Utterance(clip, fields["sentence"], fields["client_id"], split)
 
@@ -240,7 +242,7 @@ def _metadata_table(source: Source, name: str) -> Iterator[Utterance]:
         return
     for number, fields in rows:
         if len(fields) != len(header):
-            raise UserError(f"{where}, line {number}: {len(fields)} columns instead of {len(header)}")
+            raise UserError(f"{where}, line {number}: has {len(fields)} columns, not {len(header)}; fix the line")
         _refuse_no_text(f"{where}, line {number}", fields[sound], fields[text])
         path = posixpath.normpath(folder / fields[sound])
         yield Utterance(

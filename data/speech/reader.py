@@ -114,7 +114,7 @@ def _read_recording(file: Path, sample_rate: int) -> tuple[np.ndarray, bool]:
     try:
         samples, rate = decode(read_whole(file, MOST_SOUND), file.name)
     except OSError as error:
-        raise UnreadableAudio(error.strerror or str(error)) from None
+        raise UnreadableAudio(f"cannot be read: {error.strerror or error}") from None
     if not len(samples):
         raise UnreadableAudio("has no samples")
     samples, is_loud = within_full_scale(samples)
@@ -207,7 +207,8 @@ def _decode(source: Source, utterance: Utterance) -> tuple[np.ndarray, int]:
         raise UnreadableAudio("is not in the archive") from None
     except ARCHIVE_ERRORS as error:
         # archive errors contain the file name, but equal reasons must count as one
-        raise UnreadableAudio(getattr(error, "strerror", None) or "cannot be read from the archive") from None
+        reason = getattr(error, "strerror", None) or "the archive is damaged"
+        raise UnreadableAudio(f"cannot be read: {reason}") from None
     if not len(samples):
         raise UnreadableAudio("has no samples")
     said = utterance.duration

@@ -50,7 +50,7 @@ def speaker_folds(corpus: Corpus, num_folds: int) -> list[list[str]]:
     """Assigns the sorted speakers to folds in rotation. Raises UserError for more folds than speakers."""
     speakers = _speakers(corpus)
     if not 2 <= num_folds <= len(speakers):
-        raise UserError(f"--folds {num_folds}: must be 2 to {len(speakers)}, the number of speakers")
+        raise UserError(f"--folds {num_folds}: must be from 2 to {len(speakers)}, the number of speakers")
     return [speakers[i::num_folds] for i in range(num_folds)]
 
 

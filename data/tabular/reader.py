@@ -144,7 +144,7 @@ def _read_arrays(path: Path, where: str) -> Table:
         array = arrays.get(name)
         if array is not None and (array.ndim != num_dimensions or array.dtype.kind not in "fiubU"):
             wanted = "X (n, m) and y (n,) with numbers or strings, and names (m,) with strings"
-            raise UserError(f"{where}: {name} is {array.dtype} of shape {array.shape}; give {wanted}")
+            raise UserError(f"{where}: {name} has type {array.dtype} and shape {array.shape}; give {wanted}")
     values, labels = arrays["X"], arrays.get("y")
     num_rows, num_columns = values.shape
     _check_width(num_columns, where)

@@ -244,7 +244,7 @@ class SequentialRecommender(nn.Module):
         only_last: whether to compute only the state after the last item, (B, 1, width).
         """
         if items.shape[1] > self.maxlen:
-            raise ValueError(f"histories of {items.shape[1]} items are longer than maxlen {self.maxlen}")
+            raise ValueError(f"{items.shape[1]} items exceed maxlen {self.maxlen}; pass only the latest items")
         x, relations = self.embed(items, length, times)
         for block in self.blocks[:-1]:
             x = block(x, *relations)

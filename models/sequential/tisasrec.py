@@ -138,7 +138,7 @@ class TiSASRec(SequentialRecommender):
     def embed(self, items: Tensor, length: Tensor, times: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
         """Returns the blocks' input. times: (B, T) integers, in units of the user's shortest non-zero interval."""
         if times is None:
-            raise ValueError("TiSASRec needs the times of the items")
+            raise ValueError("TiSASRec needs the times of the items; pass `times`")
         position = self.positions(items, length)
         return self.dropout(self.item_scale * self.items(items)), (
             Intervals(times, self.time_span),

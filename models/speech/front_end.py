@@ -77,7 +77,7 @@ class LogMel(nn.Module):
             raise ValueError(f"normalise {normalise!r}: must be one of {', '.join(get_args(Normalise))}")
         self.window_length, self.hop = round(window_s * sample_rate), round(hop_s * sample_rate)
         if not 1 <= self.hop <= self.window_length:
-            raise ValueError(f"hop_s {hop_s}: must be at least a sample and at most window_s {window_s}")
+            raise ValueError(f"hop_s {hop_s}: must be at least one sample and at most window_s {window_s}")
         self.sample_rate, self.num_mels, self.normalise = sample_rate, num_mels, normalise
         self.masking_db = masking_db
         self.fft_length = 2 ** math.ceil(math.log2(self.window_length))

@@ -67,7 +67,7 @@ def read_arpa(path: Path) -> NGram:
     entries: dict[tuple[str, ...], tuple[float, float]] = {}
     order = -1  # order of the section; 0 in \data\; -1 before \data\, where any text is allowed
     for number, line in _lines(path):
-        place = f"{path}:{number}"
+        place = f"line {number}"
         section = re.fullmatch(r"\\(\d+)-grams:", line)
         if line == "\\data\\":
             order = 0
@@ -86,7 +86,7 @@ def read_arpa(path: Path) -> NGram:
         else:
             _add_entry(entries, line, order, place)
     missing = "\\data\\" if order == -1 else "\\end\\"
-    raise ValueError(f"{path}: line {missing} is missing, so this is not an ARPA file, or it is truncated")
+    raise ValueError(f"the line {missing} is missing, so the file is truncated or not an ARPA file")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -98,7 +98,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 if line.strip():
                     yield number, line.strip()
         except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path}: is damaged, or is not text in UTF-8 ({error})") from None
+            raise ValueError(f"is damaged, or is not text in UTF-8 ({error})") from None
 
 
 def _add_entry(entries: dict[tuple[str, ...], tuple[float, float]], line: str, order: int, place: str) -> None:
@@ -126,7 +126,7 @@ def _check_counts(entries: dict[tuple[str, ...], tuple[float, float]], counts: d
     for order in sorted(counts.keys() | found.keys()):
         if found[order] != counts.get(order, 0):
             announced = f"but its section \\data\\ announces {counts.get(order, 0)}"
-            raise ValueError(f"{place}: the file has {found[order]} {order}-grams, {announced}")
+            raise ValueError(f"{place}: the file has {found[order]} entries of order {order}, {announced}")
 
 
 class _Fusion(ABC):

@@ -73,7 +73,7 @@ def test_a_full_disk_is_reported_once_and_the_next_save_is_tried(directory, gate
     gate.refusal = errno.ENOSPC
     saver.start(moment(1))
     saver.wait()
-    assert "training continues and retries at the next save" in saver.take_refusal()
+    assert "training continues, and the next save tries again" in saver.take_refusal()
     assert saver.take_refusal() is None
     gate.refusal = None
     saver.start(moment(2))

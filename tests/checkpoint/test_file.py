@@ -209,4 +209,4 @@ def test_what_could_not_be_read_is_not_written(tmp_path):
 
 def test_weights_of_a_type_that_cannot_be_converted_are_named(tmp_path):
     comparison = compare(nn.Linear(1, 2, bias=False), {"weight": torch.ones(2, 1, dtype=torch.uint8).view(torch.bits8)})
-    assert comparison.differences == ["weight is of torch.bits8, not torch.float32"]
+    assert comparison.differences == ["weight has type torch.bits8 in the file and torch.float32 in the model"]

@@ -156,7 +156,7 @@ def test_flags_of_a_task_displace_each_other_and_are_refused_where_they_exclude_
     _, problems = parse(["--config", file, "--share=0.1", "--count=7", "--model=small"], several_devices=False)
     assert problems == [
         f"--layers 3: --model small does not use it; leave it out, or choose big (--layers is set in {file})",
-        "--share 0.1 and --count 7: exclude each other; give one",
+        "--share 0.1 and --count 7: exclude each other; give only one of them",
     ]
 
 

@@ -46,7 +46,7 @@ WRONG_COMMAND_LINES = [
     ("--dtype float64 --amp bf16", ["--amp bf16: needs --dtype float32"]),
     ("--global-batch-size 8 --grad-accum-steps 2", ["--global-batch-size 8 and --grad-accum-steps 2: exclude"]),
     ("--eval-only --fresh", ["--eval-only and --fresh: exclude each other"]),
-    ("--predict x.csv --eval-only", ["--predict and --eval-only: exclude each other; give one"]),
+    ("--predict x.csv --eval-only", ["--predict and --eval-only: exclude each other; give only one of them"]),
     (
         "--predict x.csv --fresh --init-from main.py",
         ["--predict and --fresh: exclude each other", "--predict and --init-from: exclude each other"],

@@ -238,7 +238,7 @@ def test_folds_exclude_other_ways_to_hold_somebody_out():
 
 def test_more_folds_than_people(cli, har, tmp_path):
     status, _, err = cli(*har, "--folds", 99, "--save-dir", tmp_path / "set")
-    assert (status, len(err)) == (2, 1) and err[0].startswith("error: --folds 99: must be 2 to ")
+    assert (status, len(err)) == (2, 1) and err[0].startswith("error: --folds 99: must be from 2 to ")
     assert not (tmp_path / "set").exists()
 
 

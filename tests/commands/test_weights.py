@@ -78,11 +78,17 @@ def test_all_or_nothing():
     theirs[1].running_mean.fill_(5)
     weights = theirs.state_dict()
     wrong = [
-        ({**weights, "2.bias": torch.ones(3)}, "2.bias is unknown"),
-        ({name: value for name, value in weights.items() if name != "1.running_mean"}, "1.running_mean is missing"),
-        ({**weights, "0.weight": torch.ones(3, 1)}, r"0.weight has shape \(3, 1\), not \(3, 2\)"),
+        ({**weights, "2.bias": torch.ones(3)}, "2.bias is only in the file"),
+        (
+            {name: value for name, value in weights.items() if name != "1.running_mean"},
+            "1.running_mean is only in the model",
+        ),
+        (
+            {**weights, "0.weight": torch.ones(3, 1)},
+            r"0.weight has shape \(3, 1\) in the file and \(3, 2\) in the model",
+        ),
         ({f"a{name}": value for name, value in weights.items()}, "and 11 more; try another"),
-        ({}, "is missing; .* and 4 more; try another"),
+        ({}, "is only in the model; .* and 4 more; try another"),
     ]
     for other, message in wrong:
         with pytest.raises(UserError, match=f"that does not fit the model: .*{message}"):
@@ -123,7 +129,7 @@ def test_what_fits_is_taken_and_told(more, source, partial, train, tmp_path):
     out = train(tmp_path / "run", "--init-from-partial", file, *STILL, *more).splitlines()
     at = out.index(f"Starting with 3 of the model's 5 weights from {file}: {', '.join(fitting)}.")
     assert out[at + 1 : at + 4] == [
-        "Left out: layers.4.weight has shape (7, 16), not (3, 16).",
+        "Left out: layers.4.weight has shape (7, 16) in the file and (3, 16) in the model.",
         "Left out, because the model does not have them: layers.5.bias.",
         "Newly initialised, because the file does not have them: layers.1.bias.",
     ]

@@ -101,7 +101,7 @@ def test_an_error_is_short_and_commands_no_terminal(capsys):
 def test_names_of_parameters_and_metrics_are_one_line_each():
     name = f"{CLEAR}a\nerror: all is well"
     differences = compare(nn.Linear(1, 1), {name: torch.zeros(1)}).differences
-    assert "\\x1b[2Ja\\nerror: all is well is unknown" in differences
+    assert "\\x1b[2Ja\\nerror: all is well is only in the file" in differences
     task = Weighted(Weighted.Config(), 0, Path())
     assert checked_metrics(task, "summarise", {name: 1}) == {"\\x1b[2Ja\\nerror: all is well": 1}
 

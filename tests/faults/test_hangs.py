@@ -149,7 +149,7 @@ def test_an_exception_on_one_device(run_here, tmp_path, monkeypatch):
 def test_a_late_rank_is_named(world_size, where, rank, phase, more, faulty_run):
     """Also the late one itself leaves, though it hangs for ever; and all start again."""
     run = faulty_run(f"sleep {where} {rank}", world_size=world_size, more=more)
-    late = rf"rank {rank} of {world_size} is late: in {phase} for \d+ s \({PROCESS}\)"
+    late = rf"rank {rank} of {world_size} is late: it spent \d+ s in {phase} \({PROCESS}\)"
     assert_one_message(run, rf"{late}; rank \d waited {LIMIT_S} s for it in .+ \(--dist-timeout-s {LIMIT_S}\)")
     assert_started_again(run)
 
@@ -210,7 +210,7 @@ def test_a_late_rank_is_missed_before_the_device_is_waited_for(environment, tmp_
     output = tmp_path / "out"
     assert forks.run_group(argv, 2, variables, output, partial(let_the_device_wait, True), timeout_s=60) == [75, 75]
     (error,) = [line for line in output.read_text().splitlines() if line.startswith("error: ")]
-    assert error.startswith("error: rank 1 of 2 is late: in forward at optimizer step 3 for ")
+    assert re.match(r"error: rank 1 of 2 is late: it spent \d+ s in forward at optimizer step 3 ", error)
 
 
 @slow
@@ -236,7 +236,7 @@ def test_a_rank_that_dies_while_the_device_is_waited_for_is_named(environment, t
         ("raise forward 1", "rank 1 of 3 failed in forward at optimizer step 3: ValueError: the sky fell"),
         (
             "sleep forward 1",
-            r"rank 1 of 3 is late: in forward at optimizer step 3 for \d+ s .*; rank \d waited .*",
+            r"rank 1 of 3 is late: it spent \d+ s in forward at optimizer step 3 .*; rank \d waited .*",
         ),
         ("kill forward 0", r"rank 0 of 3 is gone .*; the same command resumes from the last checkpoint"),
         ("refuse data 2", "the data ran away"),
@@ -319,7 +319,7 @@ def no_answer(number, ago):
 def test_the_ranks_that_have_come_least_far_are_late(diagnosis):
     found = diagnosis.diagnose(WAITED_S, "", {0: answer(9), 1: answer(7, 130.4), 2: answer(9)})
     assert found == (
-        "rank 1 of 3 is late: in forward at optimizer step 7 for 130 s (process 11 on host); "
+        "rank 1 of 3 is late: it spent 130 s in forward at optimizer step 7 (process 11 on host); "
         "rank 0 waited 120 s for it in backward at optimizer step 7 (--dist-timeout-s 120)"
     )
     both = diagnosis.diagnose(WAITED_S, "", {0: answer(9), 1: answer(7), 2: answer(7)})
@@ -343,13 +343,13 @@ def test_a_rank_that_never_sent_a_heartbeat_is_missing(diagnosis):
 def test_no_rank_is_missing_when_all_are_alive_and_equally_far(diagnosis):
     for waited_s, error in ((WAITED_S, "timed out"), (BROKEN, "RuntimeError: closed by peer")):
         said = diagnosis.diagnose(waited_s, error, dict.fromkeys(range(3), answer(9)))
-        assert said.endswith(f"in backward at optimizer step 7, and all ranks are alive: {error}")
+        assert said.endswith(f"in backward at optimizer step 7, although all ranks are alive: {error}")
 
 
 def test_the_rank_that_waited_is_not_late_itself(diagnosis):
     said = diagnosis.diagnose(WAITED_S, "timed out", {0: answer(7), 1: answer(9), 2: answer(7)})
     assert said == (
-        "rank 0 of 3 timed out in backward at optimizer step 7, and all ranks are alive, "
+        "rank 0 of 3 timed out in backward at optimizer step 7, although all ranks are alive, "
         "rank 1 of 3 in forward at optimizer step 7: timed out"
     )
 

@@ -76,7 +76,7 @@ def test_gpus_that_cannot_be_given_out_are_refused(tmp_path, cache_dir):
     run(cache_dir, *TINY, "--multi-gpu", "dp", "--gpu-ids", "0,2", *more, status=2, several=True)
     assert "--gpu-ids 0,2: there is no GPU 2" in GPUS.printed()
     assert profile([*map(str, ["scaling", *SHORT[:2], "--world-sizes", "1,3"])]) == 2
-    assert "--world-sizes 3: 2 GPUs can be used here; pass fewer" in GPUS.printed()
+    assert "--world-sizes 3: only 2 GPUs can be used; choose fewer" in GPUS.printed()
     assert not (tmp_path / "run").exists()
 
 

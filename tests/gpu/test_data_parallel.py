@@ -38,7 +38,7 @@ def test_precisions(tmp_path, cache_dir):
 def test_a_step_that_is_not_finite_ends_training(tmp_path, cache_dir):
     run(cache_dir, *DP, *BAD_FIRST_EPOCH, "--num-train", 24, "--batch-size", 3, "--save-dir", tmp_path, status=2,
         several=True)  # fmt: skip
-    assert "is not finite (the loss)" in GPUS.printed()
+    assert "the loss is not finite" in GPUS.printed()
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def test_learns_what_the_cpu_learns_without_recordings(tmp_path, cache_dir):
         run(cache_dir, *CLIP, *EXACT, "--batch-size", 5, "--device", device, "--save-dir", tmp_path / device, *more)
     assert_same(tmp_path / "cuda", tmp_path / "cpu")
     assert GPUS.num_replays == 0
-    assert "CUDA graphs: steps with a joint loss or --sam-rho run without" in GPUS.printed()
+    assert "CUDA graphs: steps with `joint_loss` or --sam-rho run without" in GPUS.printed()
 
 
 @on_imagined_gpus()

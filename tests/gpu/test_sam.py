@@ -14,4 +14,4 @@ def test_learns_what_the_cpu_learns_without_recordings(tmp_path, cache_dir):
         run(cache_dir, *task, *own)
     assert largest_difference(*(load(tmp_path / device / "last.pth") for device in ("cpu", "cuda"))) < 1e-9
     assert GPUS.num_replays == 0
-    assert "CUDA graphs: steps with a joint loss or --sam-rho run without a graph." in GPUS.printed()
+    assert "CUDA graphs: steps with `joint_loss` or --sam-rho run without a graph." in GPUS.printed()

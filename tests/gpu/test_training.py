@@ -86,7 +86,7 @@ def test_a_step_that_is_not_finite_ends_training(tmp_path, cache_dir):
     for amp in ("off", "bf16"):
         run(cache_dir, *BAD_FIRST_EPOCH, "--num-train", 24, "--batch-size", 8, "--device", "cuda", "--amp", amp,
             "--save-dir", tmp_path / amp, status=2)  # fmt: skip
-    assert GPUS.printed().count("training diverged: optimizer step 1 (epoch 1) is not finite (the loss)") == 2
+    assert GPUS.printed().count("training diverged: the loss is not finite in optimizer step 1 (epoch 1)") == 2
 
 
 @on_imagined_gpus()

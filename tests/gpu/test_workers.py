@@ -60,7 +60,7 @@ def test_slow_data_get_workers_and_the_same_bits(tmp_path, cache_dir):
 def test_batches_that_would_fill_shared_memory_are_made_by_the_trainer(tmp_path, cache_dir):
     loaders.num_cores, loaders.shared_memory = lambda: 9, lambda: 16 * 200
     tiny(cache_dir, tmp_path / "run", *SLEEPY, *LONG)
-    assert told()[1:] == [f"{HERE}16 batches would not fit into /dev/shm."]
+    assert told()[1:] == [f"{HERE}two batches per worker would not fit into /dev/shm."]
 
 
 @on_imagined_gpus()

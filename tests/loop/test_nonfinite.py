@@ -34,7 +34,7 @@ POISONS = ("loss", "flat_loss", "gradient", "input")
 BATCH = 4
 """The global batch of epoch 1 that is poisoned, counted from 0."""
 STEP = EPOCH * STEPS_PER_EPOCH + BATCH + 1
-NOT_FINITE = f"optimizer step {STEP} (epoch {EPOCH + 1}) is not finite"
+NOT_FINITE = f"is not finite in optimizer step {STEP} (epoch {EPOCH + 1}), whose"
 # Accumulation of 3 micro-batches and more, augmentation, dropout, an average of the weights, saves within epochs.
 HARD = [
     "--task", TASK, "--epochs", 3, "--batch-size", 4, "--global-batch-size", SIZE, "--ema-decay", 0.9, "--lr", 0.01,
@@ -109,8 +109,8 @@ def test_stop_names_the_step_and_saves_nothing_of_it(poison, trained):
     assert len(error.splitlines()) == 1
     samples = samples_of(BATCH)
     cause = "the gradient" if poison == "gradient" else "the loss"
-    assert error.startswith(f"error: training diverged: {NOT_FINITE} ({cause})")
-    assert f"global batch of {SIZE} samples: {', '.join(map(str, samples[:8]))} and 4 more" in error
+    assert error.startswith(f"error: training diverged: {cause} {NOT_FINITE}")
+    assert f"global batch has {SIZE} samples: {', '.join(map(str, samples[:8]))} and 4 more" in error
     assert "--on-nonfinite skip" in error
     steps = [entry["step"] for entry in json.loads((directory / "manifest.json").read_text())["checkpoints"]]
     assert max(steps) == STEP - STEP % 5
@@ -235,12 +235,12 @@ def test_one_rank_meets_the_poison_and_all_agree(world_size, in_world, tmp_path)
     guilty = f"the loss of rank {3 % world_size}"
     for policy, poison in cases:
         main_output, *others = outputs[f"{policy}-{poison}"]
-        cause = "the gradient, rank unknown: every rank's loss was finite" if poison == "gradient" else guilty
-        assert main_output.count(f"{NOT_FINITE} ({cause})") == 1
+        cause = "the gradient of an unknown rank" if poison == "gradient" else guilty
+        assert main_output.count(f"{cause} {NOT_FINITE}") == 1
         assert others == ["\nstatus 0\n"] * len(others)
         assert_same_run(tmp_path / f"{policy}-{poison}", tmp_path / "other", skipped=1)
     main_output, *others = outputs["stop-flat_loss"]
-    assert f"error: training diverged: {NOT_FINITE} ({guilty})" in main_output
+    assert f"error: training diverged: {guilty} {NOT_FINITE}" in main_output
     assert main_output.endswith("status 2\n")
     assert others == ["\nstatus 2\n"] * len(others)
 

@@ -55,13 +55,13 @@ def test_rank_variables_are_read():
 @pytest.mark.parametrize(
     ("changes", "local_rank", "message"),
     [
-        ({"RANK": "2"}, None, "RANK=2 must be below WORLD_SIZE=2"),
+        ({"RANK": "2"}, None, "RANK=2: must be below WORLD_SIZE=2"),
         ({"RANK": "one"}, None, "RANK=one"),
         ({"WORLD_SIZE": ""}, None, "WORLD_SIZE is not set"),
         ({"MASTER_PORT": ""}, None, "MASTER_PORT is not set"),
         ({"MASTER_PORT": "70000"}, None, "MASTER_PORT=70000"),
         ({"LOCAL_RANK": "0"}, 1, "--local-rank 1 contradicts LOCAL_RANK=0"),
-        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, None, "LOCAL_RANK=1 must be below LOCAL_WORLD_SIZE=1"),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, None, "LOCAL_RANK=1: must be below LOCAL_WORLD_SIZE=1"),
         ({"LOCAL_WORLD_SIZE": "3"}, None, "LOCAL_WORLD_SIZE=3 must not exceed WORLD_SIZE=2"),
     ],
 )
@@ -156,7 +156,7 @@ def test_what_torchrun_says_goes_first():
             ["OMPI_COMM_WORLD_SIZE=2: mpirun has started", "lack MASTER_ADDR; use: mpirun "],
         ),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ["PMI_SIZE=2: mpiexec has started", "RANK=$PMI_RANK"]),
-        (SRUN | {"SLURM_PROCID": "7"}, ["RANK=7 must be below WORLD_SIZE=2"]),
+        (SRUN | {"SLURM_PROCID": "7"}, ["RANK=7: must be below WORLD_SIZE=2; correct these environment variables"]),
         (SRUN | {"SLURM_STEP_NUM_TASKS": "many"}, ["WORLD_SIZE=many: must be a whole number"]),
     ],
 )

@@ -37,7 +37,7 @@ def test_a_difference_is_named_with_both_values():
     with pytest.raises(UserError) as refused:
         refuse_differences(stated, "do something")
     assert str(refused.value) == (
-        "rank 1 of 2 differs from rank 0: --ks 5 20, not 5 10; --lr (none), not 0.1; do something"
+        "rank 1 of 2 differs from rank 0: --ks is 5 20 instead of 5 10; --lr is (none) instead of 0.1; do something"
     )
 
 
@@ -46,7 +46,9 @@ def test_of_many_differences_a_few_are_named():
     with pytest.raises(UserError) as refused:
         refuse_differences(stated, "do something")
     message = str(refused.value)
-    assert message.startswith("rank 2 of 300 differs from rank 0 (as do 297 more ranks): --flag-0 True, not False; ")
+    assert message.startswith(
+        "rank 2 of 300 differs from rank 0 (298 ranks differ): --flag-0 is True instead of False; "
+    )
     assert message.count("--flag") == MOST_NAMED and "; and 12 more; do something" in message
 
 
@@ -101,7 +103,7 @@ def test_a_rank_that_does_not_come_is_named(come):
 def test_another_number_of_ranks_is_refused(come):
     _, *others = come(RankEnvironment(0, 2), RankEnvironment(1, 3), RankEnvironment(2, 3), within_s=1)
     for rank, refusal in enumerate(others, 1):
-        assert str(refusal).startswith(f"rank {rank} has WORLD_SIZE=3, and rank 0 WORLD_SIZE=2; ")
+        assert str(refusal).startswith(f"rank {rank} has WORLD_SIZE=3, but rank 0 has WORLD_SIZE=2; ")
 
 
 def test_what_torch_waits_for_without_an_end_is_given_up():

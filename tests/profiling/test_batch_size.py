@@ -39,7 +39,7 @@ def test_batch_size_command(profile_here, tmp_path):
 
 def test_batch_size_command_says_that_the_data_bounds_the_smallest(profile_here):
     out = profile_here("batch-size", *ANY_BATCH, *SHORT, "--min-batch-size", "50", "--max-batch-size", "60").out
-    assert "--min-batch-size 50: only 40 training samples; trying 40 at once.\nbatch of 40: " in out
+    assert "--min-batch-size 50: starting at 40, the number of training samples.\nbatch of 40: " in out
 
 
 @pytest.mark.slow

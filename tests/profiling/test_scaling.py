@@ -50,7 +50,7 @@ def test_world_gets_the_first_of_the_chosen_gpus(world, device, mode, gpus, monk
     flags, problems = parse(["--gpu-ids", "3,1,2", *FOR_SEVERAL_DEVICES], True, scaling.ScalingFlags)
     assert not problems
     flags.tool.world_sizes = (1, 4)
-    assert scaling.problems(flags, []) == ["--world-sizes 4: 3 GPUs can be used here; pass fewer"]
+    assert scaling.problems(flags, []) == ["--world-sizes 4: only 3 GPUs can be used; choose fewer"]
     placed_flags = placed(flags, world)
     assert placed_flags.devices.device == device
     multi = placed_flags.multi

@@ -134,7 +134,7 @@ class BackgroundSaver:
     def take_refusal(self) -> str | None:
         """Returns a message if the last write failed because the disk was full; a second call returns None."""
         no_room, self._no_room = self._no_room, None
-        return f"{no_room.problem}; training continues and retries at the next save" if no_room else None
+        return f"{no_room.problem}; training continues, and the next save tries again" if no_room else None
 
     def _write_in_thread(self) -> None:
         try:

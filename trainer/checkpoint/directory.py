@@ -317,7 +317,7 @@ def put_in_place(folder: Path, entries: Sequence[Entry], say: Callable[[str], No
         flush_path(folder)
         entry.file = target.name
         if source.suffix == ".pth":
-            say(f"{target} was missing: restored from {source.name}.")
+            say(f"{target} was missing and has been restored from {source.name}.")
 
 
 def set_aside(path: Path, writer: Writer) -> None:
@@ -358,5 +358,5 @@ def _entries_from_files(folder: Path, say: Callable[[str], None]) -> tuple[list[
         entry = Entry.of(state, path.name, size_and_sum(path))
         entries.setdefault(entry.sha256, entry)
     if entries:
-        say(f"{MANIFEST} had no usable entry: rebuilt from {len(entries)} checkpoint files.")
+        say(f"{MANIFEST} had no usable entry and has been rebuilt from {len(entries)} checkpoint files.")
     return sorted(entries.values(), key=lambda entry: entry.step), lost

@@ -216,7 +216,7 @@ def _real(value: Tensor) -> Tensor | None:
 
 def _mapping(name: str, value: Any) -> Mapping[Any, Any]:
     if not isinstance(value, dict):
-        raise wrong(name or "all of it", value, "must be a mapping")
+        raise wrong(name or "the content", value, "must be a mapping")
     return value
 
 

@@ -117,8 +117,8 @@ class WeightComparison:
 
     @property
     def differences(self) -> list[str]:
-        missing = [f"{name} is missing" for name in self.missing]
-        unknown = [f"{name} is unknown" for name in self.unknown]
+        missing = [f"{name} is only in the model" for name in self.missing]
+        unknown = [f"{name} is only in the file" for name in self.unknown]
         return sorted(map(printable, [*missing, *unknown, *self.unlike.values()]))
 
 
@@ -140,13 +140,13 @@ def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> WeightComparison
 def _difference(name: str, value: Tensor, own: Tensor) -> str | None:
     """Returns a message if a model's tensor cannot be set to `value`; otherwise None."""
     if own.shape != value.shape:
-        return f"{name} has shape {tuple(value.shape)}, not {tuple(own.shape)}"
+        return f"{name} has shape {tuple(value.shape)} in the file and {tuple(own.shape)} in the model"
     if own.dtype == value.dtype:
         return None
     try:
         torch.empty(1, dtype=own.dtype).copy_(torch.empty(1, dtype=value.dtype))
     except RuntimeError:
-        return f"{name} is of {value.dtype}, not {own.dtype}"
+        return f"{name} has type {value.dtype} in the file and {own.dtype} in the model"
     return None
 
 

@@ -155,7 +155,7 @@ def build_task(flags: Flags) -> Task:
     random.seed(flags.run.seed)
     np.random.seed(flags.run.seed % 2**32)
     torch.manual_seed(flags.run.seed)
-    with flags.telling_origins(), refusing_sizes(f"--task {flags.run.task}: its data", "reduce them"):
+    with flags.telling_origins(), refusing_sizes(f"--task {flags.run.task}: its data", "use fewer data"):
         task = _new_task(flags)
         check_task(task)
         splits = task.splits()
@@ -313,7 +313,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
     if strategy.num_parts:
         own = len(strategy.shards)
         cost = f"each device runs {own} forward/backward pass(es) per step and stores {own.bit_length()} gradient(s)"
-        lines.append(f"Parts: {strategy.num_parts}, bit-identical on any number of devices of this kind: {cost}.")
+        lines.append(f"Parts: {strategy.num_parts}. Results do not depend on the number of devices; {cost}.")
     lines += [
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in task.splits().items())} samples. "
         f"Model: {'fitted, not trained' if task.fitted else f'{run.learner.num_parameters} parameters'}.",
@@ -328,7 +328,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
     if flags.blocks.cuda_graphs == "on" and not is_gpu:
         lines.append("--cuda-graphs on: has no effect without a GPU.")
     elif flags.blocks.cuda_graphs != "off" and is_gpu and isinstance(run.learner, JointLearner | SamLearner):
-        lines.append("CUDA graphs: steps with a joint loss or --sam-rho run without a graph.")
+        lines.append("CUDA graphs: steps with `joint_loss` or --sam-rho run without a graph.")
     if (peak := run.learning_rate.peak) != flags.learning.lr:
         whole, one_device = batches[0].global_batch_size, flags.batch.batch_size * flags.batch.grad_accum_steps
         why = f"{num_devices} devices"

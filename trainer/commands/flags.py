@@ -112,9 +112,9 @@ def contradictions(flags: Flags) -> list[str]:
     if flags.batch.parts and flags.multi is not None:
         parts, multi_gpu = f"--parts {flags.batch.parts}", flags.multi.multi_gpu
         if multi_gpu not in (None, forms.USUAL):
-            found.append(f"{parts}: needs --multi-gpu {forms.USUAL}, because {multi_gpu} sums in another order")
+            found.append(f"{parts}: needs --multi-gpu {forms.USUAL}, as {multi_gpu} adds gradients in another order")
         if flags.multi.sync_bn:
-            found.append(f"{parts} and --sync-bn: exclude each other; each part has its own batch-norm statistics")
+            found.append(f"{parts} and --sync-bn: exclude each other; give only one of them")
     uses = {"--predict": flags.prediction.predict, "--export": flags.exporting.export}
     if flags.multi is not None:
         found += [f"{use}: runs on one device; use main.py" for use, file in uses.items() if file is not None]
@@ -129,7 +129,7 @@ def _contradictions_of_devices(flags: Flags, multi: MultiDeviceFlags) -> list[st
     if ":" in device:
         found.append(f"--device {device}: names one device; with --multi-gpu choose GPUs with --gpu-ids")
     if multi.gpu_ids is not None and device == "cpu":
-        found.append("--device cpu and --gpu-ids: exclude each other; give one")
+        found.append("--device cpu and --gpu-ids: exclude each other; give only one of them")
     on_gpus = bool(usable_gpus(device, multi.gpu_ids))
     if multi.backend == "nccl" and not on_gpus:
         found.append("--backend nccl: needs GPUs, but this run is on the CPU; use --backend gloo")

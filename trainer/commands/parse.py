@@ -72,7 +72,7 @@ def parse(
     problems += layers.take_out_what_users_alone_name({*given, "task"} if task_type else given.keys())
     elsewhere = _flags_of_others(argv, group_types, task_name)
     description, examples = about or (DESCRIPTION[several_devices], examples_of(task_name, task_type, several_devices))
-    about = f"{description}\nWorkloads: {', '.join(workloads())}.", examples
+    about = f"{description}\nBuilt-in tasks: {', '.join(workloads())}.", examples
     written = [field for field, file in layers.origins.items() if file is not None and not file.is_record]
     unknown_too = task_type is None
     groups, found = parse_flags(group_types, argv, *about, unknown_too, layers.values, command, elsewhere, written)

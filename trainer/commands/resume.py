@@ -184,8 +184,8 @@ class Changes:
         for name in sorted(then.keys() | now.keys() if to_train else then.keys()):
             if not alike(then.get(name), now.get(name)):
                 raise UserError(
-                    f"{name} of the training data differs from {source}: "
-                    f"{_beginning(now.get(name))}, not {_beginning(then.get(name))}; {self._advice_on_data(to_train)}"
+                    f"{name} of the training data differs from {source}: {_beginning(now.get(name))} instead of "
+                    f"{_beginning(then.get(name))}; {self._advice_on_data(to_train)}"
                 )
 
     def _advice_on_data(self, to_train: bool = True) -> str:
@@ -259,7 +259,7 @@ class Changes:
         names = [name for name in now if name not in counts and then.get(name, now[name]) != now[name]]
         different = [f"{name} {then[name]} -> {now[name]}" for name in names]
         if different:
-            notes.append(f"Results equal an uninterrupted run's only up to rounding; changed: {', '.join(different)}.")
+            notes.append(f"These changes may alter rounding relative to an uninterrupted run: {', '.join(different)}.")
         return notes
 
 

@@ -109,7 +109,7 @@ def _start_with_shipped(model: nn.Module, shipped: Path, strategy: Strategy) -> 
     label = "the weights that come with this task"
     comparison = compare(model, _read(strategy, shipped, label))
     if comparison.unlike or comparison.unknown:
-        first = [*comparison.unlike.values(), *(f"{name} is unknown" for name in comparison.unknown)][0]
+        first = [*comparison.unlike.values(), *(f"{name} is only in the file" for name in comparison.unknown)][0]
         raise UserError(
             f"{label} do not fit the model: {first}; leave out the flags that change the model, or name other "
             "weights with --init-from"
@@ -247,7 +247,7 @@ def trained_objective(
     device: torch.device,
     dtype: torch.dtype,
     source: str = "the checkpoint",
-    hint: str = "the task's code, or the data that it reads, has changed since",
+    hint: str = "the task's code, or the data that it reads, has changed since training",
 ) -> Objective:
     """Builds a task's objective and loads weights. Raises UserError with `source` and `hint` if weights do not fit."""
     objective = module_in_dtype(task.build_objective(), dtype).to(device)
@@ -276,5 +276,5 @@ def model_of(run: TrainedRun, task_type: type[Task]) -> nn.Module:
     config = run.state["config"]
     task = recorded_task(run, task_type, group_from_values(RunFlags, config).cache_dir)
     dtype = getattr(torch, group_from_values(PrecisionFlags, config).dtype)
-    hint = "the task's code has changed since, or another class was given"
+    hint = "the task's code has changed since training, or another class was given"
     return trained_objective(task, run.state["model"], CPU, dtype, str(run.folder), hint).model.eval()

@@ -229,10 +229,10 @@ class GroupDiagnosis(Diagnosis):
             ahead = "".join(
                 f", {self._name(rank)} in {beat.activity}" for rank, beat in answers.items() if beat.number > least
             )
-            return f"{self._name(self.rank)} {what} in {self.activity}, and all ranks are alive{ahead}: {error}"
+            return f"{self._name(self.rank)} {what} in {self.activity}, although all ranks are alive{ahead}: {error}"
         else:
             accounts = [
-                f"{self._name(rank)} is late: in {beat.activity} for {beat.seconds:.0f} s ({self.members[rank]})"
+                f"{self._name(rank)} is late: it spent {beat.seconds:.0f} s in {beat.activity} ({self.members[rank]})"
                 for rank, beat in late.items()
             ]
         if waited_s is None:

@@ -228,7 +228,7 @@ class Workers:
         if not saves_time:
             self._end(times)
         elif 2 * self.num_workers * batch_bytes > self._room:
-            self._end(f"{2 * self.num_workers} batches would not fit into {SHARED_MEMORY}")
+            self._end(f"two batches per worker would not fit into {SHARED_MEMORY}")
         elif self._may_ask():
             self._remarks.append(f"Workers: {times}, so {self.num_workers} process(es) load batches from now on.")
             self._prime()

@@ -546,7 +546,7 @@ class GraphedLearner(Learner, Watch):
         if any(isinstance(module, nn.SyncBatchNorm) for module in self.objective.modules()):
             return "--sync-bn exchanges statistics in the forward pass"
         if strategy.overlaps:
-            return "a model this large exchanges gradients during the backward pass"
+            return "gradients of a model this large are exchanged during the backward pass"
         if self.precision.dtype == torch.float64:
             return "fused optimizers cannot read a float64 learning rate from memory"
         if strategy.draws_on_host:

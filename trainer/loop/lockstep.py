@@ -164,7 +164,7 @@ class Lockstep(Watch):
             raise UnfitState(self._message(step, drifted, [account.member for account in accounts]))
         notes = []
         if may_differ:
-            notes.append(f"Ranks are not compared in {', '.join(sorted(may_differ))}, which forward passes change.")
+            notes.append(f"Ranks may differ in {', '.join(sorted(may_differ))}, which forward passes change.")
         if drifted:
             self._is_on = False
             notes.append(

@@ -90,14 +90,14 @@ class StepOutcomes(Watch):
         if ranks:
             cause = "the loss" + (f" of rank {', '.join(map(str, ranks))}" if world_size > 1 else "")
         else:
-            cause = "the gradient, rank unknown: every rank's loss was finite" if world_size > 1 else "the gradient"
+            cause = "the gradient of an unknown rank" if world_size > 1 else "the gradient"
         samples = record.order.samples(step.epoch, step.start, step.end).tolist()
         shown = ", ".join(map(str, samples[:NUM_SAMPLES_SHOWN]))
         more = f" and {len(samples) - NUM_SAMPLES_SHOWN} more" if len(samples) > NUM_SAMPLES_SHOWN else ""
         phase = f", phase {self._phases[step.phase]}" if len(self._phases) > 1 else ""
         return (
-            f"optimizer step {record.number} (epoch {step.after.epoch + 1}{phase}) is not finite ({cause}); "
-            f"its global batch of {len(samples)} samples: {shown}{more}"
+            f"{cause} is not finite in optimizer step {record.number} (epoch {step.after.epoch + 1}{phase}), "
+            f"whose global batch has {len(samples)} samples: {shown}{more}"
         )
 
     def _divergence(self, account: str, in_vain: str = "", is_first: bool = False) -> UnfitState:

@@ -83,14 +83,14 @@ def read_rank_environment(
         unset = f"--local-rank {flags.local_rank}: RANK and WORLD_SIZE are not set; use torchrun"
         return None, [unset] if flags.local_rank is not None else []
     problems = [
-        f"{name} is not set but {', '.join(present)} is; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        f"{name} is not set, unlike {', '.join(present)}; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if not environ.get(name)
     ]
     texts = {name: environ[name] for name in (*NUMBERS, RESTARTS) if environ.get(name)}
     numbers = {name: int(text) for name, text in texts.items() if _NUMBER.fullmatch(text)}
     problems += [
-        f"{name}={shortened(texts[name])}: must be a whole number, from 0 to {MOST}"
+        f"{name}={shortened(texts[name])}: must be a whole number from 0 to {MOST}; correct this environment variable"
         for name in texts
         if name not in numbers or numbers[name] > MOST
     ]
@@ -99,14 +99,14 @@ def read_rank_environment(
     if flags.nproc is not None:
         problems.append(f"--nproc {flags.nproc}: RANK and WORLD_SIZE are set already, by a launcher; leave it out")
     problems += [
-        f"{small}={numbers[small]} must be below {large}={numbers[large]}"
+        f"{small}={numbers[small]}: must be below {large}={numbers[large]}; correct these environment variables"
         for small, large in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("LOCAL_RANK", "WORLD_SIZE"))
         if small in numbers and large in numbers and numbers[small] >= numbers[large]
     ]
     if numbers.get("LOCAL_WORLD_SIZE", 0) > numbers.get("WORLD_SIZE", math.inf):
         problems.append("LOCAL_WORLD_SIZE={LOCAL_WORLD_SIZE} must not exceed WORLD_SIZE={WORLD_SIZE}".format(**numbers))
     if not 0 < numbers.get("MASTER_PORT", 1) < 65536:
-        problems.append(f"MASTER_PORT={numbers['MASTER_PORT']}: must be between 1 and 65535")
+        problems.append(f"MASTER_PORT={numbers['MASTER_PORT']}: must be from 1 to 65535; change this variable")
     if problems:
         return None, problems
     # With several torchrun agents, each attempt has a new store, and agents may count restarts differently.

@@ -176,8 +176,8 @@ def require_shape(name: str, found: Sequence[int], expected: Sequence[int], wher
     """Raises UserError if a summed output's shape differs between batches or ranks. where: names the rank, if known."""
     if found != expected:
         raise UserError(
-            f"forward returned the sum {name!r} with shape {tuple(found)}{where}, and with shape {tuple(expected)} "
-            "before; a sum must have the same shape in all batches and on all ranks"
+            f"forward returned the sum {name!r} with different shapes, {tuple(expected)} and {tuple(found)}{where}; "
+            "a sum must have the same shape in all batches and on all ranks"
         )
 
 

@@ -48,7 +48,7 @@ def _claim_rank(store: dist.Store, environment: RankEnvironment, deadline: float
     store.wait([SIZE], _until(deadline))
     size, claims = int(store.get(SIZE)), [f"processes that joined as rank {other}" for other in range(world_size)]
     if size != world_size:
-        raise UserError(f"rank {rank} has WORLD_SIZE={world_size}, and rank 0 WORLD_SIZE={size}; {ALIKE}")
+        raise UserError(f"rank {rank} has WORLD_SIZE={world_size}, but rank 0 has WORLD_SIZE={size}; {ALIKE}")
     if store.add(claims[rank], 1) > 1:
         raise UserError(
             f"rank {rank} of {world_size}: another process has already joined {environment.meeting_place} with this "
@@ -108,9 +108,9 @@ def refuse_differences(stated: Sequence[Mapping[str, Any]], advice: str) -> None
     if not differing:
         return
     rank, names = next(iter(differing.items()))
-    found = [f"{name} {_short(stated[rank][name])}, not {_short(first[name])}" for name in names[:MOST_NAMED]]
+    found = [f"{name} is {_short(stated[rank][name])} instead of {_short(first[name])}" for name in names[:MOST_NAMED]]
     found += [f"and {len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
-    others = f" (as do {len(differing) - 1} more ranks)" if len(differing) > 1 else ""
+    others = f" ({len(differing)} ranks differ)" if len(differing) > 1 else ""
     raise UserError(f"rank {rank} of {len(stated)} differs from rank 0{others}: {'; '.join(found)}; {advice}")
 
 

@@ -55,7 +55,7 @@ def gather(rows: Tensor) -> Gathered:
             "each device; raise --batch-size, or write the loss as `outputs` and `joint_loss`, see docs/own_task.md"
         )
     if num_samples not in (0, len(rows)):
-        raise UserError(f"trainer.gather: {len(rows)} rows for a batch of {num_samples} samples; pass one per sample")
+        raise UserError(f"trainer.gather: got {len(rows)} rows for {num_samples} samples; pass one row per sample")
     if group.world_size == 1:
         return Gathered(rows, own)
     if rows.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -101,7 +101,7 @@ def in_global_order(group: Group, own: Mapping[str, Tensor]) -> Mapping[str, Ten
     digest = int.from_bytes(blake2b(repr(kinds).encode(), digest_size=2).digest())
     num_rows, total, squares = group.sum(torch.tensor([num_own, digest, digest**2])).tolist()
     if group.world_size * squares != total**2:  # not all digests are equal
-        group.require_same({"rows of the objective": kinds}, ALIKE)
+        group.require_same({"the objective's output": kinds}, ALIKE)
     # One message for all tensors, as bytes, because gloo does not support all dtypes.
     flat = [value.detach().reshape(num_own, *value.shape[1:], 1).flatten(1).contiguous() for value in own.values()]
     packed = torch.cat([value.view(torch.uint8) for value in flat], dim=1)

@@ -65,7 +65,7 @@ def profile_batch_sizes(flags: Flags, argv: Sequence[str], strategy: Strategy) -
     most = min(tool.max_batch_size, available)
     smallest = min(tool.min_batch_size, most)
     if smallest < tool.min_batch_size:
-        print(f"--min-batch-size {tool.min_batch_size}: only {available} training samples; trying {smallest} at once.")
+        print(f"--min-batch-size {tool.min_batch_size}: starting at {smallest}, the number of training samples.")
     rows: list[dict[str, Any]] = []
 
     def fits(size: int) -> bool:

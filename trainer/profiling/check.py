@@ -122,7 +122,7 @@ def of_exchange(strategy: Strategy) -> Finding:
         advice = "training here would give wrong results; try NCCL_P2P_DISABLE=1 or --backend gloo"
         return Finding("BROKEN", "exchange", f"{devices}: sums are wrong", advice)
     if world_size == 1:
-        return Finding("OK", "exchange", f"{devices}: one process, nothing to exchange")
+        return Finding("OK", "exchange", f"{devices}: there is one process, so nothing is exchanged")
     small_s, large_s = small_and_large_sum_s(strategy.group)
     bandwidth = 2 * (world_size - 1) / world_size * LARGE_BYTES / large_s / 1e9
     return Finding(

@@ -60,7 +60,7 @@ def tested(subject: str, advice: str, test: Callable[..., Tested], *args: Any) -
 
 def of_this_machine(save_dir: Path, gpus: Sequence[int]) -> Iterator[Finding]:
     """Yields findings of checks in this process. gpus: indices of the GPUs to check; empty for the CPU."""
-    yield tested("versions", "install a build of torch with gloo: ddp needs it", versions)
+    yield tested("versions", "install a build of torch with gloo, which ddp needs", versions)
     for num_workers in (0, 2):  # workers are forked, which is impossible after CUDA is initialised
         advice = "train with --num-workers 0, or check shared memory"
         yield tested(f"loader, {num_workers} workers", advice, loader, num_workers)
@@ -102,7 +102,7 @@ def gpu(i: int) -> Tested:
     )
     ones = torch.ones(64, 64, device=f"cuda:{i}")
     if not (ones @ ones == 64).all():
-        raise Broken(f"{text}; multiplies matrices wrongly")
+        raise Broken(f"{text}; it multiplies matrices wrongly")
     return text, "another process uses its memory" if free < total / 2 else ""
 
 
@@ -185,5 +185,5 @@ def loader(num_workers: int) -> Tested:
         batches.close()
     text = f"{rate:.0f} batches/s of {BATCH_SIZE * SAMPLE_FLOATS * 4 // 1024} KiB"
     if not is_right:
-        raise Broken(f"{text}; contents are wrong")
+        raise Broken(f"{text}; their contents are wrong")
     return text, ""

@@ -49,7 +49,7 @@ def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
     """Returns a message if more GPUs are requested than can be used."""
     wanted, available = max(flags.tool.world_sizes), len(chosen_gpus(flags))
     if 0 < available < wanted:
-        return [f"--world-sizes {wanted}: {available} GPU{'s' * (available > 1)} can be used here; pass fewer"]
+        return [f"--world-sizes {wanted}: only {available} GPU{'s' * (available > 1)} can be used; choose fewer"]
     return []
 
 

@@ -71,7 +71,7 @@ def test_windows_are_those_of_a_slow_loop(load, tmp_path, delimiter):
     assert has_row(loaded, "activity", "label", "2 classes; 30 rows without a label")
     assert has_row(loaded, "time", "clock", "0 to 100") and has_row(loaded, "acc_x", "channel", r"-\d.* to \d.*")
     assert "clock runs back" not in text
-    assert "1 stretches of the same activity that are shorter than a window, with 9 rows in total" in text
+    assert "1 stretches of one activity that are shorter than a window, with 9 rows in total" in text
 
 
 def test_a_folder_of_files_in_which_no_window_reaches_from_one_to_the_next(load, tmp_path):
@@ -450,9 +450,9 @@ def test_test_subjects_are_the_named_people_or_every_fifth(load, tmp_path):
          "label (name it with --label-column); the columns are a, b, c"),
         (lambda lines: [*lines[:3], "2,oops,1,1,1,p,walk"], "line 4, column 2 (heart_rate): 'oops' is not a number; "
          "fix it, choose channels with --channels, or add --on-bad drop"),
-        (lambda lines: [*lines[:3], "2,1,1"], "line 4: 3 columns, but 7 column names"),
+        (lambda lines: [*lines[:3], "2,1,1"], "line 4: has 3 columns, but there are 7 column names"),
         (lambda lines: [*lines[:3], "2,1,1,1,1,,walk"], "row 3 below the column names has no subject"),
-        (lambda lines: lines[:9], "a window has 10 rows, but the longest stretch of one person's activity without a"),
+        (lambda lines: lines[:9], "a window has 10 rows, but the longest uninterrupted activity of one person"),
         (lambda lines: lines[:12], "has only windows of walk; give recordings of at least two"),
         (lambda lines: lines[:1], "has column names, but no readable rows"),
         (lambda lines: [lines[0].replace("acc_x", '"acc\nx"'), *lines[1:]], "the column name 'acc\\nx' has a line"),
@@ -519,7 +519,7 @@ def test_lines_of_another_width_divide_recordings(load, tmp_path):
     path.write_text("\n".join(lines) + "\n")
     loaded = load(path, channels=("ramp", "wave"), reading=Reading(on_bad="interpolate"))
     assert not any(19 - 9 < window[0, 0] * 4 <= 20 for window in loaded.recordings.signals)
-    assert any("line 22: 6 columns, but 5 column names" in text for text in loaded.remarks)
+    assert any("line 22: has 6 columns, but there are 5 column names" in text for text in loaded.remarks)
 
 
 def test_new_recordings_with_holes_keep_their_times(tmp_path):

@@ -147,7 +147,7 @@ def refuse_file(path, message):
         (5, 4, "-inf", "line 5, column 4 (body_gyro_x): '-inf' is not a finite number"),
         (7, 7, "1e39", "line 7, column 7 (total_acc_x): '1e39' is not a finite number"),
         (7, 7, "1e30", "line 7, column 7 (total_acc_x): '1e30' is not a finite number below 1e+15"),
-        (7, 7, "1,5", "line 7: 10 columns, but 9 column names"),
+        (7, 7, "1,5", "line 7: has 10 columns, but there are 9 column names"),
         (7, 7, '"1', "line 7: a quotation mark opens but never closes"),
         (1, 2, "acc_y", "line 1: lacks body_acc_y; give all nine channels"),
         (1, 2, "body_acc_x", "line 1: lacks body_acc_y"),

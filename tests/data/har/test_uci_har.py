@@ -68,9 +68,9 @@ SIGNAL = "test/Inertial Signals/body_gyro_y_test.txt"
 @pytest.mark.parametrize(
     ("file", "line", "change", "message"),
     [
-        (SIGNAL, 2, lambda line: line[16:], "line 2: 127 columns instead of 128"),
-        (SIGNAL, 3, lambda line: line + b" 1.0", "line 3: 129 columns instead of 128"),
-        (SIGNAL, 2, lambda line: b"", "line 2: 0 columns instead of 128"),
+        (SIGNAL, 2, lambda line: line[16:], "line 2: has 127 columns instead of 128"),
+        (SIGNAL, 3, lambda line: line + b" 1.0", "line 3: has 129 columns instead of 128"),
+        (SIGNAL, 2, lambda line: b"", "line 2: has 0 columns instead of 128"),
         (SIGNAL, 1, replace_column(7, b"oops"), "line 1, column 7: 'oops' is not a number"),
         (SIGNAL, 1, replace_column(128, b"\xff"), "line 1, column 128: '.' is not a number"),
         (SIGNAL, 2, replace_column(128, b"nan"), "line 2, column 128: nan is not a finite number"),
@@ -78,9 +78,9 @@ SIGNAL = "test/Inertial Signals/body_gyro_y_test.txt"
         (SIGNAL, 2, replace_column(1, b"1e999"), "line 2, column 1: 1e999 is not a finite number"),
         ("train/y_train.txt", 4, lambda line: b"7", "line 4: unknown class label 7 .the classes are 1 to 6."),
         ("train/y_train.txt", 4, lambda line: b"0", "line 4: unknown class label 0"),
-        ("train/y_train.txt", 5, lambda line: b"walking", "line 5: 'walking' is not a whole number"),
-        ("test/subject_test.txt", 1, lambda line: b"2.5", "line 1: '2.5' is not a whole number"),
-        ("test/subject_test.txt", 1, lambda line: b"9" * 30, "line 1: '9+' is not a whole number"),
+        ("train/y_train.txt", 5, lambda line: b"walking", "line 5: 'walking' is no whole number"),
+        ("test/subject_test.txt", 1, lambda line: b"2.5", "line 1: '2.5' is no whole number"),
+        ("test/subject_test.txt", 1, lambda line: b"9" * 30, "line 1: '9+' is no whole number"),
         ("test/subject_test.txt", 1, lambda line: b"3", "subject 3 also has training data"),
     ],
 )
@@ -122,12 +122,12 @@ def test_a_missing_file_is_named(layout, cache_dir, zipped) -> None:
 def test_a_path_that_is_not_the_data_set_is_named(layout, cache_dir, tmp_path) -> None:
     with pytest.raises(UserError, match=r"--data-dir .*nowhere: no such file"):
         load_uci_har(tmp_path / "nowhere", cache_dir)
-    with pytest.raises(UserError, match=r"--data-dir .*train: contains no folder train"):
+    with pytest.raises(UserError, match=r"--data-dir .*train: contains no folder named train"):
         load_uci_har(layout / "train", cache_dir)
     other = tmp_path / "other.zip"
     with zipfile.ZipFile(other, "w") as archive:
         archive.writestr("a/b.txt", "something else")
-    with pytest.raises(UserError, match=r"--data-dir .*other.zip contains no folder train"):
+    with pytest.raises(UserError, match=r"--data-dir .*other.zip contains no folder named train"):
         load_uci_har(other, cache_dir)
 
 

@@ -97,7 +97,7 @@ def test_impossible_choices_of_subjects_are_refused(recordings) -> None:
         with pytest.raises(UserError, match=f"--num-val-subjects {num_val_subjects}: .*less than 4, the number of"):
             rotated_subjects(recordings, 0, num_val_subjects)
     for num_folds in (1, 5):
-        with pytest.raises(UserError, match=f"--folds {num_folds}: must be 2 to 4"):
+        with pytest.raises(UserError, match=f"--folds {num_folds}: must be from 2 to 4"):
             subject_folds(recordings, num_folds)
 
 

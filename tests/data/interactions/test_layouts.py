@@ -75,12 +75,12 @@ def test_parts_of_other_columns_are_refused(load, tmp_path):
 
 BAD = {
     "user,item,time\na,x,10\n,y,20\nb,x,30\n": (1, "line 3: ' y 20': the user or item is empty"),
-    "user,item,time\na,x,10\na,y\na,y,\nb,x,30,4\nb,x,30\n": (3, r"line 3: 'a y': 2 columns instead of 3"),
+    "user,item,time\na,x,10\na,y\na,y,\nb,x,30,4\nb,x,30\n": (3, r"line 3: 'a y': has 2 columns instead of 3"),
     "user,item,time\n,y,soon\na,x,10\nb,x,30\n": (1, "line 2: .*is empty"),
     "user,item,time\na,x,soon\na,x,10\nb,x,30\n": (1, "line 2: .*'soon' is not a time"),
     "user,item,time\na,x,10\nb,x,2024-05-31\nb,x,30\n": (1, "line 3: .*is an ISO date, but earlier times are a number"),
     '{"user": "a", "item": "x", "time": 10}\nno object\n{"user": "b", "item": "x", "time": 30}\n': (
-        1, "line 2: 'no object': 1 column instead of 3",
+        1, "line 2: 'no object': has 1 column instead of 3",
     ),
 }  # fmt: skip
 

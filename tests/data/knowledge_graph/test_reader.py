@@ -213,8 +213,8 @@ def test_everybody_keeps_an_item() -> None:
         ({"test": "90000 1\n"}, r"test.txt, line 1: '90000 1': user 90000 is far larger than the other ids"),
         ({"kg_final": "0 0 5\n1 0 90000\n"}, r"kg_final.txt, line 2: '1 0 90000': tail 90000 is far larger"),
         ({"kg_final": "0 0 5\n1 90000 5\n"}, r"kg_final.txt, line 2: '1 90000 5': relation 90000 is far larger"),
-        ({"kg_final": "0 0 5\n\n1 6\n"}, r"kg_final.txt, line 3: '1 6': 2 columns instead of `head relation tail`"),
-        ({"kg_final": "0 0 5 1\n"}, r"line 1: '0 0 5 1': 4 columns instead of"),
+        ({"kg_final": "0 0 5\n\n1 6\n"}, r"kg_final.txt, line 3: '1 6': has 2 columns instead of `head relation tail`"),
+        ({"kg_final": "0 0 5 1\n"}, r"line 1: '0 0 5 1': has 4 columns instead of"),
         ({"kg_final": "5 0 6\n6 0 7\n"}, r"kg_final.txt: none of its 2 triples contains an item .* below 5.; give"),
         ({"kg_final": "0 4 5\n"}, r"kg_final.txt, line 1: '0 4 5': relation 4 is not among the 4 ids of relation_list"),
         (
@@ -265,7 +265,7 @@ def test_mistakes_of_the_kgat_layout_are_named(load, files, message) -> None:
     [
         (
             {"ratings_final.txt": "0 1 1\n0 2\n"},
-            r"ratings_final.txt, line 2: '0 2': 2 columns instead of `user item la",
+            r"ratings_final.txt, line 2: '0 2': has 2 columns instead of `user item la",
         ),
         ({"ratings_final.txt": "0 1 1\n0 2 5\n"}, r"ratings_final.txt, line 2: '0 2 5': label 5 is neither 0 nor 1"),
         ({"ratings_final.txt": "0 1 0\n0 2 1\n1 2 1\n"}, r"no user has two items with label 1"),

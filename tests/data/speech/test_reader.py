@@ -314,7 +314,7 @@ def test_bad_line_of_a_manifest_is_named(load, noise, line, says):
 
 
 def test_bad_line_of_common_voice_is_named(load, noise):
-    with pytest.raises(UserError, match=r"corpus, cv/en/train.tsv, line 2: 2 columns instead of 5"):
+    with pytest.raises(UserError, match=r"corpus, cv/en/train.tsv, line 2: has 2 columns, not 5; fix"):
         load(common_voice(noise, "e7\tc.wav"))
     with pytest.raises(UserError, match=r"train.tsv: has no column client_id; the columns are path, sentence"):
         load({"train.tsv": "path\tsentence\n"}, as_zip)
@@ -416,7 +416,7 @@ def test_utterances_that_an_archive_lost_are_counted(tmp_path, noise):
     path.write_bytes(content)
     corpus = load_corpus(path, tmp_path / "cache")
     assert corpus.names == ("0_0.wav",)
-    assert corpus.skipped == {"cannot be read from the archive, such as 1_0.wav": 2}
+    assert corpus.skipped == {"cannot be read: the archive is damaged, such as 1_0.wav": 2}
 
 
 def test_links_in_archives_are_not_followed(tmp_path, noise):

@@ -172,7 +172,7 @@ def test_times_and_intervals_matter_up_to_the_time_span():
 
 def test_a_history_longer_than_maxlen_and_missing_times_are_refused():
     items = torch.ones(1, MAXLEN + 1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="longer than maxlen 12"):
+    with pytest.raises(ValueError, match="exceed maxlen 12"):
         make_model(SASRec).encode(items, torch.tensor([MAXLEN + 1]))
     with pytest.raises(ValueError, match="needs the times"):
         make_model(TiSASRec).encode(items[:, :3], torch.tensor([3]))
