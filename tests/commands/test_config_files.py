@@ -188,7 +188,7 @@ def test_help_shows_what_files_say(write, capsys):
     assert ended.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "learning rate after warm-up (default: 0.125)" in shown
-    assert "to compare settings (default: true)" in shown
+    assert "for comparing settings (default: true)" in shown
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ def test_weights_do_not_meet_other_data_of_the_same_size(more, advice, trained, 
     text.write_text("abdabdabdabd" * 8)
     _, err = on_cpu(*TASK, "--text", text, "--save-dir", run, *more, status=2)
     assert len(err) == 1 and "letters of the training data differs from the checkpoint" in err[0], err
-    assert err[0].endswith(f": abd, not abc; use the same data{advice}")
+    assert err[0].endswith(f": abd instead of abc; use the same data{advice}")
 
 
 def test_flags_that_name_other_data_are_told(trained, on_cpu, tmp_path):
@@ -169,4 +169,4 @@ def test_flags_that_name_other_data_are_told(trained, on_cpu, tmp_path):
     other.write_text("abdabdabdabd" * 8)
     for more, advice in (["--eval-only"], ""), (["--epochs", 7], ", or choose another --save-dir"):
         _, err = on_cpu(*TASK, "--text", other, "--save-dir", run, *more, status=2)
-        assert err[0].endswith(f": abd, not abc; undo the change to --text (was {text}){advice}"), err
+        assert err[0].endswith(f": abd instead of abc; undo the change to --text (was {text}){advice}"), err

@@ -181,10 +181,7 @@ def test_no_time_is_another_word_for_sasrec(run_here, tmp_path):
     ("words", "refusal"),
     [
         ("seqrec --no-time --model rules", "--no-time and --model rules: exclude each other; give only one of them"),
-        (
-            "seqrec --no-time --model tisasrec",
-            "--no-time and --model tisasrec: exclude each other; give only one of them",
-        ),
+        ("seqrec --no-time --model tisasrec", "--no-time and --model tisasrec: exclude each other; give only one"),
         ("seqrec --model itemknn --time-span 9", "--time-span 9: --model itemknn does not use it; leave it out, or"),
         ("seqrec --model rules --loss bce", "--loss bce: --model rules does not use it; leave it out, or choose"),
         ("seqrec --model ease --norm pre", "--norm pre: --model ease does not use it; leave it out, or choose"),

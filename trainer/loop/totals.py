@@ -210,7 +210,7 @@ class PerSampleOutputs:
 
         All processes must call this method. Raises UserError on all processes if outputs are inconsistent.
         """
-        names = {"PerSample outputs": sorted(self._names or ())}
+        names = {"the set of PerSample outputs": sorted(self._names or ())}
         group.require_same(names, "the objective must return the same sums for all batches and ranks")
         if not self._index:
             return {}

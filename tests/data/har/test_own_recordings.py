@@ -374,7 +374,7 @@ def test_the_reason_for_no_window_is_reported(load, tmp_path):
     apart = [[i, "pq"[i % 2], "walk"] for i in range(40)]
     for rows, said in (
         ([[i, "p", ""] for i in range(40)], r"no row has a label in the column activity; .* with --label-column"),
-        (apart, r"without a gap has 1; sort the rows by person and time, or choose a smaller --window"),
+        (apart, r"activity of one person has 1; sort the rows by person and time, or choose a smaller --window"),
     ):
         with pytest.raises(UserError, match=said):
             load(write(tmp_path / "mine.csv", rows, names), channels=("acc",))

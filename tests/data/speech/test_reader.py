@@ -120,7 +120,7 @@ def test_librispeech(load, noise):
         "8-2-0000": ("SO", "8", "test"),
     }
     assert corpus.skipped == {
-        "No such file or directory, such as LibriSpeech/dev-clean/84/1/84-1-0002.flac": 1,
+        "cannot be read: No such file or directory, such as LibriSpeech/dev-clean/84/1/84-1-0002.flac": 1,
         "has no transcript, such as LibriSpeech/dev-clean/84/1/84-1-0003.wav": 1,
     }
 
@@ -271,7 +271,7 @@ def damaged(noise):
 def test_unusable_utterances_are_counted(load, noise, form):
     corpus = load(damaged(noise), form)
     assert corpus.names == ("0.wav", "7.wav") and len(corpus.offsets) == 3
-    missing = "No such file or directory" if form is as_folder else "is not in the archive"
+    missing = "cannot be read: No such file or directory" if form is as_folder else "is not in the archive"
     assert corpus.skipped == {
         "ends in the middle of its samples, such as 1.wav": 2,
         "is damaged: it does not start like a wav file, such as 3.wav": 1,
@@ -302,9 +302,9 @@ def test_nothing_usable_is_refused(load):
         ('{"audio_path": "1.wav", "text": "a", "duration": "1 s"}', "a number of seconds"),
         ('{"audio_path": "1.wav", "text": "a", "duration": 1%s}' % ("0" * 400), "a number of seconds"),
         ('{"audio_path": "1.wav", "text": "a", "duration": NaN}', "a number of seconds"),
-        ('{"audio_path": "1.wav\\u0000", "text": "a"}', "an invalid character"),
-        ('{"audio_path": "\\ud800.wav", "text": "a"}', "an invalid character"),
-        ('{"audio_path": "1.wav", "text": "\\udcff"}', "an invalid character"),
+        ('{"audio_path": "1.wav\\u0000", "text": "a"}', "that UTF-8 cannot encode"),
+        ('{"audio_path": "\\ud800.wav", "text": "a"}', "that UTF-8 cannot encode"),
+        ('{"audio_path": "1.wav", "text": "\\udcff"}', "that UTF-8 cannot encode"),
         ('{"audio_path": "1.wav", "text": "a", "offset": 2.5}', "a part of a recording .offset 2.5."),
     ],
 )
@@ -506,7 +506,7 @@ def test_new_recording_of_a_file(tmp_path, noise):
 def test_bad_new_recordings_are_named(tmp_path, noise):
     with pytest.raises(UserError, match=f"--predict {tmp_path}: contains no sound files"):
         read_recordings(tmp_path, 8_000)
-    with pytest.raises(UserError, match=f"--predict {tmp_path}/none.wav: No such file"):
+    with pytest.raises(UserError, match=f"--predict {tmp_path}/none.wav: cannot be read: No such file"):
         read_recordings(tmp_path / "none.wav", 8_000)
     for content, says in ((b"-", "is damaged"), (wav(noise(0)), "has no samples")):
         (tmp_path / "a.wav").write_bytes(content)

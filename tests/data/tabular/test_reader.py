@@ -172,7 +172,7 @@ def test_arrays_in_memory_of_any_values() -> None:
     [
         ({"a": np.zeros(2)}, "has no array X \\(arrays: a\\);"),
         ({"X": np.zeros(2)}, r"X has type float64 and shape \(2,\)"),
-        ({"X": np.zeros((2, 2), complex)}, "X is complex128"),
+        ({"X": np.zeros((2, 2), complex)}, "X has type complex128"),
         ({"X": np.zeros((2, 2)), "y": np.zeros(3)}, "X has 2 rows, but y has 3"),
         ({"X": np.zeros((2, 2)), "y": np.zeros((2, 1))}, r"y has type float64 and shape \(2, 1\)"),
         ({"X": np.zeros((2, 2)), "names": np.array(["a"])}, "X has 2 columns, but names has 1 entries"),
