@@ -59,7 +59,7 @@ def test_the_last_save_must_succeed_and_the_others_need_not(world_size, limited,
     assert ": File too large; it needs about " in message
     assert "MiB are free" in message
     assert [row["epoch"] for row in read_metrics(tmp_path, "epoch")] == [1, 2, 3]
-    refusals = [line for line in done.stdout.splitlines() if "training continues and retries" in line]
+    refusals = [line for line in done.stdout.splitlines() if "and the next save tries again" in line]
     assert f"checkpoint_0_0_{12 * world_size}.pth: File too large; it needs about" in refusals[0]
     assert not list(tmp_path.glob("*.pth"))
     assert not list(tmp_path.glob("*.tmp"))

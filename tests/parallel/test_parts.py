@@ -109,7 +109,7 @@ def learnt():
 
 def test_one_device_learns_the_bits_of_a_bare_loop(run_here, tmp_path):
     out, _ = run_here(*CASES["one phase"], *FLAGS, "--save-dir", tmp_path)
-    assert f": each device runs {NUM_PARTS} forward/backward pass(es) per step and stores 5 gradient(s)." in out
+    assert f"; each device runs {NUM_PARTS} forward/backward pass(es) per step and stores 5 gradient(s)." in out
     expected, num_clipped = learnt()
     found = load(tmp_path / "last.pth")["model"]
     assert num_clipped > 0

@@ -445,7 +445,7 @@ def test_transcripts_too_long_for_their_sound_are_left_out(with_a_long_one, run_
 
 def test_transcripts_too_long_for_their_sound_are_refused(with_a_long_one, refused, cache_dir, tmp_path):
     refused(
-        ["1 training utterances are too short for their transcripts (train/20.wav, 1"],
+        ["1 training utterances are too short for their transcripts (train/20.wav, which has 1"],
         *RUN, "--data-dir", with_a_long_one, "--on-bad", "refuse", "--save-dir", tmp_path / "run",
         "--cache-dir", cache_dir / "lockstep",
     )  # fmt: skip
