@@ -346,5 +346,5 @@ def test_a_sample_of_a_table_and_of_its_new_rows(run_here, tmp_path):
 def test_a_sample_replaces_no_file(tmp_path, refused):
     (tmp_path / "mine.csv").write_text("mine")
     refused([f"--sample {tmp_path / 'mine.csv'}: already exists; name another"], "--sample", tmp_path / "mine.csv")
-    refused(["--sample x.csv: the task Weighted has no sample file"], "--task", WEIGHTED, "--sample", "x.csv")
+    refused(["--sample x.csv: the task Weighted has no sample"], "--task", WEIGHTED, "--sample", "x.csv")
     assert (tmp_path / "mine.csv").read_text() == "mine"

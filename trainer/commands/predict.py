@@ -118,9 +118,7 @@ def write_sample(task: Task, path: Path) -> None:
     """Runs `--sample`: writes an example file for `--predict`. Raises UserError if the task has none."""
     content = task.sample()
     if content is None or path.exists():
-        problem = (
-            f"the task {type(task).__name__} has no sample file" if content is None else "already exists; name another"
-        )
+        problem = f"the task {type(task).__name__} has no sample" if content is None else "already exists; name another"
         raise UserError(f"--sample {path}: {problem}")
     text = io.StringIO()
     if not isinstance(content, bytes):
