@@ -114,8 +114,8 @@ class HarFlags(FlagGroup):
         None, "subjects to hold out for validation; replaces --num-val-subjects", metavar="ID", excludes=("refit",)
     )
     refit: bool = flag(
-        False, "train on all training subjects, without validation; the last weights are scored; for a final run, "
-        "after all settings are chosen", common=True,
+        False, "train on all training subjects, without validation; the last weights are scored; for a final run",
+        common=True,
     )  # fmt: skip
     no_augmentation: bool = flag(False, "train on windows as recorded, without random augmentation")
     rotation_deg: float = flag(

@@ -151,7 +151,7 @@ class SeqrecFlags(FlagGroup):
     )  # fmt: skip
     mask_seen: bool = flag(True, "also rank and recommend items that the user has already seen")
     ks: tuple[int, ...] = flag(
-        (1, 5, 10, 20), "cut-offs of the ranking metrics; the best epoch is chosen by ndcg@10, or by NDCG at the first "
+        (1, 5, 10, 20), "cut-offs of the metrics; the best epoch is chosen by ndcg@10, or by NDCG at the first "
         "cut-off if 10 is not listed", at_least=1,
     )  # fmt: skip
     top_k: int = flag(10, "with --predict: number of items per user", common=True, at_least=1)

@@ -66,8 +66,8 @@ class SpeechFlags(FlagGroup):
         "download)", common=True, local=True,
     )  # fmt: skip
     sample_rate: int | None = flag(
-        None, "sample rate in Hz to which all recordings are resampled (default: the most common rate)", metavar="HZ",
-        at_least=4000, needs={"data_dir": None},
+        None, "resample recordings to this rate in Hz (default: the most common rate)", metavar="HZ", at_least=4000,
+        needs={"data_dir": None},
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME", needs={"data_dir": None})
     on_bad: Literal["drop", "refuse"] = flag(

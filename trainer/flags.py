@@ -308,7 +308,7 @@ class CheckpointFlags(FlagGroup):
         "used", metavar="CHECKPOINT", common=True, from_record="refused", excludes=("init_from_partial",),
     )  # fmt: skip
     init_from_partial: Path | None = flag(
-        None, "initialise only the weights whose names and shapes match this checkpoint; their names are printed",
+        None, "initialise only the weights whose names and shapes match this checkpoint; prints their names",
         metavar="CHECKPOINT", from_record="refused",
     )  # fmt: skip
     fresh: bool = flag(
@@ -335,9 +335,9 @@ class SeveralFlags(FlagGroup):
 
     recorded: ClassVar = False
     seeds: int = flag(
-        1, "train N runs with consecutive seeds; the first seed is --seed; reports mean and standard deviation of "
-        "the scores, and ensemble scores; each GPU trains one run at a time; on the CPU each core trains one run "
-        "with one thread unless --num-threads is given", metavar="N", common=True, at_least=1,
+        1, "train N runs with consecutive seeds; the first seed is --seed; reports mean, standard deviation and "
+        "ensemble scores; each GPU trains one run at a time; on the CPU each core trains one run with one thread "
+        "unless --num-threads is given", metavar="N", common=True, at_least=1,
     )  # fmt: skip
     folds: int = flag(
         0, "train K runs for K-fold cross-validation; each run is scored on the fold of the training data that it "
@@ -399,7 +399,7 @@ class ExportFlags(FlagGroup):
     recorded: ClassVar = False
     export: Path | None = flag(
         None, "do not train: export the model to this .pt2 file; uses torch.export and the best weights of --save-dir, "
-        "or the weights of --resume-from; torch can run the file without this trainer", metavar="FILE", common=True,
+        "or the weights of --resume-from; the file runs without this trainer", metavar="FILE", common=True,
         from_record="refused", excludes=NOT_WITH_A_USE, displaces=("resume_from",),
     )  # fmt: skip
 
@@ -465,7 +465,7 @@ class MultiDeviceFlags(FlagGroup):
         "backward pass, which is faster but shards only gradients and optimizer state", needs=FSDP,
     )  # fmt: skip
     shard_size: int | None = flag(
-        None, "fsdp: number of ranks that share one copy of the model, for example the ranks of one machine; must "
+        None, "fsdp: number of ranks that share one copy of the model, for example one machine's ranks; must "
         "evenly divide the number of ranks (default: all)", needs=FSDP, at_least=1,
     )  # fmt: skip
     local_rank: int | None = flag(None, "set by torch.distributed.launch", hidden=True, local=True)
