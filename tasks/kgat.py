@@ -15,7 +15,7 @@ from data.knowledge_graph.catalogue import Catalogue
 from data.knowledge_graph.edges import Edges, collaborative_graph, named_relation
 from data.knowledge_graph.new_users import Recommendations, read_users
 from data.knowledge_graph.reader import load_catalogue
-from data.knowledge_graph.samples import BprSamples, Triples, UsersToRank
+from data.knowledge_graph.samples import BprSamples, Triples, UserItems, UsersToRank
 from data.knowledge_graph.synthetic import load_synthetic_catalogue
 from data.overview import overview
 from data.table_files import ENCODING, ON_BAD, Reading
@@ -41,7 +41,10 @@ from trainer.task import Exported, Objective, ParamGroup, Picture, ProgressBar
 _OF_KGAT = {"model": ("kgat",)}
 _WITH_GRAPH = ("kgat", "kg-lightgcn")
 _TRAINED = {"model": ("kgat", "kg-lightgcn", "lightgcn", "bprmf")}
-_USUAL_L2 = {"kgat": 1e-5, "kg-lightgcn": 1e-3, "lightgcn": 1e-3, "bprmf": 1e-2}
+_USUAL_L2 = {
+    "softmax": {"kgat": 3e-2, "kg-lightgcn": 3e-2, "lightgcn": 3e-2, "bprmf": 1e-1},
+    "bpr": {"kgat": 1e-5, "kg-lightgcn": 1e-3, "lightgcn": 1e-3, "bprmf": 1e-2},
+}
 _SPLIT_SEED = 0
 """Seed of the data split. All runs use it, so that --init-from never loads a model trained on this run's test data."""
 _RELATIONS_SHOWN = 20
@@ -69,7 +72,7 @@ class KgatFlags(FlagGroup):
         "share users with the user's items; ease: linear model from all items to all items; the last three are fitted "
         "in seconds, without training steps", common=True,
     )  # fmt: skip
-    embed_dim: int = flag(64, "width of user, item and entity embeddings", common=True, at_least=1, needs=_TRAINED)
+    embed_dim: int = flag(128, "width of user, item and entity embeddings", common=True, at_least=1, needs=_TRAINED)
     layer_dims: tuple[int, ...] = flag(
         (64, 32, 16), "kgat: width of each propagation layer", at_least=1, needs=_OF_KGAT
     )
@@ -77,7 +80,7 @@ class KgatFlags(FlagGroup):
         64, "kgat: width of the space into which each relation projects entities", at_least=1, needs=_OF_KGAT
     )
     num_layers: int = flag(
-        3, "lightgcn, kg-lightgcn: number of propagation layers", at_least=1,
+        2, "lightgcn, kg-lightgcn: number of propagation layers", at_least=1,
         needs={"model": ("kg-lightgcn", "lightgcn")},
     )  # fmt: skip
     aggregator: Aggregation = flag(
@@ -100,24 +103,28 @@ class KgatFlags(FlagGroup):
     node_dropout: float = flag(
         0.0, "kgat: share of the graph's edges that is dropped in training", at_least=0, below=1, needs=_OF_KGAT
     )
+    loss: Literal["softmax", "bpr"] = flag(
+        "softmax", "training loss; softmax: compares a user's items with all items; a sample is a user; bpr: compares "
+        "an item of a user with one other item, as in the papers; a sample is such a pair", common=True, needs=_TRAINED,
+    )  # fmt: skip
     l2: float | None = flag(
-        None, "factor of the L2 penalty on the embeddings of each sample; the penalty is half their sum of squares "
-        "(default: depends on --model)", at_least=0, needs=_TRAINED,
+        None, "factor of the L2 penalty, which for each item of a user is half the sum of squares of the user's and "
+        "the item's embeddings (default: depends on --model and --loss)", at_least=0, needs=_TRAINED,
     )  # fmt: skip
     kg_l2: float = flag(
         1e-5, "kgat: factor of the L2 penalty on the embeddings of each knowledge-graph triple", at_least=0,
         needs=_OF_KGAT,
     )  # fmt: skip
     kg_batch_ratio: float = flag(
-        2.0, "kgat: batch size for the graph's triples, as a multiple of --batch-size", above=0, needs=_OF_KGAT
+        8.0, "kgat: batch size for the graph's triples, as a multiple of --batch-size", above=0, needs=_OF_KGAT
     )
     kg_lr_scale: float = flag(
         1.0, "kgat: factor on --lr when training on the graph's triples; a small factor preserves pre-trained "
         "embeddings", at_least=0, needs=_OF_KGAT,
     )  # fmt: skip
     draw: Literal["users", "interactions"] = flag(
-        "users", "how to draw training samples; users: a random user with a random item of the user; interactions: "
-        "each interaction once per epoch", needs=_TRAINED,
+        "users", "with --loss bpr: how to draw samples; users: a random user with a random item of the user; "
+        "interactions: each interaction once per epoch", needs={"loss": ("bpr",)},
     )  # fmt: skip
     val_share: float = flag(
         0.1, "share of each user's items to hold out for validation, unless the data contain valid.txt", above=0,
@@ -181,13 +188,13 @@ class KgatTask(RecommenderTask):
     )
     simple_models = ("popularity", "itemknn", "ease")
     defaults = {
-        "lr": 5e-3,
+        "lr": 3e-3,
         "schedule": "constant",
         "warmup_epochs": 0.0,
         "weight_decay": 0.0,
-        "batch_size": 1024,
+        "batch_size": 256,
         "eval_batch_size": 256,
-        "epochs": 80,
+        "epochs": 100,
         "max_grad_norm": 0.0,
     }
     predict_flags = ("data_dir", "encoding", "on_bad", "top_k")
@@ -262,11 +269,16 @@ class KgatTask(RecommenderTask):
     @cached_property
     def _datasets(self) -> Mapping[str, KeyedDataset]:
         datasets: dict[str, KeyedDataset] = {
-            "cf": BprSamples(self.catalogue, self.seed, self.config.draw),
+            "cf": self._training_samples(),
             "val": UsersToRank(self.catalogue, "val"),
             "test": UsersToRank(self.catalogue, "test"),
         }
         return datasets | ({"kg": Triples(self.edges, self.seed)} if "kg" in self.phases else {})
+
+    def _training_samples(self) -> KeyedDataset:
+        if self.config.loss == "softmax":
+            return UserItems(self.catalogue)
+        return BprSamples(self.catalogue, self.seed, self.config.draw)
 
     def splits(self) -> Mapping[str, KeyedDataset]:
         return {"train": self._datasets["cf"], "val": self._datasets["val"], "test": self._datasets["test"]}
@@ -277,9 +289,16 @@ class KgatTask(RecommenderTask):
     def batch_size(self, phase: str, batch_size: int) -> int:
         return max(1, round(batch_size * self.config.kg_batch_ratio)) if phase == "kg" else batch_size
 
+    def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
+        """Returns the indices of the users with the most items with `--loss softmax`, else of any samples."""
+        dataset = self._datasets[phase]
+        if not isinstance(dataset, UserItems):
+            return super().largest_samples(phase, epoch, count)
+        return np.argsort(-self.catalogue.train.sizes[dataset.users], kind="stable")[:count]
+
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray] | None:
         """Returns unshuffled batches if the data set itself draws random samples in each epoch, else None."""
-        if phase == "cf" and self.config.draw == "interactions":
+        if phase == "cf" and (self.config.loss == "softmax" or self.config.draw == "interactions"):
             return None
         return ConsecutiveBatches(self.num_samples(phase), global_batch_size)
 
@@ -289,8 +308,9 @@ class KgatTask(RecommenderTask):
         if self.fitted:
             return self.simple_objective(self.config.model)
         config = self.config
-        l2 = _USUAL_L2[config.model] if config.l2 is None else config.l2
-        return KgatObjective(self._build_model(), config.ks, self.catalogue.unknown_items, l2, config.kg_l2)
+        l2 = _USUAL_L2[config.loss][config.model] if config.l2 is None else config.l2
+        hidden = self.catalogue.unknown_items
+        return KgatObjective(self._build_model(), config.ks, hidden, config.loss, l2, config.kg_l2)
 
     def training_histories(self) -> TrainingHistories:
         train = self.catalogue.train

@@ -1,6 +1,7 @@
 """Training losses of graph recommenders, and evaluation by ranking all items for each user."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -38,20 +39,31 @@ class RankingObjective(Objective):
 
 
 class KgatObjective(RankingObjective):
-    """Computes the Bayesian personalised ranking (BPR) loss and, for KGAT, also the loss of graph triples.
+    """Computes a loss of scores and, for KGAT, also the loss of graph triples.
 
-    BPR (Rendle et al., UAI 2009) is softplus(s(j) - s(i)) for scores s of a user's item i and a random other item j.
+    "softmax" is the multinomial log-likelihood (Liang et al., WWW 2018): minus the log softmax over all items, summed
+    over the items of a user. "bpr" (Rendle et al., UAI 2009) is softplus(s(j) - s(i)) for scores s of an item i of a
+    user and a random other item j.
     """
 
     model: Recommender
     same_masks = True
 
     def __init__(
-        self, model: Recommender, ks: Sequence[int], hidden: np.ndarray, l2: float = 0.0, kg_l2: float = 0.0
+        self,
+        model: Recommender,
+        ks: Sequence[int],
+        hidden: np.ndarray,
+        loss: Literal["softmax", "bpr"],
+        l2: float = 0.0,
+        kg_l2: float = 0.0,
     ) -> None:
-        """Creates the objective. l2, kg_l2: weights of the L2 penalties on embeddings of BPR samples and of triples."""
+        """Creates the objective. l2: weight of the L2 penalty on the users and items of each loss term.
+
+        kg_l2: weight of the L2 penalty on the nodes and relations of triples.
+        """
         super().__init__(model, ks, hidden)
-        self._l2, self._kg_l2 = l2, kg_l2
+        self._loss, self._l2, self._kg_l2 = loss, l2, kg_l2
         self.users: Tensor | None
         self.items: Tensor | None
         self.register_buffer("users", None, persistent=False)
@@ -71,10 +83,26 @@ class KgatObjective(RankingObjective):
             return super().forward(batch)
         if phase == "kg":
             return self._rank_triples(batch)
-        found = self.model(batch["user"], torch.stack([batch["positive"], batch["negative"]], dim=1))
-        positive, negative = (found.users.unsqueeze(1) * found.items).sum(-1).unbind(1)
-        ranking = F.softplus(negative - positive).sum()
-        return {"loss": ranking + self._l2 / 2 * found.penalised.square().sum(), "ranking": ranking}
+        ranking, squares = self._softmax(batch) if self._loss == "softmax" else self._bpr(batch)
+        return {"loss": ranking + self._l2 / 2 * squares, "ranking": ranking}
+
+    def _softmax(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns the loss of users with all their items, and the sum of squares to which the L2 penalty applies."""
+        num_items = self.model.num_items
+        found = self.model(batch["user"], torch.arange(num_items, device=batch["user"].device))
+        is_real = batch["items"] < num_items
+        items = batch["items"].where(is_real, 0)
+        log_shares = F.log_softmax(found.users @ found.items.T, dim=1).gather(1, items)
+        of_users = found.penalised_users.square().sum(1) * is_real.sum(1)
+        of_items = found.penalised_items.square().sum(1)[items] * is_real
+        return -(log_shares * is_real).sum(), of_users.sum() + of_items.sum()
+
+    def _bpr(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns the loss of pairs of items, and the sum of squares to which the L2 penalty applies."""
+        found = self.model(batch["user"], torch.cat([batch["positive"], batch["negative"]]))
+        positive, negative = ((found.users * items).sum(-1) for items in found.items.chunk(2))
+        squares = found.penalised_users.square().sum() + found.penalised_items.square().sum()
+        return F.softplus(negative - positive).sum(), squares
 
     def _rank_triples(self, batch: Batch) -> Sums:
         assert isinstance(self.model, KGAT)

@@ -3,6 +3,7 @@
 from benchmarks.on_gpu.part import Setting
 
 LAST_200 = ["--maxlen", "200", "--last-items-only"]
+PAIRS = ["--loss", "bpr", "--embed-dim", "64"]
 MODELS: dict[str, list[str]] = {
     "harnet": ["--task", "har"],
     "tinyhar": ["--task", "har", "--model", "tinyhar"],
@@ -10,10 +11,10 @@ MODELS: dict[str, list[str]] = {
     "sasrec": ["--task", "seqrec", "--no-time", *LAST_200],
     "tisasrec": ["--task", "seqrec", *LAST_200],
     "tisasrec with mhc": ["--task", "seqrec", "--mhc", *LAST_200],
-    "kgat": ["--task", "kgat", "--model", "kgat"],
-    "kg-lightgcn": ["--task", "kgat", "--model", "kg-lightgcn"],
-    "lightgcn": ["--task", "kgat", "--model", "lightgcn"],
-    "bprmf": ["--task", "kgat", "--model", "bprmf"],
+    "kgat": ["--task", "kgat", "--model", "kgat", *PAIRS, "--kg-batch-ratio", "2"],
+    "kg-lightgcn": ["--task", "kgat", "--model", "kg-lightgcn", *PAIRS, "--num-layers", "3"],
+    "lightgcn": ["--task", "kgat", "--model", "lightgcn", *PAIRS, "--num-layers", "3"],
+    "bprmf": ["--task", "kgat", "--model", "bprmf", *PAIRS],
     "plmu": ["--task", "speech"],
     "plmu streaming": ["--task", "speech", "--streaming"],
     "lmu": ["--task", "speech", "--model", "lmu"],

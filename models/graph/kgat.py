@@ -77,11 +77,10 @@ class KGAT(Recommender):
         Train mode uses the propagation matrix set last, by `refresh` or `set_laplacian`; eval mode computes attention
         from the current weights. The L2 penalty applies to the representations.
         """
-        nodes = torch.cat([users.unsqueeze(1) + (self.graph.num_nodes - self.num_users), items], dim=1)
-        rows, place = distinct(nodes)
+        rows, place = distinct(torch.cat([users + (self.graph.num_nodes - self.num_users), items]))
         matrix = self.graph.matrix.operands(self.node_dropout) if self.training else self._current_operands()
-        represented = self._propagate(matrix, rows).index_select(0, place).view(*nodes.shape, -1)
-        return Represented(represented[:, 0], represented[:, 1:], represented)
+        of_users, of_items = self._propagate(matrix, rows).index_select(0, place).split([len(users), len(items)])
+        return Represented(of_users, of_items, of_users, of_items)
 
     def represent(self) -> tuple[Tensor, Tensor]:
         """Returns representations of all users and items, with attention computed from the current weights."""

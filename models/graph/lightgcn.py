@@ -14,7 +14,7 @@ from trainer.common.torch_private import SeesConversions
 
 
 class BPRMF(Recommender):
-    """Matrix factorisation for the BPR loss (Rendle et al., UAI 2009)."""
+    """Matrix factorisation, as in BPR (Rendle et al., UAI 2009)."""
 
     def __init__(self, num_users: int, num_items: int, width: int = 64) -> None:
         super().__init__(num_users, num_items, width)
@@ -22,7 +22,7 @@ class BPRMF(Recommender):
 
     def forward(self, users: Tensor, items: Tensor) -> Represented:
         of_users, of_items = self.users(users), self.items(items)
-        return Represented(of_users, of_items, torch.cat([of_users.unsqueeze(1), of_items], dim=1))
+        return Represented(of_users, of_items, of_users, of_items)
 
     def represent(self) -> tuple[Tensor, Tensor]:
         return self.users.weight, self.items.weight
@@ -51,12 +51,12 @@ class LightGCN(Recommender):
         self.matrix = _ConstantMatrix(head, tail, num_nodes, (degree[head] * degree[tail]).rsqrt())
 
     def forward(self, users: Tensor, items: Tensor) -> Represented:
-        nodes = torch.cat([users.unsqueeze(1), items + self.num_users], dim=1)
+        nodes = torch.cat([users, items + self.num_users])
         rows, place = distinct(nodes)
         first, penalised = self.first_layer()
-        represented = self._propagate(first, rows).index_select(0, place).view(*nodes.shape, -1)
-        ego = penalised.index_select(0, nodes.flatten()).view(*nodes.shape, -1)
-        return Represented(represented[:, 0], represented[:, 1:], ego)
+        represented, ego = self._propagate(first, rows).index_select(0, place), penalised.index_select(0, nodes)
+        sizes = [len(users), len(items)]
+        return Represented(*represented.split(sizes), *ego.split(sizes))
 
     def represent(self) -> tuple[Tensor, Tensor]:
         everything = self._propagate(self.first_layer()[0], None)

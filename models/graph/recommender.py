@@ -7,14 +7,16 @@ from torch import Tensor, nn
 
 
 class Represented(NamedTuple):
-    """Representations of users, and of n items per user; an item's score is its dot product with the user."""
+    """Representations of B users and n items; the score of an item for a user is their dot product."""
 
     users: Tensor
     """(B, D), representations of users."""
     items: Tensor
-    """(B, n, D), representations of items."""
-    penalised: Tensor
-    """(B, 1 + n, *), values to which an L2 penalty applies: first the user's, then the items'."""
+    """(n, D), representations of items."""
+    penalised_users: Tensor
+    """(B, *), values of each user to which an L2 penalty applies."""
+    penalised_items: Tensor
+    """(n, *), values of each item to which an L2 penalty applies."""
 
 
 class Recommender(nn.Module):
@@ -31,7 +33,7 @@ class Recommender(nn.Module):
         self.items = nn.Embedding(num_items, width)
 
     def forward(self, users: Tensor, items: Tensor) -> Represented:
-        """Returns representations of users (B,) int64 and items (B, n) int64."""
+        """Returns representations of users (B,) int64 and items (n,) int64, which may repeat."""
         raise NotImplementedError
 
     def represent(self) -> tuple[Tensor, Tensor]:
@@ -75,5 +77,5 @@ def distinct(nodes: Tensor) -> tuple[Tensor, Tensor]:
     On a GPU, rows may repeat, because counting distinct nodes would require a synchronisation.
     """
     if nodes.device.type == "cpu":
-        return nodes.flatten().unique(return_inverse=True)
-    return nodes.flatten(), torch.arange(nodes.numel(), device=nodes.device)
+        return nodes.unique(return_inverse=True)
+    return nodes, torch.arange(len(nodes), device=nodes.device)

@@ -81,8 +81,8 @@ def test_steps_of_two_phases_have_their_own_samples(profile_here, tmp_path):
     num_edges = 2 * (num_interactions + len((data / "kg_final.txt").read_text().splitlines()))
     steps = -(-num_interactions // 16) - (-num_edges // 24)
     argv = [
-        "--task", "kgat", "--model", "kgat", "--data-dir", data, "--select-on-test", "--batch-size", 16,
-        "--kg-batch-ratio", 1.5, "--num-threads", 1, "--device", "cpu",
+        "--task", "kgat", "--model", "kgat", "--loss", "bpr", "--data-dir", data, "--select-on-test",
+        "--batch-size", 16, "--kg-batch-ratio", 1.5, "--num-threads", 1, "--device", "cpu",
         "--cache-dir", tmp_path / "cache", "--json", tmp_path / "step.json",
     ]  # fmt: skip
     profile_here("step", *argv, "--steps", steps, "--settling-steps", 3)

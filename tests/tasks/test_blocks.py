@@ -59,4 +59,4 @@ def test_the_propagation_of_lightgcn_is_not_compiled(cache_dir, monkeypatch):
     loop_blocks.compile_units([objective])
     counters.clear()
     torch.testing.assert_close(objective(batch)["loss"], expected)
-    assert 0 < counters["stats"]["unique_graphs"] <= 2
+    assert 0 < counters["stats"]["unique_graphs"] <= 3

@@ -14,16 +14,16 @@ from tests.conftest import load
 from tests.helpers.small_catalogue import write_catalogue
 from trainer.commands.build import build_task
 from trainer.commands.parse import parse
-from trainer.loading.order import SampleKeys
+from trainer.loading.order import EpochOrder, SampleKeys
 
 EPOCHS, LR, L2, KG_L2 = 2, 0.02, 0.03, 0.01
 BATCH_SIZES = {"cf": 16, "kg": 32}
 FLAGS = [
     "--task", "kgat", "--model", "kgat", "--dtype", "float64", "--num-threads", 1, "--epochs", EPOCHS,
-    "--batch-size", BATCH_SIZES["cf"],
+    "--batch-size", BATCH_SIZES["cf"], "--loss", "bpr",
     "--lr", LR, "--max-grad-norm", 0, "--l2", L2, "--embed-dim", 6,
 ]  # fmt: skip
-KGAT = ["--layer-dims", 5, 4, "--relation-dim", 3, "--dropout", 0, "--kg-l2", KG_L2]
+KGAT = ["--kg-batch-ratio", 2, "--layer-dims", 5, 4, "--relation-dim", 3, "--dropout", 0, "--kg-l2", KG_L2]
 KG_LIGHTGCN = ["--model", "kg-lightgcn", "--num-layers", 2]
 
 
@@ -148,19 +148,47 @@ def kg_losses(w, nodes, batch):
 
 
 def kg_lightgcn_loop(task, with_graph=True):
-    w, catalogue = first_weights(task), task.catalogue
-    mean, normalised = mean_of_neighbours(catalogue), normalised_taken(catalogue)
+    w, states = first_weights(task), states_of_lightgcn(task.catalogue, with_graph)
     adam = torch.optim.Adam(w.values(), LR)
     for epoch in range(EPOCHS):
         for batch in batches(task, "cf", epoch):
-            said = with_graph * (mean @ w["knowledge.weight"])
-            users, items = [w["users.weight"]], [w["items.weight"] + said]
-            for _ in range(2):
-                users, items = [*users, normalised @ items[-1]], [*items, normalised.T @ users[-1]]
-            of_items = torch.cat([w["items.weight"], said], dim=1)
+            users, items, of_items = states(w)
             parts = w["users.weight"][batch["user"]], of_items[batch["positive"]], of_items[batch["negative"]]
-            losses = cf_losses(sum(users) / 3, sum(items) / 3, batch, lambda *_, parts=parts: squares(*parts))
-            descend(adam, losses)
+            descend(adam, cf_losses(users, items, batch, lambda *_, parts=parts: squares(*parts)))
+    return detached(w)
+
+
+def states_of_lightgcn(catalogue, with_graph=True):
+    """Computes, from weights, the final states of users and of items, and what is penalised of items."""
+    mean, normalised = mean_of_neighbours(catalogue), normalised_taken(catalogue)
+
+    def states(w):
+        said = with_graph * (mean @ w["knowledge.weight"])
+        users, items = [w["users.weight"]], [w["items.weight"] + said]
+        for _ in range(2):
+            users, items = [*users, normalised @ items[-1]], [*items, normalised.T @ users[-1]]
+        return sum(users) / 3, sum(items) / 3, torch.cat([w["items.weight"], said], dim=1)
+
+    return states
+
+
+def softmax_loop(task, one_by_user=False):
+    """The log softmax of each item of each user of a batch. one_by_user: each user, not each item, counts one."""
+    w, train = first_weights(task), task.catalogue.train
+    states = states_of_lightgcn(task.catalogue)
+    adam = torch.optim.Adam(w.values(), LR)
+    owners, size = np.flatnonzero(train.sizes), BATCH_SIZES["cf"]
+    for epoch in range(EPOCHS):
+        order = EpochOrder(0, epoch, 0, len(owners))
+        for start in range(0, len(owners), size):
+            users, items, of_items = states(w)
+            losses = []
+            for user in owners[order.take(start, min(start + size, len(owners)))].tolist():
+                scores, own = items @ users[user], train.of(user).tolist()
+                parts = w["users.weight"][[user] * len(own)], of_items[own]
+                terms = scores.exp().sum().log() - scores[own] + L2 / 2 * squares(*parts)
+                losses.append(terms.mean(0, keepdim=True) if one_by_user else terms)
+            descend(adam, torch.cat(losses))
     return detached(w)
 
 
@@ -201,3 +229,10 @@ def test_lightgcn_with_a_graph_learns_like_a_bare_loop(data, run_here, cache_dir
     found, task = run_and_task(run_here, cache_dir, tmp_path, *data, *KG_LIGHTGCN)
     assert difference(found, kg_lightgcn_loop(task)) < 1e-9
     assert difference(found, kg_lightgcn_loop(task, with_graph=False)) > 1e-6
+
+
+@pytest.mark.usefixtures("double_precision")
+def test_softmax_over_all_items_learns_like_a_bare_loop(data, run_here, cache_dir, tmp_path):
+    found, task = run_and_task(run_here, cache_dir, tmp_path, *data, *KG_LIGHTGCN, "--loss", "softmax")
+    assert difference(found, softmax_loop(task)) < 1e-9
+    assert difference(found, softmax_loop(task, one_by_user=True)) > 1e-6

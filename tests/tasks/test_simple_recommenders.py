@@ -186,7 +186,7 @@ def test_no_time_is_another_word_for_sasrec(run_here, tmp_path):
         ("seqrec --model rules --loss bce", "--loss bce: --model rules does not use it; leave it out, or choose"),
         ("seqrec --model ease --norm pre", "--norm pre: --model ease does not use it; leave it out, or choose"),
         ("kgat --select-on-test --val-share 0.1", "--val-share 0.1 and --select-on-test: exclude each other; give"),
-        ("kgat --model itemknn --draw interactions", "--draw interactions: --model itemknn does not use it; leave"),
+        ("kgat --model itemknn --loss bpr", "--loss bpr: --model itemknn does not use it; leave"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused_by_one_line(run_here, tmp_path, words, refusal):

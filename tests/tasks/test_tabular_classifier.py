@@ -241,7 +241,7 @@ def test_parameters_are_those_of_the_constructor():
         ({"random_state": "a"}, "random_state 'a': must be a whole number, at least 0, or None"),
         ({"random_state": -1}, "random_state -1: must be a whole number, at least 0, or None"),
         ({"temperature": 0}, "temperature 0: must be a finite number above 0"),
-        ({"device": "gpu"}, 'device \'gpu\': must be "auto", "cpu"'),
+        ({"device": "gpu"}, 'device \'gpu\': must be "auto" or "cpu"'),
     ],
 )
 def test_parameters_are_checked(parameter, message):

@@ -8,7 +8,7 @@ import pytest
 
 from data.knowledge_graph.catalogue import ItemLists
 from data.knowledge_graph.edges import Edges, collaborative_graph
-from data.knowledge_graph.samples import BprSamples, Triples, UsersToRank
+from data.knowledge_graph.samples import BprSamples, Triples, UserItems, UsersToRank
 from tests.helpers.on_device import assert_equal_on_a_device
 from trainer.common.errors import UserError
 from trainer.loading.order import SampleKeys
@@ -56,7 +56,11 @@ def test_a_sample_is_the_same_in_every_batch(catalogue, name) -> None:
 
 def test_samples_on_a_device_are_those_of_the_host(catalogue) -> None:
     assert_equal_on_a_device(
-        [*datasets(catalogue).values(), *(UsersToRank(catalogue, part) for part in ("val", "test"))]
+        [
+            *datasets(catalogue).values(),
+            UserItems(catalogue),
+            *(UsersToRank(catalogue, name) for name in ("val", "test")),
+        ]
     )
 
 
@@ -91,6 +95,17 @@ def test_each_interaction_is_a_sample(catalogue) -> None:
     batch = take(dataset, np.arange(len(dataset)))
     np.testing.assert_array_equal(batch["user"], catalogue.train.users)
     np.testing.assert_array_equal(batch["positive"], catalogue.train.items)
+
+
+def test_a_sample_of_softmax_is_a_user_with_all_items(catalogue) -> None:
+    dataset = UserItems(catalogue)
+    users = np.flatnonzero(catalogue.train.sizes)
+    batch = take(dataset, np.arange(len(dataset))[::-1])
+    np.testing.assert_array_equal(batch["user"], users[::-1])
+    own = [items[items < catalogue.num_items].tolist() for items in batch["items"]]
+    assert own == [catalogue.train.of(user).tolist() for user in batch["user"]]
+    assert batch["weight"].tolist() == [len(items) for items in own]
+    assert batch["items"].shape[1] == max(map(len, own))
 
 
 def test_triples_are_edges_and_negatives_are_none(catalogue) -> None:

@@ -127,7 +127,7 @@ def slow_representations(model, matrix, aggregation, slope=0.01, masks=(1, 1, 1)
 def slow_cf_loss(model, everything, users, items, penalty=0.1):
     """Equations 12 and 13, summed over users with one positive and one negative item."""
     total = 0
-    for user, (positive, negative) in zip(users.tolist(), items.tolist(), strict=True):
+    for user, (positive, negative) in zip(users.tolist(), items.view(-1, 2).tolist(), strict=True):
         u, i, j = everything[NUM_ENTITIES + user], everything[positive], everything[negative]
         total = total - torch.log(torch.sigmoid(u @ i - u @ j)) + penalty / 2 * (u @ u + i @ i + j @ j)
     return total
@@ -147,14 +147,15 @@ def slow_kg_loss(model, batch, penalty=0.1):
 
 
 def batch_of_users():
-    """Users and items that repeat."""
-    return torch.tensor([0, 3, 3, 1]), torch.tensor([[0, 5], [2, 5], [2, 2], [4, 0]])
+    """Users, and two items of each one after another; both repeat."""
+    return torch.tensor([0, 3, 3, 1]), torch.tensor([0, 5, 2, 5, 2, 2, 4, 0])
 
 
 def cf_loss(represented, penalty=0.1):
-    users, items, penalised = represented
-    scores = (users.unsqueeze(1) * items).sum(2)
-    return F.softplus(scores[:, 1] - scores[:, 0]).sum() + penalty / 2 * penalised.square().sum()
+    users, items, *penalised = represented
+    scores = (users.unsqueeze(1) * items.view(len(users), 2, -1)).sum(2)
+    squares = sum(values.square().sum() for values in penalised)
+    return F.softplus(scores[:, 1] - scores[:, 0]).sum() + penalty / 2 * squares
 
 
 def kg_loss(losses, penalty=0.1):
@@ -284,7 +285,7 @@ def test_dropout_is_the_same_however_a_batch_is_split(settings):
 
     def represented(part):
         torch.manual_seed(3)
-        return model(users[part], items[part])
+        return model(users[part], items.view(-1, 2)[part].flatten())
 
     whole = represented(slice(None))
     parts = [represented(slice(0, 1)), represented(slice(1, None))]
