@@ -106,6 +106,7 @@ class KgatFlags(FlagGroup):
     loss: Literal["softmax", "bpr"] = flag(
         "softmax", "training loss; softmax: compares a user's items with all items; a sample is a user; bpr: compares "
         "an item of a user with one other item, as in the papers; a sample is such a pair", common=True, needs=_TRAINED,
+        absent="bpr",
     )  # fmt: skip
     l2: float | None = flag(
         None, "factor of the L2 penalty, which for each item of a user is half the sum of squares of the user's and "

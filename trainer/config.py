@@ -49,6 +49,7 @@ def flag(
     excludes: Sequence[str] = (),
     displaces: Sequence[str] = (),
     needs: Mapping[str, Sequence[str] | None] = {},
+    absent: Any = None,
     **limits: float,
 ) -> Any:
     """Defines a dataclass field that is a command-line flag.
@@ -67,12 +68,14 @@ def flag(
         list the new value. Displaced fields may be given on the command line together with this flag.
     needs: maps another field, such as "model", to the values with which this flag has an effect; None: every value
         except the default.
+    absent: value of the flag in runs of earlier versions, whose records lack it; None: the default.
     limits: bounds of a number, given as at_least, above, at_most or below.
     """
     assert limits.keys() <= _LIMITS.keys()
     about = {
         "help": help, "metavar": metavar, "common": common, "hidden": hidden, "local": local,
-        "from_record": from_record, "excludes": excludes, "displaces": displaces, "needs": needs, "limits": limits,
+        "from_record": from_record, "excludes": excludes, "displaces": displaces, "needs": needs, "absent": absent,
+        "limits": limits,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=about)
 
@@ -128,6 +131,7 @@ class Option:
     excludes: Sequence[str]
     displaces: Sequence[str]
     needs: Mapping[str, Sequence[str] | None]
+    absent: Any
     limits: Mapping[str, float]
 
     def __init__(self, field: Any, hint: Any) -> None:
@@ -147,6 +151,13 @@ class Option:
         if self.type not in (int, float, str, bool, Path) and typing.get_origin(self.type) is not typing.Literal:
             raise TypeError(f"{field.name}: a flag cannot have the type {hint}; for several values use tuple[int, ...]")
         vars(self).update(field.metadata)
+
+    def has_effect(self, values: Mapping[str, Any], known: Mapping[str, "Option"]) -> bool:
+        """Returns whether the flags that this flag `needs` have such values. values, known: by field."""
+        return all(
+            owners is None or choice not in known or values.get(choice, known[choice].default) in (None, *owners)
+            for choice, owners in self.needs.items()
+        )
 
     @property
     def text(self) -> str:

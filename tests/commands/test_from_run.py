@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from tasks import TASKS
+from tasks.kgat import KgatFlags
 from tests.conftest import REFUSAL, ROOT, TINY, contents, load
 from tests.helpers.weighted_task import Weighted, WeightedFlags
 from trainer.api import fit
+from trainer.commands.config_files import ConfigFile
 from trainer.commands.flags import FromRun
 from trainer.commands.parse import parse
 from trainer.commands.resume import changed_flags
@@ -296,3 +298,21 @@ def test_more_seeds_of_the_same(command, tmp_path):
     assert f"From the run in {tmp_path / 'runs' / 'seed-0'}: --num-train 24, --width 5\n" in out
     assert "finished already: 2" in out
     assert load(tmp_path / "runs" / "seed-2" / "final.pth")["config"]["--width"] == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "taken"),
+    [
+        ({"--model": "kgat"}, {"loss": "bpr", "kg_batch_ratio": 2.0}),
+        ({"--model": "kg-lightgcn"}, {"loss": "bpr"}),
+        ({"--model": "itemknn"}, {}),
+        ({"--model": "kgat", "--loss": "softmax"}, {"loss": "softmax", "kg_batch_ratio": 2.0}),
+    ],
+)
+def test_a_record_of_an_earlier_version_means_what_it_meant_there(settings, taken):
+    """It lacks --loss, and has another default of a flag, which most models do not use."""
+    known, settings = options(KgatFlags), settings | {"--kg-batch-ratio": 2.0}
+    found = ConfigFile(Path("config.json"), settings, is_record=True).values(known, all_known=True)
+    assert found == ({"model": settings["--model"]} | taken, [])
+    given, _ = ConfigFile(Path("mine.toml"), settings).values(known, all_known=True)
+    assert given == {flag.removeprefix("--").replace("-", "_"): value for flag, value in settings.items()}

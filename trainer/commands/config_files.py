@@ -52,6 +52,11 @@ class ConfigFile:
                 values[fields[name]] = known[fields[name]].from_plain(value)
             except ValueError as error:
                 problems.append(f"{self}: {_key(name)} = {_as_toml(value)}: {error}")
+        if self.is_record:
+            of_earlier = {field: option.absent for field, option in known.items() if option.name not in self.settings}
+            values |= {field: value for field, value in of_earlier.items() if value is not None}
+            # a value without effect would be refused where it is not the default, as if a user had given it
+            values = {field: value for field, value in values.items() if known[field].has_effect(values, known)}
         return values, problems
 
     def of_several_devices(self) -> list[str]:

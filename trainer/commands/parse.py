@@ -3,7 +3,6 @@
 import dataclasses
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +162,10 @@ def _take_from_run(
         held_out = task_type.hold_out_flags if asked.get("folds") else ()
         known |= {field: option for field, option in own.items() if field not in held_out}
     wanted = {option.name for field, option in known.items() if field != "task"} - set(stated)
-    settings = {name: value for name, value in record.settings.items() if name in wanted}
-    values, _ = replace(record, settings=settings).values(known, all_known=False)
     taken |= {
-        field: value for field, value in values.items() if value != layers.values.get(field, known[field].default)
+        field: value
+        for field, value in record.values(known, all_known=False)[0].items()
+        if known[field].name in wanted and value != layers.values.get(field, known[field].default)
     }
     is_used = asked.get("predict") is not None or asked.get("export") is not None
     layers.add({field: value for field, value in taken.items() if field == "task" or not is_used}, record)
