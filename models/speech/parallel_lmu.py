@@ -170,7 +170,8 @@ def _responses(memory_size: int, theta: float, size: int, dtype: torch.dtype, de
     with torch.inference_mode(False), torch.no_grad():
         impulse, scale = impulse_response(memory_size, theta, size // 2), orthonormal_scale(memory_size, theta)
         spectrum = torch.fft.rfft(scale[:, None] * impulse, size)
-        return _Responses(*(tensor.to(device, dtype) for tensor in (impulse, scale, spectrum.real, spectrum.imag)))
+        parts = impulse, scale, spectrum.real, spectrum.imag
+        return _Responses(*(_on_device(part.to(dtype), device) for part in parts))
 
 
 @lru_cache(maxsize=128)
@@ -186,7 +187,12 @@ def _toeplitz(
         lag = torch.arange(num_steps)[:, None] - torch.arange(num_steps)
         ahead = torch.where(lag >= 0, impulse[:, lag.clamp(min=0)], 0.0)  # (memory_size, T, T)
         directions = torch.stack([ahead, ahead.mT][:num_directions], dim=1)
-        return directions.permute(2, 1, 0, 3).flatten(0, 2).to(device, dtype)
+        return _on_device(directions.permute(2, 1, 0, 3).flatten(0, 2).to(dtype), device)
+
+
+def _on_device(constant: Tensor, device: torch.device) -> Tensor:
+    """Copies a host tensor to a device; the host does not wait for the GPU."""
+    return constant.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else constant.to(device)
 
 
 def _memory_after(u: Tensor, responses: _Responses) -> Tensor:
