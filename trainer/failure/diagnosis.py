@@ -36,8 +36,8 @@ _WORKER_ENDS_S = 1.0
 def _killed_worker(error: BaseException) -> re.Match[str] | None:
     """Matches the process id and signal of a killed DataLoader worker; returns None if `error` has another cause.
 
-    The connection to a worker breaks shortly before torch notices that the worker died. Asking torch here also prevents
-    torch's SIGCHLD handler from raising while the failure is reported.
+    The connection to a worker breaks shortly before torch notices that the worker died, so this function asks torch
+    repeatedly. Otherwise torch's SIGCHLD handler could raise while the failure is reported.
     """
     told = f"{message(error)} {message(error.__cause__)}"
     is_broken = isinstance(error, ConnectionError | EOFError | FileNotFoundError)
@@ -56,10 +56,10 @@ def _killed_worker(error: BaseException) -> re.Match[str] | None:
 class Diagnosis:
     """Explains the failures of a run with a single process.
 
-    activity: current activity of this process. exit_status: status after a failure of a multi-process run.
-    has_checkpoints: whether messages say that the same command resumes. prints: whether to print messages, which the
-    exception contains in any case. flags_signals: whether Ctrl-C only sets a flag, so that a KeyboardInterrupt comes
-    from the task's code.
+    activity: current activity of this process. exit_status: exit status after a failure of a multi-process run.
+    has_checkpoints: whether messages say that the same command resumes the run. prints: whether to print messages,
+    which the exception contains in any case. flags_signals: whether Ctrl-C only sets a flag, so that a
+    KeyboardInterrupt comes from the task's code.
     """
 
     activity: CurrentActivity
@@ -70,7 +70,7 @@ class Diagnosis:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Context manager that explains an exception to the user once and ends all processes.
+        """Context that explains an exception to the user, once for all processes, and raises an exception on each.
 
         UserError and the user's Ctrl-C pass through; rank 0 also raises another rank's UserError. Any other exception,
         including SystemExit from the task, becomes a Failure with the exception as its cause.
@@ -204,7 +204,6 @@ class GroupDiagnosis(Diagnosis):
         return f"{self._name(self.rank)} "
 
     def _loss(self, waited_s: float | None, error: str) -> Failure:
-        """Pings all ranks and describes which ranks are lost."""
         heartbeats = self.monitor.ping()
         return Failure(self.diagnose(waited_s, error, heartbeats), lost=self._silent(heartbeats))
 

@@ -70,7 +70,7 @@ class Heartbeat:
     """Message with a rank's current activity.
 
     activity, number: text and number of `CurrentActivity`. seconds: time since the activity began. sent: Unix time in
-    seconds. answers_ping: whether it was sent after a `HeartbeatMonitor.ping`.
+    seconds. answers_ping: whether the message was sent after a `HeartbeatMonitor.ping`.
     """
 
     activity: str
@@ -182,7 +182,7 @@ class HeartbeatMonitor:
         return any(not self._store.check([f"closed {rank}"]) for rank in gone)
 
     def _heartbeat_of_next(self) -> bytes:
-        """Returns the next rank's last heartbeat, or a new value in each call if none exists or the rank has ended."""
+        """Returns the next rank's last heartbeat; without one, or after the rank's end, a new value in each call."""
         rank = (self._rank + 1) % self._world_size
         is_there = self._store.check([f"heartbeat {rank}"]) and not self._store.check([f"closed {rank}"])
         return self._store.get(f"heartbeat {rank}") if is_there else str(time.monotonic()).encode()

@@ -30,7 +30,6 @@ from trainer.loop.module_state import (
 from trainer.task import Objective, Task
 
 BACKEND = "inductor"
-"""The `torch.compile` backend that `--compile` uses."""
 _NO_GRADIENT_OF_GRADIENTS = ("donated buffer", "does not currently support double backward")
 """Fragments of PyTorch's error messages about second derivatives of compiled code."""
 _MOST_VERSIONS = 64
@@ -38,7 +37,7 @@ _MOST_VERSIONS = 64
 
 
 def prepare_blocks(flags: BlockFlags, task: Task, objective: Objective) -> None:
-    """Applies `--grad-checkpointing` and `--compile` to a model. Raises UserError if there is no block to recompute."""
+    """Applies `--grad-checkpointing` and `--compile`. Raises UserError if a task names no blocks for checkpointing."""
     blocks = task.blocks(objective.model)
     if flags.grad_checkpointing:
         if not blocks:
@@ -69,7 +68,7 @@ def recompute(blocks: Sequence[nn.Module]) -> None:
 def settle_recomputed(objective: nn.Module, changes: Iterable[Change]) -> None:
     """Makes each recomputed block copy only the buffers and attributes that its forward changes.
 
-    changes: buffers and attributes that trial forward passes changed. Raises UserError if one cannot be restored.
+    changes: buffers and attributes that trial forward passes changed. Raises UserError if a change cannot be undone.
     """
     changes = list(changes)
     for prefix, block in objective.named_modules():
@@ -101,7 +100,7 @@ class _Recomputed(nn.Module):
     path: ClassVar[str] = ""
     """The block's name in the objective's `named_modules()`."""
     changing: ClassVar[set[tuple[str, str]] | None]
-    """(submodule path, name) of each buffer and attribute that the block's forward changes; None if unknown."""
+    """(submodule path, name) of each buffer and attribute that the forward changes; None before trial forwards."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -131,7 +130,7 @@ class _AsFound(AbstractContextManager[None]):
             modules = dict(block.named_modules()) if changing else {}
             entries = [(modules[path], name) for path, name in changing]
             self._found = State((m._buffers if name in m._buffers else m.__dict__, name) for m, name in entries)
-            # Reveals changes of other entries: copies keep replaced values, and writes to a tensor raise its version.
+            # Detects other changes: a shallow copy keeps replaced values, and writing to a tensor raises its version.
             owners = [owner for _, each in named_modules(block) for owner in (vars(each), each._buffers) if owner]
             self._held = [(owner, owner.copy()) for owner in owners]
         self._versions = [

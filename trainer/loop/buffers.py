@@ -28,9 +28,9 @@ class Buffers:
     """Synchronises running statistics and other state that forward passes change; undoes the changes of skipped steps.
 
     A forward updates running statistics before the gradients are known to be finite, and a NaN in the statistics would
-    be permanent. After each step the statistics are equal on all processes, so any step may save a checkpoint.
+    be permanent. After each step the statistics are equal on all processes, so a checkpoint may follow any step.
 
-    forward_state: the state other than running statistics. is_active: whether forward passes change any state.
+    forward_state: other state that forward passes change. is_active: whether forward passes change any state.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,7 +47,7 @@ class Buffers:
         self._pending: tuple[Tensor, Callable[[], None]] | None = None
 
     def learn(self, changes: Iterable[Change], model: nn.Module, group: Group) -> None:
-        """Registers a trial forward's changes on all processes. Raises UserError if it reshaped a persistent buffer."""
+        """Registers a trial forward's changes on all processes. Raises UserError for a reshaped persistent buffer."""
         self.forward_state.learn(changes)
         self.forward_state.settle(model, group)
         self.is_active = self.is_active or self.forward_state.is_active
@@ -103,7 +103,7 @@ class Buffers:
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
-        """Context for more forwards after a step's `agree`; on exit, undoes their changes to buffers and attributes.
+        """Context for forwards after `agree`; on exit, undoes their changes to buffers and attributes.
 
         All processes must enter this context.
         """
@@ -291,9 +291,9 @@ class ForwardState:
                 owner[name] = value
 
     def agree(self, strategy: Strategy) -> None:
-        """Copies rank 0's shared buffers to all processes after a step's last backward, which may read old values.
+        """Copies rank 0's shared buffers to all processes. Raises UserError if a persistent buffer changed its shape.
 
-        All processes must call this method. Raises UserError if a persistent buffer changed its shape.
+        All processes must call this method after a step's last backward, because a backward may read the old values.
         """
         for known in self._persistent:
             path, buffers, name, last, shape = known

@@ -126,7 +126,7 @@ def check_blocks(task: Task, model: nn.Module) -> None:
 
 
 def check_tensors(model: nn.Module, where: str) -> None:
-    """Raises UserError if a model has lazy parameters, or state that a checkpoint cannot store."""
+    """Raises UserError if a model has lazy parameters or buffers, or state that a checkpoint cannot store."""
     lazy = [name for name, value in [*model.named_parameters(), *model.named_buffers()] if is_lazy(value)]
     if lazy:
         raise UserError(f"{where}: {lazy[0]} has no shape yet; run a forward pass on zeros in build_objective")
@@ -158,7 +158,7 @@ def check_helpers(objective: Objective, where: str, num_replicas: int) -> None:
 
 
 def check_same_parameters(objective: nn.Module, group: Group, where: str) -> None:
-    """Raises UserError if parameters or their order, in which gradients are summed, differ between processes."""
+    """Raises UserError if the names, shapes or order of parameters differ between processes."""
     own = [(name, tuple(p.shape)) for name, p in objective.named_parameters()]
     if group.agrees(own):
         return
@@ -216,9 +216,9 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
 
 
 def check_exchanges(learner: Learner, strategy: Strategy, phase: str, order: SampleOrder, example: Batch) -> None:
-    """Raises UserError if a forward's collectives depend on the number of samples, which may differ between processes.
+    """Raises UserError if a forward's collectives depend on its number of samples.
 
-    All processes must call this function.
+    In a step, processes may get different numbers of samples. All processes must call this function.
     """
     size, group = len(example["weight"]), strategy.group
     if size == 1 or strategy.exchanges_in_forward or not any(each % group.world_size for each in order.step_sizes):
@@ -233,9 +233,9 @@ def check_exchanges(learner: Learner, strategy: Strategy, phase: str, order: Sam
 def check_single_samples(
     learner: Learner, strategy: Strategy, phase: str, order: SampleOrder, split: BatchSplit, example: Batch
 ) -> None:
-    """Raises UserError if a training forward would get a single sample and a batch norm of the model rejects it.
+    """Raises UserError if a training forward would get a single sample that a batch norm of the model rejects.
 
-    Tries this, because BatchNorm2d accepts a single sample with several pixels. All processes must call this function.
+    Tries it, because BatchNorm2d accepts a single sample with several pixels. All processes must call this function.
     """
     if not any(isinstance(module, BATCH_NORMS) for module in learner.objective.modules()):
         return

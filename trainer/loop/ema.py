@@ -46,9 +46,9 @@ class ExponentialMovingAverage:
         self._averaging = []
 
     def leave_to(self, optimizers: Sequence[Optimizer]) -> None:
-        """Uses the averages that optimizers keep.
+        """Uses the averages of optimizers that average weights themselves.
 
-        Raises UserError if there is one and decay > 0, or if two of them share a parameter.
+        Raises UserError if one does although decay > 0, or if two such optimizers share a parameter.
         """
         self._averaging = [optimizer for optimizer in optimizers if keeps_average(optimizer)]
         params = _params_of(self._averaging)
@@ -116,7 +116,7 @@ class ExponentialMovingAverage:
     def put_into(
         self, state: dict[str, Any], full_weights: Callable[[nn.Module, Mapping[Tensor, Tensor]], dict[str, Any]]
     ) -> None:
-        """Stores averaged weights as state["model"], to deploy, and raw weights as state["training_model"], to resume.
+        """Stores averaged weights as state["model"], and raw weights, to resume from, as state["training_model"].
 
         All processes must call this method.
         """

@@ -32,13 +32,13 @@ NUM_EXAMPLES = 6
 
 
 def validate(run: Run) -> dict[str, Sums]:
-    """Evaluates every validation set; returns each set's sums, by the name of the set."""
+    """Evaluates every validation set; returns the results of `evaluate` by the set's name."""
     return {name: evaluate(run, name) for name in validation_sets(run.task.splits())}
 
 
 @torch.no_grad()
 def evaluate(run: Run, split: str) -> Sums:
-    """Evaluates each sample of a data set once; returns float64 sums over all processes, on the CPU.
+    """Evaluates each sample of a data set once; returns the objective's sums over all samples, in float64 on the CPU.
 
     On rank 0 the result includes `PerSample` outputs of shape (num_samples, ...), in the order of the data set.
 

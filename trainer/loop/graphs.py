@@ -60,8 +60,8 @@ LEAST_GAIN = 1.1
 class Recording(NamedTuple):
     """Captured CUDA graph. inputs: tensors to fill before a replay. results: tensors that the graph writes.
 
-    present: whether each parameter has a gradient after a replay. reads: other tensors that the graph reads, kept
-    alive.
+    present: whether each parameter has a gradient after a replay. reads: other tensors that the graph reads,
+    which must stay alive.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -140,8 +140,8 @@ class GraphedLearner(Learner, Watch):
 
     only_if_faster: whether to drop graphs whose speed-up is below `LEAST_GAIN`.
 
-    _untried: signatures captured in this epoch. _due: signatures and phases whose next replay is compared with an eager
-    run.
+    _untried: signatures of graphs captured in this epoch. _due: signatures and phases whose next replay is compared
+    with an eager run.
     """
 
     strategy: Strategy = field(kw_only=True)
@@ -180,7 +180,7 @@ class GraphedLearner(Learner, Watch):
         self._progress = progress
 
     def resume(self) -> None:
-        """Drops all graphs if an attribute, an optimizer setting or the address of a model tensor has changed.
+        """Drops all graphs if a module attribute, an optimizer setting or the address of a model tensor has changed.
 
         At an epoch's start, schedules comparisons with eager runs for each phase's next replay and all new graphs.
         """
@@ -205,7 +205,7 @@ class GraphedLearner(Learner, Watch):
             self.settle(log)
 
     def settle(self, log: Log) -> None:
-        """Logs each new message once; if only some ranks have the message, names these ranks.
+        """Logs each new message once; if only some ranks have a message, names these ranks.
 
         All processes must call this method.
         """
@@ -344,7 +344,7 @@ class GraphedLearner(Learner, Watch):
         return Moment(gradients, self.objective, generators)
 
     def _recorded(self, phase: str, gradients: Gradients, micro_batch: WeightedBatch, before: Moment) -> Recording:
-        """Captures forward and backward after a dry run, which rejects waits for the GPU; they break a capture."""
+        """Captures forward and backward, after a dry run to detect waits for the GPU, which would break the capture."""
         inputs = {name: tensor.to(self.device, copy=True) for name, tensor in micro_batch.batch.items()}
 
         def work() -> Packed:
@@ -480,7 +480,7 @@ class GraphedLearner(Learner, Watch):
         return [group for optimizer in self.optimizers[phase] for group in optimizer.param_groups]
 
     def _may_replace(self, key: Key, phase: str) -> bool:
-        """Returns whether an update may replace module tensors; optimizers do so in their first steps or never."""
+        """Returns whether an update may replace module tensors; an optimizer does so in its first steps or never."""
         self._num_looks[key] += 1
         is_own = type(self.objective).after_step is not Objective.after_step
         return is_own or (self._obstacle_of_update(phase) is not None and self._num_looks[key] < 5)
@@ -488,7 +488,6 @@ class GraphedLearner(Learner, Watch):
     # --- what is not recorded -----------------------------------------------------------------------------------------
 
     def _gradients_of(self, phase: str) -> Gradients | None:
-        """Returns a phase's gradients, or None if the phase runs without graphs."""
         if phase not in self._gradients:
             params, is_recorded = self.params[phase], self._obstacle(phase) is None
             gradients = Gradients(params, self.strategy.flat_gradients(params)) if is_recorded else None
@@ -568,7 +567,6 @@ class GraphedLearner(Learner, Watch):
         return self._problems_of_updates.get(phase)
 
     def _obstacle_of_forwards(self) -> str | None:
-        """Returns why forward passes cannot be captured, or None."""
         if self.strategy.exchanges_in_forward or self.strategy.num_replicas > 1:
             return "a forward spans several devices"
         hooked = hooked_module(self.objective)

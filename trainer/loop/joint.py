@@ -126,11 +126,11 @@ class JointLearner(Learner, Watch):
         key: tuple[int, ...],
         parts: Sequence[Rows],
     ) -> Callable[[Rows], Sums]:
-        """Returns a function that maps each forward's outputs, in turn, to a loss with the gradients of the joint loss.
+        """Returns a function to call with each forward's outputs; its loss backpropagates the joint loss's gradients.
 
-        parts: outputs of each micro-batch. num_samples: their numbers of samples, without placeholders. The last call's
-        loss also backpropagates to parameters that the joint loss uses directly. Only the last call returns nonzero
-        sums.
+        parts: outputs of each micro-batch. num_samples: samples in each micro-batch, 0 for a placeholder batch. The
+        loss of the last call also backpropagates to parameters that the joint loss uses directly. Only the last call
+        returns nonzero sums.
         """
         counted = [part for part, num in zip(parts, num_samples, strict=True) if num] or parts[:1]
         kinds = [kinds_of(part) for part in counted]

@@ -27,10 +27,10 @@ NUM_SAMPLES, NUM_PARTS = 4, 2
 SHARE_OF_START, LEAST_S = 0.04, 0.07
 """Limit of the check's CPU time: a fraction of the process's CPU time before the check, and a minimum in seconds."""
 MEAN, PERHAPS = (0.85, 1.15), (0.6, 1.9)
-"""Ranges of (parts' sum) / (`NUM_PARTS` * batch's sum) that show a mean, or suggest one despite random numbers."""
+"""Ranges of (parts' sum) / (`NUM_PARTS` * batch's sum) that show a mean, or suggest a mean in a random forward."""
 NUM_SEEDS, MOST_S = 16, 0.5
 SEEDS = range(2, 2 + NUM_SEEDS), range(2 + NUM_SEEDS, 2 + 2 * NUM_SEEDS)
-"""Seeds over which sums of random forwards are added, for a batch and for its parts, if `MOST_S` seconds suffice."""
+"""Seeds for a batch and for its parts; sums of random forwards are added over them if `MOST_S` seconds suffice."""
 CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3}
 CLOSE_IN_HALVES = 5e-2
 """Tolerances of sums, relative to their largest value: by parameter dtype, and for autocast and half precision."""
@@ -146,7 +146,7 @@ def _of_mode(
 
 
 def _joint_mean(where: str, num_samples: int, whole: Sums, parts: Sequence[Sums], twice: Sums) -> list[str]:
-    """Returns a message if a joint loss looks like a mean over samples; raises no error, because it may be a sum."""
+    """Returns a message if a joint loss looks like a mean over samples; not an error, because the loss may be a sum."""
     loss, double, in_halves = (float(sums["loss"]) for sums in (whole, twice, _added(parts)))
     if not (0 < MORE_IN_HALVES * loss < in_halves and double < LESS_TWICE * loss):
         return []

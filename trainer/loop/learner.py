@@ -79,7 +79,7 @@ class Learner:
             net.train()
 
     def launching(self) -> AbstractContextManager[None]:
-        """Returns the context in which training launches its kernels."""
+        """Returns the context for training, which selects the GPU stream if CUDA graphs are captured."""
         return nullcontext()
 
     def release(self) -> bool:

@@ -18,9 +18,9 @@ from trainer.parallel.devices import arithmetic_of, numbers_at_once, queue_of
 from trainer.parallel.strategy import Strategy
 
 MOST_NAMED = 4
-"""Maximum number of ranks that a message lists by name; if more ranks have equal values, it states their number."""
+"""Maximum number of ranks that a message names; for a larger group, the message states only its size."""
 _BLOCK_FACTOR = 0x5851F42D4C957F2D
-"""Factor on the hash before a block of words is added. Any odd number works; this is from Knuth's MMIX generator."""
+"""Odd factor on the hash before each block of words is added: the multiplier of Knuth's MMIX generator."""
 
 
 class Fingerprint:
@@ -32,7 +32,6 @@ class Fingerprint:
     """
 
     def __init__(self, num_words: int, device: torch.device) -> None:
-        """num_words: number of 32-bit words to hash, from the function `num_words`."""
         size = min(num_words, numbers_at_once(device))
         generator = torch.Generator().manual_seed(0)
         self._factors = (torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator) | 1).to(device)
@@ -74,7 +73,7 @@ def _blocks(tensors: Iterable[Tensor], most: int) -> Iterator[Tensor]:
 
 
 class Account(NamedTuple):
-    """Description of one process's model; all descriptions are gathered if fingerprints differ.
+    """Description of one process's model; all descriptions are gathered if fingerprints (hashes) differ.
 
     member: name of the process. kind: type of device; devices of one type compute equal bits. hashes: hash of each
     tensor. changed: names of buffers that were replaced or written to since training began.
@@ -182,7 +181,7 @@ class Lockstep(Watch):
         }  # fmt: skip
 
     def _sides(self, hashes: Sequence[int]) -> list[list[int]]:
-        """Returns the ranks of the first shard whose hashes differ, grouped by hash, smallest group first, or []."""
+        """Returns groups of ranks with equal hashes, smallest first, for the first shard whose hashes differ, or []."""
         for part in range(self._strategy.shard_size):
             ranks = range(part, len(hashes), self._strategy.shard_size)
             if len({hashes[rank] for rank in ranks}) > 1:

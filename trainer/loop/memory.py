@@ -32,7 +32,7 @@ from trainer.task import Task, training_streams
 T = TypeVar("T")
 
 OPTIMIZER = "the optimizer"
-"""Activity name of the weight update, in which smaller micro-batches save no memory: activations are already freed."""
+"""Name of the weight update as an activity. Smaller micro-batches do not help here: activations are already freed."""
 MEMORY = "memory.json"
 _SIZE = integer(at_least=1)
 FORMAT = record({"device": text(), "asked_batch_size": _SIZE}, {"batch_size": optional(_SIZE)})
@@ -65,7 +65,7 @@ class MemoryLimit:
     batch_size: int | None = None
 
     def remembered(self, folder: Path, say: Callable[[str], None] = lambda line: None) -> "MemoryLimit":
-        """Returns the limit stored in the run directory if its device and `--batch-size` match, or else this limit.
+        """Returns the limit stored in the run directory for the same device and `--batch-size`, or else this limit.
 
         say: called with a message if the file is damaged.
         """
@@ -91,8 +91,8 @@ class MemoryLimit:
 class MemoryGuard:
     """Keeps a run within device memory by splitting batches into smaller micro-batches.
 
-    splits: current split of each phase's global batches. limit: limit found so far. directory: run directory, which
-    keeps the limit for the next start.
+    splits: current split of each phase's global batches. limit: limit found so far. directory: run directory, where
+    the limit is stored for the next start.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class MemoryGuard:
             say(f"{before} samples per forward pass do not fit into memory: training with {change}.")
 
     def _first_too_large(self, task: Task, plan: Plan) -> int | None:
-        """Returns the first phase whose largest micro-batch does not fit on some process, or None."""
+        """Returns the first phase whose largest micro-batch does not fit on at least one process, or None."""
         self._strategy.group.activity.enter("the dry run of the largest batch")
         with leaving_no_trace(self._learner.objective), self._strategy.keeping_generators():
             failures = [not self._fits(task, plan, phase) for phase in range(len(task.phases))]

@@ -227,8 +227,8 @@ class Change(NamedTuple):
 def leaving_no_trace(module: nn.Module) -> Iterator[Callable[[], list[Change]]]:
     """Context in which forwards work on copies of a module's buffers and attributes; restores the originals on exit.
 
-    Yields a function that returns the changes so far. Also restores TorchScript buffers, which forwards change
-    directly.
+    Yields a function that returns the changes so far. Forwards change TorchScript buffers directly; their values are
+    restored on exit.
     """
     scripted = _Scripted(module)
     state = WholeState(module)

@@ -199,8 +199,8 @@ def _problem_of_own(own: Any, groups: Sequence[ParamGroup], lr: float) -> str | 
 def without_compiler(optimizer_type: type[torch.optim.Optimizer]) -> Any:
     """Returns a subclass of an optimizer class, without the wrappers that hide its methods from torch.compile.
 
-    The wrappers import torch.compile, which would dominate a run's start-up time. PyTorch's other wrappers remain, so
-    hooks and profilers work. Pickling an optimizer stores PyTorch's class instead of the subclass.
+    The wrappers import PyTorch's compiler, and this import would dominate a run's start-up time. PyTorch's other
+    wrappers remain, so hooks and profilers work. Pickling an optimizer stores PyTorch's class instead of the subclass.
     """
     names = ("add_param_group", "load_state_dict", "state_dict", "step", "zero_grad")
     members: dict[str, Any] = {name: inspect.unwrap(getattr(optimizer_type, name)) for name in names}
@@ -230,7 +230,7 @@ _RECORDED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, ZeroStartSGD)
 
 
 def can_be_recorded(optimizer: Optimizer) -> bool:
-    """Returns whether a CUDA graph can capture an optimizer's step, which must read `lr` and `found_inf` on the GPU."""
+    """Returns whether a CUDA graph can capture an optimizer's step, with `lr` and `found_inf` read on the GPU."""
     is_known = getattr(type(optimizer), "plain", type(optimizer)) in _RECORDED
     return is_known and reads_found_inf(optimizer) and not has_step_hooks(optimizer)
 

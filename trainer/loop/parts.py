@@ -169,7 +169,7 @@ class PartTotals(Totals):
         self._waiting: list[tuple[Sums, float]] = []
 
     def add(self, sums: Sums, weight: Any, applied: bool | Tensor = True) -> None:
-        """Adds the sums of all parts or of one part. weight: list of all parts' weights, or the one part's weight."""
+        """Adds the sums of all parts or of one part. weight: number of loss terms; for all parts, a list."""
         if isinstance(weight, list):
             weights = [weight[part] for part in self._own]
         else:

@@ -141,7 +141,7 @@ class Plan:
     """Schedule of a run's steps, metric reports and validations.
 
     epochs, max_steps: length of the run in epochs or in optimizer steps; one of the two is None. With 0 epochs, the
-    model is fitted without steps. orders: sample order of each phase. turns: optimizer steps that each phase takes
+    run takes no steps. orders: sample order of each phase. turns: optimizer steps that each phase takes
     before the next phase; empty if each phase runs once per epoch. eval_every, eval_every_steps: epochs or optimizer
     steps between validations; both None without a validation set.
     """
@@ -188,7 +188,7 @@ class Plan:
         return (num_epochs if self.max_steps is None else num_steps) >= self.total
 
     def validates_after(self, num_epochs: int, num_steps: int) -> bool:
-        """Returns whether a validation follows `num_epochs` epochs or `num_steps` steps; one follows the last step."""
+        """Returns whether a validation follows `num_epochs` epochs or `num_steps` optimizer steps."""
         if not self.has_validation:
             return False
         if self.is_through(num_epochs, num_steps):
@@ -202,7 +202,7 @@ class Plan:
         return self.eval_every_steps is not None and num_steps % self.eval_every_steps == 0
 
     def logs_after(self, num_steps: int, step: PlannedStep, interval: int) -> bool:
-        """Returns whether to log step `num_steps`: one step per `interval` or, if phases take turns, one per phase."""
+        """Returns whether to log step `num_steps`: one per `interval` or, if phases take turns, one of each phase."""
         is_last_of_turn = step.after.turn == 0
         return num_steps >= interval and num_steps % interval < (sum(self.turns) or 1) and is_last_of_turn
 

@@ -103,10 +103,10 @@ class RankTimes(Watch):
 
 
 def slow_ranks(own: np.ndarray, factor: float) -> list[int]:
-    """Returns the ranks whose total time exceeds `factor` times the median over ranks in every report.
+    """Returns the ranks whose total time exceeds `factor` times the median over ranks in every interval.
 
-    own: (reports, ranks, activities) seconds. For an even number of ranks, the median is the smaller of the two middle
-    values, so that the slower of two ranks is found.
+    own: (intervals, ranks, activities) seconds. For an even number of ranks, the median is the smaller of the two
+    middle values, so that the slower of two ranks is found.
     """
     seconds = own.sum(2)
     usual = np.quantile(seconds, 0.5, axis=1, method="lower", keepdims=True)

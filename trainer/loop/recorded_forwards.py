@@ -53,7 +53,7 @@ class RecordedForwards:
         self._recordings.clear()
 
     def __call__(self, net: nn.Module, batch: Batch, account_of: Callable[[Exception], str]) -> Outputs:
-        """Runs the forward of a batch in host memory. account_of: explains the exception of a failed capture."""
+        """Runs a forward; `batch` is in host memory. account_of: explains the exception of a failed capture."""
         key = signature(batch)
         recording = self._recordings.used(key)
         if recording is not None:
@@ -71,7 +71,7 @@ class RecordedForwards:
         return _replayed(recording, batch)
 
     def _recorded(self, net: nn.Module, batch: Batch) -> RecordedForward:
-        """Captures a forward after a dry run. Raises RuntimeError if the capture fails or the replay differs."""
+        """Captures a forward after a dry run. Raises RuntimeError if the capture fails or differs from the dry run."""
         drawn = self._strategy.places_in_generators()
         with self._strategy.keeping_generators(), leaving_no_trace(self._objective) as changes:
             net(self._uploaded(batch))

@@ -182,7 +182,7 @@ def _without_collecting() -> Iterator[None]:
 class Recordings(OrderedDict[Any, R]):
     """Maps input signatures to graphs, at most `most` of them.
 
-    left_out: signatures that are not captured again, because memory was short or their graph was dropped.
+    left_out: signatures for which no graph is captured, because memory was short or an earlier graph was dropped.
     """
 
     def __init__(self, most: int) -> None:
@@ -255,8 +255,8 @@ def difference(
     """Returns the name of a value that differs from the expected value beyond rounding, or None.
 
     replayed: replays the graph and returns the values. The tolerance grows with the difference between replays, which
-    comes from nondeterministic sums. Replays agree in numbers that the host passed to kernels, so the tolerance hides
-    no outdated number. rounding: maximum tolerance, relative to a tensor's largest absolute value.
+    comes from nondeterministic sums. Replays use equal numbers from the host, so an outdated number does not widen
+    the tolerance. rounding: maximum tolerance, relative to a tensor's largest absolute value.
     """
     if expected.keys() != found.keys():
         return min(expected.keys() ^ found.keys())

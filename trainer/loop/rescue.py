@@ -46,8 +46,8 @@ Mark = Callable[[], bool]
 class AppliedStep:
     """A step that the host has submitted to the device. progress: the run's progress after the step.
 
-    applied, forward, changes: tell whether the device has finished the step, has started the next step, and has started
-    to change weights in the next step.
+    applied: tells whether the device has finished the step. forward: tells whether the device has started the next
+    step. changes: tells whether the device has started to change weights in the next step.
     """
 
     progress: Progress
@@ -116,7 +116,7 @@ def rescue(run: Run, last: LastStep, end: Failure | UserError) -> None:
     than it resumed from. Without the second condition, a recurring failure would restart the run forever.
     """
     if isinstance(end, Failure):
-        # After bad input, only rank 0 saves; it gets a UserError. A user who exits at once (no message) needs no save.
+        # After bad input, only rank 0 saves, which gets a UserError. A Failure without message is a user's forced exit.
         is_left = end.status == EXIT_BAD_INPUT or not str(end)
     else:
         is_left = isinstance(end, DiskError | LockTaken | UnfitState)
@@ -222,8 +222,8 @@ def _copied(
 def _own(progress: Progress, lacks_totals: bool) -> tuple[Progress, dict[str, dict[str, Tensor]]]:
     """Returns the progress and the totals (metric sums), both restricted to this process's samples.
 
-    lacks_totals: whether to drop the totals, which may include unfinished steps on a GPU, and lack the parts of other
-    ranks with `--parts`.
+    lacks_totals: whether to drop the totals. On a GPU, totals may include unfinished steps; with `--parts`, they lack
+    the parts of other ranks.
     """
     totals = {phase: {} if lacks_totals else own.unreduced() for phase, own in progress.totals.items()}
     samples = 0 if lacks_totals else progress.own_samples

@@ -113,7 +113,7 @@ def _windows(
             weight = [0.0] * num_parts
             for (part, _), each in zip(shards, own, strict=True):
                 weight[part] = each.weight
-        if len(own) == 1:  # with several, the later ones would occupy device memory long before their use
+        if len(own) == 1:  # several micro-batches would occupy device memory long before their use
             own = [_uploaded(own[0], strategy)]
         yield Window(step, own, weight, sum(each.num_samples for each in own))
 

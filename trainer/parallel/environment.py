@@ -29,8 +29,8 @@ class RankEnvironment:
     """Rank of this process, and rendezvous address of the run's processes.
 
     rank, world_size, local_rank, local_world_size: as defined by torchrun; the local values are None if unknown.
-    init_method: URL for `init_process_group`. attempt: number of restarts by a launcher whose store may still contain
-    entries of earlier attempts; otherwise 0.
+    init_method: URL for `init_process_group`. attempt: number of restarts if the launcher's store may contain entries
+    of earlier attempts, else 0.
     """
 
     rank: int

@@ -14,8 +14,8 @@ NOTHING = -0.0
 class FlatGradients:
     """Gradients of parameters in flat buffers, one buffer per dtype.
 
-    A process may lack some gradients. A buffer also counts, for each gradient, the processes that have this gradient.
-    Only a process that lacks a gradient reads the counts, and therefore waits for its device.
+    A process may lack some gradients. Each buffer is followed by the numbers of processes that have each gradient.
+    Only a process that lacks a gradient reads these numbers, and therefore waits for its device.
 
     params: the same parameters in the same order on all processes. flat: the one-dimensional buffers.
     """
@@ -29,7 +29,6 @@ class FlatGradients:
         self.flat = [buffer.flat for buffer in self._buffers]
         view_of = {id(p): view for each in self._buffers for p, view in zip(each.params, each.views, strict=True)}
         self.views = [view_of[id(parameter)] for parameter in params]
-        """Views of the buffers, one per parameter."""
 
     @property
     def present(self) -> tuple[bool, ...]:

@@ -1,7 +1,7 @@
 """Trains with `torch.distributed.fsdp.fully_shard`, which shards parameters, gradients and optimizer states.
 
 Each block in `Task.blocks` is sharded as a unit; the other parameters form the root unit. A unit's parameters are
-gathered for its forward and backward, and its gradients reduce-scattered, so few units are unsharded at a time.
+gathered for its forward and backward, and its gradients are reduce-scattered, so few units are unsharded at a time.
 Other modules import this module lazily, because the import takes seconds.
 """
 

@@ -55,7 +55,7 @@ class Group:
             when_cuda_is_initialised(partial(torch.cuda.set_device, devices[0]))
 
     def check_devices(self) -> None:
-        """Initialises CUDA. All processes must call this method. Raises UserError if two share a GPU under NCCL."""
+        """Initialises CUDA. Raises UserError if ranks share a GPU under NCCL. All processes must call this method."""
 
     @property
     def device(self) -> torch.device:
@@ -145,7 +145,7 @@ class Group:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def can_replace_rank0(self, lost: Sequence[int], has_state: bool) -> bool:
-        """Returns whether this process can save after a failure: as rank 0, or in its place once rank 0 has exited.
+        """Returns whether this process is rank 0, or can save after a failure in place of rank 0, which has exited.
 
         lost: ranks that have exited or do not respond; lost ranks on this machine are killed, because a suspended
         process would keep its locks. has_state: whether this process holds the full state. May wait until rank 0 exits.

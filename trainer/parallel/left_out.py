@@ -45,7 +45,7 @@ class LeftOut:
             catch_up = torch.compiler.disable(partial(self._catch_up, number))
             block.register_forward_pre_hook(catch_up, prepend=True, with_kwargs=True)
         objective.register_forward_pre_hook(self._begin, prepend=True)
-        objective.register_forward_hook(self._end, prepend=True)  # before PyTorch's hook, which gets its result
+        objective.register_forward_hook(self._end, prepend=True)  # PyTorch's hook then gets the new outputs
         for unit in objective.modules():
             group = group_of_unit(unit) if isinstance(unit, FSDPModule) else None
             if group is not None:  # units without parameters have no group
@@ -66,7 +66,7 @@ class LeftOut:
         own = [float(parameter in self._used) for parameter in params]
         self._numbers = group.start_sum(own)  # a gloo thread must not drop the last reference to the result
         if all(own):
-            group.activity.enter(EXCHANGE)  # as ranks that wait for the result do
+            group.activity.enter(EXCHANGE)  # ranks that wait for the result enter it too
         else:
             for parameter, number in zip(params, self._numbers(), strict=True):
                 if not number:

@@ -153,7 +153,7 @@ _LEAVES = (bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.d
 def encoded(value: Any) -> Any:
     """Encodes containers and NumPy values as mappings, lists and tensors, which load without executing code.
 
-    `decoded` reverses the encoding. Returns other values unchanged; saving refuses unsupported types.
+    `decoded` reverses the encoding. Returns other values unchanged, even if a checkpoint cannot store them.
     """
     kind = type(value)
     if kind in (list, tuple):

@@ -33,7 +33,7 @@ MAIN_LEAVES_WITHIN_S = 20.0
 """Seconds for which other ranks wait for rank 0 to exit after a failure, less than torchrun's timeout of 30 s."""
 
 MEETING_MARGIN_S = 3.0
-"""Seconds to wait beyond PyTorch's own timeouts, whose errors name the cause."""
+"""Seconds to wait beyond PyTorch's own timeout, so that PyTorch can raise its error, which names the cause."""
 
 NCCL_PATIENCE, NCCL_MARGIN_S = 2, 60.0
 """Factor and addend that convert `--dist-timeout-s` to the timeout of NCCL's collectives."""
