@@ -9,11 +9,11 @@ LINES_AND_FILES = {
     "checkpoint": (2008, 7),
     "commands": (3274, 15),
     "common": (927, 8),
-    "failure": (672, 4),
+    "failure": (671, 4),
     "loading": (1743, 11),
     "logs": (775, 6),
-    "loop": (6598, 30),
-    "parallel": (3017, 14),
+    "loop": (6594, 30),
+    "parallel": (3016, 14),
     "trainer": (2706, 8),
 }
 """Of each room of trainer/ but profiling; "trainer" is the files in none."""
