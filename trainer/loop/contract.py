@@ -235,7 +235,7 @@ def check_single_samples(
 ) -> None:
     """Raises UserError if a training forward would get a single sample that a batch norm of the model rejects.
 
-    Tries it, because BatchNorm2d accepts a single sample with several pixels. All processes must call this function.
+    Tries such a forward: BatchNorm2d accepts a single sample of several pixels. All processes must call this function.
     """
     if not any(isinstance(module, BATCH_NORMS) for module in learner.objective.modules()):
         return

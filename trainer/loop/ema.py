@@ -48,7 +48,7 @@ class ExponentialMovingAverage:
     def leave_to(self, optimizers: Sequence[Optimizer]) -> None:
         """Uses the averages of optimizers that average weights themselves.
 
-        Raises UserError if one does although decay > 0, or if two such optimizers share a parameter.
+        Raises UserError if an optimizer does so and decay > 0, or if two such optimizers share a parameter.
         """
         self._averaging = [optimizer for optimizer in optimizers if keeps_average(optimizer)]
         params = _params_of(self._averaging)

@@ -79,7 +79,7 @@ class Learner:
             net.train()
 
     def launching(self) -> AbstractContextManager[None]:
-        """Returns the context for training, which selects the GPU stream if CUDA graphs are captured."""
+        """Returns the context for training; if CUDA graphs are captured, it selects their GPU stream."""
         return nullcontext()
 
     def release(self) -> bool:

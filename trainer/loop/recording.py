@@ -255,8 +255,8 @@ def difference(
     """Returns the name of a value that differs from the expected value beyond rounding, or None.
 
     replayed: replays the graph and returns the values. The tolerance grows with the difference between replays, which
-    comes from nondeterministic sums. Replays use equal numbers from the host, so an outdated number does not widen
-    the tolerance. rounding: maximum tolerance, relative to a tensor's largest absolute value.
+    comes from nondeterministic sums. All replays use the same numbers from the host, so an outdated number does not
+    widen the tolerance. rounding: maximum tolerance, relative to a tensor's largest absolute value.
     """
     if expected.keys() != found.keys():
         return min(expected.keys() ^ found.keys())

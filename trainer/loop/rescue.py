@@ -116,7 +116,7 @@ def rescue(run: Run, last: LastStep, end: Failure | UserError) -> None:
     than it resumed from. Without the second condition, a recurring failure would restart the run forever.
     """
     if isinstance(end, Failure):
-        # After bad input, only rank 0 saves, which gets a UserError. A Failure without message is a user's forced exit.
+        # After bad input, only rank 0 saves, as it gets a UserError. A Failure without message is a user's forced exit.
         is_left = end.status == EXIT_BAD_INPUT or not str(end)
     else:
         is_left = isinstance(end, DiskError | LockTaken | UnfitState)
