@@ -54,7 +54,7 @@ NOT_OF_ONE_RUN = (
     "print_config",
     *(field.name for group in (SeveralFlags, PredictFlags, ExportFlags) for field in fields(group)),
 )
-"""Flags, by field name, that request something other than training one run; `fit` refuses them."""
+"""Fields of flags that request work other than training one run; `fit` refuses these flags."""
 _calls = count()
 _rank: "_Rank | None" = None
 _in_use = threading.Lock()
@@ -63,7 +63,7 @@ ONE_RUN = "fit trains one run of the given task class; leave this setting out"
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run and its run directory, whose files each property reads when it is accessed.
+    """A run with its run directory; each property reads a file of the directory when the property is accessed.
 
     task: task class that `load` uses; None: the class recorded in the run.
     """
@@ -102,9 +102,9 @@ class SavedRun:
     def predict(self, dataset: Any, outputs: Outputs | None = None, batch_size: int = 256) -> Tensor:
         """Returns the trained model's outputs for the items of a data set, in order, as a CPU tensor (n, ...).
 
-        Runs in eval mode, on a GPU if there is one. dataset: as for `fit`; its items may lack trailing elements, such
-        as labels. outputs: maps the model and a batch to a tensor (B, ...); default: the model applied to the batch's
-        first tensor. batch_size: samples per forward. Raises UserError, for example if `fit` was given a task.
+        The model runs in eval mode, on a GPU if there is one. dataset: as for `fit`; its items may lack trailing
+        elements, such as labels. outputs: maps the model and a batch to a tensor (B, ...); default: the model applied
+        to the batch's first tensor. batch_size: samples per forward. Raises UserError, for example for a task's run.
         """
         if self.task is None or not issubclass(self.task, Script):
             raise UserError(f"{self.path}: predict() supports only runs of fit(model, ...); run main.py with --predict")
@@ -119,7 +119,7 @@ class Fitted(NamedTuple):
 
 
 def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) -> Fitted:
-    """Trains like the command line: resumes an unfinished run in `save_dir`, and returns a finished run unchanged.
+    """Trains as the command line does: resumes an unfinished run in `save_dir`, and returns a finished run unchanged.
 
     Train a task:
 
@@ -128,7 +128,7 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
 
     task: a subclass of `Task`, or a value of `--task` such as "har". settings: flags of the trainer and of
     `task.Config`, by field name. A switch takes True or False; a flag with several values takes a list or tuple. None
-    leaves a flag out: task flags and `seed` then come from the run in `save_dir`, other flags from their defaults.
+    means "not given": task flags and `seed` then come from the run in `save_dir`, other flags from their defaults.
 
     Train a model on data with a loss function, fit(model, train, loss, *, val, test, names, collate, optimizer):
 
@@ -165,7 +165,7 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
         flags, environment = read_command_line(argv, several_devices, task_type=task_type, problems=problems)
         run = SavedRun(flags.checkpoint.save_dir, task_type)
         if _rank is not None:
-            return Fitted(_metrics_at_end(run), run)  # the parent has already trained this earlier call
+            return Fitted(_metrics_at_end(run), run)  # the parent process has already finished this earlier call
         _refuse_other_than_one_run(flags)
         if starts_processes(flags.multi, environment):
             return _fit_in_processes(flags.multi, flags.devices.device, argv, run, number)
@@ -210,7 +210,7 @@ def _task_of(task: Any, script: Sequence[Any], settings: dict[str, Any]) -> type
 
 
 def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[str], list[str], bool]:
-    """Returns the equivalent command line, the settings' problems, and whether the settings request several devices."""
+    """Returns the settings as a command line, their problems, and whether they request several devices."""
     if not (isinstance(task, type) and issubclass(task, Task)):
         raise UserError(f"fit: {task!r}: must be a subclass of trainer.Task, the name of a task, or an nn.Module")
     given = {name: value for name, value in settings.items() if value is not None}
@@ -301,7 +301,7 @@ def _run_as_rank(
 
 
 def _ended(status: int, form: str, run: SavedRun) -> Fitted:
-    """Converts the exit status of processes to a result. Raises UserError, Failure or KeyboardInterrupt."""
+    """Returns the result of `fit` after its processes have ended. Raises UserError, Failure or KeyboardInterrupt."""
     if status == EXIT_BAD_INPUT:
         raise UserError(f"{form}: the processes that it started refused to train; see their messages on standard error")
     # after SIGKILL, for example, state.json may still contain the state of an earlier start

@@ -38,7 +38,7 @@ Schedule = Literal["cosine", "linear", "constant", "wsd", "plateau"]
 ADAM = {"optimizer": ("adamw", "adam", "muon")}
 FSDP = {"multi_gpu": forms.SHARDING}
 NOT_WITH_A_USE = ("fresh", "init_from", "init_from_partial", "eval_only")
-"""Fields whose flags exclude `--predict`, `--sample` and `--export`, which do not train."""
+"""Fields whose flags cannot be combined with `--predict`, `--sample` or `--export`, since these do not train."""
 
 
 @dataclass

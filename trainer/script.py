@@ -170,7 +170,7 @@ def predicted(
 
 
 def _items(source: Any) -> tuple[Any, Any]:
-    """Returns a DataLoader's data set and collate_fn (None for `default_collate`), or any other source and None."""
+    """Returns a DataLoader's data set and collate_fn (None for `default_collate`), or the source itself and None."""
     if not isinstance(source, DataLoader):
         return source, None
     return source.dataset, None if source.collate_fn is default_collate else source.collate_fn

@@ -27,7 +27,7 @@ ProgressBar = Callable[[Iterable[Any], str], Iterable[Any]]
 class PerSample(NamedTuple):
     """Per-sample output of an objective in eval mode, for metrics that are not sums over samples, such as AUC or BLEU.
 
-    values: tensor of shape (B, ...) and any dtype, one entry per sample. Only dim 0 may differ between batches.
+    values: tensor of shape (B, ...) and any dtype, one entry per sample; only B may differ between batches.
     """
 
     values: Tensor
@@ -50,7 +50,7 @@ class Exported(NamedTuple):
 class Baseline(NamedTuple):
     """Scores of a simple method on a run's data.
 
-    metrics: scores by metric name, such as "val/ndcg@10". flags: task flags that train this method; "" if none do.
+    metrics: scores by metric name, such as "val/ndcg@10". flags: task flags for training this method, or "".
     """
 
     metrics: Mapping[str, float]
@@ -253,14 +253,14 @@ class Task(ABC):
     predict_flags: ClassVar[tuple[str, ...]] = ()
     """Fields of `Config` whose flags `--predict` accepts, such as a flag for the columns of the output table."""
     hold_out_flags: ClassVar[tuple[str, ...]] = ()
-    """Fields of `Config` that choose the validation set; their flags exclude `--folds`, which also chooses it."""
+    """Fields of `Config` that choose the validation set, as `--folds` does; so their flags exclude `--folds`."""
     headline: tuple[str, ...] = ()
     """Metrics that the console shows, named without the split: ("loss", "ndcg@10"). Empty: all metrics.
 
     Log files and TensorBoard contain all metrics.
     """
     trains: bool = True
-    """Whether the task's flags train a model; if False, the command evaluates as with `--eval-only`."""
+    """Whether the command trains a model; if False, it evaluates as with `--eval-only`."""
     fitted: bool = False
     """Whether `initialise` computes the whole model, for example by counting, so that no training steps are needed."""
     at: At = At()
@@ -293,15 +293,15 @@ class Task(ABC):
     def build_objective(self) -> Objective:
         """Builds a freshly initialised model with its loss, on the CPU, in float32.
 
-        `--predict` and `trainer.load` build the model without the data; take sizes that depend on the data from
-        `data_facts` when it is set. To set initial weights from the data, define `initialise`.
+        `--predict` and `trainer.load` build the model without the data; if `data_facts` is set, read all sizes
+        that depend on the data from it. To set initial weights from the data, define `initialise`.
         """
 
     def describe_data(self) -> Mapping[str, Any]:
         """Returns facts about the training data that a trained model needs, such as an alphabet, as plain values.
 
-        Called after `splits`. Checkpoints contain the result, which becomes `data_facts` when they are used without
-        the data. A run does not resume on data with different facts.
+        Called after `splits`. Checkpoints contain the result, which becomes `data_facts` when a checkpoint is used
+        without the data. A run does not resume on data with different facts.
         """
         return {}
 
@@ -461,7 +461,7 @@ class Task(ABC):
         return batch_size
 
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray] | None:
-        """Returns the sample indices of each optimizer step of an epoch, int64 arrays.
+        """Returns the sample indices of each optimizer step of an epoch, as int64 arrays.
 
         The result must be a pure function of the arguments and `seed`. epoch: number of completed passes over the
         phase's data. Batches may differ in size, but every epoch must have `num_samples` samples. A sequence with an

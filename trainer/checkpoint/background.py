@@ -1,4 +1,4 @@
-"""Saves checkpoints in the background: copies a state in memory, and writes the copy in a thread."""
+"""Saves checkpoints in the background: copies a state in memory, and writes the copy in a separate thread."""
 
 import threading
 from collections import defaultdict
@@ -85,7 +85,7 @@ class BackgroundSaver:
 
     A copy that does not fit on disk stays in memory until the next copy is made. A copy of the best weights stays until
     it is written or better weights replace it, so a checkpoint on disk never refers to missing best weights. Other
-    checkpoints for `--keep-best` are not kept in memory.
+    checkpoints that `--keep-best` would keep are lost if they never fit on disk.
     """
 
     def __init__(self, write: Callable[[dict[str, Any]], object]) -> None:
@@ -94,12 +94,12 @@ class BackgroundSaver:
         self._unsaved: list[dict[str, Any]] = []
         """Copies to write, oldest first; their content does not change."""
         self._reusable: dict[str, Any] | None = None
-        """The state written last, whose memory the next copy reuses."""
+        """The copy that was written last; the next copy reuses its memory."""
         self._error: BaseException | None = None
         self._no_room: NoRoom | None = None
 
     def start(self, state: dict[str, Any]) -> None:
-        """Copies the state and starts to write the copy. Call `wait` first."""
+        """Copies the state and starts to write the copy. `wait` must be called first."""
         assert self._thread is None
         copy = snapshot(state, self._reusable)
         self._reusable = None

@@ -1,8 +1,8 @@
 """Saves and loads the checkpoints of a run directory, and never deletes the last intact checkpoint.
 
-A checkpoint is written to a temporary file and flushed to disk. Then `manifest.json`, with the checkpoint's checksum
-and position, is replaced and flushed, and the file gets its final name. If the process is killed at any point, the
-directory contains either the old or the new state.
+A checkpoint is written to a temporary file and flushed to disk. Then `manifest.json`, which lists the
+checkpoint with its checksum and training position, is replaced and flushed, and the file gets its final name. If the
+process is killed at any point, the directory contains either the old or the new state.
 """
 
 import itertools
@@ -206,12 +206,12 @@ class RunDirectory:
             self._flush_metrics()
 
     def forget_values(self) -> None:
-        """Clears the scores and best marks of all checkpoints, before another run continues in this directory."""
+        """Clears `value` and `best` of all entries, before another run continues in this directory."""
         for entry in self.entries:
             entry.value, entry.best = None, False
 
     def forget_later_values(self, state: Mapping[str, Any]) -> None:
-        """Clears the scores and best marks of checkpoints later than `state`, from which the run resumes."""
+        """Clears `value` and `best` of checkpoints later than `state`, from which the run resumes."""
         now, best = (state["step"], Position(**state["position"])), state["best"] or {"step": -1}
         for entry in self.entries:
             if (entry.step, entry.position) > now or (entry.best and entry.step > best["step"]):
@@ -274,7 +274,7 @@ def _size(num_bytes: int) -> str:
 def claim_temporary_files(folder: Path, writer: Writer) -> None:
     """Renames or deletes temporary files, so that a suspended previous holder of the lock cannot complete them.
 
-    Renames checkpoints, which may be complete and in the manifest, and deletes other files. Raises OSError.
+    Renames checkpoints, because they may be complete and in the manifest; deletes other files. Raises OSError.
     """
     for path in folder.glob("*.tmp"):
         with suppress(FileNotFoundError):  # another process has just renamed it
@@ -285,7 +285,7 @@ def claim_temporary_files(folder: Path, writer: Writer) -> None:
 
 
 def find_checkpoints(folder: Path, say: Callable[[str], None]) -> tuple[list[Entry], list[str]]:
-    """Returns checkpoints, oldest first; if there are none, also sentences about lost checkpoints.
+    """Returns a folder's checkpoints, oldest first, and sentences about lost checkpoints if none is found.
 
     Also finds checkpoints under temporary names. Changes no file. say: prints messages about damage. Raises OSError.
     """

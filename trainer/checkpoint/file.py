@@ -39,15 +39,15 @@ MOST_BEYOND = 16 << 20
 
 
 class NewerFormat(UserError):
-    """Raised if a checkpoint has a newer format than this trainer reads."""
+    """Raised if a checkpoint has a newer format than this trainer can read."""
 
 
 def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified: bool = False) -> dict[str, Any]:
     """Loads a checkpoint without executing code, and upgrades it from older formats.
 
-    label: name of the file in messages. only_weights: accept a file with only the entry `model`, or a plain state dict.
-    verified: the caller has checked the file's sha256. Raises UserError if the file is damaged, incomplete or not a
-    checkpoint, NewerFormat if its format is too new, or DiskError if it cannot be read.
+    label: name of the file in messages. only_weights: whether to accept a file with only the entry `model`, or a plain
+    state dict, too. verified: whether the caller has checked the file's sha256. Raises UserError if the file is
+    damaged, incomplete or not a checkpoint, NewerFormat if its format is too new, or DiskError if it cannot be read.
     """
     with refusing_disk_errors(label):
         require_regular(path)
@@ -268,7 +268,7 @@ def error_of_saving(state: Mapping[str, Any], resumable: bool = True) -> str | N
 
     resumable: require all entries of a checkpoint; otherwise check only the entries in `state`.
 
-    Saves and loads a copy with empty tensors, then validates the entries with `schema_error_of_checkpoint`.
+    Saves and loads a copy of the state with empty tensors, then validates entries with `schema_error_of_checkpoint`.
     """
     return _unreadable(state) or schema_error_of_checkpoint(state, resumable)
 

@@ -44,7 +44,7 @@ def integer(at_least: int = 0, at_most: int = 2**63 - 1) -> Kind:
 
 
 def number(at_least: float = -math.inf, above: float = -math.inf, finite: bool = True) -> Kind:
-    """Requires a number. finite: reject NaN, infinity and numbers outside the limits."""
+    """Requires a number. finite: whether to reject NaN, infinity and numbers outside the limits."""
 
     def require(name: str, value: Any) -> None:
         if type(value) not in (int, float):
@@ -117,7 +117,7 @@ def by_name(kind: Kind) -> Kind:
 
 
 def record(needed: Mapping[str, Kind], others: Mapping[str, Kind] | None = None, closed: bool = False) -> Kind:
-    """Requires a mapping. needed, others: required and optional entries. closed: reject unknown entries."""
+    """Requires a mapping. needed, others: required and optional entries. closed: whether to reject unknown entries."""
     known = {**needed, **(others or {})}
 
     def require(name: str, value: Any) -> None:
@@ -149,7 +149,7 @@ def plain(name: str, value: Any) -> None:
 
 
 def anything(name: str, value: Any) -> None:
-    """Requires that all tensors in a value can be saved and loaded; accepts all other values."""
+    """Accepts any value whose tensors can be saved and loaded."""
     if isinstance(value, Tensor):
         tensor(name, value)
     elif isinstance(value, dict):
@@ -264,7 +264,7 @@ class Saved:
     """Declares an entry of a checkpoint, or of a mapping in a checkpoint.
 
     is_optional: the entry may be absent. since: first format version with the entry; older files get `default`.
-    is_large: only rank 0 reads the tensors, and broadcasts each one when it is loaded into the model or optimizer.
+    is_large: only rank 0 reads the tensors, and broadcasts each tensor when it is loaded into the model or optimizer.
     name: name in the file if it differs from the field's name. read: converts the value in the file.
     """
 

@@ -90,7 +90,7 @@ class Lock(Writer):
         """Whether `require` has found that another process took over."""
 
     def begin(self) -> None:
-        """Writes the holder into `lock` and starts a thread that renews the file's timestamp."""
+        """Names this process as the holder in `lock`, and starts a thread that renews the file's timestamp."""
         temporary = self.temporary(self._path)
         temporary.write_text(str(self._holder), encoding="utf-8")
         temporary.rename(self._path)
@@ -187,7 +187,7 @@ def _is_renewed(path: Path) -> bool:
     while time.monotonic() < until:
         time.sleep(_LOOK_S)
         if _stamp(path) != first:
-            return _read(path).who != ""  # the holder may also have released the lock
+            return _read(path).who != ""  # "" if the holder has released the lock
     return False
 
 
@@ -206,12 +206,12 @@ def _read(path: Path) -> Holder:
     said = dict(line.split(" ", 1) for line in lines if " " in line)
     if not re.fullmatch(r"process \d+ on \S+", who):
         return Holder("")
-    # A truncated file lacks the machine. If it names this host, the machine is assumed to be this one, so that no
-    # process waits for a dead holder.
+    # A truncated file does not name the machine. If it names this host, the holder is assumed to have run on this
+    # machine, so that no process waits for a dead holder.
     machine = said.get("machine") or (_machine(path.parent) if who.endswith(f" on {socket.gethostname()}") else "")
     return Holder(who, machine, said.get("token", ""))
 
 
 def _machine(folder: Path) -> str:
-    """Returns an identifier of this machine since its last boot, and of the mounted file system."""
+    """Returns an identifier of this machine, its last boot and the folder's file system."""
     return f"{boot_of_kernel()}:{folder.stat().st_dev}"

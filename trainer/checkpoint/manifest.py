@@ -1,6 +1,6 @@
 """Manifest of a run directory: lists checkpoints without opening them, evicts old checkpoints, updates links.
 
-Also reads the other JSON files of a run directory. All these files are replaced atomically.
+This module also reads the other JSON files of a run directory. All these files are replaced atomically.
 """
 
 import itertools
@@ -115,7 +115,7 @@ class Entry:
     def of(
         cls, state: Mapping[str, Any], file: str, size_and_checksum: Mapping[str, Any], inherited: str | None = None
     ) -> "Entry":
-        """Creates the entry of a checkpoint. inherited: the source if `--resume-from` is not given."""
+        """Creates the entry of a checkpoint. inherited: its `source` if `--resume-from` is not given."""
         position = {name: state["position"][name] for name in ("epoch", "phase", "samples")}
         verdict = {"value": state["value"], "best": state["is_best"]}
         given = state["config"]["--resume-from"]
@@ -161,7 +161,7 @@ def write_manifest(path: Path, entries: Sequence[Entry], writer: Writer) -> None
 
 
 def best_first(entries: Sequence[Entry], mode: Literal["max", "min"]) -> list[Entry]:
-    """Sorts entries with a value from best to worst, equal values oldest first; best.pth's entry always comes first.
+    """Sorts entries that have a value, best first and equal values oldest first; the entry of best.pth precedes all.
 
     entries: oldest first. mode: whether the largest ("max") or smallest ("min") value is best.
     """
@@ -214,7 +214,7 @@ def link(name: Path, file: Path, writer: Writer) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Numbers of newest (0: all) and best checkpoints to keep. mode: whether the best value is the "max" or "min"."""
+    """How many of the newest (0: all) and the best checkpoints to keep. mode: "max" if larger values are better."""
 
     newest: int
     best: int = 1

@@ -22,7 +22,7 @@ from trainer.loading.order import Position
 class TrainedRun:
     """Loaded checkpoint of a run. label: plural noun for the weights in messages. folder: the checkpoint's folder.
 
-    comes_with_task: whether these are the task's pretrained weights, which may be used with other flags and data.
+    comes_with_task: whether the weights are pretrained weights of the task, which other flags and data may use.
     remarks: sentences for the user about the choice of weights.
     """
 
@@ -87,7 +87,7 @@ def find_settings(folder: Path, of_best: bool) -> tuple[str, dict[str, Any]] | N
 
 
 def _best_first(entries: Sequence[Entry]) -> list[Entry]:
-    """Sorts checkpoints for loading: checkpoints that were the best when saved, then all others, each newest first."""
+    """Sorts checkpoints for loading: checkpoints that were the best when saved, then others; both newest first."""
     return sorted(reversed(entries), key=lambda entry: not entry.best)
 
 

@@ -20,8 +20,8 @@ PRESETS = Path(__file__).resolve().parents[2]
 class ConfigFile:
     """Settings in a TOML or JSON file.
 
-    settings: values by flag, such as "--batch-size". is_record: whether a run wrote the file, which may then come from
-    somebody else and must not name files to execute. flag: the flag that named the file.
+    settings: values by flag, such as "--batch-size". is_record: whether a run wrote the file. Such a file may come
+    from somebody else, so it must not name files to execute. flag: the flag that named the file.
     """
 
     path: Path

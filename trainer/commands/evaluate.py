@@ -107,7 +107,7 @@ def _best_weights(directory: RunDirectory) -> dict[str, Any]:
 
 
 def better_can_be_scored(directory: RunDirectory, results: Mapping[str, Any]) -> bool:
-    """Returns whether results.json has test scores of the last weights, but the best checkpoint is readable now."""
+    """Returns whether the best checkpoint is readable, but the test scores in results.json are of the last weights."""
     weights = results.get("weights")
     missed = isinstance(weights, dict) and weights.get("is_best") is False and results.get("scored") == "test"
     return missed and directory.load_best() is not None

@@ -105,7 +105,7 @@ def _sha256(files: Sequence[Path]) -> str | None:
     digest = hashlib.sha256()
     try:
         for file in files:
-            digest.update(file.read_bytes().replace(b"from lockstep.", b"from "))  # as in a clone
+            digest.update(file.read_bytes().replace(b"from lockstep.", b"from "))  # same digest as a clone
     except OSError:
         return None
     return digest.hexdigest() if files else None

@@ -50,18 +50,18 @@ class Flags(TrainerFlags):
     origins: Mapping[str, ConfigFile] = dataclasses.field(default_factory=dict, compare=False)
     """The file or run that set a value, by flag."""
     given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
-    """Flags given on the command line or in a file, even with their default value."""
+    """Flags given on the command line or in a file, even if given with their default value."""
     from_run: FromRun = dataclasses.field(default_factory=FromRun, compare=False)
     left_out: Sequence[str] = dataclasses.field(default=(), compare=False)
     """A line for each task default or file setting that a later file or the command line makes ineffective."""
 
     def refusal(self, problem: str) -> UserError:
-        """Builds a UserError for a problem. The message also names the files or runs that set the flags in it."""
+        """Builds a UserError from a problem; appends the files or runs that set the flags mentioned in the problem."""
         return UserError(with_origins(problem, self.origins))
 
     @contextmanager
     def telling_origins(self) -> Iterator[None]:
-        """Appends to any UserError's message the files or runs that set the flags in it."""
+        """Appends to any UserError the files or runs that set the flags mentioned in its message."""
         try:
             yield
         except UserError as error:

@@ -53,8 +53,8 @@ def build_workers(given: RunFlags, task: Task, group: Group, trains: bool) -> Wo
     movable = [each for each in training if isinstance(each, Movable)]
     moves = len(movable) == len(training) and given.data_on != "host" and num_bytes(movable) <= SURELY_FITS
     spare = num_cores() // group.local_world_size - 1
-    # training on the CPU needs all cores
-    takes_workers = for_gpu and trains and not moves and not training_streams(task)  # each worker would read it all
+    # training on the CPU needs all cores, and each worker would read all of a stream
+    takes_workers = for_gpu and trains and not moves and not training_streams(task)
     num_workers = max(0, min(MOST_WORKERS, spare)) if takes_workers else 0
     return Workers(num_workers, for_gpu, on_trial=num_workers > 0, room=shared_memory() / group.local_world_size)
 

@@ -220,7 +220,7 @@ class Layers:
         self.origins.update(dict.fromkeys(values, origin))
 
     def add_file(self, file: ConfigFile, all_known: bool) -> list[str]:
-        """Adds a file's settings, and returns problems. all_known: whether the groups contain all flags."""
+        """Adds a file's settings, and returns problems. all_known: whether unknown settings are problems."""
         settable = {**options(MultiDeviceFlags), **self._known}
         for field in options(ConfigFlags):
             settable.pop(field, None)
@@ -248,7 +248,7 @@ class Layers:
                     self.left_out.append(f"Left out: {without.as_typed(lower)}, which {choice} does not use.")
 
     def take_out_what_users_alone_name(self, but_for: Collection[str]) -> list[str]:
-        """Drops files and classes that a run's record names, and returns messages. but_for: fields to keep."""
+        """Drops files and classes that a run's record names; returns messages about them. but_for: fields to keep."""
         found = []
         for field, option in self._known.items():
             origin = self.origins.get(field)

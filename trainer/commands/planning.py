@@ -133,6 +133,6 @@ def build_warmup(flags: Flags, plan: Plan) -> float:
         )
     if plan.max_steps is not None:
         return length
-    if len(plan.orders) == 1:  # the last, smaller batch is a step too
+    if len(plan.orders) == 1:  # steps_per_epoch counts a smaller last batch as a whole step
         per_epoch = plan.samples_per_epoch / plan.orders[0].global_batch_size
     return length / per_epoch

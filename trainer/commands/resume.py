@@ -1,4 +1,4 @@
-"""Chooses the checkpoint that a run resumes from, and compares its data, code and flags with the run."""
+"""Chooses the checkpoint that a run resumes from, and finds changes of data, code and flags since that checkpoint."""
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +19,7 @@ from trainer.registry import is_same_task
 from trainer.task import Task
 
 START_FLAGS = {option.name for option in options(CheckpointFlags).values() if option.from_record != "taken"}
-"""Flags about how a run was started, which do not affect what it learns."""
+"""Flags that choose how a run starts, and do not affect what the run learns."""
 _SHOWN_WIDTH = 60
 _CHANGED = "Changed since the checkpoint"
 
@@ -78,8 +78,8 @@ def take_best_beside(
 ) -> tuple[float | None, bool, bool]:
     """Copies best.pth from the folder of `source` (`--resume-from`) to `directory`, unless `source` itself is the best.
 
-    Returns the monitored metric of `source`, whether that value was the best so far, and False if the best checkpoint
-    is missing.
+    Returns three values: the monitored metric of `source`, whether it was the best so far, and whether the best
+    checkpoint (if there was a best score) was found.
     """
     state = read_checkpoint(source, f"--resume-from {source}")
     value, is_best = state["value"], state["is_best"]
@@ -96,9 +96,9 @@ def take_best_beside(
 def resume(
     changes: "Changes", plan: Plan, progress: Progress, is_complete: bool, forget_values: Callable[[], None]
 ) -> list[str]:
-    """Adapts a resumed run's progress to changed data; returns notes. Raises UserError if an unfinished epoch changed.
+    """Adapts a resumed run's progress to changed data; returns notes for the user.
 
-    forget_values: clears the scores of the directory's checkpoints.
+    Raises UserError if the size of an unfinished epoch changed. forget_values: clears the checkpoints' scores.
     """
     then, now, notes = changes.then["phase_sizes"], plan.phase_sizes, []
     if not is_complete:
@@ -194,7 +194,7 @@ class Changes:
         return (hint or "use the same data") + (f", or {otherwise}" if to_train else "")
 
     def refuse_other_epochs(self) -> NoReturn:
-        """Raises the UserError for a checkpoint within an epoch whose number of samples has changed."""
+        """Raises a UserError which explains that the number of samples of the unfinished epoch has changed."""
         then, now = self.then["phase_sizes"], self.now["phase_sizes"]
         wholes = [" and ".join(map(str, facts["global_batch_sizes"])) for facts in (self.then, self.now)]
         if "--drop-last" in self.flags:
@@ -218,7 +218,7 @@ class Changes:
         digests = self.then.get("data_digest"), self.now.get("data_digest")
         if None not in digests:
             return digests[0] != digests[1]
-        drops = self.then["config"]["--drop-last"] or self.now["config"]["--drop-last"]  # not a change of data
+        drops = self.then["config"]["--drop-last"] or self.now["config"]["--drop-last"]  # not new data
         return not drops and self.then["phase_sizes"] != self.now["phase_sizes"]
 
     @property

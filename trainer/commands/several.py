@@ -1,6 +1,6 @@
 """Runs `--seeds` and `--folds`: trains several runs and summarises their metrics.
 
-Each run has its own command line and folder, so a user can also resume or repeat a single run.
+Each run has its own command line and folder, so a user can resume or repeat a single run.
 """
 
 import functools
@@ -137,7 +137,7 @@ def plan_jobs(flags: Flags, argv: Sequence[str], folds: Sequence[Sequence[str]],
 
 @dataclass(frozen=True)
 class Slots:
-    """Devices for concurrent runs. variables: environment variables of each slot. flags: flags to add to every run."""
+    """Slots, each for one run at a time. variables: environment variables of each slot. flags: added to every run."""
 
     variables: Sequence[Mapping[str, str]]
     flags: Sequence[str]

@@ -76,7 +76,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
             run.watches.insert(0, state.last_step)  # before watches whose collectives may fail
             run.stop.install()
             strategy.group.diagnosis.flags_signals = True
-            state.run = run  # from here on there are steps to save after a failure
+            state.run = run  # from here on, a failure saves the completed steps
             state.enter("running")
             try:
                 with run.learner.launching():
@@ -153,7 +153,7 @@ def _time_is_up(minutes: float, progress: Progress) -> str:
 
 
 class RunState:
-    """Writes state.json of a locked run directory. last_step: observer that the caller adds to the run's watches."""
+    """Writes state.json of a locked run directory. last_step: observer of steps, to be added to `Run.watches`."""
 
     def __init__(self, directory: RunDirectory, strategy: Strategy) -> None:
         self._directory = directory
@@ -185,7 +185,7 @@ class RunState:
         newest = directory.entries[-1].step if directory.entries else 0
         if is_stop and run is not None and newest >= run.progress.step:
             state, run.stop.signal_number = "preempted", signal.SIGINT
-        # errors that are not explained, such as a second Ctrl-C, have no message
+        # unexpected errors, such as a second Ctrl-C, are recorded without a message
         message = str(error) or None if known and state != "preempted" else None
         with suppress(UserError):
             if run is not None or directory.has_checkpoint or (directory.path / CONFIG).exists():
@@ -195,7 +195,7 @@ class RunState:
                 directory.write_json(MEMORY, dict(error.memory_limit))
 
     def fail(self, failure: Failure) -> None:
-        """Records the failure of another process while the main thread hangs; called in another thread."""
+        """Records another process's failure while the main thread hangs; called in a separate thread."""
         if self.run is not None:
             self.run.saver.end()  # completes a pending write
         self.record_failure(failure)

@@ -38,7 +38,7 @@ _BLOCK = 1 << 20
 
 
 def read_again(read: Callable[[], T]) -> T:
-    """Calls `read` up to three times while it raises one of READ_ERRORS, and raises the last error."""
+    """Returns the result of `read`, which is retried up to twice after READ_ERRORS. Raises the last error."""
     for wait_s in READ_AGAIN_AFTER_S:
         try:
             return read()

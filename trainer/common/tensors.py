@@ -41,9 +41,9 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def with_shapes_of(large: Collection[str], loaded: Any) -> Any:
-    """Copies a checkpoint; in some entries, meta tensors replace all tensors except scalars.
+    """Copies a checkpoint; in the entries that `large` names, meta tensors replace all tensors except scalars.
 
-    large: names of the entries to change. loaded: a checkpoint's entries, or a dataclass with dicts of entries.
+    loaded: a checkpoint's entries, or a dataclass with dicts of entries.
     """
     if is_dataclass(loaded) and not isinstance(loaded, type):
         parts = {field.name: with_shapes_of(large, getattr(loaded, field.name)) for field in fields(loaded)}

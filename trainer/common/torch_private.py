@@ -112,7 +112,7 @@ def is_in_backward() -> bool:
 
 
 def after_first_gradients(callback: Callable[[], None]) -> None:
-    """Queues a callback for the end of the backward pass, before callbacks queued later; falls back to calling it."""
+    """Queues a callback for the end of the backward pass, before callbacks queued later. Fallback: calls it now."""
     engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
     if hasattr(engine, "queue_callback"):
         engine.queue_callback(callback)
@@ -233,7 +233,7 @@ def pass_through(unit: Any, value: Tensor) -> Tensor:
 
 
 def set_up_compiler(most_versions: int) -> type[Exception]:
-    """Imports the compiler, which takes seconds, and sets its recompile limit. Returns its base exception.
+    """Imports the compiler, which takes seconds, and sets its recompile limit. Returns the base of its exceptions.
 
     Falls back to torch's default limit, and to an exception class that the compiler never raises.
     """

@@ -25,8 +25,8 @@ MOST_TOGETHER, MOST_SAMPLES_TOGETHER = 32, 2**13
 class Movable:
     """Base class of data sets that can be moved to a device: arrays in attributes and dictionaries become tensors.
 
-    A subclass must implement `__getitems__` for arrays and tensors alike: with indexing by `self.here(keys.index)`,
-    operators, and the functions of trainer.loading.arrays. The method must never wait for a device.
+    A subclass must implement `__getitems__` for arrays and tensors alike, using only indexing by
+    `self.here(keys.index)`, operators and functions of trainer.loading.arrays. The method must never wait for a device.
 
     device: device of the data set, or None on the host.
     of_tensors: whether the attributes are tensors even on the host.

@@ -143,7 +143,7 @@ def split_global_batch(
 
 
 def evaluation_keys(num_samples: int, shard: tuple[int, int], batch_size: int) -> Iterator[SampleKeys]:
-    """Yields the keys of a process's evaluation batches. Processes get equally many, and each sample counts once."""
+    """Yields the keys of a process's evaluation batches. Processes get equally many batches; samples count once."""
     step = batch_size * shard[1]
     for start in range(0, num_samples, step):
         samples = np.arange(start, min(start + step, num_samples))

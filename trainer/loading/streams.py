@@ -49,7 +49,7 @@ def from_stream(
         required argument, it gets the epoch, from 0, and each epoch has its own stream; otherwise all epochs read
         from one stream.
     samples_per_epoch: samples per epoch, at least 1; for a validation set, its size.
-    collate, seed, names: the same as for `from_dataset`.
+    collate, seed, names: arguments of `from_dataset`.
 
     Raises UserError for wrong arguments, and later if the stream ends too early.
     """
@@ -114,14 +114,14 @@ class KeyedStream(KeyedItems):
     make_iterator: Callable[..., Iterable[Any]]
     num_samples: int
 
-    # Each worker process has its own readers, so the check for changed data sets must skip them, as cached properties.
+    # A cached property, which the check for changed data sets skips, because each worker process has its own readers.
     @cached_property
     def readers(self) -> dict[int, _Reader]:
         return {}
 
     @cached_property
     def begins(self) -> dict[int, Place]:
-        """Point from which each phase's stream restarts, if it is not the first sample."""
+        """Points, by phase, from which streams restart; other streams restart at their first sample."""
         return {}
 
     def __post_init__(self) -> None:
@@ -158,15 +158,15 @@ class KeyedStream(KeyedItems):
         return reader.last
 
     def _begun(self, phase: int, epoch: int, first: int) -> _Reader:
-        """Returns a new reader that starts at the phase's restart point or, if it is too late, at the first sample."""
+        """Returns a new reader that starts at the phase's restart point or, if that is after `first`, at sample 0."""
         place = self.begins.get(phase)
         if place is None or place.epoch != epoch or place.position > first:
             place = Place(epoch, 0, None)
         seed_draws(*random_bits(self.seed, epoch, np.array([-1]), 3)[0].tolist())
         source: Any = self.make_iterator(epoch) if self._by_epoch else self.make_iterator()
         if place.state is not None:
-            # `make_iterator` may return the same object in later epochs, which must not start at this state, so the
-            # object is copied. Its dictionary is copied too, because `copy.copy` may share it.
+            # The object is copied, since `make_iterator` may return it again for later epochs, and these must not start
+            # at this state. The object's dictionary is copied too, because `copy.copy` may share it.
             source = copy.copy(source)
             source.__dict__ = dict(vars(source))
             source.load_state_dict(place.state)

@@ -66,7 +66,7 @@ def outline(roots: Iterable[Any]) -> dict[str, Any]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Returns an object's attributes by name, without `TOLD` and cached properties."""
+    """Returns an object's attributes by name, except cached properties and the position of a run (TOLD)."""
     held, kind = getattr(value, "__dict__", {}), type(value)
     names = [name for name in held if name != TOLD and not isinstance(getattr(kind, name, None), cached_property)]
     return {name: held[name] for name in names}

@@ -47,8 +47,8 @@ def shared_memory() -> float:
 class _NumberedBatches(Dataset[Batch | UserError]):
     """Dataset whose items are the batches of several data sets, for PyTorch's DataLoader.
 
-    Returns a UserError as an item, because the DataLoader would add a traceback to its text. Converts SystemExit to
-    RuntimeError, because the DataLoader would only report that the worker exited.
+    Returns a UserError as an item instead of raising it, because the DataLoader would add a traceback to its text.
+    Converts SystemExit to RuntimeError, because the DataLoader would only report that the worker exited.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class Workers:
         return stream
 
     def next_of(self, stream: "BatchStream") -> Batch:
-        """Returns a stream's next batch. Raises StopIteration at the stream's end, or the error in making the batch."""
+        """Returns a stream's next batch. Raises StopIteration at the stream's end, or the error of making the batch."""
         own = ref(stream)
         while not stream.arrived and own in self._asked:
             self._receive()
@@ -312,6 +312,6 @@ def _depend_on_the_trainer(worker_id: int) -> None:
 
 
 def _leave(error: Exception, batch: object) -> None:
-    """Ends a worker that cannot send a batch, for example without file descriptors; the trainer notices the exit."""
+    """Ends a worker that cannot send a batch, for lack of file descriptors, say; the trainer notices the exit."""
     traceback.print_exception(error)
     os._exit(1)

@@ -120,7 +120,7 @@ class RunLog:
         self._log(Record("epoch" if position.at_epoch_start else "evaluation", step, position, values, text))
 
     def result(self, step: int, how: str, metrics: Mapping[str, float]) -> None:
-        """Logs the final scores. how: the weights that were scored, such as "with the best weights"."""
+        """Logs the final scores. how: which weights were scored, such as "with the best weights"."""
         headline = of_headline(metrics, self._headline)
         num_more = len(metrics) - len(headline)
         line = f"Finished, {how}: {scores_text(headline) or 'nothing to score'}"

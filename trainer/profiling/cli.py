@@ -72,7 +72,7 @@ class Command:
     """Command of profiler.py.
 
     run: `on_devices`, `in_worlds` or `on_this_machine`, which calls `measure`. tool: the command's own flags. text:
-    text for `--help`. problems: checks flags and command line, and returns messages.
+    text for `--help`. problems: function that checks flags and command line, and returns messages.
     """
 
     run: Callable[["Command", Sequence[str], RankEnvironment | None], int]

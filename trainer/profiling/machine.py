@@ -42,7 +42,7 @@ class Finding:
 
 
 class Broken(RuntimeError):
-    """Raised if a test has a wrong result; the message is for the user."""
+    """Raised if a test has a wrong result; its message is printed for the user."""
 
 
 Tested = tuple[str, str]

@@ -45,7 +45,7 @@ def write_json(path: Path, results: Mapping[str, Any]) -> None:
 
 
 def unwritable_targets(tool: Any, is_main: bool = True) -> list[str]:
-    """Returns a message for each output path of a tool that cannot be written, with the part of the path at fault.
+    """Returns a message for each of a tool's output paths that cannot be written, with the part of the path at fault.
 
     is_main: whether this is rank 0, which writes all outputs; other ranks write only traces.
     """

@@ -85,7 +85,10 @@ def profile_scaling(flags: Flags, argv: Sequence[str]) -> None:
 
 
 def summary(found: Mapping[World, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Returns medians over rounds for each `World`; a speed-up compares runs of the same round, close in time."""
+    """Returns a row for each strategy and number of devices: medians over rounds, and the maximum of peak memory.
+
+    A speed-up compares measurements of the same round, because the speed of a machine may change between rounds.
+    """
     alone = [measured["samples_per_second"] for measured in found[World("single")]]
     rows = []
     for world, rounds in found.items():
