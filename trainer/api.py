@@ -104,7 +104,7 @@ class SavedRun:
 
         The model runs in eval mode, on a GPU if there is one. dataset: as for `fit`; its items may lack trailing
         elements, such as labels. outputs: maps the model and a batch to a tensor (B, ...); default: the model applied
-        to the batch's first tensor. batch_size: samples per forward. Raises UserError, for example for a task's run.
+        to the batch's first tensor. batch_size: samples per forward. Raises UserError, for example if `fit` got a task.
         """
         if self.task is None or not issubclass(self.task, Script):
             raise UserError(f"{self.path}: predict() supports only runs of fit(model, ...); run main.py with --predict")

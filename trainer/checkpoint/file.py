@@ -45,8 +45,8 @@ class NewerFormat(UserError):
 def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified: bool = False) -> dict[str, Any]:
     """Loads a checkpoint without executing code, and upgrades it from older formats.
 
-    label: name of the file in messages. only_weights: whether to accept a file with only the entry `model`, or a plain
-    state dict, too. verified: whether the caller has checked the file's sha256. Raises UserError if the file is
+    label: name of the file in messages. only_weights: whether to accept a plain state dict, or a file with only
+    the entry `model`. verified: whether the caller has checked the file's sha256. Raises UserError if the file is
     damaged, incomplete or not a checkpoint, NewerFormat if its format is too new, or DiskError if it cannot be read.
     """
     with refusing_disk_errors(label):
@@ -209,7 +209,7 @@ def _refuse_odd_archive(file: IO[bytes]) -> None:
     if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
         raise zipfile.BadZipFile("one of its entries is compressed and could unpack to any size")
     if any(part.external_attr & FOLDER_ATTRIBUTE for part in parts):
-        raise zipfile.BadZipFile("one of its entries is marked as a folder")  # which torch would read as empty
+        raise zipfile.BadZipFile("one of its entries is marked as a folder")  # torch would read it as empty
 
 
 def write_checkpoint(state: Mapping[str, Any], path: Path) -> dict[str, Any]:

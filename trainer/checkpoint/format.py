@@ -179,7 +179,7 @@ def dense_tensor(name: str, value: Any) -> None:
 
 
 def tensor_of_numbers(name: str, value: Any) -> None:
-    """Requires a dense tensor without NaN. Accepts infinities, since masks contain them."""
+    """Requires a dense tensor without NaN. Accepts infinities, since masks may contain them."""
     dense_tensor(name, value)
     real = _real(value)
     if real is not None and bool(real.sum().isnan()) and bool(real.isnan().any()):

@@ -123,7 +123,7 @@ class WeightComparison:
 
 
 def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> WeightComparison:
-    """Compares weights with a model's weights by name, shape and dtype; ignores a prefix common to all given names."""
+    """Compares weights with a model's weights by name, shape and dtype; ignores a prefix of all names in `weights`."""
     own = model.state_dict()
     found = _without_prefix(weights, own)
     unlike = {

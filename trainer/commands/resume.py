@@ -283,7 +283,7 @@ def code_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def changed_flags(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns the (then, now) values of flags that differ between two starts, except START_FLAGS."""
+    """Returns the (then, now) values of flags that differ between two starts, except flags on how to start."""
     if then.get("--no-amp") is True:  # earlier versions recorded `--amp off` this way
         then = {**then, "--amp": "off"}
     changed = {

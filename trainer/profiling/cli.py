@@ -35,7 +35,7 @@ from trainer.registry import Registry, hand_in, workloads
 def main(argv: Sequence[str], environment: RankEnvironment | None = None, tasks: Registry | None = None) -> int:
     """Runs one command line and returns the exit status.
 
-    environment: rank environment of a process started by `launch`; None: read it from variables. tasks:
+    environment: rank environment of a process started by `launch`; None: read it from environment variables. tasks:
     workloads for `--task`; None keeps the current workloads.
 
     Exit status: 0: the measurement is complete. 1: an unexpected failure, or `check` found a defect. 2: an error in the

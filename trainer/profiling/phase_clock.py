@@ -36,7 +36,7 @@ _PHASE_OF = {
 class PhaseClock:
     """Records the start of each phase; a phase lasts until the next one starts.
 
-    spans: also mark the phases in a torch.profiler trace.
+    spans: whether to mark the phases in a torch.profiler trace, too.
     """
 
     def __init__(self, device: torch.device, activity: CurrentActivity, spans: bool = False) -> None:

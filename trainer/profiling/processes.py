@@ -125,7 +125,7 @@ def _measure_here(
 
 
 def placed(flags: Flags, world: World) -> Flags:
-    """Returns flags for the strategy of `world` on the first `num_devices` GPUs that `flags` choose."""
+    """Returns flags that select the strategy of `world`, and the first `num_devices` of the GPUs that `flags` name."""
     assert flags.multi is not None
     gpus = chosen_gpus(flags)[: world.num_devices]
     if world.mode == "single":
