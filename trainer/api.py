@@ -301,7 +301,6 @@ def _run_as_rank(
 
 
 def _ended(status: int, form: str, run: SavedRun) -> Fitted:
-    """Returns the result of `fit` after its processes have ended. Raises UserError, Failure or KeyboardInterrupt."""
     if status == EXIT_BAD_INPUT:
         raise UserError(f"{form}: the processes that it started refused to train; see their messages on standard error")
     # after SIGKILL, for example, state.json may still contain the state of an earlier start

@@ -427,7 +427,7 @@ ENTRIES: Mapping[str, Saved] = {
     **{entry: its for entry, (_, its) in saved_fields(SavedProgress).items()},
     **FACTS,
 }
-"""All entries of a checkpoint except `format_version`; QUICK_REFERENCE.md, "A checkpoint", explains them."""
+"""All entries of a checkpoint except `format_version`."""
 LARGE = tuple(name for name, entry in ENTRIES.items() if entry.is_large)
 
 

@@ -206,8 +206,8 @@ def _read(path: Path) -> Holder:
     said = dict(line.split(" ", 1) for line in lines if " " in line)
     if not re.fullmatch(r"process \d+ on \S+", who):
         return Holder("")
-    # A truncated file does not name the machine. If it names this host, the holder is assumed to have run on this
-    # machine, so that no process waits for a dead holder.
+    # A truncated file does not name the machine. If it names this host, the holder is assumed to have run here, so
+    # that no process waits for a dead holder.
     machine = said.get("machine") or (_machine(path.parent) if who.endswith(f" on {socket.gethostname()}") else "")
     return Holder(who, machine, said.get("token", ""))
 

@@ -233,7 +233,7 @@ def pass_through(unit: Any, value: Tensor) -> Tensor:
 
 
 def set_up_compiler(most_versions: int) -> type[Exception]:
-    """Imports the compiler, which takes seconds, and sets its recompile limit. Returns the base of its exceptions.
+    """Imports the compiler, which takes seconds, and sets its recompile limit. Returns its base exception.
 
     Falls back to torch's default limit, and to an exception class that the compiler never raises.
     """
@@ -292,10 +292,7 @@ class _StandIn:
 
 @contextmanager
 def default_settings_of_compiler() -> Iterator[None]:
-    """Gives DistributedDataParallel the compiler's default settings without importing the compiler.
-
-    Reading anything else of the compiler in this context imports the compiler.
-    """
+    """Gives DistributedDataParallel the compiler's default settings without importing the compiler."""
     if COMPILER in sys.modules:
         yield
         return

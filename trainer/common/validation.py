@@ -60,7 +60,7 @@ def checked_text(text: str) -> str:
 def find_class(value: str, flag: str, base: type, comes_first: bool) -> type[Any]:
     """Imports a subclass of `base` from path/to/file.py:ClassName. Raises UserError.
 
-    comes_first: whether to insert the file's folder at the front of sys.path, before the trainer's, or to append it.
+    comes_first: insert the file's folder at the front of sys.path, before the trainer's packages; otherwise append it.
     """
     path, class_name = split_name(value, flag)
     found = getattr(_import_file(path, f"{flag} {value}", comes_first), class_name, None)

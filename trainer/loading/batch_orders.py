@@ -56,7 +56,6 @@ def even_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed: int
 
 
 def _pools(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """Splits shuffled samples into pools of `BATCHES_PER_POOL` batches, each sorted by length."""
     order = EpochOrder(seed, epoch, 0, len(lengths)).take(0, len(lengths))
     pool_size = BATCHES_PER_POOL * batch_size
     pools = [order[start : start + pool_size] for start in range(0, len(order), pool_size)]

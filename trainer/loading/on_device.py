@@ -68,7 +68,6 @@ def _arrays(part: Any) -> Iterator[Array]:
 
 
 def _moving(part: Movable) -> dict[str, Any]:
-    """Returns the attributes of a data set that move to a device with the data set."""
     return {name: value for name, value in vars(part).items() if name not in part.stays and _is_moving(value)}
 
 

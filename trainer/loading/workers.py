@@ -47,7 +47,7 @@ def shared_memory() -> float:
 class _NumberedBatches(Dataset[Batch | UserError]):
     """Dataset whose items are the batches of several data sets, for PyTorch's DataLoader.
 
-    Returns a UserError as an item instead of raising it, because the DataLoader would add a traceback to its text.
+    Returns a UserError as an item, because the DataLoader would add a traceback to its text.
     Converts SystemExit to RuntimeError, because the DataLoader would only report that the worker exited.
     """
 

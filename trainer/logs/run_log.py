@@ -34,7 +34,7 @@ class SilentLog:
 
 
 class RunLog:
-    """Log of rank 0, which forwards calls to all loggers.
+    """Log of rank 0.
 
     headline: metrics to show, named without the split; empty: all. own: loggers of the user. data_wait_seconds: seconds
     that the training loop waited for data since the last report. state: state in state.json, passed to `Logger.end`.

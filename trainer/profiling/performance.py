@@ -272,7 +272,6 @@ def _resized(batch: Any, size: int) -> Any:
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
-    """Calls the model on a batch without its targets, the last element of a list or tuple of several."""
     return model(*batch[: max(1, len(batch) - 1)]) if isinstance(batch, list | tuple) else model(batch)
 
 

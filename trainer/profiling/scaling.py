@@ -87,7 +87,7 @@ def profile_scaling(flags: Flags, argv: Sequence[str]) -> None:
 def summary(found: Mapping[World, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Returns a row for each strategy and number of devices: medians over rounds, and the maximum of peak memory.
 
-    A speed-up compares measurements of the same round, because the speed of a machine may change between rounds.
+    A speed-up compares measurements of the same round.
     """
     alone = [measured["samples_per_second"] for measured in found[World("single")]]
     rows = []
