@@ -21,7 +21,7 @@ from trainer.common.errors import UserError
 from trainer.common.files import MOST_WHOLE, read_at_most, require_regular, stamp
 
 _ZSTD_ERROR = getattr(getattr(zipfile, "zstd", None), "ZstdError", zlib.error)
-"""Exception for a damaged zip member in Zstandard compression, which Python 3.14 and newer can read."""
+"""Exception that Python 3.14 and newer raise for a damaged Zstandard-compressed zip member."""
 ARCHIVE_ERRORS = (
     *(OSError, EOFError, RuntimeError, zipfile.BadZipFile, tarfile.TarError),
     *(zlib.error, lzma.LZMAError, _ZSTD_ERROR),
@@ -56,7 +56,7 @@ def _damage_of_zip() -> Iterator[None]:
 
 
 class Source(ABC):
-    """Folder or archive, whose files have relative paths with "/" as names. where: how messages name it."""
+    """Folder or archive of files that are named by relative paths with "/". where: its name in messages."""
 
     def __init__(self, path: Path, where: str | None = None) -> None:
         self.path = path
@@ -69,11 +69,11 @@ class Source(ABC):
             return [DataFile(self, name) for name in sorted(self.names()) if is_visible(name)]
 
     def contents(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple["DataFile", bytes]]:
-        """Yields the files whose names `is_wanted` accepts, with their contents, in the order fastest to read."""
+        """Yields the files whose names `is_wanted` accepts, with contents, in the order that is fastest to read."""
         return ((file, file.read()) for file in self.files if is_wanted(file.name))
 
     def where_of(self, name: str) -> str:
-        """Returns the name of a file for messages."""
+        """Returns how messages name a file, with its folder or archive."""
         return f"{self.where}, {name}"
 
     def stamp(self, name: str) -> tuple[str | int, ...]:
@@ -86,7 +86,7 @@ class Source(ABC):
 
     @abstractmethod
     def open(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Opens a file without decompressing it. Raises FileNotFoundError or another of ARCHIVE_ERRORS."""
+        """Opens a file without decompressing it. Raises one of ARCHIVE_ERRORS: FileNotFoundError if it is missing."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class DataFile:
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """Opens the decompressed content; converts errors on opening, and reading inside the context, to UserError."""
+        """Opens the decompressed content; errors in opening, or in reading inside the context, become UserErrors."""
         with reading_errors(self.where), self.source.open(self.name) as stored, _unpacked(self.name, stored) as content:
             yield content
 
@@ -185,7 +185,6 @@ class TarGz(Source):
     """Gzipped tar archive. Opening a file reads the archive from its start; `contents` reads it once for all files."""
 
     def contents(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[DataFile, bytes]]:
-        """Yields the files whose names `is_wanted` accepts, with their contents, in the order of the archive."""
         with reading_errors(self.where), closing(self._members()) as members:
             for name, stored in members:
                 if is_visible(name) and is_wanted(name):
@@ -225,7 +224,7 @@ def source_at(path: Path, depth: int, advice: str, flag: str = "--data-dir") -> 
         if not path.exists():
             raise UserError(f"{where}: no such file or folder; {advice}")
         if path.is_dir():
-            os.scandir(path).close()  # raises for an unreadable folder, in which `glob` would find no files
+            os.scandir(path).close()  # raises for an unreadable folder; `glob` would silently find no files
             return Folder(path, where, depth=depth)
         require_regular(path)
         name, is_zip = path.name.lower(), False
@@ -243,7 +242,7 @@ def single(path: Path, flag: str) -> DataFile:
 
 
 def not_read(where: str, what: str, section: str) -> UserError:
-    """Builds the UserError for a format that the user must convert. section: part of docs/formats.md on conversion."""
+    """Builds the UserError for a format that the user must convert. section: its heading in docs/formats.md."""
     return UserError(
         f"{where}: is {what}, which cannot be read directly: docs/formats.md#{section} shows how to convert it"
     )
@@ -258,18 +257,18 @@ def reading_errors(where: str) -> Iterator[None]:
         raise UserError(f"{where}: {error.strerror or error}; restore this file, or download the data again") from None
     except ARCHIVE_ERRORS as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        told = str(reason)[:_MOST_OF_A_REASON]  # messages about damaged zips may contain the file's bytes
+        told = str(reason)[:_MOST_OF_A_REASON]  # cut, since messages about damaged zips may contain the file's bytes
         raise UserError(f"{where}: cannot be read or is damaged ({told}); download it again") from None
 
 
 def shown(names: Iterable[str]) -> str:
-    """Joins the first few of the sorted names for a message."""
+    """Sorts names, and joins the first few with commas for a message."""
     names = sorted(names)
     return ", ".join(names[:_MOST_NAMES_SHOWN]) + ", ..." * (len(names) > _MOST_NAMES_SHOWN) or "no files"
 
 
 def is_visible(name: str) -> bool:
-    """Returns whether no part of a path begins with a dot; macOS, for example, adds files `._name` to archives."""
+    """Returns whether no file or folder name in a path begins with a dot, as in the `._name` files of macOS."""
     return not any(part.startswith(".") and part != ".." for part in PurePosixPath(name).parts)
 
 

@@ -16,10 +16,10 @@ _MOST_CHARACTERS = 64
 
 
 def moments_of(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
-    """Converts cells to (lines, columns, 2) float64: dates and times of day to seconds, other text to NaN.
+    """Converts cells to (lines, columns, 2) float64: numbers stay; dates and times become seconds, other text NaN.
 
-    The two values of a date such as 5/6/2024 have the day first and the month first; `settled` chooses one of them. The
-    two values of any other time are equal.
+    A date such as 5/6/2024 has two values, with the day first and with the month first; `settled` chooses one of them.
+    The two values of any other cell are equal.
     """
     found = [[moment_of(fields[column].strip(), decimal_comma) for column in columns] for _, fields in lines]
     return np.array(found, np.float64).reshape(len(lines), len(columns), 2)
@@ -42,7 +42,7 @@ def settled(moments: np.ndarray) -> np.ndarray:
 
 
 def moment_of(text: str, decimal_comma: bool = False) -> tuple[float, float]:
-    """Converts one cell as `moments_of` does."""
+    """Converts one cell to two values, as `moments_of` does."""
     number = text.replace(",", ".") if decimal_comma else text
     if is_number(number):
         return float(number), float(number)

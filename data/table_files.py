@@ -40,7 +40,7 @@ _TEXTS = {
     r"\s*\{\s*$": ("JSON of several lines", "json"),
     r"\s*[-+]?\d+(\.\d+)?( \d+:[-+\d.eE]+)+\s*$": ("libsvm's sparse rows", "other-formats"),
 }
-"""Maps patterns of a file's beginning to its format and to the section of docs/formats.md about it."""
+"""Maps patterns that match a file's beginning to its format and to the format's section of docs/formats.md."""
 _LISTS = ("events", "interactions", "actions", "clicks", "items")
 """Names of JSON entries that contain a list of records, such as the events of a session."""
 _UTF_8 = "utf-8-sig"
@@ -108,15 +108,13 @@ class LeftOut:
 
 
 ENCODING = "text encoding, such as cp1252 or latin-1 (default: UTF-8, UTF-16 or, if neither fits, cp1252)"
-"""Help text of the flag --encoding."""
 ON_BAD = "what to do with unreadable lines, also for --predict; refuse: stop with an error; drop: skip and count them"
-"""Help text of the flag --on-bad."""
 
 
 def tables_at(path: Path, flag_name: str, advice: str, known: Sequence[str] = ()) -> list[DataFile]:
-    """Finds the table at a path: a file, the only table in a folder or archive, or a file per split (`parts_of`).
+    """Finds the table at a path: the file itself, the only table in a folder or archive, or one file for each split.
 
-    known: preferred file names. Raises UserError if there is no table or more than one.
+    known: file names to prefer. Raises UserError if no table, or several tables, could be meant.
     """
     source = source_at(path, 1, advice, flag_name)
     if source is None:
@@ -136,7 +134,7 @@ def tables_at(path: Path, flag_name: str, advice: str, known: Sequence[str] = ()
 def parts_of(files: Iterable[DataFile]) -> list[DataFile]:
     """Returns the files for training, validation (optional) and test; [] if there are no such files.
 
-    File names contain train, val, dev or test, as in train.csv, x.valid.inter and test.txt.
+    The names of these files contain train, val, dev or test, as in train.csv, x.valid.inter and test.txt.
     """
     found: dict[str, list[DataFile]] = {"train": [], "val": [], "dev": [], "test": []}
     for file in files:
@@ -190,7 +188,7 @@ def opened_table(file: DataFile, left_out: LeftOut) -> Iterator[CsvTable]:
 
 
 def decoded(content: bytes, where: str, left_out: LeftOut) -> str:
-    """Decodes the content of a file and keeps line endings. Raises UserError for bytes that the encoding lacks."""
+    """Decodes the content of a file and keeps line endings. Raises UserError for invalid bytes."""
     encoding = left_out.reading.encoding or _recognised(io.BytesIO(content), where, left_out)
     with _opened_text(io.BytesIO(content), where, encoding) as text:
         return text.read()
@@ -230,10 +228,11 @@ def _word_at(content: bytes, place: int, encoding: str) -> str:
 
 
 def _recognised(content: IO[bytes], where: str, left_out: LeftOut) -> str:
-    """Detects the encoding of a file, if necessary by reading the whole file; notes the encoding cp1252 in `left_out`.
+    """Detects a file's encoding, if necessary by reading the whole file; if it is cp1252, notes this in `left_out`.
 
-    UTF-16 begins with a byte order mark, or has zeros in most even or most odd bytes. A file that is not UTF-8 is read
-    as cp1252 if words look Western European and no bytes contradict this, which is rare in other encodings.
+    UTF-16 begins with a byte order mark, or has zeros at most even or at most odd positions. A file that is not UTF-8
+    is read as cp1252 if a word looks Western European and no word contradicts this. Other encodings
+    rarely pass this test.
     """
     chunk = content.read(_CHUNK)
     if chunk.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -291,7 +290,7 @@ def json_lines(text: Iterator[str]) -> Iterator[Line]:
 
 
 def _object(line: str) -> list[dict[str, Any]]:
-    """Returns the records of a line in JSON, or in Python's syntax as in Steam's data sets; [] for other lines."""
+    """Parses a line in JSON, or in the Python syntax of Steam's data sets, to records; returns [] for other lines."""
     try:
         found = json.loads(line, parse_int=str, parse_float=str, parse_constant=str)
     except (ValueError, RecursionError):

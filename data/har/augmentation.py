@@ -1,4 +1,4 @@
-"""Random augmentation of training windows, which imitates other positions of the phone and other movement."""
+"""Random augmentation of training windows, which imitates other positions of the phone and other ways of moving."""
 
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ class WindowAugmenter(Movable):
     def __init__(self, strength: Augmentation, std: np.ndarray, seed: int, num_triplets: int = 3) -> None:
         """Creates the augmenter. std: (C,), standard deviation per channel.
 
-        num_triplets: number of triplets, which are the first channels.
+        num_triplets: number of triplets (x, y and z of a sensor), which come first among the channels.
         """
         self._strength = strength
         self._noise = np.float32(strength.jitter_std) * std.reshape(-1, 1).astype(np.float32)

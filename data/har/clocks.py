@@ -26,7 +26,7 @@ def is_clock(name: str) -> bool:
 
 
 def num_disorders(clocks: np.ndarray) -> int:
-    """Returns how often the most regular of a recording's clocks, (n, K), runs backwards, except to its start."""
+    """Returns the fewest backward steps of any of a recording's clocks, (n, K), not counting returns to the start."""
     goes_back = (clocks[1:] < clocks[:-1]) & (clocks[1:] > clocks[0])
     return int(goes_back.sum(axis=0).min(initial=len(clocks))) if clocks.shape[1] else 0
 

@@ -22,8 +22,8 @@ Progress = Callable[[str, int | None, IO[bytes]], AbstractContextManager[Any]]
 def fetch(addresses: Sequence[str], target: Path, verify: Verify, progress: Progress) -> None:
     """Downloads a file unless it exists, and creates its folder. One process downloads while other processes wait.
 
-    addresses: tried in order; addresses and their redirects must use https. verify: called with the path of the
-    complete file, NAME.partial; raises UserError for a wrong file.
+    addresses: tried in order; addresses and their redirects must use https. verify: raises UserError for a wrong
+    file; its argument is the path of the complete download, NAME.partial.
 
     Raises UserError, and deletes the incomplete file, if no address works or the folder is not writable.
     """

@@ -309,7 +309,7 @@ class _Columns:
 
 
 def _columns(file: DataFile, wanted: OwnFormat) -> _Columns:
-    """Detects the columns by their names and the first rows of a file. Raises UserError without a possible channel."""
+    """Detects the columns by their names and the first rows of a file. Raises UserError if none can be a channel."""
     with _opened(file, LeftOut(wanted.reading)) as table:
         header, decimal_comma = table.header, table.decimal_comma
         subject, label = _subject_and_label(table, wanted, file)

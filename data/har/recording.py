@@ -17,7 +17,7 @@ from trainer.common.files import array_errors, require_regular
 from trainer.loading.order import SampleKeys
 
 _OTHER_SIZE = 4.0
-"""If a sensor's root mean squares in a recording and in training differ by a larger factor, the unit is doubtful."""
+"""If a sensor's root mean squares in a recording and in training differ by more than this factor, units may differ."""
 _CONSTANT = 0.5
 """A sensor whose mean exceeds this share of its root mean square measures a constant, such as gravity."""
 _USUAL_FACTORS = {9.80665: ("m/s²", "g"), 180 / math.pi: ("degrees", "radians"), 1000.0: ("thousandths", "whole units")}
@@ -26,7 +26,7 @@ _NEAR = 1.6
 
 @dataclass(frozen=True)
 class NewWindows:
-    """Data set of windows without labels, in physical units.
+    """Data set of sensor windows without labels, in physical units.
 
     where: how messages name the file. signals: (N, C, T) float32. start_s: (N,) float64, start of each window in the
     file, in seconds. duration_s: length of a window, in seconds. start_s and duration_s are None for a .npy file.
@@ -121,9 +121,9 @@ def _remarks(rows: Rows, label: str, pieces: Sequence[Recording]) -> Iterator[st
 def doubt_about_units(windows: NewWindows, channels: Sequence[str], mean: np.ndarray, std: np.ndarray) -> str:
     """Describes sensors whose numbers are implausibly large or small; returns "" if there are none.
 
-    mean, std: (C,), statistics of the training channels. Channels x, y and z count as one sensor, in any orientation.
-    Small numbers can result from little motion, so they are reported only if the sensor measures a constant, such as
-    gravity.
+    mean, std: (C,), statistics of the training channels. A sensor's channels x, y and z are judged together, so
+    its orientation does not matter. Small numbers can result from little motion, so they are reported only if the
+    sensor measures a constant, such as gravity.
     """
     told: list[str] = []
     found = windows.signals.mean(axis=(0, 2), dtype=np.float64), windows.signals.std(axis=(0, 2), dtype=np.float64)

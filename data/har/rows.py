@@ -153,9 +153,9 @@ def roles_of(
 
 
 def usual_column(header: Sequence[str], names: Sequence[str], chosen: str | None = None) -> int | None:
-    """Returns the index of column `chosen` or, if that is None, of a column with one of `names`; may return None.
+    """Returns the index of column `chosen` or, if that is None, of a column with one of `names`.
 
-    Exact matches are preferred.
+    Returns None without such a column. Exact matches, except for case, are preferred to matches by `plain_name`.
     """
     if chosen is not None:
         return header.index(chosen) if chosen in header else None

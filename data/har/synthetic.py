@@ -46,7 +46,7 @@ class _Gait:
 class _Posture:
     """Direction of gravity and sway of the body in an activity.
 
-    pitch_deg, pitch_spread_deg: mean and standard deviation, over bouts, of the backward lean. sway_g: standard
+    pitch_deg: mean backward lean. pitch_spread_deg: standard deviation of the lean over bouts. sway_g: standard
     deviation of the sway.
     """
 
@@ -59,7 +59,7 @@ def _polar(amplitudes: list[list[float]], phases: list[list[float]]) -> np.ndarr
     return np.array(amplitudes) * np.exp(1j * np.array(phases))
 
 
-# A step is half a stride, so even harmonics move the body up and forward, odd harmonics sideways. Steps down land hard
+# A step is half a stride: even harmonics move the body up and forward, odd ones sideways. Steps down land hard.
 _GAITS = {
     "WALKING": _Gait(
         0.95,

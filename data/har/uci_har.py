@@ -23,7 +23,7 @@ ADDRESSES = (
     "https://archive.ics.uci.edu/static/public/240/human+activity+recognition+using+smartphones.zip",
     "https://archive.ics.uci.edu/ml/machine-learning-databases/00240/UCI%20HAR%20Dataset.zip",
 )
-"""Published addresses, 61 MB each: a zip that contains `UCI HAR Dataset.zip`, and `UCI HAR Dataset.zip` itself."""
+"""Addresses of two files, 61 MB each: a zip that contains `UCI HAR Dataset.zip`, and `UCI HAR Dataset.zip` itself."""
 SHA256 = {
     "train/y_train.txt": "415b3357e2e2d5e70a45c781947c6bdd80e0410a579d862eedcd6bbce3c694ef",
     "train/subject_train.txt": "66e1e2fbe9b396fa5155f531dc3348c803f503be663e2318772d49947db9153a",
@@ -58,7 +58,7 @@ def load_uci_har(path: Path, cache_dir: Path) -> HarRecordings:
     """Reads the published data set; the parsed arrays are cached.
 
     path: the folder `UCI HAR Dataset`, its parent, its zip, a zip that contains this zip, or a folder with `UCI HAR
-    Dataset.zip`. Archives are read without unpacking them to disk.
+    Dataset.zip`.
 
     Raises UserError, with file, line and column, for missing or malformed data.
     """

@@ -42,7 +42,7 @@ class HarRecordings:
 
     signals: (N, C, T) float32.
     labels: (N,) int64, indices into `classes`.
-    subjects: (N,) int64, each wearer's number, or index into `subject_names`.
+    subjects: (N,) int64, number of each window's wearer, or index into `subject_names`.
     is_test: (N,) bool, whether the wearer belongs to the test set.
     channels, classes: names; the defaults are UCI HAR's.
     subject_names: names of the wearers; () if their numbers serve as names.
@@ -81,12 +81,12 @@ def triplets_first(names: Sequence[str]) -> tuple[list[str], int]:
 
 
 class HarDataset(Movable):
-    """Data set of some people's windows, in physical units."""
+    """Data set of selected windows of sensor signals, in physical units."""
 
     rows_alike = True
 
     def __init__(self, recordings: HarRecordings, rows: np.ndarray) -> None:
-        """Creates the data set of some windows. rows: (n,) int64, indices into the recordings' windows."""
+        """Creates the data set. rows: (n,) int64, indices of the selected windows in the recordings."""
         self._signals = recordings.signals
         self._num_triplets = triplets_first(recordings.channels)[1]
         self.rows = rows

@@ -18,7 +18,7 @@ from trainer.loading.order import SampleKeys
 
 
 class Histories:
-    """Data set with a sample per recommendation: sample i is rank i % num_places in the list of user i // num_places.
+    """Data set with a sample per recommendation: sample i is for user i // num_places and has rank i % num_places.
 
     user_ids: names of the users, in the order of `Table.user_ids`. remarks: lines to print.
     """
@@ -27,10 +27,10 @@ class Histories:
         self, path: Path, columns: ColumnChoice, item_ids: Sequence[str], *, maxlen: int, num_places: int,
         with_times: bool, mask_seen: bool, reading: Reading = STRICT,
     ) -> None:  # fmt: skip
-        """Reads a file of interactions like `load_interactions`, but with the items of a trained model.
+        """Reads a file of interactions like `load_interactions`, but numbers items as a trained model does.
 
         item_ids: names of the model's items 1, 2, ...; other items are dropped with a remark. maxlen: number of
-        last items that the model uses. with_times: whether it needs times. mask_seen: whether to exclude seen items.
+        last items that the model uses. with_times: whether it uses times. mask_seen: whether to exclude seen items.
 
         Raises UserError if the file cannot be read, if no user remains, or if fewer than num_places items can be
         recommended to a user.
@@ -96,7 +96,7 @@ class Histories:
         """Returns the last maxlen items of each history, in time order.
 
         {"items": (B, T) int64; "length": (B,) int64; "times": (B, T) int32, scaled times from 1, if the model needs
-        them; "seen": (B, S) int64, the whole history, if mask_seen; "user", "place": (B,) int64}.
+        them; "seen": (B, S) int64, the whole history, if mask_seen; "user": (B,) int64; "place": (B,) int64, ranks}.
         """
         users, place = np.divmod(keys.index, self.num_places)
         start, end = self._interactions.offsets[users], self._interactions.offsets[users + 1]

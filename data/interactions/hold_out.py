@@ -16,10 +16,11 @@ class HoldOut:
     """Rule that splits each user's interactions, in time order, into training, validation and test interactions.
 
     kind: "leave-one-out": each user's last interaction is for the test and the second to last for validation.
-        "ratio": each user's last test_share of interactions is for the test and the val_share before it for validation,
-        at least one each. Both kinds hold out nothing from users with fewer than three interactions.
-        "time": the latest test_share of all interactions is for the test and the val_share before it for validation;
-        simultaneous interactions stay together.
+        "ratio": the last share test_share of each user's interactions is for the test, and the share val_share before
+        it for validation, at least one each. These two kinds hold out nothing from users with fewer than three
+        interactions.
+        "time": the latest share test_share of all interactions is for the test, and the share val_share before it for
+        validation; simultaneous interactions stay together.
     """
 
     kind: SplitKind = "leave-one-out"

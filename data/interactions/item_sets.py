@@ -16,7 +16,7 @@ class ItemSets(Movable):
 
     For a user's items s_0 < s_1 < ..., the r-th other item (r from 0, items from 1) is r + 1 + j, where j is the number
     of k with s_k - 1 - k <= r, since s_k - 1 - k other items are smaller than s_k. A binary search finds j for many
-    users at once, so no draw is rejected.
+    users at once, so a uniform r gives a uniform other item without rejection sampling.
 
     offsets: (num_users + 1,) int64; user u has items[offsets[u] : offsets[u + 1]].
     items: (m,) int32, ascending for each user.

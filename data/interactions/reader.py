@@ -20,7 +20,7 @@ _KNOWN_NAMES = ("ratings.dat", "u.data", "ratings.csv")
 
 @dataclass(frozen=True)
 class Interactions:
-    """Interactions by user, in time order; ties keep file order.
+    """Interactions, sorted by user and time; ties keep file order.
 
     offsets: (num_users + 1,) int64; user u has items[offsets[u] : offsets[u + 1]].
     items: (n,) int32, from 1 to num_items; 0 is padding.
@@ -58,8 +58,8 @@ def load_interactions(
 
     path: a file, plain or compressed with gzip, bzip2 or xz; or a folder, `.zip` or `.tar.gz` that contains
     `ratings.dat`, `u.data` or `ratings.csv`, or else a single table (`TABLES`), or files with equal columns for
-    training, validation and test (`parts_of`). Archives are read without unpacking them to disk. k_core: users and
-    items with fewer interactions than this are dropped repeatedly; 1 or less keeps all.
+    training, validation and test (`parts_of`). k_core: users and items with fewer interactions than this are dropped
+    repeatedly; 1 or less keeps all.
 
     Raises UserError if the file is missing, ambiguous or damaged, has an unreadable line or unknown columns, or if the
     k-core is empty.
@@ -83,7 +83,7 @@ def load_interactions(
 def find_files(path: Path, flag: str = "--data-dir") -> list[DataFile]:
     """Finds the file of interactions at a path, or the files for training, validation (optional) and test.
 
-    flag: command-line flag that sets the path. Raises UserError unless exactly one choice fits.
+    flag: command-line flag that sets the path. Raises UserError if no file, or several, could be meant.
     """
     path = Path(os.path.realpath(path))  # unlike Path.resolve, does not raise for a link to itself
     return tables_at(path, flag, "give a file of interactions", _KNOWN_NAMES)
@@ -120,7 +120,7 @@ def _build(files: Sequence[DataFile], k_core: int, columns: ColumnChoice, readin
         counts = ", ".join(f"{count.sum():,} of {file.name}" for count, file in zip(of_parts, files, strict=True))
         remarks.append(f"The files define the held-out interactions: {counts}.")
     if table.times is not None:
-        # fractions of a second only affect the order
+        # fractions of a second affect only the order
         arrays["times"] = np.floor(table.times[kept][order]).astype(np.int64)
     return arrays | {"remarks": array_of_texts(remarks)}
 
@@ -131,7 +131,7 @@ def in_time_order(users: np.ndarray, times: np.ndarray | None, parts: np.ndarray
 
 
 def _k_core(users: np.ndarray, items: np.ndarray, k: int) -> np.ndarray:
-    """Returns indices of interactions that remain after repeatedly dropping users and items with fewer than k."""
+    """Repeatedly drops users and items with fewer than k interactions; returns indices of remaining interactions."""
     kept = np.arange(len(users))
     while True:
         stays = np.ones(len(kept), bool)

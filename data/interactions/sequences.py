@@ -2,7 +2,7 @@
 
 The sequences of a batch are padded at the end with item 0 to `SampleKeys.padded_length`.
 
-Random draws are functions of seed, epoch and sample, and do not depend on the batch.
+Random draws are functions of only seed, epoch and sample.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,8 @@ _TRAIN_STREAM, _VAL_STREAM, _TEST_STREAM = range(3)
 _TRAIN_STEP, _EVALUATION_STEP, _SEEN_STEP = 8, 16, 128
 """Multiples to which training histories, evaluation histories and lists of seen items are padded on a GPU.
 
-Larger multiples suit evaluation histories, whose lengths vary more, and seen items, which cost little time.
+The multiples are larger for evaluation histories because their lengths vary more, and for seen items because they cost
+little time.
 """
 
 
@@ -155,7 +156,7 @@ class _Candidates(Movable):
     stream: int
 
     def draw(self, users: Array, turn: Array) -> Array:
-        """Returns negatives (B, 100) int64 for users (B,). turn: (B,), index of the held-out item among the user's."""
+        """Returns negatives (B, 100) int64 for users (B,). turn: (B,), index among the user's held-out items."""
         keys = users + turn * (len(self.excluded.offsets) - 1)
         bits = random_bits(self.seed, 0, keys, NUM_EVALUATION_NEGATIVES, self.stream)
         num_others = self.excluded.num_others(users)
@@ -323,7 +324,6 @@ def _items_excluded(
 
 
 def _item_sets(interactions: Interactions, users: np.ndarray, chosen: np.ndarray) -> ItemSets:
-    """Builds each user's set of items from the interactions for which `chosen`, (n,) bool, is true."""
     return ItemSets.of_pairs(users[chosen], interactions.items[chosen], interactions.num_users, interactions.num_items)
 
 
@@ -337,7 +337,7 @@ def scaled_times(interactions: Interactions, times: np.ndarray, counts: np.ndarr
     """Returns times since each user's first time, divided by the user's smallest gap and rounded, plus 1: (n,) int32.
 
     counts: (n,) bool, whether the nonzero gap before an interaction counts; None: all do. For a user without a gap, the
-    divisor is 1 s. Counting only training interactions avoids leaking the future. See Li, Wang and McAuley, "Time
+    divisor is 1 s. Counting only training interactions keeps later times out of training. Li, Wang and McAuley, "Time
     interval aware self-attention for sequential recommendation", WSDM 2020.
     """
     users, _ = _numbered(np.diff(interactions.offsets))

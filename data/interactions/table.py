@@ -43,7 +43,7 @@ class Table:
 
 
 def read_table(files: Sequence[DataFile], choice: ColumnChoice, reading: Reading = STRICT) -> Table:
-    """Reads files with the same layout. choice: columns that flags choose.
+    """Reads files with the same layout. choice: columns chosen by flags.
 
     Raises UserError with file, line and reason for unreadable content.
     """
@@ -208,7 +208,7 @@ class _Parser:
         return (users, items) if times is None else (users, items, times)
 
     def _without_bad(self, lines: Sequence[Line]) -> list[Line]:
-        """Returns the well-formed lines. Raises UserError for the first malformed line unless they are dropped."""
+        """Returns the well-formed lines. Without --on-bad drop, raises UserError for the first malformed line."""
         kept = []
         for number, fields in lines:
             if (wrong := self._what_is_wrong([field.strip() for field in fields])) is None:

@@ -99,7 +99,7 @@ def form_of(text: str) -> str:
 
 
 def is_time(text: str) -> bool:
-    """Returns whether a string may be a time."""
+    """Returns whether a string is a number or a date."""
     return parse_times([text]) is not None
 
 

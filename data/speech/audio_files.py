@@ -12,7 +12,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 from trainer.common.errors import UserError
 
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus")
-"""Suffixes of the names of sound files."""
 
 MIN_RATE, MAX_RATE = 1_000, 384_000
 """Lowest and highest accepted sample rate, in Hz."""
@@ -117,7 +116,7 @@ def _kernels(up: int, down: int) -> np.ndarray:
 def _decode_wav(content: bytes) -> tuple[np.ndarray, int] | None:
     """Decodes a WAV file to samples (length, channels) float32 and the sample rate; None for compressed samples.
 
-    Python's module wave does not support floats or, before Python 3.12, the extensible header.
+    Replaces Python's module wave, which lacks floats and, before Python 3.12, the extensible header.
     """
     chunks = _riff_chunks(content)
     header, data = chunks.get(b"fmt ", b""), chunks.get(b"data")

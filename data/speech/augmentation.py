@@ -1,6 +1,6 @@
 """Random augmentation of training utterances, which imitates other voices, rooms and microphones.
 
-Random draws are functions of seed, epoch and sample, and do not depend on the batch.
+Random draws are functions of only seed, epoch and sample.
 """
 
 import math
@@ -37,9 +37,9 @@ class Augmentation:
     warp: change of the features' frequencies by a factor uniform in [1 - warp, 1 + warp]. Jaitly and Hinton, "Vocal
         tract length perturbation improves speech recognition", 2013.
     masking_db: limits of the reduction, in dB, of the white noise with which the front end masks weak sounds.
-    num_freq_masks, freq_mask: number of masked bands of mel bins, and the largest share of bins per band.
-    num_time_masks, time_mask: number of masked intervals of time, and the largest share of the utterance per interval.
-        Park et al., "SpecAugment", Interspeech 2019.
+    num_freq_masks: number of masked bands of mel bins. freq_mask: largest share of bins per band.
+    num_time_masks: number of masked intervals of time. time_mask: largest share of the utterance per interval. Park et
+        al., "SpecAugment", Interspeech 2019.
     """
 
     speed_percent: int = 15
@@ -83,7 +83,7 @@ class Noise(NamedTuple):
     """Parameters of the noise in several recordings.
 
     snr_db: signal-to-noise ratio in dB; infinite for no noise. start: int64, first sample in the noise table. colour:
-    int64, number of the noise table, an index into COLOURS.
+    int64, index of the table in COLOURS.
     """
 
     snr_db: np.ndarray
@@ -106,7 +106,7 @@ class Augmenter:
     """Draws the changes of an `Augmentation`; applies them to audio, or returns them for the model's front end."""
 
     def __init__(self, strength: Augmentation, num_mels: int, seed: int, num_views: int = 1) -> None:
-        """Creates the augmenter. num_views: number of differently masked views."""
+        """Creates the augmenter. num_views: number of differently masked views per utterance."""
         self._strength = strength
         self._num_mels = num_mels
         self._seed = seed
@@ -117,12 +117,12 @@ class Augmenter:
         return length_at(lengths, self.changes(epoch, index)[0])
 
     def word_percent(self, epoch: int, index: np.ndarray, num_words: int) -> np.ndarray:
-        """Returns the duration of each recording in strings, in percent of the original: (n, num_words) int64."""
+        """Returns the duration of each recording of n strings, in percent of the original: (n, num_words) int64."""
         draws = uniform(self._seed, epoch, index, (num_words,), _WORD_STREAM)
         return _percent(self._strength.word_speed_percent, draws)
 
     def rooms(self, epoch: int, index: np.ndarray, num_words: int) -> Noise:
-        """Returns parameters (n, num_words) of the room noise of each recording in strings."""
+        """Returns parameters (n, num_words) of the room noise in each recording of n strings."""
         draws = uniform(self._seed, epoch, index, (3 + num_words,), _ROOM_STREAM)
         has_room, ratio, colour = (draws[:, i : i + 1].repeat(num_words, axis=1) for i in range(3))
         noise = Noise.drawn(self._strength.room_snr_db, ratio, draws[:, 3:], colour)
@@ -184,8 +184,8 @@ def length_at(length: Length, percent: Length) -> Length:
 def at_duration(audio: np.ndarray, percent: int) -> np.ndarray:
     """Resamples audio (length,) float32 to a percentage of its duration: (length_at(...),) float32.
 
-    Interpolates with the ideal low-pass filter by Fourier transforms, which takes 0.5 ms for 3.5 s of audio at 8 kHz.
-    Zeros pad the audio to a multiple of 100 samples, so that the ratio is exact.
+    Interpolates with the ideal low-pass filter by Fourier transforms. Zeros pad the audio to a multiple of
+    100 samples, so that the ratio is exact.
     """
     if percent == 100:
         return audio

@@ -77,8 +77,8 @@ def utterances_of(source: Source) -> tuple[str, list[Utterance]]:
     LibriSpeech: `{split}/{speaker}/{chapter}/{speaker}-{chapter}.trans.txt` in the folders of the sound files.
     Text files: `x.txt` in the folder of `x.wav`; with several folders, the folder's name is the speaker.
     Names: `{digit}_{speaker}_{index}.wav` (Free Spoken Digit Dataset, in which indices below 5 are the test set), or
-        words joined by `_` (yesno). File names count as words if no file seems to contain text, each name has words of
-        letters or single digits, and words occur at least twice on average.
+        words joined by `_` (yesno). File names count as words if no file seems to contain text, each name consists of
+        words or single digits, and words occur at least twice on average.
 
     Folders `train*`, `dev*`, `val*` and `test*` are splits for LibriSpeech, text files, names made of words, and
     metadata other than LJSpeech's.
@@ -120,7 +120,7 @@ def _why_unknown(source: Source) -> str:
 
 
 def manifest_sound(source: Source) -> list[str]:
-    """Returns the sound files that manifests list, [] without manifests. Raises UserError for an invalid manifest."""
+    """Returns the sound files that manifests list; [] without manifests. Raises UserError for an invalid manifest."""
     return [utterance.name for utterance in _manifests(source) or ()]
 
 
@@ -281,7 +281,7 @@ def _speech_commands(source: Source) -> list[Utterance] | None:
 
 
 def _read_alone(source: Source, name: str, transcript: str | None, speaker: str, split: str = "") -> Utterance:
-    """Builds an utterance with a transcript file of its own, whose read errors affect only this utterance."""
+    """Builds an utterance from a separate transcript file; an error in reading it affects only this utterance."""
     try:
         return Utterance(name, "" if transcript is None else source.read_text(transcript), speaker, split)
     except UserError as error:
@@ -371,7 +371,7 @@ def _may_hold_transcripts(name: str) -> bool:
 
 
 def _are_words(stems: Sequence[str]) -> bool:
-    """Returns whether names are transcripts: words of letters, or single digits, joined by `_`, mostly repeated."""
+    """Returns whether names are words or single digits joined by `_`, each used at least twice on average."""
     names = [stem.split("_") for stem in stems]
     are_alike = all(all(map(_is_digit, words)) or all(map(_is_word, words)) for words in names)
     words = [word.lower() for some in names for word in some]

@@ -43,7 +43,7 @@ def load_corpus(
         contains one archive and no sound files.
     sample_rate: rate in Hz to which all files are resampled; None: the files' most frequent rate or, among equally
         frequent rates, the highest.
-    reading: `on_bad` says whether to refuse the first unusable utterance, or to drop and count all of them. An
+    reading: `on_bad` says whether to refuse the first unusable utterance, or to drop and count them. An
         utterance is unusable without a readable file, samples and a transcript, or if its duration differs from the
         manifest's by more than half.
 
@@ -65,7 +65,7 @@ def read_recordings(path: Path, sample_rate: int, on_bad: OnBad = "drop") -> Cor
 
     path: a sound file, or a folder with sound files at any depth; names are relative to the folder. sample_rate: rate
     in Hz to which all files are resampled. on_bad: whether to drop and count unusable files of a folder, or to refuse
-    the first. Raises UserError for an unusable single file, and if no file is usable.
+    the first one. Raises UserError if a single file is unusable, or if a folder contains no usable file.
     """
     folder, names, advice = path.parent, [path.name], "give a readable recording"
     left_out = LeftOut()
@@ -189,7 +189,7 @@ def _read(source: Source, cache_dir: Path, sample_rate: int | None, progress: Pr
 
 
 def _refuse_repeated(source: Source, utterances: Sequence[Utterance]) -> None:
-    """Raises UserError for a repeated recording, which could be in two splits."""
+    """Raises UserError for a recording that is listed twice, since it could be in two splits."""
     for name, count in Counter(utterance.name for utterance in utterances).items():
         if count > 1:
             raise UserError(f"{source.where(name)}: occurs {count} times; list each recording once")

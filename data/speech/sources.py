@@ -28,8 +28,8 @@ class Source:
     """Files of a corpus.
 
     path: the folder or archive. names: sorted paths of visible files, relative to `path`, with "/".
-    reads_outside: whether `read` accepts files outside `path`, as in folders. left_out: notes detected encodings. read:
-    returns the content of a file by name; raises KeyError for a file that an archive lacks, or one of ARCHIVE_ERRORS.
+    reads_outside: whether `read` accepts files outside `path`, as it does for folders. left_out: notes encodings.
+    read: returns the content of a file by name; raises KeyError if an archive lacks the file, or one of ARCHIVE_ERRORS.
     """
 
     path: Path
@@ -42,7 +42,7 @@ class Source:
         return f"--data-dir {self.path}" + (f", {name}" if name else "")
 
     def read_text(self, name: str) -> str:
-        """Reads a text file. Raises UserError if the file cannot be read or has another encoding."""
+        """Reads a text file. Raises UserError if the file cannot be read or decoded."""
         try:
             return decoded(self.read(name), self.where(name), self.left_out)
         except ARCHIVE_ERRORS as error:

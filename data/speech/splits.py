@@ -27,9 +27,10 @@ def hold_out(
     The split depends on names and not on the seed, so all runs have the same test set.
 
     split: "utterance" uses the corpus's own splits; a missing "val" or "test" is a share of the training utterances,
-    chosen by hashes of names. "speaker" ignores the corpus's splits and holds out all utterances of some speakers: of
-    the given speakers, or of a share of speakers chosen by hashes of names. val_share, test_share: 0 <= share < 1,
-    rounded to at least one utterance or speaker; 0 holds out none.
+    chosen by hashes of names. "speaker" ignores the corpus's splits and holds out all utterances of the given
+    speakers or, if none are given, of a share of speakers, chosen by hashes of names.
+
+    val_share, test_share: 0 <= share < 1, rounded to at least one utterance or speaker; 0 holds out none.
 
     Raises UserError if a speaker is unknown or held out twice, or if no utterance is left for training.
     """

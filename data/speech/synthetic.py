@@ -109,8 +109,8 @@ _BANDWIDTHS = np.array([60.0, 90.0, 130.0, 200.0], np.float32)
 class _Speaker:
     """Voice of a person.
 
-    pitch, fourth: pitch and fourth formant, in Hz. pace: factor on durations. accent: (sounds, 3), factors on the first
-    three formants of each sound.
+    pitch: in Hz. pace: factor on durations. accent: (sounds, 3), factors on the first three formants of each sound.
+    fourth: fourth formant, in Hz.
     """
 
     pitch: float
@@ -125,7 +125,7 @@ def load_synthetic_corpus(cache_dir: Path) -> Corpus:
 
 
 def generate() -> Corpus:
-    """Generates the corpus, in about 3 s; no speaker is in two splits."""
+    """Generates the corpus, in about 3 s."""
     audio: list[np.ndarray] = []
     transcripts, speakers, splits = [], [], []
     for split, num_utterances in NUM_UTTERANCES.items():

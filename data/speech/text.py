@@ -22,7 +22,7 @@ def normalise(text: str) -> str:
 
     Applies Unicode's compatibility form (NFKC) and lower case. Letters, their marks, digits, and apostrophes between
     these are kept; any other characters separate words and become a single space. Digits are not spelled out.
-    Normalising twice changes nothing.
+    Normalising the result again does not change it.
     """
     lower = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).lower())
     words = (word.strip("'") for word in re.sub("''+", " ", lower.translate(_SEPARATED)).split())

@@ -1,4 +1,4 @@
-"""Data sets of utterances: single recordings, or strings (concatenations) of recordings of a speaker.
+"""Data sets of utterances: single recordings, or strings (concatenations) of recordings of one speaker.
 
 A batch from `__getitems__` has
     audio: (B, S) float32 in about [-1, 1], padded with zeros. num_samples: (B,) int64.
@@ -8,8 +8,8 @@ A batch from `__getitems__` has
 
 Audio and targets are padded to `SampleKeys.padded_length`.
 
-Random draws are functions of seed, epoch and sample, do not depend on the batch, and are computed on the CPU. For data
-on a GPU, the GPU computes the audio of a whole batch (see `waves`), with an error below -100 dB relative to the CPU.
+Random draws are functions of only seed, epoch and sample, and are computed on the CPU. For data on a GPU, the GPU
+computes the audio of a whole batch (see `waves`), with an error below -100 dB relative to the CPU.
 """
 
 from typing import Any, NamedTuple
@@ -27,9 +27,9 @@ from trainer.loading.on_device import Movable
 from trainer.loading.order import SampleKeys
 
 MOST_GAP_S = 0.4
-"""Largest silence, in seconds, before, between and after a string's recordings; each is uniformly random."""
+"""Largest silence, in seconds, before, between and after a string's recordings; each length is uniformly random."""
 LEVEL_DB = 3.0
-"""Largest change, up or down, of the loudness of a string's recordings, in dB; each is uniformly random."""
+"""Largest change, up or down, of the loudness of a string's recordings, in dB; each change is uniformly random."""
 STRING_SNR_DB = (25.0, 40.0)
 """Limits of the signal-to-noise ratio, in dB, of white noise in a string."""
 
@@ -158,7 +158,7 @@ class Strings(_OfCorpus):
         self._num_strings = num_strings
         self._seed = seed
         self._growing_epochs = growing_epochs
-        # sorts recordings by speaker, and finds the range of each recording's speaker
+        # sorts recordings by speaker, and finds where each speaker's recordings begin and how many there are
         speakers = np.array([corpus.speakers[i] for i in indices])
         order = np.argsort(speakers, kind="stable")
         _, first, inverse, counts = np.unique(

@@ -75,7 +75,7 @@ def changed(
 def joined(words: Tensor, length: np.ndarray, begin: np.ndarray, shape: tuple[int, int], here: Here) -> Tensor:
     """Joins recordings `words` (m, T) into strings (B, width).
 
-    length, begin: (m,) int64, length of each recording and its start, ascending, in the flattened result.
+    length: (m,) int64, length of each recording. begin: (m,) int64, ascending, start of each in the flattened result.
     """
     first, num = here(np.stack([begin, length]))
     position = torch.arange(shape[0] * shape[1], device=words.device)

@@ -86,7 +86,7 @@ class ColumnCode:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Encoding of a table; `to_dict` converts the encoding to plain values for JSON and checkpoints.
+    """Encoding of a table.
 
     label: name of the column to predict. classes: values of the label column, in the order of class numbers.
     """
@@ -120,7 +120,7 @@ class Encoding:
     def remarks(self, table: Table) -> list[str]:
         """Returns sentences about contents of a new table that cannot be used or are read differently from training."""
         known = {code.name: code for code in self.columns}
-        used = {name.rpartition(" (")[0] for name in known}  # includes date columns, whose parts are features
+        used = {name.rpartition(" (")[0] for name in known}  # includes date columns, which features are derived from
         others = [name for name in table.names if name not in {*known, *used} and name != self.label]
         found = [*table.notes, *([f"Ignored columns, which training did not use: {shown(others)}."] if others else [])]
         for code in self.columns:
@@ -129,7 +129,7 @@ class Encoding:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts the encoding to a dictionary of lists, strings and numbers."""
+        """Converts the encoding to a dictionary for JSON and checkpoints."""
         columns = [asdict(code) for code in self.columns]
         for column in columns:
             column["categories"] = _if_any(list, column["categories"])

@@ -15,11 +15,11 @@ from trainer.common.errors import UserError
 from trainer.loading.counter_random import random_bits
 
 _FEWEST_ROWS_PER_CLASS = 2
-"""Minimum average number of rows per class; columns with fewer are measurements or row names."""
+"""Minimum average number of rows per class; a column with fewer is taken for measurements or row names."""
 _FEWEST_ROWS_PER_NUMBER = 5
 """Minimum average number of rows per distinct number for a column of many whole numbers to count as classes."""
 _MOST_NUMBERS, _MOST_FRACTIONS = 20, 10
-"""Numbers of distinct values up to which a column of whole numbers, or of fractions, never counts as a quantity."""
+"""A column with at most 20 distinct whole numbers, or at most 10 distinct fractions, never counts as a quantity."""
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,9 @@ def _neighbours(random: Generator, num_rows: int) -> Problem:
 
 
 def _rules(random: Generator, num_rows: int) -> Problem:
-    """Labels rows of categories with the first class whose rule holds, or the last class.
+    """Labels rows of categories with the first class whose rule holds; if no rule holds, with the last class.
 
-    A rule holds if at least one of two columns has a particular value.
+    A rule holds if at least one of two columns has the value that the rule requires.
     """
     num_classes, num_levels = random.integers(2, 6), random.integers(2, 6, size=6)
     x = random.integers(num_levels, size=(num_rows, 6))

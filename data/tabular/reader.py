@@ -28,14 +28,14 @@ def read_table(path: Path, flag: str = "--data-dir", reading: Reading = STRICT) 
     """Reads a table. Columns of a CSV contain strings, which `Column.typed` can convert to numbers.
 
     path: one of the following.
-        A CSV with a header, JSON lines, or parquet: plain, compressed, or as the only file of an archive. A CSV has
-        columns separated by commas, semicolons (then 1,234 has a decimal comma), tabs, | or blanks. Quotes and spaces
-        around a value are removed.
+        A CSV with a header, JSON lines, or parquet: plain, compressed, or as the only table of an archive. A CSV has
+        columns separated by commas, semicolons (then 1,234 probably has a decimal comma), tabs, | or blanks. Quotes and
+        spaces around a value are removed.
         A .npz file with X of shape (n, m), numbers or strings; optionally y of shape (n,), which becomes the column y;
         and optionally names of shape (m,), the names of the columns of X.
-        A folder or archive with tables for training, test and perhaps validation. The flag --data-dir reads the
-        training table, and any other flag reads the test table.
-    flag: the flag that gave the path, for messages. reading: encoding, and treatment of bad lines.
+        A folder or archive with tables for training, test and perhaps validation. If the flag is --data-dir, the
+        training table is read, otherwise the test table.
+    flag: the flag that gave the path. reading: encoding, and treatment of bad lines.
 
     Raises UserError, with file and line, for unreadable contents.
     """
@@ -83,7 +83,7 @@ def _read_csv(file: DataFile, reading: Reading) -> Table:
 
 
 def _as_the_file_shows(columns: Sequence[Column], decimal_comma: bool) -> tuple[Column, ...]:
-    """Sets `likely`: columns that do not show their decimal sign probably have the sign that other columns show."""
+    """Sets `likely` of each column that does not show its decimal sign to the sign that the other columns show."""
     readings = [column.reading.spelling for column in columns]
     shown = [
         bool(spelling and spelling.is_shown_by(c.distinct_texts)) for c, spelling in zip(columns, readings, strict=True)

@@ -47,7 +47,7 @@ class ColumnReport(NamedTuple):
 class LabelledTable:
     """Features and labels to learn from.
 
-    features: the columns to learn from, after `Column.typed`, with the labelled rows only.
+    features: the columns to learn from, after `Column.typed`, with only the labelled rows.
     labels: labels of these rows, none of which is -1.
     reports: reports on the label, then on excluded columns, columns with a note, and other columns.
     warnings: sentences for the user.
@@ -111,7 +111,7 @@ def screened(table: Table, labels: Labels, rows: np.ndarray) -> tuple[Table, lis
 def _why_useless(raw: Column, whole: Column, column: Column) -> str | None:
     """Explains why a column cannot be used; returns None if it can.
 
-    whole: the typed column. column: its rows to learn from.
+    whole: the column after `Column.typed`. column: only its rows to learn from.
     """
     if len(column.distinct) == 0:
         return EMPTY if raw.is_missing.all() or not whole.is_missing.all() else TOO_LARGE

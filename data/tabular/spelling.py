@@ -69,7 +69,8 @@ class Spelling:
     """Format of a column's numbers.
 
     decimal: the decimal sign, "." or ","; the other sign, blanks and apostrophes may separate thousands.
-    head, tail: unit before or after every number. k, K, M and B are not units, but factors of 1e3, 1e3, 1e6 and 1e9.
+    head: unit before every number. tail: unit after every number; k and K (1e3), M (1e6) and B (1e9) are factors,
+        not units.
     """
 
     decimal: str = "."
@@ -115,8 +116,8 @@ class Reading(NamedTuple):
 def reading_of(texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOWN) -> Reading:
     """Detects whether a column contains numbers, and their format.
 
-    The decimal sign is the point or the comma, whichever makes more rows numbers. A column is numeric if nearly all
-    rows are numbers, or if all other rows mark missing values, for example by a single word among many numbers.
+    The decimal sign is the point or the comma, whichever turns more rows into numbers. A column is numeric if nearly
+    all rows are numbers, or if all other rows mark missing values, for example by a single word among many numbers.
 
     texts: distinct strings of the column, none in `MISSING`. counts: (len(texts),), number of rows with each string.
     likely: the decimal sign to assume if no row shows it.
@@ -190,7 +191,7 @@ class Meaning:
         return text.lower() in self._truths
 
     def key(self, text: str) -> str:
-        """Returns a key, which is the same for equivalent strings."""
+        """Returns the same key for equivalent strings."""
         if self.is_truth(text):
             return text.lower()
         return without_point(text) if self._are_whole else text
@@ -239,7 +240,7 @@ def _signs(cells: Sequence[_Cell | None], likely: Likely) -> tuple[str, str]:
 
 
 def _is_of_thousands(sign: str, digits: Sequence[str]) -> bool:
-    """Returns whether the sign separates thousands in at least five numbers, and all others are integers below 1000."""
+    """Returns whether the sign separates thousands in at least five numbers, and the others are integers below 1000."""
     small = [text for text in digits if text.isdigit() and len(text) <= 3]
     grouped = [text for text in digits if _GROUPED[sign].fullmatch(text)]
     return len(grouped) >= _FEWEST_GROUPED and bool(small) and len(small) + len(grouped) == len(digits)
@@ -254,7 +255,7 @@ def _most_read(
 
 
 def _numbers(cells: Sequence[_Cell | None], unit: tuple[str, str], decimal: str) -> np.ndarray:
-    """Returns the number in each cell, NaN if the cell is no number with this unit and decimal sign: (len(cells),)."""
+    """Returns the number in each cell, NaN if it is not a number with this unit and decimal sign: (len(cells),)."""
     return np.array([cell.numbers[decimal] if cell and cell.unit == unit else np.nan for cell in cells])
 
 
@@ -265,9 +266,10 @@ def _are_nearly_all(fits: np.ndarray, counts: np.ndarray) -> bool:
 def _doubt(texts: Sequence[str], counts: np.ndarray, numbers: np.ndarray, rival: np.ndarray, likely: Likely) -> str:
     """Explains why the chosen decimal sign may be wrong; returns "" if the sign is not in doubt.
 
-    numbers, rival: values with the chosen and with the other sign; if they never differ, there is no doubt. If some
-    rows are numbers with only one sign, nearly all such rows must be numbers with the chosen sign. Otherwise the sign
-    is in doubt only if, for example, 1500 occurs beside 1,234, and the file does not show the sign elsewhere.
+    numbers: values with the chosen sign. rival: values with the other sign; if the two never differ, there is no doubt.
+    If some rows are numbers with only one of the signs, nearly all of these must be numbers with the chosen sign.
+    Without such rows, the sign is in doubt only if, for example, 1500 occurs beside 1,234 and no other column shows the
+    sign.
     """
     is_read, is_rival = ~np.isnan(numbers), ~np.isnan(rival)
     is_other, is_shown = is_read & is_rival & (numbers != rival), is_read != is_rival

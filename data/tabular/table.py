@@ -1,4 +1,4 @@
-"""Tables in memory, with columns of strings or numbers and missing values."""
+"""Tables in memory, with columns of strings or numbers, in which values may be missing."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -121,7 +121,7 @@ class Column:
         return reading_of(self.distinct_texts, self.counts, self.likely)
 
     def as_numbers(self, spelling: Spelling = PLAIN) -> np.ndarray:
-        """Parses the rows as numbers, (n,) float64; other strings and numbers above LARGEST_NUMBER become NaN."""
+        """Parses the rows as numbers, (n,) float64; other strings, and numbers beyond LARGEST_NUMBER, become NaN."""
         values = self.values if self.texts is None else self.looked_up(spelling.number)
         return np.where(np.abs(values) <= LARGEST_NUMBER, values, np.nan)  # the comparison is False for NaN
 

@@ -1,6 +1,6 @@
 """Random activation functions of a causal model's units, tabulated on a grid.
 
-As interpolation evaluates all functions, one operation can apply a different function to each table of a batch.
+All functions are evaluated by interpolation, so one operation can apply a different function to each table of a batch.
 
 The module uses only torch functions that treat all positions of a tensor equally: exp, log, sin, tanh and arithmetic.
 Other functions, such as F.silu, round the last elements of a tensor differently.
@@ -51,15 +51,15 @@ FUNCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.abs,
 )
 _STEEPNESS = 0.7
-"""Standard deviation of the logarithm of a function's input scale; small, as chains of steep functions yield noise."""
+"""Standard deviation of the logarithm of a function's input scale; chains of steeper functions yield noise."""
 _NUM_FOURIER = 10
-"""Probability ratio of a random Fourier series to any other function (TabICL, arXiv 2502.05564)."""
+"""A random Fourier series is this many times as likely as any other function (TabICL, arXiv 2502.05564)."""
 
 
 def draw_activations(random: TableRandom, num_layers: int) -> Tensor:
     """Draws a tabulated function for each layer of each table: (G, num_layers, NUM_CELLS + 1).
 
-    For standard normal input a function has mean 0 and variance 1, unless it is constant on the grid.
+    For standard normal inputs, outputs have mean 0 and variance 1, unless the function is constant on the grid.
     """
     num_kinds = len(FUNCTIONS) + _NUM_FOURIER
     kinds = random.integer(0, num_kinds - 1, num_layers)

@@ -45,7 +45,7 @@ class TableRandom:
         return torch.from_numpy(taken.reshape(-1, *shape))
 
     def between(self, low: Bound, high: Bound, *shape: int) -> Tensor:
-        """Draws uniform numbers between two bounds, numbers or broadcastable tensors: (G, *shape)."""
+        """Draws uniform numbers between two bounds (numbers or broadcastable tensors): (G, *shape)."""
         return self.uniform(*shape) * (high - low) + low
 
     def log_between(self, low: float, high: float, *shape: int) -> Tensor:
@@ -79,7 +79,7 @@ class TableRandom:
         return pool
 
     def of(self, part: slice) -> "TableRandom":
-        """Returns independent random numbers for some of the tables."""
+        """Returns an independent `TableRandom` for a slice of the tables."""
         seed, attempt, numbers = self._key
         return TableRandom(~seed, numbers[part], attempt)
 

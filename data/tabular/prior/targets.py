@@ -17,7 +17,7 @@ def draw_labels(random: TableRandom, units: Tensor, most: int) -> tuple[Tensor, 
     """Derives labels of shape (G, T) and numbers of classes of shape (G,) from units of shape (G, U, T).
 
     Classes are intervals of the first unit, indices of the largest unit, or regions around one to three rows each.
-    Class numbers are shuffled, except in some tables. Some tables have wrong labels. A table may have a single class.
+    Class numbers are shuffled in 70% of the tables; some labels are wrong in 30%. A table may have a single class.
     """
     num_classes = torch.where(random.chance(0.5, 1), 2, random.integer(2, most, 1))
     kind = random.uniform(1)
