@@ -17,7 +17,7 @@ class Augmentation:
 
     max_rotation_deg: largest rotation, in degrees: all triplets (x, y and z of a sensor) of a window rotate about one
         random axis, by one angle uniform in [-max, max].
-    scale_std: standard deviation of the factor on each channel, drawn from a normal distribution with mean 1.
+    scale_std: standard deviation of each channel's random factor, which is normal with mean 1.
     tempo_spread: change of speed by a factor uniform in [1 - spread, 1 + spread]. The window is stretched or compressed
         about its middle; its first and last samples fill missing ends.
     jitter_std: standard deviation of white noise, relative to the channel's standard deviation.

@@ -24,9 +24,9 @@ TRIALS = ("trial", "session")
 """Names of columns; where such a column changes, a new recording starts."""
 _OF_ROWS = ("index", "row", "sample", "unnamed0", "", "id")
 _SLOW = {"battery", "latitude", "longitude", "gps", "accuracy", "pedometer"}
-"""Words in the names of columns that measure a place or a device instead of motion."""
+"""Words in names of columns that describe a place or a device instead of motion."""
 _SLOW_NAMES = {"lat", "lon", "lng", "steps", "step count", "step counter", "step counts"}
-"""Whole names, without units, of further columns that do not measure motion."""
+"""Full names, without units, of other columns that do not measure motion."""
 
 ROWS_AT_ONCE = 4096
 _LONGEST_HOLE = 25
@@ -67,7 +67,7 @@ class Rows:
     and each label occurs, as spelled in the file.
     trials: each row's cells in the columns that separate recordings.
     clocks: (n, K) float64; NaN if a cell is not a time. in_seconds: (K,) bool, whether a clock is in seconds.
-    moments: first and last cell of each clock, by name. unread: maps clocks with unreadable cells to one such cell.
+    moments: first and last cell of each clock, by name. unread: maps names of clocks to an unreadable cell.
     places: (n,) int64, each row's index in the file.
     """
 
@@ -155,7 +155,7 @@ def roles_of(
 def usual_column(header: Sequence[str], names: Sequence[str], chosen: str | None = None) -> int | None:
     """Returns the index of column `chosen` or, if that is None, of a column with one of `names`.
 
-    Returns None without such a column. Exact matches, except for case, are preferred to matches by `plain_name`.
+    Returns None if there is none. Exact matches, except for case, are preferred to matches by `plain_name`.
     """
     if chosen is not None:
         return header.index(chosen) if chosen in header else None

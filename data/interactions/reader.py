@@ -58,7 +58,7 @@ def load_interactions(
 
     path: a file, plain or compressed with gzip, bzip2 or xz; or a folder, `.zip` or `.tar.gz` that contains
     `ratings.dat`, `u.data` or `ratings.csv`, or else a single table (`TABLES`), or files with equal columns for
-    training, validation and test (`parts_of`). k_core: users and items with fewer interactions than this are dropped
+    training, validation and test (`parts_of`). k_core: users and items with fewer than k_core interactions are dropped
     repeatedly; 1 or less keeps all.
 
     Raises UserError if the file is missing, ambiguous or damaged, has an unreadable line or unknown columns, or if the

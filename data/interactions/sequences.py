@@ -1,4 +1,4 @@
-"""Data sets of training histories, and of held-out items with their histories; both can contain negatives.
+"""Data sets of training histories, and of held-out items with their histories, with optional negatives.
 
 The sequences of a batch are padded at the end with item 0 to `SampleKeys.padded_length`.
 

@@ -113,7 +113,7 @@ class Utterances(_OfCorpus):
 class _Plan(NamedTuple):
     """Composition of n strings; W is the largest number of recordings in a string.
 
-    recordings: (n, W) int64, indices in the corpus. is_word: (n, W) bool, whether the string has this recording.
+    recordings: (n, W) int64, indices in the corpus. is_word: (n, W) bool, whether the string has a recording here.
     percent: (n, W) int64, new duration of each recording in percent.
     gaps: (n, W + 1) int64, samples of silence before each recording and after the last one.
     level: (n, W) float32, factors on the amplitude. noise: (n,), noise in strings.
@@ -130,7 +130,7 @@ class _Plan(NamedTuple):
 
 
 class Strings(_OfCorpus):
-    """Data set of strings: several recordings of a speaker with gaps and light noise, drawn again in each epoch.
+    """Data set of strings: joined recordings of one speaker with gaps and light noise, drawn again in each epoch.
 
     Evaluation always uses epoch 0, so evaluation strings depend only on the seed.
     """
@@ -189,7 +189,7 @@ class Strings(_OfCorpus):
         return self._batch(audio, self._lengths(plan), recordings, self._joined(plan), keys)
 
     def _lengths_of_words(self, plan: _Plan) -> np.ndarray:
-        """Returns the lengths of recordings in samples, (n, W) int64; 0 if the string has no such recording."""
+        """Returns the lengths of recordings in samples, (n, W) int64; 0 where the string has no recording."""
         return length_at(self._durations[plan.recordings], plan.percent) * plan.is_word
 
     def _lengths(self, plan: _Plan) -> np.ndarray:

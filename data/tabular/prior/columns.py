@@ -18,8 +18,8 @@ _MOST_DEVIATIONS = 4.0
 def draw_columns(random: TableRandom, settings: PriorSettings, units: Tensor) -> Tensor:
     """Converts units to columns, both of shape (G, m, T), with NaN for missing values.
 
-    In random shares of a table's columns, values are heavy-tailed, clipped from below, rounded, categorical, unrelated
-    to other columns, constant, or missing.
+    Random shares of a table's columns become heavy-tailed, clipped from below, rounded, categorical, unrelated to other
+    columns, constant, or incomplete.
     """
     num_features = units.shape[1]
     shares = torch.tensor([0.25, 0.15, 0.25, settings.categorical_share, 0.25, 0.03, settings.missing_share])
