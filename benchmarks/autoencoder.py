@@ -1,4 +1,4 @@
-"""Task without data files, whose linear layers, of any size, learn to reproduce random inputs."""
+"""Task without data files, in which linear layers of any size learn to reproduce random inputs."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -4,9 +4,9 @@
 
 Two processes run the default model's training step in five variants, which alternate in blocks of steps: without any
 exchange; waiting for the other process once per step, without exchanging data; a hand-written loop with
-DistributedDataParallel; Lockstep's step; Lockstep's step with `--parts 2`, one part per process. Processes that wait
-for each other are as slow as the slower process, and the speed of a shared machine's cores varies, so no variant that
-exchanges data can be faster than the second variant.
+DistributedDataParallel; Lockstep's step; Lockstep's step with `--parts 2`, which makes results independent of the
+number of processes. Processes that wait for each other are as slow as the slower process, and the speed of a shared
+machine's cores varies, so no variant that exchanges data can be faster than the second variant.
 """
 
 import argparse

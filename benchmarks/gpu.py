@@ -2,8 +2,8 @@
 
     python benchmarks/gpu.py                              runs every part, the most valuable parts first
     python benchmarks/gpu.py --parts exact,poisoned       runs these parts, in this order
-    python benchmarks/gpu.py --small                      tests in a few minutes that every part runs
-    python benchmarks/gpu.py --device cpu                 tests on the CPU everything that needs no GPU
+    python benchmarks/gpu.py --small                      checks in a few minutes that every part runs
+    python benchmarks/gpu.py --device cpu                 runs on the CPU everything that needs no GPU
 
 The script installs nothing and needs no network, because the data are generated. Each part runs in a process of its
 own, which is killed at the part's time limit. Every result is printed and written to --json at once, so an interrupted
@@ -108,7 +108,7 @@ class Results:
         self._write()
 
     def add(self, part: str, found: Mapping[str, Any]) -> None:
-        """Adds a result of a part. found: name and value, and for a check whether it holds."""
+        """Adds a result of a part. found: name and value and, for a check, whether it succeeds."""
         name, fails = found["name"], found.get("holds") is False
         self._parts[part]["figures"][name] = found["value"]
         if fails:
@@ -161,8 +161,8 @@ def run_parts(
 def watch(command: Sequence[str], log: Path, limit_s: float, add: Callable[[dict[str, Any]], None]) -> str:
     """Runs a part in a process and records its results; returns ENDED, or how the process failed.
 
-    The process leads a process group, which is killed as a whole. If this process ends, the part's standard input
-    closes, and the part exits.
+    The process leads a process group, which is killed as a whole. If the parent process ends, the part's standard
+    input closes, and the part exits.
     """
     with log.open("w") as errors:
         process = subprocess.Popen(

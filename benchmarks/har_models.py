@@ -2,9 +2,9 @@
 
     python benchmarks/har_models.py --data-dir "UCI HAR Dataset.zip"
 
-Each row of the printed Markdown table runs `python main.py --refit --epochs 20 --seeds N ...` in a folder of its own,
-so an interrupted benchmark resumes. The last column is the median training time of a seed, in seconds on one thread,
-without evaluation.
+For each row of the printed Markdown table, `python main.py --refit --epochs 20 --seeds N ...` runs in a folder of its
+own, so an interrupted benchmark resumes. The last column is the median training time of a seed, in seconds on one
+thread, without evaluation.
 """
 
 import argparse

@@ -64,7 +64,7 @@ def draw(unbroken: list[tuple[int, float]], starts: list[list[tuple[int, float]]
     axes.set(xlabel="optimizer step", ylabel="training loss")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    plt.rcParams["svg.hashsalt"] = output.name  # equal losses give equal files
+    plt.rcParams["svg.hashsalt"] = output.name  # so that equal losses give equal files
     figure.savefig(output, metadata={"Date": None})
 
 

@@ -85,7 +85,7 @@ class SmallHar(HarTask):
 
 
 class Terminal(io.StringIO):
-    """Standard error stream on which the progress bar is drawn, but not shown."""
+    """Replacement for a terminal, so that the progress bar is drawn, but not shown."""
 
     def isatty(self) -> bool:
         return True

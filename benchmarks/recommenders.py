@@ -2,8 +2,8 @@
 
     python benchmarks/recommenders.py --save-dir checkpoints/recommenders --data music=music lfm1m=lfm1m.zip
 
-Each run is a printed command line of main.py in a folder of its own. Running the benchmark again resumes interrupted
-runs and reads finished runs. The last printed line is a JSON object.
+Each run is a command of main.py, which the script prints, with a folder of its own. Running the benchmark again resumes
+interrupted runs and reads finished runs. The last printed line is a JSON object.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def run(name: str, model: str, seed: int, place: str, save_dir: Path) -> None:
 
 
 def scores(name: str, save_dir: Path) -> dict[str, Any]:
-    """Returns the results of each model that has runs, and of the simple models with which they were compared."""
+    """Returns the results of each model that has runs, and of the simple models that the runs scored as baselines."""
     trained, simple = dict[str, Any](), dict[str, Any]()
     for model in MODELS:
         found = [folder(save_dir / name, model, seed) / "results.json" for seed in SEEDS]

@@ -10,7 +10,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def folder(save_dir: Path, row: str, seed: int) -> Path:
-    """Returns the folder of a run, for a row of a table and a seed."""
     return save_dir / row.replace(", ", "-").replace(" ", "-") / str(seed)
 
 

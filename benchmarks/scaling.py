@@ -3,7 +3,7 @@
     python benchmarks/scaling.py
 
 Two independent processes are an upper bound: they share memory bandwidth and caches like two ranks, but exchange
-nothing. The configurations alternate; each trains the default task from the command line, with an equal batch per
+nothing. The configurations alternate; each trains the default task from the command line, with the same batch size per
 process. Results are medians over rounds.
 """
 

@@ -64,7 +64,7 @@ def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
 
 
 def compared(ours: Tensor, others: Tensor) -> dict[str, float]:
-    """Returns median ratios of neighbouring blocks' wall-clock and CPU times, (rounds, 2) each."""
+    """Returns median ratios of neighbouring blocks' wall-clock and CPU times. ours, others: times, (rounds, 2)."""
     clock, processor = (ours / others).median(dim=0).values.tolist()
     return {"time": round(clock, 3), "processor time": round(processor, 3)}
 

@@ -2,8 +2,8 @@
 
     LOCKSTEP_DATA=data python benchmarks/simple.py
 
-Small data sets come first. The files of --task seqrec are scored twice: unchanged, and with shuffled order within each
-second. The last printed line is a JSON object.
+Small data sets come first. The files of --task seqrec are scored twice: unchanged, and with the interactions of each
+second shuffled. The last printed line is a JSON object.
 
     python benchmarks/simple.py --runs checkpoints/ml-1m checkpoints/music
 

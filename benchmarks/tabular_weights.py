@@ -17,7 +17,7 @@ from trainer.checkpoint.weights import load_best_weights
 
 KEPT = ("model", "task", "config", "data_facts", "step", "train_seconds")
 PLACES = ("--save-dir", "--cache-dir", "--logger", "--resume-from", "--init-from", "--init-from-partial")
-"""Flags with paths of the training machine, which are left out."""
+"""Flags that are left out, because they contain paths of the training machine."""
 
 
 def main() -> None:

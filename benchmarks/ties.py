@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def write_shuffled(source: Path, target: Path, seed: int | None = 0, num_users: int | None = None) -> float:
-    """Writes the file; returns the share of neighbouring interactions within one second. seed: None keeps the order."""
+    """Writes the file; returns the share of neighbouring interactions with equal times. seed: None keeps the order."""
     table = read_table(find_files(source), FIND_OUT)
     assert table.times is not None, f"{source} has no times"
     seconds = np.floor(table.times).astype(np.int64)

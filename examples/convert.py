@@ -1,4 +1,4 @@
-"""Converts files and published data sets to files that the tasks can read, in the current folder.
+"""Converts files and published data sets to files that the tasks can read, and writes them to the current folder.
 
     python examples/convert.py arff table.arff
     python examples/convert.py pamap2 PAMAP2_Dataset/Protocol
@@ -91,7 +91,7 @@ def users(path: Path) -> None:
 
 
 def pamap2(folder: Path) -> None:
-    """Writes pamap2/101.csv, ... from subject101.dat, ..., at 100 rows per second; activity 0 means none."""
+    """Writes pamap2/101.csv, ... from subject101.dat, ..., at 100 rows per second; activity 0 becomes empty."""
     names = ["subject", "activity", "time", *channels(("hand", "chest", "ankle"), ("acc", "acc6", "gyro", "mag"))]
     for path in files(folder, "subject*.dat"):
         subject = re.findall(r"\d+", path.name)[-1]
@@ -104,7 +104,7 @@ def pamap2(folder: Path) -> None:
 
 
 def mhealth(folder: Path) -> None:
-    """Writes mhealth/1.csv, ... from mHealth_subject1.log, ..., at 50 rows per second; label 0 means none."""
+    """Writes mhealth/1.csv, ... from mHealth_subject1.log, ..., at 50 rows per second; label 0 becomes empty."""
     names = ["subject", "activity", *(f"chest_acc_{axis}" for axis in "xyz"), "ecg_1", "ecg_2"]
     names += channels(("ankle", "arm"), ("acc", "gyro", "mag"))
     for path in files(folder, "mHealth_subject*.log"):

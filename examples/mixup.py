@@ -1,4 +1,4 @@
-"""Mixup, which trains on mixtures of two spiral points; epoch and index determine the second point and the shares.
+"""Mixup: trains on mixtures of two spiral points; epoch and index determine the second point and the mixing weights.
 
 python main.py --task examples/mixup.py:MixedSpirals --epochs 5
 """
@@ -15,7 +15,7 @@ from lockstep import Batch, KeyedDataset, Objective, SampleKeys, Sums, random_bi
 
 
 class Mixed:
-    """Data set of mixtures of two samples; batches, devices and resuming do not change the mixtures."""
+    """Data set of mixtures of two samples. Mixtures do not depend on batch size, number of devices or resuming."""
 
     def __init__(self, data: SpiralData, seed: int) -> None:
         self.data, self.seed = data, seed

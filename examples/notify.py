@@ -1,4 +1,4 @@
-"""Custom logger in one file, which posts the scores and the final state of a run to the webhook of a chat.
+"""Custom logger, in a single file, that posts the scores and the final state of a run to the webhook of a chat.
 
 WEBHOOK_URL=https://... python main.py --logger examples/notify.py:Notify --save-dir checkpoints/notified
 """

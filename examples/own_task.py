@@ -1,4 +1,4 @@
-"""Custom task in one file, which predicts the spiral arm of a point.
+"""Custom task, in a single file, that predicts the spiral arm of a point.
 
 python main.py --task examples/own_task.py:Spirals --epochs 5 --hidden-units 64
 """

@@ -1,4 +1,4 @@
-"""Permuted sequential MNIST, which classifies handwritten digits from their pixels in a fixed random order.
+"""Permuted sequential MNIST: classifies handwritten digits from their pixels in a fixed random order.
 
     python main.py --task examples/psmnist.py:PermutedPixels --data-dir mnist
 

@@ -18,17 +18,17 @@ import lockstep
 
 
 class Transcriber:
-    """Transcribes audio chunk by chunk; a symbol is complete in its first frame."""
+    """Transcribes audio chunk by chunk; outputs each symbol at the symbol's first frame."""
 
     def __init__(self, model: Any, symbols: list[str], separator: str = "") -> None:
-        """Creates the transcriber. symbols: all symbols but the blank. separator: text after each symbol."""
+        """symbols: all symbols but the blank. separator: text after each symbol."""
         self.model, self.symbols, self.separator = model, ["", *symbols], separator
         self.state: Any = None  # state after the last chunk
         self.last = 0
 
     @torch.inference_mode()
     def __call__(self, chunk: Tensor) -> str:
-        """Returns the text completed by the next chunk, (samples,) in [-1, 1], of any length."""
+        """Returns the text of symbols that begin in the next chunk, (samples,) in [-1, 1], of any length."""
         log_probs, self.state = self.model.stream(chunk.unsqueeze(0), self.state)
         text = ""
         for symbol in log_probs[0].argmax(1).tolist():

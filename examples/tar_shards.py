@@ -3,7 +3,7 @@
 python -m examples.tar_shards shards
 python main.py --task examples/tar_shards.py:TarShards --shards shards --epochs 2
 
-A sample consists of consecutive members of an uncompressed tar with the same KEY: KEY.npy, here (32, 32) uint8, and
+A sample consists of consecutive members of an uncompressed tar with equal KEYs: KEY.npy, here (32, 32) uint8, and
 KEY.cls, the class as digits. The positions of all members are indexed once and kept in --cache-dir. A sample is read
 from its position when a step needs it, without unpacking the tar, and `order` chooses the samples of each step.
 """
@@ -59,7 +59,7 @@ class Headers(io.BufferedReader):
 
 
 def members(file: Headers) -> Iterator[tuple[str, str, int, int]]:
-    """Yields key, field, first byte and size of each file in a tar. Raises tarfile.ReadError if the tar is damaged."""
+    """Yields key, extension, first byte and size of each file in a tar. Raises tarfile.ReadError for a damaged tar."""
     length = os.fstat(file.fileno()).st_size
     with tarfile.open(fileobj=file, mode="r:") as archive:
         for member in archive:
@@ -76,7 +76,7 @@ def members(file: Headers) -> Iterator[tuple[str, str, int, int]]:
 
 
 def index_of(path: Path) -> dict[str, np.ndarray]:
-    """Returns "spans", (n, 2, 2) int64: first byte and size of each sample's fields. Raises UserError for a bad tar."""
+    """Returns "spans", (n, 2, 2) int64: first byte and size of each sample's files. Raises UserError for a bad tar."""
     spans = []
     try:
         with Headers(io.FileIO(path), tarfile.BLOCKSIZE) as file:

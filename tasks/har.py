@@ -212,7 +212,6 @@ def _seconds(times_s: list[float | None], later_s: float, rate_hz: float) -> lis
 
 
 def _counts(recordings: HarRecordings) -> list[str]:
-    """Returns lines with the number of windows per class and per person."""
     labels, subjects = np.bincount(recordings.labels), np.bincount(recordings.subjects)
     counted = {
         "Classes": [f"{name}: {count:,}" for name, count in zip(recordings.classes, labels, strict=True)],
@@ -329,7 +328,7 @@ class HarTask(Task):
         return WindowFormat(tuple(own["channels"]), tuple(own["classes"]), length, hop, rate_hz)
 
     def describe_data(self) -> Mapping[str, Any]:
-        """Returns channels and classes of own recordings, and a sampling rate that was detected and is not 50 Hz."""
+        """Returns channels and classes of the user's recordings, and a detected sampling rate if it is not 50 Hz."""
         if not self._has_own:
             return {}
         return self.data_facts or self._facts_of_own
@@ -338,7 +337,7 @@ class HarTask(Task):
     def _facts_of_own(self) -> Mapping[str, Any]:
         recordings, told_hz = self._recordings, self._own.rate_hz
         facts: dict[str, Any] = {"channels": list(recordings.channels), "classes": list(recordings.classes)}
-        # Runs of older versions recorded no rate, and resuming requires equal facts, so the default rate is omitted.
+        # Resuming requires equal facts, and older versions recorded no rate, so the default rate is omitted.
         if self.config.rate is None and told_hz is not None and not is_same_rate(told_hz, WindowFormat.rate_hz):
             facts["rate_hz"] = usual_rate_hz(told_hz)
         return facts
@@ -482,7 +481,7 @@ class HarTask(Task):
         return {name: [f"{x:.6g}" for x in row.tolist()] for name, row in zip(recordings.channels, rows, strict=True)}
 
     def _doubt_units(self, model: Standardised) -> None:
-        """Warns once if the new values probably have other physical units than the training data."""
+        """Warns once if the signals to classify probably have other physical units than the training data."""
         if self._new is not None and not self._has_doubted:
             self._has_doubted = True
             mean, std = (statistic.flatten().double().cpu().numpy() for statistic in (model.mean, model.std))

@@ -23,7 +23,7 @@ ENCODING_BATCH_SIZE = 256
 class HarObjective(Objective):
     """Computes label-smoothed cross-entropy in training, and cross-entropy and a confusion matrix in evaluation.
 
-    A HarNet contains several networks (members): training averages their losses, evaluation their probabilities.
+    Training averages the losses of a HarNet's networks (members), and evaluation averages their probabilities.
     """
 
     model: Standardised

@@ -1,4 +1,4 @@
-"""Base class of recommendation tasks, which can also fit simple models such as item popularity."""
+"""Base class of recommendation tasks, which train a network or fit a simple model such as item popularity."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _MOST_PAIRS, _MOST_INTERACTIONS = 10**9, 2 * 10**7
 
 
 class RecommenderTask(Task):
-    """Recommendation task that can also fit simple models, whose settings the monitored validation metric selects."""
+    """Recommendation task that can fit simple models; the monitored validation metric selects their settings."""
 
     simple_models: ClassVar[tuple[str, ...]] = ()
     """Names of the models in `SIMPLE_MODELS` that the task supports."""
@@ -38,7 +38,7 @@ class RecommenderTask(Task):
 
     @abstractmethod
     def simple_objective(self, kind: str) -> Objective:
-        """Returns an objective whose `model` is an unfitted SimpleRecommender. kind: its name in `SIMPLE_MODELS`."""
+        """Returns an objective whose `model` is an unfitted SimpleRecommender. kind: key of `SIMPLE_MODELS`."""
 
     @cached_property
     @abstractmethod

@@ -45,7 +45,7 @@ _OF_MHC = {"mhc": None}
 _TRAINED = {"model": ("tisasrec", "sasrec")}
 _USUAL_NEGATIVES = {"sampled": 3000, "gbce": 256}
 _MANY_DRAWS = 0.5
-"""Threshold of a warning: expected number of times that the true item is drawn as one of its own negatives."""
+"""Expected number of negatives equal to the true item, above which the task warns that metrics are unreliable."""
 
 
 @dataclass
@@ -159,7 +159,7 @@ class SeqrecFlags(FlagGroup):
     def __post_init__(self) -> None:
         if self.no_time and self.model == "tisasrec":
             self.model = "sasrec"
-        self.no_time = False  # recorded as --model sasrec
+        self.no_time = False  # --model records this choice
 
     def problems(self) -> list[str]:
         found = []
@@ -192,7 +192,7 @@ class SeqrecFlags(FlagGroup):
 
     @property
     def negatives(self) -> Negatives | None:
-        """Number of negatives per sample, and whether each position has its own; None for full softmax."""
+        """Number of negatives per sample, and whether each position has its own negatives; None for full softmax."""
         if self.loss == "ce":
             return None
         if self.loss == "bce":
@@ -363,7 +363,7 @@ class SeqrecTask(RecommenderTask):
 
         hr, ndcg and mrr rank the true item among all items; sampled_hr, sampled_ndcg and sampled_mrr rank the true item
         among 100 random items. Tied items share their mean rank. coverage is the share of items that are recommended to
-        at least one user. popularity is the mean share of users who have a recommended item in training.
+        at least one user. popularity is the share of users with an item in training, averaged over recommendations.
         """
         weight, cutoffs = sums["weight"], self.config.ks
         if "loss" in sums:

@@ -83,7 +83,7 @@ class SeqrecObjective(Objective):
         return best.values, best.indices
 
     def _places(self, batch: Batch) -> Sums:
-        """Sums the true item's ranking metrics among all and among random items; counts each item's recommendations."""
+        """Sums the true item's metrics among all items and among random items; counts recommendations of each item."""
         scores = self._scores(batch)
         target = batch["target"].unsqueeze(1)
         of_target = scores.gather(1, target).squeeze(1)

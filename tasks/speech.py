@@ -258,7 +258,7 @@ class SpeechTask(Task):
         if config.alphabet is not None:
             return Alphabet.from_file(config.alphabet, config.units)
         transcripts = self.corpus.transcripts
-        joined = [" ".join(transcripts[:2])] * (config.strings is not None)  # they contain spaces
+        joined = [" ".join(transcripts[:2])] * (config.strings is not None)  # joined texts contain spaces
         return Alphabet.from_transcripts([*transcripts, *joined], config.units)
 
     def describe_data(self) -> Mapping[str, Any]:
@@ -329,8 +329,8 @@ class SpeechTask(Task):
     def _long_enough(self, part: np.ndarray) -> np.ndarray:
         """Returns the training utterances that have enough frames for CTC even at the highest augmented speed.
 
-        Validation and test sets keep shorter utterances, because these also occur in practice. Raises UserError if all
-        training utterances are too short, or if any is too short and --on-bad is refuse.
+        Validation and test sets keep shorter utterances, because such utterances occur in practice. Raises UserError if
+        all training utterances are too short, or if any is too short and --on-bad is refuse.
         """
         corpus, model = self.corpus, self._build_model()
         needed = np.array([shortest_frames(self.alphabet.encode(text)) for text in corpus.transcripts])
@@ -395,7 +395,7 @@ class SpeechTask(Task):
         return np.argsort(-self._splits["train"].lengths(epoch), kind="stable")[:count]
 
     def fold_flags(self, num_folds: int) -> list[list[str]]:
-        """Returns the flags of each cross-validation fold, which hold out all utterances of some speakers."""
+        """Returns the flags of each cross-validation fold, which hold out all utterances of the fold's speakers."""
         folds = speaker_folds(self.corpus, num_folds)
         return [["--split", "speaker", "--test-share", "0", "--val-speakers", *fold] for fold in folds]
 
@@ -441,7 +441,7 @@ class SpeechTask(Task):
         return Decoder(self.alphabet, config.beam, config.language_model, config.lm_weight, config.length_bonus)
 
     def _refuse_unusable_language_model(self) -> None:
-        """Reads the language model before the run writes any file. Raises UserError if the model is unusable."""
+        """Raises UserError for an unusable language model before the run writes any file."""
         _ = self._decoder
 
     def _longest_text(self, model: SpeechRecogniser) -> int:

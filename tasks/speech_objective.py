@@ -22,7 +22,7 @@ from trainer.task import Objective, Outputs, PerSample
 _TRIED = 64
 """Number of most probable symbols that beam search tries in each frame."""
 _MASKS = {"freq_masks", "time_masks"}
-"""Batch entries that differ between the two augmented copies of an utterance; dropout also differs."""
+"""Batch entries that, like dropout masks, differ between the two augmented copies of an utterance."""
 
 
 class SpeechObjective(Objective):

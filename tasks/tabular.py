@@ -263,7 +263,7 @@ class TabularTask(Task):
         return ("val/prior/auc", "max") if self.config.data_dir is None else ("val/loss", "min")
 
     def other_work(self) -> str | None:
-        """Writes an epoch of synthetic tables to --prior-only and returns a message; without the flag returns None."""
+        """Writes an epoch of synthetic tables to --prior-only and returns a message, or returns None without it."""
         path: Path | None = self.config.prior_only
         if path is None:
             return None
@@ -323,7 +323,7 @@ class TabularTask(Task):
         return tables
 
     def _labelled(self, table: Table) -> Known:
-        """Encodes the rows of a held-out table whose classes occur in --data-dir, and adds notes on its other rows."""
+        """Encodes the rows of a held-out table whose classes occur in --data-dir, and adds notes on all other rows."""
         labels = self._table.labels
         column = named_column(table, labels.name, "--label").with_one_text_a_category()
         values = class_numbers(column, labels.classes)
@@ -485,7 +485,7 @@ class TabularTask(Task):
         return None if self.config.data_dir is None else SHIPPED
 
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
-        """Lowers the learning rate of pre-trained weights while tuning."""
+        """Lowers the learning rate of pre-trained weights during tuning."""
         scale = _TUNING_LR_SCALE[self.config.tune] if self.config.data_dir is not None else 1.0
         return [group | {"lr_scale": scale} for group in super().param_groups(objective, phase)]
 
@@ -593,7 +593,7 @@ class TabularTask(Task):
         return Rows(self._encoding.encode(table), None, len(self._known.labels))
 
     def sample(self) -> Mapping[str, Sequence[Any]]:
-        """Returns the first rows of --data-dir without the label column, or a synthetic table with labels y."""
+        """Returns the first rows of --data-dir without the label column, or a synthetic table with label column y."""
         config: TabularFlags = self.config
         if config.data_dir is None:
             # two moons, which no linear classifier can separate

@@ -42,7 +42,7 @@ _TUNING_BATCH = 16
 """Global batch size of tuning, in classification problems, for any number of devices."""
 _OF_THE_MODEL = ("model", "width", "num_blocks", "num_heads", "thinking_rows", "max_classes")
 _TUNING = threading.Lock()
-"""Lock that lets a process run one tuning at a time, because tuning silences standard output."""
+"""Lock that lets a process run only one tuning at a time, because tuning silences standard output."""
 
 _TIMES = "mM"
 """NumPy dtype kinds of durations and dates, which checkpoints cannot contain."""
@@ -53,8 +53,8 @@ Strategy = Literal["none", "base", "lora"]
 class TabularClassifier:
     """Classifies rows of a table by in-context learning, with a network that was trained on synthetic tables.
 
-    X: an array (n, m) or a data frame of numbers, strings and booleans; NaN and None are missing values. Strings are
-    categories, except numbers and dates. y: (n,), classes that can be sorted.
+    X: an array (n, m) or a data frame of numbers, strings and booleans; NaN and None are missing values. Strings that
+    are not numbers or dates are categories. y: (n,), classes that can be sorted.
 
     Example:
         classifier = TabularClassifier().fit(X, y)
@@ -140,7 +140,7 @@ class TabularClassifier:
         self._check_parameters()
         table = _table(X)
         classes, labels = _classes(y, table.num_rows)
-        for learned in ("classes_", "feature_names_in_"):  # so that nothing of an earlier fit remains on failure
+        for learned in ("classes_", "feature_names_in_"):  # if this fit fails, no earlier fit remains
             self.__dict__.pop(learned, None)
         self.n_features_in_ = len(table.columns)
         if hasattr(X, "columns"):
@@ -279,7 +279,6 @@ class TabularClassifier:
         raise KeyboardInterrupt  # in case the signal's handler returns
 
     def _flags_of_weights(self) -> dict[str, Any]:
-        """Returns the flags that define the model of `weights`."""
         if self.weights is None:
             return {}
         state = self._untuned().state

@@ -107,7 +107,6 @@ def _fit_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
 
 
 def _parts(batch: Batch, size: int) -> Iterator[Batch]:
-    """Splits a batch into parts of at most `size` classification problems."""
     for start in range(0, len(batch["targets"]), size):
         yield {name: tensor[start : start + size] for name, tensor in batch.items()}
 

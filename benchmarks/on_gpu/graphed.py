@@ -1,8 +1,8 @@
 """Checks that steps as CUDA graphs are identical to eager steps to the bit, and measures their speed.
 
-Every model, and some settings, train deterministically with `--cuda-graphs off` and `on`, in parallel processes. The
+Every model, and each entry of SETTINGS, trains deterministically with `--cuda-graphs off` and `on`, in parallel. The
 last checkpoints must be identical to the bit, and steps must be replayed as graphs. Speed is measured by ready.py,
-while nothing else runs. The models of FIRST run first.
+while nothing else runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ FURTHER: dict[str, list[object]] = {
     "compiled": ["--task", "har", *BITS, "--compile"],
     "blocks that are computed twice": ["--task", "seqrec", *BITS, "--grad-checkpointing"],
 }
-"""Settings that are skipped on a CPU and with --small."""
+"""Flags of runs that are skipped on a CPU and with --small."""
 RESUMED = [*SMALL, "--epochs", 3, "--save-every-steps", 10, "--keep-checkpoints", 0, "--dropout", 0.2]
 
 
@@ -101,7 +101,7 @@ def bits_found(setting: Setting, name: str) -> list[dict[str, Any]]:
 
 
 def bits(setting: Setting, report: Report, name: str) -> None:
-    """Compares the checkpoints of runs with and without graphs. name: model, setting, or "resumed"."""
+    """Compares checkpoints of runs with and without graphs. name: model, key of SETTINGS or FURTHER, or "resumed"."""
     if name in MODELS:
         for amp in setting.pick(("off", "bf16", "fp16"), ("off",)):
             title, flags = f"{name}, {amp}", [*MODELS[name], *BITS, "--amp", amp]
@@ -137,7 +137,7 @@ def resume(setting: Setting, report: Report, name: str) -> None:
 
 
 def judge(setting: Setting, report: Report, name: str, with_graphs: Callable[[], Path], launched: Path) -> None:
-    """Checks that a run with graphs ends with the checkpoint of a run without graphs."""
+    """Checks that a run with graphs ends with the same checkpoint as a run without graphs."""
     with graphs_watched() as found:
         different = unlike(last(with_graphs()), last(launched))
     value = {

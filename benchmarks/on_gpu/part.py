@@ -29,7 +29,7 @@ CACHE = "cache"
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of a part. folder: for files of the part. is_small: whether to do little work, to test the part."""
+    """Settings of a part. folder: for files of the part. is_small: whether to do little work, only to test the part."""
 
     device: str
     folder: Path
@@ -97,7 +97,7 @@ def run(setting: Setting, name: str, *flags: object, status: int = 0, device: st
 
 @contextmanager
 def opened_model(setting: Setting, *flags: object) -> Iterator[Run]:
-    """Context that opens the run of a main.py command line, to measure its steps in this process."""
+    """Context manager that opens the run of a main.py command line, to measure its steps in this process."""
     where = ["--device", setting.device, *setting.threads, "--cache-dir", setting.folder.parent / CACHE]
     argv = list(map(str, [*flags, *where, "--log-interval", 1000]))
     print("measured:", *argv, flush=True)
@@ -121,7 +121,7 @@ class Graphs:
 
 @contextmanager
 def graphs_watched() -> Iterator[Graphs]:
-    """Context that counts captures and replays of graphs, and finally collects the printed lines about graphs."""
+    """Context manager that counts captures and replays of graphs, and collects the printed lines about graphs."""
     found, kind, printed = Graphs(), torch.cuda.CUDAGraph, io.StringIO()
     capture_end, replay = kind.capture_end, kind.replay
 
@@ -166,7 +166,7 @@ def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> f
 
 
 LEARNT = ("model", "training_model", "optimizers", "scaler", "average_updates", "totals", "position", "step", "best")
-"""Checkpoint entries that are equal after equal training."""
+"""Checkpoint entries that must be identical after identical training."""
 
 
 def unlike(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:

@@ -1,8 +1,8 @@
 """Checks training in several processes as far as one GPU allows: one rank with NCCL, two ranks with gloo on one GPU.
 
 In float64, weights must equal the weights of one process up to rounding; with `--parts`, they must be equal to the bit.
-`--cuda-graphs on` must not change a bit. On the CPU only gloo is checked. With several GPUs, 2 to 8 ranks with NCCL are
-compared, too, and their samples per second show how training scales.
+`--cuda-graphs on` must not change any bit. On the CPU only gloo is checked. With several GPUs, 2 to 8 ranks with NCCL
+are compared, too, and their samples per second show how training scales.
 """
 
 import subprocess

@@ -27,7 +27,7 @@ from trainer.profiling.phase_clock import replaced
 
 NUM_BATCHES, NUM_STEPS = 20, 60
 CLOSE, CLOSE_MS, CLOSE_TO_EARLIER = 1.10, 0.15, 1.05
-"""Maximum time of a step, as a ratio to its reference or in additional ms, and of a replay, relative to EARLIER_MS."""
+"""Maximum time of a step as a ratio to its reference or in additional ms, and of a replay as a ratio to EARLIER_MS."""
 EARLIER_MS = {
     "harnet": 1.25, "tinyhar": 3.5, "deepconvlstm": 9.8, "sasrec": 1.65, "tisasrec": 2.18, "tisasrec with mhc": 5.6,
     "kgat": 0.62, "kg-lightgcn": 0.32, "lightgcn": 0.25, "bprmf": 0.20, "plmu": 1.59, "plmu streaming": 1.57,
@@ -57,7 +57,7 @@ class Ready:
 
 @contextmanager
 def ready_run(setting: Setting, *flags: object) -> Iterator[tuple[Run, list[Window], int]]:
-    """Context with a run of short epochs on batches in memory; yields run, accumulation windows, number of epochs."""
+    """Opens a run of short epochs on batches in memory; yields run, accumulation windows and number of epochs."""
     with opened_model(setting, *flags, "--amp", "off", "--max-grad-norm", 1) as run:
         most = setting.pick(NUM_BATCHES, 2)
         orders = tuple(with_at_most(order, most * order.global_batch_size) for order in run.plan.orders)
@@ -126,7 +126,7 @@ def judge(setting: Setting, report: Report, name: str, holds: bool, value: Any) 
 
 
 def speed(setting: Setting, report: Report, name: str) -> dict[str, float]:
-    """Returns median milliseconds of a model's steps by kind of loop, on a GPU also with CUDA graphs."""
+    """Returns median milliseconds of a model's steps by kind of loop, including loops with CUDA graphs on a GPU."""
     flags = model_flags(setting, name)
     with ready_run(setting, *flags, "--cuda-graphs", "off") as (run, windows, num_epochs):
         ms, _ = in_turns(run, windows, num_epochs)

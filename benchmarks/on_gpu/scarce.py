@@ -1,4 +1,4 @@
-"""Checks that a run that exhausts the GPU's memory continues with smaller micro-batches and ends with equal weights.
+"""Checks that a run that exhausts the GPU's memory continues with smaller micro-batches and ends with correct weights.
 
 The memory limit is real: torch refuses to allocate more than a share of the GPU's memory. On the CPU, which has no such
 limit, the errors are injected. Weights are compared in float64 with a run that had enough memory.
@@ -19,7 +19,7 @@ WEIGHTED = f"{HELPERS / 'weighted_task.py'}:Weighted"
 TIGHT = f"{HELPERS / 'tight_task.py'}:Tight"
 SHRINKING = f"{ROOT / 'benchmarks' / 'on_gpu' / 'gpu_tasks.py'}:Shrinking"
 SHARE = 0.7
-"""Share of an unlimited run's peak memory that does not suffice for its micro-batch, but for half a micro-batch."""
+"""Share of an unlimited run's peak memory that suffices only for half of the run's micro-batch."""
 LIMIT = 1e-9
 FLAGS = ["--dtype", "float64", "--epochs", 2, "--log-interval", 1000]
 
@@ -65,7 +65,7 @@ CASES = {
 
 
 def sizes(setting: Setting) -> list[object]:
-    """Returns flags for steps whose memory is mostly activations: about 2 GiB on a GPU, also with --small."""
+    """Returns flags for steps whose memory is mostly activations: about 2 GiB on a GPU, even with --small."""
     if setting.is_gpu:
         return ["--width", 2048, "--num-train", 8192, "--batch-size", 4096, "--num-val", 64]
     return ["--num-train", 32, "--batch-size", 16]
@@ -81,7 +81,7 @@ def with_room(setting: Setting, name: str, flags: list[object]) -> tuple[dict[st
 
 @contextmanager
 def limited(setting: Setting, num_bytes: float | None = None) -> Iterator[None]:
-    """Context that limits torch's memory on the GPU. num_bytes: limit; None: the task sets a limit itself."""
+    """Context manager that limits torch's memory on the GPU. num_bytes: limit; None: the task sets a limit itself."""
     if not setting.is_gpu:
         yield
         return

@@ -16,7 +16,7 @@ WITH_GRAPHS = {f"{kind}, graphs": ["--amp", kind, "--cuda-graphs", "on"] for kin
 
 
 def measure(setting: Setting, report: Report) -> None:
-    """Measures one precision after another, so that an interrupted run has results of all models in some precisions."""
+    """Measures one precision after another, so that an interrupted run has the first precisions for all models."""
     kinds = PRECISIONS | (WITH_GRAPHS if setting.is_gpu else {})
     for kind, flags in sorted(kinds.items(), key=lambda kind: [*PRECISIONS].index(kind[0].split(",")[0])):
         for name in chosen(setting, on_cpu="bprmf"):

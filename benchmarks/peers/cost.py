@@ -34,7 +34,7 @@ SETTINGS = Settings(
 
 
 def measure(side: str) -> dict[str, float]:
-    """Returns how many seconds a run takes to start, and medians over its blocks of steps."""
+    """Returns the seconds that a run takes to start, and the median time ratios of its blocks of steps."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         done = subprocess.run(

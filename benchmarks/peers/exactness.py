@@ -6,7 +6,8 @@
 Accumulation: one process and two processes train on 203 sequences of 1 to 24 tokens, in micro-batches of 4 and steps of
 16 sequences; the last step and its last micro-batch are smaller. A plain loop repeats the steps, with all recorded
 samples of a step in one batch. The result is the distance between the weights, divided by the plain loop's distance
-from its start. Evaluation: scores on 101 sequences and on one are compared with exact scores of the same weights.
+from its initial weights. Evaluation: scores on 101 sequences and on one sequence are compared with exact scores of the
+same weights.
 """
 
 import argparse

@@ -29,7 +29,7 @@ class Keyed(Sequences):
 
 
 class TaggingObjective(Objective):
-    coupled = True  # skips a check whose forwards the watch would record
+    coupled = True  # skips a check, because `Watch` would record its forward passes
 
     def __init__(self, model: Tagger, watch: Watch) -> None:
         super().__init__(model)
@@ -62,7 +62,7 @@ class Tagging(Task):
 
     def build_objective(self) -> TaggingObjective:
         settings = Settings(**vars(self.config), dtype="float32")  # the trainer casts the model to --dtype
-        return TaggingObjective(new_model(settings), Watch(num_uncounted=1))  # the trainer first tries the model once
+        return TaggingObjective(new_model(settings), Watch(num_uncounted=1))  # the dry run is one forward pass
 
     def summarise(self, sums: dict) -> dict[str, float]:
         found = {"loss": float(sums["loss"] / sums["weight"])}

@@ -5,10 +5,10 @@
     python benchmarks/peers/resuming.py worlds lightning         # SIGKILL, then a restart with more or fewer processes
     python benchmarks/peers/resuming.py kills accelerate         # SIGKILL at random moments
 
-With `stop` and `worlds` every process kills itself in the same step. Every forward pass records its samples and two
-weights. The weights in the second start's first pass show from which checkpoint it resumed; later passes of the first
-start do not count. When the number of processes changes, Lockstep keeps the global batch of 16 sequences; for the
-other libraries, the script changes the number of accumulation steps.
+With `stop` and `worlds` every process kills itself in the same step. The script records the samples of every
+forward pass, and two weights. The weights in the second start's first pass show from which checkpoint the run resumed;
+later passes of the first start do not count. When the number of processes changes, Lockstep keeps the global batch of
+16 sequences; for the other libraries, the script changes the number of accumulation steps.
 """
 
 import argparse
@@ -122,7 +122,7 @@ Outcome = Literal["same bits", "other weights", "refused"]
 
 
 class Killed(NamedTuple):
-    """Result of a run that was killed once. steps_redone: None if the second start began with other weights."""
+    """Result of one kill. steps_redone: None if the second start failed or began with the weights of no step."""
 
     outcome: Outcome
     steps_redone: int | None

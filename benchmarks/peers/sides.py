@@ -82,10 +82,7 @@ class Run:
         return self.folder / "run"
 
     def start(self, settings: Settings | None = None, **asked: object) -> list[BaseProcess]:
-        """Starts one process per rank, as torchrun would. settings: replace the settings of the run.
-
-        asked: entries for watch.py. Processes start fast, because they are forked from a process with all imports.
-        """
+        """Starts a process per rank like torchrun, by default with `self.settings`. asked: arguments of `watched`."""
         settings = settings or self.settings
         self.notes.mkdir(exist_ok=True)
         notes = self.notes / f"{len(list(self.notes.iterdir())):03}"
@@ -180,7 +177,7 @@ def ranks(world: int) -> list[dict[str, str]]:
 
 
 def forking(side: str) -> ForkServerContext:
-    """Returns a context that forks from a server with a trainer's library imported; use one trainer per program."""
+    """Returns a context that forks from a server process with a trainer's imports; use only one trainer per program."""
     os.environ["PYTHONPATH"] = str(ROOT)  # for the server
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
@@ -203,7 +200,7 @@ def run_forked(variant: str, settings: Settings, save_dir: Path, output: Path, v
 
 
 def kill(processes: Sequence[BaseProcess]) -> None:
-    """Kills the processes and the processes that they have started."""
+    """Kills the processes and all processes that they have started."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -216,7 +213,7 @@ def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def distance(found: dict[str, Tensor], right: dict[str, Tensor], start: dict[str, Tensor]) -> float:
-    """Returns the distance of found weights from right weights, divided by the distance of start from right weights."""
+    """Returns the distance of the weights `found` from `right`, divided by the distance of `start` from `right`."""
     error = sum(float((found[name] - right[name]).square().sum()) for name in right) ** 0.5
     way = sum(float((right[name] - start[name]).square().sum()) for name in right) ** 0.5
     return error / way

@@ -112,7 +112,7 @@ def new_optimizer(settings: Settings, parameters: Iterable[nn.Parameter]) -> tor
     return torch.optim.AdamW(parameters, lr=settings.lr, weight_decay=0.0, fused=True)
 
 
-# --- what is right ---------------------------------------------------------------------------------------------------
+# --- exact results ---------------------------------------------------------------------------------------------------
 
 
 def trained_on(settings: Settings, steps: Iterable[Sequence[int]]) -> Tagger:

@@ -1,6 +1,6 @@
 """Records the samples of a training process in each forward pass of the model, in the same way for every trainer.
 
-A training pass writes a line: the samples, and two weights that change in every step and so identify the step. A run
+Each training pass adds a line: the samples, and two weights that change in every step and so identify the step. A run
 that resumes exactly has the same pairs of weights as an unbroken run. Passes with the same pair belong to one step.
 
 The environment variable LOCKSTEP_PEERS turns recording on. Its value is a JSON object. Required entries: folder, in

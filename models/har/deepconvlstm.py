@@ -16,7 +16,7 @@ class DeepConvLstm(nn.Module):
 
     Four unpadded convolutions over time, shared by all channels, shorten T to T - 16, so T must be at least 17. Two
     LSTM layers follow, and a linear layer classifies their last state. The model has 556,358 parameters for 9 channels
-    and 6 classes. Windows of a batch do not affect each other.
+    and 6 classes.
 
     dropout: probability in [0, 1), applied before the second LSTM and before the classifier.
     """

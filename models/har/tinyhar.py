@@ -25,8 +25,8 @@ class TinyHar(nn.Module):
     The model uses batch norm, as published, so in training a window's logits depend on the other windows of the
     micro-batch; in eval mode they do not.
 
-    A learned gate scales the output of each attention. Gates are initialised to 0, so the attention's weights have zero
-    gradient in the first training step.
+    A learned gate scales the output of each attention module. Gates are initialised to 0, so the other weights of these
+    modules have zero gradient in the first training step.
 
     dropout: probability in [0, 1), applied after the attention between channels and before the classifier.
     """
@@ -72,7 +72,7 @@ def _encoder() -> nn.Sequential:
 class ChannelAttention(nn.Module):
     """Computes x + gate * attention(x) between the channels of each time step; logits are not scaled, as published.
 
-    `query` corresponds to the "key" projection of the authors' code, whose softmax runs over the other dimension.
+    `query` corresponds to "key" in the authors' code, where softmax runs over the other dimension of the logits.
     """
 
     def __init__(self, width: int) -> None:

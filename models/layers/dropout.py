@@ -11,7 +11,7 @@ _LEVELS = 2**16
 
 
 def dropout_mask(shape: Sequence[int], p: float, like: Tensor) -> Tensor:
-    """Returns a dropout mask: 0 with probability p in [0, 1), else 1 / (1 - p); with dtype and device of `like`.
+    """Returns a dropout mask with dtype and device of `like`: 0 with probability p in [0, 1), else 1 / (1 - p).
 
     On a CPU, torch draws Bernoulli numbers one at a time, in 20 ns each. This function is faster: it splits each random
     64-bit word into four elements, and rounds p to a multiple of 2^-16. The scale uses the rounded p, so the mask's

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def log_mean_probabilities(logits: Tensor) -> Tensor:
-    """Returns the log of the members' mean probabilities, in at least float32: (B, members, C) -> (B, C).
+    """Returns the log of mean probabilities in at least float32, from logits: (B, num_classifiers, C) -> (B, C).
 
     Half precision would round small probabilities to 0.
     """

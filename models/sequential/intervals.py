@@ -6,7 +6,7 @@ If r_ij is the row of the interval between query i and key j, this module comput
     sums_i    = sum_j weight_ij table[r_ij]       (interval_sums)
 
 without storing the looked-up rows, (B, Tq, T, width). By default, queries are multiplied by the whole table, and each
-pair selects its logit from the product. For sums, the weights of keys at the same interval are added, then multiplied
+pair's logit is selected from the product. For sums, the weights of keys at the same interval are added, then multiplied
 by the table. Both methods need a tensor of shape (B, heads, Tq, rows), most of which is unused if the table has many
 more rows than there are keys. In this case, on a CPU, embedding bags (torch.nn.functional.embedding_bag) compute the
 sums, and the logits are the gradient of the sums w.r.t. the weights. The gradient of the table,
@@ -41,7 +41,7 @@ class Pairs:
 
     @cached_property
     def by_row(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns pair indices sorted by row, each pair's query index, and each row's first place in this order."""
+        """Returns pair indices sorted by row, each pair's query index, and the position of each row's first pair."""
         row, pair = self.row.flatten().sort(stable=True)
         first = torch.searchsorted(row, torch.arange(self.num_rows))
         return pair, pair // self.row.shape[-1], first

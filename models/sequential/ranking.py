@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
-"""Number of scores that `full_softmax` computes at a time: few enough for a CPU's cache, many enough for a GPU."""
+"""Number of scores that `full_softmax` computes at a time: few on a CPU, to fit into its cache, and many on a GPU."""
 _FEWEST_POSITIONS = 16
 """Minimum number of positions per chunk, since each chunk reads the whole table."""
 
@@ -80,7 +80,7 @@ class _FullSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, targets: Tensor, table: Tensor) -> Tensor:
-        # autocast lowers the precision of the products only
+        # autocast lowers only the precision of the matrix products
         states = _of_items(states, targets)
         in_full = torch.promote_types(states.dtype, torch.float32)
         grad_states, grad_table = torch.zeros_like(states), torch.zeros_like(table, dtype=in_full)
@@ -119,7 +119,7 @@ def _sum_over_items(loss: Tensor, targets: Tensor) -> Tensor:
 
 
 def _of_items(states: Tensor, targets: Tensor) -> Tensor:
-    """Sets states at padding, which may be infinite or NaN, to zero."""
+    """Sets states at padding to zero, because they may be infinite or NaN."""
     return torch.where((targets > 0).unsqueeze(-1), states, 0)
 
 

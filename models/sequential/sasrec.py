@@ -124,7 +124,7 @@ class Projections(nn.Module):
 
     def scaled_query(self, query_input: Tensor) -> Tensor:
         """Returns queries divided by sqrt(width / heads): (B, T, width) -> (B, heads, T, width / heads)."""
-        scale = (self.num_heads / query_input.shape[-1]) ** 0.5  # scales weights, which are fewer than queries
+        scale = (self.num_heads / query_input.shape[-1]) ** 0.5  # weights are cheaper to scale than queries
         return self.split(F.linear(query_input, self.query.weight * scale, self.query.bias * scale))
 
     def score(self, query: Tensor, context: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class Block(nn.Module):
         self.attention_connection, self.feed_forward_connection = connections
 
     def forward(self, x: Tensor, *relations: Any, last: Tensor | None = None) -> Tensor:
-        """Returns the new states. relations: more inputs of attention. last: (B,), time steps to compute, or None."""
+        """Returns the states. relations: additional inputs of attention. last: (B,), time steps, or None for all."""
         x = self.attention_connection(x, lambda query, context: self.attention(query, context, *relations, last), last)
         return self.feed_forward_connection(x, lambda query, _: self.feed_forward(query))
 
@@ -239,7 +239,7 @@ class SequentialRecommender(nn.Module):
         return scores
 
     def encode(self, items: Tensor, length: Tensor, times: Tensor | None = None, only_last: bool = False) -> Tensor:
-        """Returns the state after each item, (B, T, width), whose dot products with item embeddings are scores.
+        """Returns the state after each item, (B, T, width). The state's dot products with item embeddings are scores.
 
         only_last: whether to compute only the state after the last item, (B, 1, width).
         """

@@ -7,7 +7,7 @@ With r_ij = min(time_span, |t_i - t_j|), and tables K^P, V^P of positions and K^
 
 which look up K^R and V^R for each pair. models.sequential.intervals computes the sums without storing looked-up rows.
 
-Dropout applies to the tables of intervals, once per forward pass, instead of to the looked-up rows of each pair.
+Dropout applies once per forward pass to the interval tables, not to the rows that each pair looks up.
 """
 
 from collections.abc import Sequence
@@ -136,7 +136,7 @@ class TiSASRec(SequentialRecommender):
         initialise(self)
 
     def embed(self, items: Tensor, length: Tensor, times: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
-        """Returns the blocks' input. times: (B, T) integers, in units of the user's shortest non-zero interval."""
+        """Returns the blocks' inputs. times: (B, T) integers, in units of the user's shortest non-zero interval."""
         if times is None:
             raise ValueError("TiSASRec needs the times of the items; pass `times`")
         position = self.positions(items, length)

@@ -95,8 +95,9 @@ def candidates(kind: str, histories: TrainingHistories, maxlen: int) -> Iterator
 def _rules(histories: TrainingHistories) -> Iterator[Buffers]:
     """Yields tables of rules, whose strengths measure how often an item closely follows another item.
 
-    The strength of a rule is the sum of 1 / distance between the items, divided by the square root of the other item's
-    frequency. A second setting also divides by the square root of the item's own frequency, which favours rare items.
+    The strength of a rule is the sum of 1 / distance between the items, divided by the square root of the preceding
+    item's frequency. In every second table, strengths are also divided by the square root of the following item's
+    frequency, which favours rare items.
     """
     items, num_items = histories.items.astype(np.int64), histories.num_items
     begins = histories.offsets[histories.users]

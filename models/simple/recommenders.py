@@ -71,7 +71,7 @@ class SimpleRecommender(nn.Module):
 class NeighbourTable(SimpleRecommender):
     """Scores each item by the strengths of its neighbours in the user's history.
 
-    Neighbours are items of the same users (itemknn), or items that often closely precede the item (rules).
+    Neighbours are items with similar sets of users (itemknn), or items that often closely precede the item (rules).
 
     neighbours, strengths: (num_items + 1, k), strongest first; unused entries have strength 0.
     """

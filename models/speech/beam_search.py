@@ -163,9 +163,9 @@ def _parents(beam: _Beam) -> np.ndarray:
 
 
 def _stay(beam: _Beam, parent: np.ndarray, log_probs: np.ndarray) -> _Beam:
-    """Updates the probabilities of unchanged prefixes for one frame.
+    """Updates the probabilities of the prefixes in the beam for one frame.
 
-    A prefix stays unchanged if the frame is a blank, repeats the last symbol, or appends this symbol to its parent.
+    The frame can be a blank, repeat a prefix's last symbol, or extend the prefix's parent to the prefix.
     """
     every = np.arange(len(parent))[:, None]
     emitted = log_probs[every, beam.last]
@@ -177,7 +177,7 @@ def _stay(beam: _Beam, parent: np.ndarray, log_probs: np.ndarray) -> _Beam:
 
 
 def _append(beam: _Beam, parent: np.ndarray, log_probs: np.ndarray, tried: np.ndarray) -> np.ndarray:
-    """Returns log-probabilities (B, W, K) of prefixes extended by a symbol, or -inf if the result is in the beam.
+    """Returns log-probabilities (B, W, K) of extended prefixes, or -inf if the extended prefix is in the beam.
 
     An alignment needs a blank between two equal symbols.
     """

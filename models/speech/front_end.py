@@ -19,7 +19,7 @@ VARIANCE_FLOOR = 1e-5
 PRIOR_FRAMES = 100
 """Weight, in frames, of the training statistics in running normalisation."""
 WARP_KNEE = 0.7
-"""Share of the highest frequency, divided by warp factors above 1, up to which a warp multiplies frequencies."""
+"""Share of the highest frequency up to which a warp multiplies frequencies; warp factors above 1 divide the share."""
 
 
 class StreamState(NamedTuple):
@@ -168,7 +168,7 @@ class LogMel(nn.Module):
         return (power @ filters).clamp_min(FLOOR).log()
 
     def masking_noise(self, audio: Tensor, num_samples: Tensor, masking_db: Tensor | None) -> Tensor:
-        """Returns the power of the noise to add to each utterance, (B,). masking_db: (B,), added decibels, or None."""
+        """Returns the power of the noise for each utterance, (B,). masking_db: (B,), added to `self.masking_db`."""
         power = audio.to(self.window.dtype).square().sum(dim=1) / num_samples
         decibels = self.masking_db if masking_db is None else self.masking_db + masking_db
         return power * 10 ** (-0.1 * decibels)

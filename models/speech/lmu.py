@@ -97,7 +97,7 @@ class _Recurrence(torch.autograd.Function):
         states, step, enter = ctx.saved_tensors
         memory_size = ctx.memory_size
         m, h = states[..., :memory_size], states[..., memory_size:]
-        grads = torch.zeros_like(states)  # of m_t and h_t; the loop turns gradients of h_t into gradients of g_t
+        grads = torch.zeros_like(states)  # w.r.t. m_t and h_t; the loop turns gradients of h_t into gradients of g_t
         grads[1:, :, memory_size:] = grad_h
         grads[-1, :, :memory_size] = grad_m
         slopes = (1 - h[1:] ** 2).unbind()

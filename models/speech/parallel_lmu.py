@@ -108,7 +108,6 @@ class ParallelLMU(nn.Module):
         return self.read_out(memory) + self.skip(x)
 
     def _by_transforms(self, u: Tensor, x: Tensor) -> Tensor:
-        """Computes the input of the activation f with Fourier transforms."""
         with torch.autocast(x.device.type, enabled=False):
             responses = self._responses(u)
             answer = _Convolution.apply(u.mT, _kernels(self._weight(u.dtype), responses), responses.size)

@@ -47,8 +47,8 @@ class SpeechRecogniser(nn.Module):
         """Processes the next samples, (B, S); returns log-probabilities of completed frames and the new state.
 
         The log-probabilities are (B, T, num_symbols), T >= 0. state: returned by the previous call, or None at the
-        start. In eval mode, chunks of any size give the results of `forward`. The encoder must be unidirectional, and
-        the front end must not normalise by utterance.
+        start. In eval mode, chunks of any size give the same results as `forward`. The encoder must be unidirectional,
+        and the front end must not normalise by utterance.
         """
         assert isinstance(self.encoder, ParallelLMUEncoder), "its attention needs the whole utterance"
         before = state or StreamState()

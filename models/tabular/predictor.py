@@ -67,9 +67,9 @@ def predict(
     context: (N, m), queries: (Q, m); missing values are NaN. labels: (N,) int64, from 0 to num_classes - 1.
     num_estimators: number of members. seed: determines the random orders and samples.
     temperature: divisor of the logits.
-    max_cells: maximum number of rows times columns in one forward pass, to limit memory. A pass may exceed the limit to
-        process all context rows of one member with at least 64 query rows and a quarter as many query rows as context
-        rows. Results for different max_cells differ only by rounding.
+    max_cells: maximum number of rows times columns in one forward pass, to limit memory. A pass may exceed the limit,
+        because it contains all context rows of one member, at least 64 query rows, and at least a quarter as many query
+        rows as context rows, if there are so many. Results for different max_cells differ only by rounding.
     progress: called after each forward pass with the numbers of completed and of all passes.
     """
     probabilities = torch.zeros(len(queries), num_classes, dtype=torch.float64)
@@ -140,7 +140,7 @@ def normal_scores(context: Tensor, values: Tensor) -> Tensor:
 def _choices(
     model: TabularModel, views: Sequence[_View], context: Tensor, queries: Tensor, temperature: float
 ) -> Tensor:
-    """Returns each query row's probability of each child of a view's node: (views, Q, children) float64.
+    """Returns the probability of each child of each view's node for each query row: (views, Q, children) float64.
 
     All views must have equal numbers of context rows and of children.
     """
