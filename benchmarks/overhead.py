@@ -70,7 +70,7 @@ class SmallObjective(HarObjective):
 
 
 class SmallHar(HarTask):
-    """Default task with the small model, and with four copies of its data for epochs of realistic length."""
+    """Default task with the small model, and with four copies of the data, so that epochs have a realistic length."""
 
     @cached_property
     def _splits(self):

@@ -38,7 +38,7 @@ def measured(command: str) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any], old: str = "") -> str:
-    """Formats a result as a table with a row per figure; if the table `old` has rows, with these rows only."""
+    """Formats a result as a table with a row per figure; if the table `old` has rows, with only these rows."""
     rows = {name.replace("_", " "): value for name, value in flat(result)}
     names = [line.split(" | ")[0].removeprefix("| ") for line in old.splitlines()[2:]] or [*rows]
     lines = ["| measured | value |", "| --- | --- |", *(f"| {name} | {rows[name]} |" for name in names)]

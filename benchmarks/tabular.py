@@ -248,7 +248,7 @@ def in_context(model: TabularModel, num_estimators: int) -> Method:
 
 
 def tuned(strategy: Strategy, epochs: int, weights: Path, num_estimators: int) -> Method:
-    """Returns a method that tunes the weights on the training rows, and keeps changes that help in validation."""
+    """Returns a method that tunes the weights on the training rows, and keeps them only if validation improves."""
 
     def method(problem: Problem) -> np.ndarray:
         classifier = TabularClassifier(

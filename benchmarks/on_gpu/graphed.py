@@ -1,4 +1,4 @@
-"""Checks that steps as CUDA graphs are identical to eager steps to the bit, and measures their speed.
+"""Checks that steps replayed as CUDA graphs are bit-identical to eager steps, and measures their speed.
 
 Every model, and each entry of SETTINGS, trains deterministically with `--cuda-graphs off` and `on`, in parallel. The
 last checkpoints must be identical to the bit, and steps must be replayed as graphs. Speed is measured by ready.py,

@@ -1,7 +1,7 @@
 """Checks that a run with --deterministic that resumes in the middle ends identically to an unbroken run.
 
 Every model trains with dropout, in the default precision of the GPU. The difference without --deterministic is
-only reported, and may have any size.
+reported, but not checked.
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
 """Checks that a run that exhausts the GPU's memory continues with smaller micro-batches and ends with correct weights.
 
 The memory limit is real: torch refuses to allocate more than a share of the GPU's memory. On the CPU, which has no such
-limit, the errors are injected. Weights are compared in float64 with a run that had enough memory.
+limit, the errors are injected. Weights are compared in float64 with the weights of a run with enough memory.
 """
 
 import gc

@@ -5,9 +5,9 @@
 
 Accumulation: one process and two processes train on 203 sequences of 1 to 24 tokens, in micro-batches of 4 and steps of
 16 sequences; the last step and its last micro-batch are smaller. A plain loop repeats the steps, with all recorded
-samples of a step in one batch. The result is the distance between the weights, divided by the plain loop's distance
-from its initial weights. Evaluation: scores on 101 sequences and on one sequence are compared with exact scores of the
-same weights.
+samples of a step in one batch. The result is the distance between the weights of trainer and plain loop, divided
+by the distance of the plain loop's weights from the initial weights. Evaluation: scores on 101 sequences and on one
+sequence are compared with exact scores of the same weights.
 """
 
 import argparse

@@ -122,7 +122,7 @@ Outcome = Literal["same bits", "other weights", "refused"]
 
 
 class Killed(NamedTuple):
-    """Result of one kill. steps_redone: None if the second start failed or began with the weights of no step."""
+    """Result of killing a run once. steps_redone: None if the restart failed or began with unknown weights."""
 
     outcome: Outcome
     steps_redone: int | None

@@ -124,7 +124,7 @@ class Encoder(nn.Module):
 def with_small_movements(x: Tensor) -> Tensor:
     """Appends asinh(x / 0.03) / 3 for the first six channels of standardised x: (B, C, T) -> (B, C + min(C, 6), T).
 
-    Standing and sitting differ by movements of only hundredths of a standard deviation.
+    Signals of standing and sitting differ by only hundredths of a standard deviation.
     """
     return torch.cat([x, torch.asinh(x[:, :NUM_MOVEMENT_CHANNELS] / SMALL_MOVEMENT) / 3], dim=1)
 

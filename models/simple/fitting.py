@@ -126,7 +126,7 @@ def _rules(histories: TrainingHistories) -> Iterator[Buffers]:
 
 
 def _item_knn(histories: TrainingHistories) -> Iterator[Buffers]:
-    """Yields tables of cosine similarities between items' user sets, reduced for small sets."""
+    """Yields tables of cosine similarities between items' user sets; small sets have reduced similarities."""
     popularity, num_items = histories.popularity, histories.num_items
     users, items = histories.distinct
     by_item = np.argsort(items, kind="stable")

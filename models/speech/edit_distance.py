@@ -51,7 +51,7 @@ def count_edits(references: Sequence[Sequence[Hashable]], hypotheses: Sequence[S
 def _count_edits(references: list[list[int]], hypotheses: list[list[int]]) -> np.ndarray:
     """Returns the numbers of substitutions, deletions and insertions of all pairs: (3, n).
 
-    A running minimum adds insertions to a row of costs without them: cost[j] = min_{k <= j} without[k] + (j - k) * gap.
+    A row of costs is a running minimum of costs without insertions: cost[j] = min_{k <= j} without[k] + (j - k) * gap.
     """
     reference, num_reference = _padded(references, -1)
     hypothesis, num_hypothesis = _padded(hypotheses, -2)
