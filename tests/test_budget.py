@@ -8,13 +8,13 @@ from tests.helpers import budget
 LINES_AND_FILES = {
     "checkpoint": (2008, 7),
     "commands": (3274, 15),
-    "common": (927, 8),
+    "common": (924, 8),
     "failure": (671, 4),
-    "loading": (1743, 11),
+    "loading": (1741, 11),
     "logs": (775, 6),
     "loop": (6594, 30),
     "parallel": (3016, 14),
-    "trainer": (2706, 8),
+    "trainer": (2705, 8),
 }
 """Of each room of trainer/ but profiling; "trainer" is the files in none."""
 BENCHMARKS = 5104

@@ -68,8 +68,8 @@ def predict(
     num_estimators: number of members. seed: determines the random orders and samples.
     temperature: divisor of the logits.
     max_cells: maximum number of rows times columns in one forward pass, to limit memory. A pass may exceed the limit,
-        because it contains all context rows of one member, at least 64 query rows, and at least a quarter as many query
-        rows as context rows, if there are so many. Results for different max_cells differ only by rounding.
+        because it contains all context rows of one member and, if they exist, at least 64 query rows and at least a
+        quarter as many query rows as context rows. Results for different max_cells differ only by rounding.
     progress: called after each forward pass with the numbers of completed and of all passes.
     """
     probabilities = torch.zeros(len(queries), num_classes, dtype=torch.float64)
