@@ -90,7 +90,7 @@ class TabularFlags(FlagGroup):
     data_dir: Path | None = flag(
         None, "table to learn from; a CSV file with a line of column names, JSON lines, parquet, an .npz file with X "
         "and y, or a folder of train and test files (default: synthetic tables; for pre-training)", common=True,
-        local=True,
+        local=True, displaces=_OF_PRIOR,
     )  # fmt: skip
     label: str | None = flag(
         None, "column to predict; optional for an .npz file, whose label is y", metavar="COLUMN", common=True,

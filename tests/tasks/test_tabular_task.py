@@ -224,7 +224,7 @@ def test_tuning_does_not_go_on_from_other_data(table, run_here, refused, tmp_pat
     argv = [*TASK, "--label", "kind", "--tune", "base", "--num-episodes", 2, "--epochs", 2, "--num-estimators", 1]
     learned = tmp_path / "learned"
     _, err = run_here(*argv, "--data-dir", table, "--save-dir", learned, status=2)
-    assert f"leave it out, or leave out --data-dir (--num-tables is of the run in {learned})" in err
+    assert "classes of the training data differs from the checkpoint: big small instead of (none)" in err
     run_here(*argv, "--data-dir", table, "--save-dir", tmp_path / "tuned")
     other = write_table(tmp_path / "other.csv", seed=5)
     refused(["rows of the training data differs from"], *argv, "--data-dir", other, "--save-dir", tmp_path / "tuned")
@@ -246,6 +246,8 @@ def test_a_model_of_ones_own_is_scored_on_a_table(table, run_here, tmp_path):
     argv = [*TASK, *SMALL_MODEL, "--max-classes", 3, "--data-dir", table, "--label", "kind", "--num-estimators", 1]
     out, _ = run_here(*argv, "--init-from", tmp_path / "learned" / "best.pth", "--save-dir", tmp_path / "none")
     assert f"Evaluating the weights in {tmp_path / 'learned' / 'best.pth'}." in out
+    out, _ = run_here("--eval-only", *argv[-6:], "--save-dir", tmp_path / "learned")
+    assert "test/accuracy" in out
 
 
 # --- mistakes ----------------------------------------------------------------------------------------------------
