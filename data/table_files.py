@@ -108,7 +108,7 @@ class LeftOut:
 
 
 ENCODING = "text encoding, such as cp1252 or latin-1 (default: UTF-8, UTF-16 or, if neither fits, cp1252)"
-ON_BAD = "what to do with unreadable lines, also for --predict; refuse: stop with an error; drop: skip and count them"
+ON_BAD = "what to do with unreadable lines, also for --predict; refuse: stop with an error; drop: skip and report them"
 
 
 def tables_at(path: Path, flag_name: str, advice: str, known: Sequence[str] = ()) -> list[DataFile]:

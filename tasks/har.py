@@ -114,7 +114,7 @@ class HarFlags(FlagGroup):
         None, "subjects to hold out for validation; replaces --num-val-subjects", metavar="ID", excludes=("refit",)
     )
     refit: bool = flag(
-        False, "train on all training subjects, without validation; the last weights are scored; for a final run",
+        False, "train on all training subjects, without validation, and score the last weights; for a final run",
         common=True,
     )  # fmt: skip
     no_augmentation: bool = flag(False, "train on windows as recorded, without random augmentation")

@@ -99,8 +99,8 @@ class SeqrecFlags(FlagGroup):
     )
     maxlen: int = flag(50, "number of latest items that the model sees", metavar="ITEMS", common=True, at_least=1)
     last_items_only: bool = flag(
-        False, "train only on each user's last --maxlen items, as in the papers; by default longer histories are split "
-        "into several samples", needs=_TRAINED,
+        False, "train only on each user's last --maxlen items, as in SASRec's paper; by default longer histories are "
+        "split into several samples", needs=_TRAINED,
     )  # fmt: skip
     hidden_units: int = flag(50, "width of embeddings and attention blocks", at_least=1, needs=_TRAINED)
     num_blocks: int = flag(
@@ -132,7 +132,7 @@ class SeqrecFlags(FlagGroup):
     mhc_no_amp: bool = flag(False, "with --mhc: compute hyper-connections in full precision under --amp", needs=_OF_MHC)
     loss: Loss = flag(
         "ce", "training loss; ce: softmax over all items; bce: binary cross-entropy with one negative per position, as "
-        "in the papers; sampled: softmax over sampled items; gbce: binary cross-entropy with several negatives and "
+        "in SASRec's paper; sampled: softmax over sampled items; gbce: binary cross-entropy with several negatives and "
         "--gbce-calibration", common=True, needs=_TRAINED,
     )  # fmt: skip
     num_negatives: int | None = flag(
@@ -144,7 +144,7 @@ class SeqrecFlags(FlagGroup):
         at_least=0, at_most=1, needs={"loss": ("gbce",)},
     )  # fmt: skip
     eval_negatives: EvaluationNegatives = flag(
-        "parity", "how to draw the 100 items ranked against the true item in sampled_ metrics; parity: with "
+        "parity", "how to draw the 100 items ranked against the true item in sampled_* metrics; parity: with "
         "replacement, without the user's training items, as in SASRec's code; unseen: with replacement, without the "
         "user's items up to the end of the scored split, as in TiSASRec's code; clean: distinct items, without any of "
         "the user's items",

@@ -72,7 +72,7 @@ class SpeechFlags(FlagGroup):
     encoding: str | None = flag(None, ENCODING, metavar="NAME", needs={"data_dir": None})
     on_bad: Literal["drop", "refuse"] = flag(
         "drop", "what to do with recordings that are unreadable, empty or too short for their transcript; drop: skip "
-        "and count them, also in results.json; refuse: stop with an error; also applies to a --predict folder",
+        "and report them; refuse: stop with an error; also applies to a --predict folder",
     )  # fmt: skip
     split: Split = flag(
         "utterance", "what to hold out; utterance: single recordings, unless the data define a split; speaker: all "
@@ -108,7 +108,7 @@ class SpeechFlags(FlagGroup):
         None, "file of output symbols, one character or word per line (default: the symbols of the transcripts)"
     )
     batch_by: Literal["utterances", "seconds"] = flag(
-        "utterances", "quantity that is similar in all optimizer steps; utterances: the number of utterances; seconds: "
+        "utterances", "quantity to keep similar in all optimizer steps; utterances: the number of utterances; seconds: "
         "the duration of audio",
     )  # fmt: skip
     num_mels: int | None = flag(

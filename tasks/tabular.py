@@ -126,7 +126,7 @@ class TabularFlags(FlagGroup):
         needs=_OF_TUNING,
     )  # fmt: skip
     episode_rows: int = flag(
-        512, "with --tune: maximum number of rows per training problem; a quarter is predicted from the others",
+        512, "with --tune: maximum number of rows per training problem; a quarter of them are predicted from the rest",
         at_least=8, needs=_OF_TUNING,
     )  # fmt: skip
     lora_rank: int = flag(8, "with --tune lora: rank of the adapters", at_least=1, needs=_OF_LORA)

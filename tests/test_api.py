@@ -568,7 +568,7 @@ def test_processes_that_are_killed_at_once_are_not_taken_for_stopped(monkeypatch
 @pytest.mark.slow
 def test_processes_that_fail_or_refuse_are_an_exception(tmp_path):
     settings = SETTINGS | {"multi_gpu": "ddp", "nproc": 2, "device": "cpu", "save_dir": tmp_path}
-    with pytest.raises(trainer.UserError, match="refused to train; see their messages on standard error"):
+    with pytest.raises(trainer.UserError, match="started failed; see their messages on standard error"):
         trainer.fit(Weighted, **(settings | {"drop_last": True, "batch_size": 100}))
     with pytest.raises(Failure, match="ended with status 1"):
         trainer.fit(Failing, **settings)

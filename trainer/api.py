@@ -302,7 +302,7 @@ def _run_as_rank(
 
 def _ended(status: int, form: str, run: SavedRun) -> Fitted:
     if status == EXIT_BAD_INPUT:
-        raise UserError(f"{form}: the processes that it started refused to train; see their messages on standard error")
+        raise UserError(f"{form}: the processes that it started failed; see their messages on standard error")
     # after SIGKILL, for example, state.json may still contain the state of an earlier start
     was_stopped = status - 128 in STOP_SIGNALS and run.state == "preempted"
     if status == 128 + signal.SIGINT and not was_stopped:

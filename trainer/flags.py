@@ -232,7 +232,7 @@ class PrecisionFlags(FlagGroup):
     no_amp: bool = flag(False, "the same as --amp off", hidden=True, excludes=("amp",))
     dtype: Literal["float32", "float64"] = flag("float32", "data type of the parameters")
     deterministic: bool = flag(
-        False, "use only deterministic algorithms on GPUs; slower; operators that have none raise an error"
+        False, "use only deterministic algorithms on GPUs; slower; operators without such an algorithm raise an error"
     )
 
     def __post_init__(self) -> None:
@@ -429,7 +429,7 @@ class ConfigFlags(FlagGroup):
     recorded: ClassVar = False
     config: tuple[Path, ...] | None = flag(
         None, "read flags from TOML files or a run's config.json; later files override earlier files, and the command "
-        "line overrides files; a config.json repeats its run", metavar="FILE", common=True,
+        "line overrides files; a config.json repeats the run that wrote it", metavar="FILE", common=True,
     )  # fmt: skip
     print_config: bool = flag(False, "do not train: print all settings as a TOML file for --config")
 

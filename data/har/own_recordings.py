@@ -216,8 +216,8 @@ def _refuse_other_rates(people: Mapping[str, float], usual_hz: float | None, whe
         told = "; ".join(f"{shown(in_order(names))}: {rate} rows per second" for rate, names in others.items())
         raise UserError(
             f"{where}: the clock shows different rates for some people ({told}; all other people: {usual_hz:.4g}), "
-            "but windows have a fixed number of rows; resample to one rate, remove these people, or remove the clock "
-            "column if it is wrong"
+            "but all windows must last equally long; resample to one rate, remove these people, or remove the "
+            "clock column if it is wrong"
         )
 
 
@@ -267,8 +267,8 @@ def _remarks(cut: Cut, several: Sequence[str]) -> Iterator[str]:
         )
     if cut.num_gaps:
         yield (
-            f"Recordings were divided at {cut.num_gaps:,} gaps, where the clock jumps by more than {GAP} of its usual "
-            "intervals. No window spans a gap."
+            f"Recordings were divided at {cut.num_gaps:,} gaps, where the clock jumps by more than {GAP} times its "
+            "usual interval. No window spans a gap."
         )
     if cut.num_disorders:
         yield (
@@ -375,7 +375,7 @@ def _subject_and_label(table: CsvTable, wanted: OwnFormat, file: DataFile) -> tu
         if header[column] in (wanted.channels or ()):
             role = "subject" if column == subject else "label"
             raise UserError(
-                f"--channels {header[column]}: is the {role} in {file.where}; leave this column out of --channels"
+                f"--channels {header[column]}: is the {role} column of {file.where}; leave it out of --channels"
             )
     return subject, label
 

@@ -94,7 +94,7 @@ def _windows_of(rows: Rows, label: str, wanted: WindowFormat, remarks: Sequence[
         if not is_same_rate(told_hz, rate_hz):
             raise UserError(
                 f"{label}: the clock ({', '.join(rows.moments)}) shows {told_hz:.4g} rows per second, but the run was "
-                f"trained on {rate_hz:.4g}; resample the recording, or remove the clock column if it is wrong"
+                f"trained at {rate_hz:.4g}; resample the recording, or remove the clock column if it is wrong"
             )
         rate_hz = usual_rate_hz(told_hz)
     seconds = seconds_of(rows.clocks, rows.in_seconds)

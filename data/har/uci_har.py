@@ -230,7 +230,7 @@ def _parse_integers(source: _Published, name: str, lines: list[bytes]) -> np.nda
         except (ValueError, OverflowError):
             shown = line.decode(errors="replace")
             raise UserError(
-                f"{source.where(name)}, line {row + 1}: {shown!r} is no whole number; download the data again"
+                f"{source.where(name)}, line {row + 1}: {shown!r} is not a whole number; download the data again"
             ) from None
     return numbers
 

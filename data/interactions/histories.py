@@ -62,7 +62,7 @@ class Histories:
         if len(users) < len(table.user_ids):
             missing = np.delete(np.arange(len(table.user_ids)), users)
             names = shown(table.user_ids[user] for user in missing)
-            self.remarks.append(f"Warning: users without a known item get no recommendations: {names}.")
+            self.remarks.append(f"Warning: users without items known from training get no recommendations: {names}.")
         times = None if table.times is None else table.times[kept]
         order = in_time_order(table.users[kept], times, None)
         return Interactions(

@@ -145,7 +145,7 @@ def _tells_class(column: Column, labels: Labels) -> bool:
 
 def _leak_warning(name: str, label: str) -> str:
     return (
-        f"WARNING: {name} alone determines {label}: each class has its own value. If {name} is a copy of {label}, or "
+        f"WARNING: the values of {name} match the classes of {label} one to one. If {name} is a copy of {label}, or "
         f"is not known when you predict, add --drop {name!r}."
     )
 
@@ -184,7 +184,7 @@ def _report_of(labels: Labels, num_missing: int) -> ColumnReport:
         _differ_by_case(labels.classes),
         "possibly a quantity, but each number counts as a class" if labels.may_be_quantity else "",
         "rows without a label are left out" if num_missing else "",
-        f"classes with one row, which is never held out: {_shown(lonely)}" if lonely else "",
+        f"classes with a single row, which is never held out: {_shown(lonely)}" if lonely else "",
     ]
     shown = [f"{name} ({count:,})" for name, count in zip(labels.classes, counts, strict=True)]
     values = f"{len(shown)} classes: {_shown(shown)}"

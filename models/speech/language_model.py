@@ -266,5 +266,5 @@ def build_scorer(
     known = set(symbols)
     if not any(set(word) <= known if of_words else word in known for word in predicted):
         strange = min(predicted, default="nothing")
-        raise ValueError(f"predicts words such as {strange!r}, which the alphabet, in lower case, cannot spell")
+        raise ValueError(f"predicts words such as {strange!r}, which the lower-case alphabet cannot spell")
     return (WordScorer if of_words else SymbolScorer)(ngram, symbols, weight, bonus)

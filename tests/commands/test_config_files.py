@@ -317,7 +317,7 @@ def test_a_record_names_neither_code_nor_files_to_write(name, value, use, write,
     text = json.dumps(value).replace("{tmp}", str(tmp_path))
     record = write(f'{{"config": {{"--task": "tabular", "--lr": 0.5, "{name}": {text}}}}}', "config.json")
     before = contents(tmp_path)
-    message = f"--config {record}: this record names {use.format(tmp=tmp_path)}"
+    message = f"--config {record}: may not name {use.format(tmp=tmp_path)}"
     refused([message], "--config", record, "--save-dir", tmp_path / "run")
     refused([message], "--config", record, "--save-dir", tmp_path / "run", "--print-config")
     assert contents(tmp_path) == before
@@ -356,7 +356,7 @@ def test_the_profiler_writes_where_the_user_says(write, tmp_path):
         flags, problems = parse(["--config", record], False, command)
         words = f"{name} {tmp_path / 'x'}"
         advice = f"to use it, add {words} to the command"
-        assert problems == [f"--config {record}: this record names a file ({words}); {advice}"]
+        assert problems == [f"--config {record}: may not name a file ({words}); {advice}"]
         assert getattr(flags.tool, name[2:]) is None
 
 
@@ -386,7 +386,7 @@ def test_a_run_that_went_on_from_a_file_is_repeated_from_there(train, cli, refus
     train(tmp_path / "run", "--epochs", 3, "--resume-from", tmp_path / "source" / "checkpoint_2.pth")
     record, source = tmp_path / "run" / "config.json", tmp_path / "source" / "checkpoint_2.pth"
     words = f"--resume-from {source}"
-    message = f"--config {record}: this record names a file ({words}); to use it, add {words} to the command"
+    message = f"--config {record}: may not name a file ({words}); to use it, add {words} to the command"
     refused([message], "--config", record, "--save-dir", tmp_path / "again")
     assert cli("--config", record, "--save-dir", tmp_path / "again", "--resume-from", source)[0] == 0
     assert_same_bits(load(tmp_path / "run" / "final.pth")["model"], load(tmp_path / "again" / "final.pth")["model"])

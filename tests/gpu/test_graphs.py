@@ -87,7 +87,7 @@ OBSTACLES = {
     "HookedLater": "hooks of model.first would not be called",
     "WaitingTask": "called a synchronizing CUDA operation (recorded_task.py, line",
     "KeepingTask": "forward passes change model.kept",
-    "Annealed": "a step replaces factor, which a graph would not notice",
+    "Annealed": "a step replaces factor, but a graph would keep its old value",
     "RefusingTask": "nobody looks on (recorded_task.py, line",
     "OwnRows": "gradients of sparse embeddings change size in every step",
     "FromHostTask": "operation not permitted when stream is capturing (recorded_task.py, line",
@@ -147,7 +147,7 @@ def test_what_an_epoch_changes_elsewhere_is_found_at_its_start(tmp_path, cache_d
 def test_a_tensor_that_is_kept_elsewhere_is_found(tmp_path, cache_dir):
     run(cache_dir, "--task", f"{HELPERS / 'recorded_task.py'}:KeepingElsewhereTask", "--device", "cuda", *GRAPHS,
         "--save-dir", tmp_path)  # fmt: skip
-    lines = [line for line in told() if "something keeps a tensor of shape (8, 8)" in line]
+    lines = [line for line in told() if "the captured code keeps a tensor of shape (8, 8)" in line]
     assert len(lines) == 2 and GPUS.num_replays == 0  # of steps and of evaluations
 
 

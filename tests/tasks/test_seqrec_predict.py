@@ -85,7 +85,7 @@ def test_columns_of_the_new_file_are_used_and_strangers_reported(trained, predic
     table, err = predict(plain, *flags)
     assert [row["user"] for row in table] == ["mia"]
     assert "2 of 3 interactions are left out, because the run was not trained on" in err and "item-777, item-888" in err
-    assert "users without a known item get no recommendations: tom" in err
+    assert "users without items known from training get no recommendations: tom" in err
     _, err = predict(plain, status=2)
     assert "--user-column buyer: " in err and "the columns are user, item, time" in err and err.count("error: ") == 1
 

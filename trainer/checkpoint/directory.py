@@ -303,7 +303,7 @@ def find_checkpoints(folder: Path, say: Callable[[str], None]) -> tuple[list[Ent
     entries, lost = _entries_from_files(folder, say)
     lost += [f"{entry.file} is missing" for entry in missing]
     if read_json(folder / RESULTS):
-        lost.append(f"{RESULTS} is from a run that had checkpoints")
+        lost.append(f"{RESULTS} shows that the run had checkpoints")
     return entries, [] if entries else lost
 
 

@@ -129,7 +129,7 @@ def _refuse_more_than_its_file(state: Any, num_bytes: int) -> None:
         num_parts -= 1
         if isinstance(value, Tensor):
             if any(hasattr(Tensor, name) for name in vars(value)):
-                raise ValueError("a tensor in it defines methods")
+                raise ValueError("an attribute of one of its tensors would replace a method of torch.Tensor")
             for part in _dense_parts(value):
                 view = (part.untyped_storage().data_ptr(), part.storage_offset(), part.shape, part.stride())
                 num_beyond -= 0 if view in seen else part.nbytes
@@ -142,7 +142,7 @@ def _refuse_more_than_its_file(state: Any, num_bytes: int) -> None:
             num_beyond -= 0 if id(value) in seen else len(value)
             seen.add(id(value))
         if num_parts < 0 or num_beyond < 0:
-            raise ValueError("it would take far more memory than its file, for example if a tensor repeats one value")
+            raise ValueError("it would take far more memory than its file, perhaps because a tensor repeats one value")
 
 
 def _dense_parts(value: Tensor) -> list[Tensor]:

@@ -145,7 +145,7 @@ def plain(name: str, value: Any) -> None:
                 raise wrong(name, key, "has a key that is neither a string nor an integer")
             plain(f"{name}.{brief(key) if type(key) is int else key}", item)
     elif value is not None and not isinstance(value, bool | int | float | str):
-        raise wrong(name, value, "must be a plain value")
+        raise wrong(name, value, "must be a number, a string, None, or a list or dict of these")
 
 
 def anything(name: str, value: Any) -> None:
@@ -175,7 +175,7 @@ def dense_tensor(name: str, value: Any) -> None:
     """Requires a dense tensor."""
     tensor(name, value)
     if value.layout != torch.strided:
-        raise ValueError(f"{name} is a sparse tensor, but checkpoints contain dense tensors")
+        raise ValueError(f"{name} is a sparse tensor, but must be dense")
 
 
 def tensor_of_numbers(name: str, value: Any) -> None:

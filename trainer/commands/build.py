@@ -155,7 +155,7 @@ def build_task(flags: Flags) -> Task:
     random.seed(flags.run.seed)
     np.random.seed(flags.run.seed % 2**32)
     torch.manual_seed(flags.run.seed)
-    with flags.telling_origins(), refusing_sizes(f"--task {flags.run.task}: its data", "use fewer data"):
+    with flags.telling_origins(), refusing_sizes(f"--task {flags.run.task}: its data", "use less data"):
         task = _new_task(flags)
         check_task(task)
         splits = task.splits()
@@ -279,7 +279,7 @@ def open_run(
         value, is_best, has_best = strategy.group.on_main(lambda: take_best_beside(source, best, directory, run_id))
         if best is not None and not has_best:
             run.log.say(
-                f"The best checkpoint (epoch {best.epoch}) is missing next to {source}; the best score is reset."
+                f"The best checkpoint (epoch {best.epoch}) is missing next to {source}, so the best score is reset."
             )
             run.progress.best = None
         save(run, value, is_best)

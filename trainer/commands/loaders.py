@@ -82,7 +82,7 @@ def loaders_on_device(task: Task, data_on: str, group: Group) -> dict[str, Batch
     if data_on == "device":
         if stays:
             raise UserError(
-                f"--data-on device: only a trainer.Movable can be moved, unlike {', '.join(stays)}; use --data-on auto"
+                f"--data-on device: needs data of type trainer.Movable, unlike {', '.join(stays)}; use --data-on auto"
             )
         group.together(lambda: _require_memory(needed, free, group.device))
     elif not all(group.gather(needed <= LARGEST_SHARE * free)):
@@ -102,8 +102,8 @@ def data_by_loader(task: Task) -> dict[str, list[KeyedDataset]]:
 def _require_memory(needed: int, free: int, device: torch.device) -> None:
     if needed > free:
         raise UserError(
-            f"--data-on device: the data take {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB of {device} are free; "
-            "use --data-on host"
+            f"--data-on device: the data take {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB of {device} are free"
+            "; use --data-on host"
         )
 
 

@@ -106,7 +106,7 @@ class Workers:
     def add(self, dataset: KeyedDataset, collate: Collate) -> int:
         """Registers a data set and its collate function; returns the data set's number for requests."""
         running = self._processes is not None and has_workers(self._processes)
-        assert not running, "running workers would not see it"
+        assert not running, "running workers would not see the new data set"
         self._batches.sources.append((dataset, collate))
         return len(self._batches.sources) - 1
 

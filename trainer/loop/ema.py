@@ -59,9 +59,9 @@ class ExponentialMovingAverage:
             )
         if len(set(params)) < len(params):
             raise UserError(
-                f"Task.build_optimizers: two phases train a parameter with {type(self._averaging[-1]).__name__}, but "
-                "only one can provide its average; keep it in one phase and choose a non-averaging optimizer for the "
-                "others"
+                "Task.build_optimizers: two phases train a parameter with averaging optimizers, such as "
+                f"{type(self._averaging[-1]).__name__}, but only one can provide its average; choose non-averaging "
+                "optimizers in all phases but one"
             )
 
     @torch.no_grad()

@@ -307,7 +307,7 @@ class GraphedLearner(Learner, Watch):
             with self.strategy.keeping_generators():
                 after, expected = self._moment(gradients), self._named(phase, gradients, sums)
                 if (changed := _first_difference(held, outline(self.objective))) is not None:
-                    raise CannotBeRecorded(f"forward passes change {changed}, which a graph would not change")
+                    raise CannotBeRecorded(f"forward passes change {changed}, but replays of a graph would not")
                 if recording is None:
                     recording = self._recorded(phase, gradients, micro_batch, before)
 
@@ -437,7 +437,7 @@ class GraphedLearner(Learner, Watch):
             gradients.present, gradients.is_attached = gradients.flat.present, True
             if held and (changed := _first_difference(held, outline(self.objective))) is not None:
                 for each in self.params:
-                    self._give_up(each, f"a step replaces {changed}, which a graph would not notice")
+                    self._give_up(each, f"a step replaces {changed}, but a graph would keep its old value")
             return outcome
         for rate, group in zip(self._rates[phase], self._groups(phase), strict=True):
             group["lr"] = self.precision.rate(learning_rate * group.get("lr_scale", 1.0))
@@ -553,7 +553,7 @@ class GraphedLearner(Learner, Watch):
         if sparse_parameters(self.objective):
             return _SPARSE
         changed = [change.path for change in state.changes.values() if not (change.is_buffer and change.in_place)]
-        return f"forward passes change {changed[0]}, which a graph would not change" if changed else None
+        return f"forward passes change {changed[0]}, but replays of a graph would not" if changed else None
 
     def _obstacle_of_update(self, phase: str) -> str | None:
         """Returns why a weight update cannot be captured, or None. Forward and backward may still be captured."""
@@ -563,12 +563,12 @@ class GraphedLearner(Learner, Watch):
             if not can_be_recorded(optimizer):
                 return f"{type(optimizer).__name__} is not a fused Adam, AdamW or SGD without hooks"
         if self.buffers.forward_state.is_active:
-            return "each step copies buffers that forward passes change to new memory"
+            return "forward passes change buffers, which each step copies to new memory"
         return self._problems_of_updates.get(phase)
 
     def _obstacle_of_forwards(self) -> str | None:
         if self.strategy.exchanges_in_forward or self.strategy.num_replicas > 1:
-            return "a forward spans several devices"
+            return "a forward pass spans several devices"
         hooked = hooked_module(self.objective)
         names = [hooked] if hooked is not None else []
         names += [name for name, parameter in self.objective.named_parameters() if has_hooks(parameter)]

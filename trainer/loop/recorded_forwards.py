@@ -78,7 +78,7 @@ class RecordedForwards:
             if self._strategy.places_in_generators() != drawn:
                 raise CannotBeRecorded("forward passes draw from the host's random generators")
             for change in changes():
-                raise CannotBeRecorded(f"forward passes change {change.path}, which a graph would not change")
+                raise CannotBeRecorded(f"forward passes change {change.path}, but replays of a graph would not")
         inputs = self._uploaded(batch)
         with self._strategy.keeping_generators():
             expected, reads = dry_run(lambda: _tensors(net({**inputs})))

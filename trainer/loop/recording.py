@@ -95,7 +95,7 @@ def dry_run(function: Callable[[], T]) -> tuple[T, list[Tensor]]:
     if keeps:  # perhaps a tensor that only the first call creates
         result, reads, keeps = _rehearse_once(function)
     if keeps:
-        raise CannotBeRecorded(f"something keeps a tensor of shape {keeps[0]}, which a graph would overwrite")
+        raise CannotBeRecorded(f"the captured code keeps a tensor of shape {keeps[0]}, which replays would overwrite")
     return result, reads
 
 

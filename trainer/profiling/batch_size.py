@@ -32,7 +32,7 @@ FINEST = 16
 class BatchSizeFlags(MeasuringFlags):
     """Measuring batch sizes"""
 
-    min_batch_size: int = flag(8, "smallest batch size to try; further sizes double it", at_least=1)
+    min_batch_size: int = flag(8, "smallest batch size to try; each further size is twice the one before", at_least=1)
     max_batch_size: int = flag(1024, "largest batch size to try", at_least=1)
     steps: int = flag(20, "optimizer steps per measurement", at_least=1)
     settling_steps: int = flag(3, "untimed warm-up steps before each measurement", at_least=1)

@@ -334,7 +334,7 @@ def test_no_window_spans_a_gap_or_two_trials(load, tmp_path):
     loaded = load(write(tmp_path / "mine.csv", rows, names), channels=("acc",))
     first = loaded.recordings.signals[:, 0, 0].astype(int).tolist()
     assert first == [0, 4, 17, 21, 25, 29, 100, 104, 115, 119]
-    assert "divided at 1 gaps, where the clock jumps by more than 10 of its usual intervals" in " ".join(loaded.remarks)
+    assert "divided at 1 gaps, where the clock jumps by more than 10 times its usual" in " ".join(loaded.remarks)
     assert loaded.rate_hz == pytest.approx(50, abs=2)
 
 
@@ -389,8 +389,8 @@ def test_the_label_is_the_column_that_is_called_so_to_the_letter(load, tmp_path)
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        ({"channels": ("acc_x", "activity")}, r"^--channels activity: is the label in .*mine.csv; leave this column"),
-        ({"channels": ("subject",)}, r"^--channels subject: is the subject in "),
+        ({"channels": ("acc_x", "activity")}, r"^--channels activity: is the label column of .*mine.csv; leave it"),
+        ({"channels": ("subject",)}, r"^--channels subject: is the subject column of "),
         ({"subject_column": "activity"}, r"line 1: activity is both the subject and the label; choose another column "),
     ],
 )

@@ -112,7 +112,7 @@ def test_times_are_those_of_the_clock(tmp_path):
 )
 def test_another_rate_by_the_clock_is_refused(clock, tmp_path):
     path = recorded(tmp_path / "new.csv", [("p", 100)], rate=25.0, names=("time", "subject"), clock=clock)
-    with pytest.raises(UserError, match=r"^--predict .*the clock \(time\) shows 25 rows per second, but .* on 50"):
+    with pytest.raises(UserError, match=r"^--predict .*the clock \(time\) shows 25 rows per second, but .* at 50"):
         read_new_windows(path, ONE)
     path = recorded(path, [("p", 100)], names=("time", "subject"), clock=clock)
     assert len(read_new_windows(path, ONE)) == 19

@@ -78,9 +78,9 @@ SIGNAL = "test/Inertial Signals/body_gyro_y_test.txt"
         (SIGNAL, 2, replace_column(1, b"1e999"), "line 2, column 1: 1e999 is not a finite number"),
         ("train/y_train.txt", 4, lambda line: b"7", "line 4: unknown class label 7 .the classes are 1 to 6."),
         ("train/y_train.txt", 4, lambda line: b"0", "line 4: unknown class label 0"),
-        ("train/y_train.txt", 5, lambda line: b"walking", "line 5: 'walking' is no whole number"),
-        ("test/subject_test.txt", 1, lambda line: b"2.5", "line 1: '2.5' is no whole number"),
-        ("test/subject_test.txt", 1, lambda line: b"9" * 30, "line 1: '9+' is no whole number"),
+        ("train/y_train.txt", 5, lambda line: b"walking", "line 5: 'walking' is not a whole number"),
+        ("test/subject_test.txt", 1, lambda line: b"2.5", "line 1: '2.5' is not a whole number"),
+        ("test/subject_test.txt", 1, lambda line: b"9" * 30, "line 1: '9+' is not a whole number"),
         ("test/subject_test.txt", 1, lambda line: b"3", "subject 3 also has training data"),
     ],
 )

@@ -99,7 +99,7 @@ def test_a_copy_of_the_label_is_kept_with_a_warning(screen) -> None:
     table = screen(**copies)
     assert table.features.names == ("useful", "text", "number")
     for name, note in zip(copies, table.warnings, strict=True):
-        assert note.startswith(f"WARNING: {name} alone determines y") and f"--drop {name!r}" in note
+        assert note.startswith(f"WARNING: the values of {name} match the classes of y") and f"--drop {name!r}" in note
     assert screen(**copies, drop=list(copies)).warnings == ()
 
 
@@ -127,7 +127,7 @@ def test_rows_without_a_label_are_left_out_and_counted(screen) -> None:
 
 def test_a_class_with_one_row_is_noted(screen) -> None:
     table = screen(y=["maybe", *LABELS[1:]])
-    assert noted(table) == {"y": "label: classes with one row, which is never held out: maybe"}
+    assert noted(table) == {"y": "label: classes with a single row, which is never held out: maybe"}
 
 
 def test_classes_are_in_order_of_numbers_or_texts(screen) -> None:

@@ -118,7 +118,7 @@ def test_whether_words_or_symbols_are_scored_is_seen_from_the_vocabulary(written
     assert isinstance(build_scorer(mixed, ["", "a", "b", " "]), WordScorer)
     words = NGram(1, {("THE",): (-1.0, 0.0)})
     for symbols in (["", "t", "h", "e", " "], ["", "the"]):
-        with pytest.raises(ValueError, match="words such as 'THE', which the alphabet, in lower case, cannot spell"):
+        with pytest.raises(ValueError, match="words such as 'THE', which the lower-case alphabet cannot spell"):
             build_scorer(words, symbols)
 
 
