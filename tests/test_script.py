@@ -275,7 +275,7 @@ REFUSED = {
         {"optimizer": torch.optim.LBFGS},
         "fit: optimizer LBFGS needs a closure that evaluates the loss again",
     ),
-    "no optimizer": ({"optimizer": 3}, "fit: optimizer 3: must be a name, such as 'adamw', a class"),
+    "no optimizer": ({"optimizer": 3}, "fit: optimizer 3: must be a class, a functools.partial of a class"),
     "a flag that is none": ({"learning_rate": 0.1}, "learning_rate: no such"),
 }
 

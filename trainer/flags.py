@@ -25,7 +25,7 @@ LOGGERS = ("wandb", "mlflow")
 """Names that `--logger` accepts, in addition to FILE:CLASS."""
 RETIRED = {
     "--hang-timeout-s": "was removed: --dist-timeout-s is the only time limit; leave this flag out",
-    "--straggler-factor": "was removed: ranks slower than 1.3 times the median are reported; leave this flag out",
+    "--straggler-factor": "was removed: ranks over 1.3 times the median time are reported; leave this flag out",
     "--take-over-lock": "was removed: a lock that is not renewed is taken over automatically; leave this flag out",
     "--whole-histories": "was removed: whole histories are used unless --last-items-only is given; leave this flag out",
     "--job-id": "was removed: a lock that is not renewed is taken over automatically; leave this flag out",

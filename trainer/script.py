@@ -225,7 +225,7 @@ def _builder(optimizer: Any, settings: dict[str, Any]) -> Callable[..., torch.op
             f"give the class {name}, or a functools.partial of it with its settings"
         )
     elif not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        problem = f"optimizer {optimizer!r}: must be a name, such as 'adamw', a class, or a functools.partial of one"
+        problem = f"optimizer {optimizer!r}: must be a class, a functools.partial of a class, or a name like 'adamw'"
     elif issubclass(kind, torch.optim.LBFGS):
         problem = "optimizer LBFGS needs a closure that evaluates the loss again, which is not supported; use another"
     elif isinstance(optimizer, partial) and ("lr" in optimizer.keywords or optimizer.args):

@@ -273,7 +273,7 @@ def test_a_best_epoch_of_other_data_does_not_count_beside_scores_on_these(change
     assert "This run is finished" in train(tmp_path, *task, *other, "--epochs", 2)
     assert json.loads((tmp_path / "results.json").read_text())["best"] == before
     out = train(tmp_path, *task, *other, "--epochs", 3, "--lr", 1e-12)  # which is no better
-    assert f"The best checkpoint (epoch {before['epoch']}) was scored on other data; the best score is reset" in out
+    assert f"The best checkpoint (epoch {before['epoch']}) was scored on other data, so the best score is reset" in out
     assert json.loads((tmp_path / "results.json").read_text())["best"]["epoch"] == 3
     assert (tmp_path / "best.pth").samefile(tmp_path / "checkpoint_3.pth")
 

@@ -82,7 +82,7 @@ def test_scaling_warns_of_one_process_on_all_cores(argv, num_threads, warns, sca
     """OMP_NUM_THREADS=1 is as good as --num-threads 1."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     out = scaling_of({1: measured(100), 2: measured(150)}, *argv).out
-    assert ("add --num-threads 1 to compare" in out) == warns
+    assert ("add --num-threads 1 for a fair comparison" in out) == warns
 
 
 @pytest.mark.slow

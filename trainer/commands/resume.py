@@ -113,7 +113,7 @@ def resume(
         epoch = progress.best.epoch
         progress.best, progress.evaluations_since_best = None, 0
         forget_values()
-        notes.append(f"The best checkpoint (epoch {epoch}) was scored on other data; the best score is reset.")
+        notes.append(f"The best checkpoint (epoch {epoch}) was scored on other data, so the best score is reset.")
     return [*notes, *changes.notes_on_start]
 
 
@@ -148,8 +148,8 @@ class Changes:
             )
         if (before := self.then["config"]["--optimizer"]) != optimizer:
             raise UserError(
-                f"--optimizer {optimizer}: the checkpoint was trained with {before}; use that optimizer, or start "
-                "from its weights only, with --init-from and another --save-dir"
+                f"--optimizer {optimizer}: the checkpoint was trained with {before}; use that optimizer, or load "
+                "only the checkpoint's weights, with --init-from and another --save-dir"
             )
         if (before := len(self.then["phase_sizes"])) != num_phases:
             raise UserError(
@@ -172,7 +172,7 @@ class Changes:
         if list(self.then["model"]) != list(names):
             raise UserError(
                 "the model's parameters are in another order than in the checkpoint, so the optimizer state would not "
-                "match; restore the checkpoint's order, or start from the weights only with --init-from"
+                "match; restore the checkpoint's order, or load only its weights with --init-from"
             )
 
     def refuse_other_data(self, source: str, to_train: bool = False) -> None:

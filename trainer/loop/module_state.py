@@ -259,7 +259,7 @@ class _Scripted:
             full = f"{path}.{name}" if path else name
             now = buffers_of(module)[name]
             if now is not buffer:
-                raise UserError(f"{full}: a TorchScript forward replaces this buffer; make it write in place")
+                raise UserError(f"{full}: a TorchScript forward replaces this buffer; write to it in place")
             if not _is_same_content(buffer, copy_):
                 persistent = name not in names_not_persistent(module)
                 changed.append(Change(module, full, name, True, persistent, buffer, now, in_place=True, is_seen=False))

@@ -77,8 +77,8 @@ def load_states(
     if _sizes(saved) != _sizes(own):
         raise UserError(
             f"the optimizers of phase {phase!r} have parameter groups of {_sizes(own)} tensors, the "
-            f"checkpoint's have {_sizes(saved)}; undo the change to the optimizers or their groups, or start "
-            "from its weights only with --init-from"
+            f"checkpoint's have {_sizes(saved)}; undo the change to the optimizers or their groups, or load "
+            "only the checkpoint's weights with --init-from"
         )
     for optimizer, its_saved, its_own in zip(optimizers, saved, own, strict=True):
         _refuse_other_entries(phase, its_saved, its_own, optimizer)
@@ -88,7 +88,7 @@ def load_states(
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
                 f"the {type(optimizer).__name__} of phase {phase!r} cannot load its state from the checkpoint: "
-                f"{reason(error)}; undo the change to the optimizers, or start from its weights only with "
+                f"{reason(error)}; undo the change to the optimizers, or load only its weights with "
                 "--init-from"
             ) from None
         _lay_out_as_parameters(optimizer)
@@ -242,7 +242,7 @@ def _refuse_other_entries(
     own: the optimizer's current `state_dict()`. In PyTorch's optimizers, state tensors must have the shape of their
     parameter, and all parameters of a group must have the same entries; otherwise the first resumed step would fail.
     """
-    advice = "start over with --fresh, or start from its weights with --init-from in another --save-dir"
+    advice = "start over with --fresh, or load only its weights with --init-from in another --save-dir"
     missing = [name for name in own if name not in saved]
     if missing:
         raise UserError(

@@ -45,13 +45,13 @@ class BatchSizeFlags(MeasuringFlags):
 
 def problems(flags: Flags, argv: Sequence[str]) -> list[str]:
     """Returns a message for each training flag that this command refuses. argv: command line as given."""
-    found, advice = [], "batch-size varies the batch size; leave this flag out"
+    found, advice = [], "profiler.py batch-size chooses the sizes; leave this flag out"
     if flags.batch.global_batch_size is not None:
         found.append(f"--global-batch-size {flags.batch.global_batch_size}: {advice}")
     if "--batch-size" in names_given(argv):
         found.append(f"--batch-size {flags.batch.batch_size}: {advice}")
     if flags.multi is not None:
-        found.append("--multi-gpu: batch-size measures one device; leave it out")
+        found.append("--multi-gpu: profiler.py batch-size measures one device; leave the flag out")
     return found
 
 

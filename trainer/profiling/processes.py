@@ -142,4 +142,4 @@ def chosen_gpus(flags: Flags) -> tuple[int, ...]:
 def warn_of_threads(flags: Flags) -> None:
     """Prints a warning if a single process on the CPU uses all cores, which several processes would share."""
     if not chosen_gpus(flags) and flags.devices.num_threads is None and torch.get_num_threads() > 1:
-        print("One process uses all cores, but several processes share them; add --num-threads 1 to compare.")
+        print("One process uses all cores, but several share them; add --num-threads 1 for a fair comparison.")
