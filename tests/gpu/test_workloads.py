@@ -35,6 +35,7 @@ VARIANTS = {
     "seqrec gbce": [*SEQREC, "--loss", "gbce", "--num-negatives", 20, "--no-time"],
     "seqrec sampled": [*SEQREC, "--loss", "sampled", "--num-negatives", 20],
     "seqrec rules": ["--task", "seqrec", "--k-core", 0, "--maxlen", 6, "--model", "rules"],
+    "kgat bpr": [*KGAT, "--loss", "bpr"],
     "kgat deterministic": [*KGAT, "--deterministic"],
     "kgat itemknn": ["--task", "kgat", "--ks", 2, 5, "--model", "itemknn"],
     "speech strings": [*SPEECH, *small_speech.SMALL, "--strings", "1-3"],
