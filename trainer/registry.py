@@ -124,7 +124,7 @@ def _defined_task(name: str) -> type[Task] | None:
 
 
 def is_same_task(one: str, other: str) -> bool:
-    """Returns whether two values of `--task` name the same task; the folders of its files may differ.
+    """Returns whether two values of `--task` name the same task; the folders of their files may differ.
 
     A class from a notebook matches a class of the same name in any file, since it may have been moved to the file.
     """

@@ -328,7 +328,7 @@ class Task(ABC):
         return None
 
     def initialise(self, objective: Objective) -> None:
-        """Initialises a new model from statistics of the training data or from pretrained parts.
+        """Initialises a new model from statistics of the training data or from pretrained modules.
 
         objective: unwrapped, on this process's device. Not called if a checkpoint provides all weights. May raise
         UserError.
@@ -453,7 +453,7 @@ class Task(ABC):
         return len(self.training_data(phase))
 
     def batch_size(self, phase: str, batch_size: int) -> int:
-        """Returns a phase's number of samples per forward on each device; default: batch_size, that is, `--batch-size`.
+        """Returns a phase's number of samples per forward pass on each device. batch_size: `--batch-size`, the default.
 
         A phase with twice the `--batch-size` also has twice the `--global-batch-size`, so `--scale-lr` computes the
         same factor for all phases.

@@ -72,8 +72,8 @@ class Diagnosis:
     def explaining(self) -> Iterator[None]:
         """Context that explains an exception to the user, once for all processes, and raises an exception on each.
 
-        UserError and the user's Ctrl-C pass through; rank 0 also raises another rank's UserError. Any other exception,
-        including SystemExit from the task, becomes a Failure with the exception as its cause.
+        A UserError or the user's Ctrl-C is raised unchanged; rank 0 also raises another rank's UserError. Any other
+        exception, including SystemExit from the task, becomes a Failure with the exception as its cause.
         """
         try:
             yield
@@ -116,7 +116,7 @@ class Diagnosis:
         return ""
 
     def _print(self, failure: Failure, error: BaseException) -> None:
-        """Prints a failure, with the traceback unless its cause is another process or a known condition."""
+        """Prints a failure; adds the traceback only if the cause is an unexpected exception in this process."""
         is_defect = failure.status == EXIT_FAILED and failure.lost is None
         print_error(str(failure), error if is_defect else None)
 
@@ -185,7 +185,7 @@ class GroupDiagnosis(Diagnosis):
             self._report_missed(lambda: self._loss(silent_s, "silence"))
 
     def consider_loss(self) -> None:
-        """Reports that a process of this machine has exited, if no collective has noticed it."""
+        """Reports that a process on this machine has exited, if no failed collective has led to a report."""
         self._report_missed(lambda: self._loss(None, "a process has ended"))
 
     def _report_missed(self, compose: Callable[[], Failure]) -> None:

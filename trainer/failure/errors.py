@@ -24,8 +24,8 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 class Failure(Exception):
     """Raised to end a run after an error in this or another process. The message has already been printed.
 
-    status: the exit status. memory_limit: after an out-of-memory error, batch limits for the next start, as plain
-    values. lost: ranks that exited or do not respond; None if the failure began in this process.
+    status: the exit status. memory_limit: after an out-of-memory error, the new limit on samples per forward pass.
+    lost: ranks that exited or do not respond; None if the failure began in this process.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Failure(Exception):
 
 
 class RestartNeeded(Exception):
-    """Raised after an out-of-memory error in a multi-process run. memory_limit: batch limits for the next start."""
+    """Raised after an out-of-memory error in a multi-process run. memory_limit: as in `Failure`."""
 
     def __init__(self, message: str, memory_limit: Mapping[str, Any]) -> None:
         super().__init__(message)

@@ -57,7 +57,7 @@ class CurrentActivity:
             self.on_border(name)
 
     def wait_for_others(self) -> None:
-        """Reports to `on_border` that the rest of the backward pass waits for other ranks."""
+        """Calls `on_border` with EXCHANGE: from now on the backward pass waits for other ranks."""
         if self.on_border is not None:
             self.on_border(EXCHANGE)
 
@@ -182,7 +182,7 @@ class HeartbeatMonitor:
         return any(not self._store.check([f"closed {rank}"]) for rank in gone)
 
     def _heartbeat_of_next(self) -> bytes:
-        """Returns the next rank's last heartbeat; without one, or after the rank's end, a new value in each call."""
+        """Returns the next rank's last heartbeat; if that rank has sent none or has ended, a new value in each call."""
         rank = (self._rank + 1) % self._world_size
         is_there = self._store.check([f"heartbeat {rank}"]) and not self._store.check([f"closed {rank}"])
         return self._store.get(f"heartbeat {rank}") if is_there else str(time.monotonic()).encode()

@@ -65,7 +65,7 @@ def _pools(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[
 def sharded_batches(
     shard_sizes: np.ndarray | Sequence[int], batch_size: int, seed: int, epoch: int
 ) -> "ShardedBatches":
-    """Returns batches that read a data set shard by shard, with shuffled shards and shuffled samples in each shard.
+    """Returns batches for reading a data set shard by shard, with shuffled shards and shuffled samples in each shard.
 
     Use this order for files that do not fit into memory together: each shard is read once per epoch, and a batch has
     samples of one shard or of consecutive shards. Shuffle samples before writing them to shards, because samples of
@@ -102,7 +102,7 @@ class BatchesOnDemand(Sequence[np.ndarray]):
         return self._batch(range(len(self))[number])
 
     def _batch(self, number: int) -> np.ndarray:
-        """Creates the batch with a number from 0 to len(self) - 1."""
+        """Creates a batch. number: index of the batch, from 0 to len(self) - 1."""
         raise NotImplementedError
 
 

@@ -26,7 +26,7 @@ class WeightedBatch(NamedTuple):
 
 
 def weighted(batch: Batch, is_placeholder: bool = False) -> WeightedBatch:
-    """Returns a batch with its weight. Raises UserError if the weight is negative or not finite."""
+    """Wraps a batch with the sum of its samples' weights. Raises UserError if the sum is negative or not finite."""
     of_samples = batch["weight"].tolist()
     weight = math.fsum(of_samples)
     if not 0 <= weight < math.inf:

@@ -6,9 +6,9 @@ splittable pseudorandom number generators", OOPSLA 2014).
 
 A stream number separates random numbers for different purposes; use a different stream for each purpose.
 
-If the index is a tensor, the results are tensors on the same device. Random words and uniform numbers have the same
-bits as with NumPy. Normal numbers agree only within 1e-6, because devices round differently, so do not base decisions
-on normal numbers.
+If the index is a tensor, the results are tensors on the same device. Tensors and NumPy arrays contain the same random
+words and uniform numbers, bit for bit. Normal numbers may differ by up to 1e-6, because devices round differently, so
+do not base decisions on normal numbers.
 """
 
 import math

@@ -55,7 +55,7 @@ class SampleKeys:
     placeholder: whether this is a placeholder batch, whose samples do not count. A process without samples runs a
         placeholder batch, because every process must run the same number of micro-batches.
     progress: completed fraction of the run in [0, 1), equal for all samples of a step; 0 in evaluation.
-    few_lengths: whether `padded_length` rounds up to few lengths; set by loaders for a GPU.
+    few_lengths: whether `padded_length` rounds up to one of a few fixed lengths; set by loaders for a GPU.
     """
 
     index: np.ndarray
@@ -68,9 +68,9 @@ class SampleKeys:
     def padded_length(self, longest: int, step: int = 16) -> int:
         """Returns the length to which samples of a batch are padded, at least `longest`.
 
-        On a CPU the result is `longest`, because padding costs time. On a GPU the result is one of few lengths, so that
-        steps can be replayed as CUDA graphs. These lengths are multiples of `step` up to 16 * step, then eight lengths
-        per doubling. Padding adds at most an eighth to lengths of 8 * step or more. step: at least 1.
+        On a CPU the result is `longest`, because padding costs time. On a GPU the result is one of a few fixed lengths,
+        so that steps can be replayed as CUDA graphs: multiples of `step` up to 16 * step, then eight lengths per
+        doubling. Padding adds at most an eighth to lengths of 8 * step or more. step: at least 1.
         """
         if not self.few_lengths:
             return int(longest)
@@ -143,7 +143,7 @@ def split_global_batch(
 
 
 def evaluation_keys(num_samples: int, shard: tuple[int, int], batch_size: int) -> Iterator[SampleKeys]:
-    """Yields the keys of a process's evaluation batches. Processes get equally many batches; samples count once."""
+    """Yields the keys of a process's evaluation batches; all processes get equally many, counting placeholders."""
     step = batch_size * shard[1]
     for start in range(0, num_samples, step):
         samples = np.arange(start, min(start + step, num_samples))

@@ -76,8 +76,8 @@ class Place(NamedTuple):
 class _Reader:
     """An iterator over a stream, with the samples read from it.
 
-    begun_at, position: numbers of the first and the next sample to read. kept: samples, by number, that the current
-    batch or another batch of the step may need. last: samples of the last batch. places: points to restart from.
+    begun_at, position: numbers of the first sample read and of the next to read. kept: samples, by number, that the
+    current batch or another batch of the step may need. last: samples of the last batch. places: restart points.
     """
 
     epoch: int
@@ -94,8 +94,8 @@ class _Reader:
     def note_place(self) -> None:
         """Records the stream's state if the stream has one and `STATE_EVERY_S` seconds have passed.
 
-        Skips the state before the first sample, which may still be the state at the end of an earlier epoch. Raises
-        UserError for a state of unsupported type.
+        Records no state before the first sample, because the stream may still have its state from the end of an
+        earlier epoch. Raises UserError for a state of unsupported type.
         """
         is_due = self.position > self.begun_at and time.monotonic() - self.asked_at >= STATE_EVERY_S
         if not (is_due and hasattr(self.source, "state_dict")):
@@ -109,7 +109,7 @@ class _Reader:
 
 @dataclass(eq=False)
 class KeyedStream(KeyedItems):
-    """Data set over a stream. Each phase has a reader, which reads forward; earlier samples need a new reader."""
+    """Data set over a stream. Each phase has a reader that only reads forward; earlier samples require a new reader."""
 
     make_iterator: Callable[..., Iterable[Any]]
     num_samples: int
@@ -121,7 +121,7 @@ class KeyedStream(KeyedItems):
 
     @cached_property
     def begins(self) -> dict[int, Place]:
-        """Points, by phase, from which streams restart; other streams restart at their first sample."""
+        """Restart points by phase; the stream of a phase without a restart point restarts at its first sample."""
         return {}
 
     def __post_init__(self) -> None:
@@ -137,7 +137,7 @@ class KeyedStream(KeyedItems):
             return self.named(self._collated(items))
 
     def _place(self, epoch: int, samples: int) -> tuple[int, int]:
-        """Returns the epoch whose stream has a sample (0 if epochs share it), and the sample's number in the stream."""
+        """Returns the epoch of a sample's stream (0 if epochs share one), and the sample's number in that stream."""
         return (epoch, samples) if self._by_epoch else (0, epoch * self.num_samples + samples)
 
     def _read(self, phase: int, epoch: int, numbers: list[int], is_placeholder: bool) -> list[Any]:
@@ -173,7 +173,7 @@ class KeyedStream(KeyedItems):
         return _Reader(epoch, place.position, source, iter(source), place.position)
 
     def _go_on(self, reader: _Reader, first: int, end: int) -> None:
-        """Reads samples to number `end` - 1, and keeps them from `first` on. Raises UserError if the stream ends."""
+        """Reads up to sample `end` - 1, and keeps samples from `first` on. Raises UserError if the stream ends."""
         while reader.position < end:
             numbers = np.arange(reader.position, min(end, reader.position + READ_AT_ONCE))
             for seeds in random_bits(self.seed, reader.epoch, numbers, 3).tolist():
@@ -210,7 +210,7 @@ class KeyedStream(KeyedItems):
         self.readers.pop(phase, None)
 
     def num_read_again(self, phase: int, epoch: int, samples: int) -> int:
-        """Returns how many samples a resume must read again to reach a sample of an epoch."""
+        """Returns how many samples a resumed run must read again before it can continue at a sample of an epoch."""
         place = self.place_before(phase, epoch, samples)
         return self._place(epoch, samples)[1] - (place.position if place else 0)
 

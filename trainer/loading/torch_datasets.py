@@ -105,7 +105,7 @@ def _iterable(where: str) -> str:
 
 @dataclass(eq=False)
 class KeyedItems:
-    """Base class of data sets that make batches with named parts from items. source: name of the items in messages."""
+    """Base class of data sets that collate items into dictionaries. source: the name of the data in messages."""
 
     source: str
     collate: Callable[[list[Any]], Any]
@@ -175,7 +175,7 @@ class _KeyedTensors(Movable):
 
 
 def _of_arrays(arrays: Mapping[str, Any]) -> _KeyedTensors:
-    """Returns a data set of arrays by name. Raises UserError for values that are not arrays of equal length."""
+    """Makes a data set from a dictionary of arrays. Raises UserError for values that are not arrays of equal length."""
     try:
         tensors = {name: torch.as_tensor(array) for name, array in arrays.items()}
         (length,) = {len(tensor) for tensor in tensors.values()}
@@ -188,7 +188,7 @@ def _of_arrays(arrays: Mapping[str, Any]) -> _KeyedTensors:
 
 
 def _tensors_of(dataset: Any) -> tuple[Tensor, ...] | None:
-    """Returns the tensors of a TensorDataset, the copied rows of its Subset, or None for other data sets."""
+    """Returns the tensors of a TensorDataset, copies of the rows in a Subset of one, or None for other data sets."""
     if type(dataset) is TensorDataset:
         return dataset.tensors
     whole = _tensors_of(dataset.dataset) if type(dataset) is Subset else None

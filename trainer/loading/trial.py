@@ -1,4 +1,4 @@
-"""Measures whether worker processes save time, and whether they can share the data."""
+"""Measures whether worker processes save time, and finds changes of the data that workers would not see."""
 
 import io
 import pickle

@@ -70,9 +70,9 @@ class Workers:
     """Makes batches for loaders, in this process or in worker processes.
 
     num_workers: number of worker processes, started on first use or by `start`; with 0, this process makes batches.
-    for_gpu: whether to pin batches and to pad them to few lengths (see `SampleKeys.padded_length`). on_trial: whether
-    this process makes the first training batches, and times them. Workers then take over if they save time and can
-    share the data, and if their batches fit into `room` bytes of shared memory; otherwise the workers are ended.
+    for_gpu: whether to pin batches and pad them to a few fixed lengths (see `SampleKeys.padded_length`). on_trial:
+    whether this process makes the first training batches, and times them. Workers then take over if they save time, the
+    data has not changed, and batches fit into `room` bytes of shared memory; otherwise the workers are ended.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Workers:
     def load(self, number: int, keys: Iterable[SampleKeys], trains: bool, ahead: bool) -> Iterator[Batch]:
         """Returns an iterator over batches of a data set, in the order of keys.
 
-        number: from `add`. trains: whether a trial times the batches. ahead: whether only idle workers may start them.
+        number: from `add`. trains: whether a trial times batches. ahead: whether only idle workers may make batches.
         """
         keys = map(self.completed, keys) if self._for_gpu else keys
         if self._processes is None:
@@ -137,7 +137,7 @@ class Workers:
         return stream
 
     def next_of(self, stream: "BatchStream") -> Batch:
-        """Returns a stream's next batch. Raises StopIteration at the stream's end, or the error of making the batch."""
+        """Returns a stream's next batch. Raises StopIteration at the end, or the error that making the batch raised."""
         own = ref(stream)
         while not stream.arrived and own in self._asked:
             self._receive()
@@ -234,7 +234,7 @@ class Workers:
             self._prime()
 
     def _may_ask(self) -> bool:
-        """Returns whether workers make batches; ends workers of `--num-workers auto` that cannot share the data."""
+        """Returns whether workers make batches; ends workers of `--num-workers auto` if data may have changed."""
         if self._processes is None or self.on_trial:
             return False
         if self._at_start is None:
@@ -289,7 +289,7 @@ class BatchLoader:
         self._number = self._workers.add(dataset, collate)
 
     def __call__(self, keys: Iterable[SampleKeys], ahead: bool = False) -> Iterator[Batch]:
-        """Returns an iterator over batches. ahead: whether only idle workers may start them."""
+        """Returns an iterator over batches. ahead: whether only idle workers may make batches."""
         return self._workers.load(self._number, keys, self._trains, ahead)
 
     def one(self, keys: SampleKeys) -> Batch:
@@ -312,6 +312,6 @@ def _depend_on_the_trainer(worker_id: int) -> None:
 
 
 def _leave(error: Exception, batch: object) -> None:
-    """Ends a worker that cannot send a batch, for lack of file descriptors, say; the trainer notices the exit."""
+    """Ends a worker that cannot send a batch, for example without file descriptors; the trainer notices the exit."""
     traceback.print_exception(error)
     os._exit(1)

@@ -88,7 +88,7 @@ class Progress(ProgressBar):
 
 
 class Table:
-    """Table of numbers, printed row by row; a new column repeats the header.
+    """Table of numbers, printed row by row; the header is printed again before a row with a new column.
 
     heading: heading of the first column, padded to the column's width. write: prints a line.
     """
@@ -134,5 +134,5 @@ class SummaryTable:
 
 
 def of_headline(metrics: Mapping[str, float], headline: Sequence[str]) -> dict[str, float]:
-    """Returns the metrics in a headline, which names metrics without the split; all metrics if no name matches."""
+    """Returns the metrics whose names, without the split, are in `headline`; all metrics if no name matches."""
     return {name: value for name, value in metrics.items() if name.rpartition("/")[2] in headline} or dict(metrics)

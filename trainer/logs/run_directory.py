@@ -94,7 +94,7 @@ class RunDirectoryLogger(Logger):
     def _final_scores(self, record: Record) -> None:
         """Logs a finished run's scores as text and, with all flags, in TensorBoard's table of hyperparameters.
 
-        As scalars, scores would become plots with a single point.
+        If they were logged as scalars, each score would become a plot with a single point.
         """
         rows = [f"| {name} | {value:.5g} |" for name, value in record.values.items()]
         self.text("scores", "\n".join(["| metric | at the end |", "| --- | --- |", *rows]), record.step)
@@ -125,7 +125,7 @@ class RunDirectoryLogger(Logger):
 def _truncated(path: Path, step: int, last_report: int) -> IO[str]:
     """Opens metrics.jsonl for appending; drops final scores, damaged lines, and records after the resumed checkpoint.
 
-    step: completed steps of the checkpoint. last_report: last step of an epoch or evaluation to keep, from `LoggedRun`.
+    step: completed steps of the checkpoint. last_report: step of the last epoch or evaluation record to keep.
     """
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:

@@ -75,8 +75,8 @@ class RunLog:
     def start_segment(self, position: Position, epochs: int | None, num_samples: int, consumed: int) -> None:
         """Opens the progress bar of an epoch, at its start and after each report within the epoch.
 
-        epochs: epochs of the run; None if its length is in steps. num_samples: samples of the epoch. consumed: samples
-        of the epoch that are already trained on.
+        epochs: epochs of the run; None if its length is in steps. num_samples: samples of the epoch. consumed: number
+        of samples that this epoch has already trained on.
         """
         self._segment_started = time.monotonic()
         self._segment_samples = 0

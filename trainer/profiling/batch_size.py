@@ -1,9 +1,9 @@
 """Finds the largest batch size that fits on this device, and the fastest batch size.
 
 Doubles the batch size until it does not fit in memory (or reaches --max-batch-size or all training samples), then
-bisects to find the limit within 1/16. Each size trains with the trainer's own loop; --save-dir is not used. On the CPU
-only --max-batch-size limits the search. The fastest batch size may not train best: a larger batch size usually needs
-another learning rate (see --scale-lr).
+bisects until the limit is known to within 1/16. Each size is measured in the trainer's own training loop; --save-dir
+is not used. On the CPU, memory does not limit the search. The fastest batch size may not train best: a larger batch
+size usually needs another learning rate (see --scale-lr).
 
 examples:
   python profiler.py batch-size                                    the default task on its built-in data
@@ -96,7 +96,7 @@ def profile_batch_sizes(flags: Flags, argv: Sequence[str], strategy: Strategy) -
 
 
 def search(fits: Callable[[int], bool], smallest: int, most: int) -> tuple[int | None, bool]:
-    """Returns the largest size that fits (None if none does), and whether a larger size does not fit.
+    """Returns the largest size that fits (None if none does), and whether any tried size did not fit.
 
     fits: function that tries a size. smallest: the first size to try, at most `most`. most: the largest size to try.
     """

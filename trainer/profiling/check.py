@@ -64,7 +64,7 @@ class CheckFlags(FlagGroup):
         return [*DeviceFlags(self.device).problems(), *self.multi().problems()]
 
     def multi(self) -> MultiDeviceFlags:
-        """Returns the multi-device flags of training with these values."""
+        """Converts this command's flags to the multi-device flags of training."""
         return MultiDeviceFlags(forms.USUAL, self.gpu_ids, self.nproc, self.backend, self.dist_timeout_s)
 
 

@@ -63,7 +63,7 @@ def main(argv: Sequence[str], environment: RankEnvironment | None = None, tasks:
 
 
 def identified(rank: RankEnvironment | None, multi: MultiDeviceFlags) -> tuple[RankEnvironment | None, list[str]]:
-    """Returns this process's rank environment (None for a single process), and problems. rank: None to detect it."""
+    """Returns this process's rank environment (None for a single process), and errors. rank: None to detect it."""
     return read_rank_environment(os.environ, multi) if rank is None else (rank, [])
 
 

@@ -88,8 +88,8 @@ class MeasuredRun:
     def train(self, num_steps: int) -> int:
         """Trains for `num_steps` optimizer steps; returns the number of samples over all processes.
 
-        Uses the real training loop with shortened epochs. If there are several phases, each trains for `num_steps`
-        steps. Raises UserError if training diverges.
+        Uses the real training loop with shortened epochs. If there are several phases, trains each for at most
+        `num_steps` steps. Raises UserError if training diverges.
         """
         run = self.run
         whole = run.plan
@@ -190,7 +190,7 @@ class MeasuredRun:
 
 
 def measure_run(flags: Flags, argv: Sequence[str], strategy: Strategy) -> dict[str, Any]:
-    """Opens a run, and returns the results of `MeasuredRun.measure` with the numbers of steps that flags choose."""
+    """Opens a run, measures as many steps as the flags request, and returns the results of `MeasuredRun.measure`."""
     with opened(flags, argv, strategy, quiet=True) as run:
         return MeasuredRun(run).measure(flags.tool.steps, flags.tool.settling_steps)
 

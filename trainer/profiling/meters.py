@@ -47,7 +47,7 @@ class Timer:
 
 
 def forget_peak(*devices: torch.device) -> None:
-    """Resets the peak that `peak_memory_mib` returns to the memory in use now."""
+    """Makes `peak_memory_mib` return the peak since this call."""
     gpus = [device for device in devices if device.type == "cuda"]
     for gpu in gpus:
         torch.cuda.reset_peak_memory_stats(gpu)

@@ -35,9 +35,9 @@ class PerformanceProfiler:
         profiler.run_full_profile("profile.json")
 
     loader: iterable of batches; at most `MOST_BATCHES` are read. A batch is a tensor; a mapping of tensors, for which
-    the model returns a mapping with "loss"; or (inputs, targets), with a function `loss(output, targets)`. Dim 0 is the
-    batch dimension. Without a loss, the sum of the output is the loss. device: device to measure on; default: the
-    model's device. repeats: number of measurements, after `warm_up` measurements that do not count.
+    the model returns a mapping with "loss"; or (inputs, targets). Dim 0 is the batch dimension. loss: function of the
+    output and the targets; default: the model's "loss" or else the sum of its output. device: device to measure on;
+    default: the model's device. repeats: number of measurements, after `warm_up` measurements that do not count.
 
     Results are plain dictionaries with units in their keys. Times are reported as median, 10th and 90th percentile; on
     a GPU they are measured with CUDA events. Each call restores the model (device, modes, gradients, buffers) and the
@@ -76,7 +76,7 @@ class PerformanceProfiler:
     def profile_backward_pass(self) -> Results:
         """Measures `backward_ms_*` of the backward pass, and `forward_backward_ms_*` of forward, loss and backward.
 
-        Also returns `samples_per_second`, `peak_memory_mib`, the first `loss`, and `batch_size`.
+        Also returns `samples_per_second`, `peak_memory_mib`, `loss` (of the first batch), and `batch_size`.
         """
         with self._measuring() as batches:
             return {**self._train(batches)["float32"], "batch_size": _mean_size(batches)}
@@ -191,8 +191,8 @@ class PerformanceProfiler:
         return _speed(timer, batches, name, rate)
 
     def _train(self, batches: Sequence[Any], precisions: Sequence[str] = ("float32",)) -> Results:
-        """Measures forward and backward in several precisions in turn. Returns by precision `forward_backward_ms_*`,
-        `backward_ms_*`, `samples_per_second`, `peak_memory_mib` and the first `loss`.
+        """Measures forward and backward, alternating between precisions. Returns by precision `forward_backward_ms_*`,
+        `backward_ms_*`, `samples_per_second`, `peak_memory_mib` and `loss` (of the first batch).
         """
         gpus = [self._device] if self._device.type == "cuda" else []
         timers = {name: Timer(self._device, self.warm_up) for name in precisions}
@@ -224,7 +224,7 @@ class PerformanceProfiler:
 def compare_amp_performance(model: nn.Module, loader: Iterable[Any], *args: Any, **options: Any) -> Results:
     """Compares forward and backward in the model's own precision, under bf16 autocast and, on a GPU, fp16 autocast.
 
-    Measures the precisions in turn, so that changes of the machine's speed affect all of them. Returns by precision
+    Alternates between the precisions, so that changes of the machine's speed affect all of them. Returns by precision
     `forward_backward_ms_*`, `samples_per_second` and `peak_memory_mib`, and for autocast `speedup` over "float32" and
     `loss_relative_difference` on the first batch. Takes the arguments of `PerformanceProfiler`.
     """
@@ -232,7 +232,7 @@ def compare_amp_performance(model: nn.Module, loader: Iterable[Any], *args: Any,
 
 
 def _speed(timer: Timer, batches: Sequence[Any], name: str, rate: str) -> Results:
-    """Returns `{name}_ms_*`, and under the key `rate` the samples per second of the median duration."""
+    """Returns `{name}_ms_*`, and the samples per second at the median duration. rate: key of the samples per second."""
     durations = spread(f"{name}_", timer.milliseconds(name))
     return {**durations, rate: 1e3 * _mean_size(batches) / durations[f"{name}_ms_median"]}
 
@@ -299,7 +299,7 @@ def _training_loss(model: nn.Module, batch: Any, loss: LossFunction | None) -> T
 
 @contextmanager
 def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Moves the model without gradients to the device; restores the model and random number generators at the end."""
+    """Clears gradients and moves the model to the device; at the end restores the model and random generators."""
     home = _device_of(model)
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(p, p.grad) for p in model.parameters()]

@@ -60,7 +60,7 @@ class PhaseClock:
         return result
 
     def stop(self) -> np.ndarray:
-        """Waits for the device, and returns the milliseconds since creation, by step (rows) and phase (columns).
+        """Waits for the device; returns the time since creation in ms, divided into steps (rows) and phases (columns).
 
         A step lasts until the next step starts. The wait for a step's data counts towards this step, although the data
         are fetched during the previous step.
