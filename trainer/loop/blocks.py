@@ -93,8 +93,8 @@ def _not_alike(what: str, why: str) -> UserError:
 class _Recomputed(nn.Module):
     """Mixin that wraps calls of a block in `checkpoint`; `recompute` derives a class from it for each block.
 
-    The mixin overrides `__call__`, so that recomputation includes hooks and compiled code. A `forward` set on the
-    instance would fail in DataParallel, because its replicas would call the method of the original block.
+    The mixin overrides `__call__`, so that recomputation includes hooks and compiled code. A `forward` assigned to a
+    block's instance would fail in DataParallel, whose replicas would call the original block's `forward`.
     """
 
     path: ClassVar[str] = ""
@@ -178,7 +178,7 @@ class _AsFound(AbstractContextManager[None]):
 def compile_units(units: Sequence[nn.Module]) -> None:
     """Marks modules for compilation at their next call, with dynamic shapes.
 
-    With dynamic shapes the compiled code depends only on the first call. A resumed run makes the same first call as an
+    With dynamic shapes, only the first call determines the compiled code. A resumed run makes the same first call as an
     uninterrupted run, and therefore computes the same results.
     """
     set_up_compiler(_MOST_VERSIONS)

@@ -28,9 +28,9 @@ class Buffers:
     """Synchronises running statistics and other state that forward passes change; undoes the changes of skipped steps.
 
     A forward updates running statistics before the gradients are known to be finite, and a NaN in the statistics would
-    be permanent. After each step the statistics are equal on all processes, so a checkpoint may follow any step.
+    be permanent. After each step the statistics are equal on all processes, so any step's state can be saved.
 
-    forward_state: other state that forward passes change. is_active: whether forward passes change any state.
+    forward_state: state that forwards change, except running statistics. is_active: whether forwards change any state.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -271,7 +271,7 @@ class ForwardState:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Context in which forward and backward change copies of the state, for a batch whose samples do not count.
+        """Context in which the forward and backward of a placeholder batch change only copies of the state.
 
         Numbers and strings keep their new values, so that counters are equal on all processes. Local buffers keep
         their new values, because they may depend on a counter.
@@ -353,7 +353,7 @@ class ForwardState:
         }
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Loads a result of `saved`; skips buffers whose shape differs, for example because a flag changed."""
+        """Loads buffers that `saved` returned; skips buffers whose shape differs, as after a change of flags."""
         own = self.saved()
         for path, value in saved.items():
             if path in own and own[path].shape == value.shape:

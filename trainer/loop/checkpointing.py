@@ -34,7 +34,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
 
     value: value of the monitored metric, or None without validation. All processes must call this function. Raises
     UserError if the model differs between processes, or if the previous checkpoint could not be written. If the disk
-    was full, logs a message instead.
+    was full, only logs a message.
     """
     strategy, learner, progress = run.strategy, run.learner, run.progress
     for watch in run.watches:
@@ -69,7 +69,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
 def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progress, learning_rate: float) -> None:
     """Raises UnfitState if the state after a phase's first step cannot be saved; writes nothing.
 
-    outline: the newly built model's tensors. learning_rate: value of `--lr`. All processes must call this function.
+    outline: the built model's dtypes and shapes. learning_rate: value of `--lr`. All processes must call this function.
     """
     group.activity.enter("saving")
 
@@ -99,9 +99,9 @@ def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progr
 
 
 def refuse_another_model(weights: Mapping[str, Tensor], outline: Outline, step: int) -> None:
-    """Raises UnfitState if tensors have been added, removed or reshaped since the model was built.
+    """Raises UnfitState if the names, shapes or dtypes of the model's tensors have changed since it was built.
 
-    A resume could not load the changed model. outline: the newly built model's tensors. step: completed optimizer
+    A resume could not load the changed model. outline: the built model's dtypes and shapes. step: completed optimizer
     steps.
     """
     now = {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}

@@ -56,7 +56,7 @@ def check_signatures(own: object, base: type) -> None:
 
 
 def check_task(task: Task) -> None:
-    """Checks a task's attributes and data sets before a model is built. Raises UserError if one is invalid."""
+    """Checks a task's attributes and data sets before a model is built. Raises UserError if any is invalid."""
     check_signatures(task, Task)
     name, phases, turns = type(task).__name__, task.phases, task.turns
     are_names = isinstance(phases, tuple | list) and all(isinstance(phase, str) for phase in phases)

@@ -48,7 +48,7 @@ class ExponentialMovingAverage:
     def leave_to(self, optimizers: Sequence[Optimizer]) -> None:
         """Uses the averages of optimizers that average weights themselves.
 
-        Raises UserError if an optimizer does so and decay > 0, or if two such optimizers share a parameter.
+        Raises UserError if decay > 0 and an optimizer averages weights, or if two such optimizers share a parameter.
         """
         self._averaging = [optimizer for optimizer in optimizers if keeps_average(optimizer)]
         params = _params_of(self._averaging)
@@ -133,7 +133,7 @@ class ExponentialMovingAverage:
 
 
 def keeps_average(optimizer: Optimizer) -> bool:
-    """Returns whether an optimizer can average weights itself, with `eval()`, and restore them, with `train()`."""
+    """Returns whether an optimizer has `eval()`, to load averaged weights, and `train()`, to load raw weights."""
     return all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
 
 

@@ -1,4 +1,4 @@
-"""Evaluates the model, draws pictures and starts epochs."""
+"""Evaluates the model, and calls the task's methods for metrics, pictures and epochs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack

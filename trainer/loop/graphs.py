@@ -78,7 +78,7 @@ class Recording(NamedTuple):
 class Gradients:
     """One phase's gradients, in flat buffers that CUDA graphs write to.
 
-    present: whether each parameter has a gradient. is_attached: whether each parameter's `grad` is up to date.
+    present: whether each parameter has a gradient. is_attached: whether each parameter's `grad` agrees with `present`.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], flat: FlatGradients) -> None:
@@ -87,7 +87,7 @@ class Gradients:
         self.present, self.is_attached = self._none, True
 
     def begin(self) -> None:
-        """Clears the gradients, before a step's first micro-batch and after its update."""
+        """Clears the gradients before the first micro-batch of a step and after the update."""
         if self.is_attached and any(self.present):
             self.flat.attach(self._none)
         self.present, self.is_attached = self._none, True
@@ -480,7 +480,7 @@ class GraphedLearner(Learner, Watch):
         return [group for optimizer in self.optimizers[phase] for group in optimizer.param_groups]
 
     def _may_replace(self, key: Key, phase: str) -> bool:
-        """Returns whether an update may replace module tensors; an optimizer does so in its first steps or never."""
+        """Returns whether an update may replace model tensors; optimizers do so in their first steps, if at all."""
         self._num_looks[key] += 1
         is_own = type(self.objective).after_step is not Objective.after_step
         return is_own or (self._obstacle_of_update(phase) is not None and self._num_looks[key] < 5)

@@ -126,11 +126,11 @@ class JointLearner(Learner, Watch):
         key: tuple[int, ...],
         parts: Sequence[Rows],
     ) -> Callable[[Rows], Sums]:
-        """Returns a function to call with each forward's outputs; its loss backpropagates the joint loss's gradients.
+        """Returns a function from a forward's outputs to sums whose loss backpropagates the joint loss's gradients.
 
         parts: outputs of each micro-batch. num_samples: samples in each micro-batch, 0 for a placeholder batch. The
-        loss of the last call also backpropagates to parameters that the joint loss uses directly. Only the last call
-        returns nonzero sums.
+        loss from the function's last call also backpropagates to parameters that the joint loss uses directly. Only
+        this call returns nonzero sums.
         """
         counted = [part for part, num in zip(parts, num_samples, strict=True) if num] or parts[:1]
         kinds = [kinds_of(part) for part in counted]

@@ -74,9 +74,9 @@ def check_sums(
 
 
 class _Clock:
-    """Limits the check's CPU time, which does not depend on other load on the machine.
+    """Limits the check's CPU time, which, unlike elapsed time, does not depend on other load.
 
-    first_s: CPU seconds of a first forward. All processes must call `allows`, and rank 0 decides.
+    first_s: CPU seconds of a first forward. All processes must call `allows`, whose result rank 0 decides.
     """
 
     def __init__(self, group: Group, has_limit: bool, first_s: float) -> None:
@@ -146,7 +146,7 @@ def _of_mode(
 
 
 def _joint_mean(where: str, num_samples: int, whole: Sums, parts: Sequence[Sums], twice: Sums) -> list[str]:
-    """Returns a message if a joint loss looks like a mean over samples; not an error, because the loss may be a sum."""
+    """Returns a message if a joint loss looks like a mean over samples; raises no error, because it may be a sum."""
     loss, double, in_halves = (float(sums["loss"]) for sums in (whole, twice, _added(parts)))
     if not (0 < MORE_IN_HALVES * loss < in_halves and double < LESS_TWICE * loss):
         return []

@@ -181,7 +181,7 @@ class Lockstep(Watch):
         }  # fmt: skip
 
     def _sides(self, hashes: Sequence[int]) -> list[list[int]]:
-        """Returns groups of ranks with equal hashes, smallest first, for the first shard whose hashes differ, or []."""
+        """Groups ranks by hash, smallest group first, for the first shard whose hashes differ; [] if none differ."""
         for part in range(self._strategy.shard_size):
             ranks = range(part, len(hashes), self._strategy.shard_size)
             if len({hashes[rank] for rank in ranks}) > 1:

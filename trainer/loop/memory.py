@@ -119,7 +119,7 @@ class MemoryGuard:
         return resplit(micro_batches, self.splits[phase].micro_batch_size)
 
     def require_hope(self, error: RuntimeError) -> None:
-        """Re-raises a step's error unless memory ran out. Raises UserError if smaller micro-batches cannot help."""
+        """Re-raises errors other than out-of-memory errors. Raises UserError if smaller micro-batches cannot help."""
         if not lacks_memory(error):
             raise error
         if self._strategy.group.activity.name == OPTIMIZER:
@@ -173,7 +173,7 @@ class MemoryGuard:
             self._directory.write_json(MEMORY, asdict(self.limit))
 
     def _hopeless(self, what: str, advice: str = "a smaller --batch-size cannot help") -> UserError:
-        """Returns the error for a model that is too large. Its message states the model's size without activations."""
+        """Returns the error for a model too large for memory. Its message states the memory use without activations."""
         rank, world_size = self._strategy.group.rank, self._strategy.group.world_size
         where = f"rank {rank} of {world_size} is " if world_size > 1 else ""
         trained = {p for params in self._learner.params.values() for p in params}

@@ -124,13 +124,13 @@ def outline_of(value: Any, most: int = _LARGEST_OUTLINED) -> Any:
 
 
 class References:
-    """Values that dictionary entries had at construction, held by reference."""
+    """Stores references to the values of dictionary entries, to restore them."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self.entries = [(owner, name, owner.get(name, ABSENT)) for owner, name in entries]
 
     def write(self, instead: Callable[[Any], Any] = lambda value: value) -> None:
-        """Writes the values back to the entries. instead: maps each stored value to the value to write."""
+        """Writes the stored values to the dictionary entries. instead: maps each stored value to the value to write."""
         for owner, name, value in self.entries:
             if value is ABSENT:
                 owner.pop(name, None)
@@ -139,7 +139,7 @@ class References:
 
 
 class State(References):
-    """Values that dictionary entries had at construction, with copies of their tensors, arrays and containers."""
+    """Stores the values of dictionary entries, and copies of their tensors, arrays and containers, to restore them."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         super().__init__(entries)
@@ -151,7 +151,7 @@ class State(References):
         return self.copies.get(id(value), (value, value))[1]
 
     def put_back(self) -> None:
-        """Restores the entries, and the content of all tensors, arrays and containers."""
+        """Restores the dictionary entries, and the contents of their tensors, arrays and containers."""
         originals = {id(twin): original for original, twin in self.copies.values()}
         for original, twin in self.copies.values():
             if isinstance(original, Tensor):
@@ -169,7 +169,7 @@ class State(References):
 
 
 class WholeState(State):
-    """State of the buffers and attributes of a module and its submodules; `write` also deletes new ones."""
+    """Stores the buffers and attributes of a module and its submodules; `write` also deletes later additions."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = [
@@ -278,7 +278,7 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
 
 
 class _Comparison:
-    """Finds buffers and attributes that forward passes have changed since construction. state: the original values."""
+    """Finds buffers and attributes that forward passes have changed. state: the values before the forward passes."""
 
     def __init__(self, state: WholeState) -> None:
         self._state = state

@@ -167,7 +167,7 @@ def _unknown_setting(learning: LearningFlags, optimizers: Sequence[Optimizer]) -
 
 
 def _problem_of_own(own: Any, groups: Sequence[ParamGroup], lr: float) -> str | None:
-    """Returns an error message if `own`, from `Task.build_optimizers`, does not fit `groups` and `lr`, or else None."""
+    """Returns an error message if a task's optimizers are invalid, or else None. lr: their required learning rate."""
     if not isinstance(own, Sequence) or not all(isinstance(optimizer, Optimizer) for optimizer in own):
         return f"must return a list of torch.optim.Optimizer, or None to use --optimizer, not {type(own).__name__}"
     for optimizer in own:

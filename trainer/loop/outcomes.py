@@ -1,6 +1,6 @@
 """Stops the run, or reports a skipped step, when a loss or gradient is not finite (`--on-nonfinite`).
 
-`Precision.step` ensures that no process updates weights in such a step.
+`Precision.step` ensures that no process updates weights in a non-finite step.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +23,8 @@ class StepOutcomes(Watch):
 
     advice: text for error messages, naming flags that can prevent divergence.
 
-    On the CPU, each step is checked at once. On a GPU, results are copied to the host in groups of `GROUP_SIZE` steps.
-    A group is read when the next group is full, so that all processes handle a result at the same step.
+    On the CPU, each step is checked immediately. On a GPU, results are copied to the host in groups of `GROUP_SIZE`
+    steps. A group is read when the next group is full, so that all processes handle a result at the same step.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ class PartBuffers(Buffers):
     """Updates buffers with `--parts`: the forward of every part starts from the state before the step.
 
     A step changes running statistics by the mean of the parts' changes, weighted by their numbers of samples. It adds
-    the number of parts with samples to the counters. Other state that forward passes change comes from part 0.
+    the number of parts with samples to the counters. All other state that forward passes change is taken from part 0.
     """
 
     def keep(self) -> None:
@@ -158,7 +158,7 @@ class PartBuffers(Buffers):
 
 
 class PartTotals(Totals):
-    """Sums over the samples of each part of this process, as (parts, ...) tensors; adds up the parts only when read.
+    """Stores the sums of each part of this process as (parts, ...) tensors; adds the sums of the parts only when read.
 
     own: indices of this process's parts. rows: initial sums, (parts, ...) by name.
     """
@@ -169,7 +169,7 @@ class PartTotals(Totals):
         self._waiting: list[tuple[Sums, float]] = []
 
     def add(self, sums: Sums, weight: Any, applied: bool | Tensor = True) -> None:
-        """Adds the sums of all parts or of one part. weight: number of loss terms; for all parts, a list."""
+        """Adds the sums of all parts or of one part. weight: number of loss terms; for all parts, one number each."""
         if isinstance(weight, list):
             weights = [weight[part] for part in self._own]
         else:

@@ -202,7 +202,7 @@ class Plan:
         return self.eval_every_steps is not None and num_steps % self.eval_every_steps == 0
 
     def logs_after(self, num_steps: int, step: PlannedStep, interval: int) -> bool:
-        """Returns whether to log step `num_steps`: one per `interval` or, if phases take turns, one of each phase."""
+        """Returns whether to log a step: of each `interval` steps, one or, if phases take turns, one per phase."""
         is_last_of_turn = step.after.turn == 0
         return num_steps >= interval and num_steps % interval < (sum(self.turns) or 1) and is_last_of_turn
 
@@ -253,7 +253,7 @@ class Plan:
             consumed = 0
 
     def _in_turns(self, position: Position) -> Iterator[PlannedStep]:
-        """Yields steps of alternating phases until the first phase has used its data and the others end their turns.
+        """Yields steps of alternating phases until the first phase's data is used up and the other turns are complete.
 
         The other phases cycle through their own data, and use the learning rate of the first phase's latest step.
         """

@@ -70,7 +70,7 @@ class Precision:
         run_backward((loss,), (self.start(loss, factor),))
 
     def start(self, loss: Tensor, factor: float | Tensor) -> Tensor:
-        """Returns the initial gradient for the backward of loss * factor, times the gradient scale.
+        """Returns the initial gradient for the backward of the loss: `factor` times the gradient scale.
 
         The initial gradient is NaN if the loss is not finite, so that all processes see NaN after the gradient
         exchange. Raises UserError if the loss does not require a gradient.

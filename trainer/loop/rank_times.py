@@ -1,4 +1,4 @@
-"""Measures the time per step in which a process does not wait for other processes, and reports slow ranks."""
+"""Measures each process's time per step, without waits for other processes, and reports slow ranks."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -79,7 +79,7 @@ class RankTimes(Watch):
         return table.ravel().tolist()
 
     def judge(self, times: np.ndarray) -> list[str]:
-        """Returns messages about ranks that have become slow. times: (ranks, activities) seconds in this interval."""
+        """Returns messages about ranks that have become slow. times: seconds in this interval, (ranks, activities)."""
         self._reports.append(times)
         reports = np.stack(self._reports)
         slow = [rank for rank in slow_ranks(reports[..., : len(OWN)], SLOW_FACTOR) if rank not in self._named]
@@ -105,8 +105,8 @@ class RankTimes(Watch):
 def slow_ranks(own: np.ndarray, factor: float) -> list[int]:
     """Returns the ranks whose total time exceeds `factor` times the median over ranks in every interval.
 
-    own: (intervals, ranks, activities) seconds. For an even number of ranks, the median is the smaller of the two
-    middle values, so that the slower of two ranks is found.
+    own: seconds without waits for other ranks, (intervals, ranks, activities). For an even number of ranks, the median
+    is the smaller of the two middle values, so that the slower of two ranks is found.
     """
     seconds = own.sum(2)
     usual = np.quantile(seconds, 0.5, axis=1, method="lower", keepdims=True)

@@ -71,7 +71,7 @@ class RecordedForwards:
         return _replayed(recording, batch)
 
     def _recorded(self, net: nn.Module, batch: Batch) -> RecordedForward:
-        """Captures a forward after a dry run. Raises RuntimeError if the capture fails or differs from the dry run."""
+        """Captures a forward after a dry run. Raises RuntimeError if the capture fails or changes the results."""
         drawn = self._strategy.places_in_generators()
         with self._strategy.keeping_generators(), leaving_no_trace(self._objective) as changes:
             net(self._uploaded(batch))

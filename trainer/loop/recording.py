@@ -180,7 +180,7 @@ def _without_collecting() -> Iterator[None]:
 
 
 class Recordings(OrderedDict[Any, R]):
-    """Maps input signatures to graphs, at most `most` of them.
+    """Maps input signatures to graphs, and keeps at most `most` graphs.
 
     left_out: signatures for which no graph is captured, because memory was short or an earlier graph was dropped.
     """
@@ -255,8 +255,8 @@ def difference(
     """Returns the name of a value that differs from the expected value beyond rounding, or None.
 
     replayed: replays the graph and returns the values. The tolerance grows with the difference between replays, which
-    comes from nondeterministic sums. All replays use the same numbers from the host, so an outdated number does not
-    widen the tolerance. rounding: maximum tolerance, relative to a tensor's largest absolute value.
+    comes from nondeterministic sums. A number computed on the host is constant in a graph, so an outdated number does
+    not widen the tolerance. rounding: maximum tolerance, relative to a tensor's largest absolute value.
     """
     if expected.keys() != found.keys():
         return min(expected.keys() ^ found.keys())

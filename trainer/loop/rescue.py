@@ -220,7 +220,7 @@ def _copied(
 
 
 def _own(progress: Progress, lacks_totals: bool) -> tuple[Progress, dict[str, dict[str, Tensor]]]:
-    """Returns the progress and the totals (metric sums), both restricted to this process's samples.
+    """Returns the progress and the totals (metric sums), both counting only this process's samples.
 
     lacks_totals: whether to drop the totals. On a GPU, totals may include unfinished steps; with `--parts`, they lack
     the parts of other ranks.

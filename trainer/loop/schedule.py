@@ -13,7 +13,7 @@ WSD_DECAY_SHARE = 0.2
 
 
 def lr_factor(progress: float, warmup: float, total: float, floor: float, schedule: str = "cosine") -> float:
-    """Returns the factor on the peak learning rate: linear warm-up, then the schedule.
+    """Returns the factor that multiplies the peak learning rate: linear warm-up, then the schedule.
 
     progress, warmup, total: in the same unit, 0 <= progress <= total. floor: final factor in [0, 1], which "constant"
     ignores. "plateau" equals "constant" in this function, because only `LearningRate` reduces the rate.
@@ -38,7 +38,7 @@ def lr_factor(progress: float, warmup: float, total: float, floor: float, schedu
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Learning rate of a run. peak, floor: highest and final rate. warmup, total: lengths in epochs or in steps.
+    """Learning rate of a run. peak: highest rate. floor: final rate. warmup, total: lengths in epochs or in steps.
 
     factor_of_step: `Task.lr_factor`, which can replace the schedule. num_steps: optimizer steps of the run. drop:
     factor by which "plateau" reduces the rate. patience: evaluations without improvement before each reduction.

@@ -22,7 +22,7 @@ class Totals:
     """Running sums over this process's samples, by name; the sum "weight" is the number of loss terms.
 
     A sum that a batch or a process lacks counts as zero. `add` stores tensors, and sums them only every `FOLD_EVERY`
-    calls. It never waits for the device.
+    calls. `add` never waits for the device.
     """
 
     def __init__(self, sums: Mapping[str, Tensor] | None = None) -> None:
@@ -152,7 +152,7 @@ def add_sums(sums: Sums, part: Mapping[str, Tensor]) -> None:
 
 
 def share_of(reduced: Mapping[str, Tensor], group: Group) -> Totals:
-    """Returns totals that add up to the reduced sums: the sums themselves on rank 0, zeros on other ranks."""
+    """Returns totals whose sum over all ranks is `reduced`: `reduced` on rank 0, zeros on other ranks."""
     share = 1 if group.is_main else 0
     return Totals({name: (value * share).to(group.device) for name, value in reduced.items()})
 

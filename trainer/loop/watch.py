@@ -65,7 +65,7 @@ class Watch:
         """Called when a step reaches `place`, and again if the step is retried after an out-of-memory error."""
 
     def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
-        """Called after a step, which `progress` already includes. record: the step, or None if it had no loss terms."""
+        """Called after a step, when `progress` already counts it. record: the step, or None if it had no loss terms."""
 
     def settle(self, log: Log) -> None:
         """Waits for the device, and reports on all finished steps."""

@@ -145,7 +145,7 @@ def evaluation_batches(
 def agree_ahead(
     work: Iterable[T], group: Group, stop: StopRequest, clock: Callable[[], tuple[bool, bool]] | None = None
 ) -> Iterator[tuple[T, Agreed]]:
-    """Yields each accumulation window or evaluation batch with values that all processes have summed.
+    """Yields each accumulation window or evaluation batch with values summed over all processes.
 
     clock: returns, on rank 0, whether time is up and whether a checkpoint is due. Raises StopRequested once any process
     was asked to stop, and TimeIsUp once time is up.

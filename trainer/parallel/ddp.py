@@ -74,7 +74,7 @@ class Distributed(Strategy):
                 tensor.copy_(whole)
 
     def _refuse_others(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises UserError on all ranks if tensors differ in name, shape or dtype between ranks; gloo would crash."""
+        """Raises UserError on all ranks if tensors differ between ranks in name, shape or dtype, which crashes gloo."""
         own = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
         every = self.group.gather(own)
         for rank, others in enumerate(every):

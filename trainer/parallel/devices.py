@@ -127,7 +127,7 @@ class DeviceQueue:
         return float(end - start)
 
     def drain(self, within_s: float) -> None:
-        """Waits for the device to complete its work, up to `within_s` seconds, as a collective may never complete."""
+        """Waits up to `within_s` seconds for the device to finish its work, because a collective may never complete."""
 
     @contextmanager
     def aside(self) -> Iterator[None]:

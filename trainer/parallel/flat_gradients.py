@@ -14,8 +14,8 @@ NOTHING = -0.0
 class FlatGradients:
     """Gradients of parameters in flat buffers, one buffer per dtype.
 
-    A process may lack some gradients. Each buffer is followed by the numbers of processes that have each gradient.
-    Only a process that lacks a gradient reads these numbers, and therefore waits for its device.
+    A process may lack some gradients. Each buffer is followed by one count per gradient: how many processes have it.
+    Only a process that lacks a gradient reads the counts, and therefore waits for its device.
 
     params: the same parameters in the same order on all processes. flat: the one-dimensional buffers.
     """

@@ -1,8 +1,8 @@
 """Trains with `torch.distributed.fsdp.fully_shard`, which shards parameters, gradients and optimizer states.
 
 Each block in `Task.blocks` is sharded as a unit; the other parameters form the root unit. A unit's parameters are
-gathered for its forward and backward, and its gradients are reduce-scattered, so few units are unsharded at a time.
-Other modules import this module lazily, because the import takes seconds.
+gathered for its forward and backward, and its gradients are reduce-scattered, so that only a few units are unsharded at
+a time. Other modules import this module lazily, because the import takes seconds.
 """
 
 import weakref
@@ -37,8 +37,8 @@ class Sharded(Distributed):
 
     Collectives use the dtype of the parameters, because mixed precision is left to autocast, as in other strategies.
 
-    shard_size: number of processes that share one copy of the model; must divide the number of processes, which is the
-    default. reshards: whether to free a block's gathered parameters between its forward and its backward.
+    shard_size: number of processes that share one copy of the model; must divide the number of processes (the default).
+    reshards: whether to free a block's gathered parameters between its forward and its backward.
     """
 
     name = "Fully sharded"

@@ -145,7 +145,7 @@ class Group:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def can_replace_rank0(self, lost: Sequence[int], has_state: bool) -> bool:
-        """Returns whether this process is rank 0, or can save after a failure in place of rank 0, which has exited.
+        """Returns whether this process may save after a failure: as rank 0, or in place of an exited rank 0.
 
         lost: ranks that have exited or do not respond; lost ranks on this machine are killed, because a suspended
         process would keep its locks. has_state: whether this process holds the full state. May wait until rank 0 exits.

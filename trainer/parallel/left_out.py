@@ -59,7 +59,7 @@ class LeftOut:
     def agree(self, params: Sequence[Tensor], group: Group) -> None:
         """Removes, after a step's last backward, gradients of parameters that no process used.
 
-        Every process sends which parameters it used; only a process with an unused parameter waits for the result.
+        Processes exchange which parameters they used; only a process with an unused parameter waits for the result.
 
         params: parameters trained in the step.
         """
@@ -143,7 +143,7 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _needing_gradient(values: Any) -> Any:
-    """Makes one value require a gradient, so that the backward reduces a block's gradients when it reaches this value.
+    """Makes one input of a block require a gradient, so that the backward reduces the block's gradients at this input.
 
     Otherwise PyTorch would reduce the block's gradients at the end of the backward, with the root unit.
     """
@@ -151,7 +151,7 @@ def _needing_gradient(values: Any) -> Any:
 
 
 def _passed_through(blocks: Sequence[Any], values: Any) -> Any:
-    """Passes one value through the blocks' hooks. Raises UserError if no value can have a gradient."""
+    """Passes one floating-point tensor through the blocks' hooks. Raises UserError if `values` has no such tensor."""
 
     def passed(value: Tensor) -> Tensor:
         for block in blocks:

@@ -31,7 +31,7 @@ def remember_settings(optimizer: torch.optim.Optimizer) -> None:
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns an optimizer's `state_dict()`, encoded for a checkpoint; `CHANGED` lists each group's changed settings.
+    """Returns an optimizer's `state_dict()`, encoded for a checkpoint; `CHANGED` in a group lists its changed settings.
 
     Omits unchanged settings that a checkpoint cannot store; a resumed run takes them from its new optimizer.
     """
@@ -95,7 +95,7 @@ def load_states(
 
 
 def _with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a saved state with current settings, except its learning rate and the settings listed under `CHANGED`."""
+    """Returns a saved state with current settings, but the saved learning rate and the saved settings in `CHANGED`."""
     kept = (
         {name: group[name] for name in ("params", "lr", *group.get(CHANGED, ()))} for group in saved["param_groups"]
     )

@@ -323,7 +323,7 @@ class ProcessGroup(Group):
 def sum_of_neighbours(values: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
     """Sums tensors in a binary tree: neighbours, then neighbouring pairs, and so on.
 
-    values: a power-of-two number of tensors. out: receives the sum of several values; may be one of the values.
+    values: a power-of-two number of tensors. out: receives the sum of two or more values; may be one of the values.
     """
     while len(values) > 2:
         values = [one + other for one, other in zip(values[::2], values[1::2], strict=True)]

@@ -67,7 +67,7 @@ def _claim_rank(store: dist.Store, environment: RankEnvironment, deadline: float
 
 
 def _until(deadline: float) -> timedelta:
-    """Returns the time until the deadline, but at least one second, so that existing entries can still be read."""
+    """Returns the time until the deadline, but at least one second, so that the store's entries can still be read."""
     return timedelta(seconds=max(1.0, deadline - time.monotonic()))
 
 

@@ -39,7 +39,7 @@ def gather(rows: Tensor) -> Gathered:
 
     rows: of shape (B, ...), one row per sample of the batch. All processes must call this function the same number of
     times. Each row receives gradients from the losses of all processes. A process without samples adds no rows, and its
-    loss does not count. In eval mode, or without gradients, the function returns the batch's own rows.
+    loss is ignored. In eval mode, or without gradients, the function returns the batch's own rows.
 
     Raises UserError in a step of several micro-batches, with `--parts`, and with `--multi-gpu dp`.
     """

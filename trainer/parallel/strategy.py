@@ -31,14 +31,14 @@ _SIX_NUMBERS = struct.Struct("<6q")
 class Strategy:
     """Places the model on devices, sums its gradients over them, and assembles its state for checkpoints.
 
-    This base class is for a single process, whose devices each hold the whole model. The training loop
-    calls `seed_dropout`, `to_device` and the wrapped module for each micro-batch, runs backwards within
-    `gradient_sync`, and calls `exchange` once after the last backward. Before `exchange`, a gradient covers this
-    process's samples, or has been reduced during the backward. After `exchange`, a gradient covers the global batch,
-    and is bitwise equal on every process that has the gradient.
+    This base class is for a single process, whose devices each hold the whole model. The training loop calls
+    `seed_dropout`, `to_device` and the wrapped module for each micro-batch, runs backwards within `gradient_sync`, and
+    calls `exchange` once after the last backward. Before `exchange`, a gradient covers only this process's samples,
+    unless the backward has already reduced it. After `exchange`, a gradient covers the global batch, and is bitwise
+    equal on every process that has the gradient.
 
     group: the processes of the run.
-    num_parts: value of `--parts`, a multiple of the number of processes; both are powers of two. 0 without `--parts`.
+    num_parts: 0, or value of `--parts`: a power of two, at least the number of processes (also a power of two).
     gradient_divisor: number by which summed gradients are divided; the loss is multiplied by this number beforehand.
     overlaps: whether gradients are summed over processes during a step's last backward.
     exchanges_in_forward: whether forwards run collectives, so that all processes must run the same number of forwards.
@@ -114,7 +114,7 @@ class Strategy:
         return objective
 
     def wrap(self, net: nn.Module) -> nn.Module:
-        """Wraps the module for a training phase. Before the call, freeze parameters that the phase does not train."""
+        """Wraps the module for a training phase. The caller first freezes parameters that the phase does not train."""
         return net
 
     def evaluation_module(self, net: nn.Module) -> nn.Module:
@@ -166,7 +166,7 @@ class Strategy:
         Python's and NumPy's generators are only seeded if `draws_on_host`, because seeding them is slow.
 
         key: five numbers; the last is the index of the micro-batch. With `--parts`, the part's index in the global
-        batch replaces this last number, and the hash omits rank and device. same_everywhere: omit rank and device.
+        batch replaces this last number, and the hash omits rank and device. same_everywhere: whether to omit both.
         """
         if self.num_parts and not same_everywhere:
             key, same_everywhere = (*key[:-1], self.shards[key[-1]][0]), True
@@ -211,7 +211,7 @@ class Strategy:
         """
 
     def flat_gradients(self, params: Sequence[Tensor]) -> FlatGradients:
-        """Returns flat buffers for the gradients of params; if `exchange` uses flat buffers, it sums these buffers."""
+        """Returns flat buffers for the gradients of params: the buffers that `exchange` sums, if it uses any."""
         return FlatGradients(params)
 
     def build_buckets(self, net: nn.Module) -> None:
@@ -231,7 +231,7 @@ class Strategy:
         return value
 
     def sync_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Broadcasts rank 0's tensors in place, such as buffers before evaluating and saving.
+        """Broadcasts rank 0's tensors in place; used for buffers before evaluations and saves.
 
         All processes must call this method, and raise UserError if their tensors differ in name, shape or dtype.
         """
