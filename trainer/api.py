@@ -1,4 +1,4 @@
-"""Trains from Python: `fit` takes a task or model and settings, and returns the metrics and the run.
+"""Trains from Python: `fit` takes settings and either a task or a model; it returns the metrics and the run.
 
 Settings are command-line flags, and run directories have the same format as on the command line.
 """
@@ -104,7 +104,7 @@ class SavedRun:
 
         The model runs in eval mode, on a GPU if there is one. dataset: as for `fit`; its items may lack trailing
         elements, such as labels. outputs: maps the model and a batch to a tensor (B, ...); default: the model applied
-        to the batch's first tensor. batch_size: samples per forward. Raises UserError, for example if `fit` got a task.
+        to the batch's first tensor. batch_size: samples per forward. Raises UserError for runs of fit(task, ...).
         """
         if self.task is None or not issubclass(self.task, Script):
             raise UserError(f"{self.path}: predict() supports only runs of fit(model, ...); run main.py with --predict")
@@ -137,11 +137,11 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
 
         metrics, run = trainer.fit(Net(), train, loss, val=val, names=("x", "y"), epochs=10, lr=1e-3)
 
-    model: `fit` trains a copy. train, val, test: torch data sets or DataLoaders; a DataLoader provides its data set,
-    batch_size, drop_last, num_workers and collate_fn. loss: maps the model and a batch to a tensor (B,), one number per
-    sample, or to a dictionary of tensors (B,): "loss" is minimised, and the other entries are metrics. Samples may have
-    an element "weight", their number of loss terms; sums are divided by the total weight. names, collate: as in
-    `from_dataset`. optimizer: a value of `--optimizer`, a class, or a functools.partial of a class without lr.
+    model: `fit` trains a copy of it. train, val, test: torch data sets or DataLoaders; of a DataLoader, only its data
+    set, batch_size, drop_last, num_workers and collate_fn are used. loss: maps the model and a batch to a tensor (B,),
+    one number per sample, or to a dictionary of tensors (B,): "loss" is minimised, and the other entries are metrics. A
+    sample may have an element "weight", its number of loss terms; sums are divided by the total weight. names, collate:
+    as in `from_dataset`. optimizer: a value of `--optimizer`, a class, or a functools.partial of a class without lr.
 
     Under a launcher such as torchrun, all processes call `fit` and train together. Without a launcher,
     `multi_gpu="ddp"` starts processes that import the task's class, or run the script again up to this call.
@@ -198,7 +198,7 @@ def load(run_directory: str | Path, task: type[Task] | None = None) -> nn.Module
 
 
 def _task_of(task: Any, script: Sequence[Any], settings: dict[str, Any]) -> type[Task]:
-    """Returns the task class for the first argument of `fit`; removes arguments that are not flags from `settings`."""
+    """Returns the task class for the first argument of `fit`; removes from `settings` what is not a flag."""
     if isinstance(task, nn.Module):
         if len(script) != 2:
             raise UserError("fit(model, train, loss): with a model, pass training data and a loss")
@@ -210,7 +210,7 @@ def _task_of(task: Any, script: Sequence[Any], settings: dict[str, Any]) -> type
 
 
 def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[str], list[str], bool]:
-    """Returns the settings as a command line, their problems, and whether they request several devices."""
+    """Returns the settings as a command line, problems with them, and whether they request several devices."""
     if not (isinstance(task, type) and issubclass(task, Task)):
         raise UserError(f"fit: {task!r}: must be a subclass of trainer.Task, the name of a task, or an nn.Module")
     given = {name: value for name, value in settings.items() if value is not None}
@@ -278,7 +278,7 @@ def _run_script_again(multi: MultiDeviceFlags, device: str, argv: Sequence[str],
 
 
 class _Rank(NamedTuple):
-    """Rank of this process in a run that its parent started. number: index of the `fit` call that trains, from 0."""
+    """Rank of this process in a run that its parent started. number: zero-based index of the `fit` call that trains."""
 
     number: int
     argv: Sequence[str]
@@ -330,8 +330,8 @@ def _main_in_own_session(
 ) -> int:
     """Calls `run_process` in a session that Ctrl-C does not reach.
 
-    A terminal or notebook server sends Ctrl-C to the whole process group, and the parent forwards it. Two signals would
-    end the process at once, without saving.
+    A terminal or notebook server sends Ctrl-C to the whole process group, and the parent forwards it. If both
+    signals arrived, the second would end the process at once, without saving.
     """
     os.setsid()
     return run_process(argv, several_devices, environment, task_type)
@@ -382,7 +382,7 @@ def process_restored(wait_s: float = 0.0) -> Iterator[None]:
 
 
 def _tf32_of_cudnn() -> list[tuple[Any, str]]:
-    """Returns (module, attribute) of cuDNN's TF32 switch, or in torch 2.9 of its two settings if they differ."""
+    """Returns (module, attribute) of each TF32 setting of cuDNN: two if convolutions and RNNs differ, otherwise one."""
     cudnn: Any = torch.backends.cudnn
     try:
         _ = cudnn.allow_tf32

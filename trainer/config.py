@@ -153,7 +153,7 @@ class Option:
         vars(self).update(field.metadata)
 
     def has_effect(self, values: Mapping[str, Any], known: Mapping[str, "Option"]) -> bool:
-        """Returns whether the flags that this flag `needs` have such values. values, known: by field."""
+        """Returns whether the flags in `needs` let this flag have an effect. values, known: by field."""
         return all(
             owners is None or choice not in known or values.get(choice, known[choice].default) in (None, *owners)
             for choice, owners in self.needs.items()
@@ -530,7 +530,7 @@ def _help_text(option: Option, default: Any, is_whole: bool) -> str:
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Help formatter that shows a value for every flag except switches, although argparse treats values as optional."""
+    """Help formatter that shows values without brackets, although argparse treats these values as optional."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28)

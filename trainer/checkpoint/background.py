@@ -20,9 +20,9 @@ def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None, pinn
     NumPy scalars become Python scalars, because torch cannot load them with `weights_only=True`. A task may return such
     scalars unintentionally, since `np.float64` is a subclass of float.
 
-    reusable: an older snapshot whose memory the copy overwrites, which is several times faster than allocation. pinned:
-    whether to copy from a GPU to pinned memory, with one wait for all tensors. If False, or if the system lacks pinned
-    memory, copies use pageable memory, which is slower.
+    reusable: an older snapshot; the copy overwrites its memory, since allocating new memory takes several times longer.
+    pinned: whether to copy tensors on a GPU to pinned memory. If False, or if the system lacks pinned memory, they are
+    copied to pageable memory, which is slower.
     """
     buffers = defaultdict(list)
     for buffer in tensors_of(reusable):

@@ -1,8 +1,8 @@
 """Saves and loads the checkpoints of a run directory, and never deletes the last intact checkpoint.
 
-A checkpoint is written to a temporary file and flushed to disk. Then `manifest.json`, which lists the
-checkpoint with its checksum and training position, is replaced and flushed, and the file gets its final name. If the
-process is killed at any point, the directory contains either the old or the new state.
+A checkpoint is written to a temporary file and flushed to disk. Then `manifest.json`, which lists the checkpoint with
+its checksum and training position, is replaced and flushed, and the temporary file gets its final name. If the process
+is killed at any point, the directory contains either the old or the new state.
 """
 
 import itertools

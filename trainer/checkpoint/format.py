@@ -239,7 +239,7 @@ def brief(value: Any) -> str:
 
 
 def first_schema_error(kinds: Iterable[Kind], value: Any) -> str | None:
-    """Returns the first error that `kinds` find in a value read from a file; None if it is valid."""
+    """Returns the error of the first of `kinds` that rejects a value from a file; None if the value is valid."""
     try:
         for kind in kinds:
             kind("", value)
@@ -278,7 +278,7 @@ class Saved:
 
 
 def saved(kind: Kind, default: Any = MISSING, *, make: Any = MISSING, **more: Any) -> Any:
-    """Declares a dataclass field that checkpoints contain. make: default factory. more: attributes of `Saved`."""
+    """Declares a dataclass field that checkpoints contain. make: default factory. more: other attributes of `Saved`."""
     value = default if make is MISSING else make()
     return field(
         default=default, default_factory=make, metadata={"saved": Saved(kind, default=_plain_entry(value), **more)}
@@ -324,12 +324,12 @@ class SavedProgress:
 
     evaluations_since_best: evaluations since the best score, for early stopping. last_report: completed optimizer steps
     at the last report of metrics, after an evaluation or epoch. train_seconds: seconds of training, evaluation and
-    saving in all starts, up to the last call of `read_clock`. reported: already logged sums of loss and weight over all
-    processes, by phase. samples: number of samples in the totals (sums of metrics since the last report) of all
-    processes. misses_samples: whether totals are incomplete because a process was lost. skipped_steps: optimizer steps
-    skipped because a loss or gradient was not finite. skipped_in_a_row: the last skipped step, and the number of
-    consecutive skipped steps up to it. rate_drops: how often `--schedule plateau` has lowered the learning rate.
-    task_state: last result of `Task.after_validation`.
+    saving in all starts, up to the last call of `read_clock`. reported: by phase, the sums of loss and weight that
+    were logged last, over all processes. samples: number of samples in the totals (sums of metrics since the last
+    report) of all processes. misses_samples: whether totals are incomplete because a process was lost. skipped_steps:
+    optimizer steps skipped because a loss or gradient was not finite. skipped_in_a_row: the last skipped step, and the
+    number of consecutive skipped steps up to it. rate_drops: how often `--schedule plateau` has lowered the learning
+    rate. task_state: last result of `Task.after_validation`.
     """
 
     position: Position = saved(_POSITION, Position(), read=lambda value: Position(**value))

@@ -5,7 +5,7 @@ lock when the process ends. Some network file systems do not share kernel locks 
 therefore names the holder, which renews the file's timestamp. A process that finds another machine's `lock` takes it
 over if the timestamp does not change for `STALE_S` seconds.
 
-A suspended old holder may wake up later, and must not write while the new holder does (fencing). Files are written
+A suspended old holder may wake up later, and must then not write to the folder (fencing). Files are written
 under temporary names with the holder's token, and a holder reads `lock` again before it renames a file. A new holder
 first writes its name into `lock`, then renames or deletes temporary files, so an old holder suspended between reading
 and renaming finds no file to rename. A holder also reads `lock` before it deletes a file; if it is suspended in
@@ -61,7 +61,7 @@ class Writer:
         temporary.rename(path)
 
     def require(self) -> None:
-        """Raises LockTaken or OSError if this process may not change the folder."""
+        """Raises LockTaken or OSError if this process must not change the folder."""
 
     def delete(self, path: Path) -> None:
         self.require()
@@ -198,7 +198,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _read(path: Path) -> Holder:
-    """Reads a lock file; `Holder("")` if it is empty, invalid or missing. Raises OSError if it cannot be read."""
+    """Reads a lock file; `Holder("")` if it is empty, invalid or missing. Raises OSError if the file cannot be read."""
     try:
         who, *lines = read_whole(path, MOST_RECORD).decode(errors="replace").splitlines() or [""]
     except FileNotFoundError:

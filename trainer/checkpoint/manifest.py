@@ -1,4 +1,4 @@
-"""Manifest of a run directory: lists checkpoints without opening them, evicts old checkpoints, updates links.
+"""Reads and writes the manifest, which lists a run's checkpoints; evicts old checkpoints and updates links.
 
 This module also reads the other JSON files of a run directory. All these files are replaced atomically.
 """
@@ -214,7 +214,7 @@ def link(name: Path, file: Path, writer: Writer) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """How many of the newest (0: all) and the best checkpoints to keep. mode: "max" if larger values are better."""
+    """How many newest (0: all) and how many best checkpoints to keep. mode: "max" if larger values are better."""
 
     newest: int
     best: int = 1

@@ -22,7 +22,7 @@ from trainer.loading.order import Position
 class TrainedRun:
     """Loaded checkpoint of a run. label: plural noun for the weights in messages. folder: the checkpoint's folder.
 
-    comes_with_task: whether the weights are pretrained weights of the task, which other flags and data may use.
+    comes_with_task: whether these are pretrained weights of the task; other flags and data may be used with them.
     remarks: sentences for the user about the choice of weights.
     """
 
@@ -87,7 +87,7 @@ def find_settings(folder: Path, of_best: bool) -> tuple[str, dict[str, Any]] | N
 
 
 def _best_first(entries: Sequence[Entry]) -> list[Entry]:
-    """Sorts checkpoints for loading: checkpoints that were the best when saved, then others; both newest first."""
+    """Lists the checkpoints that were the best when saved, newest first, and then the others, newest first."""
     return sorted(reversed(entries), key=lambda entry: not entry.best)
 
 
@@ -123,7 +123,7 @@ class WeightComparison:
 
 
 def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> WeightComparison:
-    """Compares weights with a model's weights by name, shape and dtype; ignores a prefix of all names in `weights`."""
+    """Compares weights with a model's by name, shape and dtype; ignores a prefix that all names in `weights` share."""
     own = model.state_dict()
     found = _without_prefix(weights, own)
     unlike = {

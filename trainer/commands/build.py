@@ -173,7 +173,7 @@ def build_task(flags: Flags) -> Task:
 
 
 def _new_task(flags: Flags) -> Task:
-    """Creates the task. Raises UserError if its constructor reads a config field that it does not define."""
+    """Creates the task. Raises UserError if the task's constructor reads a field that its `Config` lacks."""
     assert flags.task_type is not None
     try:
         return flags.task_type(flags.task, flags.run.seed, flags.run.cache_dir)
@@ -343,8 +343,8 @@ def prepare_training(
 ) -> float:
     """Wraps the model for the run's devices and builds the optimizers, for each phase.
 
-    All processes must call it with identical weights. orders: sample order of each phase. Returns the CPU time of the
-    slowest first forward, in seconds. Raises UserError if a method of the task returns an invalid result.
+    All processes must call it with identical weights. orders: sample order of each phase. Returns the CPU time in
+    seconds of a trial forward (maximum over phases). Raises UserError if a method of the task gives an invalid result.
     """
     check_same_parameters(learner.objective, strategy.group, f"--task {flags.run.task}")
     with strategy.unsharded(learner.objective):

@@ -107,7 +107,7 @@ def _best_weights(directory: RunDirectory) -> dict[str, Any]:
 
 
 def better_can_be_scored(directory: RunDirectory, results: Mapping[str, Any]) -> bool:
-    """Returns whether the best checkpoint is readable, but the test scores in results.json are of the last weights."""
+    """Returns whether results.json contains test scores of the last weights although the best weights can be loaded."""
     weights = results.get("weights")
     missed = isinstance(weights, dict) and weights.get("is_best") is False and results.get("scored") == "test"
     return missed and directory.load_best() is not None
@@ -152,7 +152,7 @@ def evaluate_only(flags: Flags, task: Task, strategy: Strategy) -> None:
 
 
 def _kept(folder: Path, scored: Mapping[str, Any]) -> str:
-    """Appends a line to scores.jsonl; returns a sentence that names the file, or a disk error."""
+    """Appends a line to scores.jsonl; returns a sentence that names the file or describes the disk error."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / SCORES).open("a", encoding="utf-8") as file:

@@ -72,7 +72,7 @@ def export_model(flags: Flags, strategy: Strategy) -> None:
 
 
 def example_batches(task: Task) -> Iterator[Batch]:
-    """Yields batches of fixed random samples from a validation, test or training set, as contiguous tensors.
+    """Yields batches of contiguous tensors: samples of a validation, test or training set, drawn with a fixed seed.
 
     An exported program assumes the memory layout of the inputs it was traced with.
     """
@@ -87,7 +87,7 @@ def example_batches(task: Task) -> Iterator[Batch]:
 
 
 def recorded_call(task: Task, objective: Objective, batch: Batch) -> Exported:
-    """Records the first call of `model` in the objective's forward. Raises UserError if there is none."""
+    """Records the first call of `model` in the objective's forward. Raises UserError if it does not call `model`."""
     model, calls = objective.model, []
 
     def record(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:

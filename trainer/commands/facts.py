@@ -44,7 +44,7 @@ def describe_environment(strategy: Strategy) -> dict[str, Any]:
 
 
 def facts_of_data(task: Task) -> dict[str, Any]:
-    """Returns the result of `Task.describe_data` as plain values. Raises UserError if that is impossible."""
+    """Returns the result of `Task.describe_data` as plain values. Raises UserError if the result is invalid."""
     told: Any = task.describe_data()
     try:
         if not isinstance(told, Mapping) or not all(isinstance(name, str) for name in told):
@@ -60,7 +60,7 @@ def facts_of_data(task: Task) -> dict[str, Any]:
 
 
 def digest_of_data(task: Task) -> str | None:
-    """Returns the result of `Task.data_digest` as a string, or None. Raises UserError for other types."""
+    """Returns the result of `Task.data_digest` as a string, or None. Raises UserError for an unsupported type."""
     digest: Any = task.data_digest()
     if isinstance(digest, bytes | bytearray):
         return digest.hex()
@@ -70,9 +70,9 @@ def digest_of_data(task: Task) -> str | None:
 
 
 def facts_of_helpers(helpers: Mapping[str, nn.Module], group: Group) -> dict[str, dict[str, str]]:
-    """Returns {"helpers": digests by name}, or {} without helpers. All processes must call this function.
+    """Returns {"helpers": digests of `Objective.helpers` by name}, or {} without helpers.
 
-    Raises UserError if digests differ between processes.
+    All processes must call this function. Raises UserError if digests differ between processes.
     """
     digests = {name: digest_of(helper) for name, helper in helpers.items()}
     facts = {f"the digest of the helper {name}": digest for name, digest in digests.items()}

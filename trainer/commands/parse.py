@@ -150,7 +150,7 @@ def _take_from_run(
 
     These flags choose data and model: `--task`, the task's flags and `--seed`, unless the command gives them. With
     `--predict` or `--export`, the task's flags are read later, from the checkpoint in use (`recorded_task`). Invalid
-    values are skipped; reading the whole checkpoint later reports damage.
+    values are skipped; a damaged checkpoint is reported later, when it is loaded.
     """
     if not is_same_task(task_name, record.settings["--task"]):
         return FromRun()  # a later check refuses to resume another task's run
@@ -204,7 +204,7 @@ def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[ty
 class Layers:
     """Default values of flags: a task's defaults, then settings of runs and files. Later values override earlier ones.
 
-    values, origins: by field, the value, and the file or run that set the value; None for a task's default.
+    values: by field. origins: by field, the file or run that set the value; None for a task's default.
     left_out: lines about values that a later value of another flag makes ineffective.
     """
 

@@ -78,7 +78,7 @@ def _refuse_to_harm(output: Path, run: TrainedRun, task: Task) -> None:
 def label_samples(
     task: Task, objective: Objective, dataset: KeyedDataset, strategy: Strategy, precision: Precision, batch_size: int
 ) -> Table:
-    """Yields the predictions for a data set batch by batch, in order. objective: on the strategy's device."""
+    """Yields the predictions for a data set batch by batch, in order. objective: must be on the strategy's device."""
     objective.eval()
     with precision.autocast(strategy.device.type):
         objective.start_evaluation()
@@ -115,7 +115,7 @@ def _print_table(table: Table, bar: "tqdm[Any]") -> None:
 
 
 def write_sample(task: Task, path: Path) -> None:
-    """Runs `--sample`: writes an example file for `--predict`. Raises UserError if the task has none."""
+    """Runs `--sample`: writes an example file for `--predict`. Raises UserError if there is none or `path` exists."""
     content = task.sample()
     if content is None or path.exists():
         problem = f"the task {type(task).__name__} has no sample" if content is None else "already exists; name another"

@@ -78,8 +78,8 @@ def take_best_beside(
 ) -> tuple[float | None, bool, bool]:
     """Copies best.pth from the folder of `source` (`--resume-from`) to `directory`, unless `source` itself is the best.
 
-    Returns three values: the monitored metric of `source`, whether it was the best so far, and whether the best
-    checkpoint (if there was a best score) was found.
+    Returns the monitored metric of `source`, whether this value was the best so far, and False if the best checkpoint
+    is missing, otherwise True.
     """
     state = read_checkpoint(source, f"--resume-from {source}")
     value, is_best = state["value"], state["is_best"]
@@ -178,7 +178,7 @@ class Changes:
     def refuse_other_data(self, source: str, to_train: bool = False) -> None:
         """Raises UserError if the result of `Task.describe_data` differs from the checkpoint.
 
-        source: noun for the weights in messages. to_train: whether facts missing in the checkpoint are a difference.
+        source: noun for the weights in messages. to_train: whether to also compare facts that the checkpoint lacks.
         """
         then, now = self.then.get("data_facts", {}), self.now["data_facts"]
         for name in sorted(then.keys() | now.keys() if to_train else then.keys()):
@@ -283,7 +283,7 @@ def code_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def changed_flags(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns the (then, now) values of flags that differ between two starts, except flags on how to start."""
+    """Returns the (then, now) values of flags that differ between two starts, except `START_FLAGS`."""
     if then.get("--no-amp") is True:  # earlier versions recorded `--amp off` this way
         then = {**then, "--amp": "off"}
     changed = {

@@ -137,7 +137,7 @@ def plan_jobs(flags: Flags, argv: Sequence[str], folds: Sequence[Sequence[str]],
 
 @dataclass(frozen=True)
 class Slots:
-    """Slots, each for one run at a time. variables: environment variables of each slot. flags: added to every run."""
+    """Slots that each run one job at a time. variables: each slot's environment variables. flags: added to each job."""
 
     variables: Sequence[Mapping[str, str]]
     flags: Sequence[str]

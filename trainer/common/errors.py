@@ -7,7 +7,7 @@ MOST_OF_VALUE = 200
 
 
 def printable(text: str) -> str:
-    r"""Escapes control characters, which a terminal would execute: ESC becomes \\x1b."""
+    r"""Escapes control characters, which a terminal would interpret: ESC becomes \\x1b."""
     return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -34,7 +34,7 @@ BadInput = UserError
 
 
 class UnfitState(UserError):
-    """Raised if a run's state must not be saved: it is not finite, differs between ranks, or could not be resumed."""
+    """Raised if a run's state must not be saved: it has NaN or infinity, differs by rank, or cannot be resumed."""
 
 
 class DiskError(UserError):

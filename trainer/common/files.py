@@ -182,7 +182,7 @@ def written_as_a_whole(
 ) -> Iterator[IO[Any]]:
     """Opens `temporary` for writing, and renames it to `path` once it is on disk; `path` is unchanged after an error.
 
-    temporary: a path in the same folder. binary: False for UTF-8 text. rename: called to rename it. Raises OSError.
+    temporary: a path in the same folder. binary: False for UTF-8 text. rename: renames the file. Raises OSError.
     """
     try:
         as_text: dict[str, Any] = {} if binary else {"encoding": "utf-8", "newline": ""}

@@ -112,7 +112,7 @@ def is_in_backward() -> bool:
 
 
 def after_first_gradients(callback: Callable[[], None]) -> None:
-    """Queues a callback for the end of the backward pass, before callbacks queued later. Fallback: calls it now."""
+    """Queues a callback to run at the end of the backward pass, before later callbacks. Fallback: calls it now."""
     engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
     if hasattr(engine, "queue_callback"):
         engine.queue_callback(callback)
@@ -145,9 +145,9 @@ def when_cuda_is_initialised(callback: Callable[[], None]) -> None:
 
 
 def end_allocating(device: torch.device, pool: Any) -> None:
-    """Ends allocation to a CUDA graph's memory pool after a failed capture.
+    """Stops allocating from a CUDA graph's memory pool after a failed capture.
 
-    Before this call torch cannot return memory to the GPU. In newer versions of torch, the failed capture itself ends
+    Until this call, torch cannot return memory to the GPU. In newer versions of torch, the failed capture itself ends
     allocation; the error that this call then raises is suppressed.
     """
     with suppress(AttributeError, RuntimeError):

@@ -19,7 +19,7 @@ _put_first: list[str] = []
 
 
 def checked_path(text: str) -> Path:
-    """Returns the path of a string, existing or not. Raises ValueError for a path that cannot be accessed."""
+    """Converts a string to a path, which need not exist. Raises ValueError for a path that cannot be accessed."""
     if any(not character.isprintable() and character != "\t" for character in checked_text(text)):
         raise ValueError("must not have control characters in its name")
     try:

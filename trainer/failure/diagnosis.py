@@ -34,7 +34,7 @@ _WORKER_ENDS_S = 1.0
 
 
 def _killed_worker(error: BaseException) -> re.Match[str] | None:
-    """Matches the process id and signal of a killed DataLoader worker; returns None if `error` has another cause.
+    """Returns the regex match of a killed DataLoader worker's id and signal; None if `error` has another cause.
 
     The connection to a worker breaks shortly before torch notices that the worker died, so this function asks torch
     repeatedly. Otherwise torch's SIGCHLD handler could raise while the failure is reported.
@@ -70,7 +70,7 @@ class Diagnosis:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Context that explains an exception to the user, once for all processes, and raises an exception on each.
+        """Context that prints the explanation of an exception once and raises an exception in every process.
 
         A UserError or the user's Ctrl-C is raised unchanged; rank 0 also raises another rank's UserError. Any other
         exception, including SystemExit from the task, becomes a Failure with the exception as its cause.
