@@ -121,7 +121,7 @@ class Fitted(NamedTuple):
 def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) -> Fitted:
     """Trains as the command line does: resumes an unfinished run in `save_dir`, and returns a finished run unchanged.
 
-    Train a task:
+    To train a task:
 
         metrics, run = trainer.fit(Spirals, save_dir="runs/spirals", epochs=40, hidden_units=64)
         model = run.load()
@@ -130,7 +130,7 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
     `task.Config`, by field name. A switch takes True or False; a flag with several values takes a list or tuple. None
     means "not given": task flags and `seed` then come from the run in `save_dir`, other flags from their defaults.
 
-    Train a model on data with a loss function, fit(model, train, loss, *, val, test, names, collate, optimizer):
+    To train a model with a loss function, call fit(model, train, loss, *, val, test, names, collate, optimizer):
 
         def loss(model, batch):
             return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
@@ -354,7 +354,7 @@ _SWITCHES = ((torch.utils.deterministic, "fill_uninitialized_memory"), (torch.ba
 
 @contextmanager
 def process_restored(wait_s: float = 0.0) -> Iterator[None]:
-    """Restores process state on exit; in the context, default dtype, device and gradient mode are as in a new process.
+    """Context with the default dtype, device and gradient mode of a new process; restores process state on exit.
 
     Raises UserError if another thread stays in this context for more than `wait_s` seconds, since both threads would
     draw from the same random number generators.

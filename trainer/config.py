@@ -473,7 +473,7 @@ def build_parser(
     Groups with the same heading share a section of the help.
 
     defaults: values by field name that `--help` shows instead of the fields' own defaults.
-    shows_all: whether the help shows every flag with its whole text, or one line for each common flag.
+    shows_all: whether the help shows every flag with its whole text; if not, only one line for each common flag.
     """
     parser = argparse.ArgumentParser(
         usage=" ".join(["%(prog)s", *([command] if command else []), "[flags]"]),

@@ -213,7 +213,7 @@ def _refuse_odd_archive(file: IO[bytes]) -> None:
 
 
 def write_checkpoint(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Writes a checkpoint in the current format and flushes it to disk; returns its `size_and_sum`.
+    """Writes a checkpoint in the current format and flushes it to disk; returns its size and digest.
 
     Raises OSError or RuntimeError if writing fails, and UserError before writing if the state cannot be loaded again.
     """
