@@ -37,7 +37,7 @@ def plain_name(name: str) -> str:
 
 
 def utc_seconds(date: str) -> float:
-    """Converts an ISO 8601 date, in UTC unless it has a time zone, to seconds since 1970; may raise ValueError."""
+    """Converts an ISO 8601 date, in UTC unless it has a time zone, to Unix time; raises ValueError for other text."""
     moment = datetime.fromisoformat(date)
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
@@ -52,7 +52,7 @@ def is_number(text: str) -> bool:
 
 
 def without_point(text: str) -> str:
-    """Removes the zero decimals that programs add to whole numbers in columns with missing values: 7.0 -> 7."""
+    """Removes the decimals of a whole number, which programs add in columns with missing values: 7.0 -> 7."""
     whole = _WHOLE.fullmatch(text)
     return whole[1] if whole else text
 

@@ -73,7 +73,7 @@ class Source(ABC):
         return ((file, file.read()) for file in self.files if is_wanted(file.name))
 
     def where_of(self, name: str) -> str:
-        """Returns how messages name a file, with its folder or archive."""
+        """Returns a file's name for messages, with its folder or archive."""
         return f"{self.where}, {name}"
 
     def stamp(self, name: str) -> tuple[str | int, ...]:
@@ -86,7 +86,7 @@ class Source(ABC):
 
     @abstractmethod
     def open(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Opens a file without decompressing it. Raises one of ARCHIVE_ERRORS: FileNotFoundError if it is missing."""
+        """Opens a file without decompressing it. Raises FileNotFoundError, or another of ARCHIVE_ERRORS."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Zip(Source):
             raise _missing() from None
 
     def _archive(self) -> ZipArchive:
-        """Opens the archive once per process, since forked processes would share the position in the file."""
+        """Opens the archive once per process, since processes that share an open file also share the position in it."""
         if self._opened is None or self._opened[0] != os.getpid():
             content = self.path if self._content is None else io.BytesIO(self._content)
             self._opened = os.getpid(), ZipArchive(content)
@@ -242,7 +242,7 @@ def single(path: Path, flag: str) -> DataFile:
 
 
 def not_read(where: str, what: str, section: str) -> UserError:
-    """Builds the UserError for a format that the user must convert. section: its heading in docs/formats.md."""
+    """Builds the UserError for a format that the user must convert. section: anchor in docs/formats.md."""
     return UserError(
         f"{where}: is {what}, which cannot be read directly: docs/formats.md#{section} shows how to convert it"
     )
@@ -273,7 +273,7 @@ def is_visible(name: str) -> bool:
 
 
 def _unpacked(name: str, stored: IO[bytes]) -> IO[bytes]:
-    """Returns the decompressed stream of a file, whose first bytes or name determine the compression."""
+    """Returns a file's decompressed stream; the first bytes, or a name that ends in .gz, show the compression."""
     stored = stored if hasattr(stored, "peek") else cast(IO[bytes], io.BufferedReader(cast(io.RawIOBase, stored)))
     head = cast(io.BufferedReader, stored).peek(6)
     by_name = gzip.open if name.lower().endswith(".gz") else None

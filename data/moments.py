@@ -16,7 +16,7 @@ _MOST_CHARACTERS = 64
 
 
 def moments_of(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
-    """Converts cells to (lines, columns, 2) float64: numbers stay; dates and times become seconds, other text NaN.
+    """Converts cells to (lines, columns, 2) float64: numbers are kept, dates and times become seconds, other text NaN.
 
     A date such as 5/6/2024 has two values, with the day first and with the month first; `settled` chooses one of them.
     The two values of any other cell are equal.
@@ -57,7 +57,7 @@ def moment_of(text: str, decimal_comma: bool = False) -> tuple[float, float]:
 
 
 def day_and_month(text: str) -> tuple[float, float]:
-    """Parses a date such as 31/05/2024 18:30 to two Unix times: day first and month first. Invalid dates become NaN."""
+    """Parses a date such as 5/6/2024 18:30 as two Unix times, day first and month first; NaN for an impossible date."""
     if (of_date := _DATE.fullmatch(text.strip()[:_MOST_CHARACTERS])) is None:
         return np.nan, np.nan
     of_day = _seconds_of_day(of_date[5] or "0:00")

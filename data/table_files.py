@@ -230,9 +230,9 @@ def _word_at(content: bytes, place: int, encoding: str) -> str:
 def _recognised(content: IO[bytes], where: str, left_out: LeftOut) -> str:
     """Detects a file's encoding, if necessary by reading the whole file; if it is cp1252, notes this in `left_out`.
 
-    UTF-16 begins with a byte order mark, or has zeros at most even or at most odd positions. A file that is not UTF-8
-    is read as cp1252 if a word looks Western European and no word contradicts this. Other encodings
-    rarely pass this test.
+    UTF-16 begins with a byte order mark, or has zero bytes at more than 70 % of either the even or the odd positions. A
+    file that is not UTF-8 is read as cp1252 if at least one word looks Western European and no word looks otherwise.
+    Files in other encodings rarely pass this test.
     """
     chunk = content.read(_CHUNK)
     if chunk.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):

@@ -26,7 +26,7 @@ def is_clock(name: str) -> bool:
 
 
 def num_disorders(clocks: np.ndarray) -> int:
-    """Returns the fewest backward steps of any of a recording's clocks, (n, K), not counting returns to the start."""
+    """Counts the backward steps of each clock, (n, K), without returns to the start; returns the smallest count."""
     goes_back = (clocks[1:] < clocks[:-1]) & (clocks[1:] > clocks[0])
     return int(goes_back.sum(axis=0).min(initial=len(clocks))) if clocks.shape[1] else 0
 
@@ -61,7 +61,7 @@ def _rate_hz(step: float, is_in_seconds: bool) -> float | None:
 
 
 def is_same_rate(one_hz: float, other_hz: float) -> bool:
-    """Returns whether two rates are equal up to the deviations of clocks and sensors."""
+    """Returns whether two rates are equal within the tolerance of clocks and sensors."""
     lowest, highest = _SAME_RATE
     return lowest < one_hz / other_hz < highest
 

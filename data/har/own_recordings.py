@@ -207,7 +207,7 @@ def _spelt(keys: Iterable[str], spellings: Counter[str]) -> tuple[dict[str, str]
 
 
 def _refuse_other_rates(people: Mapping[str, float], usual_hz: float | None, where: str) -> None:
-    """Raises UserError if people were recorded at different rates. people: rows per second by name."""
+    """Raises UserError if people were recorded at different rates. people: maps names to rows per second."""
     others = defaultdict(list)
     for name, rate_hz in people.items():
         if usual_hz is not None and not is_same_rate(rate_hz, usual_hz):
@@ -303,7 +303,7 @@ class _Columns:
     left_out: Mapping[str, str]
 
     def without(self, left_out: Mapping[str, str]) -> "_Columns":
-        """Returns a copy with fewer channels. left_out: maps the channels to remove to reasons."""
+        """Returns a copy with fewer channels. left_out: maps each channel to remove to the reason."""
         kept = tuple(name for name in self.channels if name not in left_out)
         return replace(self, channels=kept, left_out={**self.left_out, **left_out})
 

@@ -67,7 +67,7 @@ class Rows:
     and each label occurs, as spelled in the file.
     trials: each row's cells in the columns that separate recordings.
     clocks: (n, K) float64; NaN if a cell is not a time. in_seconds: (K,) bool, whether a clock is in seconds.
-    moments: first and last cell of each clock, by name. unread: maps names of clocks to an unreadable cell.
+    moments: first and last cell of each clock, by name. unread: first unreadable cell of a clock, by name.
     places: (n,) int64, each row's index in the file.
     """
 
@@ -155,7 +155,7 @@ def roles_of(
 def usual_column(header: Sequence[str], names: Sequence[str], chosen: str | None = None) -> int | None:
     """Returns the index of column `chosen` or, if that is None, of a column with one of `names`.
 
-    Returns None if there is none. Exact matches, except for case, are preferred to matches by `plain_name`.
+    Returns None if no column matches. Exact matches, except for case, are preferred to matches by `plain_name`.
     """
     if chosen is not None:
         return header.index(chosen) if chosen in header else None

@@ -126,7 +126,7 @@ class _Published:
 
     @cached_property
     def _holder(self) -> tuple[Source, str]:
-        """Folder or archive (possibly an archive in an archive) with the data set, and its top folder, "" or "x/"."""
+        """Source (folder, zip, or zip in a zip) with the data set, and the data set's path in it: "" or "x/"."""
         source = self._source
         top = "" if isinstance(source, Folder) else _top_folder(source)
         inner = [file for file in source.files if file.bare_name.endswith(".zip")] if top is None else []

@@ -151,7 +151,7 @@ def split_by_subject(
 
     Consecutive windows overlap, so a split of random windows would leak training data into validation.
 
-    seed: for the augmentation. val_subjects: some of `training_subjects`. augmentation: changes of training windows.
+    seed: seed of the augmentation. val_subjects: subset of `training_subjects`. augmentation: of training windows.
     """
     is_val = np.isin(recordings.subjects, val_subjects) & ~recordings.is_test
     rows = {"train": ~is_val & ~recordings.is_test, "val": is_val, "test": recordings.is_test}
@@ -164,7 +164,7 @@ def split_by_subject(
 def with_test_subjects(recordings: HarRecordings, names: Sequence[str] | None) -> HarRecordings:
     """Chooses the people in the test set. Raises UserError for unknown names, and if nobody is left to train on.
 
-    names: people in the test set; None: every fifth person, or with fewer than five people the last person.
+    names: people in the test set; None: every fifth person or, with fewer than five people, the last one.
     """
     known = [recordings.name_of(subject) for subject in np.unique(recordings.subjects)]
     if names is None:

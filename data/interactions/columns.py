@@ -74,7 +74,7 @@ def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoic
     line.
 
     With a header, columns are found by name: a chosen name, otherwise a usual name. Without a header, the first two
-    columns are user and item. The time is then the only other column that begins with a date, or with a Unix time from
+    columns are user and item, and the time is the only other column that begins with a date, or with a Unix time from
     1973 to 2099 in seconds or milliseconds.
 
     Raises UserError, with the flags to give, if the layout is ambiguous.

@@ -18,7 +18,7 @@ from trainer.loading.order import SampleKeys
 
 
 class Histories:
-    """Data set with a sample per recommendation: sample i is for user i // num_places and has rank i % num_places.
+    """Data set of recommendations: sample i asks for the item at rank i % num_places for user i // num_places.
 
     user_ids: names of the users, in the order of `Table.user_ids`. remarks: lines to print.
     """

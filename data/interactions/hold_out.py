@@ -16,11 +16,11 @@ class HoldOut:
     """Rule that splits each user's interactions, in time order, into training, validation and test interactions.
 
     kind: "leave-one-out": each user's last interaction is for the test and the second to last for validation.
-        "ratio": the last share test_share of each user's interactions is for the test, and the share val_share before
-        it for validation, at least one each. These two kinds hold out nothing from users with fewer than three
-        interactions.
-        "time": the latest share test_share of all interactions is for the test, and the share val_share before it for
-        validation; simultaneous interactions stay together.
+        "ratio": each user's last interactions, a share test_share, are for the test, and the preceding share val_share
+        is for validation, at least one interaction each. "leave-one-out" and "ratio" hold out nothing from users with
+        fewer than three interactions.
+        "time": the latest of all users' interactions, a share test_share, are for the test, and the preceding share
+        val_share is for validation; simultaneous interactions stay together.
     """
 
     kind: SplitKind = "leave-one-out"

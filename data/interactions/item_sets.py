@@ -49,7 +49,7 @@ class ItemSets(Movable):
         return self.offsets.take(users + 1) - self.offsets.take(users)
 
     def num_others(self, users: Array) -> Array:
-        """Returns the numbers of items outside the sets of users (B,): (B,) int64."""
+        """Returns how many items are outside each user's set, for users (B,): (B,) int64."""
         return self.num_items - self.sizes(users)
 
     def others(self, users: Array, r: Array) -> Array:
@@ -98,9 +98,9 @@ def distinct_below(bits: Array, limit: Array) -> Array:
     draws from the first limit - n + i + 1 numbers. If the draw was chosen before, the last of these numbers, which no
     earlier round could draw, replaces the draw.
 
-    All rounds run at once. A draw was chosen before if it equals an earlier draw (sorting shows this) or the last
-    number of an earlier round that chose this number. So each round points to the round whose last number it drew; the
-    loop follows chains of pointers, and doubles the followed length in each iteration.
+    All rounds run at once. A draw was chosen before if an earlier round drew it (sorting shows this), or if it is the
+    last number of an earlier round that chose its last number. So each round points to the round whose last number it
+    drew; the loop follows chains of pointers, and doubles the followed length in each iteration.
     """
     num, least = bits.shape[1], (limit - bits.shape[1])[:, None]
     round_ = arange_like(num, bits)

@@ -336,8 +336,9 @@ def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def scaled_times(interactions: Interactions, times: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
     """Returns times since each user's first time, divided by the user's smallest gap and rounded, plus 1: (n,) int32.
 
-    counts: (n,) bool, whether the nonzero gap before an interaction counts; None: all do. For a user without a gap, the
-    divisor is 1 s. Counting only training interactions keeps later times out of training. Li, Wang and McAuley, "Time
+    counts: (n,) bool, whether the nonzero gap before an interaction counts; None: all do. If none of a user's
+    gaps counts, the divisor is 1 s. If only gaps before training interactions count, training does not depend on later
+    times. Li, Wang and McAuley, "Time
     interval aware self-attention for sequential recommendation", WSDM 2020.
     """
     users, _ = _numbered(np.diff(interactions.offsets))

@@ -165,7 +165,7 @@ class _Parser:
         return self._wheres[-1]
 
     def _refuse_another_line_of_names(self) -> None:
-        """Raises UserError if the header also occurs as a user and an item, as in concatenated files."""
+        """Raises UserError if names in the header also occur as a user and an item, as in concatenated files."""
         user, item = (self._layout.names[column] for column in (self._layout.user, self._layout.item))
         if self._layout.has_names and user in self._users and item in self._items:
             raise UserError(

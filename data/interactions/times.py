@@ -37,8 +37,8 @@ def in_seconds(times: np.ndarray) -> tuple[np.ndarray, str]:
 
     times: all times of a file from `parse_times`, (n,) with n >= 1, or (n, 2) for ambiguous dates. Detects milli-,
     micro- and nanoseconds of the years 1973 to 2099, and days of these years as numbers such as 20240531, optionally
-    with hours, minutes and seconds. If days are such numbers, numbers up to 0 mark unknown times and become
-    0. Raises ValueError if it is unclear whether the day or the month comes first.
+    with hours, minutes and seconds. In files with such days, zero and negative numbers mark unknown times
+    and become 0. Raises ValueError if it is unclear whether the day or the month comes first.
     """
     if times.ndim == 2:
         found = settled(times[:, None])[:, 0]

@@ -78,8 +78,8 @@ def resample(samples: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
     """Resamples audio: (length,) -> (ceil(length * to_rate / from_rate),) float32.
 
     Sample k of the result is the sound at time k / to_rate s. Interpolates with a Kaiser-windowed sinc (Smith, "Digital
-    Audio Resampling Home Page", CCRMA). Amplitudes change by less than 1e-4 at frequencies below 0.84 times the lower
-    Nyquist frequency, and are reduced to 1e-4 above 1.08 times this frequency.
+    Audio Resampling Home Page", CCRMA). The filter's gain is 1 within 1e-4 below 0.84 times the lower Nyquist
+    frequency, and about 1e-4 or less above 1.08 times this frequency.
     """
     if from_rate == to_rate:
         return samples.astype(np.float32)

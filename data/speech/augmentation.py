@@ -218,7 +218,7 @@ def _percent(spread: int, draws: np.ndarray) -> np.ndarray:
 def noise_tables() -> np.ndarray:
     """Returns a table of noise with unit variance for each of COLOURS: (len(COLOURS) * NOISE_LENGTH,) float32.
 
-    Reading a table takes a tenth of the time of drawing numbers.
+    Reading noise from a table takes a tenth of the time that drawing it takes.
     """
     white = np.fft.rfft(normal(0, 0, np.zeros(1, np.int64), (NOISE_LENGTH,))[0])
     turn = np.exp(-2j * np.pi * np.fft.rfftfreq(NOISE_LENGTH))

@@ -45,7 +45,7 @@ _SEPARATED = _Separated()
 class Alphabet:
     """Symbols of a recogniser.
 
-    units: whether a symbol is a character, including the space, or a word. symbols: all symbols but the blank;
+    units: whether symbols are characters, including the space, or words. symbols: all symbols but the blank;
     symbols[k - 1] has number k.
     """
 

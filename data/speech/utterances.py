@@ -53,7 +53,7 @@ class _OfCorpus(Movable):
         self._noise_tables: Array = noise_tables()
 
     def _recordings(self, which: np.ndarray, factors: np.ndarray) -> Array:
-        """Returns recordings `which` (m,), multiplied by factors (m,), on the device: (m, longest), zero-padded."""
+        """Returns recordings with indices `which` (m,), times factors (m,), zero-padded on the device: (m, longest)."""
         start, length = self.here(np.stack([self.corpus.offsets[which], self._durations[which]]))
         rows = Ragged(start, length, int(self._durations[which].max()))
         return cast(rows.of(self._audio), "float32") * self.here(factors * _FULL_SCALE)[:, None]
@@ -113,7 +113,7 @@ class Utterances(_OfCorpus):
 class _Plan(NamedTuple):
     """Composition of n strings; W is the largest number of recordings in a string.
 
-    recordings: (n, W) int64, indices in the corpus. is_word: (n, W) bool, whether the string has a recording here.
+    recordings: (n, W) int64, indices in the corpus. is_word: (n, W) bool, False for padding.
     percent: (n, W) int64, new duration of each recording in percent.
     gaps: (n, W + 1) int64, samples of silence before each recording and after the last one.
     level: (n, W) float32, factors on the amplitude. noise: (n,), noise in strings.

@@ -57,7 +57,7 @@ def ece(labels: np.ndarray, probabilities: np.ndarray) -> float:
     """Returns the expected calibration error (Guo et al., ICML 2017, eq. 5) over 15 equal intervals (a, b].
 
     A row belongs to the interval of its highest probability. The error of an interval is the distance between the
-    accuracy and the mean highest probability of its rows. Intervals are weighted by their numbers of rows.
+    accuracy and the mean highest probability of its rows. Intervals are weighted by their number of rows.
     """
     confidence = probabilities.max(axis=1).astype(np.float64)
     is_right = probabilities.argmax(axis=1) == labels

@@ -111,7 +111,7 @@ def screened(table: Table, labels: Labels, rows: np.ndarray) -> tuple[Table, lis
 def _why_useless(raw: Column, whole: Column, column: Column) -> str | None:
     """Explains why a column cannot be used; returns None if it can.
 
-    whole: the column after `Column.typed`. column: only its rows to learn from.
+    whole: the column after `Column.typed`. column: the same column with only the rows to learn from.
     """
     if len(column.distinct) == 0:
         return EMPTY if raw.is_missing.all() or not whole.is_missing.all() else TOO_LARGE

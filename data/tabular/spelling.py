@@ -240,7 +240,7 @@ def _signs(cells: Sequence[_Cell | None], likely: Likely) -> tuple[str, str]:
 
 
 def _is_of_thousands(sign: str, digits: Sequence[str]) -> bool:
-    """Returns whether the sign separates thousands in at least five numbers, and the others are integers below 1000."""
+    """Returns whether the sign separates thousands in at least five numbers, and all others are integers below 1000."""
     small = [text for text in digits if text.isdigit() and len(text) <= 3]
     grouped = [text for text in digits if _GROUPED[sign].fullmatch(text)]
     return len(grouped) >= _FEWEST_GROUPED and bool(small) and len(small) + len(grouped) == len(digits)
@@ -249,7 +249,7 @@ def _is_of_thousands(sign: str, digits: Sequence[str]) -> bool:
 def _most_read(
     cells: Sequence[_Cell | None], unit: tuple[str, str], counts: np.ndarray, signs: tuple[str, str]
 ) -> tuple[str, str]:
-    """Returns both decimal signs, first the sign with which more rows are numbers; a tie keeps the order of `signs`."""
+    """Returns both decimal signs, first the one that turns more rows into numbers; a tie keeps the order of `signs`."""
     first, second = (counts[~np.isnan(_numbers(cells, unit, sign))].sum() for sign in signs)
     return signs if first >= second else signs[::-1]
 
@@ -267,7 +267,7 @@ def _doubt(texts: Sequence[str], counts: np.ndarray, numbers: np.ndarray, rival:
     """Explains why the chosen decimal sign may be wrong; returns "" if the sign is not in doubt.
 
     numbers: values with the chosen sign. rival: values with the other sign; if the two never differ, there is no doubt.
-    If some rows are numbers with only one of the signs, nearly all of these must be numbers with the chosen sign.
+    If some rows are numbers with only one of the signs, the chosen sign must fit nearly all of these rows.
     Without such rows, the sign is in doubt only if, for example, 1500 occurs beside 1,234 and no other column shows the
     sign.
     """

@@ -10,7 +10,7 @@ _NUM_FACTORS = 4
 
 
 def draw_causes(random: TableRandom, num_causes: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Returns inputs of the causal model, and the columns that show them, (G, num_causes, num_rows) each.
+    """Returns the causes twice, (G, num_causes, num_rows) each: as inputs of the causal model, and as columns.
 
     For a category, the column contains codes, and the input of the causal model is a number that depends on the code.
     """

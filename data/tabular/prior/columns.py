@@ -75,7 +75,7 @@ def _with_categories(random: TableRandom, x: Tensor, chosen: Tensor, version: in
 
 
 def _rolled(random: TableRandom, x: Tensor) -> Tensor:
-    """Shifts the rows of each column, which keeps its distribution but makes it unrelated to other columns."""
+    """Shifts each column cyclically, which keeps its distribution but makes it unrelated to other columns."""
     num_rows = x.shape[2]
     shift = random.integer(1, num_rows - 1, x.shape[1], 1)
     return x.gather(2, (torch.arange(num_rows) + shift) % num_rows)

@@ -97,7 +97,7 @@ def draw_graph(seed: int, number: int, attempt: int, num_columns: int, num_class
 
 
 def _edges(random: Generator, num_nodes: int) -> list[np.ndarray]:
-    """Draws the parents of each node among earlier nodes, as in the Cauchy graph of TabICLv2 with hubs and sinks."""
+    """Draws each node's parents among earlier nodes, as in TabICLv2's Cauchy graph, in which some nodes are hubs."""
     bias, out, into = random.standard_cauchy(), random.standard_cauchy(num_nodes), random.standard_cauchy(num_nodes)
     logits = (bias + out[:, None] + into).clip(-30, 30)
     is_edge = random.uniform(size=logits.shape) < 1 / (1 + np.exp(-logits))

@@ -24,7 +24,7 @@ class TableRandom:
     Row i of a result depends only on (seed, numbers[i], attempt) and on the preceding calls. Uniform numbers
     are hashed counters. Normal numbers come from a generator that is reseeded for each table.
 
-    numbers: (G,) int64, identifies the tables. attempt: another value changes all results.
+    numbers: (G,) int64, table indices. attempt: counts repeated draws of a table, each with different results.
     """
 
     def __init__(self, seed: int, numbers: np.ndarray, attempt: int) -> None:

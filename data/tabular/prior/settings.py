@@ -16,8 +16,8 @@ class PriorSettings:
     version: 1 for layered causal models, 2 for random graphs.
     rows: range of the number of rows per table, context plus queries, drawn log-uniformly.
     features: range of the number of columns per table, drawn uniformly.
-    classes: largest number of classes per table, 2 to 10. Half of the tables have two classes; the other half draws a
-        number uniformly from 2 to this limit.
+    classes: largest number of classes per table, 2 to 10. Half of the tables have two classes; in the other half,
+        the number is uniform from 2 to this limit.
     context_share: range of the share of rows in the context, drawn uniformly.
     tree_share: share of tables of version 1 whose causal model consists of trees rather than network layers.
     categorical_share: share of tables in which columns may be categorical.
@@ -40,7 +40,7 @@ class PriorSettings:
         assert 2 <= self.classes <= 10 and 0 < self.context_share[0] <= self.context_share[1] < 1
 
     def shape(self, seed: int, group: int) -> tuple[int, int, int]:
-        """Returns the numbers of context rows, query rows and features. group: table number // tables_per_shape."""
+        """Returns the size of a table: context rows, query rows and features. group: table number // tables_per_shape."""
         rows, share, features = uniform(seed, 0, np.array([group]), (3,), SHAPE_STREAM)[0].tolist()
         fewest, most = self.rows
         num_rows = min(most, int(fewest * math.exp(rows * math.log((most + 1) / fewest))))

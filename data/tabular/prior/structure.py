@@ -1,7 +1,7 @@
 """Structure of a table's causal model: causes, layers, units, and the units that become columns and classes.
 
 Units form blocks of `width` units: causes are in block 0, and units of layer l in block l. A table uses the first units
-of each block. Unit i of block b has the number b * width + i.
+of each block. Unit i of block b has the index b * width + i.
 """
 
 from dataclasses import dataclass, fields
@@ -39,8 +39,8 @@ class Structure:
     num_causes: (G, 1), number of causes. num_units: (G, 1), number of units per layer. depth: (G, 1), number of layers.
     is_tree: (G, 1), whether units are sums of trees rather than weighted sums of a network.
     is_causal: (G, 1), whether columns are units of the layers rather than causes.
-    features: (G, m), numbers of the units that become columns.
-    class_units: (G, NUM_CLASS_UNITS), numbers of the units from which classes are derived.
+    features: (G, m), indices of the units that become columns.
+    class_units: (G, NUM_CLASS_UNITS), indices of the units from which classes are derived.
     """
 
     num_causes: Tensor
@@ -56,7 +56,7 @@ class Structure:
 
 
 def draw_kinds(seed: int, numbers: np.ndarray, attempt: int, tree_share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Draws is_tree (bool) and depth (int64) of the tables with the given numbers; all have shape (G,).
+    """Draws is_tree (bool) and depth (int64) of the tables with indices `numbers`; all have shape (G,).
 
     Half of the networks have one layer, because targets after many random layers are rarely predictable.
     """

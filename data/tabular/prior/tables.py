@@ -74,7 +74,7 @@ def write_tables(tables: PriorTables, path: Path) -> None:
 
 
 def draw_tables(settings: PriorSettings, seed: int, numbers: np.ndarray, shape: tuple[int, int, int]) -> Arrays:
-    """Draws the tables with the given numbers, (B,), all of one shape, as a batch of `PriorTables`."""
+    """Draws the tables with indices `numbers`, (B,), all of one shape, as a batch of `PriorTables`."""
     batch = _attempt(settings, seed, numbers, shape, 0)
     attempt = 0
     while len(failed := np.flatnonzero(batch["num_classes"] < 2)):

@@ -14,7 +14,7 @@ _MOST_PROTOTYPES = 32
 
 
 def draw_labels(random: TableRandom, units: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Derives labels of shape (G, T) and numbers of classes of shape (G,) from units of shape (G, U, T).
+    """Derives labels (G, T) and each table's number of classes (G,) from units (G, U, T).
 
     Classes are intervals of the first unit, indices of the largest unit, or regions around one to three rows each.
     Class numbers are shuffled in 70% of the tables; some labels are wrong in 30%. A table may have a single class.
@@ -76,7 +76,7 @@ def is_predictable(rows: np.ndarray, labels: np.ndarray, num_context: int, key: 
 
 
 def _quantiles(random: TableRandom, in_order: Tensor, num_classes: Tensor, most: int) -> Tensor:
-    """Draws bounds of classes, whose sizes are proportional to random exponential numbers raised to a random power."""
+    """Draws bounds such that class sizes are proportional to random exponential numbers raised to a random power."""
     num_rows = in_order.shape[1]
     shares = ((1 - random.uniform(most)).log().neg() + 1e-3).log().mul(random.between(0, 1.5, 1)).exp()
     shares = shares * (torch.arange(most) < num_classes)
@@ -107,7 +107,7 @@ def _with_errors(random: TableRandom, labels: Tensor) -> Tensor:
 
 
 def _dense(labels: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Renumbers the classes that occur, in order; returns labels (G, T) and numbers of classes (G,)."""
+    """Renumbers the classes that occur, in order; returns labels (G, T) and each table's number of classes (G,)."""
     occurs = torch.zeros(len(labels), most, dtype=torch.int64).scatter_(1, labels, 1)
     return (occurs.cumsum(1) - 1).gather(1, labels), occurs.sum(1)
 

@@ -28,7 +28,7 @@ def standardise(x: Tensor) -> Tensor:
 
 
 def taken(x: Tensor, numbers: Tensor) -> Tensor:
-    """Selects units of x (G, U, T) by their numbers (G, n), and returns (G, n, T)."""
+    """Selects units of x (G, U, T) by their indices (G, n), and returns (G, n, T)."""
     first = torch.arange(0, x.shape[0] * x.shape[1], x.shape[1])[:, None]
     return x.reshape(-1, x.shape[2]).index_select(0, (numbers + first).flatten()).view(*numbers.shape, x.shape[2])
 
