@@ -67,7 +67,7 @@ def is_same_rate(one_hz: float, other_hz: float) -> bool:
 
 
 def usual_rate_hz(told_hz: float) -> float:
-    """Rounds a measured rate to a whole number less than 0.5 % away, or else to three digits: 99.97 -> 100."""
+    """Rounds a measured rate to a whole number within 0.5 %, or else to three significant digits: 99.97 -> 100."""
     whole = round(told_hz)
     return float(whole) if abs(told_hz - whole) < 0.005 * whole else float(f"{told_hz:.3g}")
 

@@ -67,7 +67,7 @@ class Rows:
     and each label occurs, as spelled in the file.
     trials: each row's cells in the columns that separate recordings.
     clocks: (n, K) float64; NaN if a cell is not a time. in_seconds: (K,) bool, whether a clock is in seconds.
-    moments: first and last cell of each clock, by name. unread: first unreadable cell of a clock, by name.
+    moments: first and last cell of each clock, by name. unread: first unreadable cell, by the clock's name.
     places: (n,) int64, each row's index in the file.
     """
 
@@ -167,7 +167,7 @@ def usual_column(header: Sequence[str], names: Sequence[str], chosen: str | None
 
 
 def why_no_signal(name: str, column: int, lines: Sequence[Line]) -> str:
-    """Returns why a column is not a signal, by its name or first rows; "" if it may be a signal."""
+    """Returns why a column is not a signal, judged by its name or first rows; "" if it may be a signal."""
     if plain_name(name) in (*SUBJECTS, *LABELS, *_OF_ROWS):
         return "its name suggests a row number, a person or an activity"
     words = re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", re.sub(r"[(\[].*", "", name)).lower())

@@ -121,5 +121,5 @@ def _split(text: str, units: Units) -> Sequence[str]:
 
 
 def shortest_frames(symbols: np.ndarray) -> int:
-    """Returns the fewest frames that CTC needs for symbols (length,): one per symbol, and one between equal symbols."""
+    """Returns the fewest frames that CTC needs for symbols (length,): one each and a blank between equal neighbours."""
     return len(symbols) + int(np.count_nonzero(symbols[1:] == symbols[:-1]))

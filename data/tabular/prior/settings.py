@@ -40,7 +40,7 @@ class PriorSettings:
         assert 2 <= self.classes <= 10 and 0 < self.context_share[0] <= self.context_share[1] < 1
 
     def shape(self, seed: int, group: int) -> tuple[int, int, int]:
-        """Returns the size of a table: context rows, query rows and features. group: table number // tables_per_shape."""
+        """Returns a table's (num_context, num_queries, num_features). group: table number // tables_per_shape."""
         rows, share, features = uniform(seed, 0, np.array([group]), (3,), SHAPE_STREAM)[0].tolist()
         fewest, most = self.rows
         num_rows = min(most, int(fewest * math.exp(rows * math.log((most + 1) / fewest))))
