@@ -397,7 +397,7 @@ class HarTask(Task):
         return network.blocks
 
     def initialise(self, objective: Objective) -> None:
-        """Sets the model's input mean and standard deviation from training windows, and loads `--encoder-path`."""
+        """Sets the model's input mean and standard deviation from training windows; loads the `--encoder-path` file."""
         assert isinstance(objective, HarObjective)
         objective.model.set_statistics(*self._windows["train"].statistics)
         if self.config.encoder_path is not None:

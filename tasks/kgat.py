@@ -54,8 +54,8 @@ _RELATIONS_SHOWN = 20
 class KgatFlags(FlagGroup):
     """Task: recommendation with a knowledge graph (--task kgat)
 
-    --predict takes a text or CSV file with one user id per line; the header `user` is optional. The output lists the
-    --top-k best items for each user with their scores and, for --model kgat, the path of highest attention to each.
+    --predict takes a text or CSV file with one user id per line; the header `user` is optional. The output lists
+    each user's --top-k best items with scores and, for --model kgat, the path of highest attention to each item.
     """
 
     data_dir: Path | None = flag(
@@ -291,7 +291,7 @@ class KgatTask(RecommenderTask):
         return max(1, round(batch_size * self.config.kg_batch_ratio)) if phase == "kg" else batch_size
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """Returns the indices of the users with the most items with `--loss softmax`, else of any samples."""
+        """Returns indices of the users with the most items for `--loss softmax`; otherwise, of the first samples."""
         dataset = self._datasets[phase]
         if not isinstance(dataset, UserItems):
             return super().largest_samples(phase, epoch, count)
@@ -364,7 +364,7 @@ class KgatTask(RecommenderTask):
         return list(model.layers) if isinstance(model, KGAT) else ()
 
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
-        """Returns the parameters that a phase trains; node embeddings have an optimizer state in each phase of KGAT."""
+        """Returns the parameters that a training phase updates; both phases of KGAT update the node embeddings."""
         model = objective.model
         if not isinstance(model, KGAT):
             return [{"params": model.parameters()}]

@@ -25,7 +25,7 @@ class RankingObjective(Objective):
     hidden: Tensor
 
     def __init__(self, model: nn.Module, ks: Sequence[int], hidden: np.ndarray) -> None:
-        """Creates the objective. ks: values of k in metrics @k. hidden: (n,) int64, items excluded from rankings."""
+        """Creates the objective. ks: cut-offs k of the metrics. hidden: (n,) int64, items excluded from rankings."""
         super().__init__(model)
         self._ks = ks
         self.register_buffer("hidden", torch.tensor(hidden), persistent=False)
@@ -39,7 +39,7 @@ class RankingObjective(Objective):
 
 
 class KgatObjective(RankingObjective):
-    """Computes a loss of scores and, for KGAT, also the loss of graph triples.
+    """Computes the "softmax" or "bpr" loss of item scores and, for KGAT, also the loss of graph triples.
 
     "softmax" is the multinomial log-likelihood (Liang et al., WWW 2018): minus the log softmax over all items, summed
     over the items of a user. "bpr" (Rendle et al., UAI 2009) is softplus(s(j) - s(i)) for scores s of an item i of a
@@ -87,7 +87,7 @@ class KgatObjective(RankingObjective):
         return {"loss": ranking + self._l2 / 2 * squares, "ranking": ranking}
 
     def _softmax(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Returns the loss of users with all their items, and the sum of squares to which the L2 penalty applies."""
+        """Returns the "softmax" loss of a batch of users, and the sum of squares for the L2 penalty."""
         num_items = self.model.num_items
         found = self.model(batch["user"], torch.arange(num_items, device=batch["user"].device))
         is_real = batch["items"] < num_items
@@ -98,7 +98,7 @@ class KgatObjective(RankingObjective):
         return -(log_shares * is_real).sum(), of_users.sum() + of_items.sum()
 
     def _bpr(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Returns the loss of pairs of items, and the sum of squares to which the L2 penalty applies."""
+        """Returns the "bpr" loss of (user, item, random item) samples, and the sum of squares for the L2 penalty."""
         found = self.model(batch["user"], torch.cat([batch["positive"], batch["negative"]]))
         positive, negative = ((found.users * items).sum(-1) for items in found.items.chunk(2))
         squares = found.penalised_users.square().sum() + found.penalised_items.square().sum()
@@ -127,7 +127,10 @@ class SimpleObjective(RankingObjective):
         self._train = train
 
     def histories(self, users: Tensor) -> dict[str, Tensor]:
-        """Returns model inputs for users (B,): "items" (B, L), their training items from 1, 0-padded; "length" (B,)."""
+        """Returns the model inputs of users (B,).
+
+        "items": (B, L), training items, numbered from 1 and padded with 0. "length": (B,), number of training items.
+        """
         keys = SampleKeys(users.cpu().numpy(), epoch=0)
         items = torch.as_tensor(padded(self._train, keys.index, -1, keys)) + 1
         length = torch.from_numpy(self._train.sizes[keys.index])

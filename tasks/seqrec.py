@@ -52,8 +52,8 @@ _MANY_DRAWS = 0.5
 class SeqrecFlags(FlagGroup):
     """Task: sequential recommendation (--task seqrec)
 
-    --predict takes a file of interactions in any format of --data-dir. The output lists the --top-k most likely next
-    items of each user in the file, with their scores.
+    --predict takes a file of interactions in any format that --data-dir accepts. The output lists the --top-k most
+    likely next items of each user in the file, with their scores.
     """
 
     data_dir: Path | None = flag(
@@ -192,7 +192,7 @@ class SeqrecFlags(FlagGroup):
 
     @property
     def negatives(self) -> Negatives | None:
-        """Number of negatives per sample, and whether each position has its own negatives; None for full softmax."""
+        """Number of negatives, drawn separately for each position or once per user; None for full softmax."""
         if self.loss == "ce":
             return None
         if self.loss == "bce":
@@ -363,7 +363,8 @@ class SeqrecTask(RecommenderTask):
 
         hr, ndcg and mrr rank the true item among all items; sampled_hr, sampled_ndcg and sampled_mrr rank the true item
         among 100 random items. Tied items share their mean rank. coverage is the share of items that are recommended to
-        at least one user. popularity is the share of users with an item in training, averaged over recommendations.
+        at least one user. popularity is the share of users who have a recommended item in training, averaged over all
+        recommendations.
         """
         weight, cutoffs = sums["weight"], self.config.ks
         if "loss" in sums:

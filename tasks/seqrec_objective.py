@@ -83,7 +83,7 @@ class SeqrecObjective(Objective):
         return best.values, best.indices
 
     def _places(self, batch: Batch) -> Sums:
-        """Sums the true item's metrics among all items and among random items; counts recommendations of each item."""
+        """Sums metrics of the true item, ranked among all and among random items; counts recommendations per item."""
         scores = self._scores(batch)
         target = batch["target"].unsqueeze(1)
         of_target = scores.gather(1, target).squeeze(1)

@@ -53,7 +53,7 @@ def error_counts(said: Sequence[str], heard: Sequence[str]) -> dict[str, dict[st
 
 
 def worst_utterances(said: Sequence[str], heard: Sequence[str], count: int = 10) -> list[dict[str, Any]]:
-    """Returns up to `count` utterances with errors, sorted by the number of word errors, then of character errors.
+    """Returns up to `count` utterances with errors, most word errors first, then most character errors.
 
     "index" is the position in `said`. "aligned" contains one line per text, with words in columns; stars mark gaps.
     """
@@ -197,7 +197,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _rows(shares: np.ndarray) -> list[int]:
-    """Returns the blank and the symbols to draw, in the order in which they first reach half of their peak."""
+    """Returns the blank and the symbols to draw, in the order in which they first reach half their peak probability."""
     peaks = shares.max(axis=0, initial=0)
     peaks[0] = 0
     drawn = [int(symbol) for symbol in np.argsort(-peaks, kind="stable")[:MOST_ROWS] if peaks[symbol] >= LEAST_PEAK]

@@ -81,7 +81,7 @@ _OF_PREDICTIONS = ("num_estimators", "max_context")
 
 @dataclass
 class TabularFlags(FlagGroup):
-    """Task: tables, learned in context (--task tabular)
+    """Task: classification of tables by in-context learning (--task tabular)
 
     Without --data-dir, pre-trains a model on synthetic tables. With --data-dir, scores the task's pre-trained model on
     that table; --tune first tunes the model on it. --predict classifies the rows of a file with the same columns.
@@ -263,7 +263,7 @@ class TabularTask(Task):
         return ("val/prior/auc", "max") if self.config.data_dir is None else ("val/loss", "min")
 
     def other_work(self) -> str | None:
-        """Writes an epoch of synthetic tables to --prior-only and returns a message, or returns None without it."""
+        """Writes an epoch of synthetic tables to the --prior-only file; returns a message, or None without the flag."""
         path: Path | None = self.config.prior_only
         if path is None:
             return None
@@ -428,7 +428,7 @@ class TabularTask(Task):
         return ConsecutiveBatches(self.num_samples(phase), global_batch_size)
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """Returns indices of the largest consecutive synthetic tables; problems of a user's table have equal sizes."""
+        """Returns indices of the largest consecutive synthetic tables, or of any problems of a user's table."""
         tables = self.splits()["train"]
         if isinstance(tables, PriorTables):
             return tables.largest(epoch, count)
@@ -437,7 +437,7 @@ class TabularTask(Task):
     def collate(self, samples: Any, keys: SampleKeys) -> Batch:
         """Builds a batch; the "weight" of a table is its number of query rows, over which losses are averaged.
 
-        Omits the numbers of valid rows and columns if no table is padded, unless `keys.few_lengths` is set.
+        Omits the counts of valid rows and columns if no table is padded, unless `keys.few_lengths` is set.
         """
         batch = super().collate(samples, keys)
         if "targets" not in batch:

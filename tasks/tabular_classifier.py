@@ -247,7 +247,7 @@ class TabularClassifier:
         return run
 
     def _tuned(self) -> TrainedRun:
-        """Tunes with `trainer.fit` in a temporary folder. If a stop signal ends the tuning, raises the signal again."""
+        """Tunes the network with `trainer.fit` in a temporary folder. If a signal stops the tuning, raises it again."""
         several = {"multi_gpu": forms.USUAL, "nproc": int(self.num_devices)} if self.num_devices > 1 else {}
         of_weights = self._flags_of_weights()
         quiet = nullcontext() if self.verbose else redirect_stdout(io.StringIO())
@@ -311,7 +311,7 @@ class TabularClassifier:
             raise ValueError(f'device {self.device!r}: must be "auto" or "cpu", or "cuda" if there is a GPU')
 
     def _use(self, run: TrainedRun) -> None:
-        """Builds the network of a run on the device, with adapters merged into its weights."""
+        """Builds the network of a training run on `device`, with adapters merged into its weights."""
         with torch.random.fork_rng(devices=[]):  # building the model draws random weights
             model = model_of(run, TabularTask)
         merge_adapters(model)
@@ -322,7 +322,7 @@ class TabularClassifier:
             raise _of_sklearn("NotFittedError", ValueError)(f"this {type(self).__name__} is not fitted; call fit first")
 
     def _checked(self, X: Any) -> Table:  # noqa: N803
-        """Converts X to a table. Raises ValueError if X has another number of columns than in `fit`.
+        """Converts X to a table. Raises ValueError if X has more or fewer columns than X had in `fit`.
 
         If only one of the two tables has column names, columns are matched by position, as in scikit-learn.
         """
@@ -392,7 +392,7 @@ def _classes(y: Any, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _one_class_a_row(y: Any, num_rows: int) -> np.ndarray:
-    """Converts y of shape (n,) or (n, 1) to (n,). Raises ValueError for another shape or number of rows."""
+    """Converts y of shape (n,) or (n, 1) to (n,). Raises ValueError for any other shape or row count."""
     values = np.asarray(y)
     if values.ndim == 2 and values.shape[1] == 1:
         warnings.warn(

@@ -35,7 +35,7 @@ class TabularObjective(Objective):
         self._merged: list[nn.Module] = []  # a list hides the module from PyTorch, so that it is not a submodule
 
     def call_equally(self) -> None:
-        """Makes each evaluation batch a single model call, without splitting. Raises UserError for a user's table."""
+        """Disables splitting evaluation batches into several model calls. Raises UserError for a user's table."""
         if self._answer is not None:
             raise UserError(
                 "--multi-gpu fsdp: processes may differ in the number of model calls for a user's table, but fsdp "
@@ -90,7 +90,7 @@ class TabularObjective(Objective):
 
 
 def with_all_counts(batch: Batch, max_classes: int) -> Batch:
-    """Adds the missing numbers of valid rows, columns and classes to a batch of unpadded classification problems."""
+    """Adds the counts of valid rows, columns and classes that a batch of unpadded classification problems lacks."""
     num_problems, num_rows, num_columns = batch["context"].shape
     sizes = {"num_context": num_rows, "num_features": num_columns, "num_classes": max_classes}
     counts = {

@@ -134,7 +134,7 @@ class _BiInteraction(torch.autograd.Function):
 
 
 def _chunks(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Splits tensors into chunks of rows, and yields tuples of corresponding chunks; None arguments yield None."""
+    """Yields tuples of corresponding row chunks of all arguments; the chunk of an argument that is None is None."""
     (first, *_) = tensors
     assert first is not None
     size = _CHUNK_ROWS if first.device.type == "cpu" else max(len(first), 1)

@@ -140,7 +140,7 @@ class KGAT(Recommender):
         self._propagate_by(self.compute_attention())
 
     def _propagate_by(self, values: Tensor) -> None:
-        """Sets the propagation matrix to the given edge values, (E,)."""
+        """Computes the propagation matrix from the given edge values, (E,), and stores both."""
         self.attention.copy_(values)
         self.graph.matrix.set_values(self.graph.merge(values))
 
@@ -182,7 +182,7 @@ def _propagate_as_loaded(model: KGAT, _: Any) -> None:
 
 
 def _compact(nodes: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Returns (distinct, place) with distinct[place] == nodes, faster than torch.unique if nodes recur often."""
+    """Returns (distinct, place) with distinct[place] == nodes. Is faster than torch.unique if nodes recur often."""
     occurs = torch.zeros(num_nodes, dtype=torch.bool, device=nodes.device)
     occurs[nodes.long()] = True
     place = occurs.cumsum(0, dtype=torch.int32) - 1

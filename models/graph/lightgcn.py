@@ -82,7 +82,7 @@ class KnowledgeLightGCN(LightGCN):
 
     Layer 0 of an item is its embedding plus the mean embedding of its neighbours in the knowledge graph. Neighbours'
     embeddings come from a separate table of all entities, including items. Relation types are ignored, but a neighbour
-    counts once per relation. The model needs one more sparse product than LightGCN.
+    counts once for each triple that links it to the item. The model needs one more sparse product than LightGCN.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class KnowledgeLightGCN(LightGCN):
         self.mean = _ConstantMatrix(item, neighbour, num_entities, counts / degree[item])
 
     def first_layer(self) -> tuple[Tensor, Tensor]:
-        """Returns layer 0 and, for the L2 penalty, the concatenation of embeddings and neighbours' means."""
+        """Returns layer 0 and, for the L2 penalty, the concatenation of embeddings and mean neighbour embeddings."""
         ego, _ = super().first_layer()
         means = product(self.mean.operands(), self.knowledge.weight)[: self.num_items]
         of_users = means.new_zeros(self.num_users, means.shape[1])
@@ -117,7 +117,7 @@ class KnowledgeLightGCN(LightGCN):
 
 
 class _ConstantMatrix(SeesConversions, SparseMatrix):
-    """Sparse matrix whose values are rounded from float64 again whenever the model's dtype changes."""
+    """Sparse matrix that keeps its float64 values, and rounds them again whenever the model's dtype changes."""
 
     def __init__(self, rows: Tensor, columns: Tensor, size: int, values: Tensor) -> None:
         """Creates the matrix. values: (entries,) float64. The other arguments are passed to `SparseMatrix`."""

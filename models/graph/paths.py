@@ -1,4 +1,4 @@
-"""Finds the graph paths with the highest attention between nodes."""
+"""Finds the path with the highest attention between two nodes of a graph."""
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class PathFinder:
         return [self._path(int(target), levels) for target in targets]
 
     def _expanded(self, attention: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Extends paths by one edge; returns each node's highest path attention (or 0) and the path's last edge."""
+        """Extends paths by one edge; returns the attention (or 0) and the last edge of the best path to each node."""
         nodes = np.flatnonzero(attention)
         edges = _ranges(self._out[nodes], self._out[nodes + 1])
         values = attention[self._head[edges]] * self._attention[edges]
@@ -45,7 +45,7 @@ class PathFinder:
         return best, by_edge
 
     def _path(self, target: int, levels: list[tuple[np.ndarray, np.ndarray]]) -> list[int]:
-        """Returns the best path to a node. levels: results of `_expanded` for 0 to MOST_HOPS - 1 edges."""
+        """Returns the best path to a node. levels[n]: attention and last edge of each node's best path of n edges."""
         candidates = [(values[target], hops, int(edges[target])) for hops, (values, edges) in enumerate(levels)][1:]
         into = self._by_tail[self._into[target] : self._into[target + 1]]
         if len(into):

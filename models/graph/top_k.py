@@ -12,7 +12,10 @@ _OFFICIAL_LIST = 100
 
 
 class TopK(NamedTuple):
-    """Metrics per cut-off k, summed over users: (len(ks),) float64 each. A hit is a ranked held-out item (positive)."""
+    """Metrics per cut-off k, summed over users: (len(ks),) float64 each.
+
+    A positive is a held-out item of the user, and a hit is a positive in the first places of the ranking.
+    """
 
     recall: Tensor
     """Number of hits in the first k places / number of positives."""

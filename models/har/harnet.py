@@ -32,7 +32,7 @@ class HarNet(nn.Module):
         "average": one encoder is applied to each channel separately, and features are averaged.
         "first": the encoder gets only channel 0.
     hidden_dims: widths of the hidden layers of each member's head; if empty, the heads are linear.
-    dropout: probability after each hidden layer.
+    dropout: dropout probability after each hidden layer.
     widths: channels of each member's convolutions, multiples of 8; each convolution halves the time axis.
     """
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 class Standardised(nn.Module):
     """Computes `network((x - mean) / std)` for x (B, num_channels, T) in physical units.
 
-    Mean and standard deviation are stored in the state dict, so a trained model accepts signals as recorded. Before
+    Mean and standard deviation are stored in the state dict, so a trained model accepts raw signals. Before
     `set_statistics` or a state dict sets them, the mean is 0 and the standard deviation is 1.
     """
 

@@ -58,8 +58,8 @@ def rows(x: Tensor, last: Tensor | None) -> Tensor:
 def causal_chunks(num_steps: int, device: torch.device) -> list[tuple[int, int]]:
     """Returns consecutive ranges of query time steps; queries of a range need only the keys up to the range's end.
 
-    On a CPU, several ranges save up to half of all (query, key) pairs. A single range is used on a GPU, where few large
-    kernels are faster, and in compiled or exported programs, which must accept any number of steps.
+    On a CPU, splitting into several ranges avoids up to half of all (query, key) pairs. A single range is used on a
+    GPU, where few large kernels are faster, and in compiled or exported programs, which must accept any length.
     """
     if device.type != "cpu" or torch.compiler.is_compiling():
         return [(0, num_steps)]
@@ -69,7 +69,7 @@ def causal_chunks(num_steps: int, device: torch.device) -> list[tuple[int, int]]
 def causal_parts(query: Tensor) -> list[tuple[Tensor, int]]:
     """Splits queries into `causal_chunks`, and returns (chunk, end) pairs. query: (B, heads, T, width / heads).
 
-    The backward of `split` is faster than adding the padded gradients of slices.
+    Uses `split`, because the backward pass of slices pads and adds their gradients, which is slower.
     """
     chunks = causal_chunks(query.shape[2], query.device)
     parts = query.split([stop - start for start, stop in chunks], dim=2)
@@ -191,13 +191,13 @@ class Block(nn.Module):
         self.attention_connection, self.feed_forward_connection = connections
 
     def forward(self, x: Tensor, *relations: Any, last: Tensor | None = None) -> Tensor:
-        """Returns the states. relations: additional inputs of attention. last: (B,), time steps, or None for all."""
+        """Returns the states of all time steps, or only of `last`, (B,). relations: additional inputs of attention."""
         x = self.attention_connection(x, lambda query, context: self.attention(query, context, *relations, last), last)
         return self.feed_forward_connection(x, lambda query, _: self.feed_forward(query))
 
 
 class SequentialRecommender(nn.Module):
-    """Base class with item embeddings, blocks and a final norm. Subclasses define the input of the blocks (`embed`).
+    """Base class of models with item embeddings, blocks and a final norm. Subclasses define the blocks' input: `embed`.
 
     num_items: number of items, which are numbered from 1; 0 is padding.
     maxlen: maximum number of items in a history.

@@ -1,6 +1,6 @@
-"""Fits simple recommenders: computes their buffers from training histories, for several settings of each model.
+"""Fits simple recommenders: computes their buffers from training histories, for several hyperparameter settings.
 
-The caller selects a setting on the validation set.
+The caller selects a model's setting on the validation set.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,7 +93,7 @@ def candidates(kind: str, histories: TrainingHistories, maxlen: int) -> Iterator
 
 
 def _rules(histories: TrainingHistories) -> Iterator[Buffers]:
-    """Yields tables of rules, whose strengths measure how often an item closely follows another item.
+    """Yields tables of rules; the strength of a rule measures how often one item closely follows another item.
 
     The strength of a rule is the sum of 1 / distance between the items, divided by the square root of the preceding
     item's frequency. In every second table, strengths are also divided by the square root of the following item's
@@ -126,7 +126,7 @@ def _rules(histories: TrainingHistories) -> Iterator[Buffers]:
 
 
 def _item_knn(histories: TrainingHistories) -> Iterator[Buffers]:
-    """Yields tables of cosine similarities between items' user sets; small sets have reduced similarities."""
+    """Yields a table of cosine similarities between items' user sets; similarities of small sets are reduced."""
     popularity, num_items = histories.popularity, histories.num_items
     users, items = histories.distinct
     by_item = np.argsort(items, kind="stable")

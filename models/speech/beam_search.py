@@ -105,7 +105,7 @@ class _Beam:
         return _Beam(*(getattr(self, field.name)[places] for field in fields(self)))
 
     def put(self, others: "_Beam") -> None:
-        """Replaces the prefixes of the first len(others) utterances."""
+        """Overwrites the prefixes of the first utterances with the prefixes in `others`."""
         for field in fields(self):
             values = getattr(others, field.name)
             getattr(self, field.name)[: len(values)] = values
@@ -191,7 +191,7 @@ def _append(beam: _Beam, parent: np.ndarray, log_probs: np.ndarray, tried: np.nd
 
 
 def _extended(keys: np.ndarray, symbols: np.ndarray) -> np.ndarray:
-    """Returns prefix hashes after appending a symbol, by the mixing function of SplitMix64 (Steele et al., 2014)."""
+    """Returns hashes of extended prefixes, computed by SplitMix64's mixing function (Steele et al., 2014)."""
     keys = (keys ^ symbols.astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
     keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

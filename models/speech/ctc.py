@@ -23,7 +23,7 @@ def ctc_loss(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths
     Targets that need more frames than their utterance has (`shortest_alignment`) have loss and gradient 0.
 
     log_probs: (B, T, V), must be the output of a log-softmax for the gradient to be correct. lengths: (B,) int64,
-    numbers of frames. targets: (B, U) int64 in [1, V). target_lengths: (B,) int64. Values beyond the lengths are
+    frames per utterance. targets: (B, U) int64 in [1, V). target_lengths: (B,) int64. Values beyond the lengths are
     ignored.
     """
     log_probs = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
@@ -43,7 +43,7 @@ def divergence(log_probs: Tensor, others: Tensor, lengths: Tensor) -> Tensor:
     The divergence is the sum over frames of the mean of KL(p || q) and KL(q || p). Each term passes a gradient only to
     its second argument. This is L_CR of CR-CTC (Yao et al., ICLR 2025).
 
-    log_probs, others: (B, T, V). lengths: (B,) int64, numbers of frames.
+    log_probs, others: (B, T, V). lengths: (B,) int64, number of frames of each utterance.
     """
     pairs = ((log_probs.detach(), others), (others.detach(), log_probs))
     of_frame = sum((target.exp() * (target - own)).sum(2) for target, own in pairs) / 2
@@ -137,7 +137,7 @@ class Decoded(NamedTuple):
 def greedy(log_probs: Tensor, lengths: Tensor) -> Decoded:
     """Decodes the most probable symbol of each frame, and drops repeats and blanks, without synchronising with a GPU.
 
-    log_probs: (B, T, V). lengths: (B,) int64, numbers of frames.
+    log_probs: (B, T, V). lengths: (B,) int64, number of frames of each utterance.
     """
     batch_size, num_frames, _ = log_probs.shape
     best, path = log_probs.detach().max(2)

@@ -72,7 +72,7 @@ def _count_edits(references: list[list[int]], hypotheses: list[list[int]]) -> np
 
 
 def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable]) -> list[Edit]:
-    """Returns an alignment whose numbers of edits equal the result of `count_edits`."""
+    """Returns an alignment with as many edits of each type as `count_edits` counts."""
     substitution, gap = _costs(len(reference), len(hypothesis))
     cost = [[j * gap for j in range(len(hypothesis) + 1)]]
     for i, value in enumerate(reference):
@@ -98,9 +98,9 @@ def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable]) -> list
 
 
 def _costs(num_reference: int, num_hypothesis: int) -> tuple[int, int]:
-    """Returns the cost n of a substitution, and the cost n + 1 of a deletion or insertion.
+    """Returns the costs n of a substitution and n + 1 of a deletion or insertion, for n = 1 + the sum of the lengths.
 
-    An alignment has fewer than n deletions and insertions. Dividing the total cost by n therefore gives the number of
+    An alignment has fewer than n deletions and insertions. Dividing its total cost by n therefore gives the number of
     edits, with the number of deletions and insertions as remainder.
     """
     one_edit = num_reference + num_hypothesis + 1

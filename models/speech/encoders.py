@@ -1,7 +1,7 @@
 """Speech encoders, which map features of utterances to states from which a recogniser predicts symbols.
 
 Call an encoder as `states, lengths = encoder(features, lengths)`. features: (B, T, F), padded at the end. lengths: (B,)
-int64, numbers of frames, at least 1. states: (B, T', encoder.out_features). Padding does not affect the states of an
+int64, frames per utterance, at least 1. states: (B, T', encoder.out_features). Padding does not affect the states of an
 utterance, and states beyond the end of an utterance have arbitrary values.
 """
 
@@ -168,10 +168,10 @@ class CausalConvolution(nn.Module):
         self.convolution = nn.Conv1d(num_inputs, num_outputs, kernel_size, stride)
 
     def forward(self, x: Tensor, inputs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the outputs and the inputs that later outputs need.
+        """Returns the outputs, and the last inputs, which the next call needs.
 
-        x: (B, T, num_inputs). inputs: inputs returned by the previous call, (B, n, num_inputs), or None at the start of
-        an utterance.
+        x: (B, T, num_inputs). inputs: the previous call's last inputs, (B, n, num_inputs), or None at the start of an
+        utterance.
         """
         (kernel_size,) = self.convolution.kernel_size
         if inputs is None:

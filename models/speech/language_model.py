@@ -130,7 +130,7 @@ def _check_counts(entries: dict[tuple[str, ...], tuple[float, float]], counts: d
 
 
 class _Fusion(ABC):
-    """Base class of scorers, which numbers contexts (histories) as they appear, and caches their scores in a table."""
+    """Base class of scorers. Numbers word or symbol contexts as they appear, and caches their scores in a table."""
 
     def __init__(self, num_symbols: int) -> None:
         self._table = np.zeros((64, num_symbols))
@@ -186,7 +186,7 @@ class _Fusion(ABC):
 class SymbolScorer(_Fusion):
     """Scores a symbol by the bonus, plus the symbol's weighted log-probability if an n-gram model is given.
 
-    symbols: (V,), names of the symbols, blank first. In the n-gram model, the space can have any of `SPACE_NAMES`.
+    symbols: (V,), names of the symbols, blank first. The n-gram model may call the space any of `SPACE_NAMES`.
     """
 
     def __init__(self, ngram: NGram | None, symbols: Sequence[str], weight: float, bonus: float) -> None:

@@ -148,7 +148,7 @@ class ParallelLMU(nn.Module):
 
 
 class _Responses(NamedTuple):
-    """Impulse response of a memory, and the spectrum of the response after scaling."""
+    """Impulse response of a memory, and the spectrum of the impulse response times `scale`."""
 
     impulse: Tensor
     """Impulse response, (memory_size, size // 2)."""

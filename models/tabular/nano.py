@@ -101,7 +101,7 @@ class NanoTabular(nn.Module):
         """Returns class logits of query rows, (B, Q, max_classes) in at least float32; -inf for classes >= num_classes.
 
         context: (B, N, m), queries: (B, Q, m); non-finite elements are missing values. labels: (B, N) int64 in [0,
-        max_classes). num_context, num_features, num_classes: numbers of context rows, features and classes of each
+        max_classes). num_context, num_features, num_classes: the count of context rows, features or classes of each
         problem without padding, (B,) int64, at least 1 (default: N, m and max_classes).
         """
         assert labels.shape == context.shape[:2]
@@ -163,7 +163,7 @@ def _layout(
 
 
 def _in_layout(x: Tensor, context_rows: int) -> Tensor:
-    """Moves the context rows of all problems before their query rows: (B, N + Q, ...) -> (B * N + B * Q, ...)."""
+    """Puts the context rows of all problems before all query rows: (B, N + Q, ...) -> (B * N + B * Q, ...)."""
     return torch.cat([x[:, :context_rows].flatten(0, 1), x[:, context_rows:].flatten(0, 1)])
 
 

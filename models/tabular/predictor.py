@@ -57,20 +57,20 @@ def predict(
     table, with its own order of columns and classes. Every second member replaces values by normal scores, which suits
     skewed columns. If there are more than max_context context rows, each member draws its own sample, stratified by
     class. The ensemble averages probabilities rather than logits, because a confidently wrong member would dominate a
-    mean of logits, and members with different class trees have different logits.
+    mean of logits, and logits of members with different class trees are not comparable.
 
     If there are more classes than the model supports, they form a tree (`class_tree`), and the model chooses a child at
-    each node. The probability of a class is the product of the choices on its path. The context of a node consists of
-    the context rows of its classes. Classes without context rows have probability 0.
+    each node. The probability of a class is the product of the probabilities of the choices on its path. The context
+    of a node consists of the context rows of its classes. Classes without context rows have probability 0.
 
     model: must be in eval mode; computes on its own device, in the dtype of its parameters.
     context: (N, m), queries: (Q, m); missing values are NaN. labels: (N,) int64, from 0 to num_classes - 1.
     num_estimators: number of members. seed: determines the random orders and samples.
     temperature: divisor of the logits.
     max_cells: maximum number of rows times columns in one forward pass, to limit memory. A pass may exceed the limit,
-        because it contains all context rows of one member and, if they exist, at least 64 query rows and at least a
-        quarter as many query rows as context rows. Results for different max_cells differ only by rounding.
-    progress: called after each forward pass with the numbers of completed and of all passes.
+        because it contains all context rows of one member, and at least max(64, number of context rows / 4) query rows
+        if there are that many. Results for different max_cells differ only by rounding.
+    progress: called after each forward pass with the number of completed passes and the number of all passes.
     """
     probabilities = torch.zeros(len(queries), num_classes, dtype=torch.float64)
     present, codes = np.unique(labels.numpy(force=True), return_inverse=True)
@@ -140,7 +140,7 @@ def normal_scores(context: Tensor, values: Tensor) -> Tensor:
 def _choices(
     model: TabularModel, views: Sequence[_View], context: Tensor, queries: Tensor, temperature: float
 ) -> Tensor:
-    """Returns the probability of each child of each view's node for each query row: (views, Q, children) float64.
+    """Returns, for each view and query row, the probability of each child of the node: (views, Q, children) float64.
 
     All views must have equal numbers of context rows and of children.
     """
@@ -193,7 +193,7 @@ def _latin_order(num_columns: int, member: int, seed: int) -> np.ndarray:
 
 
 def _stratified(labels: np.ndarray, num: int, seed: int, member: int) -> np.ndarray:
-    """Samples `num` row indices in proportion to class sizes, at least one per class, or all if there are fewer."""
+    """Samples `num` row indices (or all, if fewer exist) in proportion to class sizes, at least one per class."""
     if len(labels) <= num:
         return np.arange(len(labels))
     num = max(num, len(np.unique(labels)))

@@ -66,7 +66,7 @@ class TabICL(nn.Module):
         """Returns class logits of query rows, (B, Q, max_classes) in at least float32; -inf for classes >= num_classes.
 
         context: (B, N, m), queries: (B, Q, m); non-finite elements are missing values. labels: (B, N) int64 in [0,
-        max_classes). num_context, num_features, num_classes: numbers of context rows, features and classes of each
+        max_classes). num_context, num_features, num_classes: the count of context rows, features or classes of each
         problem without padding, (B,) int64, at least 1 (default: N, m and max_classes).
         """
         assert labels.shape == context.shape[:2]
