@@ -191,7 +191,7 @@ class UsersToRank(Movable):
 
 
 def _sets(offsets: np.ndarray, members: np.ndarray, num_members: int) -> ItemSets:
-    """Builds ItemSets, which number members from 1, from sorted, concatenated members from 0 to num_members - 1."""
+    """Builds ItemSets, whose members count from 1, from sorted, concatenated members from 0 to num_members - 1."""
     sets = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
     position = np.arange(len(members)) - offsets[sets]
     return ItemSets(offsets, members + 1, sets * (num_members + 1) + members - position, num_members)

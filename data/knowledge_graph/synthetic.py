@@ -68,7 +68,7 @@ def generate() -> Arrays:
 
 
 def _traits() -> dict[str, np.ndarray]:
-    """Returns each item's author, genre and so on, numbered from 0 within the kind, (NUM_ITEMS,); -1 for no series."""
+    """Returns each item's author, genre and so on, (NUM_ITEMS,) each; values count from 0, and -1 means no series."""
     draws = _uniform(_ITEM_STREAM, NUM_ITEMS, 8)
     author_of_series = _below(NUM_ENTITIES["author"], _uniform(_SERIES_STREAM, NUM_ENTITIES["series"], 1)[:, 0])
     of_author = _uniform(_AUTHOR_STREAM, NUM_ENTITIES["author"], 2)

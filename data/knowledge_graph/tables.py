@@ -125,7 +125,7 @@ def _read_graph(
 
 
 def _columns(file: DataFile, names: Sequence[str], reading: Reading, notes: list[str]) -> list[tuple[str, ...]]:
-    """Returns a tuple of the named columns per line. names: normalised by `plain_name`. notes: list for remarks."""
+    """Returns, for each line, the cells in the named columns. names: normalised by `plain_name`. notes: remarks."""
     left_out = LeftOut(reading)
     with opened_table(file, left_out) as table:
         plain = list(map(plain_name, table.header))
